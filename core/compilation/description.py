@@ -10,6 +10,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
+from opgraft.compat.content import content_of
 from opgraft.registry.op_classes import qualified
 from torch import Tensor, nn
 
@@ -116,8 +117,7 @@ def layout(tensor: Tensor) -> list[Any]:
 def _content(tensor: Tensor) -> str:
     """Digest the content of a tensor; empty where it has none that could be read."""
     try:
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+        return hashlib.sha256(content_of(tensor)).hexdigest()
     except (RuntimeError, TypeError, NotImplementedError):  # of one without memory, or of a layout of its own
         return ""
 

@@ -156,7 +156,7 @@ def run_child(
             answer, printed = _exchange(child, reply, output, question, handed_over, deadline, watch, heard)
             # Before its pipes close, which would end it otherwise.
             status = _wait(child, 0.0 if watch.exceeded else deadline.left())
-            starved = status is None and _waited(child.pid) > time_limit / 2
+            starved = status is None and not watch.exceeded and deadline.starved(child.pid)
     finally:  # after an interrupt from the keyboard too, which does not reach a child in a session of its own
         _kill(child)
         os.close(ours)
@@ -232,7 +232,7 @@ def _exchange(
                 piece = _read_into(received[stream], stream, stream is reply)
                 if heard is not None and stream is reply:
                     heard(piece)
-                    deadline.begin()
+                    deadline.begin(_waited(child.pid))
                     del received[reply][: received[reply].rfind(b"\n", 0, -1) + 1]
                 if not piece:
                     selector.unregister(stream)
@@ -243,18 +243,27 @@ def _exchange(
 
 
 class _Deadline:
-    """The end of a time that may begin anew."""
+    """The end of a time that may begin anew, for a process that had waited so long for a processor by then."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.begin()
+        self.begin(0.0)
 
-    def begin(self) -> None:
+    def begin(self, waited: float) -> None:
         self.end = time.monotonic() + self.seconds
+        self.waited = waited
 
     def left(self) -> float:
         """Return the seconds that are left, below 0 where it is over."""
         return self.end - time.monotonic()
+
+    def starved(self, pid: int) -> bool:
+        """Tell of a child whose code still wants to run whether it had no processor for most of the time."""
+        try:
+            asleep = _of_worker(pid, "stat")[2] == "S"  # and so not held up by others
+        except (OSError, ValueError, IndexError):
+            return False
+        return not asleep and _waited(pid) - self.waited > self.seconds / 2
 
 
 class _MemoryWatch:
@@ -327,10 +336,9 @@ def _first_child(pid: int) -> int:
 
 
 def _waited(pid: int) -> float:
-    """Return for how many seconds a child's code, which still wants to run, had no processor; 0 where nothing tells."""
+    """Return for how many seconds a child's code had no processor; 0 where nothing tells."""
     try:
-        asleep = _of_worker(pid, "stat")[2] == "S"  # and so not held up by others
-        return 0.0 if asleep else int(_of_worker(pid, "schedstat")[1]) / 1e9
+        return int(_of_worker(pid, "schedstat")[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return 0.0
 

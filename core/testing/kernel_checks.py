@@ -49,7 +49,7 @@ def check_reached(subject: Subject) -> None:
     """Constructing the target gives the replacement, and what it defines as a kernel can be bound."""
     choice = inventory.choice_here(subject.target)
     replacement = subject.replacement
-    if choice.winner is not replacement:
+    if choice.cls is not replacement.cls:
         row = next(row for row in choice.decision.candidates if row.location == replacement.location)
         raise AssertionError(f"{row.name} at {row.location} is never constructed here: {row.reason}")
     own = _own_kernels(subject) if subject.is_op else []
@@ -68,8 +68,9 @@ def _bound(subject: Subject) -> KernelChoice:
 
 def _own_kernels(subject: Subject) -> list[Kernel]:
     """Return the kernels that the replacement's own classes define, for any platform, the most derived first."""
-    target = subject.target.__mro__
-    return [k for k in declared_kernels(subject.replacement.cls, DISPATCH_KEYS) if k.owner not in target]
+    own, target = subject.replacement.cls, subject.target
+    inherited = target.__mro__ if own is not target else ()
+    return [kernel for kernel in declared_kernels(own, DISPATCH_KEYS) if kernel.owner not in inherited]
 
 
 def _in_chain(subject: Subject) -> list[Kernel]:

@@ -123,7 +123,7 @@ def verify(native: nn.Module, grafted: nn.Module, steps: Steps) -> Verification:
         steps: makes the calls of either.
 
     Raises:
-        InputError: ``grafted`` calls no op.
+        InputError: ``grafted`` calls no op, or ``native`` computes nothing but NaN, with which all agrees.
         Exception: of ``grafted``, which raised it where every op is within its tolerance.
     """
     with torch.no_grad():
@@ -133,12 +133,23 @@ def verify(native: nn.Module, grafted: nn.Module, steps: Steps) -> Verification:
             for ours, theirs, whole in zip(steps(native), steps(grafted), steps(grafted), strict=True):
                 comparer.batch, comparer.whole = theirs.batch, whole.batch
                 with ours.attending():
-                    ours.call(native)
+                    computed = tensors_within(ours.call(native))
+                if not comparer.found:
+                    _expect_numbers(computed)
     if failure and not comparer.found:
         raise failure
     reached = [place for place in places.values() if place.calls]
     unreached = [place.path for place in places.values() if place.served and not place.calls]
     return Verification(sorted(reached, key=lambda place: comparer.order.index(place.path)), unreached, comparer.found)
+
+
+def _expect_numbers(computed: Sequence[Tensor]) -> None:
+    floating = [each for each in computed if each.is_floating_point() and each.numel()]
+    if floating and all(bool(each.isnan().all()) for each in floating):
+        raise InputError(
+            "the native model computes nothing but NaN, with which every result agrees: its weights are damaged, or "
+            "what it is called with"
+        )
 
 
 def _places(native: nn.Module, grafted: nn.Module, steps: Steps) -> tuple[dict[str, Place], Exception | None]:

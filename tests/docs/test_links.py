@@ -34,12 +34,14 @@ def anchors_of(page: Path) -> set[str]:
 
 @each_page
 def test_internal_links_resolve(page: Path) -> None:
-    """Each link to a file of the repository leads to a file, and to a heading in it where it names one."""
+    """Each link to a file leads to one, from a page of the site to one of it, and to a heading if it names one."""
+    site = REPOSITORY / "docs"
     for link in links_of(page):
         if "://" not in link:
             path, _, anchor = link.partition("#")
             target = (page.parent / path).resolve() if path else page
             assert target.exists(), link
+            assert target.is_relative_to(site) or not page.is_relative_to(site), f"{link} is not on the site"
             themes = {"only-light", "only-dark"} if target.suffix == ".svg" else set()
             assert not anchor or anchor in themes or anchor in anchors_of(target), link
 

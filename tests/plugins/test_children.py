@@ -180,20 +180,32 @@ def test_what_a_child_does_to_its_parent(deed: str, status: int) -> None:
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == limits
 
 
+TAKES_MEMORY_LATE = """
+while int(open("/proc/self/schedstat").read().split()[1]) < 1.6e9: pass
+taken = b"x" * (64 << 20)
+while True: pass
+"""
+"""Takes memory when it has waited for a processor for more than half of three seconds."""
+
+
 def test_a_child_that_got_no_processor_is_not_to_blame() -> None:
-    """On one that others keep busy it is late, which is told, and no reason for quarantine."""
+    """On one that others keep busy it is late, which is told, and no reason for quarantine; to take memory is one."""
     processor = max(os.sched_getaffinity(0))
     pinned = f"import os; os.sched_setaffinity(0, {{{processor}}})\n"
-    others = [subprocess.Popen([sys.executable, "-c", f"{pinned}while True: pass"]) for _ in range(2)]
+    # In sessions of their own: a kernel that schedules by session would give them one share together.
+    busy = [sys.executable, "-c", f"{pinned}while True: pass"]
+    others = [subprocess.Popen(busy, start_new_session=True) for _ in range(4)]
     try:
         idle = run_child("import time; time.sleep(60)", time_limit=1.0)
         late = run_child(f"{pinned}os.nice(19)\nwhile True: pass", time_limit=3.0)
+        large = run_child(f"{pinned}os.nice(5)\n{TAKES_MEMORY_LATE}", time_limit=3.0, memory_limit=48 << 20)
     finally:
         for process in others:
             process.kill()
             process.wait()
     assert (idle.status, idle.starved, idle.died) == (None, False, True)
     assert (late.status, late.starved, late.died) == (None, True, False)
+    assert (large.status, large.starved, large.died, large.memory > 48 << 20) == (None, False, True, True)
 
 
 @pytest.mark.parametrize(
