@@ -142,10 +142,14 @@ struct Linear {
 
 // code · scale + offset by group of inputs, times rows of x. In tiles of outputs codes are where tiles.inc says, and
 // scales and offsets of a group follow one another; otherwise those of an output do.
+// What codes stand for. Those of MXFP4, two e2m1 in a byte, have powers of two as scales, a byte for each 32 inputs.
+enum Format { INTEGERS, E4M3, E5M2, MXFP4 };
+
 struct QuantizedLinear {
   const uint8_t* codes = nullptr;
   int64_t row_bytes = 0;
   int bits = 0;
+  Format format = INTEGERS;
   const void* scales = nullptr;
   const void* offsets = nullptr;
   Dtype scale_dtype = FLOAT32;
