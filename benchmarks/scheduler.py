@@ -27,6 +27,8 @@ PROMPT = 128
 STEP_LIMITS = {32: 0.4, 256: 2.0}
 """Requests that decode → the highest fine milliseconds of a step without its model."""
 
+LOOKUPS = {str(number): Request(str(number), [number], SamplingParams()) for number in range(1000)}
+
 
 def microseconds(running: int, kinds: list[LayerKind]) -> tuple[float, float]:
     """Return the median and the mean of schedule and update, with ``running`` requests that all decode."""
@@ -44,6 +46,26 @@ def microseconds(running: int, kinds: list[LayerKind]) -> tuple[float, float]:
         scheduler.update(step, tokens)  # type: ignore[arg-type]  # there is one where none is computed
         taken.append((time.thread_time() - start) * 1e6)
     return statistics.median(taken[1:]), statistics.mean(taken[1:])
+
+
+def python_loop() -> list[tuple[str, int]]:
+    """Do a thousand times what a step does most in Python: look up, read, write, call, make a tuple and keep it."""
+    kept: list[tuple[str, int]] = []
+    for name in LOOKUPS:
+        request = LOOKUPS[name]
+        request.num_computed += 1
+        kept.append((name, max(request.num_computed, request.num_tokens)))
+    return kept
+
+
+def loop_milliseconds() -> float:
+    """Return the median milliseconds of ``python_loop``, by which figures of several machines can be compared."""
+    taken = []
+    for _ in range(200):
+        start = time.perf_counter()
+        python_loop()
+        taken.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(taken)
 
 
 def write_tiny_model(folder: Path) -> None:
@@ -77,14 +99,17 @@ def parts_of_a_step(folder: Path, running: int) -> dict[str, float]:
 
 
 def step_rows() -> Iterator[Row]:
-    """Yield the milliseconds of a step without its model."""
+    """Yield the milliseconds of a step without its model, with how many of ``python_loop`` take as long."""
+    loop = loop_milliseconds()
     with tempfile.TemporaryDirectory() as folder:
         write_tiny_model(Path(folder))
         for running, limit in STEP_LIMITS.items():
             parts = parts_of_a_step(Path(folder), running)
             beside = {part: value for part, value in parts.items() if part != "model"}
-            detail = "ms: " + ", ".join(f"{part} {value:.2g}" for part, value in beside.items())
-            yield Row(f"step without its model, {running} requests", sum(beside.values()), limit, detail)
+            taken = sum(beside.values())
+            of_parts = ", ".join(f"{part} {value:.2g}" for part, value in beside.items())
+            detail = f"ms: {of_parts}; {taken / loop:.2g} times a loop of Python of {loop:.2g} ms"
+            yield Row(f"step without its model, {running} requests", taken, limit, detail)
 
 
 def measure() -> list[Row]:

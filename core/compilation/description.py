@@ -18,6 +18,7 @@ from types import (
 from typing import Any
 
 import torch
+from opgraft.compat.content import content_of
 from opgraft.compilation.python_code import code_digest, functions_of, globals_of, is_covered, is_own
 from opgraft.registry.op_classes import qualified
 from torch import Tensor, nn
@@ -158,8 +159,7 @@ class Descriptions:
     def _content(self, tensor: Tensor) -> str:
         """Digest the content of a tensor; empty where it has none that could be read."""
         try:
-            flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+            return hashlib.sha256(content_of(tensor)).hexdigest()
         except (RuntimeError, TypeError, NotImplementedError):  # of one without memory, or of a layout of its own
             self._by_class(tensor)
             return ""

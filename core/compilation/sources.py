@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from opgraft.compilation.python_code import code_digest, functions_of, is_covered, is_own
-from opgraft.files import replace_file
+from opgraft.files import read_regular, replace_file
 
 _SUFFIXES = (".py", ".so", ".cpp", ".h")
 _SETTLED = 2_000_000_000
@@ -22,6 +22,9 @@ _SETTLED = 2_000_000_000
 
 _MOST = 1 << 14
 """Files that an index remembers."""
+
+_LARGEST = 1 << 24
+"""Bytes of an index."""
 
 
 class Sources:
@@ -36,8 +39,8 @@ class Sources:
         self._known: dict[str, list[Any]] = {}
         self._seen: dict[str, list[Any]] = {}
         if index is not None:
-            with contextlib.suppress(OSError, ValueError):
-                read = json.loads(index.read_bytes())
+            with contextlib.suppress(OSError, ValueError, RecursionError):
+                read = json.loads(read_regular(index, _LARGEST))
                 self._known = read if isinstance(read, dict) else {}
 
     def keep(self) -> None:

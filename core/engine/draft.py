@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 
 from opgraft.engine.request import Request
 from opgraft.engine.step import Blocks, NewSequence, Scheduled, StateMove, Step
@@ -51,7 +50,8 @@ class Draft:
             token = request.output[-1]
         request.computing = self
         self.batch.append(request)
-        self.sequences.append(Scheduled(request.request_id, start, count, new_blocks, samples, token))
+        fields = request.request_id, start, count, new_blocks, samples, token
+        self.sequences.append(tuple.__new__(Scheduled, fields))  # half the time of a call of the class
         self.budget -= count
 
     def admit(self, request: Request, count: int, blocks: Blocks, state: int) -> None:
@@ -147,15 +147,9 @@ class Drafts:
         self._drafts.clear()
 
 
-def token_of(request: Request, tokens: Mapping[str, int]) -> int:
-    """Return the token that a step has sampled for a request.
-
-    Raises:
-        RequestError: there is none.
-    """
-    if request.request_id not in tokens:
-        raise RequestError(
-            f"the step gave no token for request {request.request_id!r}, which samples: give one for each sequence "
-            "that samples, and abort those that failed before"
-        )
-    return tokens[request.request_id]
+def no_token(request: Request) -> RequestError:
+    """Return the error for a step that has sampled no token for a request."""
+    return RequestError(
+        f"the step gave no token for request {request.request_id!r}, which samples: give one for each sequence "
+        "that samples, and abort those that failed before"
+    )

@@ -142,8 +142,9 @@ class ModelRunner(PluggableClass):
         finally:  # sampling may fail on one rank alone, and the ranks count steps alike
             if self.balancer is not None:
                 self.balancer.after_step(started)
-        errors, refused = {**errors, **result.errors}, errors.keys() | result.refused
-        return dataclasses.replace(result, errors=errors, refused=refused)
+        if not errors:
+            return result
+        return dataclasses.replace(result, errors={**errors, **result.errors}, refused=errors.keys() | result.refused)
 
     def _take_part(self, started: float) -> None:
         """Run the model on no tokens, as replicas that share its experts run it now."""
@@ -277,21 +278,16 @@ class ModelRunner(PluggableClass):
 
     def _take(self, sampled: Sampled, names: tuple[str, ...]) -> StepResult:
         """Add what was sampled for requests to what is known of them."""
+        tokens = dict(zip(names, sampled.tokens.tolist(), strict=True))
         errors = {str(request_id): error for request_id, error in sampled.errors.items()}
-        refused = {str(request_id) for request_id in sampled.refused}
-        tokens = {}
-        for request_id, token in zip(names, sampled.tokens.tolist(), strict=True):
-            if request_id in errors:
-                continue
-            try:
-                self.sampling.append(request_id, token)
-            except RequestError as error:
-                errors[request_id] = str(error)
-                refused.add(request_id)
-            else:
-                tokens[request_id] = token
+        for request_id in errors:
+            del tokens[request_id]
+        astray = {str(request_id): error for request_id, error in self.sampling.extend(tokens.items()).items()}
+        for request_id in astray:
+            del tokens[request_id]
+        refused = {str(request_id) for request_id in sampled.refused} | astray.keys()
         logprobs = {str(request_id): found for request_id, found in sampled.logprobs.items()}
-        return StepResult(tokens, logprobs, errors, self._ended_prompts(names), refused=refused)
+        return StepResult(tokens, logprobs, errors | astray, self._ended_prompts(names), refused=refused)
 
     def _ended_prompts(self, names: tuple[str, ...]) -> dict[str, list[TokenLogprobs]]:
         """Return the log-probabilities of the prompts that end with this step, and forget them."""

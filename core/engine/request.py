@@ -21,6 +21,9 @@ class Request:
         prompt, output: token ids; the output grows.
         params: how it is sampled; ``n`` is for ``split``, a request is always one sequence.
         eos: tokens that end it unless ``params.ignore_eos``.
+        ends: all tokens that end it.
+        num_least: tokens of prompt and output before which nothing ends it.
+        num_most: tokens of prompt and output that it has at most, as far as ``params`` say.
         priority: under the policy "priority" lower ones come first.
         cache_salt: requests with different salts never share blocks of the cache, such as those of two tenants.
         bad_words: ``params.bad_words`` as tokens.
@@ -53,12 +56,15 @@ class Request:
         "cache_salt",
         "computing",
         "context",
+        "ends",
         "eos",
         "finish_reason",
         "grammar",
         "num_admitted",
         "num_cached",
         "num_computed",
+        "num_least",
+        "num_most",
         "num_preemptions",
         "num_tokens",
         "output",
@@ -95,6 +101,7 @@ class Request:
         self.output: list[int] = []
         self.params = params
         self.eos = frozenset(eos)
+        self.ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos)
         self.priority = priority
         self.cache_salt = cache_salt
         self.bad_words = tuple(map(tuple, bad_words))
@@ -108,6 +115,8 @@ class Request:
         self.status: Status = "waiting"
         self.finish_reason: FinishReason | None = None
         self.num_tokens = len(self.prompt)
+        self.num_least = self.num_tokens + params.min_tokens
+        self.num_most = self.num_tokens + params.most_tokens
         self.num_admitted = 0
         self.num_computed = 0
         self.num_cached = 0
@@ -161,17 +170,11 @@ class Request:
         """Add a sampled token to the output, and tell whether that ends it; ``finish_reason`` says why."""
         self.output.append(token)
         self.num_tokens += 1
-        if self._stops_at(token):
+        if token in self.ends and self.num_tokens > self.num_least:
             self.finish_reason = "stop"
-        elif len(self.output) >= self.params.most_tokens or self.num_tokens >= max_model_len:
+        elif self.num_tokens >= self.num_most or self.num_tokens >= max_model_len:
             self.finish_reason = "length"
         return self.finish_reason is not None
-
-    def _stops_at(self, token: int) -> bool:
-        params = self.params
-        if len(self.output) <= params.min_tokens:
-            return False
-        return (token in self.eos and not params.ignore_eos) or token in params.stop_token_ids
 
 
 def _expect_type(field: str, value: object, kind: Any, expected: str) -> None:

@@ -16,7 +16,7 @@ from time import monotonic
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import SchedulerConfig
 from opgraft.engine.context_fit import ContextFit
-from opgraft.engine.draft import Draft, Drafts, token_of
+from opgraft.engine.draft import Draft, Drafts, no_token
 from opgraft.engine.kv_cache import KVCacheManager, Prefix
 from opgraft.engine.request import FinishReason, Request
 from opgraft.engine.servable import expect_servable
@@ -167,9 +167,13 @@ class Scheduler(PluggableClass):
             self.cache.computed(request, scheduled.start)
             if self._parked and request.num_computed >= len(request.prompt):
                 self._release(request)
-            if scheduled.samples and request.append(token_of(request, tokens), self.max_model_len):
-                self._finish(request)
-                finished.append(request)
+            if scheduled.samples:
+                token = tokens.get(request.request_id)
+                if token is None:
+                    raise no_token(request)
+                if request.append(token, self.max_model_len):
+                    self._finish(request)
+                    finished.append(request)
         return finished
 
     def undo(self, step: Step | None = None) -> list[Request]:

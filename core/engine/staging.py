@@ -18,18 +18,20 @@ class Staging:
     Args:
         size: the most integers of a step.
         dtype: ``torch.int32`` or ``torch.int64``.
+
+    Attributes:
+        tensor: the memory.
     """
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         self._code = _CODES[dtype]
         self._memory = memoryview(array(self._code, bytes(size * dtype.itemsize)))  # so it stays where it is
-        self._tensor = torch.frombuffer(self._memory, dtype=dtype)
+        self.tensor = torch.frombuffer(self._memory, dtype=dtype)
 
-    def write(self, values: Iterable[int]) -> Tensor:
-        """Return values as a tensor of the memory, in the place of those that were written before."""
+    def write(self, values: Iterable[int]) -> None:
+        """Write values to the beginning of the memory, over those that were written before."""
         given = array(self._code, values)
         self._memory[: len(given)] = given
-        return self._tensor[: len(given)]
 
 
 class Sender:
@@ -40,16 +42,19 @@ class Sender:
 
     Args:
         device: where they go.
+
+    Attributes:
+        stays: whether that is the host.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stays = device.type == HOST
-        self._pins = not self._stays and _has_pinned_memory()
+        self.stays = device.type == HOST
+        self._pins = not self.stays and _has_pinned_memory()
 
     def send(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the host on the device."""
-        if self._stays:
+        if self.stays:
             return tensor
         return tensor.pin_memory().to(self._device, non_blocking=True) if self._pins else tensor.to(self._device)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from io import StringIO
 from typing import Any
@@ -32,8 +33,8 @@ class Detokenizer:
         include_stop_str_in_output: end the text after the stop string, not before it.
         min_tokens: number of the first tokens whose text is not searched for stop strings.
 
-    Attributes:
-        written: all that was returned so far.
+    Where no stop string may end it, tokens are decoded when somebody asks for the text. Those of one request after
+    another find in the processor's caches what the first needed, which those of many requests in turn do not.
     """
 
     def __init__(
@@ -50,15 +51,22 @@ class Detokenizer:
         self._skip = skip_special_tokens
         self._stops = StopStrings(stop, include=include_stop_str_in_output) if stop else None
         self._unsearched = min_tokens
-        self.written = StringIO()
+        self._written = StringIO()
+        self._added: deque[int] = deque()
         self._waiting: list[int] = []
         self._context: list[int] = []
         self._stream: Any = None
         self._restart(self._end_of(prompt))
 
     @property
+    def written(self) -> StringIO:
+        """All text that is certain so far: none after a stop string."""
+        self._catch_up()
+        return self._written
+
+    @property
     def text(self) -> str:
-        """All that was returned so far, put together."""
+        """All text that is certain so far, put together."""
         return self.written.getvalue()
 
     @property
@@ -66,26 +74,30 @@ class Detokenizer:
         """The stop string at which the text ended, if it did."""
         return self._stops.found if self._stops else None
 
-    def add(self, token: int) -> str:
-        """Take a token and return the text that is now certain; after a stop string there is none."""
-        return self._shown(self._decoded(token))
+    def add(self, token: int) -> bool:
+        """Take a token, and tell whether the text has come to a stop string."""
+        self._added.append(token)
+        if self._stops is None:
+            return False
+        self._catch_up()
+        return self._stops.found is not None
 
-    def finish(self) -> str:
-        """Return the text that was held back, after the last token. It may end with U+FFFD."""
-        rest = self._flush(len(self._waiting))
-        shown = self._shown(rest)
+    def finish(self) -> None:
+        """Write the text that was held back, after the last token. It may end with U+FFFD."""
+        self._catch_up()
+        self._show(self._flush(len(self._waiting)))
         if self._stops and self._stops.found is None:
-            held = self._stops.rest()
-            self.written.write(held)
-            shown += held
-        return shown
+            self._written.write(self._stops.rest())
 
-    def _shown(self, piece: str) -> str:
+    def _catch_up(self) -> None:
+        while self._added:
+            self._show(self._decoded(self._added.popleft()))
+
+    def _show(self, piece: str) -> None:
         if self._stops and self._unsearched <= 0:
             piece = self._stops.add(piece)
         self._unsearched -= 1
-        self.written.write(piece)
-        return piece
+        self._written.write(piece)
 
     def _decoded(self, token: int) -> str:
         self._waiting.append(token)

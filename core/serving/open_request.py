@@ -21,7 +21,8 @@ class Answer:
 
     @classmethod
     def of(cls, index: int, request: Request, detokenizer: Detokenizer | None) -> Answer:
-        return cls(request, GrowingOutput(index, detokenizer.written if detokenizer else StringIO()), detokenizer)
+        nothing = StringIO()
+        return cls(request, GrowingOutput(index, lambda: detokenizer.written if detokenizer else nothing), detokenizer)
 
 
 @dataclass

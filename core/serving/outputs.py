@@ -96,34 +96,36 @@ class CompletionOutput:
 class GrowingOutput(CompletionOutput):
     """An answer to which tokens and text are added, at the same cost however long it is.
 
-    Its text is put together when it is read.
+    Its text is put together when it is read, in the thread that adds to it.
 
     Args:
         index: among the ``n`` answers.
-        written: the text so far, which somebody else adds to.
+        written: returns the text so far, which somebody else adds to.
     """
 
     __slots__ = ("_written",)
 
-    def __init__(self, index: int, written: StringIO) -> None:
+    def __init__(self, index: int, written: Callable[[], StringIO]) -> None:
         super().__init__(index)
         self._written = written
 
     @property
     def text(self) -> str:
-        return self._written.getvalue()
+        return self._written().getvalue()
 
     @text.setter
     def text(self, text: str) -> None:
-        self._written = StringIO()
-        self._written.write(text)
+        written = StringIO()
+        written.write(text)
+        self._written = lambda: written
 
     def deferred_snapshot(self) -> Callable[[], CompletionOutput]:
         """Return a function that makes the copy of now, whenever it is called and in whichever thread.
 
         Text and lists only ever grow, so their lengths of now are all that is kept of them.
         """
-        written, characters = self._written, self._written.tell()
+        written = self._written()
+        characters = written.tell()
         tokens, logprobs = len(self.token_ids), self.logprobs
         places = len(logprobs or ())
         ended = self.finish_reason, self.stop_reason, self.error, self.refused

@@ -58,7 +58,7 @@ class TextEngine(FrontEnd):
         self.inputs.share_with(self.core.executor)
         self._hands_over = self.core.hands_over = hands_over
         self._open: dict[str, OpenRequest] = {}
-        self._owner: dict[str, str] = {}
+        self._owner: dict[str, OpenRequest] = {}
         self._texts: dict[int, str] = {}
         self._reports = StepReports(self.core.stats, on_step)
 
@@ -80,11 +80,11 @@ class TextEngine(FrontEnd):
         try:
             self.core.add(requests)
             self._open[request_id] = prepared
-            self._owner.update(dict.fromkeys(prepared.growing, request_id))
+            self._owner.update(dict.fromkeys(prepared.growing, prepared))
         except BaseException:
             self.core.withdraw(requests)
             self._open.pop(request_id, None)
-            self._owner = {child: owner for child, owner in self._owner.items() if owner != request_id}
+            self._owner = {child: owner for child, owner in self._owner.items() if owner is not prepared}
             raise
         return prepared.output
 
@@ -123,7 +123,7 @@ class TextEngine(FrontEnd):
             with self.core.counters.timed("text"):
                 now = time.monotonic()
                 for news in found:
-                    opened = self._open[self._owner[news.request_id]]
+                    opened = self._owner[news.request_id]
                     self._take(opened, news, now)
                     changed[opened.output.request_id] = opened.output
                     taken += 1
@@ -184,32 +184,33 @@ class TextEngine(FrontEnd):
         """Abort the requests of news that were not taken, or not to their end."""
         for news in lost:
             owner = self._owner.get(news.request_id)
-            if owner in self._open:
-                self.abort(owner)
+            if owner is not None and owner.output.request_id in self._open:
+                self.abort(owner.output.request_id)
             self._owner.pop(news.request_id, None)
 
     def _take(self, opened: OpenRequest, news: EngineOutput, now: float) -> None:
-        answer = opened.growing[news.request_id]
-        output, reason = answer.output, news.finish_reason
-        if news.prompt_logprobs is not None:
-            opened.output.prompt_logprobs = [None, *map(self._logprobs, news.prompt_logprobs)]
-        if news.token is not None:
+        request_id, token, reason, error, logprobs, prompt_logprobs, refused = news
+        answer = opened.growing[request_id]
+        output = answer.output
+        if prompt_logprobs is not None:
+            opened.output.prompt_logprobs = [None, *map(self._logprobs, prompt_logprobs)]
+        if token is not None:
             metrics = opened.output.metrics
             if metrics is not None:
                 metrics.last_token = now
                 if metrics.first_token is None:
                     metrics.admitted, metrics.first_token = answer.request.admitted, now
-            output.token_ids.append(news.token)
-            if news.logprobs is not None:
-                output.cumulative_logprob = (output.cumulative_logprob or 0.0) + news.logprobs.logprob
+            output.token_ids.append(token)
+            if logprobs is not None:
+                output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprobs.logprob
                 output.logprobs = [] if output.logprobs is None else output.logprobs
-                output.logprobs.append(self._logprobs(news.logprobs))
-            if self._show(answer, news.token, reason) and reason is None:
-                self.core.abort(news.request_id, "stop")
+                output.logprobs.append(self._logprobs(logprobs))
+            if self._show(answer, token, reason) and reason is None:
+                self.core.abort(request_id, "stop")
                 reason = "stop"
         if reason is not None:
-            output.error, output.refused = news.error, news.refused
-            self._end(opened, news.request_id, reason)
+            output.error, output.refused = error, refused
+            self._end(opened, request_id, reason)
 
     def _show(self, answer: Answer, token: int, reason: str | None) -> bool:
         """Add a token to the text, and tell whether it came to a stop string."""
@@ -219,10 +220,7 @@ class TextEngine(FrontEnd):
                 answer.output.stop_reason = token
             if not params.include_stop_str_in_output:
                 return False
-        if answer.detokenizer is None:
-            return False
-        answer.detokenizer.add(token)
-        return answer.detokenizer.stop_reason is not None
+        return answer.detokenizer is not None and answer.detokenizer.add(token)
 
     def _end(self, opened: OpenRequest, child: str, reason: str) -> None:
         """End an answer, and forget a request all of whose answers have ended."""

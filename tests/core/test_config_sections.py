@@ -49,6 +49,8 @@ def sample(field: Field) -> str:
         return field.bounds.choices[-1]
     if field.name == "compilation_config.custom_ops":
         return '["none"]'
+    if field.name == "compilation_config.compile_ranges":
+        return '["2-16"]'
     if field.name == "compilation_config.level":
         return "2"
     if field.name == "scheduler.max_num_batched_tokens":  # 7 would contradict another default

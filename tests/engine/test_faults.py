@@ -105,7 +105,7 @@ def places(core: EngineCore) -> dict[str, tuple[Any, str]]:
         "layer": (runner.model.model.layers[1], "forward"),
         "logits": (runner.model, "compute_logits"),
         "sampler": (runner, "sampler"),
-        "one of several tokens": (runner.sampling, "append"),
+        "one of several tokens": (runner.sampling, "_row"),
     }
 
 

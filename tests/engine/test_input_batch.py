@@ -37,7 +37,8 @@ def batch_of(lengths: list[int], *, groups: int = 2, tokens: int = TOKENS, devic
     for number, length in enumerate(lengths):
         ids = [draw.randrange(99) for _ in range(length)]
         tables = tuple(tuple(draw.sample(range(10 * blocks), -(-length // SIZE))) for _ in range(groups))
-        batch._add(NewSequence(str(number), tuple(ids), length, length, SamplingParams(), tables, number))
+        new = NewSequence(str(number), tuple(ids), length, length, SamplingParams(), tables, number)
+        batch.apply(Step((), (new,), (), ()))
     return batch
 
 
@@ -109,6 +110,9 @@ def test_operations_do_not_grow_with_the_batch() -> None:
             counted.append(operations.count)
     assert counted == counted[:1] * 4
     assert counted[0] <= 30  # most of them views
+    with Operations() as operations:
+        batch.inputs([Scheduled("0", 5, 30, ((), ()), False)])
+    assert operations.count <= 12  # of the shape of the step before, whose views are there
 
 
 def test_steps_are_written_to_the_same_memory() -> None:
@@ -116,7 +120,9 @@ def test_steps_are_written_to_the_same_memory() -> None:
     batch = batch_of([40] * 4)
     found = []
     for start in (0, 20):
-        inputs = batch.inputs([Scheduled(str(number), start, 5, ((), ()), True) for number in range(4)])
+        scheduled = [Scheduled(str(number), start, 5, ((), ()), True) for number in range(4)]
+        inputs = batch.inputs(scheduled)
+        expect_right(batch, inputs, scheduled)
         pages = inputs.batch.pages["1.0"]
         tensors = inputs.input_ids, inputs.positions, inputs.batch.seq_lens, pages.slots, pages.block_table
         found.append([tensor.data_ptr() for tensor in tensors])
@@ -138,7 +144,8 @@ def test_a_chunk_does_not_copy_the_rest_of_its_prompt() -> None:
 def test_writing_more_than_there_is_room_for() -> None:
     """The memory of a step never grows, as tensors look at it."""
     memory = Staging(3, torch.int32)
-    assert memory.write([1, 2, 3]).tolist() == [1, 2, 3]
+    memory.write([1, 2, 3])
+    assert memory.tensor.tolist() == [1, 2, 3]
     with pytest.raises(ValueError, match="memoryview assignment"):
         memory.write([1, 2, 3, 4])
 

@@ -289,7 +289,7 @@ def test_two_plugins_for_one_op_at_equal_priority(site) -> None:
     """Constructing the op names both distributions and the setting; choosing a provider settles it."""
     site.plugin("acme", GOOD)
     site.plugin("brix", GOOD.replace("AcmeRMSNorm", "BrixRMSNorm"))
-    with pytest.raises(ConflictError, match=r"brix 1.0, plugin brix.* and .*acme 1.0.*providers="):
+    with pytest.raises(ConflictError, match=r"acme 1.0, plugin acme.* and .*brix 1.0.*providers="):
         RMSNorm(4)
     with set_config(OpgraftConfig(providers={"rms_norm": "brix"})):
         assert RMSNorm(4).op_class.__name__ == "BrixRMSNorm"

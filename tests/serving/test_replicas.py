@@ -167,8 +167,8 @@ def test_requests_of_a_lost_engine_move(checkpoint: Path, alone: LLM) -> None:
     async def body(llm: AsyncLLM) -> None:
         await llm.warm_up()
         streams = [llm.generate(prompt, each, request_id=str(i)) for i, (prompt, each) in enumerate(asked)]
-        first = [await anext(stream) for stream in streams]
-        victim = holder(llm, "1")
+        first = await asyncio.gather(*map(anext, streams))  # at once: one by one, the first might end meanwhile
+        victim = max(llm.replicas.each, key=lambda each: len(each.requests))
         kill(victim)
         for stream, begun, wanted in zip(streams, first, expected, strict=True):
             seen = begun

@@ -151,6 +151,24 @@ class SamplingBatch:
         if row.counts and (slot := row.counts.add(token)) is not None and self._plan and not self._stale:
             self._plan.adjustments.append(self._places.get(key), token, slot)
 
+    def extend(self, tokens: Iterable[tuple[Hashable, int]]) -> dict[Hashable, str]:
+        """Add a token to the output of each of some requests, and return which grammars do not allow theirs, and why.
+
+        Raises:
+            RequestError: the batch has none of a key.
+        """
+        refused: dict[Hashable, str] = {}
+        for key, token in tokens:
+            row = self._row(key)
+            if row.grammar is None and row.counts is None:
+                row.output.append(token)
+                continue
+            try:
+                self.append(key, token)
+            except RequestError as error:
+                refused[key] = str(error)
+        return refused
+
     def noise_keys(self, rows: Iterable[int]) -> list[int]:
         """Return the key of the random numbers of the next token of each of some rows."""
         shown = self.rows
