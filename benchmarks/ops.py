@@ -179,7 +179,7 @@ def linears() -> Iterator[Row]:
 
 
 def experts() -> Iterator[Row]:
-    """Measure experts over the loop over them in transformers, both on weights in huge pages, as loaded models have them.
+    """Measure experts over the loop over them in transformers, on weights in huge pages, as loaded models have them.
 
     The least that is possible is what the chosen ones' weights take to be read, or their products to be computed.
     """

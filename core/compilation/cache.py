@@ -25,6 +25,9 @@ from opgraft.text import described
 ENTRY, SUMS = "entry.json", "sums.json"
 """The files of an entry beside its own: its description, and the checksums of all the others."""
 
+INDEX = "sources.json"
+"""The file of the folder that remembers digests of sources."""
+
 _LOCK, _WRITING = ".lock", ".writing"
 _LARGEST = 1 << 26  # bytes of a description, and of the checksums
 _PIECE = 1 << 20  # bytes that are read at a time
@@ -178,6 +181,7 @@ class CompilationCache:
     def clear(self) -> int:
         """Remove all entries but those that somebody waits for or makes, and return how many there were."""
         entries = {key for _, _, key in self._entries()}
+        (self.folder / INDEX).unlink(missing_ok=True)
         return len(entries & {key for key in self._keys() if self._removed(key)})
 
     @property

@@ -218,7 +218,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         ),
         "operators": Check("torch.library.opcheck accepts the operators that a call runs", _operators, _no_form),
         "state": Check(
-            "parameters and buffers are those of the target by name, shape and dtype; each loads the other's",
+            "parameters and buffers are those of the target by name, shape and dtype, and load what those load",
             _each(_by_subject(kernel_checks.check_state), built=True),
             _no_module,
         ),

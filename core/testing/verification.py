@@ -7,6 +7,7 @@ of the same inputs, so that no op answers for the errors of those before it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -263,11 +264,12 @@ class _Comparer:
 def _allowed(module: nn.Module, dtype: torch.dtype) -> Tolerance:
     """Return by how much a module may differ from the native one.
 
-    A module that is made of several ops with specs may differ by as many times what one may.
+    Roundings go either way, so those of many ops add up as a random walk does: a module that is made of ``n`` ops with
+    specs may differ by the square root of ``n`` times what one may.
     """
     targets = [part.binding.replacement.target for part in module.modules() if isinstance(part, CustomOp)]
     absolute, relative = tolerance_of(targets, [dtype.to_real() if dtype.is_complex else dtype])
-    times = max(sum(bool(specs_of(target)) for target in targets), 1)
+    times = math.sqrt(max(sum(bool(specs_of(target)) for target in targets), 1))
     return times * absolute, times * relative
 
 

@@ -150,13 +150,27 @@ def test_a_child_of_the_child_holds_nobody_up() -> None:
     assert ask_child(code, time_limit=8.0) == [1]
 
 
-def test_what_a_child_leaves_behind_ends_too() -> None:
+LEFT = {
+    "a process": "subprocess.Popen(['sleep', '60'], stdout=-3)",
+    "one of its own session": "subprocess.Popen(['sleep', '60'], stdout=-3, start_new_session=True)",
+    "one that nobody is the parent of": (
+        "subprocess.Popen(['setsid', 'sh', '-c', 'setsid sleep 60 & echo $! > {pid}'], stdout=-3)"
+    ),
+}
+"""Processes that code of others starts and leaves behind, each with 60 seconds to live."""
+
+
+@pytest.mark.parametrize("left", LEFT)
+def test_what_a_child_leaves_behind_ends_too(tmp_path: Path, left: str) -> None:
     """A process that it has started does not outlive its answer."""
+    pid = tmp_path / "pid"
     code = (
-        "import subprocess\nstarted = subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL).pid\n"
-        "with open(reply_to, 'w') as pipe: json.dump(started, pipe)"
+        f"import subprocess, time\nstarted = {LEFT[left].format(pid=pid)}\n"
+        + ("started.wait()\n" if "{pid}" in LEFT[left] else f"open({str(pid)!r}, 'w').write(str(started.pid))\n")
+        + "with open(reply_to, 'w') as pipe: json.dump(1, pipe)"
     )
-    started = ask_child(code, time_limit=20.0)
+    assert ask_child(code, time_limit=20.0) == 1
+    started = int(pid.read_text())
     wait_until(lambda: not _runs(started))
 
 
@@ -209,23 +223,24 @@ def test_a_child_that_got_no_processor_is_not_to_blame() -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "deed"),
+    ("end", "deed", "session"),
     [
-        ("SIGINT", "import time; time.sleep(60)"),
-        ("SIGTERM", "import time; time.sleep(60)"),
-        ("SIGHUP", "import time; time.sleep(60)"),
-        ("SIGKILL", "import time; time.sleep(60)"),
-        ("SIGKILL", "import itertools; sum(itertools.repeat(0))"),
+        ("SIGINT", "import time; time.sleep(60)", False),
+        ("SIGTERM", "import time; time.sleep(60)", True),
+        ("SIGHUP", "import time; time.sleep(60)", False),
+        ("SIGKILL", "import time; time.sleep(60)", True),
+        ("SIGKILL", "import itertools; sum(itertools.repeat(0))", False),
     ],
 )
-def test_a_child_ends_with_its_parent(tmp_path: Path, end: str, deed: str) -> None:
+def test_a_child_ends_with_its_parent(tmp_path: Path, end: str, deed: str, session: bool) -> None:
     """It has a session of its own, and would go on where its parent is ended in any way; so would what it started.
 
     No thread of it can run while it is in a function of C.
     """
     trace = tmp_path / "pids"
     code = (
-        f"import subprocess; os.mkfifo({str(trace)!r}); started = subprocess.Popen(['sleep', '60']).pid; "
+        f"import subprocess; os.mkfifo({str(trace)!r}); "
+        f"started = subprocess.Popen(['sleep', '60'], start_new_session={session}).pid; "
         f"open({str(trace)!r}, 'w').write(f'{{os.getpid()}} {{started}}'); {deed}"
     )
     parent = f"from opgraft.machine.child import run_child; run_child({code!r}, time_limit=50)"
