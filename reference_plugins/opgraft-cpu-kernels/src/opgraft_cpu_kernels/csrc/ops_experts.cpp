@@ -201,8 +201,7 @@ Tensor fused_experts(const Tensor& x, const Tensor& w13, const Tensor& w2, const
                   activation);
 }
 
-constexpr int64_t CODES = 128, LANES = 16, MX_BLOCK = 32;  // inputs in a block of 4-bit codes, in a step, and of a scale
-constexpr int64_t PLAIN_BYTES = int64_t(1) << 18;          // of plain numbers that are made at once: half a second cache
+constexpr int64_t PLAIN_BYTES = int64_t(1) << 18;  // of plain numbers that are made at once: half a second cache
 
 // Memory of a thread that begins at a line of the caches.
 template <class Number>
@@ -214,7 +213,7 @@ Number* memory_of(std::vector<char>& memory, int64_t count) {
 }
 
 // A row by the codes as they are, which takes less time than making plain numbers of them; for two rows it does not.
-void on_codes(const QuantizedLinear& weight, Dtype dtype, const Linear& linear, int64_t first, int64_t last) {
+void row_on_codes(const QuantizedLinear& weight, Dtype dtype, const Linear& linear, int64_t first, int64_t last) {
   static thread_local std::vector<char> memory;
   QuantizedLinear q = weight;
   q.rows = linear.rows;
@@ -228,7 +227,7 @@ void on_codes(const QuantizedLinear& weight, Dtype dtype, const Linear& linear, 
   path().quantized_linear[dtype](q, first, last);
 }
 
-void on_plain_numbers(const QuantizedLinear& q, Dtype dtype, const Linear& linear, int64_t first, int64_t last) {
+void rows_on_plain_numbers(const QuantizedLinear& q, Dtype dtype, const Linear& linear, int64_t first, int64_t last) {
   static thread_local std::vector<char> memory;
   const int64_t size = dtype == FLOAT32 ? 4 : 2, row_bytes = linear.in_features * size;
   const int64_t some = std::max<int64_t>(4, PLAIN_BYTES / row_bytes / 4 * 4);
@@ -269,16 +268,16 @@ Matrices quantized(const char* op, const char* name, const Tensor& codes, const 
   q.bits = codes.scalar_type() == at::kByte ? 4 : 8;
   q.in_features = width;
   q.out_features = columns;
-  const int64_t blocks = (width + CODES - 1) / CODES, mx_blocks = (width + MX_BLOCK - 1) / MX_BLOCK;
-  q.padded = blocks * CODES;
-  q.row_bytes = q.format == MXFP4 ? mx_blocks * MX_BLOCK / 2 : q.bits == 4 ? q.padded / 2 : width;
+  const int64_t mx_blocks = (width + q.MX_BLOCK - 1) / q.MX_BLOCK;
+  q.padded = (width + q.BLOCK - 1) / q.BLOCK * q.BLOCK;
+  q.row_bytes = q.format == MXFP4 ? mx_blocks * q.MX_BLOCK / 2 : q.bits == 4 ? q.padded / 2 : width;
   expect(op, name, codes, {experts, columns, q.row_bytes}, q.format == MXFP4 ? at::kByte : codes.scalar_type());
   q.groups = scales.dim() == 3 ? scales.size(2) : 0;
   expect(op, "scales", scales, {experts, columns, q.format == MXFP4 ? mx_blocks : q.groups}, scales.scalar_type());
   if (offsets.defined()) expect(op, "offsets", offsets, scales.sizes(), scales.scalar_type());
   if (bias.defined()) expect(op, "bias", bias, {experts, columns}, x.scalar_type());
   if (q.format != MXFP4) {
-    const int64_t lanes = q.bits == 4 ? 2 * LANES : LANES;
+    const int64_t lanes = q.bits == 4 ? 2 * q.LANES : q.LANES;
     TORCH_CHECK_VALUE(q.groups == 1 || (q.groups > 1 && width % (q.groups * lanes) == 0), op, ": ", name, " has ",
                       q.groups, " groups for ", width, " inputs, expected groups of a multiple of ", lanes, " inputs");
     q.group = width / q.groups;
@@ -294,7 +293,8 @@ Matrices quantized(const char* op, const char* name, const Tensor& codes, const 
             one.codes = of_codes + expert * columns * q.row_bytes;
             one.scales = of_scales + expert * apart;
             if (of_offsets) one.offsets = of_offsets + expert * apart;
-            (q.format == INTEGERS && linear.rows == 1 ? on_codes : on_plain_numbers)(one, dtype, linear, first, last);
+            const bool as_they_are = q.format == INTEGERS && linear.rows == 1;
+            (as_they_are ? row_on_codes : rows_on_plain_numbers)(one, dtype, linear, first, last);
           }};
 }
 
