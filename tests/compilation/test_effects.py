@@ -12,7 +12,7 @@ from compilation.blocks import WIDTH, Block
 from compilation.providers import provide
 from compilation.test_attention_fusion import Attending as Heads
 from compilation.test_attention_fusion import drawn as heads
-from compilation.test_fusions import Quantizing, projections
+from compilation.test_fusions import Quantizing
 from compilation.test_passes import CopyingFirst
 from compilation.test_rotary_fusion import Attending as Rotating
 from compilation.test_rotary_fusion import drawn as rotated
@@ -30,18 +30,6 @@ def quantizing() -> nn.Module:
     return Quantizing(False, (1, -1))
 
 
-class Apart(nn.Module):
-    """Query, key and value, which attention reads wherever they lie."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maps = projections(False, False, False).maps
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (each(x).unsqueeze(1) for each in self.maps)
-        return nn.functional.scaled_dot_product_attention(query[..., :8], key, value)
-
-
 def rows(size: int) -> tuple[Tensor, ...]:
     return (torch.randn(size, 5, WIDTH),)
 
@@ -54,7 +42,6 @@ NORMS = ("rms_norm", "fused_add_rms_norm")
 ROWS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, ...]], Mapping[Any, Any], float]] = {
     "copies": (CopyingFirst, rows, {}, 0.95),
     "gated_product": (block, rows, {SiluAndMul: ("silu_and_mul",)}, 0.9),
-    "joint_linears": (Apart, rows, {}, 0.9),
     "add_rms_norm": (block, rows, {RMSNorm: NORMS}, 0.98),
     "rms_norm_quant_fp8": (
         quantizing,
@@ -81,7 +68,8 @@ ROWS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, 
 }
 """By pass: a model, its input for a size of the batch, kernels of ops, and the share of bytes that remains at most.
 
-What is in no kernel is computed by one operator of torch after another. Passes over collectives: see their own tests.
+What is in no kernel is computed by one operator of torch after another. ``joint_linears`` saves calls, and passes over
+collectives what ranks exchange: that is with their other tests.
 """
 
 

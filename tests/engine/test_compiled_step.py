@@ -31,7 +31,6 @@ LEVELS = [
 """A family, and the level at which its model is compiled."""
 
 
-
 def with_mode(
     folder: Path, mode: str = "STOCK_TORCH_COMPILE", backend: str = "aot_eager", **model: Any
 ) -> OpgraftConfig:
