@@ -1,4 +1,4 @@
-"""Looking at what takes part in calls of others: traces, hooks of every module, modes, kernels of torch's operators."""
+"""A look at what takes part in calls of others: traces, hooks of every module, modes, kernels of torch's operators."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
 from opgraft.compat import intervening
 from opgraft.plugins.changes import ABSENT, Change, Value, attribute
 from opgraft.state import host_state
+
+_ENABLED = "_sdp_enabled"
+"""The end of the names of what tells whether torch may compute attention in some way."""
 
 
 class Kernels:
@@ -39,7 +43,7 @@ class Kernels:
 
 
 class Layers:
-    """What the layers of ``torch.nn`` compute."""
+    """The methods by which the layers of ``torch.nn`` compute."""
 
     def read(self) -> list[Any]:
         return [vars(layer).get("forward", ABSENT) for layer in _layers()]
@@ -86,10 +90,11 @@ def values() -> Iterator[Value]:
     yield Value("whether garbage is collected", gc.isenabled, _collect)
     yield Value("the thresholds of the garbage collector", gc.get_threshold, _set_thresholds)
     yield Value("the time after which threads take turns", sys.getswitchinterval, sys.setswitchinterval)
-    for way in ("flash", "mem_efficient", "math", "cudnn"):
-        attention = torch.backends.cuda  # whose switches hold for every device
-        read, write = getattr(attention, f"{way}_sdp_enabled"), getattr(attention, f"enable_{way}_sdp")
-        yield Value(f"whether attention may be computed by {way}", read, write)
+    for backend in (value for value in vars(torch.backends).values() if isinstance(value, ModuleType)):
+        for name in [name for name in vars(backend) if name.endswith(_ENABLED)]:  # of one, and they hold everywhere
+            way = name.removesuffix(_ENABLED)
+            read, write = getattr(backend, name), getattr(backend, f"enable_{way}_sdp")
+            yield Value(f"whether attention may be computed by {way}", read, write)
 
 
 def _entries(hooks: list[dict[int, Any]]) -> str:

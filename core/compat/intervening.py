@@ -1,4 +1,4 @@
-"""What intervenes in calls of torch by others: hooks of every module, modes, and kernels that Python code registers.
+"""Interventions in calls of torch by others: hooks of every module, modes, and kernels that Python code registers.
 
 torch has public names that add them, and none by which to look at them. Where a name is missing nothing is seen.
 """
@@ -28,7 +28,7 @@ _STACKS: Any = (
     getattr(overrides, "_get_current_function_mode_stack", list),
     getattr(_python_dispatch, "_get_current_dispatch_mode_stack", list),
 )
-"""What returns the modes of this thread, the one that is asked first at the end."""
+"""Functions that return the modes of this thread, the one that is asked first at the end."""
 
 _pop_function_mode: Any = getattr(overrides, "_pop_mode", None)
 
