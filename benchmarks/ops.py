@@ -13,7 +13,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -248,6 +248,22 @@ def run(names: set[str]) -> tuple[list[Cell], list[Row]]:
     return cells, rows
 
 
+OTHER_ROWS = (
+    ("linear", linears),
+    ("latent_attention", latent_attention.rows),
+    ("experts", experts),
+    ("experts", expert_balancing.rows),
+    ("state_space", state_space.rows),
+)
+
+
+def told(rows: Iterable[Row]) -> Iterator[Row]:
+    """Print each row when it is measured, as all of them take long."""
+    for row in rows:
+        print(f"{row.name}: {row.measured:.3g}", flush=True)
+        yield row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -262,16 +278,10 @@ def main() -> None:
     with torch.inference_mode():
         cells, rows = run(names)
         if not names:
-            rows += into_existing_memory()
-        if not names or "linear" in names:
-            rows += linears()
-        if not names or "latent_attention" in names:
-            rows += latent_attention.rows()
-        if not names or "experts" in names:
-            rows += experts()
-            rows += expert_balancing.rows()
-        if not names or "state_space" in names:
-            rows += state_space.rows()
+            rows += told(into_existing_memory())
+        for name, measured in OTHER_ROWS:
+            if not names or name in names:
+                rows += told(measured())
     arguments.output.mkdir(parents=True, exist_ok=True)
     data = {"schema": 1, "machine": machine(), "cells": [asdict(c) for c in cells], "rows": [asdict(r) for r in rows]}
     (arguments.output / "ops.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
