@@ -22,7 +22,7 @@ PLUGIN_SOURCES := $(sort $(shell find $(TOY_NPU) $(CPU_KERNELS) -name '*.toml' -
 OPGRAFT := PYTHONPATH=$(CURDIR)/.demo .demo/bin/opgraft
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow test-faults test-conformance test-families test-xla test-ipex test-triton test-jax test-vllm-bridge check prove op-pages settings-page vllm-bridge-table vllm-plugins-table public-api bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel bench-compile soak-serve bench-ipex bench-jax charts figures docs clean FORCE
+.PHONY: help run test test-slow test-faults test-conformance test-families test-xla test-ipex test-triton test-jax test-vllm-bridge check prove op-pages reference-pages vllm-bridge-table vllm-plugins-table public-api bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel bench-compile soak-serve bench-ipex bench-jax charts figures docs clean FORCE
 
 help:
 	@echo "make run    the demonstration: a sentence encoder and a language model on the CPU, then on a simulated NPU from a plugin"
@@ -39,7 +39,7 @@ help:
 	@echo "make check  lint, formatting, strict types, the rules of this house, and the documentation: each page is followed, its examples are typed"
 	@echo "make prove  prove every op, and write down what was proved; FORMS='rms_norm ...' renews those only"
 	@echo "make op-pages   the generated pages of the op reference, from what the code and the proofs say"
-	@echo "make settings-page  the generated table of settings in the reference"
+	@echo "make reference-pages  the other generated parts of the reference: settings, hooks, platforms, errors, options, docstrings"
 	@echo "make vllm-bridge-table  the generated table of names in the README of opgraft-vllm-bridge"
 	@echo "make vllm-plugins-table  the table of public plugins there, whose wheels are read (40 MB)"
 	@echo "make public-api  the listing of the public names of this version"
@@ -133,8 +133,8 @@ prove: .venv/opgraft
 op-pages: .venv/opgraft
 	$(BIN)/python tools/op_pages.py
 
-settings-page: .venv/opgraft
-	$(BIN)/python tools/settings_page.py
+reference-pages: .venv/opgraft
+	$(BIN)/python tools/reference_pages.py
 
 vllm-bridge-table: .venv/opgraft
 	$(BIN)/python tools/vllm_bridge_table.py

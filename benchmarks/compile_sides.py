@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -124,6 +125,9 @@ def prepared(side: Side, shape: Shape) -> Any:
 
         opgraft.graft(model)
         opgraft.freeze(model)
+        for thread in threading.enumerate():  # which moves weights to huge pages, and is no part of a first output
+            if thread.name == "opgraft-huge-pages":
+                thread.join()
     return model
 
 

@@ -26,6 +26,7 @@ import state_space
 import torch
 from opgraft import functional
 from opgraft.binding.functional import binding_of
+from opgraft.machine.memory import move_to_huge_pages
 from opgraft.ops.spec import Draw, OpSpec
 from opgraft.testing.catalogue import SPECS
 from timing import Row, machine, print_table, ratio
@@ -178,7 +179,7 @@ def linears() -> Iterator[Row]:
 
 
 def experts() -> Iterator[Row]:
-    """Measure experts over the loop over them in transformers.
+    """Measure experts over the loop over them in transformers, on weights in huge pages, as loaded models have them.
 
     The least that is possible is what the chosen ones' weights take to be read, or their products to be computed.
     """
@@ -193,6 +194,9 @@ def experts() -> Iterator[Row]:
         theirs = MixtralExperts(config).requires_grad_(False).to(dtype)
         for weight in theirs.parameters():
             weight.normal_(0, 0.02)
+        moving = move_to_huge_pages(range(w.data_ptr(), w.data_ptr() + w.nbytes) for w in theirs.parameters())
+        if moving is not None:
+            moving.join()
         for tokens, limit in EXPERT_LIMITS.items():
             x = torch.randn(tokens, HIDDEN, dtype=dtype)
             weights, ids = torch.rand(tokens, EXPERTS).softmax(-1).topk(CHOSEN)

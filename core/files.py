@@ -5,7 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from contextlib import suppress
+from io import RawIOBase
 from pathlib import Path
+
+_PIECE = 1 << 16  # bytes that are read at a time where nothing tells how many there are
 
 
 def read_regular(path: str | Path, largest: int) -> bytes:
@@ -15,13 +19,23 @@ def read_regular(path: str | Path, largest: int) -> bytes:
         OSError: it cannot be read.
         ValueError: it is no regular file, or has more than ``largest`` bytes.
     """
-    with open(path, "rb", opener=without_waiting) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    with open(path, "rb", opener=without_waiting, buffering=0) as file:
+        state = os.fstat(file.fileno())
+        if not stat.S_ISREG(state.st_mode):
             raise ValueError("it is no regular file")
-        content = file.read(largest + 1)
+        content = _read(file, largest + 1, state.st_size)
     if len(content) > largest:
         raise ValueError(f"it is larger than {largest:,} bytes")
     return content
+
+
+def _read(file: RawIOBase, most: int, size: int) -> bytes:
+    """Read a file up to its end or so many bytes; a file of /proc has a size of 0, whatever it holds."""
+    pieces: list[bytes] = []
+    while most > 0 and (piece := file.read(min(most, size + 1 if size else _PIECE))):
+        pieces.append(piece)
+        most -= len(piece)
+    return b"".join(pieces)
 
 
 def without_waiting(path: str | Path, flags: int) -> int:
@@ -49,7 +63,8 @@ def replace_file(path: Path, content: str | bytes, mode: int) -> None:
         os.chmod(name, mode)  # a temporary file is for its owner alone
         os.replace(name, path)
     except BaseException:
-        os.unlink(name)
+        with suppress(FileNotFoundError):  # where it was interrupted when it had been replaced
+            os.unlink(name)
         raise
 
 

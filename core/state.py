@@ -103,7 +103,10 @@ class HostState:
     loading_lock: threading.RLock = field(default_factory=threading.RLock)
     """Held by the one thread that decides on the platform and loads plugins; taken before ``lock``, never after it."""
     selection: PlatformSelection | None = None
-    platform_failures: list[Finding] = field(default_factory=list)
+    platform_findings: list[Finding] = field(default_factory=list)
+    """Faults of platforms: those that should have worked and did not, and what others change in the process."""
+    platform_notes: list[tuple[Provider, str]] = field(default_factory=list)
+    """Changes of the process by the platform, which stay, in words."""
     plugins: dict[str, PluginRecord] = field(default_factory=dict)
     plugins_loaded: bool = False
     loaded_with: OpgraftConfig | None = None

@@ -50,11 +50,11 @@ def equal(one: Any, other: Any) -> bool:
 
 
 class Aspect(Protocol):
-    """A part of the process that can be looked at, and the changes that tell a former state of it from that of now."""
+    """A part of the process that can be looked at, and the changes that led from one state of it to another."""
 
     def read(self) -> Any: ...
 
-    def changes(self, before: Any) -> Iterator[Change]: ...
+    def changes(self, before: Any, after: Any) -> Iterator[Change]: ...
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,7 @@ class Value:
         except OSError:  # a working folder that is not there any more
             return ABSENT
 
-    def changes(self, before: Any) -> Iterator[Change]:
-        after = self.read()
+    def changes(self, before: Any, after: Any) -> Iterator[Change]:
         if before is not after and not self.same(before, after):
             old, new = ("nothing" if value is ABSENT else self.shown(value) for value in (before, after))
             yield Change(f"{self.name} from {old} to {new}", partial(self.write, before))
@@ -92,12 +91,11 @@ class Entries:
     def read(self) -> dict[Any, Any]:
         return dict(self.mapping)
 
-    def changes(self, before: dict[Any, Any]) -> Iterator[Change]:
-        after, same = self.read(), self.same
+    def changes(self, before: dict[Any, Any], after: dict[Any, Any]) -> Iterator[Change]:
         # Most come behind those that were there, which are compared without a loop of Python's.
-        begins = all(map(operator.eq, before, after)) and all(map(same, before.values(), after.values()))
-        if len(after) < len(before) or not begins:
-            for key in [key for key, value in before.items() if not same(after.get(key, ABSENT), value)]:
+        begins = [*before] == [*after][: len(before)] and all(map(self.same, before.values(), after.values()))
+        if not begins:
+            for key in [key for key, value in before.items() if not self.same(after.get(key, ABSENT), value)]:
                 yield Change(f"{self.name} {key}", partial(operator.setitem, self.mapping, key, before[key]))
         for key in sorted(after.keys() - before.keys()) if self.additions else ():
             yield Change(f"{self.name} {key} (new)", partial(self.mapping.pop, key, None), stays=True)
@@ -114,8 +112,9 @@ class Order:
     def read(self) -> list[Any]:
         return list(self.items)
 
-    def changes(self, before: list[Any]) -> Iterator[Change]:
-        after = self.read()
+    def changes(self, before: list[Any], after: list[Any]) -> Iterator[Change]:
+        if len(before) == len(after) and all(map(operator.is_, before, after)):
+            return
         added = [item for item in after if not any(is_same(item, known) for known in before)]
         if len(after) < len(before) or not all(map(is_same, before, after)):
             ordered = [*before, *added]

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,14 +164,19 @@ def _lists(distribution: importlib_metadata.Distribution | None, module: str) ->
 def names_of(plugin: str) -> tuple[str, list[str], list[str]]:
     """Return the distribution that a name means, with the names of the plugins and of the platforms that it offers.
 
+    A built-in platform stands for itself alone.
+
     Raises:
         ConfigError: nothing that is installed answers to the name.
     """
+    built_in = {offer.name for offer in discover().of_group(PLATFORM_GROUP) if offer.built_in}
+    if plugin in built_in:
+        return HOST_DISTRIBUTION, [], [plugin]
     offers = [offer for offer in discover().offers if not offer.built_in]
     meant = next((offer.provider for offer in offers if offer.answers_to(plugin)), None)
     if meant is None:
-        known = {offer.name for offer in offers} | {offer.provider.name for offer in offers}
-        raise ConfigError(f"no plugin {plugin!r} is installed: {close_matches(plugin, known)}")
+        known = built_in | {offer.name for offer in offers} | {offer.provider.name for offer in offers}
+        raise ConfigError(f"no plugin or platform {plugin!r} is installed: {close_matches(plugin, known)}")
     own = [offer for offer in offers if offer.provider == meant]
     plugins = [offer.name for offer in own if offer.group == PLUGIN_GROUP]
     return meant.name, plugins, [offer.name for offer in own if offer.group == PLATFORM_GROUP]
@@ -189,17 +194,21 @@ def scan() -> Discovery:
         if isinstance(found, Problem):
             discovery.problems.append(found)
             continue
-        with _reported(found, discovery):
+        try:
             # Most distributions end here, before anything is parsed: start-up waits for this loop.
             text = text_of(found, "entry_points.txt") or ""
             for group in groups_in(text):
                 discovery.groups.setdefault(group, []).append(found)
             if "opgraft." in text:
                 offered = _read(found, text, discovery, seen, offered)
+        except Exception as error:  # of metadata that may be anything, and finders that are somebody's code
+            discovery.problems.append(_malformed(found, error))
     for bridge in [offer for offer in offered if offer.group in BRIDGE_GROUPS]:
         for found in discovery.groups.get(bridge.name, ()):
-            with _reported(found, discovery):
+            try:
                 offered += _bridged(found, bridge, discovery, seen)
+            except Exception as error:  # likewise
+                discovery.problems.append(_malformed(found, error))
     discovery.problems = list(dict.fromkeys(discovery.problems))
     if read_simulated():
         host = Provider(HOST_DISTRIBUTION, __version__)
@@ -213,16 +222,12 @@ def scan() -> Discovery:
     return discovery
 
 
-@contextmanager
-def _reported(found: importlib_metadata.Distribution, discovery: Discovery) -> Iterator[None]:
-    """Report a distribution whose metadata cannot be read, by its name where at least that can."""
-    try:
-        yield
-    except Exception as error:  # of metadata that may be anything, and finders that are somebody's code
-        provider = Provider(str(place_of(found) or type(found).__qualname__))
-        with suppress(Exception):
-            provider = _provider(fields_of(found))
-        discovery.problems.append(Problem(provider, f"its plugin metadata is malformed: {described(error)}"))
+def _malformed(found: importlib_metadata.Distribution, error: Exception) -> Problem:
+    """Describe a distribution whose metadata cannot be read, by its name where at least that can."""
+    provider = Provider(str(place_of(found) or type(found).__qualname__))
+    with suppress(Exception):
+        provider = _provider(fields_of(found))
+    return Problem(provider, f"its plugin metadata is malformed: {described(error)}")
 
 
 def _provider(fields: Mapping[str, list[str]]) -> Provider:

@@ -41,7 +41,10 @@ def opgraft_register_ops(platform: Platform) -> None:
 
 @hookspec
 def opgraft_graft_adapters() -> Iterable[Adapter]:  # type: ignore[empty-body]  # a specification has no body
-    """Return rows for the table by which ``opgraft.graft`` recognises modules; they are tried before built-in rows."""
+    """Return rows for the table by which ``opgraft.graft`` recognises modules; they are tried before built-in rows.
+    A module whose children become ops is shown as a copy that has those ops; what ``recognise`` raises leaves the
+    module alone, with the reason.
+    """
 
 
 RESULT_TYPES: dict[str, tuple[type, ...]] = {

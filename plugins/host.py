@@ -7,17 +7,17 @@ from contextlib import ExitStack
 from threading import get_ident
 from typing import TypeVar
 
-from opgraft.config import OpgraftConfig, Settings
+from opgraft.config import Settings
 from opgraft.decision import Candidate, Decision
-from opgraft.environment import PLATFORM, PLUGINS, PLUGINS_DISABLE
-from opgraft.errors import OpgraftError, PlatformError, PluginError
+from opgraft.environment import PLUGINS, PLUGINS_DISABLE
+from opgraft.errors import OpgraftError, PluginError
 from opgraft.logger import logger
 from opgraft.plugins.agreement import expect_lockfile_agrees, expect_process_agrees
 from opgraft.plugins.loading import Loading
+from opgraft.plugins.platform_class import prepare
 from opgraft.plugins.selection import current_platform, selected_platform
-from opgraft.plugins.watching import watched
-from opgraft.state import HostState, PlatformSelection, PluginRecord, PluginStatus, host_state, loading
-from opgraft.text import described, printable
+from opgraft.state import HostState, PluginRecord, PluginStatus, host_state, loading
+from opgraft.text import printable
 from opgraft.version import __version__
 
 Result = TypeVar("Result")
@@ -47,7 +47,7 @@ def load_plugins() -> None:
             with ExitStack() as undo_all:
                 Loading(state, current_platform(), undo_all).run()
                 config = state.settings().config
-                _prepare(selected_platform(), config)
+                prepare(selected_platform(), config)
                 expect_process_agrees()
                 undo_all.pop_all()  # nothing raised: what was activated stays
             state.loaded_with = config
@@ -98,27 +98,6 @@ def _report(state: HostState) -> None:
     for record in records:
         words = f"plugin {record.name} of {record.provider}: {record.status.value}: {record.reason}"
         logger.debug("%s", printable(words), extra=record.attributes())
-
-
-def _prepare(selection: PlatformSelection, config: OpgraftConfig) -> None:
-    """Have the platform set up what holds for the whole process.
-
-    Raises:
-        PlatformError: it raised.
-    """
-    name = selection.platform.name
-    provider = next((c.provider for c in selection.decision.candidates if c.accepted), None)
-    by = f" of {provider}" if provider else ""
-    try:
-        with watched(f"platform {name!r}{by} in its method prepare", provider):
-            selection.platform.prepare(config)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a plugin's code
-        raise PlatformError(
-            f"platform {name!r}{by} cannot be set up: its prepare() raised {described(error)}. Choose another by "
-            f"{PLATFORM}, or go without its plugin by {PLUGINS_DISABLE}."
-        ) from error
 
 
 def check_loaded_with(settings: Settings, state: HostState) -> None:

@@ -7,8 +7,8 @@ import reprlib
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from opgraft.finding import Finding
 from opgraft.logger import logger
 from opgraft.platform import Platform
 from opgraft.plugins import hookspecs
+from opgraft.plugins.changes import Change
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover
 from opgraft.plugins.outcomes import failure_of, replacements_of
 from opgraft.plugins.requirements import FAULTS, asked_for, check_adjustment, check_admission, objection
@@ -45,7 +46,8 @@ class Loading:
         self.manager = pluggy.PluginManager(hookspecs.PROJECT)
         self.manager.add_hookspecs(hookspecs)
         self.transactions: dict[str, Transaction] = {}
-        self.process: Any = importlib.import_module("opgraft.plugins.process")  # with torch, which start-up waits for
+        # With torch, which start-up waits for.
+        self.guard: Any = importlib.import_module("opgraft.plugins.guarding").Guard()
 
     def run(self) -> None:
         check_admission(self.settings)
@@ -242,26 +244,26 @@ class Loading:
         finally:
             ACTIVATING.reset(token)
 
-    @contextmanager
-    def _guarded(self, name: str, when: str, hook: object) -> Iterator[None]:
+    def _guarded(self, name: str, when: str, hook: object) -> AbstractContextManager[None]:
         """Set back what a step of a plugin changes in the process; what it adds for itself goes with the plugin."""
         record, undos = self.state.plugins[name], self.transactions[name].undos
-        before = self.process.look()
-        try:
-            yield
-        finally:
-            found = []
-            for change in self.process.changes_since(before):
-                told = f"changed {change.what} {when}"
-                if change.stays or (change.patch and self._brings_device(record)):
-                    undos.callback(change.set_back)
-                    record.notes += (f"{told}: it stays as long as the plugin does",)
-                else:
-                    found.append(f"plugin {name} of {record.provider} {told}: {change.set_back()}")
-            for message in found:  # once all is set back, the handlers of logs too
+
+        def report(kept: Sequence[Change], told: Sequence[str]) -> None:
+            for change in kept:
+                undos.callback(change.set_back)
+                record.notes += (f"changed {change.what} {when}: it stays as long as the plugin does",)
+            for words in told:
+                message = f"plugin {name} of {record.provider} {words}"
                 finding = Finding(message, record.provider, self._place(name, hook))
                 record.findings += (finding,)
                 logger.warning("%s", printable(str(finding)), extra=record.attributes())
+
+        guarded: AbstractContextManager[None] = self.guard.watching(when, partial(self._may_stay, record), report)
+        return guarded
+
+    def _may_stay(self, record: PluginRecord, change: Change) -> bool:
+        """Tell whether a change that others would meet may stay: one of torch, of the distribution of the device."""
+        return change.patch and self._brings_device(record)
 
     def _place(self, name: str, hook: object = None) -> str | None:
         """Say where the code of a step stands: the hook, or the module, which begins at its first line."""
@@ -275,6 +277,7 @@ class Loading:
 
     def _withdraw(self, name: str, status: PluginStatus, reason: str) -> None:
         self.transactions[name].undos.close()
+        self.guard.forget()
         if self.manager.has_plugin(name):
             self.manager.unregister(name=name)
         self.state.plugins[name].status = status

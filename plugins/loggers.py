@@ -21,7 +21,7 @@ class Switches:
         known = list(logging.root.manager.loggerDict.values())
         return [log for log in known if isinstance(log, logging.Logger) and not log.disabled]
 
-    def changes(self, before: list[logging.Logger]) -> Iterator[Change]:
+    def changes(self, before: list[logging.Logger], after: list[logging.Logger]) -> Iterator[Change]:
         off = [log for log in before if log.disabled and log.name != "opgraft"]
         if off:
             yield Change(f"loggers of others, {off[0].name} first, to be disabled", partial(self._enable, off))

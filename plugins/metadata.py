@@ -87,7 +87,7 @@ def text_of(distribution: importlib_metadata.Distribution, name: str) -> str | N
     if place is None:
         return distribution.read_text(name)
     try:
-        content = read_regular(place / name, LARGEST.get(name, _LARGEST))
+        content = read_regular(os.path.join(place, name), LARGEST.get(name, _LARGEST))  # a Path would take longer
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, OSError) as error:

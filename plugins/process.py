@@ -20,13 +20,15 @@ import sys
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from types import ModuleType
 from typing import Any
 
 import torch
+from opgraft.compat.content import content_of
 from opgraft.config import CURRENT_SCOPE, Scope
 from opgraft.platform import Platform
 from opgraft.plugins import loggers
@@ -41,8 +43,7 @@ class Handlers:
     def read(self) -> dict[signal.Signals, Any]:
         return {number: signal.getsignal(number) for number in signal.Signals}
 
-    def changes(self, before: dict[signal.Signals, Any]) -> Iterator[Change]:
-        after = self.read()
+    def changes(self, before: dict[signal.Signals, Any], after: dict[signal.Signals, Any]) -> Iterator[Change]:
         for number, handler in before.items():
             if after[number] is not handler:
                 yield Change(f"the handler of {number.name}", partial(signal.signal, number, handler))
@@ -54,8 +55,9 @@ class Filters:
     def read(self) -> list[Any]:
         return list(warnings.filters)
 
-    def changes(self, before: list[Any]) -> Iterator[Change]:
-        after = self.read()
+    def changes(self, before: list[Any], after: list[Any]) -> Iterator[Change]:
+        if len(before) == len(after) and all(map(operator.is_, before, after)):
+            return
         added = [row for row in after if not any(equal(row, known) for known in before)]
         certain = [row for row in added if not _meets_all(*row)]
         if len(certain) < len(added) or not all(any(equal(row, known) for known in after) for row in before):
@@ -80,8 +82,8 @@ class Definitions:
     def read(self) -> dict[Any, dict[str, Any]]:
         return {owner: vars(owner).copy() for owner in (*_OF_TORCH, *_of_opgraft())}
 
-    def changes(self, before: dict[Any, dict[str, Any]]) -> Iterator[Change]:
-        if _alike(before.values(), [*map(vars, before)]):
+    def changes(self, before: dict[Any, dict[str, Any]], after: dict[Any, dict[str, Any]]) -> Iterator[Change]:
+        if _alike(before.values(), after.values()):
             return
         for owner, was in before.items():
             now = vars(owner)
@@ -155,12 +157,12 @@ def _set_deterministic(state: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(state[0], warn_only=state[1])
 
 
-def _random_state() -> bytes:
-    return bytes(torch.get_rng_state().numpy())
+def _random_state() -> bytearray:
+    return content_of(torch.get_rng_state())
 
 
-def _set_random_state(state: bytes) -> None:
-    torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+def _set_random_state(state: bytearray) -> None:
+    torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8))
 
 
 def _set_inference_mode(enabled: bool) -> None:
@@ -262,21 +264,45 @@ ASPECTS: tuple[Aspect, ...] = (
 
 
 def look() -> list[Any]:
-    """Return the process as it is now, for ``changes_since``."""
-    return [aspect.read() for aspect in ASPECTS]
+    """Return the process as it is now, for ``changes_between``."""
+    return [_look_at(aspect) for aspect in ASPECTS]
 
 
-def changes_since(before: list[Any]) -> Iterator[Change]:
-    """Yield what tells the process of now from one that was looked at."""
-    for aspect, state in zip(ASPECTS, before, strict=True):
+def _look_at(aspect: Aspect) -> Any:
+    try:
+        return aspect.read()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # of what a plugin has put there
+        return _Unreadable(described(error))
+
+
+@dataclass(frozen=True)
+class _Unreadable:
+    """Stands for a state that cannot be looked at."""
+
+    why: str
+
+
+def changes_between(before: list[Any], after: list[Any]) -> Iterator[Change]:
+    """Yield what tells one look at the process from another, the latter of which is of now."""
+    for aspect, then, now in zip(ASPECTS, before, after, strict=True):
         try:
-            found = [*aspect.changes(state)]
+            found = [] if isinstance(then, _Unreadable) else [*_changes(aspect, then, now)]
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # of what a plugin has put there
-            name = getattr(aspect, "name", type(aspect).__name__.lower())
-            found = [Change(f"{name} to what cannot be looked at ({described(error)})", _give_up)]
+        except BaseException as error:  # likewise
+            found = [_unknown(aspect, described(error))]
         yield from found
+
+
+def _changes(aspect: Aspect, then: Any, now: Any) -> Iterable[Change]:
+    return [_unknown(aspect, now.why)] if isinstance(now, _Unreadable) else aspect.changes(then, now)
+
+
+def _unknown(aspect: Aspect, why: str) -> Change:
+    name = getattr(aspect, "name", type(aspect).__name__.lower())
+    return Change(f"{name} to what cannot be looked at ({why})", _give_up)
 
 
 def _give_up() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from opgraft.config import OpgraftConfig, Settings
+from opgraft.config import Settings
 from opgraft.decision import NOT_PROBED, Candidate, Decision
 from opgraft.environment import PLATFORM
 from opgraft.errors import PlatformConflictError, PlatformError, close_matches
@@ -13,13 +13,12 @@ from opgraft.finding import Finding
 from opgraft.logger import logger
 from opgraft.machine.evidence import Evidence
 from opgraft.machine.machine import Machine
-from opgraft.platform import Platform, PlatformSpec, effective_chain
+from opgraft.platform import Platform, PlatformSpec
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer, discover
+from opgraft.plugins.platform_class import load_platform, report
 from opgraft.plugins.probing import ProbeFailed, ask
-from opgraft.plugins.requirements import FAULTS, QUARANTINED, check_adjustment, check_admission, objection, quarantined
-from opgraft.plugins.watching import watched
+from opgraft.plugins.requirements import FAULTS, QUARANTINED, check_admission, objection, quarantined
 from opgraft.state import PlatformSelection, host_state, loading
-from opgraft.text import described, printable
 
 _SETTING = f"{PLATFORM}=<name> or OpgraftConfig(platform=<name>)"
 
@@ -116,20 +115,20 @@ def _ask(offer: Offer, settings: Settings, machine: Machine) -> _Asked:
     if refused:
         failed = refused.startswith(FAULTS)
         if failed and offer.name != config.platform and not config.strict:
-            _report(offer, f"platform {offer.name!r} of {offer.provider} is left out: {refused}", _exit_code(refused))
+            report(_left_out(offer, refused, 4 if refused.startswith(QUARANTINED) else 1))
         return _Asked(offer, None, refused, failed)
     try:
         evidence = ask(offer, machine)
     except ProbeFailed as failure:
         if offer.name != config.platform and not config.strict:
-            exit_code = 4 if quarantined(offer.provider) else 1  # in quarantine for what it has done now
-            _report(offer, f"platform {offer.name!r} of {offer.provider} is left out: {failure}", exit_code)
+            report(_left_out(offer, str(failure), 4 if quarantined(offer.provider) else 1))  # for what it has done now
         return _Asked(offer, None, str(failure), failed=True)
     return _Asked(offer, evidence, evidence.reason)
 
 
-def _exit_code(refused: str) -> int:
-    return 4 if refused.startswith(QUARANTINED) else 1
+def _left_out(offer: Offer, why: str, exit_code: int) -> Finding:
+    message = f"platform {offer.name!r} of {offer.provider} is left out: {why}"
+    return Finding(message, offer.provider, exit_code=exit_code)
 
 
 def _winner(asked: Sequence[_Asked], settings: Settings) -> tuple[_Asked, str]:
@@ -172,15 +171,6 @@ def _priority(built_in: Offer) -> int:
     return spec.priority
 
 
-def _report(offer: Offer, failure: str, exit_code: int = 1) -> None:
-    """Log once a platform that should have worked and did not; keep it for ``opgraft plugins``."""
-    state = host_state()
-    finding = Finding(failure, offer.provider, exit_code=exit_code)
-    if finding not in state.platform_failures:
-        state.platform_failures.append(finding)
-        logger.warning("%s", printable(failure))
-
-
 def _raise_first_failure(asked: Sequence[_Asked]) -> None:
     failed = next((a for a in asked if a.failed), None)
     if failed:
@@ -193,34 +183,10 @@ def _select(settings: Settings, machine: Machine) -> PlatformSelection:
     while True:
         offer, decision = decide_platform(settings, machine, unloadable)
         try:
-            platform, defaults = _load(offer)
+            platform, defaults = load_platform(offer, decision)
             return PlatformSelection(platform, decision, defaults)
         except PlatformError as error:
             if settings.config.platform == offer.name or settings.config.strict or offer.built_in:
                 raise
-            _report(offer, f"platform {offer.name!r} is left out: {error}")
+            report(Finding(f"platform {offer.name!r} is left out: {error}", offer.provider))
             unloadable.append((offer, str(error)))
-
-
-def _load(offer: Offer) -> tuple[Platform, OpgraftConfig]:
-    """Load the platform and the settings that it changes, both checked."""
-    try:
-        spec: PlatformSpec = offer.load()
-        with watched(f"platform {offer.name!r} of {offer.provider} while its class was loaded", offer.provider):
-            platform = spec.load_class()()
-        if not isinstance(platform, Platform):
-            raise TypeError(f"it is a {type(platform).__name__}, expected an opgraft.Platform")
-        if platform.name != offer.name:
-            raise TypeError(f"it calls itself {platform.name!r}, its entry point is {offer.name!r}")
-        effective_chain(platform)
-        defaults = platform.default_config()
-        if not isinstance(defaults, OpgraftConfig):
-            raise TypeError(f"default_config returned a {type(defaults).__name__}, expected an opgraft.OpgraftConfig")
-        check_adjustment(defaults)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise PlatformError(
-            f"the class of platform {offer.name!r} ({offer.provider}, {offer.value}) cannot be used: {described(error)}"
-        ) from error
-    return platform, defaults

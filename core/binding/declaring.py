@@ -139,8 +139,9 @@ def _declare(
         new.plugin = transaction.plugin if transaction else discovery.plugin_of(cls.__module__, provider)
         record = state.plugins.get(new.plugin or "")
         new.platforms = record.platforms if record else new.platforms
-        known = state.registry.add_replacement(new)
-        state.drop_superseded()
+        known, former = state.registry.add_replacement(new)
+        if former is not None:
+            state.deactivate(former)
         if transaction is not None:
             transaction.undos.callback(state.activate(known))
         # What a plugin's module declares waits until the plugin is activated.

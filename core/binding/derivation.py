@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
-from types import FunctionType, SimpleNamespace
+from types import FunctionType, MappingProxyType, SimpleNamespace
 from typing import Any, TypeVar
 
 from opgraft.binding.marks import inference_only as mark_inference_only
@@ -37,6 +37,9 @@ class FunctionalKernels(Mapping[str, Callable[..., Any]]):
         functions: the kernels, or the name of a module whose ``__all__`` names them, imported when one is asked for.
         needs: as ``opgraft.needs`` takes it, for all of them.
         inference_only: whether they have no backward, as ``opgraft.inference_only`` says of a method.
+        compiled: of some forms a function of the same signature, for ``opgraft.compile`` to trace in the place of the
+            kernel, which would else be one op in Python. It calls torch ops, and decides by what a compiler knows:
+            dtypes, devices, and sizes other than that of the batch.
     """
 
     def __init__(
@@ -45,10 +48,12 @@ class FunctionalKernels(Mapping[str, Callable[..., Any]]):
         *,
         needs: Callable[[], str | None] | None = None,
         inference_only: bool = False,
+        compiled: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     ) -> None:
         self._functions = functions
         self.needs = needs
         self.inference_only = inference_only
+        self.compiled = compiled
 
     def _loaded(self) -> Mapping[str, Callable[..., Any]]:
         if isinstance(self._functions, str):

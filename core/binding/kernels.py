@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from opgraft.binding.derivation import NATIVE, is_derived
+from opgraft.binding.derivation import NATIVE, FunctionalKernels, is_derived
 from opgraft.binding.marks import fallback_of, is_inference_only, unmet_need
 from opgraft.binding.shadow import Shadow
 from opgraft.decision import Candidate, Decision
@@ -63,6 +63,13 @@ class Kernel:
         if function is None or self.shadow is None or self.shadow.excluded:
             return function
         return self.shadow.of_form(form, function, getattr(NATIVE, form))
+
+    def compiled(self, form: str) -> Callable[..., Any] | None:
+        """Return what compilers trace in place of ``functional(form)``, where its class says so and nobody looks on."""
+        table = self.functions
+        if not isinstance(table, FunctionalKernels) or self.functional(form) is not table.get(form):
+            return None
+        return table.compiled.get(form)
 
     @property
     def functions(self) -> Mapping[str, Callable[..., Any]] | None:

@@ -22,6 +22,9 @@ NEEDS_GRADIENT = "a gradient is required, and it has no backward"
 CHECK_RAISED = "its needs() check raised"
 """The beginning of the reason why a kernel is not used whose check is at fault."""
 
+SWITCH_RAISED = "its enabled() raised"
+"""The beginning of the reason why an op is disabled whose class was asked in vain."""
+
 _INFERENCE_ONLY = "__opgraft_inference_only__"
 _FALLS_BACK = "__opgraft_falls_back__"
 

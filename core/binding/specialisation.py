@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from opgraft.binding.branches import Branch, method_of
 from opgraft.binding.derivation import prepare
 from opgraft.binding.kernels import OWN_FORWARD, SWITCH, Kernel, KernelChoice, choose_kernel, continuations
-from opgraft.binding.marks import CHECK_RAISED, is_inference_only
+from opgraft.binding.marks import CHECK_RAISED, SWITCH_RAISED, is_inference_only
 from opgraft.binding.measurements import follow
 from opgraft.binding.names import check_names, kin_of, op_name_of
 from opgraft.binding.shadow import Shadow
@@ -337,8 +337,8 @@ def _says(cls: Any, owner: type) -> tuple[bool, str]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a plugin's code
-        says = printable(f"{owner.__qualname__}.enabled() at {location_of(owner)} raised {described(error)}")
-        logger.warning_once("%s", says)
+        says = printable(f"{SWITCH_RAISED} {described(error)} at {location_of(owner)}")
+        logger.warning_once("%s", printable(f"{owner.__qualname__} is disabled: {says}"))
         return False, says
 
 

@@ -7,6 +7,7 @@ import importlib
 import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -48,6 +49,7 @@ def main() -> NoReturn:
     """Run the console script: an error becomes one message on stderr and its exit code."""
     _open_standard_streams()
     faulthandler.enable()  # a plugin that crashes the process is named by its file
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # by torch, where nobody needs it
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal of another encoding must not end a command
@@ -75,7 +77,7 @@ def _run(arguments: Sequence[str]) -> int:
         click.echo("aborted", err=True)
         return 1
     except Exception as error:
-        told = _provenance(error)
+        told = importlib.import_module("opgraft.binding.raised").provenance_of(error)
         if "--json" in arguments:
             _output().print_error(error, told)
         if isinstance(error, click.ClickException):
@@ -89,13 +91,6 @@ def _run(arguments: Sequence[str]) -> int:
             click.echo(str(told), err=True)
         return error.exit_code if isinstance(error, OpgraftError) else 1
     return code if isinstance(code, int) else 0
-
-
-def _provenance(error: Exception) -> Any:
-    """Tell which op or plugin an error came from; where the module of ops was not imported none has run."""
-    if "opgraft.binding.functional" not in sys.modules:
-        return None
-    return importlib.import_module("opgraft.binding.provenance").explain_exception(error)
 
 
 def _output() -> Any:

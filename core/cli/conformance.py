@@ -6,6 +6,7 @@ import importlib
 import json
 import platform
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from opgraft.cli.isolation import Limits, isolated, tell
 from opgraft.cli.output import SettingsCommand, print_wrapped, with_settings
 from opgraft.cli.report_page import write_page
 from opgraft.errors import InputError, PluginError
-from opgraft.plugins.discovery import names_of
+from opgraft.plugins.discovery import HOST_DISTRIBUTION, names_of, normalized
 from opgraft.text import printable
 from opgraft.version import __version__
 
@@ -31,7 +32,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--html", "page_file", metavar="FILE", type=_FILE, help="Write a report for browsers to FILE.")
 @click.option("--docs", metavar="URL", help="The report links to the documentation there.")
 @click.option("--baseline", metavar="FILE", type=_FILE, help="Fail only on what passed in this earlier evidence.")
-@click.option("--resume", is_flag=True, help="Go on with the evidence in the FILE of --json.")
+@click.option("--resume", is_flag=True, help="Go on with the evidence in the FILE of --json, or with what is kept.")
 @with_settings
 def command(
     plugin: str,
@@ -41,17 +42,17 @@ def command(
     baseline: Path | None,
     resume: bool,
 ) -> None:
-    """Put PLUGIN before every check of the kit: its entry point's name, or its distribution's.
+    """Put PLUGIN before every check of the kit: its entry point's name, or its distribution's, or a built-in platform.
 
     Exit codes: 1 a check failed, or with --baseline one that passed before, 2 usage, 4 the plugin took its process down
-    where it was loaded. What is answered when a run is interrupted is kept, and --resume goes on from there.
+    where it was loaded. The answers are kept, 'opgraft plugins show' sums them up, and where a run is interrupted
+    --resume goes on from there.
     """
     before = evidence.read(baseline) if baseline else None
     if docs is not None and not docs.startswith(("http://", "https://", "file://")):
         raise InputError(f"--docs is {docs!r}: name an address that begins with https://, http:// or file://")
-    if resume and json_file is None:
-        raise InputError("--resume goes on with the evidence in the file of --json: name it, too")
-    found = evidence.read(json_file) if resume and json_file and json_file.exists() else Evidence()
+    earlier = json_file or evidence.kept_file(subject_of(plugin))
+    found = evidence.read(earlier) if resume and earlier and earlier.exists() else Evidence()
     run = Run(plugin, found, json_file, brief=False)
     run.judge()
     regressions = found.regressions(before) if before else None
@@ -77,6 +78,16 @@ def _name(outcome: dict[str, Any]) -> str:
     return " ".join(filter(None, (outcome["op"], outcome["check"], outcome["dtype"])))
 
 
+def subject_of(plugin: str) -> str:
+    """Return the name by which evidence is kept: of the distribution, or of the built-in platform.
+
+    Raises:
+        ConfigError: nothing that is installed answers to the name.
+    """
+    provider, _, platforms = names_of(plugin)
+    return platforms[0] if provider == HOST_DISTRIBUTION else normalized(provider)
+
+
 class Run:
     """Judges a plugin in child processes: another one goes on where a check takes its process down.
 
@@ -84,7 +95,7 @@ class Run:
         plugin: its name.
         found: takes the answers; those that it has already are not asked for again.
         file: is written after each op, or ``None``.
-        brief: whether the short form is asked.
+        brief: whether the short form is asked, which is not kept.
     """
 
     def __init__(self, plugin: str, found: Evidence, file: Path | None, *, brief: bool) -> None:
@@ -94,16 +105,15 @@ class Run:
         self.brief = brief
         self.asked: dict[str, Any] = {}
         self.op = ""
+        self._subject = subject_of(plugin)
 
     def judge(self) -> None:
         """Ask every question.
 
         Raises:
-            ConfigError: nothing that is installed answers to its name.
             PluginError: the plugin takes the process down where it is loaded.
             Abort: it was interrupted; what there is has been written.
         """
-        names_of(self.plugin)
         while True:
             self.asked = {}
             try:
@@ -111,10 +121,10 @@ class Run:
                 given = (self.plugin, str(self.brief), done)
                 ended = isolated(__name__, "examine", *given, limits=Limits(TIME_LIMIT), heard=self.hear)
             except KeyboardInterrupt:
-                self.write()
                 told = f"{len(self.found.outcomes)} of {self.found.cases} questions answered"
-                kept = "; --resume with the same --json goes on" if self.file is not None and self.found.about else ""
-                click.echo(f"interrupted: {told}{kept}", err=True)
+                same = " with the same --json" if self.file is not None else ""
+                goes_on = f"; --resume{same} goes on" if self.write() else ""
+                click.echo(f"interrupted: {told}{goes_on}", err=True)
                 raise click.Abort from None
             if ended.crash is None:
                 return
@@ -125,8 +135,8 @@ class Run:
     def hear(self, told: dict[str, Any]) -> None:
         """Take note of what the child tells."""
         if "about" in told:
-            if self.found.about and self.file:
-                self.found.expect_same(told["about"], self.file)
+            if self.found.about:
+                self.found.expect_same(told["about"], self.file or evidence.kept_file(self._subject))
             self.found.about, self.found.cases = told["about"], told["cases"]
         elif "asked" in told:
             self.asked = told["asked"]
@@ -143,10 +153,15 @@ class Run:
             click.echo(f"[{len(self.found.outcomes)}/{self.found.cases}] {printable(op)}", err=True)
             self.write()
 
-    def write(self, regressions: list[dict[str, Any]] | None = None) -> None:
-        """Write down what there is."""
-        if self.file is not None and self.found.about:
-            evidence.write(self.file, self.found.to_dict(regressions))
+    def write(self, regressions: list[dict[str, Any]] | None = None) -> bool:
+        """Write down what there is; returns whether there is anything that a later run could go on with."""
+        if self.brief or not self.found.about:
+            return False
+        data = self.found.to_dict(regressions)
+        kept = evidence.keep(self._subject, data)
+        if self.file is not None:
+            evidence.write(self.file, data)
+        return self.file is not None or kept is not None
 
 
 _CRASHED = {"status": "failed", "error": None, "speed": None, "seconds": 0.0}
@@ -159,7 +174,7 @@ def examine(plugin: str, brief: str, done: str) -> None:
     known = {tuple(key) for key in json.loads(done)}
     with conformance.alone(plugin):
         judged = conformance.Conformance(plugin, brief=brief == str(True), timed=brief != str(True))
-        tell({"about": {**_about(judged), "brief": judged.brief, "ops": judged.ops}, "cases": len(judged.cases)})
+        tell({"about": _about(judged), "cases": len(judged.cases)})
         for case in judged.cases:
             asked = {"op": case.op, "check": case.check, "dtype": case.dtype}
             if tuple(asked.values()) not in known:
@@ -170,7 +185,7 @@ def examine(plugin: str, brief: str, done: str) -> None:
 
 
 def _about(judged: Any) -> dict[str, Any]:
-    """Return what the answers are about: plugin, platform, device and versions."""
+    """Return what the answers are about: plugin, platform, device and versions, the day, and what was asked."""
     torch = importlib.import_module("torch")
     selected = importlib.import_module("opgraft.plugins.selection").current_platform()
     versions = {"opgraft": __version__, "torch": torch.__version__, "python": platform.python_version()}
@@ -180,4 +195,8 @@ def _about(judged: Any) -> dict[str, Any]:
         "platform": selected.name,
         "device": selected.capability().name,
         "versions": versions,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "brief": judged.brief,
+        "ops": judged.ops,
+        "checks": judged.checks,
     }

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import urllib.parse
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from opgraft.environment import state_home
 from opgraft.errors import InputError
 from opgraft.files import read_regular, replace_file
+from opgraft.logger import logger
+from opgraft.text import printable
 
 SCHEMA = "opgraft.conformance/1"
 SHIPPED = "conformance.json"
@@ -22,7 +27,9 @@ LARGEST = 1 << 26
 _SUBJECT = ("plugin", "provider", "platform", "device", "versions", "brief")
 """Fields that must be the same for an interrupted run to be gone on with."""
 
-_ABOUT = {"provider": dict, "platform": str, "device": str, "versions": dict}
+_FURTHER = ("ops", "checks", "date")
+
+_ABOUT = {"provider": dict, "platform": str, "device": str, "versions": dict, "ops": dict, "checks": dict, "date": str}
 _OUTCOME = {"op": str, "check": str, "status": str, "reason": str}
 
 Key = tuple[str, str, str | None]
@@ -33,7 +40,7 @@ class Evidence:
     """Everything that is known of a plugin.
 
     Attributes:
-        about: plugin, provider, platform, device, versions and names of ops, as plain data.
+        about: plugin, provider, platform, device, versions, the day, and what ops and checks are, as plain data.
         cases: the number of questions.
         outcomes: the answers so far, by question.
     """
@@ -84,7 +91,7 @@ class Evidence:
             "regressions": None if regressions is None else list(regressions),
         }
 
-    def expect_same(self, about: Mapping[str, Any], path: Path) -> None:
+    def expect_same(self, about: Mapping[str, Any], path: Path | None) -> None:
         """Check that earlier answers are about what is asked about now.
 
         Raises:
@@ -126,8 +133,9 @@ def read(path: Path) -> Evidence:
         if data["schema"] != SCHEMA:
             raise ValueError(f"its schema is {data['schema']!r}, expected {SCHEMA!r}")
         outcomes: Iterable[Mapping[str, Any]] = data["outcomes"]
-        found = Evidence({name: data[name] for name in (*_SUBJECT, "ops")}, int(data["cases"]))
-        if any(not isinstance(found.about[name], kind) for name, kind in _ABOUT.items()):
+        about = {name: data[name] for name in _SUBJECT} | {name: data[name] for name in _FURTHER if name in data}
+        found = Evidence(about, int(data["cases"]))
+        if any(not isinstance(found.about.get(name, kind()), kind) for name, kind in _ABOUT.items()):
             raise ValueError("what it is about has a value of another type")
         if not {"name", "version"} <= found.about["provider"].keys():
             raise ValueError("its provider has no name or no version")
@@ -150,16 +158,44 @@ def shipped(module: str) -> dict[str, Any] | None:
     """
     found = importlib.util.find_spec(module.partition(".")[0])
     places = (found and found.submodule_search_locations) or ()
-    files = [path for place in places if (path := Path(place) / SHIPPED).is_file()]
-    if not files:
+    return next((_summary(file) for place in places if (file := Path(place) / SHIPPED).is_file()), None)
+
+
+def keep(name: str, data: Mapping[str, Any]) -> Path | None:
+    """Keep evidence about a distribution or a built-in platform, where that is possible; returns the file."""
+    file = kept_file(name)
+    if file is None:
         return None
     try:
-        evidence = read(files[0])
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write(file, data)
+    except (OSError, InputError) as error:
+        logger.info("%s", printable(f"the evidence is not kept: {error}"))
+        return None
+    return file
+
+
+def kept(name: str) -> dict[str, Any] | None:
+    """Return a summary of the evidence that was kept of a distribution or a built-in platform, or ``None``."""
+    file = kept_file(name)
+    return _summary(file) if file is not None and file.is_file() else None
+
+
+def kept_file(name: str) -> Path | None:
+    """Return the file in which evidence about a distribution or a built-in platform is kept, if the user has a home."""
+    with suppress(RuntimeError):
+        return state_home() / "opgraft" / "conformance" / f"{urllib.parse.quote(name, safe='')}.json"
+    return None
+
+
+def _summary(file: Path) -> dict[str, Any]:
+    try:
+        evidence = read(file)
     except InputError as error:
-        return {"file": str(files[0]), "problem": str(error)}
-    about = {name: evidence.about[name] for name in ("provider", "platform", "device", "versions")}
+        return {"file": str(file), "problem": str(error)}
+    about = {name: evidence.about.get(name) for name in ("provider", "platform", "device", "versions", "date")}
     return {
-        "file": str(files[0]),
+        "file": str(file),
         **about,
         "complete": evidence.complete,
         "counts": evidence.counted(),

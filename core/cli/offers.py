@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -12,6 +13,7 @@ from opgraft.errors import ConfigError, close_matches, near_matches
 from opgraft.finding import Finding
 from opgraft.plugins.discovery import (
     BRIDGE_GROUPS,
+    HOST_DISTRIBUTION,
     PLATFORM_GROUP,
     PLUGIN_GROUP,
     Offer,
@@ -85,7 +87,7 @@ def misspelt_groups() -> Iterator[Problem]:
     """Find groups of entry points that nothing reads and whose name is nearly that of one that opgraft reads."""
     for provider, groups in _groups():
         for group in groups:
-            near = near_matches(group.lower(), KINDS)
+            near = _meant(group)
             if group not in (*KINDS, *BRIDGE_GROUPS) and near:
                 meant = " or ".join(map(repr, near))
                 yield Problem(provider, f"nothing reads its entry-point group {group!r}: did you mean {meant}?")
@@ -118,7 +120,8 @@ def _groups() -> Iterator[tuple[Provider, list[str]]]:
     Metadata that cannot be read is left to discovery, which tells of it.
     """
     known = discover().groups
-    meant = dict.fromkeys(each for group in known if _may_be_meant(group) for each in known[group])
+    ours = (group for group in known if group in _OF_VLLM or (group not in KINDS and _meant(group)))
+    meant = dict.fromkeys(each for group in ours for each in known[group])
     for found in meant:
         with suppress(Exception):  # of metadata that may be anything
             fields = fields_of(found)
@@ -126,5 +129,7 @@ def _groups() -> Iterator[tuple[Provider, list[str]]]:
             yield Provider(fields["name"][0], fields["version"][0]), groups
 
 
-def _may_be_meant(group: str) -> bool:
-    return group in _OF_VLLM or (group not in KINDS and bool(near_matches(group.lower(), KINDS)))
+def _meant(group: str) -> list[str]:
+    """List the groups of opgraft that another one may be a misspelling of; those of other hosts are none."""
+    host = re.split(r"\W|_", group.lower(), maxsplit=1)[0]
+    return near_matches(group.lower(), KINDS) if near_matches(host, [HOST_DISTRIBUTION]) else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterable, Mapping
+from itertools import starmap
 from typing import Any
 
 import click
@@ -110,10 +111,11 @@ def examine() -> dict[str, Any]:
     if error is not None and str(error) not in {f.message for f in findings}:  # in strict mode it is one plugin's
         findings.append(Finding(str(error), exit_code=error.exit_code))
     records = host_state().plugins.values()
+    notes = [Problem(r.provider, f"plugin {r.name} {note}") for r in records for note in r.notes]
     return {
         "plugins": [_as_dict(record) for record in records],
         "findings": [finding.to_dict() for finding in findings],
-        "notes": as_dicts(Problem(r.provider, f"plugin {r.name} {note}") for r in records for note in r.notes),
+        "notes": as_dicts([*starmap(Problem, host_state().platform_notes), *notes]),
     }
 
 
@@ -124,7 +126,7 @@ def found(records: Iterable[PluginRecord], *, loaded: bool) -> list[Finding]:
     """
     outcomes = [finding for record in records for finding in findings_of(record)]
     checked = importlib.import_module("opgraft.testing.diagnosis").diagnose() if loaded else []
-    return list(dict.fromkeys([*metadata_findings(), *host_state().platform_failures, *outcomes, *checked]))
+    return list(dict.fromkeys([*metadata_findings(), *host_state().platform_findings, *outcomes, *checked]))
 
 
 def _as_dict(record: PluginRecord) -> dict[str, Any]:

@@ -23,11 +23,13 @@ from opgraft.cli.output import SettingsCommand, echo, json_option, print_json, p
 from opgraft.cli.plugins_doctor import found
 from opgraft.errors import InputError, close_matches
 from opgraft.finding import Finding
-from opgraft.plugins.discovery import PLUGIN_GROUP, Offer
+from opgraft.plugins.discovery import PLUGIN_GROUP, Offer, normalized
 from opgraft.plugins.outcomes import end_of, replacements_of
 from opgraft.plugins.requirements import change_since_locked, check_admission
 from opgraft.state import PluginRecord, PluginStatus, host_state
 from opgraft.text import printable
+
+_EVIDENCE = {"evidence": "evidence", "judged": "judged on this machine"}
 
 
 @click.command("show", cls=SettingsCommand)
@@ -128,8 +130,8 @@ def _print_details(details: dict[str, Any]) -> None:
     for key, value in details.items():
         if key == "traceback":
             print_wrapped((value or "").splitlines(), indent="  | ")  # which no line of it can forge
-        elif key == "evidence" and value:
-            print_wrapped(f"evidence: {_evidence_in_words(value)}")
+        elif key in ("evidence", "judged") and value:
+            print_wrapped(f"{_EVIDENCE[key]}: {_evidence_in_words(value)}")
         elif value:
             print_wrapped(f"{key.replace('_', ' ')}: {_in_words(value)}")
     echo()
@@ -149,7 +151,10 @@ def _evidence_in_words(shown: dict[str, Any]) -> str:
     counts = ", ".join(f"{count} {status}" for status, count in shown["counts"].items())
     versions = ", ".join(f"{name} {version}" for name, version in shown["versions"].items())
     whole = "" if shown["complete"] else ", not all asked"
-    return f"{counts}{whole}; {_in_words(shown['provider'])} on {shown['platform']} ({shown['device']}), {versions}"
+    day = f", {shown['date']}" if shown["date"] else ""
+    return (
+        f"{counts}{whole}; {_in_words(shown['provider'])} on {shown['platform']} ({shown['device']}), {versions}{day}"
+    )
 
 
 def _replacement(row: dict[str, Any]) -> str:
@@ -165,6 +170,7 @@ def _metadata(offer: Offer) -> dict[str, Any]:
         "requires": list(offer.requires),
         "lock": _lock_state(offer),
         "evidence": None if offer.built_in else evidence.shipped(offer.module),
+        "judged": evidence.kept(offer.name if offer.built_in else normalized(offer.provider.name)),
         "status": status,
         "reason": reason,
     }

@@ -29,6 +29,7 @@ _SAMPLE = (
     "The loaf is done when it turns brown.",
 )
 _LARGEST_INPUT = 1 << 26  # bytes
+_MOST_LINES = 1 << 20  # each a request, which takes some 3 kB
 _PRECISIONS = ("highest", "high", "medium")
 _MEASURED = OpgraftConfig(cache=CacheConfig(prefix_reuse=False))
 """Rounds of a measurement compute the prompts anew."""
@@ -117,6 +118,8 @@ def read_lines(file: Path) -> tuple[str, ...]:
     lines = tuple(line.strip() for line in text.splitlines() if line.strip())
     if not lines:
         raise InputError(f"the input file {file} is empty: write one sentence per line")
+    if len(lines) > _MOST_LINES:
+        raise InputError(f"the input file {file} has {len(lines):,} lines, more than {_MOST_LINES:,}: split it")
     return lines
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Any, TypeVar
 
 import torch
 from opgraft.errors import CompilationError
 from torch import Tensor, fx
+
+Result = TypeVar("Result")
 
 _OPTIONS = {
     "aot_inductor.package": True,
@@ -31,8 +34,31 @@ def write_package(module: fx.GraphModule, example: Sequence[Any], file: Path) ->
     import torch._inductor.package as packaging  # as long to import as torch itself
 
     write: Any = vars(packaging)["package_aoti"]
-    files: Any = torch._inductor.aot_compile(module, tuple(example), options=dict(_OPTIONS))
+    files: Any = trusting_processor(lambda: torch._inductor.aot_compile(module, tuple(example), options=dict(_OPTIONS)))
     write(str(file), files)
+
+
+def trusting_processor(compile: Callable[[], Result]) -> Result:
+    """Have Inductor compile for the instruction sets that the processor names, without trying each of them out.
+
+    To try them takes a third of what compiling a model does. Where it fails, as with a compiler that does not know them
+    all, it is done again as Inductor does it by itself.
+    """
+    import torch._inductor.config as config
+    import torch._inductor.cpu_vec_isa as instruction_sets
+
+    known: Any = getattr(instruction_sets, "valid_vec_isa_list", None)
+    settings: Any = getattr(config, "cpp", None)
+    if getattr(settings, "vec_isa_ok", "") is not None or not hasattr(known, "cache_info"):
+        return compile()  # somebody has said whether to try, or another torch
+    if known.cache_info().currsize:
+        return compile()  # they are known already
+    try:
+        with config.patch({"cpp.vec_isa_ok": True}):
+            return compile()
+    except Exception:  # whatever compilers raise, which raise it again if that was not why
+        known.cache_clear()
+        return compile()
 
 
 class Package:
@@ -54,6 +80,9 @@ class Package:
             raise KeyError(f"it wants the tensors {sorted(wanted - constants.keys())}")
         self._tensors = list(self._constants.values())
         self._layouts = self._found_layouts()
+        # A thread that is in the code waits for Python where it calls ops in Python, and the next one would wait for
+        # the code without letting go of Python.
+        self._turn = Lock()
         self._load()
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
@@ -62,10 +91,11 @@ class Package:
         Raises:
             CompilationError: one of those has another dtype, device, shape or strides now, which the code cannot read.
         """
-        if [each.data_ptr() for each in self._tensors] != self._addresses:
-            self._expect_same_layouts()
-            self._load()
-        results: Sequence[Tensor] = self._loader.boxed_run(list(tensors))
+        with self._turn:
+            if [each.data_ptr() for each in self._tensors] != self._addresses:
+                self._expect_same_layouts()
+                self._load()
+            results: Sequence[Tensor] = self._loader.boxed_run(list(tensors))
         return results
 
     def _found_layouts(self) -> list[tuple[Any, ...]]:
@@ -80,8 +110,8 @@ class Package:
                 )
 
     def _load(self) -> None:
-        # By reference, so they must stay alive.
-        self._kept = {name: tensor.detach() for name, tensor in self._constants.items()}
+        # By reference, so they must stay alive; parameters as they are, as kernels ask what was declared of them.
+        self._kept = dict(self._constants)
         self._addresses = [each.data_ptr() for each in self._tensors]
         if self._kept:
             self._loader.load_constants(self._kept, False, True, True)

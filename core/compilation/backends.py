@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from opgraft.compat.ahead_of_time import trusting_processor
 from opgraft.compat.graphs import known_backends, lookup, tracing_in
 from opgraft.errors import CompilationError, ConfigError, close_matches
 from opgraft.text import described
@@ -27,14 +29,14 @@ def built(module: fx.GraphModule, backend: str) -> Runner:
     mode = next((x.fake_mode for x in example if isinstance(x, Tensor)), None)  # type: ignore[attr-defined]
     try:
         with tracing_in(mode), torch.no_grad():
-            runner: Runner = compiler(module, example)
+            compiled: Callable[[], Runner] = functools.partial(compiler, module, example)
+            return trusting_processor(compiled) if backend == "inductor" else compiled()
     except Exception as error:  # whatever a backend raises
         raise CompilationError(
             f"the backend {backend} fails on the graph: {described(error)}. Next: set another "
             "compilation_config.backend, such as eager, which generates no code; inductor needs a C++ compiler, such "
             "as g++ or what CXX names"
         ) from error
-    return runner
 
 
 def backend_of(name: str) -> Callable[..., Any]:

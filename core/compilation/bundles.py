@@ -23,7 +23,7 @@ from typing import IO
 
 import torch
 from opgraft.compilation.cache import ENTRY, KEY, SUMS, CompilationCache
-from opgraft.compilation.key import package_digest
+from opgraft.compilation.sources import Sources
 from opgraft.errors import CacheEntryError, InputError
 from opgraft.files import read_regular
 from opgraft.plugins.discovery import discover
@@ -82,7 +82,7 @@ def environment() -> dict[str, str]:
     return {
         "torch": f"{torch.__version__} {torch.version.git_version}",
         "Python": platform.python_version(),
-        "opgraft": f"{__version__} {package_digest('opgraft')[:12]}",
+        "opgraft": f"{__version__} {Sources().package('opgraft')[:12]}",
         "the platform": f"{chosen.name} {chosen.capability()}",
         "the processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "plugins": ", ".join(sorted(known)) or "none",

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +18,19 @@ from typing import Any
 from opgraft.config import CompilationConfig
 from opgraft.environment import cache_home
 from opgraft.errors import CacheEntryError, ConfigError
+from opgraft.files import read_regular, without_waiting
 from opgraft.logger import logger
 from opgraft.text import described
 
 ENTRY, SUMS = "entry.json", "sums.json"
 """The files of an entry beside its own: its description, and the checksums of all the others."""
 
+INDEX = "sources.json"
+"""The file of the folder that remembers digests of sources."""
+
 _LOCK, _WRITING = ".lock", ".writing"
+_LARGEST = 1 << 26  # bytes of a description, and of the checksums
+_PIECE = 1 << 20  # bytes that are read at a time
 KEY = re.compile("[0-9a-f]{40}")
 """The name of an entry. Nothing of another name is touched, as the folder may have other things in it."""
 
@@ -137,13 +144,13 @@ class CompilationCache:
         if not entry.is_dir():
             return None
         try:
-            sums = json.loads((entry / SUMS).read_text())
+            sums = json.loads(read_regular(entry / SUMS, _LARGEST))
             for name, expected in sums.items():
                 if _sum(entry / name) != expected:
                     raise CacheEntryError(f"{name} of it is damaged")
-            description: dict[str, Any] = json.loads((entry / ENTRY).read_text())
+            description: dict[str, Any] = json.loads(read_regular(entry / ENTRY, _LARGEST))
             os.utime(entry)
-        except (OSError, ValueError, AttributeError) as error:
+        except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
             raise CacheEntryError(f"it cannot be read: {described(error)}") from error
         return entry, description
 
@@ -174,6 +181,7 @@ class CompilationCache:
     def clear(self) -> int:
         """Remove all entries but those that somebody waits for or makes, and return how many there were."""
         entries = {key for _, _, key in self._entries()}
+        (self.folder / INDEX).unlink(missing_ok=True)
         return len(entries & {key for key in self._keys() if self._removed(key)})
 
     @property
@@ -230,4 +238,15 @@ class CompilationCache:
 
 
 def _sum(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+    """Return the checksum of a file.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or is no regular file.
+    """
+    sum_of = hashlib.sha256()
+    with open(file, "rb", opener=without_waiting) as opened:
+        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            raise ValueError(f"{file.name} is no regular file")
+        while piece := opened.read(_PIECE):
+            sum_of.update(piece)
+    return sum_of.hexdigest()

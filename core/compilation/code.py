@@ -10,15 +10,15 @@ from opgraft.compilation.backends import Runner, built
 from opgraft.compilation.capture import Captured
 from opgraft.compilation.execution import Execution, executed
 from opgraft.compilation.graph_pass import PassReport
-from opgraft.compilation.lowering import lower, prepared
+from opgraft.compilation.lowering import Lowering, lower, lowerings_of
 from opgraft.compilation.manager import ALL_SIZES, run_passes
 from opgraft.compilation.nodes import PARTS, Origin, attribute_of
-from opgraft.compilation.packages import Packages, loaded
+from opgraft.compilation.packages import Packages
 from opgraft.compilation.passes import passes_of
 from opgraft.compilation.tensors import origins_of
 from opgraft.config import CompilationConfig, CompilationMode
 from opgraft.decision import Decision
-from opgraft.errors import CompilationError
+from opgraft.errors import CacheEntryError, CompilationError
 from torch import Tensor, fx, nn
 
 
@@ -28,13 +28,11 @@ class Packaged:
 
     Attributes:
         key: of the package.
-        forms: by the name of a form how many of its nodes were lowered.
         origins: of the tensors of the graph.
         values: those of them that no model has.
     """
 
     key: str
-    forms: Mapping[str, int]
     origins: Mapping[str, Origin]
     values: Mapping[str, Tensor]
 
@@ -49,17 +47,19 @@ class Code:
         lowerings: for each form what its nodes have become.
         run: called with the tensors of the placeholders.
         joint: parameters over whose memory the graph has joint tensors, each with its address.
-        packaged: what is known of the package that it was written to.
+        packaged: what is known of the package that it was written to; of one function, and only where it has one.
         execution: the pieces and static graphs that ``run`` consists of; ``None`` where it is one function.
+        unkept: why some of it is in no package, where packages were asked for.
     """
 
     graph: fx.GraphModule | None
     passes: tuple[PassReport, ...]
-    lowerings: tuple[Decision, ...]
+    lowerings: tuple[Lowering, ...]
     run: Runner
     joint: tuple[tuple[nn.Parameter, int], ...]
     packaged: Packaged | None = None
     execution: Execution | None = None
+    unkept: str = ""
 
     @property
     def recorded(self) -> tuple[int, ...]:
@@ -71,7 +71,8 @@ class Code:
     @property
     def decisions(self) -> tuple[Decision, ...]:
         """Tell for each form what its nodes have become, and how the graph runs."""
-        return (*self.lowerings, *((self.execution.decision,) if self.execution else ()))
+        lowerings = (each.decision for each in self.lowerings)
+        return (*lowerings, *((self.execution.decision,) if self.execution else ()))
 
     def expect_unmoved(self, model: nn.Module) -> None:
         """Raise ``CompilationError`` where parameters of ``joint`` lie elsewhere now."""
@@ -96,11 +97,10 @@ def generate(
         captured: the graph.
         settings: which passes run, which backend does, and where graphs are written to.
         sizes: of the batch, for which the graph is.
-        packages: where the code is to be written to.
+        packages: where the code is to be written to; what cannot be is made in memory.
 
     Raises:
         CompilationError: a pass breaks the graph, or the backend fails.
-        CacheEntryError: the code cannot be written.
         ConfigError: a setting names no pass, no backend, or no folder that can be written to.
     """
     graph, folder = captured.module, Path(settings.dump_graphs) if settings.dump_graphs else None
@@ -111,27 +111,29 @@ def generate(
     reports = run_passes(passes, graph, model, folder, sizes)
     parameters = [part for node in graph.graph.nodes for part in node.meta.get(PARTS, ())]
     joint = tuple((parameter, parameter.data_ptr()) for parameter in parameters)
+    keys, unkept = list[str](), list[str]()
+
+    def build(lowered: fx.GraphModule) -> Runner:
+        if packages is not None:
+            try:
+                keys.append(packages.key_of(lowered, sizes))
+                return packages.runner_of(keys[-1], lowered)
+            except CacheEntryError as error:
+                unkept.append(str(error))
+        return built(lowered, settings.backend or "inductor")
+
     if settings.executed_otherwise:
-        execution = executed(captured, settings, sizes, packages)
-        return Code(graph, reports, prepared(execution.forms), execution.run, joint, execution=execution)
+        execution = executed(captured, settings, build, sizes)
+        lowerings, why = lowerings_of(execution.forms), "".join(unkept[:1])
+        return Code(graph, reports, lowerings, execution.run, joint, execution=execution, unkept=why)
     lowered, forms = lower(graph)
-    lowerings = prepared(forms)
-    if packages is None:
-        return Code(graph, reports, lowerings, built(lowered, settings.backend or "inductor"), joint)
-    packaged, run = _packaged(model, lowered, forms, packages, sizes)
-    return Code(graph, reports, lowerings, run, joint, packaged)
+    run = build(lowered)
+    packaged = _packaged(model, lowered, keys[0]) if keys and not unkept else None
+    return Code(graph, reports, lowerings_of(forms), run, joint, packaged, unkept="".join(unkept))
 
 
-def _packaged(
-    model: nn.Module, lowered: fx.GraphModule, forms: Mapping[str, int], packages: Packages, sizes: range
-) -> tuple[Packaged, Runner]:
-    """Write a lowered graph to a package, and load it.
-
-    Raises:
-        CacheEntryError: either cannot be.
-    """
+def _packaged(model: nn.Module, lowered: fx.GraphModule, key: str) -> Packaged:
     origins = origins_of(model, lowered)
     tensors = {str(n.target): attribute_of(lowered, n) for n in lowered.graph.nodes if n.op == "get_attr"}
     values = {name: tensors[name] for name, origin in origins.items() if origin[0] == "value"}
-    key = packages.key_of(lowered, sizes)
-    return Packaged(key, forms, origins, values), loaded(packages.file_of(key), tensors)
+    return Packaged(key, origins, values)

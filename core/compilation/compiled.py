@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from opgraft.binding.arguments import expect_module
 from opgraft.compilation.backends import backend_of
-from opgraft.compilation.cache import CompilationCache
+from opgraft.compilation.cache import INDEX, CompilationCache
 from opgraft.compilation.capture import DYNAMO, WAYS, Example, capture
 from opgraft.compilation.code import Code, generate
 from opgraft.compilation.entries import read_code, read_signature, write_code, write_signature
 from opgraft.compilation.inputs import InputCheck, Signature
-from opgraft.compilation.key import OF_CODE, digest, parts_of
+from opgraft.compilation.key import key_of
 from opgraft.compilation.manager import ALL_SIZES
-from opgraft.compilation.packages import Packages
+from opgraft.compilation.packages import Packages, temporary
 from opgraft.compilation.passes import passes_of
+from opgraft.compilation.sources import Sources
 from opgraft.compilation.verification import expect_alike, of_size
 from opgraft.config import CompilationConfig, CompilationMode, OpgraftConfig, set_config
 from opgraft.decision import Candidate, Decision
@@ -28,8 +31,11 @@ from opgraft.state import host_state
 from opgraft.text import described
 from torch import Tensor, nn
 
-_KEPT = ("inductor",)
+_PACKAGED = ("inductor",)
 """Backends whose code can be written to a file."""
+
+
+_UNKEPT = "the cache of compiled code: nothing is kept: %s"
 
 
 class Compiled:
@@ -42,6 +48,12 @@ class Compiled:
         sizes: by size of the batch, the code of those sizes that have their own.
         ranges: the code of ranges that have their own, but for these sizes.
         decision: how it was captured, what its nodes were lowered to, and by whom.
+
+    Args:
+        model: see ``model``.
+        signature: how it is called.
+        codes: for any size of the batch, ``ALL_SIZES``, and for sizes and ranges of their own.
+        decision: how it was captured.
     """
 
     def __init__(self, model: nn.Module, signature: Signature, codes: Mapping[range, Code], decision: Decision) -> None:
@@ -50,10 +62,20 @@ class Compiled:
         self.graph, self.passes = code.graph, code.passes
         self.sizes = {each[0]: own for each, own in codes.items() if len(each) == 1}
         self.ranges = {each: own for each, own in codes.items() if len(each) > 1 and each != ALL_SIZES}
-        self.decision = decision
-        self._signature = signature
+        self._signature, self._decision = signature, decision
         self._check = InputCheck(signature.expected)
         self._code, self._codes = code, codes
+
+    @property
+    def unkept(self) -> str:
+        """The reason why the cache has not all of its code; empty where it has."""
+        return next((code.unkept for code in self._codes.values() if code.unkept), "")
+
+    @cached_property
+    def decision(self) -> Decision:
+        """The choices that were made; to say where classes are takes longer than to load them."""
+        made = self._decision
+        return replace(made, parts=(*made.parts, *_specialised(self._codes), *self._code.decisions))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the model does.
@@ -96,7 +118,7 @@ class Compiled:
             ([sizes.start, sizes.stop], write_code(code, f"values-{sizes.start}-{sizes.stop}", folder))
             for sizes, code in self._codes.items()
         ]
-        return {"backend": self.decision.chosen, "signature": write_signature(self._signature), "codes": written}
+        return {"backend": self._decision.chosen, "signature": write_signature(self._signature), "codes": written}
 
     def _computed(self, tensors: list[Tensor]) -> list[Any]:
         self._check.check(tensors)
@@ -161,24 +183,14 @@ def _compiled(model: nn.Module, example: Example) -> Any:
         backend = settings.backend or "inductor"
         backend_of(backend)
         return torch.compile(model, backend=backend, dynamic=True)
-    if not settings.cache or settings.backend not in _KEPT or settings.dump_graphs:
+    if settings.backend not in _PACKAGED:
         return _verified(_built(model, example, settings), example)
-    passes_of(settings.user_passes, settings.pass_config)  # which imports them: the key has their sources
-    parts, cache = parts_of(model, example, settings), CompilationCache.of(settings)
-    packages = Packages(cache, {name: parts[name] for name in OF_CODE})
-    if settings.executed_otherwise:
-        return _verified(_in_pieces(model, example, settings, packages), example)
-    return _cached(model, example, settings, packages, digest(parts))
-
-
-def _in_pieces(model: nn.Module, example: Example, settings: CompilationConfig, packages: Packages) -> Compiled:
-    """Compile a model whose graph is cut or recorded, with the code of its pieces from the cache, as far as there."""
-    try:
-        return _built(model, example, settings, packages)
-    except (CacheEntryError, OSError) as error:
-        reason = f"nothing is kept: {described(error)}"
-    logger.warning("the cache of compiled code: %s", reason)
-    return _built(model, example, settings, None, reason)
+    if settings.cache and not settings.dump_graphs:
+        return _cached(model, example, settings, CompilationCache.of(settings))
+    if settings.executed_otherwise:  # where equal pieces have one code, which would be many packages
+        return _verified(_built(model, example, settings), example)
+    with temporary() as packages:
+        return _verified(_built(model, example, settings, packages), example)
 
 
 def _verified(compiled: Compiled, example: Example) -> Compiled:
@@ -186,18 +198,28 @@ def _verified(compiled: Compiled, example: Example) -> Compiled:
     return compiled
 
 
-def _cached(model: nn.Module, example: Example, settings: CompilationConfig, packages: Packages, key: str) -> Compiled:
+def _cached(model: nn.Module, example: Example, settings: CompilationConfig, cache: CompilationCache) -> Compiled:
     """Take a compiled model from the cache or, where it has none that can be used, compile and keep it."""
-    compiled = _taken_or_made(model, example, settings, packages, key)
+    passes_of(settings.user_passes, settings.pass_config)  # which imports them: the key has their sources
+    key = key_of(model, example, settings, Sources(cache.folder / INDEX))
+    packages = Packages(cache, key.of_code)
+    if settings.executed_otherwise:  # of which the cache has the code of pieces, and no entry of its own
+        compiled = _built(model, example, settings, packages)
+        if compiled.unkept:
+            logger.warning(_UNKEPT, compiled.unkept)
+        return _verified(compiled, example)
+    compiled = _taken_or_made(model, example, settings, packages, key.name)
     # Not while the lock is held: a model that ranks share waits for the others, and one of them may wait for the lock.
     try:
-        return _verified(compiled, example)
+        if compiled.graph is not None or key.unseen:
+            compiled.verify(example)
+        return compiled
     except CompilationError as error:
-        packages.cache.discard(key)
+        cache.discard(key.name)
         if compiled.graph is not None:
             raise
         reason = f"its entry could not be used: {error}"
-    return _verified(_taken_or_made(model, example, settings, packages, key, reason), example)
+    return _verified(_taken_or_made(model, example, settings, packages, key.name, reason), example)
 
 
 def _taken_or_made(
@@ -209,6 +231,7 @@ def _taken_or_made(
     absent: str = "it had no such entry",
 ) -> Compiled:
     """Return a compiled model, as the cache has it from then on; ``absent`` says why it has none."""
+    compiled: Compiled | None = None
     try:
         with packages.cache.locked(key):
             try:
@@ -216,14 +239,14 @@ def _taken_or_made(
             except CacheEntryError as error:
                 reason = str(error)
             logger.info("%s is compiled anew: %s", type(model).__name__, reason)
+            compiled = _built(model, example, settings, packages, reason)
             with packages.cache.written(key) as (folder, description):
-                compiled = _built(model, example, settings, packages, reason)
                 description.update(compiled.described(folder))
             return compiled
     except (CacheEntryError, OSError) as error:
+        logger.warning(_UNKEPT, described(error))
         reason = f"nothing is kept: {described(error)}"
-    logger.warning("the cache of compiled code: %s", reason)
-    return _built(model, example, settings, None, reason)
+    return compiled or _built(model, example, settings, packages, reason)
 
 
 def _restored(model: nn.Module, example: Example, key: str, packages: Packages, absent: str) -> Compiled:
@@ -238,7 +261,7 @@ def _restored(model: nn.Module, example: Example, key: str, packages: Packages, 
             folder, description = entry
             signature = read_signature(description["signature"], example)
             codes = {range(*sizes): read_code(model, code, folder, packages) for sizes, code in description["codes"]}
-            code, backend = codes[ALL_SIZES], description["backend"]
+            backend = description["backend"]
     except Exception as error:  # of another form; whatever reading that raises
         raise CacheEntryError(f"its entry could not be used: {described(error)}") from error
     if entry is None:
@@ -246,8 +269,7 @@ def _restored(model: nn.Module, example: Example, key: str, packages: Packages, 
     subject, setting = f"compilation of {type(model).__name__}", "compilation_config.cache"
     reason = f"taken from the cache of compiled code, the entry {key}"
     by = Candidate(backend, True, "compilation_config.backend")
-    decision = Decision(subject, backend, reason, (by,), setting, (*_specialised(codes), *code.lowerings))
-    return Compiled(model, signature, codes, decision)
+    return Compiled(model, signature, codes, Decision(subject, backend, reason, (by,), setting))
 
 
 def _built(
@@ -260,17 +282,16 @@ def _built(
     """Capture a model, and generate code for any size, for ``compile_sizes`` and ranges; ``cached`` says why."""
     ways = WAYS if settings.mode is CompilationMode.FULL else (DYNAMO,)
     captured = capture(model, example, ways)
-    code = generate(model, captured, settings, packages=packages)
-    codes = {ALL_SIZES: code}
+    codes = {ALL_SIZES: generate(model, captured, settings, packages=packages)}
     for sizes in (*(range(size, size + 1) for size in settings.compile_sizes), *settings.ranges):
         sized = capture(model, _of_sizes(model, example, captured.signature, sizes), ways)
         codes[sizes] = generate(model, sized, settings, sizes, packages)
     setting, backend = "compilation_config.backend", settings.backend
     reason = "one graph for any size, in which each op runs the kernel that it is bound to"
     subject = f"compilation of {type(model).__name__}"
-    by = (Candidate(str(backend), True, setting), *([Candidate("the cache", False, cached)] if cached else []))
-    parts = (captured.decision, *_specialised(codes), *code.decisions)
-    decision = Decision(subject, backend, reason, by, setting, parts)
+    by = [Candidate(str(backend), True, setting)]
+    by += [Candidate("the cache", False, cached)] if cached else []
+    decision = Decision(subject, backend, reason, tuple(by), setting, (captured.decision,))
     return Compiled(model, captured.signature, codes, decision)
 
 

@@ -5,18 +5,32 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
+from opgraft.compat.content import content_of
+from opgraft.compilation.python_code import code_digest, functions_of, globals_of, is_covered, is_own
 from opgraft.registry.op_classes import qualified
 from torch import Tensor, nn
 
-_DEPTH = 6
+_MOST = 1 << 16
+"""Values that are looked at."""
+
+_DEEPEST = 60
 """Levels of values within values that are looked at."""
 
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType)
+_DESCRIPTORS = (MemberDescriptorType, GetSetDescriptorType)
 _OWN = ("opgraft", "torch")
 """Packages of whose objects, other than data classes, the class says enough: bindings, groups, generators."""
 
@@ -30,49 +44,81 @@ class Descriptions:
 
     Attributes:
         modules: names of the modules of the functions and classes that were described.
+        incomplete: classes of values that cannot be described, or are too many: what they hold may differ unseen.
     """
 
     def __init__(self, model: nn.Module, *, contents: bool = True) -> None:
-        held = (*model.named_modules(), *model.named_parameters(), *model.named_buffers())
-        self._held = {id(each): name for name, each in held}
+        self._held: dict[int, str] = {}
+        for path, module in model.named_modules():
+            self._held[id(module)] = path
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                self._held[id(tensor)] = f"{path}.{name}"
         self._contents = contents
-        self._known: dict[tuple[int, int], tuple[Any, Any]] = {}
+        self._known: dict[int, tuple[Any, Any]] = {}
+        self._open: dict[int, int] = {}
         self.modules: set[str] = set()
+        self.incomplete: set[str] = set()
 
-    def of(self, value: Any, depth: int = _DEPTH) -> Any:
-        """Describe a value, whatever it is."""
+    def of(self, value: Any) -> Any:
+        """Describe a value, whatever it is: by itself, by its name or by a digest."""
         if value is None or isinstance(value, (bool, int, float, str)):
             return value if value == value else "nan"
-        place = id(value), depth
+        place = id(value)
+        if place in self._open:
+            return f"itself, {self._open[place]}"
         if place not in self._known:
-            self._known[place] = value, self._described(value, depth)  # kept, as its id may be another one's else
+            self._open[place] = len(self._open)
+            found = self._described(value)
+            del self._open[place]
+            if not isinstance(found, str):  # a digest, as what is in many places is written once
+                found = hashlib.sha256(json.dumps(found).encode()).hexdigest()
+            self._known[place] = value, found  # kept, as its id may be another one's else
         return self._known[place][1]
 
-    def _described(self, value: Any, depth: int) -> Any:
+    def _described(self, value: Any) -> Any:
         if id(value) in self._held:
             return self._held[id(value)]
         if isinstance(value, (torch.dtype, torch.device, bytes, complex)):
             return repr(value)
         if isinstance(value, Tensor):
-            return [*layout(value), _content(value) if self._contents else ""]
+            return [*layout(value), self._content(value) if self._contents else ""]
+        if isinstance(value, ModuleType):
+            self.modules.add(value.__name__)
+            return value.__name__
+        if len(self._known) > _MOST or len(self._open) > _DEEPEST:
+            return self._by_class(value)
         if isinstance(value, type):
-            self.modules.add(value.__module__)
-            return qualified(value)
+            return self._class(value)
         if isinstance(value, _FUNCTIONS):
-            return self._function(value, depth)
-        if depth == 0:
-            return qualified(type(value))
+            return self._function(value)
         if isinstance(value, Mapping):
-            return sorted(
-                ([str(key), self.of(each, depth - 1)] for key, each in value.items()), key=lambda pair: pair[0]
-            )
+            return sorted(([str(key), self.of(each)] for key, each in value.items()), key=lambda pair: pair[0])
         if isinstance(value, (list, tuple)):
-            return [self.of(each, depth - 1) for each in value]
+            return [self.of(each) for each in value]
         if isinstance(value, (set, frozenset)):
-            return sorted((self.of(each, depth - 1) for each in value), key=repr)
-        return [qualified(type(value)), *self._state(value, depth - 1)]
+            return sorted((self.of(each) for each in value), key=repr)
+        return [qualified(type(value)), *self._state(value)]
 
-    def _function(self, value: Any, depth: int) -> list[Any]:
+    def _by_class(self, value: Any) -> str:
+        self.incomplete.add(qualified(type(value)))
+        return qualified(type(value))
+
+    def _class(self, value: type) -> list[Any]:
+        """Describe a class: its name, and what of it is the user's, who may have changed it."""
+        self.modules.update(each.__module__ for each in value.__mro__)
+        own: list[Any] = []
+        for base in value.__mro__:
+            mine, held = is_own(base.__module__), dict(vars(base))
+            if is_covered(base.__module__):  # of which somebody may have put another method in place
+                held = {name: held[name] for name in ("forward",) if name in held}
+            for name, attribute in held.items():
+                functions = () if isinstance(attribute, type) else tuple(functions_of(attribute))
+                own += [[name, self.of(each)] for each in functions if is_own(str(each.__module__))]
+                if mine and not (functions or name.startswith(("__", "_abc_")) or isinstance(attribute, _DESCRIPTORS)):
+                    own.append([name, self.of(attribute)])
+        return [qualified(value), *own]
+
+    def _function(self, value: Any) -> list[Any]:
         """Describe a function: its code, and what it has besides its arguments."""
         inner = getattr(value, "__func__", value)
         self.modules.add(str(inner.__module__))
@@ -80,32 +126,43 @@ class Descriptions:
         cells = [each.cell_contents for each in getattr(inner, "__closure__", None) or () if _is_filled(each)]
         beside = [getattr(inner, name, None) for name in ("__defaults__", "__kwdefaults__")]
         beside += [cells, getattr(value, "__self__", None)]
-        told = [self.of(each, depth - 1) for each in beside] if depth else []
+        if isinstance(inner, FunctionType) and is_own(str(inner.__module__)):
+            beside.append(dict(globals_of(inner)))
+        told = [self.of(each) for each in beside]
         return [str(inner.__module__), value.__qualname__, "" if code is None else code_digest(code), *told]
 
-    def _state(self, value: Any, depth: int) -> Iterator[Any]:
+    def _state(self, value: Any) -> Iterator[Any]:
         """Yield the description of what an object is made of, as far as it tells pickle."""
         kind = type(value)
         self.modules.add(kind.__module__)
         if isinstance(value, enum.Enum):
             yield value.name
         elif isinstance(value, nn.Module):
-            yield self.of(vars(value), depth)
+            yield self.of(vars(value))
         elif kind.__module__.partition(".")[0] in _OWN:
             if dataclasses.is_dataclass(value):
-                yield [[each.name, self.of(getattr(value, each.name), depth)] for each in dataclasses.fields(value)]
+                yield [[each.name, self.of(getattr(value, each.name))] for each in dataclasses.fields(value)]
             elif isinstance(value, torch.export.Dim):
-                yield self.of(vars(value), depth)
+                yield self.of(vars(value))
         else:
             try:
                 parts = value.__reduce_ex__(4)  # by 5, arrays give away their memory in place of their content
             except Exception:  # whatever a class raises that cannot be pickled
+                self._by_class(value)
                 return
             if isinstance(parts, str):
                 yield parts
                 return
             for part in parts[:5]:
-                yield self.of(list(part) if isinstance(part, Iterator) else part, depth)
+                yield self.of([*part] if isinstance(part, Iterator) else part)
+
+    def _content(self, tensor: Tensor) -> str:
+        """Digest the content of a tensor; empty where it has none that could be read."""
+        try:
+            return hashlib.sha256(content_of(tensor)).hexdigest()
+        except (RuntimeError, TypeError, NotImplementedError):  # of one without memory, or of a layout of its own
+            self._by_class(tensor)
+            return ""
 
 
 def layout(tensor: Tensor) -> list[Any]:
@@ -113,32 +170,8 @@ def layout(tensor: Tensor) -> list[Any]:
     return [str(tensor.dtype), str(tensor.device), list(tensor.shape), list(tensor.stride())]
 
 
-def _content(tensor: Tensor) -> str:
-    """Digest the content of a tensor; empty where it has none that could be read."""
-    try:
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
-    except (RuntimeError, TypeError, NotImplementedError):  # of one without memory, or of a layout of its own
-        return ""
-
-
 def _is_filled(cell: Any) -> bool:
     try:
         return cell.cell_contents is not cell
     except ValueError:
         return False
-
-
-def code_digest(code: CodeType) -> str:
-    """Digest the code of a function."""
-    return hashlib.sha256("".join(_instructions(code)).encode()).hexdigest()
-
-
-def _instructions(code: CodeType) -> Iterator[str]:
-    yield code.co_code.hex()
-    yield repr(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _instructions(constant)
-        else:  # sets have an order of their own in each process
-            yield repr(sorted(constant, key=repr) if isinstance(constant, frozenset) else constant)

@@ -13,7 +13,7 @@ from opgraft.compilation.capture import Example
 from opgraft.compilation.code import Code
 from opgraft.compilation.graph_pass import PassReport
 from opgraft.compilation.inputs import Expected, Signature
-from opgraft.compilation.lowering import prepared
+from opgraft.compilation.lowering import lowerings_of
 from opgraft.compilation.packages import Packages, loaded
 from opgraft.compilation.tensors import tensors_of
 from opgraft.errors import CacheEntryError
@@ -56,17 +56,14 @@ def write_code(code: Code, name: str, folder: Path) -> dict[str, Any]:
     """Describe code that is in a package, and write the values of tensors that no model has to a folder."""
     packaged = code.packaged
     if packaged is None:
-        raise CacheEntryError("it is in no package")
+        raise CacheEntryError(code.unkept)
     if packaged.values:
         torch.save(dict(packaged.values), folder / f"{name}.pt")
     return {
         "package": packaged.key,
         "origins": packaged.origins,
         "values": f"{name}.pt" if packaged.values else None,
-        "forms": {
-            form: [count, part.chosen]
-            for (form, count), part in zip(packaged.forms.items(), code.lowerings, strict=True)
-        },
+        "forms": {each.form.name: [each.count, each.chosen] for each in code.lowerings},
         "passes": [dataclasses.astuple(report) for report in code.passes],
     }
 
@@ -77,11 +74,12 @@ def read_code(model: nn.Module, description: Mapping[str, Any], folder: Path, pa
     Raises:
         CacheEntryError: a file is damaged, or the kernels or the model are not those that it was compiled for.
     """
-    forms = {name: count for name, (count, _) in description["forms"].items()}
-    lowerings = prepared(forms)
-    for part, (name, (_, chosen)) in zip(lowerings, description["forms"].items(), strict=True):
-        if part.chosen != chosen:
-            raise CacheEntryError(f"the kernel of {name} was {chosen} and is {part.chosen}")
+    forms = description["forms"]
+    lowerings = lowerings_of({name: count for name, (count, _) in forms.items()})
+    for each in lowerings:
+        chosen = forms[each.form.name][1]
+        if each.chosen != chosen:
+            raise CacheEntryError(f"the kernel of {each.form.name} was {chosen} and is {each.chosen}")
     values: dict[str, Tensor] = {}
     if description["values"]:
         values = torch.load(folder / description["values"], weights_only=True)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from opgraft.compilation.backends import Runner, built
+from opgraft.compilation.backends import Runner
 from opgraft.compilation.capture import Captured
 from opgraft.compilation.lowering import lower
 from opgraft.compilation.manager import ALL_SIZES
-from opgraft.compilation.packages import Packages
 from opgraft.compilation.pieces import Pieces
 from opgraft.compilation.static_graph import Replayed, expect_recordable
 from opgraft.config import CompilationConfig
@@ -36,25 +35,23 @@ class Execution(NamedTuple):
 
 
 def executed(
-    captured: Captured, settings: CompilationConfig, sizes: range = ALL_SIZES, packages: Packages | None = None
+    captured: Captured,
+    settings: CompilationConfig,
+    build: Callable[[fx.GraphModule], Runner],
+    sizes: range = ALL_SIZES,
 ) -> Execution:
     """Make code of a graph in which all passes have run.
 
     Args:
         captured: the graph.
         settings: where it is cut, and what is recorded.
+        build: makes code of a lowered graph.
         sizes: of the batch, for which the graph is; static graphs are recorded of one for any size.
-        packages: where the code is to be written to, or taken from.
 
     Raises:
         CompilationError: the backend fails, or something cannot be recorded, or be in pieces.
-        CacheEntryError: code cannot be written, or be loaded.
         ConfigError: there is no such backend or operator, or not one dynamic size, while graphs are to be recorded.
     """
-
-    def build(graph: fx.GraphModule) -> Runner:
-        return packages.runner_of(graph, sizes) if packages else built(graph, settings.backend or "inductor")
-
     recorded = settings.recorded_sizes if sizes == ALL_SIZES else ()
     batch = _batch_of(captured) if recorded else ""
     _expect_tensors(captured.module)

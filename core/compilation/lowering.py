@@ -6,10 +6,12 @@ import functools
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from opgraft.binding.functional import FUNCTIONALS, Functional, binding_of
+from opgraft.binding.specialisation import Binding
 from opgraft.compilation.nodes import form_of
 from opgraft.decision import Candidate, Decision
 from opgraft.registry.op_classes import location_of
@@ -24,7 +26,7 @@ def lower(module: fx.GraphModule) -> tuple[fx.GraphModule, Counter[str]]:
     """Return a graph without semantic nodes, over the same tensors, and by the name of a form how many it had.
 
     Of a native definition, compilers see the operators and may fuse them with others. A kernel stays one node, whatever
-    it is made of: it may choose by values that a compiler does not have.
+    it is made of, as it may choose by values that a compiler does not have; unless it says what compilers may trace.
 
     Raises:
         OpgraftError: as constructing the op of a form would.
@@ -42,40 +44,64 @@ def lower(module: fx.GraphModule) -> tuple[fx.GraphModule, Counter[str]]:
     return fx.GraphModule(module, graph), counts  # which takes over only the tensors that are used
 
 
-def prepared(counts: Mapping[str, int]) -> tuple[Decision, ...]:
-    """Register the kernels of forms as lowering does, and return for each what so many nodes of it have become.
+@dataclass(frozen=True)
+class Lowering:
+    """The nodes of one form, and what they became.
+
+    Attributes:
+        form: that they call.
+        count: of the nodes.
+        binding: the choice of class and kernel that decided.
+    """
+
+    form: Functional[..., Any]
+    count: int
+    binding: Binding
+
+    @property
+    def chosen(self) -> str:
+        """The kernel."""
+        return self.binding.kernel_name if self._kernel else f"{self.form.name}.native, inlined"
+
+    @property
+    def decision(self) -> Decision:
+        """The choice, with its reasons."""
+        kernel, binding = self._kernel, self.binding
+        why = "the form of the kernel that is bound" if kernel else "no provider's kernel comes as this form here"
+        candidate = Candidate(self.chosen, True, why, binding.provider, location_of(kernel or self.form.native))
+        nodes = "1 node" if self.count == 1 else f"{self.count} nodes"
+        kernels, classes = binding.kernel.decision, binding.replacement.decision
+        subject = f"lowering of {self.form.name}"
+        return Decision(subject, self.chosen, f"{nodes}; {why}", (candidate,), kernels.setting, (kernels, classes))
+
+    @property
+    def _kernel(self) -> Callable[..., Any] | None:
+        return self.binding.kernel.winner.functional(self.form.name)
+
+
+def lowerings_of(counts: Mapping[str, int]) -> tuple[Lowering, ...]:
+    """Return for each form what so many nodes of it have become; the ops that run kernels are registered.
 
     Raises:
         OpgraftError: as constructing the op of a form would.
     """
     for name in counts:
         _target(FUNCTIONALS[name])
-    return tuple(_decision(FUNCTIONALS[name], count) for name, count in counts.items())
+    return tuple(Lowering(FUNCTIONALS[name], count, binding_of(FUNCTIONALS[name])) for name, count in counts.items())
 
 
 def _target(form: Functional[..., Any]) -> Callable[..., Any]:
-    kernel = binding_of(form).kernel.winner.functional(form.name)
-    return _inlined(form) if kernel is None else _as_op(form, kernel)
-
-
-def _decision(form: Functional[..., Any], count: int) -> Decision:
-    binding = binding_of(form)
-    kernel = binding.kernel.winner.functional(form.name)
-    chosen = f"{form.name}.native, inlined" if kernel is None else binding.kernel_name
-    why = "no provider's kernel comes as this form here" if kernel is None else "the form of the kernel that is bound"
-    at = location_of(form.native if kernel is None else kernel)
-    candidate = Candidate(chosen, True, why, binding.provider, at)
-    nodes = "1 node" if count == 1 else f"{count} nodes"
-    kernels, classes = binding.kernel.decision, binding.replacement.decision
-    subject = f"lowering of {form.name}"
-    return Decision(subject, chosen, f"{nodes}; {why}", (candidate,), kernels.setting, (kernels, classes))
+    winner = binding_of(form).kernel.winner
+    kernel = winner.functional(form.name)
+    traced = form.native if kernel is None else winner.compiled(form.name)
+    return _as_op(form, kernel) if traced is None else _inlined(traced)  # type: ignore[arg-type]  # one of them is there
 
 
 @functools.cache
-def _inlined(form: Functional[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(form.native)
+def _inlined(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
     def inlined(*args: Any, **kwargs: Any) -> Any:
-        return _contiguous(form.native(*args, **kwargs))
+        return _contiguous(function(*args, **kwargs))
 
     return inlined
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +20,16 @@ from opgraft.text import described
 from torch import Tensor, fx
 
 _CODE = "code.pt2"
+
+
+@contextlib.contextmanager
+def temporary() -> Iterator[Packages | None]:
+    """Give packages that nobody else has, and that go once they are loaded; ``None`` where no file can be made."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="opgraft-", ignore_cleanup_errors=True) as folder:
+            yield Packages(CompilationCache(Path(folder), sys.maxsize), "")
+    except OSError:
+        yield None
 
 
 @dataclass(frozen=True)
@@ -61,15 +74,14 @@ class Packages:
             raise CacheEntryError("its code is gone")
         return found[0] / _CODE
 
-    def runner_of(self, graph: fx.GraphModule, sizes: range) -> Runner:
-        """Return what runs a lowered graph for some sizes of the batch, from its package, which is made if need be.
+    def runner_of(self, key: str, graph: fx.GraphModule) -> Runner:
+        """Return what runs a lowered graph, from its package.
 
         Raises:
-            CacheEntryError: it has no package, or one that cannot be loaded.
+            CacheEntryError: it cannot be loaded.
         """
         held = {str(node.target): attribute_of(graph, node) for node in graph.graph.nodes if node.op == "get_attr"}
-        tensors = {name: value for name, value in held.items() if isinstance(value, Tensor)}
-        return loaded(self.file_of(self.key_of(graph, sizes)), tensors)
+        return loaded(self.file_of(key), {name: value for name, value in held.items() if isinstance(value, Tensor)})
 
     def _usable(self, key: str) -> bool:
         try:

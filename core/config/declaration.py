@@ -70,7 +70,7 @@ class Bounds(NamedTuple):
 
     def __str__(self) -> str:
         limits = {"at least": self.minimum, "above": self.above, "at most": self.maximum}
-        return " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if limit is not None)
+        return " and ".join(f"{word} {limit}" for word, limit in limits.items() if limit is not None)
 
 
 class Kind(NamedTuple):

@@ -27,7 +27,7 @@ class ModelConfig(Section):
     max_model_len: int | None = setting(
         "longest context in tokens, at most that which the model was made for", minimum=1, unset="the checkpoint's"
     )
-    seed: int = setting("seed of random numbers", default=0, minimum=0)
+    seed: int = setting("seed of random numbers", default=0, minimum=0, maximum=2**63 - 1)
     implementation: str = setting(
         "whose definition of the model runs; auto takes opgraft's where there is one",
         default="auto",

@@ -20,6 +20,7 @@ from opgraft.engine.step import Step, StepResult
 from opgraft.errors import ConfigError
 from opgraft.logger import logger
 from opgraft.models import TransformersModel
+from opgraft.models.build import device_named
 from opgraft.models.context import trained_context
 from opgraft.ops.attention.batch import AttentionBatch, attending
 from opgraft.plugins.selection import current_platform
@@ -69,11 +70,12 @@ class Worker(PluggableClass):
         """Choose the device, and seed its random numbers.
 
         Raises:
-            ConfigError: there is no device for this worker, or one is set for several ranks.
+            ConfigError: there is no device for this worker, torch knows none of the name that is set, or one is set
+                for several ranks.
         """
         self.claim_devices()
         platform, load = current_platform(), self.opgraft_config.load
-        self.device = torch.device(load.device or self._own_device())
+        self.device = device_named(load.device or self._own_device())
         if self.device.index is not None and self.local_size > 1 and load.device:
             raise ConfigError(
                 f"load.device is {load.device!r:.80}, one device for {self.local_size} ranks of this host: leave its "

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from opgraft.errors import ChildError, LostChildError
+from opgraft.machine.guardian import GUARDIAN
 
 if TYPE_CHECKING:
     import subprocess
@@ -23,37 +24,11 @@ if TYPE_CHECKING:
 NEEDED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "LD_LIBRARY_PATH")
 """Variables that an interpreter needs to start."""
 
-_PREFACE = """
-import json, os, signal, sys, threading
-sys.path[:] = json.loads(sys.argv[1])
-reply_to, parent = map(int, sys.argv[2].split())
-worker = os.fork()
-if worker:
-    os.close(reply_to)
-    def end_with_parent():
-        os.read(parent, 1)  # until nobody has the other end any more, however that came
-        os.killpg(0, 9)
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    status = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
-    if status < 0:
-        import resource
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the worker's own is the one to look at
-        if status not in (-signal.SIGKILL, -signal.SIGSTOP):
-            signal.signal(-status, signal.SIG_DFL)
-        os.kill(os.getpid(), -status)
-    os._exit(status)
-os.close(parent)
-data = json.load(sys.stdin)
-"""
-"""The beginning of a child: a process between the code and this one, which ends as the code does.
-
-It runs nobody else's code, so that it always sees the end of this process, and is what the code finds as its parent.
-"""
-
 _LARGEST_REPLY = 1 << 24  # bytes
 _KEPT_OUTPUT = 1 << 14  # bytes, of which the last line is quoted
 _LOOK_AGAIN = 0.05  # seconds; a child may have ended although its own children hold its pipes open
 _PIECE = 1 << 16
+_PARTING = 0.5  # seconds in which a child ends all that it has started, before its group is ended by force
 _CHILDREN = "/proc/{0}/task/{0}/children"
 """The file that names the children of a process, which kernels without ``CONFIG_PROC_CHILDREN`` lack."""
 
@@ -156,10 +131,10 @@ def run_child(
             answer, printed = _exchange(child, reply, output, question, handed_over, deadline, watch, heard)
             # Before its pipes close, which would end it otherwise.
             status = _wait(child, 0.0 if watch.exceeded else deadline.left())
-            starved = status is None and _waited(child.pid) > time_limit / 2
+            starved = status is None and not watch.exceeded and deadline.starved(child.pid)
     finally:  # after an interrupt from the keyboard too, which does not reach a child in a session of its own
-        _kill(child)
         os.close(ours)
+        _kill(child)
     texts = (answer.decode(errors="replace"), printed.decode(errors="replace"))
     return Ended(status, *texts, watch.exceeded, starved)
 
@@ -171,7 +146,7 @@ def _start(
 
     # Isolated: neither variables nor the working folder decide what is imported before the preface sets the path.
     kept = ("-X", f"pycache_prefix={sys.pycache_prefix}") if sys.pycache_prefix else ()  # which is a variable, too
-    preface = (_PREFACE + code, _search_path(), " ".join(map(str, ends)))
+    preface = (GUARDIAN + code, _search_path(), " ".join(map(str, ends)))
     command = [sys.executable, "-I", *kept, "-c", *preface, *arguments]
     return subprocess.Popen(  # noqa: S603  # our own interpreter
         command,
@@ -232,7 +207,7 @@ def _exchange(
                 piece = _read_into(received[stream], stream, stream is reply)
                 if heard is not None and stream is reply:
                     heard(piece)
-                    deadline.begin()
+                    deadline.begin(_waited(child.pid))
                     del received[reply][: received[reply].rfind(b"\n", 0, -1) + 1]
                 if not piece:
                     selector.unregister(stream)
@@ -243,18 +218,27 @@ def _exchange(
 
 
 class _Deadline:
-    """The end of a time that may begin anew."""
+    """The end of a time that may begin anew, for a process that had waited so long for a processor by then."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.begin()
+        self.begin(0.0)
 
-    def begin(self) -> None:
+    def begin(self, waited: float) -> None:
         self.end = time.monotonic() + self.seconds
+        self.waited = waited
 
     def left(self) -> float:
         """Return the seconds that are left, below 0 where it is over."""
         return self.end - time.monotonic()
+
+    def starved(self, pid: int) -> bool:
+        """Tell of a child whose code still wants to run whether it had no processor for most of the time."""
+        try:
+            asleep = _of_worker(pid, "stat")[2] == "S"  # and so not held up by others
+        except (OSError, ValueError, IndexError):
+            return False
+        return not asleep and _waited(pid) - self.waited > self.seconds / 2
 
 
 class _MemoryWatch:
@@ -327,10 +311,9 @@ def _first_child(pid: int) -> int:
 
 
 def _waited(pid: int) -> float:
-    """Return for how many seconds a child's code, which still wants to run, had no processor; 0 where nothing tells."""
+    """Return for how many seconds a child's code had no processor; 0 where nothing tells."""
     try:
-        asleep = _of_worker(pid, "stat")[2] == "S"  # and so not held up by others
-        return 0.0 if asleep else int(_of_worker(pid, "schedstat")[1]) / 1e9
+        return int(_of_worker(pid, "schedstat")[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return 0.0
 
@@ -340,6 +323,7 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
     import signal
     import subprocess
 
+    _wait(child, _PARTING)  # in which it ends what is in sessions of its own
     with suppress(ProcessLookupError):  # it has ended, and so has what it started
         os.killpg(child.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):  # stuck in the kernel, where no signal reaches it

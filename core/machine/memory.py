@@ -26,18 +26,18 @@ def release_free_memory() -> None:
         library.malloc_trim(0)
 
 
-def ask_for_huge_pages(blocks: Iterable[range]) -> None:
-    """Have the system use huge pages for blocks of addresses that nothing was written to yet, where it can: Linux.
+def expect_huge_pages(blocks: Iterable[range]) -> None:
+    """Have the system make huge pages of blocks of addresses that nothing was written to, where it can: Linux.
 
-    That takes less time than to move them later, and none from the first requests. Blocks that follow one another share
-    pages.
+    To fill small pages takes several times as long, as the system has to be asked for each, and to move them later holds
+    up the first requests. Blocks that follow one another share pages.
     """
     if not _has_huge_pages():
         return
     madvise = ctypes.CDLL(None).madvise
     spans = list(map(_pages, _joined(blocks)))
     for pages in spans:
-        madvise(ctypes.c_void_p(pages.start), ctypes.c_size_t(len(pages) * _HUGE_PAGE), _MADV_HUGEPAGE)
+        madvise(ctypes.c_void_p(pages.start), ctypes.c_size_t(pages.stop - pages.start), _MADV_HUGEPAGE)
     _move(list(chain.from_iterable(spans)))  # those that hold the head that the C library writes before each block
 
 

@@ -11,7 +11,7 @@ from opgraft.config import OpgraftConfig, ParallelConfig
 from opgraft.distributed.groups import get_pp_group, parallelism
 from opgraft.errors import CheckpointError, ConfigError, DistributedError, ModelError
 from opgraft.logger import logger
-from opgraft.machine.memory import ask_for_huge_pages, move_to_huge_pages
+from opgraft.machine.memory import expect_huge_pages, move_to_huge_pages
 from opgraft.models.config import read_config
 from opgraft.models.construction import construct, is_older
 from opgraft.models.description import part, quantization_config
@@ -45,8 +45,8 @@ def load_model(opgraft_config: OpgraftConfig) -> Model:
     _expect_ranks(resolved.parallel)
     weights = open_weights(name)
     _expect_format(resolved.load.format, weights)
-    model = _constructed(resolved, weights, _device(resolved.load.device or current_platform().device_type))
-    ask_for_huge_pages(_addresses(model))  # before anything is written to them
+    model = _constructed(resolved, weights, _usable_device(resolved.load.device or current_platform().device_type))
+    expect_huge_pages(_addresses(model))  # before anything is written to them
     loaded = load_weights(
         model,
         weights.tensors,
@@ -156,16 +156,32 @@ def _expect_stages(cls: type[Model]) -> None:
         )
 
 
-def _device(name: str) -> torch.device:
+def device_named(name: str) -> torch.device:
+    """Return the device that ``load.device`` names.
+
+    Raises:
+        ConfigError: torch knows none of that name.
+    """
     try:
-        device = torch.device(name)
+        return torch.device(name)
+    except RuntimeError as error:
+        raise _unusable(name, error) from error
+
+
+def _usable_device(name: str) -> torch.device:
+    device = device_named(name)
+    try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # the second where torch was built without
-        raise ConfigError(
-            f"load.device is {name!r:.80}, which torch cannot use here: take it out for the platform's, or give "
-            f"one such as cpu. {described(error)}"
-        ) from error
+        raise _unusable(name, error) from error
     return device
+
+
+def _unusable(name: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"load.device is {name!r:.80}, which torch cannot use here: take it out for the platform's, or give one such "
+        f"as cpu. {described(error)}"
+    )
 
 
 def _expect_embedding(cls: type[Model], config: Any, tensors: Mapping[str, LazyTensor]) -> None:

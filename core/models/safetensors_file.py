@@ -21,6 +21,7 @@ from opgraft.errors import CheckpointError
 from opgraft.files import without_waiting
 from opgraft.models.extras import import_extra
 from opgraft.models.lazy import MAPPED_BYTES, Bounds, LazyTensor, StoredTensor, cut_short
+from opgraft.text import described
 
 _LONGEST_HEADER = 100_000_000  # the library's own limit
 _NAMES = {
@@ -74,6 +75,8 @@ class SafetensorsFile:
             raise CheckpointError(
                 f"{self._path} is no whole safetensors file ({error}): download or save it again"
             ) from error
+        except RuntimeError as error:  # torch's, which maps the file
+            raise CheckpointError(f"{self._path} cannot be mapped into memory: {described(error)}") from error
 
     def read(self, name: str, bounds: Bounds, dtype: torch.dtype) -> torch.Tensor:
         """Read a part of one tensor."""

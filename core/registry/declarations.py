@@ -126,24 +126,29 @@ class Registry:
         """Return what a field of the settings may name: ``providers`` everything, any other field ops only."""
         return self.records() if field == "providers" else self.ops
 
-    def add_replacement(self, new: Replacement) -> Replacement:
-        """Declare a replacement and return its record: the former one if the same class is declared again.
+    def add_replacement(self, new: Replacement) -> tuple[Replacement, Replacement | None]:
+        """Declare a replacement.
+
+        Returns:
+            Its record, the former one if the same class is declared again, and the one that it takes the place of.
 
         Raises:
             RegistrationError: it is no subclass of its target, or fails in a call that is made of its target.
         """
-        for index, known in enumerate(self.replacements):
+        former = None
+        for known in [each for each in self.replacements if each.cls.__qualname__ == new.cls.__qualname__]:
             # While a target is pending, the name that was asked for is all that is known of it.
             same_target = known.target is new.target if new.target else known.asked_for == new.asked_for
             if known.cls is new.cls and same_target:
-                return known
+                return known, None
             if same_target and new.takes_over(known):
-                del self.replacements[index]
+                self.replacements.remove(known)
+                former = known
                 break
         if new.target is not None:
             new.findings = self._check(new, new.target)
         self.replacements.append(new)
-        return new
+        return new, former
 
     def resolve_pending(self, replacement: Replacement) -> None:
         """Resolve the target of a pending replacement.

@@ -7,7 +7,7 @@ import inspect
 import linecache
 import re
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 from opgraft.errors import RegistrationError, close_matches
@@ -43,8 +43,11 @@ def check_replacement(target: type, cls: type) -> tuple[str, ...]:
             f"{qualified(cls)} at {location_of(cls)} cannot replace {qualified(target)}: it is not a subclass of it, "
             f"so isinstance checks and inherited state would break. Derive it from {target.__name__}."
         )
-    narrower = [_narrowness(target, cls, method) for method in ("__init__", *_called_methods(target))]
-    return tuple(finding for finding in (_without_effect(target, cls), *narrower) if finding)
+    between = [base for base in own_classes(cls) if base not in target.__mro__]
+    defined = {name for base in between for name in vars(base)}
+    methods = [method for method in ("__init__", *_called_methods(target)) if method in defined]
+    narrower = [_narrowness(target, cls, method) for method in methods]
+    return tuple(finding for finding in (_without_effect(target, cls, defined), *narrower) if finding)
 
 
 def check_supports(target: type, cls: type, supports: Callable[..., Any]) -> None:
@@ -79,14 +82,14 @@ def _narrowness(target: type, cls: type, method: str) -> str | None:
     native = method if method == "__init__" else reference_method(target) or method
     reference = method if definer(target, method) is not None else native
     accepted, offered = method_signature(target, reference), method_signature(cls, method)
-    made = calls_of(target, native).narrowed(accepted)
-    fails = _may_be_bound(cls, owner, method) and rejected_call(made, offered)
-    problem = fails or rejected_call(accepted, offered)
+    problem = rejected_call(accepted, offered)
     if not problem:
         return None
+    made = calls_of(target, native).narrowed(accepted)
+    fails = _may_be_bound(cls, owner, method) and rejected_call(made, offered)
     text = (
         f"{owner.__qualname__}.{method} at {location_of(vars(owner)[method])} is narrower than "
-        f"{target.__qualname__}.{reference} at {_place_of(target, reference)}: {problem}. "
+        f"{target.__qualname__}.{reference} at {_place_of(target, reference)}: {fails or problem}. "
         f"Accept every call that {target.__name__} accepts; further parameters must be optional."
     )
     if fails:
@@ -117,15 +120,13 @@ def _may_be_bound(cls: type, owner: type, method: str) -> bool:
     return True
 
 
-def _without_effect(target: type, cls: type) -> str | None:
-    """Describe a replacement that overrides nothing of ``target`` and would change nothing.
+def _without_effect(target: type, cls: type, defined: Set[str]) -> str | None:
+    """Describe a replacement that overrides nothing of ``target`` by the names that it has ``defined``.
 
     Raises:
         RegistrationError: it is empty, or has what looks like a misspelt kernel.
     """
-    between = [base for base in own_classes(cls) if base not in target.__mro__]
-    defined = {name for base in between for name in vars(base) if name != "op_class"}
-    plain = {name for name in defined if not name.startswith("__")}
+    plain = {name for name in defined if not name.startswith("__") and name != "op_class"}
     if defined & {"__init__", "__new__", "__call__", *kernel_methods()} or any(hasattr(target, name) for name in plain):
         return None
     near = {name: close_matches(name, kernel_methods()) for name in sorted(plain) if name.startswith("forward_")}

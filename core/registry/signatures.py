@@ -7,10 +7,12 @@ under the same name, so a renamed or reordered parameter is found too.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, Signature
+from types import FunctionType
 from typing import Any, TypeVar
 
 _EXTRA_KEYWORD = "any_other_keyword"
@@ -78,8 +80,17 @@ def method_signature(cls: type, name: str) -> Signature:
         return inspect.signature(raw.__func__)
     if isinstance(raw, classmethod):
         return inspect.signature(raw.__get__(None, cls))
-    # The first is self, which no caller writes.
-    signature = inspect.signature(raw)
+    return _of_function(raw) if isinstance(raw, FunctionType) else _without_self(raw)
+
+
+@functools.lru_cache(maxsize=256)  # an op's native definition is compared with each of its replacements
+def _of_function(function: FunctionType) -> Signature:
+    return _without_self(function)
+
+
+def _without_self(function: Any) -> Signature:
+    """Return the signature of a function less the first parameter, which no caller writes."""
+    signature = inspect.signature(function)
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 

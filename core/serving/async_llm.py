@@ -17,7 +17,7 @@ from opgraft.config import OpgraftConfig
 from opgraft.engine.executor import Executor
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.engine.stats import EngineStats
-from opgraft.errors import EngineError
+from opgraft.errors import EngineError, RequestError
 from opgraft.serving.arguments import expect_params, renamed_params, text_messages
 from opgraft.serving.engine_thread import Mailbox, Stream
 from opgraft.serving.llm import Message, engine_config
@@ -110,7 +110,8 @@ class AsyncLLM:
         """Generate a token in each engine.
 
         Raises:
-            EngineError: one could not.
+            RequestError: one could not, as where the weights are damaged.
+            EngineError: one has stopped.
         """
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
         for replica in self._replicas.each:
@@ -119,7 +120,7 @@ class AsyncLLM:
             async for output in self._answer(name, params, prepare, replica):
                 failed = output.outputs[0].error
             if failed is not None:
-                raise EngineError(f"the first token could not be generated: {failed}")
+                raise RequestError(f"the first token could not be generated: {failed}")
 
     async def prepare(self, function: Callable[..., _T], *args: object) -> _T:
         """Call a function in a thread that prepares requests, such as one that tokenizes a text.

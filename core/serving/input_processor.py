@@ -49,8 +49,8 @@ class InputProcessor:
         weights = open_weights(str(opgraft_config.model.name))
         self.tokenizer = find_tokenizer(weights)
         config = read_config(weights, plain=True)
-        self.eos = stop_tokens(self.tokenizer, config, weights)
         self.vocab_size = int(config.get_text_config().vocab_size)
+        self.eos = stop_tokens(self.tokenizer, config, weights, self.vocab_size)
         self._lock = threading.Lock()
         self._executors: weakref.WeakSet[Executor] = weakref.WeakSet()
 

@@ -8,26 +8,31 @@ from opgraft.errors import CheckpointError
 from opgraft.models.files import Weights, read_json
 
 
-def stop_tokens(tokenizer: Any, config: Any, weights: Weights | None = None) -> frozenset[int]:
+def stop_tokens(tokenizer: Any, config: Any, weights: Weights, vocab_size: int) -> frozenset[int]:
     """Return the ids that end an answer, as the tokenizer, the model's config and its checkpoint tell.
 
     Models that were trained to chat often end a turn with a token of which only the checkpoint tells: in
     ``generation_config.json``, or as ``eot_token_id`` in a GGUF file.
 
     Raises:
-        CheckpointError: ``generation_config.json`` cannot be read, or has other than integers.
+        CheckpointError: ``generation_config.json`` cannot be read, or has other than ids of the model's tokens.
     """
-    given = (getattr(tokenizer, "eos_token_id", None), getattr(config, "eos_token_id", None), _ends_of_turns(weights))
+    ends = _ends_of_turns(weights, vocab_size)
+    given = (getattr(tokenizer, "eos_token_id", None), getattr(config, "eos_token_id", None), ends)
     return frozenset(token for ids in given for token in (ids if isinstance(ids, list) else [ids]) if token is not None)
 
 
-def _ends_of_turns(weights: Weights | None) -> Any:
-    if weights is None:
-        return None
+def _ends_of_turns(weights: Weights, vocab_size: int) -> Any:
     if weights.is_gguf:
         return weights.metadata.get("tokenizer.ggml.eot_token_id")
     file = (weights.path if weights.path.is_dir() else weights.path.parent) / "generation_config.json"
     found = read_json(file).get("eos_token_id") if file.is_file() else None
-    if any(type(token) is not int for token in (found if isinstance(found, list) else [found]) if token is not None):
-        raise CheckpointError(f"{file}: eos_token_id is {found!r:.80}, expected a token id or a list of them")
+    for token in found if isinstance(found, list) else [found]:
+        if token is not None and type(token) is not int:
+            raise CheckpointError(f"{file}: eos_token_id is {found!r:.80}, expected a token id or a list of them")
+        if token is not None and not 0 <= token < vocab_size:
+            raise CheckpointError(
+                f"{file}: eos_token_id {token!s:.20} is no token of the model, whose vocabulary has {vocab_size}: take "
+                "the files of one model"
+            )
     return found

@@ -119,11 +119,13 @@ def _operators(subject: Subject, dtype: torch.dtype) -> Found:
     return Found(skipped=reason if reason and subject.function is None else "")
 
 
-def _compilation(subject: Subject, variant: str, dtype: torch.dtype) -> None:
-    if subject.function is not None:
-        checks.check_compilation(subject.proof, variant, subject.proof.functional)
-    else:
-        kernel_checks.check_module_compilation(subject, variant)
+def _compilation(subject: Subject, dtype: torch.dtype) -> None:
+    for variant in subject.compiled:
+        with _of(variant):
+            if subject.function is not None:
+                checks.check_compilation(subject.proof, variant, subject.proof.functional)
+            else:
+                kernel_checks.check_module_compilation(subject, variant)
 
 
 def _gradients(subject: Subject, variant: str, dtype: torch.dtype) -> None:
@@ -184,7 +186,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
             brief=True,
         ),
         "values": Check(
-            "results are those of the reference in float64, of empty, odd and large inputs too",
+            "results are those of the reference in float64, also of empty, odd and large inputs, in each claimed dtype",
             _values,
             _no_form,
             None,
@@ -194,38 +196,49 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "strides": Check(
             "views give what contiguous tensors give", _each(_for_calls(checks.check_strides)), _no_form, brief=True
         ),
-        "effects": Check("inputs stay as they are, results are memory of their own", _each(_effects), _no_form),
+        "effects": Check("inputs stay as they are, and results are memory of their own", _each(_effects), _no_form),
         "repetition": Check(
-            "the same call gives the same bits, and leaves what earlier ones returned",
+            "the same call gives the same bits again, and leaves what earlier ones returned",
             _each(_by_subject(kernel_checks.check_repetition)),
             _no_form,
         ),
         "reentrancy": Check(
-            "calls of several threads at once do not disturb each other",
+            "threads that call at once get what each gets alone",
             _each(_by_subject(kernel_checks.check_reentrancy)),
             _no_form,
         ),
         "gradients": Check(
-            "no gradient is lost, and each is the right one", _each(_gradients), _no_gradient, brief=True
+            "no gradient is lost, and in float64 each is that of finite differences",
+            _each(_gradients),
+            _no_gradient,
+            brief=True,
         ),
-        "compilation": Check("it compiles whole, once for all sizes", _each(_compilation), _no_form, brief=True),
-        "operators": Check("torch.library.opcheck accepts its operators", _operators, _no_form),
+        "compilation": Check(
+            "the op compiles without a graph break, once for all sizes", _compilation, _no_form, brief=True
+        ),
+        "operators": Check("torch.library.opcheck accepts the operators that a call runs", _operators, _no_form),
         "state": Check(
-            "parameters and buffers are those of the target, and load each other's",
+            "parameters and buffers are those of the target by name, shape and dtype, and load what those load",
             _each(_by_subject(kernel_checks.check_state), built=True),
             _no_module,
         ),
         "copies": Check(
-            "copied and pickled it computes the same",
+            "deep copies and unpickled ops compute the same, with memory of their own",
             _each(_by_subject(kernel_checks.check_copies), built=True),
             _no_module,
         ),
         "switching": Check(
-            "custom_ops switches it off and on", _each(_by_subject(kernel_checks.check_switching)), _fixed
+            "custom_ops switches the kernel off and on", _each(_by_subject(kernel_checks.check_switching)), _fixed
         ),
-        "speed": Check("how many times as fast as the native definition it is", _speed, _no_form, None, timed=True),
+        "speed": Check(
+            "nothing: it measures how many times as fast as the native definition the plugin is",
+            _speed,
+            _no_form,
+            None,
+            timed=True,
+        ),
         "contract": Check(
-            "the part keeps the contract of what it replaces",
+            "a part of the engine, such as attention or a sampler, keeps the contract of what it replaces",
             lambda subject, _: plugin_checks.CONTRACTS[subject.op](),
             _no_contract,
         ),
@@ -249,22 +262,56 @@ class WholeCheck:
 
 OF_PLUGIN: Mapping[str, WholeCheck] = MappingProxyType(
     {
-        "registration": WholeCheck("opgraft plugins doctor finds nothing wrong", plugin_checks.check_findings, True),
-        "isolation": WholeCheck("a reset takes back what it did, loading it redoes it", plugin_checks.check_isolation),
-        "together": WholeCheck("beside the other installed plugins it does the same", plugin_checks.check_together),
-        "spawn": WholeCheck("ops compute the same in a new process", plugin_checks.check_spawn),
+        "registration": WholeCheck(
+            "the doctor finds nothing wrong with how it registers", plugin_checks.check_findings, True
+        ),
+        "isolation": WholeCheck(
+            "a reset takes back what it did, and loading it again does the same", plugin_checks.check_isolation
+        ),
+        "together": WholeCheck(
+            "beside the other installed plugins it replaces the same, without a conflict", plugin_checks.check_together
+        ),
+        "spawn": WholeCheck("its ops compute the same in a new process", plugin_checks.check_spawn),
     }
 )
 """By name, the checks of a plugin as a whole."""
 
 OF_PLATFORM: Mapping[str, WholeCheck] = MappingProxyType(
     {
-        "devices": WholeCheck("devices are counted, and told of", plugin_checks.check_devices, True),
-        "dtypes": WholeCheck("dtypes that are claimed can be computed with", plugin_checks.check_dtypes, True),
-        "memory": WholeCheck("memory is told in bytes", plugin_checks.check_memory, True),
-        "seeding": WholeCheck("the same seed gives the same random numbers", plugin_checks.check_seeding, True),
-        "synchronisation": WholeCheck("queued work is done afterwards", plugin_checks.check_synchronisation, True),
-        "streams": WholeCheck("streams that are claimed keep their order, and wait", plugin_checks.check_streams, True),
+        "devices": WholeCheck(
+            "the platform counts its devices, and tells the capability of each", plugin_checks.check_devices, True
+        ),
+        "dtypes": WholeCheck(
+            "each dtype that the platform claims can be computed with", plugin_checks.check_dtypes, True
+        ),
+        "memory": WholeCheck(
+            "the platform tells in bytes how much memory there is, and how much is free",
+            plugin_checks.check_memory,
+            True,
+        ),
+        "seeding": WholeCheck(
+            "the same seed gives the same random numbers, another one others", plugin_checks.check_seeding, True
+        ),
+        "synchronisation": WholeCheck(
+            "work that was queued is done when the platform has synchronised", plugin_checks.check_synchronisation, True
+        ),
+        "streams": WholeCheck(
+            "streams that the platform claims keep their order, and who waits for one finds its work done",
+            plugin_checks.check_streams,
+            True,
+        ),
     }
 )
 """By name, the checks of a platform that the plugin brings."""
+
+LOADING = "loading"
+"""The question that comes before all others."""
+
+SUMMARIES: Mapping[str, str] = MappingProxyType(
+    {
+        LOADING: "the plugin is active here",
+        **{name: check.summary for name, check in (*OF_PLUGIN.items(), *OF_PLATFORM.items())},
+        **{name: check.summary for name, check in CHECKS.items()},
+    }
+)
+"""By name of a check, what passing means."""

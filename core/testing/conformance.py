@@ -15,12 +15,22 @@ import torch
 from opgraft.config import OpgraftConfig, set_config
 from opgraft.decision import Provider
 from opgraft.errors import OpgraftError
-from opgraft.plugins.discovery import discover, names_of
+from opgraft.plugins.discovery import HOST_DISTRIBUTION, discover, names_of
 from opgraft.plugins.host import load_plugins
 from opgraft.plugins.outcomes import findings_of
 from opgraft.plugins.selection import current_platform
 from opgraft.state import PluginStatus, host_state
-from opgraft.testing.check_table import CHECKS, OF_PLATFORM, OF_PLUGIN, Check, Found, WholeCheck, dtypes_of
+from opgraft.testing.check_table import (
+    CHECKS,
+    LOADING,
+    OF_PLATFORM,
+    OF_PLUGIN,
+    SUMMARIES,
+    Check,
+    Found,
+    WholeCheck,
+    dtypes_of,
+)
 from opgraft.testing.subjects import Subject, subjects_of
 from opgraft.text import described, printable
 
@@ -79,18 +89,19 @@ class Outcome:
         return asdict(self)
 
 
-LOADING = "loading"
-"""The question that comes before all others: the plugin can be loaded, and is active here."""
-
-
 def alone(plugin: str) -> AbstractContextManager[None]:
     """Return a scope in which no other plugin is admitted, unless a setting says which are.
+
+    Of a built-in platform, which has no plugin, it is that platform's.
 
     Raises:
         ConfigError: nothing that is installed answers to the name.
     """
     asked = host_state().settings().config.plugins
-    return set_config(OpgraftConfig(plugins=asked if asked is not None else (names_of(plugin)[0],)))
+    provider, _, platforms = names_of(plugin)
+    if provider == HOST_DISTRIBUTION:
+        return set_config(OpgraftConfig(platform=platforms[0], plugins=asked or ()))
+    return set_config(OpgraftConfig(plugins=asked if asked is not None else (provider,)))
 
 
 class Conformance:
@@ -120,6 +131,11 @@ class Conformance:
     def provider(self) -> Provider:
         """The distribution that brings the plugin."""
         return next(offer.provider for offer in discover().offers if offer.provider.name == self._provider)
+
+    @property
+    def checks(self) -> dict[str, str]:
+        """A sentence about each check that is asked: what passing means."""
+        return {name: SUMMARIES[name] for name in dict.fromkeys(case.check for case in self.cases)}
 
     @property
     def ops(self) -> dict[str, str]:

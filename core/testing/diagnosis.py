@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from opgraft.binding.functional import FUNCTIONALS, Functional
 from opgraft.binding.kernels import Kernel, declared_kernels
-from opgraft.binding.marks import CHECK_RAISED
+from opgraft.binding.marks import CHECK_RAISED, SWITCH_RAISED
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.binding.specialisation import Binding, bind
 from opgraft.errors import ConfigError, ConflictError, OpgraftError, close_matches
@@ -130,6 +130,15 @@ def broken_needs() -> Iterator[Finding]:
             reason = kernel.missing() or ""
             if kernel.owner not in _target(replacement).__mro__ and reason.startswith(CHECK_RAISED):
                 yield Finding(f"{kernel} is never used: {reason}", replacement.provider, kernel.location)
+
+
+def broken_switches() -> Iterator[Finding]:
+    """Find classes that are disabled, as their method which decides about that raises."""
+    for replacement, binding in _bound():
+        kernel = binding.kernel
+        if binding.replacement.winner is replacement and kernel.enabled_because.startswith(SWITCH_RAISED):
+            message = f"{replacement.cls.__qualname__} is disabled: {kernel.enabled_because}"
+            yield Finding(message, replacement.provider, replacement.location)
 
 
 def wrong_functions() -> Iterator[Finding]:
@@ -268,6 +277,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     never_used,
     never_fire,
     broken_needs,
+    broken_switches,
     wrong_functions,
     wrong_fakes,
     lost_gradients,

@@ -22,6 +22,7 @@ from opgraft.binding.kernels import Kernel, KernelChoice, declared_kernels
 from opgraft.binding.specialisation import bind
 from opgraft.config import CompilationConfig, OpgraftConfig, set_config
 from opgraft.ops.spec import Arguments, OpSpec, in_float64, tensors
+from opgraft.ops.weights import default_weight_loader
 from opgraft.platform import DISPATCH_KEYS
 from opgraft.plugins.selection import current_platform
 from opgraft.registry.op_classes import own_classes
@@ -49,7 +50,7 @@ def check_reached(subject: Subject) -> None:
     """Constructing the target gives the replacement, and what it defines as a kernel can be bound."""
     choice = inventory.choice_here(subject.target)
     replacement = subject.replacement
-    if choice.winner is not replacement:
+    if choice.cls is not replacement.cls:
         row = next(row for row in choice.decision.candidates if row.location == replacement.location)
         raise AssertionError(f"{row.name} at {row.location} is never constructed here: {row.reason}")
     own = _own_kernels(subject) if subject.is_op else []
@@ -68,8 +69,9 @@ def _bound(subject: Subject) -> KernelChoice:
 
 def _own_kernels(subject: Subject) -> list[Kernel]:
     """Return the kernels that the replacement's own classes define, for any platform, the most derived first."""
-    target = subject.target.__mro__
-    return [k for k in declared_kernels(subject.replacement.cls, DISPATCH_KEYS) if k.owner not in target]
+    own, target = subject.replacement.cls, subject.target
+    inherited = target.__mro__ if own is not target else ()
+    return [kernel for kernel in declared_kernels(own, DISPATCH_KEYS) if kernel.owner not in inherited]
 
 
 def _in_chain(subject: Subject) -> list[Kernel]:
@@ -105,7 +107,7 @@ def _under(*custom_ops: str) -> Any:
 
 
 def check_state(subject: Subject, variant: str) -> None:
-    """It has the parameters and buffers of its target, by name, shape, dtype and loader; each loads the other's."""
+    """It has the parameters and buffers of its target, by name, shape and dtype, and loads what that loads."""
     spec = subject.proof
     arguments = _small(spec, variant)
     op, inputs = subject.build(variant, arguments)
@@ -124,6 +126,17 @@ def check_state(subject: Subject, variant: str) -> None:
     with torch.no_grad():
         expected = tensors(spec.reference(**in_float64(arguments)))
         checks.compare(spec, torch.float32, tensors(op(*inputs)), expected)
+        _check_loaders(op, dict(target.named_parameters()))
+
+
+def _check_loaders(op: nn.Module, of_target: Mapping[str, nn.Parameter]) -> None:
+    """A weight of a checkpoint becomes the same in both, by the loader of each parameter."""
+    for name, ours in op.named_parameters():
+        theirs = of_target[name]
+        weight = torch.linspace(-1, 1, theirs.numel(), device=theirs.device).view_as(theirs).to(theirs)
+        for parameter in (ours, theirs):
+            getattr(parameter, "weight_loader", default_weight_loader)(parameter, weight)
+        _expect_same(f"{name}, loaded by its weight_loader,", [ours], [theirs])
 
 
 def _state(op: nn.Module) -> Mapping[str, str]:

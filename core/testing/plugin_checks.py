@@ -56,6 +56,7 @@ with set_config(settings), torch.no_grad():
 with open(reply_to, "w", closefd=False) as pipe:
     pipe.write(", ".join(wrong))
 """
+_NO_PLUGIN = "it is a platform without a plugin, which activates nothing"
 _DOUBLINGS, _LARGEST = 8, 1 << 23
 """Pairs of kernels that are queued one behind the other, and numbers that each of them writes, at most."""
 _PATIENCE = 120.0  # seconds: a process imports torch first, and a plugin perhaps a runtime of its own
@@ -70,8 +71,10 @@ def check_findings(plugin: str) -> None:
         raise AssertionError("; ".join(map(str, found)))
 
 
-def check_isolation(plugin: str) -> None:
-    """A reset takes back what the plugin activated; loaded again it is what it was."""
+def check_isolation(plugin: str) -> str | None:
+    """A reset takes back what the plugin activated; loaded again it is what it was. Returns why that is not asked."""
+    if not names_of(plugin)[1]:
+        return _NO_PLUGIN
     before = _activated(plugin)
     loaded_with = host_state().loaded_with
     allowed = (loaded_with.plugins if loaded_with else None) or ()
@@ -87,11 +90,14 @@ def check_isolation(plugin: str) -> None:
         raise AssertionError(f"without the plugin there is still {', '.join(left)}")
     if before != after:
         raise AssertionError(f"loaded again it replaces {', '.join(after)}, at first {', '.join(before)}")
+    return None
 
 
 def check_together(plugin: str) -> str | None:
     """With every other installed plugin it activates the same, and none has a conflict; returns why none was tried."""
     own = names_of(plugin)[1]
+    if not own:
+        return _NO_PLUGIN
     others = sorted({offer.name for offer in discover().of_group(PLUGIN_GROUP)} - set(own))
     if not others:
         return "no other plugin is installed"

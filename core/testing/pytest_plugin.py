@@ -6,7 +6,7 @@ It imports nothing of opgraft but the package, so that it costs nothing where no
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +19,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option of the kit."""
     help = "opgraft.testing.PluginConformance asks the checks of 'opgraft plugins check' only, on small inputs"
     parser.getgroup("opgraft").addoption(BRIEF, action="store_true", default=False, help=help)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add to the report of a test that failed which op raised, whose it is, and what goes without it."""
+    report = yield
+    if report.failed and call.excinfo is not None:
+        told = importlib.import_module("opgraft.binding.raised").provenance_of(call.excinfo.value)
+        report.sections += [("opgraft", str(told))] if told else []
+    return report
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""The parts of a plugin to judge: each form that it serves, and each op or class without one that it replaces."""
+"""The parts of a plugin to judge: each form that it serves, and each op or class without one that it replaces.
+
+A built-in platform replaces nothing. Its parts are the ops of the catalogue that have a kernel of their own on it.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,10 @@ import torch
 from opgraft.binding.functional import binding_of
 from opgraft.binding.names import op_name_of
 from opgraft.binding.pluggable_class import PluggableClass
+from opgraft.binding.specialisation import bind
 from opgraft.ops.spec import Arguments, OpSpec
 from opgraft.platform import Platform
-from opgraft.plugins.discovery import names_of
+from opgraft.plugins.discovery import HOST_DISTRIBUTION, names_of
 from opgraft.plugins.selection import current_platform
 from opgraft.registry.declarations import Replacement
 from opgraft.state import host_state
@@ -29,10 +33,11 @@ class Subject:
     Attributes:
         name: of the form; of the op or class where it has none.
         op: the name by which settings call it.
-        replacement: declared by the plugin for ``target``.
+        replacement: declared by the plugin for ``target``; of a built-in platform's kernel, ``target`` for itself.
         spec: with inputs where the platform computes; ``None`` where there is no form.
         function: the one that the bound kernel brings for the form, or ``None``.
         built: the variants whose module holds the replacement.
+        brief: whether it is judged in brief.
     """
 
     name: str
@@ -41,6 +46,7 @@ class Subject:
     spec: OpSpec | None = None
     function: Callable[..., Any] | None = None
     built: tuple[str, ...] = ()
+    brief: bool = False
 
     @property
     def target(self) -> Any:
@@ -68,6 +74,11 @@ class Subject:
         """The variants that the plugin computes."""
         return tuple(self.proof.variants) if self.function is not None else self.built
 
+    @property
+    def compiled(self) -> tuple[str, ...]:
+        """The variants to compile: all, in brief one, as that takes a hundred times as long as to compute it."""
+        return self.variants[:1] if self.brief else self.variants
+
     def build(self, variant: str, arguments: Arguments) -> tuple[nn.Module, tuple[Any, ...]]:
         """Build the module for arguments; returns it and what to call it with.
 
@@ -86,9 +97,9 @@ class Subject:
         modules = [checks.by_module(self.proof)] if variant in self.built else []
         return [*([self.proof.functional] if self.function is not None else []), *modules]
 
-    def without_large(self) -> Subject:
-        """Return the same with small inputs only."""
-        return dataclasses.replace(self, spec=dataclasses.replace(self.proof, large=()))
+    def in_brief(self) -> Subject:
+        """Return the same, to be judged on small inputs only."""
+        return dataclasses.replace(self, spec=self.spec and dataclasses.replace(self.spec, large=()), brief=True)
 
     def with_variants(self) -> Subject:
         """Return the same, with the variants whose module is built of the replacement."""
@@ -118,15 +129,24 @@ class _Named(nn.Module):
 def subjects_of(plugin: str, *, brief: bool = False) -> list[Subject]:
     """List what of a plugin that is loaded is judged, in the order in which it declared its replacements.
 
-    ``brief``: without inputs of realistic sizes.
+    ``brief``: without inputs of realistic sizes, and with one variant to compile.
     """
-    _, names, _ = names_of(plugin)
+    provider, names, _ = names_of(plugin)
     active = [each for each in host_state().active if each.plugin in names and each.target is not None]
     found: dict[str, Subject] = {}
-    for replacement in active:
+    for replacement in _own_kernels() if provider == HOST_DISTRIBUTION else active:
         for subject in _subjects(replacement):
             found.setdefault(subject.name, subject)
-    return [subject.without_large() if brief and subject.spec else subject for subject in found.values()]
+    return [subject.in_brief() if brief else subject for subject in found.values()]
+
+
+def _own_kernels() -> Iterator[Replacement]:
+    """Yield the classes of the catalogue that have a kernel for this platform, as if each stood in for itself."""
+    for target in host_state().registry.targets():
+        if not issubclass(target, PluggableClass):
+            binding = bind(target)
+            if binding.replacement.cls is target and binding.kernel.winner.key not in ("native", "forward"):
+                yield Replacement(target, target.__qualname__, target, binding.provider)
 
 
 def _subjects(replacement: Replacement) -> Iterator[Subject]:

@@ -7,6 +7,7 @@ of the same inputs, so that no op answers for the errors of those before it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -123,7 +124,7 @@ def verify(native: nn.Module, grafted: nn.Module, steps: Steps) -> Verification:
         steps: makes the calls of either.
 
     Raises:
-        InputError: ``grafted`` calls no op.
+        InputError: ``grafted`` calls no op, or ``native`` computes nothing but NaN, with which all agrees.
         Exception: of ``grafted``, which raised it where every op is within its tolerance.
     """
     with torch.no_grad():
@@ -133,12 +134,23 @@ def verify(native: nn.Module, grafted: nn.Module, steps: Steps) -> Verification:
             for ours, theirs, whole in zip(steps(native), steps(grafted), steps(grafted), strict=True):
                 comparer.batch, comparer.whole = theirs.batch, whole.batch
                 with ours.attending():
-                    ours.call(native)
+                    computed = tensors_within(ours.call(native))
+                if not comparer.found:
+                    _expect_numbers(computed)
     if failure and not comparer.found:
         raise failure
     reached = [place for place in places.values() if place.calls]
     unreached = [place.path for place in places.values() if place.served and not place.calls]
     return Verification(sorted(reached, key=lambda place: comparer.order.index(place.path)), unreached, comparer.found)
+
+
+def _expect_numbers(computed: Sequence[Tensor]) -> None:
+    floating = [each for each in computed if each.is_floating_point() and each.numel()]
+    if floating and all(bool(each.isnan().all()) for each in floating):
+        raise InputError(
+            "the native model computes nothing but NaN, with which every result agrees: its weights are damaged, or "
+            "what it is called with"
+        )
 
 
 def _places(native: nn.Module, grafted: nn.Module, steps: Steps) -> tuple[dict[str, Place], Exception | None]:
@@ -252,11 +264,12 @@ class _Comparer:
 def _allowed(module: nn.Module, dtype: torch.dtype) -> Tolerance:
     """Return by how much a module may differ from the native one.
 
-    A module that is made of several ops with specs may differ by as many times what one may.
+    Roundings go either way, so those of many ops add up as a random walk does: a module that is made of ``n`` ops with
+    specs may differ by the square root of ``n`` times what one may.
     """
     targets = [part.binding.replacement.target for part in module.modules() if isinstance(part, CustomOp)]
     absolute, relative = tolerance_of(targets, [dtype.to_real() if dtype.is_complex else dtype])
-    times = max(sum(bool(specs_of(target)) for target in targets), 1)
+    times = math.sqrt(max(sum(bool(specs_of(target)) for target in targets), 1))
     return times * absolute, times * relative
 
 

@@ -53,6 +53,9 @@ def test_an_interrupted_run_is_gone_on_with(site, warm_python: str, cli, tmp_pat
     assert "questions answered; --resume with the same --json goes on" in told
     first = json.loads(file.read_text())
     assert not first["complete"]
+    shown = cli("plugins", "show", "acme").stdout
+    assert f"judged on this machine: {first['counts']['passed']} passed, 0 failed, " in shown
+    assert ", not all asked; acme 1.0 on cpu" in shown
     assert first["outcomes"][0]["check"] == "loading"
     result = cli("conformance", "acme", "--json", str(file), "--resume")
     answer = json.loads(file.read_text())
@@ -67,6 +70,8 @@ def test_an_interrupted_run_is_gone_on_with(site, warm_python: str, cli, tmp_pat
     assert "failed: gelu values float32: of inputs (2, 3) by" in result.stdout
     again = cli("conformance", "acme", "--json", str(file), "--resume", "--baseline", str(file))
     assert (again.returncode, json.loads(file.read_text())["regressions"]) == (0, []), again.stderr
+    kept = cli("conformance", "acme", "--resume")  # which has nothing left to ask
+    assert (kept.returncode, kept.stdout) == (1, result.stdout)
 
 
 class Impatient(Run):
@@ -78,14 +83,13 @@ class Impatient(Run):
 
 
 @pytest.mark.usefixtures("warm_workers")
-def test_an_interrupt_where_nothing_is_kept(site, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a file there is nothing to go on with, and no advice to do so."""
+@pytest.mark.parametrize(("brief", "advice"), [(True, "answered\n"), (False, "answered; --resume goes on\n")])
+def test_an_interrupt_without_a_file(site, capsys: pytest.CaptureFixture[str], brief: bool, advice: str) -> None:
+    """What is answered is kept all the same, but for the short form, where there is no advice to go on."""
     site.plugin("acme", PLUGIN)
     with pytest.raises(click.Abort):
-        Impatient("acme", evidence.Evidence(), None, brief=True).judge()
-    told = capsys.readouterr().err
-    assert "questions answered" in told
-    assert "--resume" not in told
+        Impatient("acme", evidence.Evidence(), None, brief=brief).judge()
+    assert capsys.readouterr().err.endswith(advice)
 
 
 def outcome(check: str, status: str) -> dict[str, object]:
@@ -142,11 +146,20 @@ def test_the_short_form(cli, site) -> None:
     assert cli("plugins", "check", "akme").returncode == 2
 
 
+def test_evidence_that_cannot_be_kept(cli, site, tmp_path: Path) -> None:
+    """Where the folder of states cannot be written to, a plugin is judged, and no more is said than without it."""
+    site.plugin("acme", PLUGIN.replace("os._exit(3)", "pass"))
+    (tmp_path / "states").write_text("a file")
+    result = cli("conformance", "acme", XDG_STATE_HOME=str(tmp_path / "states"))
+    assert (result.returncode, "states" in result.stderr) == (1, False)
+    assert json.loads(cli("plugins", "show", "acme", "--json").stdout)["offers"][0]["judged"] is None
+
+
 def test_evidence_in_a_package_is_shown(site) -> None:
     """A summary of what was asked, of which versions and where, without importing the plugin; damage is told of."""
     about = {"plugin": "acme", "provider": {"name": "acme", "version": "1.0"}, "platform": "cpu", "device": "A CPU"}
     versions = {"opgraft": "0.1.0", "torch": "2.13.0", "python": "3.11.7"}
-    found = evidence.Evidence({**about, "versions": versions, "brief": False, "ops": {}}, cases=2)
+    found = evidence.Evidence({**about, "versions": versions, "brief": False, "date": "2026-11-24"}, cases=2)
     found.add(outcome("values", "passed"))
     found.add(outcome("strides", "failed"))
     files = {"acme/__init__.py": "raise ImportError('nobody asked')", "acme/plugin.py": ""}
@@ -161,12 +174,14 @@ def test_evidence_in_a_package_is_shown(site) -> None:
         "file": str(file),
         **{name: about[name] for name in ("provider", "platform", "device")},
         "versions": versions,
+        "date": "2026-11-24",
         "complete": True,
         "counts": {"passed": 1, "failed": 1, "skipped": 0},
         "problem": None,
     }
     text = CliRunner().invoke(plugins_show.command, ["acme"]).stdout
-    assert "evidence: 1 passed, 1 failed, 0 skipped; acme 1.0 on cpu (A CPU), opgraft 0.1.0, torch 2.13.0" in text
+    told = "acme 1.0 on cpu (A CPU), opgraft 0.1.0, torch 2.13.0, python 3.11.7, 2026-11-24"
+    assert f"evidence: 1 passed, 1 failed, 0 skipped; {told}\n" in text
     evidence.write(file, {**found.to_dict(), "provider": {}})
     assert "its provider has no name" in CliRunner().invoke(plugins_show.command, ["acme"]).stdout
     file.write_text("{")

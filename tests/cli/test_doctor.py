@@ -56,6 +56,16 @@ def test_a_misspelt_entry_point_group(cli, site, group: str) -> None:
     assert finding["provider"] == {"name": "acme", "version": "1.0"}
 
 
+def test_plugins_without_numpy(cold_cli, site) -> None:
+    """Neither torch nor opgraft requires numpy: where it is not installed plugins load, without a warning of torch."""
+    (site.folder / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\")")
+    site.plugin("acme", HEAD + HOOK)
+    result = cold_cli("plugins", "doctor")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "acme (acme 1.0): activated" in result.stdout
+    assert cold_cli("ops", "explain", "rms_norm").stderr == ""
+
+
 @pytest.mark.parametrize("name", ["opgraft_veto", "opgraft_vetoes"])
 def test_a_forgotten_hookimpl(site, name: str) -> None:
     """A function that is named as a hook and not marked is named with file and line; marked ones are not."""

@@ -34,6 +34,7 @@ def test_what_is_made_passes_its_own_linters(cli: Any, tmp_path: Path, name: str
         assert checked.returncode == 0, checked.stdout
     project = tomllib.loads(files["pyproject.toml"])["project"]
     module, platform = f"opgraft_{name.replace('-', '_')}", name.replace("-", "_")
+    assert "ini_options" in tomllib.loads(files["pyproject.toml"])["tool"]["pytest"], "pytest would look further up"
     assert project["entry-points"]["opgraft.plugins"] == {platform: f"{module}.plugin"}
     assert f"src/{module}/plugin.py" in files
     assert "pip install -e '.[test]'" in ci_commands(files[".github/workflows/ci.yml"])

@@ -31,6 +31,7 @@ def evidence() -> Evidence:
             "device": "Acme A1",
             "versions": {"opgraft": "0.1.0", "torch": "2.9"},
             "brief": False,
+            "checks": {"values": "results are those of the reference"},
             "ops": {"rms_norm": "rms_norm", "fused_add_rms_norm": "rms_norm", "attention": "attention"},
         },
         cases=9,
@@ -93,6 +94,7 @@ def test_the_matrix_has_the_worst_of_each_check(visit: Callable[..., Any]) -> No
         "float32, passed, error 0.069 of tolerance\nbfloat16, passed, error 0.841 of tolerance"
     )
     assert page.locator("#whole").get_by_text("2 bytes free of 1").is_visible()
+    assert page.locator("#matrix thead th").nth(1).get_attribute("title") == "results are those of the reference"
     link = page.locator("#matrix").get_by_role("link", name="fused_add_rms_norm")
     assert link.get_attribute("href") == f"{DOCS}/reference/ops/rms_norm/"
 

@@ -47,6 +47,7 @@ def test_what_is_known_before_loading(cli, site) -> None:
         "requires": ["opgraft>=0.1", "torch"],
         "lock": None,
         "evidence": None,
+        "judged": None,
         "status": "selected",
         "reason": "",
     }

@@ -294,13 +294,14 @@ def free_locks(folder: Path) -> list[Path]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler
 def test_no_lock_is_held_while_code_is_compared(x: Tensor, tmp_path: Path) -> None:
-    """The ranks of a model wait for each other then. Weights of another layout than the code has are an error."""
+    """The ranks of a model wait for each other then. What was compared when it was made is not when it is loaded.
+    Weights of another layout than the code has are an error."""
     folder = tmp_path / "cache"
     for cold in (True, False):
         model = Alone(folder).eval().requires_grad_(False)
         made = kept(model, folder, x)
         assert (made.graph is not None) == cold
-        assert model.seen == [0]
+        assert model.seen == [0] * cold
         torch.testing.assert_close(made(x), x * model.weight)
     model.weight.data = model.weight.data.clone()
     torch.testing.assert_close(made(x), x * model.weight)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import json
 import sys
 import types
 from collections.abc import Callable
@@ -20,7 +21,10 @@ from compilation.blocks import WIDTH, Block
 from compilation.test_cache import Failing
 from opgraft import CompilationConfig, OpgraftConfig, set_config
 from opgraft.compilation import key as keys
+from opgraft.compilation import sources
 from opgraft.compilation.capture import Example
+from opgraft.compilation.sources import Sources
+from opgraft.config import ShadowConfig
 from opgraft.errors import CompilationError
 from opgraft.ops import RMSNorm
 from opgraft.plugins.selection import current_platform
@@ -30,7 +34,7 @@ from torch.nn import functional as F
 
 def parts(model: nn.Module, *args: Any, shapes: Any = None, **fields: Any) -> dict[str, Any]:
     settings = OpgraftConfig(compilation_config=CompilationConfig(**fields)).resolved().compilation_config
-    return keys.parts_of(model.eval(), Example(args, {}, shapes), settings)
+    return dict(keys.key_of(model.eval(), Example(args, {}, shapes), settings, Sources()).parts)
 
 
 def changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
@@ -73,8 +77,9 @@ def test_changes_of_settings_and_machine_miss(
         assert changed(before, parts(block, x, **fields)) == {"settings"}
     for fields in ({"dump_graphs": "there"}, {"cache": True}, {"cache_folder": "there"}, {"cache_bytes": 1}):
         assert not changed(before, parts(block, x, **fields))
-    with set_config(OpgraftConfig(providers={"rms_norm": "opgraft"})):
-        assert changed(before, parts(block, x)) == {"settings"}
+    for config in (OpgraftConfig(providers={"rms_norm": "opgraft"}), OpgraftConfig(shadow=ShadowConfig(share=0.5))):
+        with set_config(config):
+            assert changed(before, parts(block, x)) == {"settings"}
     with monkeypatch.context() as patched:
         patched.setenv("TORCHINDUCTOR_CACHE_DIR", "/somewhere")
         assert not changed(before, parts(block, x))
@@ -240,8 +245,121 @@ def test_modules_that_the_model_names_are_in_the_key(
         monkeypatch.setitem(sys.modules, notebook.__name__, notebook)
         exec(HELPER.format(factor) + IN_A_NOTEBOOK, vars(notebook))  # noqa: S102
         keys_of.append(parts(notebook.Mine(), x))
-    assert changed(*keys_of[:2]) == {"sources"}
+    assert changed(*keys_of[:2]) == {"model", "sources"}
     assert not changed(*keys_of[1:])
+
+
+SCALED = """
+import torch
+from torch import nn
+import {0}_constants as constants
+FACTOR = [2.0]
+def scale(x):
+    return x * FACTOR[0] * constants.OFFSET
+class Mine(nn.Module):
+    times = 3.0
+    def forward(self, x):
+        return scale(x) * self.times
+"""
+
+
+def test_what_code_reads_of_its_module_is_in_the_key(
+    x: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is now: constants, those of other modules of the user, attributes of classes, and methods that somebody
+    has put in their place. What no code of the model reads, as a time that each process has another of, is not."""
+    name = "scaling_of_this_test"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / f"{name}_constants.py").write_text("OFFSET = 1.0\nUNREAD = 1")
+    (tmp_path / f"{name}.py").write_text(SCALED.format(name))
+    module = importlib.import_module(name)
+    before = parts(module.Mine(), x)
+    module.STARTED = module.constants.UNREAD = 5
+    assert not changed(before, parts(module.Mine(), x))
+    for holder, attribute, value in (
+        (module.FACTOR, 0, 4.0),
+        (module.constants, "OFFSET", 4.0),
+        (module.Mine, "times", 4.0),
+        (module, "scale", torch.relu),
+        (module.Mine, "forward", lambda self, x: x),
+    ):
+        was = holder[0] if attribute == 0 else getattr(holder, attribute)
+        put = holder.__setitem__ if attribute == 0 else functools.partial(setattr, holder)
+        put(attribute, value)
+        assert "model" in changed(before, parts(module.Mine(), x))
+        put(attribute, was)
+        assert not changed(before, parts(module.Mine(), x))
+    monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: x)
+    norm = parts(nn.LayerNorm(WIDTH), x)
+    monkeypatch.undo()
+    assert "model" in changed(norm, parts(nn.LayerNorm(WIDTH), x))
+
+
+class Unpicklable:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("planted")
+
+
+@pytest.mark.parametrize(
+    ("held", "unseen"),
+    [
+        (Unpicklable(), {"test_cache_key:Unpicklable"}),
+        ([[Unpicklable()]], {"test_cache_key:Unpicklable"}),
+        (torch.eye(3).to_sparse(), {"torch:Tensor"}),
+        (list(map(str, range(1 << 17))), set()),
+        ([[number] for number in range(1 << 17)], {"builtins:list"}),
+        (functools.reduce(lambda inner, _: [inner], range(100), []), {"builtins:list"}),
+        ([1, "a", torch.ones(2), {"a": scaled(2.0)}], set()),
+    ],
+)
+def test_what_the_key_does_not_see_is_told(held: Any, unseen: set[str], x: Tensor) -> None:
+    """Values that cannot be described, or that are too many or too deep: such a model is compared when it is loaded."""
+    settings = OpgraftConfig().resolved().compilation_config
+    key = keys.key_of(Holder(held).eval(), Example((x,), {}), settings, Sources())
+    assert {name.rpartition(".")[2] for name in key.unseen} == unseen
+
+
+def test_what_holds_itself_is_in_the_key(x: Tensor) -> None:
+    """Its description ends, and differs where something in it does."""
+    held: list[Any] = [1]
+    held.append(held)
+    before = parts(Holder(held), x)
+    assert not changed(before, parts(Holder(held), x))
+    held[0] = 2
+    assert changed(before, parts(Holder(held), x)) == {"model"}
+
+
+def test_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index has the digests of files for other processes, until one changes; what is just new is read again."""
+    folder, index = tmp_path / "package_of_this_test", tmp_path / "sources.json"
+    (folder / "inner").mkdir(parents=True)
+    files = [folder / "__init__.py", folder / "inner" / "a.py", folder / "notes.txt"]
+    for file in files:
+        file.write_text("1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module(folder.name)
+
+    def told() -> tuple[str, int]:
+        found = Sources(index)
+        digest = found.package(folder.name)
+        found.keep()
+        return digest, len(json.loads(index.read_text())) if index.exists() else 0
+
+    before = told()
+    assert before[1] == 0
+    monkeypatch.setattr(sources, "_SETTLED", -(10**12))
+    for harm in ("", "{", "[]", None):  # nothing, damaged, and as it was left
+        if harm is not None:
+            index.write_text(harm)
+        assert told() == (before[0], 2)
+    known = json.loads(index.read_text())
+    index.write_text(json.dumps({path: [*state[:-1], "another"] for path, state in known.items()}))
+    remembered = told()[0]
+    assert remembered != before[0]
+    files[2].write_text("2")
+    assert told()[0] == remembered
+    files[1].write_text("22")
+    assert told()[0] not in (before[0], remembered)
 
 
 PASSING = """

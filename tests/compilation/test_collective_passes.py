@@ -13,7 +13,8 @@ import torch
 from compilation.exchanges import communication, counts, names
 from opgraft import CompilationConfig, OpgraftConfig, functional
 from opgraft.compilation.capture import Example
-from opgraft.compilation.key import parts_of
+from opgraft.compilation.key import key_of
+from opgraft.compilation.sources import Sources
 from opgraft.distributed import get_tp_group, init_distributed, tensor_model_parallel_all_reduce
 from opgraft.errors import CompilationError
 from opgraft.ops import ColumnParallelLinear, GemmaRMSNorm, Linear, QuantFP8, RMSNorm, RowParallelLinear
@@ -311,7 +312,7 @@ def test_a_kernel_for_a_map_is_not_passed_over(two: Ranks) -> None:
 
 def ranks_in_key() -> Any:
     settings = OpgraftConfig().resolved().compilation_config
-    return parts_of(Stream(), Example((torch.randn(4, WIDTH),), {}), settings)["ranks"]
+    return key_of(Stream(), Example((torch.randn(4, WIDTH),), {}), settings, Sources()).parts["ranks"]
 
 
 def test_code_is_for_a_place_among_ranks(two: Ranks) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from opgraft.cli import evidence, report_page
 from opgraft.errors import InputError
-from opgraft.files import replace_file
+from opgraft.files import read_regular, replace_file
 
 WRITERS: dict[str, Callable[[Path], None]] = {
     "--json": partial(evidence.write, data={}),
@@ -31,6 +31,20 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path, option: str, li
     assert pipe.is_fifo()
     assert link.is_symlink()
     assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("size", [0, 1, 9, 10])
+def test_a_file_is_read_up_to_a_limit(tmp_path: Path, size: int) -> None:
+    """All of it, or an error; a file of /proc too, whose size is told as 0."""
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * size)
+    assert read_regular(path, 10) == b"x" * size
+    path.write_bytes(b"x" * 11)
+    with pytest.raises(ValueError, match="it is larger than 10 bytes"):
+        read_regular(path, 10)
+    assert b"\nVmSize:" in read_regular("/proc/self/status", 1 << 16)
+    with pytest.raises(ValueError, match="it is larger than 100 bytes"):
+        read_regular("/proc/self/status", 100)
 
 
 @pytest.mark.parametrize("there", [False, True])

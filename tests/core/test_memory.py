@@ -46,7 +46,7 @@ move_to_huge_pages(range(each.data_ptr(), each.data_ptr() + each.nbytes) for eac
 """
 _ASKED = """
 weights = [torch.empty(1 << 20, dtype=torch.uint8) for number in range(32)]
-ask_for_huge_pages(range(each.data_ptr(), each.data_ptr() + each.nbytes) for each in weights)
+expect_huge_pages(range(each.data_ptr(), each.data_ptr() + each.nbytes) for each in weights)
 [each.fill_(number) for number, each in enumerate(weights)]
 """
 _FROZEN = """
@@ -58,7 +58,7 @@ import re, threading
 from pathlib import Path
 import torch
 from opgraft import freeze
-from opgraft.machine.memory import ask_for_huge_pages, move_to_huge_pages
+from opgraft.machine.memory import expect_huge_pages, move_to_huge_pages
 
 weights = [torch.full((1 << 20,), number, dtype=torch.uint8) for number in range(32)]
 {move}

@@ -252,6 +252,29 @@ def test_forced_paths_have_no_tiles(tiles: Any) -> None:
     assert distance(tiles.packed_linear(x, op.weight, packed, op.bias), exact(x, op.weight, op.bias)) < 1e-6
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_compiled_code_counts_rows(dtype: torch.dtype, path: str) -> None:
+    """What compilers trace of the kernel is one op, that computes few rows and leaves many to the kernel in Python;
+    opgraft's own linear where the path in force has no kernel for few rows."""
+    from opgraft_cpu_kernels import linear
+
+    x, weight, bias = draw(5, 64, 96, dtype)
+    few = linear.FEW.get((path, dtype))
+    with torch.no_grad():
+        for rows in (1, 2, 200):
+            given = draw(rows, 64, 96, dtype)[0], weight, bias, "silu", torch.randn(rows, 96).to(dtype)
+            got, ran = linear.compiled(*given), called(linear.compiled, *given)
+            expected = exact(*given[:3], "silu") + given[4].double()
+            assert distance(got, expected) < {torch.float32: 1e-6, torch.float64: 1e-12}.get(dtype, 5e-3)
+            if few is None:
+                assert not ran
+            else:
+                assert "linear_of_rows" in ran
+                assert ("linear_of_many_rows" in ran) == (rows == 200)
+        with pytest.raises(ValueError, match="linear"):
+            linear.compiled(x[:, 1:], weight, bias)
+
+
 @pytest.mark.parametrize("rows", [2, 64])
 def test_gradients_and_autocast(tiles: Any, rows: int) -> None:
     """Where a gradient is required, or under autocast, none of these kernels runs."""

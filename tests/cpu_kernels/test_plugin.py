@@ -16,6 +16,7 @@ import torch
 from cpu_kernels.building import PLUGIN, copy_of_sources, install
 from opgraft import ops
 from opgraft.ops import RMSNorm
+from plugins.own_tests import own_tests
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no g++ to build the kernels with")
 
@@ -50,6 +51,15 @@ def test_every_op_is_replaced(plugin: Path) -> None:
     op = RMSNorm(8)
     assert op.decision.chosen == "opgraft_cpu_kernels.ops:RMSNorm.forward_cpu"
     assert op.op_class is opgraft_cpu_kernels.ops.RMSNorm
+
+
+@needs_compiler
+def test_its_own_tests_pass(installed: Path, warm_python: str) -> None:
+    """In their short form: registration, values, strides, gradients and compilation of each op."""
+    result = own_tests(warm_python, "opgraft-cpu-kernels", installed, "-rp", "--opgraft-brief")
+    assert result.returncode == 0, result.stdout + result.stderr
+    for case in ("(plugin)-registration", "rms_norm-values-bfloat16", "gelu-gradients", "fused_experts-compilation"):
+        assert f"::test_conforms[{case}]\n" in result.stdout
 
 
 @needs_compiler

@@ -80,9 +80,8 @@ def test_the_figures_are_those_of_the_committed_measurements(tmp_path: Path) -> 
     assert drawn == committed, "renew them by 'make figures'"
 
 
-def test_tables_are_those_of_the_committed_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_are_those_of_the_committed_measurements() -> None:
     """The pages have what the tool makes of the committed JSON: a row for each, with target and verdict."""
-    monkeypatch.syspath_prepend(str(REPOSITORY / "tools"))
     tool = runpy.run_path(str(REPOSITORY / "tools/figure_tables.py"))
     for path, tables in tool["tables"]().items():
         text = path.read_text(encoding="utf-8")

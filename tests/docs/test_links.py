@@ -34,12 +34,14 @@ def anchors_of(page: Path) -> set[str]:
 
 @each_page
 def test_internal_links_resolve(page: Path) -> None:
-    """Each link to a file of the repository leads to a file, and to a heading in it where it names one."""
+    """Each link to a file leads to one, from a page of the site to one of it, and to a heading if it names one."""
+    site = REPOSITORY / "docs"
     for link in links_of(page):
         if "://" not in link:
             path, _, anchor = link.partition("#")
             target = (page.parent / path).resolve() if path else page
             assert target.exists(), link
+            assert target.is_relative_to(site) or not page.is_relative_to(site), f"{link} is not on the site"
             themes = {"only-light", "only-dark"} if target.suffix == ".svg" else set()
             assert not anchor or anchor in themes or anchor in anchors_of(target), link
 
@@ -52,14 +54,15 @@ def test_external_links_are_https(page: Path) -> None:
 
 def test_every_page_is_in_the_navigation() -> None:
     """The site's navigation lists the pages on disk, each once."""
-    listed = re.findall(r"[\w/-]+\.md", (REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))
+    listed = re.findall(r"[\w./-]+\.md", (REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))
     assert sorted(listed) == sorted(str(page.relative_to(REPOSITORY / "docs")) for page in DOCS)
 
 
 def test_every_page_is_linked_from_the_first() -> None:
-    """The first page leads to every other one, to the pages of ops by way of their table."""
+    """The first page leads to every other one, to pages of ops and docstrings by way of the pages above them."""
     linked = {link.partition("#")[0] for link in links_of(REPOSITORY / "docs/index.md")}
-    linked |= {f"reference/{link}" for link in links_of(REPOSITORY / "docs/reference/ops.md")}
+    for page in ("ops", "api"):
+        linked |= {f"reference/{link}" for link in links_of(REPOSITORY / f"docs/reference/{page}.md")}
     assert {str(page.relative_to(REPOSITORY / "docs")) for page in DOCS} - linked == {"index.md"}
 
 

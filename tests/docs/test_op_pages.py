@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 
+import op_pages
 import pytest
+from docstrings import broken, documentation
 from opgraft import functional
 from opgraft.binding.functional import FUNCTIONALS
 from opgraft.ops import CustomOp
@@ -18,21 +18,11 @@ REPOSITORY = Path(__file__).parents[2]
 FOLDER = REPOSITORY / "docs/reference/ops"
 
 
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("op_pages", REPOSITORY / "tools/op_pages.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.source
-def test_what_is_generated_is_current(tool: ModuleType) -> None:
+def test_what_is_generated_is_current() -> None:
     """The pages, the table and the navigation are what 'make op-pages' writes, and no page is left of an op gone."""
     load_plugins()
-    pages = tool.all_pages()
+    pages = op_pages.all_pages()
     changed = [path.name for path, text in pages.items() if not path.exists() or path.read_text("utf-8") != text]
     assert changed == [], "renew them by 'make op-pages'"
     assert set(FOLDER.glob("*.md")) <= set(pages)
@@ -73,21 +63,21 @@ def test_a_page_tells_signature_variants_tolerances_and_cost(form: str) -> None:
         (None, []),
     ],
 )
-def test_docstrings_become_markdown(tool: ModuleType, docstring: str | None, markdown: list[str]) -> None:
+def test_docstrings_become_markdown(docstring: str | None, markdown: list[str]) -> None:
     """Code, links and sections of docstrings are those of Markdown."""
-    assert list(tool.documentation(docstring)) == markdown
+    assert list(documentation(docstring)) == markdown
 
 
-def test_no_line_of_a_paragraph_begins_a_list(tool: ModuleType) -> None:
+def test_no_line_of_a_paragraph_begins_a_list() -> None:
     """Where a formula is broken, no line begins with its sign, which Markdown takes for a list item."""
-    lines = tool.filled("a " * 57 + "b + c - d * e 1. f # g " * 9).splitlines()
+    lines = op_pages.filled("a " * 57 + "b + c - d * e 1. f # g " * 9).splitlines()
     assert len(lines) > 2
     assert [line for line in lines if re.match(r"([-+*#>]|\d+\.) ", line)] == []
 
 
-def test_long_signatures_are_broken_at_their_parameters(tool: ModuleType) -> None:
+def test_long_signatures_are_broken_at_their_parameters() -> None:
     """A parameter per line, with the commas inside of types left alone."""
     line = f"name({'first: dict[str, int] = {}, ' * 4}second: Tensor) -> tuple[Tensor, Tensor]"
-    assert tool.broken(line).splitlines()[-2:] == ["    second: Tensor,", ") -> tuple[Tensor, Tensor]"]
-    assert tool.broken(line).splitlines()[1] == "    first: dict[str, int] = {},"
-    assert tool.broken("name(x)") == "name(x)"
+    assert broken(line).splitlines()[-2:] == ["    second: Tensor,", ") -> tuple[Tensor, Tensor]"]
+    assert broken(line).splitlines()[1] == "    first: dict[str, int] = {},"
+    assert broken("name(x)") == "name(x)"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import json
 import re
@@ -13,7 +12,7 @@ from pathlib import Path
 import click
 import opgraft
 import pytest
-import tomllib
+import reference_pages
 from opgraft import errors, ops
 from opgraft.binding.measurements import SCHEMA as TUNING
 from opgraft.cli import cli as root
@@ -119,15 +118,18 @@ def test_schemas_are_those_that_commands_print() -> None:
     assert set(re.findall(r"`(opgraft\.[a-z.]+/\d+)`", text_of("cli"))) == printed
 
 
-def test_every_setting_is_an_option_and_a_row() -> None:
-    """The table of settings is the declaration, as the tool writes it; each is an option of commands."""
+def test_what_is_generated_is_current() -> None:
+    """Tables of settings, hooks, platforms, errors and options are their registries, docstrings those of the code."""
+    pages = reference_pages.all_pages()
+    changed = [path.name for path, text in pages.items() if not path.exists() or path.read_text("utf-8") != text]
+    assert changed == [], "renew them by 'make reference-pages'"
+    assert set((REFERENCE / "python").glob("*.md")) <= set(pages)
+    assert (REFERENCE / "python/opgraft.md").read_text("utf-8").count("\n## ") > 60
+
+
+def test_every_setting_is_an_option() -> None:
+    """The rows of the table are the settings, and each is an option of commands."""
     assert names("settings", "setting") == list(FIELDS)
-    spec = importlib.util.spec_from_file_location("settings_page", REPOSITORY / "tools/settings_page.py")
-    assert spec is not None
-    assert spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    assert tool.page(text_of("settings")) == text_of("settings"), "run 'make settings-page'"
     options = {option for parameter in COMMANDS["opgraft detect"].params for option in parameter.opts}
     assert {f"--{name}" for name in FIELDS} <= options
 
@@ -136,16 +138,6 @@ def test_every_variable_is_a_row() -> None:
     """The variables of both tables are those that are read."""
     of_settings = [code(row[3]) for row in rows_of("settings", "setting")]
     assert sorted([*of_settings, *names("settings", "variable")]) == sorted(VARIABLES)
-
-
-def test_every_hook_is_a_row_with_its_arguments() -> None:
-    """The hooks of the table are those that are specified, called as they are specified."""
-    specified = {
-        f"{name}({', '.join(inspect.signature(hook).parameters)})"
-        for name, hook in vars(hookspecs).items()
-        if name.startswith("opgraft_")
-    }
-    assert set(names("hooks", "hook")) == specified
 
 
 def test_every_hook_has_an_example() -> None:
@@ -195,18 +187,6 @@ def test_every_member_of_the_contracts_is_described(cls: type) -> None:
             assert parameters == parameters_of(getattr(cls, name)), name
 
 
-def test_every_error_is_a_row_with_its_exit_code_and_base() -> None:
-    """The table of errors has each class, what else it is, and what the command line ends with."""
-    rows = {code(row[0]): row for row in rows_of("errors", "error")}
-    classes = {n: c for n, c in vars(errors).items() if isinstance(c, type) and issubclass(c, errors.OpgraftError)}
-    assert sorted(rows) == sorted(classes)
-    for name, cls in classes.items():
-        _, also, exit_code, _ = rows[name]
-        others = [base.__name__ for base in cls.__bases__ if base not in (errors.OpgraftError, Exception)]
-        assert re.findall(r"`([^`]+)`", also) == others, name
-        assert int(exit_code) == cls.exit_code, name
-
-
 def test_exit_codes_are_those_of_errors() -> None:
     """Every exit code that an error has is in the table of the command line."""
     listed = {int(row[0]) for row in rows_of("cli", "code")}
@@ -243,18 +223,6 @@ def test_every_exported_class_of_ops_is_mentioned() -> None:
     """The page names each class of opgraft.ops."""
     bases = ("CustomOp", "PluggableLayer", "maybe_get_oot_by_class")
     assert [name for name in ops.__all__ if name not in bases and f"`{name}" not in text_of("ops")] == []
-
-
-def test_every_built_in_platform_is_a_row() -> None:
-    """The platforms of the table are those that opgraft itself offers, each with its priority."""
-    pyproject = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
-    points = pyproject["project"]["entry-points"]["opgraft.platforms"]
-    rows = {code(row[0]): row for row in rows_of("platforms", "platform")}
-    assert sorted(rows) == sorted(points)
-    for name, value in points.items():
-        module, _, attribute = value.partition(":")
-        spec = getattr(pytest.importorskip(module), attribute)
-        assert int(rows[name][3]) == spec.priority
 
 
 @pytest.mark.parametrize("part", ["models", "distributed"])

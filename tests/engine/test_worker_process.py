@@ -284,6 +284,7 @@ def test_a_killed_process_is_told_and_nothing_hangs(folder: Path) -> None:
     core.add([Request("a", prompts(5)[0], SamplingParams(max_tokens=9))])
     assert isinstance(core.executor, ProcessExecutor)
     os.kill(pid(core.executor), signal.SIGKILL)
+    os.waitid(os.P_PID, pid(core.executor), os.WEXITED | os.WNOWAIT)  # it may answer until the signal has reached it
     (news,) = core.step()
     assert news.finish_reason == "error"
     assert "the process of the worker has ended, with the status -9" in str(news.error)

@@ -6,7 +6,7 @@ from faults.planting import PLUGIN
 
 HEAD = """
 import opgraft, os, torch
-from opgraft.ops import GELU, GeluAndMul, ReLUSquaredActivation, RMSNorm, SiluAndMul
+from opgraft.ops import FatreluAndMul, GELU, GeluAndMul, QuickGELU, ReLUSquaredActivation, RMSNorm, SiluAndMul
 platforms = "any"
 """
 
@@ -65,6 +65,21 @@ FINDINGS: dict[str, tuple[str, str, int]] = {
     "a check of needs that raises": (
         kernel("ReLUSquaredActivation", "return x", mark="@opgraft.needs(lambda: 1 / 0)"),
         "its needs() check raised ZeroDivisionError",
+        1,
+    ),
+    "a switch that raises": (
+        kernel("QuickGELU", "return x", mark="enabled = classmethod(lambda cls: 1 / 0)"),
+        "Acme is disabled: its enabled() raised ZeroDivisionError",
+        1,
+    ),
+    "a condition that raises": (
+        kernel("RMSNorm", NATIVE, ", priority=9, when=lambda platform: 1 / 0"),
+        "is never used: its when= condition raised ZeroDivisionError",
+        1,
+    ),
+    "a constructor that raises": (
+        kernel("FatreluAndMul", "return x", mark="__init__ = lambda self, *_, **__: 1 / 0"),
+        "raised ZeroDivisionError",
         1,
     ),
     "a kernel that raises": (

@@ -61,7 +61,7 @@ FILES = {
 SMALL = "mkdir small && unshare -rm bash -c 'mount -t tmpfs -o size=8k small small; cat /dev/zero > small/all; {}'"
 """A folder whose disk is full; ``cat`` says so."""
 
-PROBED = "acme: looked at"
+PROBED = "at acme_device:SPEC: looked at"
 LOCK = "plugins lock --output"
 
 LIMITS = {
@@ -73,14 +73,14 @@ LIMITS = {
             f"{LOCK} lock": (0, "written to lock"),
         },
     ),
-    "few files": ("ulimit -n 24; {}", {"detect": (0, PROBED), "plugins list": (0, "acme")}),
+    "few files": ("ulimit -n 24; {}", {"detect --all": (0, PROBED), "plugins list": (0, "acme")}),
     "no file of any size": (
         "ulimit -f 0; {}",
-        {"detect": (0, PROBED), f"{LOCK} lock": (2, "the lockfile lock cannot be written: File too large")},
+        {"detect --all": (0, PROBED), f"{LOCK} lock": (2, "the lockfile lock cannot be written: File too large")},
     ),
     "a full folder for temporary files": (
         SMALL.replace("{}", "TMPDIR=$PWD/small {}"),
-        {"detect": (0, PROBED), "plugins doctor": (0, "nothing wrong"), f"{LOCK} lock": (0, "written to lock")},
+        {"detect --all": (0, PROBED), "plugins doctor": (0, "nothing wrong"), f"{LOCK} lock": (0, "written to lock")},
     ),
     "a full folder for what is kept": (
         SMALL.replace("{}", "XDG_STATE_HOME=$PWD/small XDG_CACHE_HOME=$PWD/small {}"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -16,6 +17,7 @@ RUN = ("run", "{model}", "the cat")
 PLAN = ("plan", "{model}", "--devices", "2", "--device", "h100")
 CHAT = ("chat", "{model}")
 SERVE = ("serve", "{model}", "--port", "0")
+VERIFY = ("verify", "{model}")
 
 
 def configured(file: str = "config.json", **values: object) -> Harm:
@@ -77,6 +79,16 @@ def more_words(folder: Path) -> None:
     path.write_text(json.dumps(content))
 
 
+def larger_than_memory(folder: Path) -> None:
+    """Put 2 TB, which take no room, in the place of the weights."""
+    header = {"model.embed_tokens.weight": {"dtype": "F32", "shape": [1 << 34, 32], "data_offsets": [0, 1 << 41]}}
+    text = json.dumps(header).encode()
+    configured(vocab_size=1 << 34)(folder)
+    with (folder / "model.safetensors").open("wb") as weights:
+        weights.write(struct.pack("<Q", len(text)) + text)
+        weights.truncate(8 + len(text) + (1 << 41))
+
+
 NORM = "model.norm.weight"
 WORD = "</s>"
 HOSTILE = "ev\x1b[31m\u202eil\nFORGED: \0"
@@ -135,6 +147,7 @@ CONTENTS: Mapping[str, tuple[Harm, str]] = {
     "bits for weights": (each(lambda tensor: tensor > 0, "mlp"), "has torch.bool"),
     "complex weights": (each(lambda tensor: tensor.to(torch.complex64), NORM), "has torch.complex64"),
     "weights that are no numbers": (each(lambda tensor: tensor * torch.nan), "logits are NaN"),
+    "more weights than memory": (larger_than_memory, "model."),  # cannot be mapped, or others are missing
     "weights that are pipes": (
         instead("model.safetensors", os.mkfifo),
         "model.safetensors is no whole safetensors file (it is no regular file)",
@@ -145,6 +158,11 @@ CONTENTS: Mapping[str, tuple[Harm, str]] = {
     "a tokenizer that is a device": (instead("tokenizer.json", to_zero), "cannot load the tokenizer"),
     "a tokenizer that is a folder": (instead("tokenizer.json", Path.mkdir), "cannot load the tokenizer"),
     "a tokenizer of more words than the model": (configured(vocab_size=8), "take the config of these weights"),
+    "an end beyond the vocabulary": (
+        configured("generation_config.json", eos_token_id=[2, 99]),
+        "eos_token_id 99 is no token of the model, whose vocabulary has 16",
+    ),
+    "an end below none": (configured("generation_config.json", eos_token_id=-1), "eos_token_id -1 is no token of the"),
     "an end in words": (
         configured("generation_config.json", eos_token_id=WORD),
         "eos_token_id is '</s>', expected a token id",
@@ -160,6 +178,32 @@ CONTENTS: Mapping[str, tuple[Harm, str]] = {
     ),
 }
 """Faults in what is read after that, which a plan goes without."""
+
+PAST_A_SERVER = ("a word without a row", "a template that is torn")
+"""Those of ``CONTENTS`` that concern some requests only, which a server refuses one by one."""
+
+SETTINGS: Mapping[tuple[str, ...], str] = {
+    ("--temperature", "nan"): "temperature is nan",
+    ("--temperature", "inf"): "temperature is inf",
+    ("--temperature", "-1"): "-1.0 is not in the range",
+    ("--temperature", "0.0001"): "temperature is 0.0001",
+    ("--temperature", "hot"): "'hot' is not a valid float",
+    ("--max-tokens", "0"): "0 is not in the range",
+    ("--max-tokens", "1.5"): "'1.5' is not a valid integer",
+    ("--model.max_model_len", "2049"): "made for contexts of up to 2048 tokens",
+    ("--model.max_model_len", "0"): "use an integer at least 1",
+    ("--model.seed", "-1"): "use an integer at least 0",
+    ("--model.seed", "9" * 25): "use an integer at least 0 and at most 9223372036854775807",
+    ("--model.dtype", "float8"): "use one of auto",
+    ("--load.device", "nowhere"): "load.device is 'nowhere', which torch cannot use here",
+    ("--load.device", "cuda:99"): "load.device is 'cuda:99', which torch cannot use here",
+    ("--cache.num_blocks", "0"): "use an integer at least 1",
+    ("--cache.num_blocks", str(10**12)): "the cache of 1,000,000,000,000 blocks",
+    ("--cache.memory_bytes", "1"): "the cache has room for 0 blocks",
+    ("--cache.memory_share", "2"): "use a number above 0 and at most 1",
+    ("--quantization.method", "acme"): "no quantization is called 'acme'",
+}
+"""Settings out of range, and what is told of them."""
 
 EMBEDS = ("run", "{model}", "the cat")
 ENCODERS: Mapping[str, tuple[Harm, str]] = {
@@ -190,6 +234,10 @@ INPUTS: Mapping[str, tuple[Harm, str]] = {
     "UTF-16": (file("the cat".encode("utf-16")), "is not UTF-8"),
     "Latin-1": (file(b"caf\xe9\n"), "is not UTF-8"),
     "too many bytes": (larger_than_any, "has more than 67,108,864 bytes"),
+    "more lines than anybody waits for": (
+        file(b"a\n" * 1_048_577),
+        "has 1,048,577 lines, more than 1,048,576: split it",
+    ),
     "a line longer than the model": (file(b"the cat " * 5000), "2048"),
 }
 """Files of input, and what is told of them."""

@@ -15,10 +15,12 @@ import torch
 from conftest import Site
 from opgraft import functional
 from opgraft.cli import cli
+from opgraft.cli.plugins_doctor import found
 from opgraft.errors import OpgraftError
 from opgraft.ops import RMSNorm
 from opgraft.plugins.host import load_plugins
 from opgraft.state import host_state
+from opgraft.text import printable
 
 GOOD = """
 import opgraft
@@ -107,6 +109,11 @@ def others_are_as_they_were(alone: dict[str, Any]) -> None:
     """Load the plugins; the one that is in order serves its op as it does ``alone``."""
     assert of_brix() == alone
     assert alone["class"] == "BrixRMSNorm"
+
+
+def doctor_finds() -> list[str]:
+    """What the doctor finds of what this process has loaded, the checks of kernels aside."""
+    return [printable(str(finding)) for finding in found(host_state().plugins.values(), loaded=False)]
 
 
 def status_of(name: str) -> str | None:

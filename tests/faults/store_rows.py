@@ -24,22 +24,36 @@ def huge(path: Path) -> None:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "empty": (content(b""), "it is not as it was written"),
-    "torn": (lambda path: path.write_bytes(path.read_bytes()[:-10]), "it is not as it was written"),
-    "edited": (lambda path: path.write_bytes(path.read_bytes().replace(b"1", b"2")), "it is not as it was written"),
-    "binary": (content(b"\xff\xfe\0\n{}"), "can't decode"),
-    "zeros": (content(b"\0" * 4096), "it is not as it was written"),
-    "of another time": (with_digest(b'{"results": []}'), "unexpected keyword argument"),
-    "a list": (with_digest(b"[]"), "must be a mapping"),
-    "no JSON": (with_digest(b"{"), "JSONDecodeError"),
-    "nested": (with_digest(b"[" * 100_000), "RecursionError"),
-    "too large": (huge, "larger than 16,777,216 bytes"),
+    "empty": (content(b""), ""),
+    "torn": (lambda path: path.write_bytes(path.read_bytes()[:-10]), ""),
+    "binary": (content(b"\x80\x81{}"), "ecode"),  # codec can't decode, or UnicodeDecodeError
+    "zeros": (content(b"\0" * 4096), ""),
+    "a list": (content(b"[]"), ""),
+    "text": (content(b'"text"'), ""),
+    "no JSON": (content(b"{"), ""),
+    "nested": (content(b"[" * 30_000), "ecursion"),
+    "too large": (huge, "it is larger than"),
+}
+"""What a file of opgraft's own may hold, and words that are told of that, whichever file it is."""
+
+NO_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pipe": (os.mkfifo, "no regular file"),
     "a device": (lambda path: path.symlink_to("/dev/zero"), "no regular file"),
     "a folder": (Path.mkdir, "Is a directory"),
     "a link to itself": (lambda path: path.symlink_to(path), "symbolic links"),
 }
-"""Files in the place of a kept result of the doctor, and words that are told of them."""
+"""Things in the place of such a file, and words likewise."""
+
+ALL = {**BROKEN, **NO_FILES}
+
+SIGNED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "edited": (lambda path: path.write_bytes(path.read_bytes().replace(b"1", b"2")), "it is not as it was written"),
+    "of another time": (with_digest(b'{"results": []}'), "unexpected keyword argument"),
+    "a list with its digest": (with_digest(b"[]"), "must be a mapping"),
+    "no JSON with its digest": (with_digest(b"{"), "JSONDecodeError"),
+    "nested, with its digest": (with_digest(b"[" * 100_000), "RecursionError"),
+}
+"""Likewise of a kept result of the doctor, which begins with a digest."""
 
 WRITERS: dict[str, tuple[str, str]] = {
     "a lockfile": (

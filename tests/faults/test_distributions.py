@@ -7,12 +7,12 @@ import sys
 import opgraft
 import pytest
 from faults.distribution_rows import ROWS
-from faults.planting import answer, in_time, others_are_as_they_were, status_of
+from faults.planting import answer, doctor_finds, in_time, others_are_as_they_were, status_of
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_distributions(site, capsys, alone, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """What is wrong is told in one line that names who it is; what is installed in order is found all the same."""
+    """What is wrong is told in one line that names who it is, by the doctor too; what is in order is found."""
     plant, words, status = ROWS[name]
     plant(site, monkeypatch)
     try:
@@ -23,7 +23,10 @@ def test_distributions(site, capsys, alone, monkeypatch: pytest.MonkeyPatch, nam
         assert (code, status_of("acme")) == (0, status)
         told = [line for line in listed.splitlines() if line.startswith("ignored: ")]
         assert bool(told) == bool(words), listed
+        findings = doctor_finds()
+        assert bool(findings) == bool(words), findings
         for part in words:
             assert any(part in line for line in told), listed
+            assert any(part in line for line in findings), findings
     finally:
         sys.modules.pop("acme", None)

@@ -8,16 +8,30 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import click
 import opgraft
 import pytest
-from faults.model_rows import CHAT, CONFIGS, CONTENTS, EMBEDS, ENCODERS, INPUTS, PLAN, RUN, SERVE
+from faults.model_rows import (
+    CHAT,
+    CONFIGS,
+    CONTENTS,
+    EMBEDS,
+    ENCODERS,
+    INPUTS,
+    PAST_A_SERVER,
+    PLAN,
+    RUN,
+    SERVE,
+    SETTINGS,
+    VERIFY,
+)
 from faults.planting import in_time
-from opgraft.cli import chat, plan, run
+from opgraft.cli import chat, plan, run, verify
 from opgraft.errors import OpgraftError
 from opgraft.text import printable
 from small_words import word_llama, word_tokenizer
 
-COMMANDS = {"chat": chat.command, "plan": plan.command, "run": run.command}
+COMMANDS = {"chat": chat.command, "plan": plan.command, "run": run.command, "verify": verify.command}
 BLOCKS = ("--cache.num_blocks", "300")
 LONGEST = 4000  # characters of a message that anybody reads
 
@@ -51,10 +65,11 @@ def expect_refused(capfd, command: Sequence[str], words: str) -> None:
     """The command ends with exit code 2 and one line, and shows neither an answer nor a warning."""
     opgraft.reset()
     capfd.readouterr()
-    with in_time(), pytest.raises(OpgraftError) as refused:
+    with in_time(), pytest.raises((OpgraftError, click.ClickException)) as refused:
         COMMANDS[command[0]].main(command[1:], standalone_mode=False)
-    said = str(refused.value)
-    assert refused.value.exit_code == 2, said
+    error = refused.value
+    said = error.format_message() if isinstance(error, click.ClickException) else str(error)
+    assert error.exit_code == 2, said
     assert words in said
     assert (printable(said), said[:LONGEST]) == (said, said)
     printed = capfd.readouterr()
@@ -68,15 +83,25 @@ def test_configs(capfd, llama: Path, tmp_path: Path, name: str) -> None:
     harm, words = CONFIGS[name]
     folder = copied(llama, tmp_path)
     harm(folder)
-    for command in (RUN, PLAN, CHAT):
+    for command in (RUN, PLAN, CHAT, VERIFY):
         expect_refused(capfd, [part.format(model=folder) for part in command], words)
 
 
+@pytest.mark.parametrize("setting", SETTINGS, ids=" ".join)
+def test_settings(capfd, llama: Path, setting: tuple[str, ...]) -> None:
+    """Nothing is answered by settings out of range."""
+    for command in (RUN, CHAT):
+        expect_refused(capfd, [*(part.format(model=llama) for part in command), *setting], SETTINGS[setting])
+
+
+IN_A_SERVER = {name: row for name, row in {**CONFIGS, **CONTENTS}.items() if name not in PAST_A_SERVER}
+
+
 @pytest.mark.faults
-@pytest.mark.parametrize("name", ["a million layers", "a hostile type", "a rope that nobody knows"])
-def test_configs_of_a_server(cli, llama: Path, tmp_path: Path, name: str) -> None:
-    """Nor does a server, which is a process of its own, as what it logs is for its own log."""
-    harm, words = CONFIGS[name]
+@pytest.mark.parametrize("name", IN_A_SERVER)
+def test_a_server(cli, llama: Path, tmp_path: Path, name: str) -> None:
+    """Nor does a server begin, which is a process of its own, as what it logs is for its own log."""
+    harm, words = IN_A_SERVER[name]
     folder = copied(llama, tmp_path)
     harm(folder)
     served = cli(*(part.format(model=folder) for part in SERVE))

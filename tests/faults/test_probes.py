@@ -8,7 +8,7 @@ import sys
 
 import opgraft
 import pytest
-from faults.planting import in_time
+from faults.planting import doctor_finds, in_time
 from faults.probe_rows import ROWS, SECRETS
 from opgraft.decision import Candidate
 from opgraft.machine.machine import Machine
@@ -40,6 +40,9 @@ def test_probes(site, name: str) -> None:
     probe, words, counts = ROWS[name]
     acme, told = decided(site, probe)
     assert words in printable(acme.reason)
+    findings = doctor_finds()
+    assert bool(findings) != counts or not words, findings
+    assert counts or any(words in line and "acme" in line for line in findings)
     if words:
         assert (acme.evidence is not None) == counts
     assert [line for line in told.splitlines() if printable(line) != line or len(line) > LONGEST] == []

@@ -6,31 +6,118 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import opgraft
 import pytest
 from faults.planting import PLUGIN, in_time
-from faults.store_rows import BROKEN, WRITERS
+from faults.store_rows import ALL, NO_FILES, SIGNED, WRITERS
+from opgraft import CompilationConfig, OpgraftConfig, set_config
+from opgraft.binding.measurements import Measured, Timed
 from opgraft.cli import kept_results
+from opgraft.compilation.cache import CompilationCache
+from opgraft.decision import Provider
+from opgraft.errors import CacheEntryError, ConfigError
+from opgraft.ops import ReLUSquaredActivation
+from opgraft.plugins import locking, quarantine
+from opgraft.state import host_state
+from opgraft.testing.tuning import ProfileFile
+from opgraft.text import printable
 
 WHOLE = 100_000
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_kept_result_that_is_none(caplog, name: str) -> None:
-    """It does not count, a warning names it, and the next one takes its place where that can be."""
+def told_of_a_lockfile(path: Path) -> str:
+    with set_config(OpgraftConfig(lockfile=str(path))), pytest.raises(ConfigError) as refused:
+        opgraft.load_plugins()
+    return str(refused.value)
+
+
+def told_of_measurements(path: Path) -> str:
+    with set_config(OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["auto"], tuning_file=str(path)))):
+        op = ReLUSquaredActivation()
+    return next(part.reason for part in op.decision.parts if part.subject == "measurement of relu2")
+
+
+def told_of_a_quarantine(_: Path) -> str:
+    opgraft.load_plugins()
+    assert host_state().plugins["acme"].status.value == "activated"
+    (finding,) = quarantine.findings()
+    return finding.message
+
+
+def told_of_an_entry(path: Path) -> str:
+    with pytest.raises(CacheEntryError) as refused:
+        CompilationCache(path.parent.parent, 1 << 20).read(path.parent.name)
+    return f"{refused.value} {path}"
+
+
+def written(folder: Path) -> dict[str, tuple[Path, Callable[[Path], str]]]:
+    """Write files of opgraft's own; returns where it is, and what tells of it when it is read."""
+    states, key = Path(os.environ["XDG_STATE_HOME"]) / "opgraft", "0" * 40
+    locking.write_rows(folder / "opgraft.lock", [locking.Locked("acme", "1.0", "00", False, ())])
+    timed = tuple(Timed(name, Provider(name, "1"), "kernel", {"shape": 1.0}) for name in ("opgraft", "native"))
+    ProfileFile(folder / "tuning.json").add({"relu2": Measured("native", 1, "today", timed)})
+    quarantine.confine(Provider("acme", "1.0"), "it crashed")
+    cache = CompilationCache(folder / "cache", 1 << 20)
+    with cache.locked(key), cache.written(key) as (entry, _):
+        (entry / "code").write_bytes(b"code" * 10)
+    return {
+        "a lockfile": (folder / "opgraft.lock", told_of_a_lockfile),
+        "measurements": (folder / "tuning.json", told_of_measurements),
+        "a record of a quarantine": (states / "quarantine/acme.json", told_of_a_quarantine),
+        "an entry of the cache": (cache.folder / key / "sums.json", told_of_an_entry),
+        "code in the cache": (cache.folder / key / "code", told_of_an_entry),
+    }
+
+
+JSON = ("a lockfile", "measurements", "a record of a quarantine", "an entry of the cache")
+FILES = [(name, kind) for name in JSON for kind in ALL] + [("code in the cache", kind) for kind in NO_FILES]
+BRIEFLY = ("torn", "a pipe")
+"""Kinds that are asked of each file whenever tests run."""
+
+
+def put(path: Path, make: Callable[[Path], object]) -> None:
+    """Make a file anew, or something else in its place."""
+    try:
+        make(path)
+    except FileExistsError:
+        path.unlink()
+        make(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [pytest.param(*row, marks=[] if row[1] in BRIEFLY else [pytest.mark.faults]) for row in FILES],
+)
+def test_a_file_that_is_none(site, caplog, tmp_path: Path, name: str, kind: str) -> None:
+    """It does not count: what is told names it and the fault in one line, and nobody waits for it."""
+    site.plugin("acme", PLUGIN)
+    path, tell = written(tmp_path)[name]
+    opgraft.reset()
+    make, words = ALL[kind]
+    put(path, make)
+    with in_time():
+        said = " ".join((tell(path), *caplog.messages))
+    assert str(path) in said
+    assert words in said
+    assert printable(said) == said
+
+
+@pytest.mark.parametrize("kind", [*ALL, *SIGNED])
+def test_a_kept_result_that_is_none(caplog, kind: str) -> None:
+    """A warning names it, and the next one takes its place where that can be."""
     kept_results.keep("acme", {"number": 1})
     path = Path(os.environ["XDG_STATE_HOME"]) / "opgraft/doctor/acme.json"
-    make, words = BROKEN[name]
-    if make in (os.mkfifo, Path.mkdir) or "link" in name or "device" in name:
-        path.unlink()
-    make(path)
+    make, words = {**ALL, **SIGNED}[kind]
+    put(path, make)
     with in_time():
         assert kept_results.look_up("acme") is None
         (told,) = caplog.messages
         kept_results.keep("acme", {"number": 3})
     assert f"the kept result {path} cannot be used and is made anew: " in told
-    assert words in told
+    assert words in told or kind == "nested"  # where it is not read, as its digest is wrong
     if path.is_file() and not path.is_symlink():
         kept = kept_results.look_up("acme")
         assert kept is not None

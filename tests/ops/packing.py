@@ -44,7 +44,8 @@ def record_calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 def use_tables(monkeypatch: pytest.MonkeyPatch, packed: packed_linear.Table, direct: packed_linear.Table) -> None:
-    """Have oneDNN compute where these say, over packed weights and over plain ones."""
+    """Have oneDNN compute where these say, over weights that are packed at once, and over plain ones."""
+    monkeypatch.setattr(packed_linear._COPIES, "after", 0)
     monkeypatch.setattr(packed_linear, "PACKED", packed)
     monkeypatch.setattr(packed_linear, "DIRECT", direct)
     monkeypatch.setattr(packed_linear, "ranges_for", _RANGES_FOR)

@@ -226,6 +226,19 @@ def test_a_weight_is_packed_once(calls: Calls) -> None:
     assert calls.count("pack") == 1
 
 
+def test_a_weight_is_packed_once_calls_make_up_for_it(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first calls read the weight as it is, and are as right; a write to it makes them the first ones again."""
+    monkeypatch.setattr(packed_linear._COPIES, "after", 2)
+    op = make()
+    for _ in range(2):
+        for packed in (0, 0, 1, 1):
+            check(op(x := torch.randn(4, 13)), x, op)
+            assert calls.count("pack") == packed
+        with torch.no_grad():
+            op.weight.mul_(2)
+        calls.clear()
+
+
 def test_packed_weights_go_with_their_parameters(calls: Calls) -> None:
     """When a model is gone, so is all that was kept of it, gate and up of a gated MLP too."""
     gc.collect()  # of what other tests left

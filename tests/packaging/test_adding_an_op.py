@@ -79,6 +79,7 @@ import pytest
 from opgraft.cli import cli
 
 {USE.strip()}
+sys.path.insert(0, "tools")  # where tools find each other
 runpy.run_path("tools/op_pages.py", run_name="__main__")
 status = pytest.main(sys.argv[1:])
 for question in ("list",), ("explain", "softsign"):

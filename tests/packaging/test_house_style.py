@@ -272,25 +272,6 @@ def test_files_and_functions_fit_a_reader() -> None:
     assert {name: length for name, length in lengths.items() if length > 50} == {}
 
 
-def test_the_teaching_plugin_is_short() -> None:
-    """The toy NPU has fewer than 150 lines of code, blank lines, comments and docstrings apart."""
-    lines = 0
-    for path in (REPOSITORY / "reference_plugins/opgraft-toy-npu/src").rglob("*.py"):
-        told = {number for node in ast.walk(tree_of(path)) if is_text(node) for number in span(node)}
-        code = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        lines += sum(number not in told and line.lstrip()[:1] not in ("", "#") for number, line in code)
-    assert 100 < lines < 150
-
-
-def is_text(node: ast.AST) -> bool:
-    """Whether a statement is a docstring, or text below a name that tells of it."""
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-
-
-def span(node: ast.AST) -> range:
-    return range(node.lineno, node.end_lineno + 1)  # type: ignore[attr-defined]  # a statement has both
-
-
 def test_docstrings_come_to_the_point() -> None:
     """No docstring but of tests, which make claims, opens with a question word, "That", "Those" or "The one"."""
     code = [path for path in (*SHIPPED, *OURS) if not path.is_relative_to(REPOSITORY / "tests")]

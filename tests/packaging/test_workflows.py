@@ -36,6 +36,12 @@ def test_each_reference_plugin_has_a_job() -> None:
     assert all((PLUGINS / f"opgraft-{name}/tests/test_conformance.py").is_file() for name in ("toy-npu", "cpu-kernels"))
 
 
+def test_a_change_builds_the_documentation() -> None:
+    """What a change must pass builds the site, and a warning of the build ends it."""
+    assert "\nmake docs\n" in (REPOSITORY / ".ci/run").read_text(encoding="utf-8")
+    assert "mkdocs build --strict" in (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+
+
 def test_wheels_are_built_of_what_is_there() -> None:
     """The folder that is built has the settings, and the paths in these lead to files."""
     (built,) = [step["run"].split()[1] for step in jobs()["wheels"]["steps"] if "cibuildwheel r" in step.get("run", "")]

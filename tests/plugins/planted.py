@@ -9,7 +9,9 @@ import math, threading
 import torch
 from torch.nn.functional import gelu, silu
 import opgraft
-from opgraft.ops import GELU, ApplyRotaryEmb, GatedMLP, GemmaRMSNorm, LayerNorm, RMSNorm, SiluAndMul
+from opgraft.ops import (
+    GELU, ApplyRotaryEmb, GatedMLP, GemmaRMSNorm, LayerNorm, Mixer2RMSNormGated, RMSNorm, SiluAndMul,
+)
 platforms = "any"
 
 def normed(x, eps, weight=None):
@@ -213,6 +215,18 @@ class Acme(RMSNorm):
         self.gamma = torch.nn.Parameter(torch.ones(args[0]))
     def forward_oot(self, x, residual=None):
         return self.forward_native(x, residual)
+""",
+    ),
+    "a weight that is loaded otherwise": Defect(
+        "mixer2_gated_rms_norm-state",
+        "weight, loaded by its weight_loader, has other values",
+        """
+@Mixer2RMSNormGated.register_oot
+class Acme(Mixer2RMSNormGated):
+    def weight_loader(self, param, loaded_weight):
+        param.data.copy_(loaded_weight[...] + 1)
+    def forward_oot(self, x, gate):
+        return self.forward_native(x, gate)
 """,
     ),
     "a copy that is no copy": Defect(

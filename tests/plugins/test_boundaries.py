@@ -69,7 +69,7 @@ def test_a_platform_that_raises_what_is_no_exception(site) -> None:
     source = "from opgraft.platforms.cpu.platform import CpuPlatform\nclass Odd(BaseException): pass\nraise Odd('no')\n"
     site.platform("acme", probe="return Evidence(True, 'here')", platform=source)
     assert opgraft.current_platform().name == "cpu"
-    (failure,) = host_state().platform_failures
+    (failure,) = host_state().platform_findings
     assert "cannot be used: Odd: no" in failure.message
 
 

@@ -150,13 +150,27 @@ def test_a_child_of_the_child_holds_nobody_up() -> None:
     assert ask_child(code, time_limit=8.0) == [1]
 
 
-def test_what_a_child_leaves_behind_ends_too() -> None:
+LEFT = {
+    "a process": "subprocess.Popen(['sleep', '60'], stdout=-3)",
+    "one of its own session": "subprocess.Popen(['sleep', '60'], stdout=-3, start_new_session=True)",
+    "one that nobody is the parent of": (
+        "subprocess.Popen(['setsid', 'sh', '-c', 'setsid sleep 60 & echo $! > {pid}'], stdout=-3)"
+    ),
+}
+"""Processes that code of others starts and leaves behind, each with 60 seconds to live."""
+
+
+@pytest.mark.parametrize("left", LEFT)
+def test_what_a_child_leaves_behind_ends_too(tmp_path: Path, left: str) -> None:
     """A process that it has started does not outlive its answer."""
+    pid = tmp_path / "pid"
     code = (
-        "import subprocess\nstarted = subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL).pid\n"
-        "with open(reply_to, 'w') as pipe: json.dump(started, pipe)"
+        f"import subprocess, time\nstarted = {LEFT[left].format(pid=pid)}\n"
+        + ("started.wait()\n" if "{pid}" in LEFT[left] else f"open({str(pid)!r}, 'w').write(str(started.pid))\n")
+        + "with open(reply_to, 'w') as pipe: json.dump(1, pipe)"
     )
-    started = ask_child(code, time_limit=20.0)
+    assert ask_child(code, time_limit=20.0) == 1
+    started = int(pid.read_text())
     wait_until(lambda: not _runs(started))
 
 
@@ -180,8 +194,16 @@ def test_what_a_child_does_to_its_parent(deed: str, status: int) -> None:
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == limits
 
 
+TAKES_MEMORY_LATE = """
+while int(open("/proc/self/schedstat").read().split()[1]) < 1.6e9: pass
+taken = b"x" * (64 << 20)
+while True: pass
+"""
+"""Takes memory when it has waited for a processor for more than half of three seconds."""
+
+
 def test_a_child_that_got_no_processor_is_not_to_blame() -> None:
-    """On one that others keep busy it is late, which is told, and no reason for quarantine."""
+    """On one that others keep busy it is late, which is told, and no reason for quarantine; to take memory is one."""
     processor = max(os.sched_getaffinity(0))
     pinned = f"import os; os.sched_setaffinity(0, {{{processor}}})\n"
     # In sessions of their own: a kernel that schedules by session would give them one share together.
@@ -190,32 +212,35 @@ def test_a_child_that_got_no_processor_is_not_to_blame() -> None:
     try:
         idle = run_child("import time; time.sleep(60)", time_limit=1.0)
         late = run_child(f"{pinned}os.nice(19)\nwhile True: pass", time_limit=3.0)
+        large = run_child(f"{pinned}os.nice(5)\n{TAKES_MEMORY_LATE}", time_limit=3.0, memory_limit=48 << 20)
     finally:
         for process in others:
             process.kill()
             process.wait()
     assert (idle.status, idle.starved, idle.died) == (None, False, True)
     assert (late.status, late.starved, late.died) == (None, True, False)
+    assert (large.status, large.starved, large.died, large.memory > 48 << 20) == (None, False, True, True)
 
 
 @pytest.mark.parametrize(
-    ("end", "deed"),
+    ("end", "deed", "session"),
     [
-        ("SIGINT", "import time; time.sleep(60)"),
-        ("SIGTERM", "import time; time.sleep(60)"),
-        ("SIGHUP", "import time; time.sleep(60)"),
-        ("SIGKILL", "import time; time.sleep(60)"),
-        ("SIGKILL", "import itertools; sum(itertools.repeat(0))"),
+        ("SIGINT", "import time; time.sleep(60)", False),
+        ("SIGTERM", "import time; time.sleep(60)", True),
+        ("SIGHUP", "import time; time.sleep(60)", False),
+        ("SIGKILL", "import time; time.sleep(60)", True),
+        ("SIGKILL", "import itertools; sum(itertools.repeat(0))", False),
     ],
 )
-def test_a_child_ends_with_its_parent(tmp_path: Path, end: str, deed: str) -> None:
+def test_a_child_ends_with_its_parent(tmp_path: Path, end: str, deed: str, session: bool) -> None:
     """It has a session of its own, and would go on where its parent is ended in any way; so would what it started.
 
     No thread of it can run while it is in a function of C.
     """
     trace = tmp_path / "pids"
     code = (
-        f"import subprocess; os.mkfifo({str(trace)!r}); started = subprocess.Popen(['sleep', '60']).pid; "
+        f"import subprocess; os.mkfifo({str(trace)!r}); "
+        f"started = subprocess.Popen(['sleep', '60'], start_new_session={session}).pid; "
         f"open({str(trace)!r}, 'w').write(f'{{os.getpid()}} {{started}}'); {deed}"
     )
     parent = f"from opgraft.machine.child import run_child; run_child({code!r}, time_limit=50)"

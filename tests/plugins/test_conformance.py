@@ -15,19 +15,9 @@ from opgraft.errors import ConfigError
 from opgraft.ops import GELU, RMSNorm
 from opgraft.state import host_state
 from opgraft.testing import isolated_host
-from opgraft.testing.check_table import CHECKS, OF_PLATFORM, OF_PLUGIN
-from opgraft.testing.conformance import LOADING, Conformance, Outcome, alone
-
-PLUGINS = Path(__file__).parents[2] / "reference_plugins"
-
-
-def own_tests(python: str, plugin: str, site: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run a plugin's own tests, as its author does who has it installed."""
-    warm = ("-W", "ignore:Module already imported")  # so that pytest cannot rewrite its assertions
-    folder = str(PLUGINS / plugin / "tests")
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *warm, folder, *options]
-    environ = {**os.environ, "PYTHONPATH": str(site)}
-    return subprocess.run(command, env=environ, cwd=PLUGINS.parent, capture_output=True, text=True, check=False)
+from opgraft.testing.check_table import SUMMARIES
+from opgraft.testing.conformance import Conformance, Outcome, alone
+from plugins.own_tests import PLUGINS, own_tests
 
 
 @pytest.mark.parametrize("options", [("--opgraft-brief",), pytest.param((), marks=pytest.mark.slow)])
@@ -43,6 +33,30 @@ def test_a_test_file_of_the_kit_is_short() -> None:
     """A plugin's whole test file is under 20 lines."""
     for file in PLUGINS.glob("*/tests/test_conformance.py"):
         assert len(file.read_text(encoding="utf-8").splitlines()) < 20
+
+
+FAILING = """
+import torch
+from opgraft.ops import GELU
+def test_op():
+    GELU()(torch.ones(2))
+def test_nothing_of_ours():
+    assert False
+"""
+
+
+def test_pytest_tells_which_op_raised(site, tmp_path: Path, warm_python: str) -> None:
+    """The report of a test that failed has a section with op, provider and setting, where an op raised."""
+    site.plugin("acme", WRONG.replace("torch.nn.functional.gelu(input.detach())", "input.nothing"))
+    (tmp_path / "test_ops.py").write_text(FAILING)
+    environ = {**os.environ, "PYTHONPATH": str(site.folder), "COLUMNS": "200", "OPGRAFT_PLUGINS": "acme"}
+    command = [warm_python, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    ended = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
+    sections = re.findall(r"-+ opgraft -+\n(.*)\n", ended.stdout)
+    assert ended.returncode == 1
+    assert len(sections) == 1, ended.stdout
+    assert sections[0].startswith("raised in op gelu, by AcmeGELU.forward_oot of acme 1.0 at ")
+    assert "OPGRAFT_PROVIDERS=gelu=native" in sections[0]
 
 
 def test_pytest_starts_without_torch(tmp_path: Path) -> None:
@@ -237,11 +251,10 @@ def test_what_a_plugin_asserts_is_shown_harmlessly(site) -> None:
 
 
 def test_the_page_lists_the_checks() -> None:
-    """Each check of the kit is in the table of the how-to, and each name of the table is a check."""
+    """The table of the how-to has each check of the kit, in its words."""
     page = (PLUGINS.parent / "docs/how-to/check-a-plugin.md").read_text(encoding="utf-8")
-    rows = page.partition("| check | passing means |\n")[2].partition("\n\n")[0].splitlines()
-    names = [name for row in rows for name in re.findall("`([a-z]+)`", row.split("|")[1])]
-    assert sorted(names) == sorted([LOADING, *OF_PLUGIN, *OF_PLATFORM, *CHECKS])
+    rows = page.partition("| check | passing means |\n|---|---|\n")[2].partition("\n\n")[0].splitlines()
+    assert rows == [f"| `{name}` | {summary} |" for name, summary in SUMMARIES.items()]
 
 
 @pytest.mark.parametrize(
@@ -264,7 +277,7 @@ def test_a_plugin_that_does_not_load(site, wrong: str, check: str, reason: str) 
 
 def test_a_name_that_nothing_answers_to() -> None:
     """Asking about a plugin that is not installed is an error."""
-    with pytest.raises(ConfigError, match="no plugin 'akme' is installed"):
+    with pytest.raises(ConfigError, match="no plugin or platform 'akme' is installed"):
         Conformance("akme")
 
 

@@ -22,6 +22,7 @@ from opgraft.plugins.outcomes import findings_of
 from opgraft.plugins.process import ASPECTS, Definitions, look
 from opgraft.state import PluginRecord, PluginStatus, host_state
 
+POINTS = {"opgraft.plugins": ["acme = acme"]}
 (DEFINITIONS,) = (aspect for aspect in ASPECTS if isinstance(aspect, Definitions))
 
 
@@ -48,7 +49,7 @@ def test_a_change_that_meets_others_is_set_back(site, caplog, change: str, where
     json_module, definitions = sys.modules["json"], DEFINITIONS.read()
     load_plugins()
     assert states() == before
-    assert [each.what for each in DEFINITIONS.changes(definitions)] == []
+    assert [each.what for each in DEFINITIONS.changes(definitions, DEFINITIONS.read())] == []
     assert sys.modules["json"] is json_module
     assert not logging.getLogger("asyncio").disabled
     acme, brix = host_state().plugins["acme"], host_state().plugins["brix"]
@@ -206,6 +207,18 @@ def test_what_a_plugin_puts_in_front_goes_behind(site) -> None:
         assert "changed the order of sys.path while it was loaded: it was set back" in finding.message
     finally:
         sys.path[:] = path
+
+
+def test_what_a_plugin_brings_is_what_the_next_one_finds(site) -> None:
+    """A module that one has imported, and another replaces, is put back; who did it is named, and nobody else."""
+    site.install("acme", {"acme.py": "import acme_lib" + PLUGIN.format("pass"), "acme_lib.py": ""}, POINTS)
+    site.plugin("brix", IMPORTS + "sys.modules['acme_lib'] = sys" + PLUGIN.format("pass"))
+    site.plugin("cedar", PLUGIN.format("1 / 0"))
+    load_plugins()
+    assert sys.modules["acme_lib"].__name__ == "acme_lib"
+    findings = {name: [each.message for each in record.findings] for name, record in host_state().plugins.items()}
+    words = "plugin brix of brix 1.0 changed the module acme_lib while it was loaded: it was set back"
+    assert findings == {"acme": [], "brix": [words], "cedar": []}
 
 
 def test_a_plugin_that_fails_is_set_back_too(site) -> None:

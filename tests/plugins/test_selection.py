@@ -281,7 +281,7 @@ def test_an_entry_point_that_names_what_is_not_there(site) -> None:
     files = {"brix_device.py": "SPEC = None\n"}
     site.install("brix", files, {"opgraft.platforms": ["brix = brix_device:SPECC"]})
     opgraft.current_platform()
-    (finding,) = host_state().platform_failures
+    (finding,) = host_state().platform_findings
     assert "the entry point brix = brix_device:SPECC in opgraft.platforms names 'SPECC'" in finding.message
     assert "did you mean 'SPEC'?" in finding.message
     assert "importlib_metadata" not in finding.message

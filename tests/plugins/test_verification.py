@@ -125,6 +125,31 @@ def test_what_is_wrong_between_ops(site, wrong: str, reason: str) -> None:
     assert found.departure.place.reason.startswith(reason)
 
 
+class Deep(nn.Module):
+    """Two hundred norms in bfloat16, and a factor that no op applies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(32, eps=1e-6, dtype=torch.bfloat16) for _ in range(200))
+        self.factor = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm in self.norms:
+            x = x + norm(x) * 0.1
+        return x * self.factor
+
+
+@pytest.mark.parametrize(("factor", "departs"), [(1.0, False), (2.0, True)])
+def test_a_deep_model_may_not_be_off_by_anything(site, factor: float, departs: bool) -> None:
+    """Of many ops the roundings that are allowed add up as a random walk does, not one upon the other."""
+    model, x = Deep(), torch.randn(4, 32, dtype=torch.bfloat16)
+    grafted = copy.deepcopy(model)
+    graft(grafted)
+    grafted.factor = factor
+    found = verify(model, grafted, lambda _: [Step(lambda each: each(x))])
+    assert (found.departure is not None) == departs
+
+
 def test_a_call_that_raises_outside_of_the_model(site) -> None:
     """It is told, and is no success, although every module is within its tolerance."""
     model = nn.Sequential(nn.GELU())

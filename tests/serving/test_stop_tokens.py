@@ -15,7 +15,7 @@ from opgraft.serving.stop_tokens import stop_tokens
 
 def stops(path: Path, **metadata: Any) -> frozenset[int]:
     tokenizer, config = SimpleNamespace(eos_token_id=1), SimpleNamespace(eos_token_id=[1, 2])
-    return stop_tokens(tokenizer, config, Weights(path, {}, metadata))
+    return stop_tokens(tokenizer, config, Weights(path, {}, metadata), 200)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,14 @@ def test_ends_that_are_no_tokens(value: object, tmp_path: Path) -> None:
     """Other than ids are refused with the file's name."""
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}), "utf-8")
     with pytest.raises(CheckpointError, match=r"generation_config.json: eos_token_id is .*expected a token id"):
+        stops(tmp_path)
+
+
+@pytest.mark.parametrize("value", [200, [1, -1], 10**30])
+def test_ends_beyond_the_vocabulary(value: object, tmp_path: Path) -> None:
+    """No answer would ever have them."""
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}), "utf-8")
+    with pytest.raises(CheckpointError, match=r"is no token of the model, whose vocabulary has 200: take the files"):
         stops(tmp_path)
 
 

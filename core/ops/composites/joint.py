@@ -14,9 +14,10 @@ from typing import Any, TypeAlias
 import torch
 from opgraft.compat.hooks import hooks_on_every_module
 from opgraft.compat.packed_linear import version_of
+from opgraft.machine.memory import expect_huge_pages
 from opgraft.ops.composites.composite import Composite
 from opgraft.ops.linear.modules import Linear
-from opgraft.ops.linear.weight_cache import declaration, freeze, thaw
+from opgraft.ops.linear.weight_cache import declaration, declare_frozen, freeze, thaw
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils.dlpack import from_dlpack
@@ -202,12 +203,12 @@ def joint_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter] | No
         blocks = _bring_together(together, former, holder)
     if blocks is None:
         return None
-    for name, tensors in together.items():
+    for name in together:
         if name in former and blocks.get(name) is former[name]:
             holder._parameters[name] = former[name]
         _TOGETHER[keys[name]] = holder._parameters[name]
-        for tensor in (*tensors, holder._parameters[name]) if frozen else ():
-            freeze(tensor)
+    if frozen:
+        declare_frozen(tensor for name in together for tensor in (*together[name], holder._parameters[name]))
     return {name: holder._parameters[name] for name in together}
 
 
@@ -269,7 +270,11 @@ def _place(tensors: Sequence[nn.Parameter]) -> tuple[Tensor, list[Tensor]] | Non
     """
     if any(tensor.untyped_storage().nbytes() > tensor.nbytes for tensor in tensors):
         return None
-    block = torch.cat([tensor.detach() for tensor in tensors])
+    first = tensors[0]
+    block = first.new_empty((sum(map(len, tensors)), *first.shape[1:]))
+    if block.is_cpu:
+        expect_huge_pages([range(block.data_ptr(), block.data_ptr() + block.nbytes)])
+    torch.cat([tensor.detach() for tensor in tensors], out=block)
     parts = torch.split(block, [tensor.shape[0] for tensor in tensors])
     try:
         return block, [from_dlpack(part) for part in parts]  # a storage of its own each, over the block's memory

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 from opgraft.binding.custom_op import CustomOp
+from opgraft.binding.derivation import FunctionalKernels
 from opgraft.binding.marks import falls_back, needs
 from opgraft.ops.checks import expect_choice
 from opgraft.ops.linear import functional
@@ -31,7 +32,9 @@ class Linear(CustomOp, nn.Linear):
 
     quant_method: UnquantizedLinearMethod = object.__new__(UnquantizedLinearMethod)  # chosen here, not by plugins
     _packed: PackedWeight | None = None
-    functional_cpu: ClassVar = {"linear": packed_linear.linear}
+    functional_cpu: ClassVar = FunctionalKernels(
+        {"linear": packed_linear.linear}, compiled={"linear": packed_linear.compiled}
+    )
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -33,12 +33,14 @@ class CacheEntry:
     Attributes:
         storage: of the weight. Not a reference to the weight, which ``torch.utils.swap_tensors`` would refuse to swap.
         state: what must not have changed for the copy to be right.
-        copy: in the layout of the kernel.
+        copy: in the layout of the kernel; ``None`` until it is made.
+        calls: that have asked for it before.
     """
 
     storage: Storage
     state: tuple[object, ...]
-    copy: Tensor
+    copy: Tensor | None = None
+    calls: int = 0
 
 
 Place: TypeAlias = tuple[int, int, torch.Size]
@@ -50,10 +52,15 @@ class WeightCache(dict[Place, CacheEntry]):
 
     Not one for each parameter. ``torch.utils.swap_tensors`` refuses to swap what has weak references, so that nobody
     could tell when a parameter is gone that others have replaced over the same memory.
+
+    Args:
+        after: calls of a weight before the copy is made, in which the kernel reads the weight itself. As many as save
+            by the copy what it takes to make it; so a first result does not wait for copies.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, after: int = 0) -> None:
         super().__init__()
+        self.after = after
         _CACHES[id(self)] = self
 
     def copy_of(self, weight: Tensor, make: Callable[[Tensor], Tensor], variant: object = None) -> Tensor | None:
@@ -65,7 +72,8 @@ class WeightCache(dict[Place, CacheEntry]):
             variant: copies made under another value are not used.
 
         Returns:
-            The copy; ``None`` for what is no parameter, or not declared frozen: the kernel reads the weight itself.
+            The copy; ``None`` for what is no parameter, or not declared frozen, and in the first calls: the kernel
+            reads the weight itself.
         """
         number = declaration(weight)
         if not number or type(weight) is not nn.Parameter:
@@ -79,8 +87,11 @@ class WeightCache(dict[Place, CacheEntry]):
         if entry is None or entry.storage() is not storage or entry.state != state:
             if weight.is_shared():  # type: ignore[no-untyped-call]  # torch leaves it so
                 return None  # processes that were not asked may write to it
-            entry = CacheEntry(weakref.ref(storage, self._forget(place)), state, make(weight.detach()))
-            self[place] = entry
+            entry = self[place] = CacheEntry(weakref.ref(storage, self._forget(place)), state)
+        if entry.copy is None:
+            entry.calls += 1
+            if entry.calls > self.after:
+                entry.copy = make(weight.detach())
         return entry.copy
 
     def discard(self, changed: Sequence[range]) -> None:
@@ -123,8 +134,13 @@ def freeze(target: nn.Module | Tensor) -> None:
     Raises:
         TypeError: ``target`` is neither a module nor a tensor.
     """
+    declare_frozen(_weights(target, "freeze"))
+
+
+def declare_frozen(weights: Iterable[Tensor]) -> None:
+    """Declare of several parameters what ``freeze`` declares of one."""
     blocks = []
-    for weight in _weights(target, "freeze"):
+    for weight in weights:
         weight.requires_grad_(False)
         if _is_plain(weight):
             storage = weight.untyped_storage()

@@ -122,7 +122,7 @@ RULES: dict[Callable[..., object], str] = {
     _queries_and_key: "dual_chunk_rotary_embedding",
     _fp8: "quant_fp8_static",
     _fp8_and_scale: "quant_fp8_dynamic",
-    _mapped: "linear int8_dynamic_linear",
+    _mapped: "linear linear_of_rows linear_of_many_rows int8_dynamic_linear",
     _mapped_by_heads: "linear_by_heads",
     _mapped_by_codes: "quantized_linear",
     _mapped_twice: "gated_mlp",

@@ -8,7 +8,6 @@ kernel runs, which sees to those. Compilers see that one too.
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 
 import torch
@@ -21,7 +20,7 @@ from torch.compiler import is_dynamo_compiling
 from opgraft_cpu_kernels.kernels import REFUSED, op
 from opgraft_cpu_kernels.library import missing, path_or_none
 
-UNLIMITED = sys.maxsize
+UNLIMITED = opgrafts.UNLIMITED
 
 FEW = {
     (path, dtype): 4
@@ -64,6 +63,18 @@ def linear(
     if type(x) is Tensor and type(weight) in (nn.Parameter, Tensor) and not is_dynamo_compiling():
         mapped = _mapped(x, weight, bias, activation, residual)
     return opgrafts.linear(x, weight, bias, activation, residual) if mapped is None else mapped
+
+
+def compiled(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
+) -> Tensor:
+    """Compute the form of that name in compiled code: by an op of the library, which counts the rows."""
+    alike = all(each is None or (each.dtype is x.dtype and each.is_cpu) for each in (x, weight, bias, residual))
+    rows = FEW.get((path_or_none(), weight.dtype), 0)
+    if not rows or not alike:
+        return opgrafts.compiled(x, weight, bias, activation, residual)
+    few = FEW_OF_FROZEN[weight.dtype] if rows is UNLIMITED else rows  # a compiler does not know what is frozen
+    return _linear_of_rows(x, weight, bias, activation, residual, few)  # type: ignore[no-any-return]
 
 
 def _mapped(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor | None:
@@ -128,5 +139,9 @@ def _parts() -> int:
 
 
 _linear = op("linear")
+_linear_of_rows = op("linear_of_rows")
 _packed_linear = op("packed_linear")
 _pack_linear = op("pack_linear")
+
+if not missing():
+    torch.library.impl("opgraft_cpu_kernels::linear_of_many_rows", "CPU", linear)

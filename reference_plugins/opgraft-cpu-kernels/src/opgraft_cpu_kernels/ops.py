@@ -173,7 +173,9 @@ class Int8DynamicLinear(catalogue.Int8DynamicLinear):
 
 
 class Linear(catalogue.Linear):
-    functional_cpu: ClassVar = {"linear": linear.linear}
+    functional_cpu: ClassVar = opgraft.FunctionalKernels(
+        {"linear": linear.linear}, compiled={"linear": linear.compiled}
+    )
 
     @opgraft.needs(missing)
     def forward_cpu(self, input: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -75,6 +75,17 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
   return call.out;
 }
 
+// For compiled code. More rows than `few` go to the kernel of linear.py, which implements the other op.
+Tensor linear_of_rows(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, c10::string_view activation,
+                      const OptionalTensor& residual, int64_t few) {
+  if (weight.dim() == 2 && x.numel() <= few * weight.size(1)) return linear(x, weight, bias, activation, residual);
+  static const auto many = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("opgraft_cpu_kernels::linear_of_many_rows", "")
+                               .typed<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, c10::string_view,
+                                             const OptionalTensor&)>();
+  return many.call(x, weight, bias, activation, residual);
+}
+
 namespace {
 
 constexpr int64_t PANEL = 32;  // rows and columns of the result that are computed together
@@ -142,13 +153,17 @@ Tensor packed_linear(const Tensor& x, const Tensor& weight, const Tensor& packed
 TORCH_LIBRARY_FRAGMENT(opgraft_cpu_kernels, library) {
   library.def(
       "linear(Tensor x, Tensor weight, Tensor? bias=None, str activation=\"none\", Tensor? residual=None) -> Tensor");
+  library.def(
+      "linear_of_rows(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? residual, int few) -> Tensor");
+  library.def(
+      "linear_of_many_rows(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? residual) -> Tensor");
   library.def("pack_linear(Tensor weight, int parts) -> Tensor");
   library.def(
       "packed_linear(Tensor x, Tensor weight, Tensor packed, Tensor? bias=None, str activation=\"none\", Tensor? "
       "residual=None) -> Tensor");
 }
 
-#define LINEAR(apply) apply(linear) apply(pack_linear) apply(packed_linear)
+#define LINEAR(apply) apply(linear) apply(linear_of_rows) apply(pack_linear) apply(packed_linear)
 
 IMPLEMENT(LINEAR)
 

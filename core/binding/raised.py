@@ -1,0 +1,16 @@
+"""Telling where an exception came from, without importing ops to find out that none has run."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+_OPS = "opgraft.binding.functional"
+
+
+def provenance_of(error: BaseException) -> Any:
+    """Return what ``opgraft.explain_exception`` tells; ``None`` too where no op was ever imported."""
+    if _OPS not in sys.modules:
+        return None
+    return importlib.import_module("opgraft.binding.provenance").explain_exception(error)

@@ -1,0 +1,15 @@
+"""The content of tensors, which torch itself gives by way of numpy only; that need not be installed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def content_of(x: Tensor) -> bytearray:
+    """Return the bytes of a tensor that lies in the memory of this process, element after element."""
+    flat = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    content = bytearray(flat.nbytes)
+    if content:
+        torch.frombuffer(content, dtype=torch.uint8).copy_(flat)
+    return content

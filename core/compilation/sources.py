@@ -1,0 +1,119 @@
+"""The sources that decide on compiled code: packages and modules, each by a digest of its files."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from opgraft.compilation.python_code import code_digest, functions_of, is_covered, is_own
+from opgraft.files import read_regular, replace_file
+
+_SUFFIXES = (".py", ".so", ".cpp", ".h")
+_SETTLED = 2_000_000_000
+"""Nanoseconds since a change of a file after which another one would have another time."""
+
+_MOST = 1 << 14
+"""Files that an index remembers."""
+
+_LARGEST = 1 << 24
+"""Bytes of an index."""
+
+
+class Sources:
+    """Digests of files. An index remembers them from process to process, as long as size and times of a file stay.
+
+    Args:
+        index: the file of it; without one every file is read.
+    """
+
+    def __init__(self, index: Path | None = None) -> None:
+        self._index = index
+        self._known: dict[str, list[Any]] = {}
+        self._seen: dict[str, list[Any]] = {}
+        if index is not None:
+            with contextlib.suppress(OSError, ValueError, RecursionError):
+                read = json.loads(read_regular(index, _LARGEST))
+                self._known = read if isinstance(read, dict) else {}
+
+    def keep(self) -> None:
+        """Write the index, if it has not all that was read."""
+        new = {path: found for path, found in self._seen.items() if self._known.get(path) != found}
+        settled = time.time_ns() - _SETTLED
+        kept = {path: found for path, found in new.items() if max(found[1:3]) < settled}
+        if self._index is not None and kept:
+            others = self._known if len(self._known) + len(kept) < _MOST else {}
+            with contextlib.suppress(OSError):  # as on a full disk, where files are read again
+                replace_file(self._index, json.dumps({**others, **kept}), 0o600)
+
+    def package(self, name: str) -> str:
+        """Digest the sources of an imported package, or of a module that stands alone."""
+        module = sys.modules.get(name)
+        file, folders = getattr(module, "__file__", None), [*getattr(module, "__path__", ())]
+        files = [path for folder in folders for path in _below(folder)] if folders else [file] if file else []
+        found = [*map(self._file, files)] if files else sorted(_codes(module))
+        return hashlib.sha256("".join(found).encode()).hexdigest()
+
+    def modules(self, names: Iterable[str]) -> Iterator[str]:
+        """Yield modules, each with the version of its package and a digest, and those that they name.
+
+        Those that are in the key by their package are left out. Of an installed package the version stands for what
+        its modules name.
+        """
+        pending, seen = [*names], set[str]()
+        while pending:
+            name = pending.pop()
+            module, package = sys.modules.get(name), sys.modules.get(name.partition(".")[0])
+            if name in seen or is_covered(name) or module is None:
+                continue
+            seen.add(name)
+            file, version = getattr(module, "__file__", None), getattr(package, "__version__", "")
+            yield f"{name} {version} {self._file(file) if file else sorted(_codes(module))}"
+            if is_own(name):
+                pending += _named(module)
+
+    def _file(self, path: str) -> str:
+        try:
+            found = os.stat(path)
+            state = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+            known = self._seen.get(path) or self._known.get(path) or [None]
+            if known[:-1] != state:
+                known = [*state, hashlib.sha256(Path(path).read_bytes()).hexdigest()]
+        except OSError:
+            return "absent"
+        self._seen[path] = known
+        return str(known[-1])
+
+
+def _below(folder: str) -> list[str]:
+    """List the sources in a folder and those below it, in an order that is the same everywhere."""
+    found, folders = list[str](), list[str]()
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(_SUFFIXES):
+                found.append(entry.path)
+            elif entry.is_dir():
+                folders.append(entry.path)
+    return [*sorted(found), *(path for each in sorted(folders) for path in _below(each))]
+
+
+def _named(module: Any) -> Iterator[str]:
+    """Yield the modules that a module names, and those of what it names."""
+    for value in list(vars(module).values()):
+        name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+        if isinstance(name, str):
+            yield name
+
+
+def _codes(module: Any) -> Iterator[str]:
+    """Yield digests of the functions of a module that has no file, as that of a notebook."""
+    values = list(vars(module).values()) if module else []
+    found = [value for value in values if getattr(value, "__module__", None) == module.__name__]
+    yield from (code_digest(each.__code__) for value in found for each in functions_of(value))

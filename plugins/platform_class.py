@@ -1,0 +1,132 @@
+"""Loading the class of the chosen platform and having it set up the process, and telling what it changes there."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from opgraft.config import OpgraftConfig
+from opgraft.decision import Decision, Provider
+from opgraft.environment import PLATFORM, PLUGINS_DISABLE
+from opgraft.errors import PlatformError
+from opgraft.finding import Finding
+from opgraft.logger import logger
+from opgraft.platform import Platform, PlatformSpec, effective_chain
+from opgraft.plugins.changes import Change
+from opgraft.plugins.discovery import HOST_DISTRIBUTION, PLATFORM_GROUP, Offer, discover
+from opgraft.plugins.requirements import check_adjustment
+from opgraft.plugins.watching import watched
+from opgraft.registry.op_classes import location_of
+from opgraft.state import PlatformSelection, host_state
+from opgraft.text import described, printable
+
+
+def load_platform(offer: Offer, decision: Decision) -> tuple[Platform, OpgraftConfig]:
+    """Load a platform that was chosen and the settings that it changes, both checked.
+
+    What the code of others changes in the process, and others would meet, is set back, save functions of torch, which
+    a device may need; of one that cannot be used nothing stays.
+
+    Raises:
+        PlatformError: it cannot be loaded, or breaks the contract of platforms.
+    """
+    if offer.built_in:
+        return _loaded(offer)
+    available = {each.name for each in decision.candidates if each.evidence and each.evidence.available}
+    for other in discover().of_group(PLATFORM_GROUP):
+        if other.built_in and other.name in available:
+            other.load().load_class()  # now, as it may be chosen later, and nothing looks at what is not there yet
+    whose = f"platform {offer.name!r} of {offer.provider}"
+    with _guarded(whose, offer.provider, "while its class was loaded", lambda change: change.patch) as places:
+        loaded = _loaded(offer)
+        places.append(location_of(type(loaded[0])))
+        return loaded
+
+
+def _loaded(offer: Offer) -> tuple[Platform, OpgraftConfig]:
+    try:
+        with watched(f"platform {offer.name!r} of {offer.provider} while its class was loaded", offer.provider):
+            spec: PlatformSpec = offer.load()
+            platform = spec.load_class()()
+            if not isinstance(platform, Platform):
+                raise TypeError(f"it is a {type(platform).__name__}, expected an opgraft.Platform")
+            if platform.name != offer.name:
+                raise TypeError(f"it calls itself {platform.name!r}, its entry point is {offer.name!r}")
+            effective_chain(platform)
+            defaults = platform.default_config()
+        if not isinstance(defaults, OpgraftConfig):
+            raise TypeError(f"default_config returned a {type(defaults).__name__}, expected an opgraft.OpgraftConfig")
+        check_adjustment(defaults)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise PlatformError(
+            f"the class of platform {offer.name!r} ({offer.provider}, {offer.value}) cannot be used: {described(error)}"
+        ) from error
+    return platform, defaults
+
+
+def prepare(selection: PlatformSelection, config: OpgraftConfig) -> None:
+    """Have the platform set up what holds for the whole process, which stays and is told.
+
+    Raises:
+        PlatformError: it raised, and what it had changed is set back.
+    """
+    name = selection.platform.name
+    provider = next((each.provider for each in selection.decision.candidates if each.accepted), None)
+    whose = f"platform {name!r} of {provider}"
+    if provider is None or provider.name == HOST_DISTRIBUTION:
+        _prepare(selection.platform, config, whose, provider)
+        return
+    with _guarded(whose, provider, "in its method prepare", lambda change: True) as places:
+        places.append(location_of(type(selection.platform).prepare))
+        _prepare(selection.platform, config, whose, provider)
+
+
+def _prepare(platform: Platform, config: OpgraftConfig, whose: str, provider: Provider | None) -> None:
+    try:
+        with watched(f"{whose} in its method prepare", provider):
+            platform.prepare(config)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plugin's code
+        raise PlatformError(
+            f"{whose} cannot be set up: its prepare() raised {described(error)}. Choose another by "
+            f"{PLATFORM}, or go without its plugin by {PLUGINS_DISABLE}."
+        ) from error
+
+
+def report(finding: Finding) -> None:
+    """Log once what is wrong with a platform, and keep it for ``opgraft plugins``."""
+    state = host_state()
+    if finding not in state.platform_findings:
+        state.platform_findings.append(finding)
+        logger.warning("%s", printable(str(finding)))
+
+
+@contextmanager
+def _guarded(whose: str, provider: Provider, when: str, stays: Callable[[Change], bool]) -> Iterator[list[str]]:
+    """Set back what others would meet and does not stay, and all of it where the step raises; tell of both.
+
+    Yields a list for the place of the code, as far as it is known.
+    """
+    kept, told, places = list[Change](), list[str](), list[str]()
+
+    def keep(changes: Sequence[Change], words: Sequence[str]) -> None:
+        kept.extend(changes)
+        told.extend(words)
+
+    guarding = importlib.import_module("opgraft.plugins.guarding")  # with torch, which detection does without
+    try:
+        with guarding.Guard().watching(when, stays, keep):
+            yield places
+    except BaseException:
+        told += [f"changed {change.what} {when}: {change.set_back()}" for change in kept]
+        raise
+    else:
+        notes = [f"{whose} changed {change.what} {when}: it stays" for change in kept]
+        host_state().platform_notes.extend((provider, note) for note in notes)
+    finally:
+        for words in told:
+            report(Finding(f"{whose} {words}", provider, next(iter(places), None)))
