@@ -70,7 +70,7 @@ class _Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class _Memory:
-    """What the host writes of steps of one shape, as parts of memory that is there already.
+    """Memory that the host writes steps of one shape to, as parts of what is there already.
 
     Attributes:
         shape: of the steps.
