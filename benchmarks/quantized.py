@@ -1,8 +1,9 @@
-"""Gains of linear layers with quantized weights on this machine, over the plain layer in bfloat16.
+"""Gains of linear layers and experts with quantized weights on this machine, over the plain ones in bfloat16.
 
 Weights are larger than the last cache, so that one row is bound by memory. What the memory gives is measured in the
 same run: the speed at which torch adds up as many bytes as the plain weight has. The table says how long a layer takes
-over the plain one, and which part of that speed it reads its own bytes at.
+over the plain one, and which part of that speed it reads its own bytes at. Experts are measured over plain ones, for
+tokens that choose some of them at random.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ ROUNDS = 21
 NUMBER = {1: 4, 2: 4, 4: 2, 8: 2}
 LIMITS = {"int8": 1 / 1.8, "int4, groups of 128": 1 / 2.5}
 """For one row."""
+
+EXPERTS, CHOSEN, INTERMEDIATE, HIDDEN = 64, 8, 1024, 2048
+TOKENS = (1, 8, 64)
+FORMATS = ("int8", "int4, groups of 128", "fp8, groups of 128", "MXFP4")
 
 Call = Callable[[torch.Tensor], object]
 
@@ -77,16 +82,51 @@ def measure(outputs: int, inputs: int, rows: tuple[int, ...]) -> list[Row]:
     return found
 
 
+def measure_experts() -> list[Row]:
+    w13 = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN, dtype=torch.bfloat16)
+    w2 = torch.randn(EXPERTS, HIDDEN, INTERMEDIATE, dtype=torch.bfloat16)
+    found = []
+    for name in FORMATS:
+        gate_up, down = codes_and_scales(name, w13.shape), codes_and_scales(name, w2.shape)
+        for tokens in TOKENS:
+            x = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16)
+            weights, ids = torch.rand(tokens, EXPERTS).softmax(-1).topk(CHOSEN)
+            subject = partial(functional.quantized_experts, x, *gate_up, *down, weights, ids)
+            baseline = partial(functional.fused_experts, x, w13, w2, weights, ids)
+            label = f"{CHOSEN} of {EXPERTS} experts, {name}, {tokens} tokens / bfloat16"
+            found.append(ratio(label, None, subject, baseline, number=NUMBER.get(tokens, 1), rounds=7))
+            print(f"{found[-1].name}: {found[-1].measured:.3g} of the time", flush=True)
+    return found
+
+
+def codes_and_scales(name: str, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw what weights of that shape are in a format."""
+    experts, outputs, inputs = shape
+    if name == "MXFP4":
+        exponents = torch.randint(118, 122, (experts, outputs, inputs // 32), dtype=torch.uint8)
+        return _bytes_of(experts, outputs, inputs // 2), exponents.view(torch.float8_e8m0fnu)
+    groups = 1 if name == "int8" else inputs // 128
+    scales = torch.rand(experts, outputs, groups) / (64 * inputs**0.5)
+    if name.startswith("int4"):
+        return _bytes_of(experts, outputs, inputs // 2), scales
+    codes = _bytes_of(experts, outputs, inputs).view(torch.int8)
+    return (codes.to(torch.float8_e4m3fn) if name.startswith("fp8") else codes), scales
+
+
+def _bytes_of(*shape: int) -> torch.Tensor:
+    return torch.randint(256, shape, dtype=torch.uint8)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, nargs="*", default=ROWS, help="how many rows of inputs")
+    parser.add_argument("--rows", type=int, nargs="*", default=ROWS, help="how many rows of inputs linear layers get")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, default=Path("build/bench-quantized.json"))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     opgraft.load_plugins()
     with torch.no_grad():
-        rows = [row for shape in SHAPES for row in measure(*shape, tuple(arguments.rows))]
+        rows = [row for shape in SHAPES for row in measure(*shape, tuple(arguments.rows))] + measure_experts()
     described: dict[str, Any] = {**machine(), "threads": arguments.threads}
     data = {"schema": 1, "machine": described, "rows": [asdict(row) for row in rows]}
     arguments.output.parent.mkdir(parents=True, exist_ok=True)

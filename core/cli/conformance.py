@@ -64,9 +64,11 @@ def command(
 
 
 def report(found: Evidence, regressions: list[dict[str, Any]] | None) -> None:
-    """Print what failed, and how many passed."""
+    """Print what failed, each once, and how many passed."""
+    new = {evidence.key_of(outcome) for outcome in regressions or ()}
     for outcome in found.failed():
-        print_wrapped(f"failed: {_name(outcome)}: {outcome['reason']}")
+        if evidence.key_of(outcome) not in new:
+            print_wrapped(f"failed: {_name(outcome)}: {outcome['reason']}")
     for outcome in regressions or ():
         print_wrapped(f"regression: {_name(outcome)} passed before, now {outcome['status']}: {outcome['reason']}")
     about, counts = found.about, found.counted()

@@ -13,7 +13,7 @@ import click
 import pytest
 from click.testing import CliRunner
 from opgraft.cli import evidence, plugins_show
-from opgraft.cli.conformance import Run
+from opgraft.cli.conformance import Run, report
 from opgraft.errors import InputError
 from warm.interpreter import process_of
 
@@ -70,6 +70,7 @@ def test_an_interrupted_run_is_gone_on_with(site, warm_python: str, cli, tmp_pat
     assert "failed: gelu values float32: of inputs (2, 3) by" in result.stdout
     again = cli("conformance", "acme", "--json", str(file), "--resume", "--baseline", str(file))
     assert (again.returncode, json.loads(file.read_text())["regressions"]) == (0, []), again.stderr
+    assert again.stdout == result.stdout
     kept = cli("conformance", "acme", "--resume")  # which has nothing left to ask
     assert (kept.returncode, kept.stdout) == (1, result.stdout)
 
@@ -110,6 +111,20 @@ def test_regressions_are_what_passed_before() -> None:
     before.add(outcome("state", "passed"))
     found = {each["check"]: each["status"] for each in now.regressions(before)}
     assert found == {"values": "failed", "copies": "skipped", "state": "missing"}
+
+
+def test_a_failure_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """What failed before is a failure, and what passed before a regression and nothing else."""
+    about = {"plugin": "acme", "provider": {"version": "1.0"}, "platform": "cpu", "device": "A CPU"}
+    before, now = evidence.Evidence(), evidence.Evidence(about)
+    for check, then in (("values", "passed"), ("strides", "failed")):
+        before.add(outcome(check, then))
+        now.add(outcome(check, "failed"))
+    report(now, now.regressions(before))
+    assert capsys.readouterr().out.splitlines()[:-1] == [
+        "failed: gelu strides: so",
+        "regression: gelu values passed before, now failed: so",
+    ]
 
 
 @pytest.mark.parametrize(

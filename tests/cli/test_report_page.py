@@ -14,6 +14,12 @@ from opgraft.cli.report_page import page as page_of
 
 HOSTILE = "</script><img src=x onerror=document.title='hit'><!--"
 DOCS = "https://docs.example/opgraft"
+LINES = """cells => cells.map(cell => {
+  const text = document.createRange();
+  text.selectNodeContents(cell);
+  return text.getClientRects().length;
+})"""
+"""The number of lines that the text of each cell takes."""
 
 
 def outcome(op: str, check: str, dtype: str | None, status: str, **more: Any) -> dict[str, Any]:
@@ -30,6 +36,7 @@ def evidence() -> Evidence:
             "platform": "acme",
             "device": "Acme A1",
             "versions": {"opgraft": "0.1.0", "torch": "2.9"},
+            "date": "2026-11-24",
             "brief": False,
             "checks": {"values": "results are those of the reference"},
             "ops": {"rms_norm": "rms_norm", "fused_add_rms_norm": "rms_norm", "attention": "attention"},
@@ -83,6 +90,7 @@ def test_the_matrix_has_the_worst_of_each_check(visit: Callable[..., Any]) -> No
     """A cell shows the largest error or the least speed of its dtypes, a failure first; hovering shows each."""
     page = visit()
     assert page.title() == "acme-npu 1.0: conformance"
+    assert page.locator("#about").text_content() == "acme on acme (Acme A1); opgraft 0.1.0, torch 2.9, 2026-11-24"
     assert page.locator("#counts").inner_text().split() == ["6", "passed", "2", "failed", "1", "skipped"]
     assert cells(page) == {
         "rms_norm": ["0.84", "0.50\u00d7"],
@@ -116,13 +124,18 @@ def test_filters_leave_what_they_name(visit: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 360])
 def test_it_is_accessible(visit: Callable[..., Any], scheme: str, width: int) -> None:
-    """Light and dark, wide and on a phone, axe finds no fault, contrast included; nothing is wider than the window."""
+    """Light and dark, wide and on a phone, axe finds no fault, contrast included; nothing is wider than the window.
+
+    Names keep to one line, however narrow the window is.
+    """
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     page = visit(color_scheme=scheme, viewport={"width": width, "height": 740})
     page.get_by_text("Show the table").click()
     found = axe.Axe().run(page)
     assert not found.violations_count, found.generate_report()
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    names = page.locator("#whole td:nth-child(-n+3), #answers td:nth-child(-n+4)")
+    assert set(names.evaluate_all(LINES)) == {0, 1}
 
 
 def test_an_address_that_is_no_address() -> None:

@@ -52,6 +52,12 @@ def test_external_links_are_https(page: Path) -> None:
     assert [link for link in links_of(page) if link.startswith("http://")] == []
 
 
+@each_page
+def test_no_merge_is_left_half_way(page: Path) -> None:
+    """No page has the marks that git leaves where two changes met, and nobody chose."""
+    assert re.findall(r"^(?:<{7}|={7}|>{7})(?: .*)?$", prose_of(page), re.M) == []
+
+
 def test_every_page_is_in_the_navigation() -> None:
     """The site's navigation lists the pages on disk, each once."""
     listed = re.findall(r"[\w./-]+\.md", (REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))

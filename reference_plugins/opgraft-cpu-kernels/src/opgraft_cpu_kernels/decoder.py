@@ -142,7 +142,7 @@ class _Bound:
         self.reason = self._obstacle(parts)
         self.decoder: Any = None if self.reason else _decoder(known)
         self.pages: Mapping[str, LayerPages] | None = None
-        """Those that were computed with last."""
+        """Used last, of which the tensors below are."""
 
     def _has_hooks(self) -> bool:
         return any(attributes[name] for attributes in self.attributes for name in HOOKS)

@@ -111,7 +111,7 @@ def _convolved(
 
 RULES: dict[Callable[..., object], str] = {
     _like: "rms_norm gemma_rms_norm layer_norm rms_norm_gated gelu gelu_tanh gelu_new gelu_fast quick_gelu silu relu2 "
-    "xielu apply_rotary_emb fused_experts",
+    "xielu apply_rotary_emb fused_experts quantized_experts",
     _pair_like: "fused_add_rms_norm fused_add_gemma_rms_norm add_layer_norm",
     _half: "silu_and_mul mul_and_silu gelu_and_mul gelu_and_mul_sparse fatrelu_and_mul silu_and_mul_with_clamp "
     "swiglustep_and_mul swigluoai_and_mul",

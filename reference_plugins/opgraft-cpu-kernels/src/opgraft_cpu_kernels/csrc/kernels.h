@@ -140,12 +140,19 @@ struct Linear {
   int parts = 0;                     // bfloat16 numbers for one float32 number
 };
 
+// What codes stand for. Those of MXFP4, two e2m1 in a byte, have powers of two as scales, a byte for each 32 inputs.
+enum Format { INTEGERS, E4M3, E5M2, MXFP4 };
+
 // code · scale + offset by group of inputs, times rows of x. In tiles of outputs codes are where tiles.inc says, and
 // scales and offsets of a group follow one another; otherwise those of an output do.
 struct QuantizedLinear {
+  static constexpr int64_t BLOCK = 128;    // inputs in a block of 4-bit integers
+  static constexpr int64_t LANES = 16;     // inputs that a kernel takes to be of one group
+  static constexpr int64_t MX_BLOCK = 32;  // inputs that share a scale of MXFP4
   const uint8_t* codes = nullptr;
   int64_t row_bytes = 0;
   int bits = 0;
+  Format format = INTEGERS;
   const void* scales = nullptr;
   const void* offsets = nullptr;
   Dtype scale_dtype = FLOAT32;

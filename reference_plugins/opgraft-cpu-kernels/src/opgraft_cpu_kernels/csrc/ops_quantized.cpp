@@ -8,9 +8,7 @@
 namespace opgraft_cpu_kernels {
 namespace {
 
-constexpr int64_t CODES = 128;  // inputs in a block of codes
 constexpr int64_t VECTOR = 64;  // what rows of integers are filled up to
-constexpr int64_t LANES = 16;   // inputs that a kernel takes to be of one group
 constexpr int64_t SIDE = 32;    // of a tile of codes, in outputs and in inputs
 
 // Up to so many rows are multiplied with the codes; for more it pays to make plain numbers of these first. In tiles
@@ -66,13 +64,13 @@ struct QuantizedCall {
     refuse_gradient(op, input, given_scales, added, last);
     q.bits = codes.scalar_type() == at::kByte ? 4 : 8;
     q.in_features = x.width;
-    q.padded = filled_up(x.width, tiled ? SIDE : CODES);
+    q.padded = filled_up(x.width, tiled ? SIDE : QuantizedLinear::BLOCK);
     q.row_bytes = q.bits == 4 ? q.padded / 2 : x.width;
     q.out_features = codes.dim() ? codes.size(0) * unit : 0;
     expect_codes(codes);
     q.groups = given_scales.dim() == codes.dim() ? given_scales.size(1) : 0;
     expect_scales("scales", given_scales, given_scales.scalar_type());
-    const int64_t lanes = q.bits == 4 || tiled ? 2 * LANES : LANES;
+    const int64_t lanes = q.bits == 4 || tiled ? 2 * q.LANES : q.LANES;
     TORCH_CHECK_VALUE(q.groups == 1 || (x.width % q.groups == 0 && x.width / q.groups % lanes == 0), op,
                       ": scales have ", q.groups, " groups for ", x.width, " inputs, expected groups of a multiple of ",
                       lanes, " inputs");
