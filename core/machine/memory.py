@@ -29,8 +29,8 @@ def release_free_memory() -> None:
 def expect_huge_pages(blocks: Iterable[range]) -> None:
     """Have the system make huge pages of blocks of addresses that nothing was written to, where it can: Linux.
 
-    To fill small pages takes several times as long, as the system has to be asked for each, and to move them later holds
-    up the first requests. Blocks that follow one another share pages.
+    To fill small pages takes several times as long, as the system has to be asked for each, and to move them later
+    holds up the first requests. Blocks that follow one another share pages.
     """
     if not _has_huge_pages():
         return
