@@ -19,7 +19,20 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from compile_sides import PLAIN, SIDES, STOCK, TINY, Process, Seconds, Shape, in_turns, prepared, processes, tokens
+from compile_sides import (
+    PLAIN,
+    QUANTIZED,
+    SIDES,
+    STOCK,
+    TINY,
+    Process,
+    Seconds,
+    Shape,
+    in_turns,
+    prepared,
+    processes,
+    tokens,
+)
 from engine_rows import Finding, print_findings
 from parallel_ranks import Ranks, decode, load
 from timing import machine
@@ -36,8 +49,17 @@ COMPILED = {"O1": "O0", "O2": "O0", "kernels O1": "kernels O0", "kernels O2": "k
 CALLS = {1: 12, 4: 10, 16: 8, 64: 4}
 """Batch → calls of a round."""
 
-FUSIONS = {"joint_linears": "Llama", "gated_product": "Llama", "add_rms_norm": "Llama", "qk_norm_rope": "Qwen3"}
+FUSIONS = {
+    **dict.fromkeys(("joint_linears", "gated_product", "add_rms_norm"), "Llama"),
+    "qk_norm_rope": "Qwen3",
+    **dict.fromkeys(("rms_norm_quant_fp8", "silu_and_mul_quant_fp8", "attention_quant_fp8"), QUANTIZED),
+}
 """Pass → the family of models in which it finds something."""
+
+EXCHANGES = ("all_reduce_rms_norm", "sequence_parallelism", "async_tensor_parallelism")
+"""Passes over what ranks exchange."""
+
+EXCHANGED_ROWS = 256
 
 SIZES = 50
 ENGINE_BATCHES = (1, 32)
@@ -72,7 +94,7 @@ def calls(arguments: argparse.Namespace) -> Iterator[Finding]:
 
 
 def fusions(arguments: argparse.Namespace) -> Iterator[Finding]:
-    """Compare calls with each fusion and without it, where each op runs its kernel."""
+    """Compare calls with each fusion and without it, where each op runs its kernel, and the bytes that they move."""
     for name, family in FUSIONS.items():
         for side in {"O1", "kernels O1"} & {*arguments.sides}:
             with ExitStack() as stack:
@@ -84,6 +106,25 @@ def fusions(arguments: argparse.Namespace) -> Iterator[Finding]:
                 for batch in (1, 16):
                     found = in_turns(started, batch, CALLS[batch], arguments.rounds)
                     yield over(f"{name} on / off, {side}, batch {batch}", found["True"], found["False"], arguments)
+                yield moved(
+                    f"{name} on / off, {side}, batch 16, bytes",
+                    *(each.call(16, 0)["bytes"] for each in started.values()),
+                )
+
+
+def exchanges(arguments: argparse.Namespace) -> Iterator[Finding]:
+    """Compare calls of layers that two ranks share with each pass over collectives and without it."""
+    from compile_models import shared
+
+    shape = arguments.shape
+    sizes = (shape.hidden, shape.hidden * 43 // 16, shape.layers, EXCHANGED_ROWS)
+    for name in EXCHANGES:
+        with Ranks(2) as ranks:
+            (times, exchanged, traffic), _ = ranks.run(shared, sizes, name, arguments.rounds)
+        of = f"{name} on / off, two ranks, {EXCHANGED_ROWS} rows"
+        yield over(of, *times, argparse.Namespace(cpu_time=False))
+        yield moved(f"{of}, bytes exchanged", *exchanged)
+        yield moved(f"{of}, bytes moved", *traffic)
 
 
 def recompilations(arguments: argparse.Namespace) -> Iterator[Finding]:
@@ -186,10 +227,16 @@ def over(
     return Finding(name, statistics.median(a / b for a, b in pairs), detail, most=most)
 
 
+def moved(name: str, ours: float, theirs: float) -> Finding:
+    """Return the ratio of the bytes of two sides."""
+    return Finding(name, ours / theirs, f"{ours / 1e6:,.2f} over {theirs / 1e6:,.2f} MB")
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Finding]]] = {
     "steady": steady,
     "calls": calls,
     "fusions": fusions,
+    "exchanges": exchanges,
     "recompilations": recompilations,
     "starts": starts,
     "engine": engine,

@@ -1,7 +1,8 @@
 """The sides of ``benchmarks/compile.py``: each a process that has one model in one way, and runs it when told to.
 
 A line of JSON comes on stdin, with the ``batch`` and the ``number`` of calls; a line goes to stdout, with the seconds
-of a call on the clock and of CPU time. The first line out has those from the model to its first output.
+of a call on the clock and of CPU time. Of no calls, it has the bytes that the operators of one read and write. The
+first line out has the seconds from the model to its first output.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from protocol import cpu_seconds  # a script's folder is not a package
 KERNELS = "cpu_kernels"
 
 Seconds = Mapping[str, float]
-"""By clock, ``seconds`` and ``cpu_seconds``."""
+"""By clock, ``seconds`` and ``cpu_seconds``; or ``bytes``."""
 
 
 @dataclass(frozen=True)
@@ -70,24 +71,33 @@ TINY = Shape(hidden=32, vocabulary=64)
 """A model whose calls take as long as it takes to get to its kernels, and to its 111 parameters."""
 
 
+QUANTIZED = "layers that quantise"
+"""The family of ``compile_models.Quantized``."""
+
+
 def model_of(shape: Shape) -> Any:
     import torch
     import transformers
 
+    torch.manual_seed(0)
+    dtype, intermediate = getattr(torch, shape.dtype), shape.hidden * 43 // 16
+    if shape.family == QUANTIZED:
+        from compile_models import Quantized
+
+        return Quantized(shape.vocabulary, shape.hidden, intermediate, shape.layers).to(dtype).eval()
     heads = max(shape.hidden // 64, 2)
     config = getattr(transformers, f"{shape.family}Config")(
         hidden_size=shape.hidden,
         num_hidden_layers=shape.layers,
         num_attention_heads=heads,
         num_key_value_heads=heads,
-        intermediate_size=shape.hidden * 43 // 16,
+        intermediate_size=intermediate,
         vocab_size=shape.vocabulary,
         pad_token_id=0,
     )
-    torch.manual_seed(0)
     make: Any = getattr(transformers, f"{shape.family}ForCausalLM")
     model = make(config)
-    return model.to(getattr(torch, shape.dtype)).eval()
+    return model.to(dtype).eval()
 
 
 def runner_of(model: Any, side: Side, **settings: Any) -> Callable[[Any], Any]:
@@ -165,7 +175,13 @@ def worker(name: str, shape: Shape, settings: Mapping[str, Any]) -> None:
             asked = json.loads(line)
             ids = tokens(asked["batch"], shape.vocabulary)
             runs[0](ids)
-            print(json.dumps(taken(lambda ids=ids: runs[0](ids), asked["number"])), file=answers)  # type: ignore[misc]
+            if asked["number"]:
+                found = taken(lambda ids=ids: runs[0](ids), asked["number"])  # type: ignore[misc]
+            else:
+                from compile_models import traffic_of
+
+                found = {"bytes": traffic_of(runs[0], ids)}
+            print(json.dumps(found), file=answers)
 
 
 class Process:
@@ -196,7 +212,7 @@ class Process:
         return json.loads(line)
 
     def call(self, batch: int, number: int) -> Seconds:
-        """Return what one of so many calls takes."""
+        """Return what one of so many calls takes; of none, the bytes that one would read and write."""
         if self._process.stdin is not None:
             self._process.stdin.write(json.dumps({"batch": batch, "number": number}) + "\n")
             self._process.stdin.flush()

@@ -21,7 +21,7 @@ SHAPE = {
     "num_key_value_heads": 3,
     "vocab_size": 8192,
 }
-"""The sizes of SmolLM2-135M, with a third of its layers and a sixth of its words."""
+"""Sizes of SmolLM2-135M, with a third of its layers and a sixth of its words."""
 
 TOKENS = {"a step of 1 token": (1, 20), "a prompt of 256 tokens": (256, 3)}
 """By name: the tokens of a call, and the calls of a round."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import builtins
 import functools
-import gc
 import locale
 import multiprocessing
 import operator
@@ -17,7 +16,6 @@ import random
 import reprlib
 import signal
 import sys
-import threading
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -31,7 +29,7 @@ import torch
 from opgraft.compat.content import content_of
 from opgraft.config import CURRENT_SCOPE, Scope
 from opgraft.platform import Platform
-from opgraft.plugins import loggers
+from opgraft.plugins import intervening, loggers
 from opgraft.plugins.changes import ABSENT, Aspect, Change, Entries, Order, Value, attribute, equal
 from opgraft.state import host_state
 from opgraft.text import described
@@ -80,7 +78,7 @@ class Definitions:
     """
 
     def read(self) -> dict[Any, dict[str, Any]]:
-        return {owner: vars(owner).copy() for owner in (*_OF_TORCH, *_of_opgraft())}
+        return {owner: vars(owner).copy() for owner in (*_OF_TORCH, *_facades(), *_of_opgraft())}
 
     def changes(self, before: dict[Any, dict[str, Any]], after: dict[Any, dict[str, Any]]) -> Iterator[Change]:
         if _alike(before.values(), after.values()):
@@ -98,6 +96,11 @@ class Definitions:
 
 
 _OF_TORCH = (torch, torch.nn, torch.nn.functional, torch.Tensor, torch.nn.Module)
+
+
+def _facades() -> Iterator[ModuleType]:
+    """Yield the modules by which programs reach opgraft, as far as they are imported."""
+    return (sys.modules[name] for name in ("opgraft", "opgraft.ops", "opgraft.functional") if name in sys.modules)
 
 
 def _of_opgraft() -> tuple[type, ...]:
@@ -212,10 +215,6 @@ def _start_method() -> tuple[Callable[[], Any], Callable[[Any], object]]:
     return partial(multiprocessing.get_start_method, allow_none=True), set_it
 
 
-def _set_thresholds(thresholds: tuple[int, int, int]) -> None:
-    gc.set_threshold(*thresholds)
-
-
 def _flags_of_backends() -> Iterator[Value]:
     """Yield the flags by which torch's libraries choose how they compute."""
     for backend in (value for value in vars(torch.backends).values() if isinstance(value, ModuleType)):
@@ -239,14 +238,11 @@ ASPECTS: tuple[Aspect, ...] = (
     Value("torch's random numbers", _random_state, _set_random_state, lambda state: f"{zlib.crc32(state):08x}"),
     Value("Python's random numbers", random.getstate, random.setstate, lambda state: f"{hash(state) & 0xFFFFFFFF:08x}"),
     Value("the start method of processes", *_start_method()),
-    Value("the thresholds of the garbage collector", gc.get_threshold, _set_thresholds),
     Value("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
     Value("the working folder", os.getcwd, os.chdir),
     Value("the locale", partial(locale.setlocale, locale.LC_ALL), partial(locale.setlocale, locale.LC_ALL)),
     Value("the settings in force", CURRENT_SCOPE.get, CURRENT_SCOPE.set, _scope),
     *map(_stream, ("stdin", "stdout", "stderr")),
-    Value("sys.excepthook", *attribute(sys, "excepthook"), reprlib.repr, operator.is_),
-    Value("threading.excepthook", *attribute(threading, "excepthook"), reprlib.repr, operator.is_),
     Entries("the environment variable", os.environ, operator.eq),
     Entries("builtins", vars(builtins)),
     Entries("the module", sys.modules, additions=False),
@@ -254,6 +250,9 @@ ASPECTS: tuple[Aspect, ...] = (
     Order("sys.meta_path", sys.meta_path, reprlib.repr),
     Order("sys.path_hooks", sys.path_hooks, reprlib.repr),
     Definitions(),
+    intervening.Layers(),
+    intervening.Kernels(),
+    *intervening.values(),
     Handlers(),
     Filters(),
     Value("warnings.showwarning", *attribute(warnings, "showwarning"), reprlib.repr, operator.is_),

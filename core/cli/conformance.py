@@ -15,7 +15,7 @@ from opgraft.cli import evidence
 from opgraft.cli.evidence import Evidence
 from opgraft.cli.isolation import Limits, isolated, tell
 from opgraft.cli.output import SettingsCommand, print_wrapped, with_settings
-from opgraft.cli.report_page import write_page
+from opgraft.cli.report_page import page
 from opgraft.errors import InputError, PluginError
 from opgraft.plugins.discovery import HOST_DISTRIBUTION, names_of, normalized
 from opgraft.text import printable
@@ -58,7 +58,7 @@ def command(
     regressions = found.regressions(before) if before else None
     run.write(regressions)
     if page_file is not None:
-        write_page(page_file, found.to_dict(regressions), docs)
+        evidence.write_text(page_file, page(found.to_dict(regressions), docs))
     report(found, regressions)
     sys.exit(1 if (found.failed() if regressions is None else regressions) else 0)
 

@@ -109,13 +109,18 @@ def key_of(outcome: Mapping[str, Any]) -> Key:
 
 
 def write(path: Path, data: Mapping[str, Any]) -> None:
-    """Write evidence in one step.
+    """Write evidence; raises as ``write_text``."""
+    write_text(path, json.dumps(data, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that a user names, in one step.
 
     Raises:
         InputError: it cannot be written.
     """
     try:
-        replace_file(path, json.dumps(data, indent=1) + "\n", 0o644)
+        replace_file(path, text, 0o644)
     except OSError as error:
         raise InputError(
             f"{path} cannot be written: {error.strerror}. Name another file, in a folder that is there."

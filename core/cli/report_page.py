@@ -5,11 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
-
-from opgraft.errors import InputError
-from opgraft.files import replace_file
 
 _PLACE = "EVIDENCE</script>"
 
@@ -21,17 +17,3 @@ def page(data: Mapping[str, Any], docs: str | None) -> str:
     text = json.dumps({**data, "docs": docs}).replace("<", "\\u003c")
     before, _, after = template.partition(_PLACE)
     return f"{before}{text}</script>{after}"
-
-
-def write_page(path: Path, data: Mapping[str, Any], docs: str | None) -> None:
-    """Write the page in one step.
-
-    Raises:
-        InputError: it cannot be written.
-    """
-    try:
-        replace_file(path, page(data, docs), 0o644)
-    except OSError as error:
-        raise InputError(
-            f"{path} cannot be written: {error.strerror}. Name another file, in a folder that is there."
-        ) from error

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from opgraft.compilation.compiled import compile
 from opgraft.config import CompilationConfig, CompilationMode, OpgraftConfig
-from opgraft.engine.cache_layout import CacheLayout
 from opgraft.errors import ConfigError
+from opgraft.models.encoder import SequenceAttention
 from opgraft.ops.attention.cached import CachedAttention
 from opgraft.ops.attention.node import nodes_of
 from opgraft.text import described
@@ -18,6 +18,9 @@ from torch import Tensor
 
 SIZES = (2, 1)
 """Tokens of the calls by which ``torch.compile`` compiles: a graph for any number, and one for a single token."""
+
+
+AttentionLayer = CachedAttention | SequenceAttention
 
 
 class CompiledModel:
@@ -29,7 +32,7 @@ class CompiledModel:
         settings: how to compile it; their mode is not ``NONE``.
     """
 
-    def __init__(self, model: Any, layers: Mapping[str, CachedAttention], settings: CompilationConfig) -> None:
+    def __init__(self, model: Any, layers: Mapping[str, AttentionLayer], settings: CompilationConfig) -> None:
         self.layers = layers
         self.settings = settings
         self.backend = settings.backend or "inductor"
@@ -104,8 +107,16 @@ def expect_compilable(config: OpgraftConfig) -> None:
         )
 
 
-def compiled_as_set(model: Any, layout: CacheLayout, config: OpgraftConfig) -> CompiledModel | None:
+def compiled_as_set(
+    model: Any, layers: Mapping[str, AttentionLayer], states: Iterable[str], config: OpgraftConfig
+) -> CompiledModel | None:
     """Return the model compiled as ``compilation_config`` says; ``None`` for its mode ``NONE``.
+
+    Args:
+        model: to be compiled.
+        layers: its attention layers by prefix.
+        states: prefixes of layers that keep a state of each sequence.
+        config: resolved.
 
     Raises:
         ConfigError: it has no graph.
@@ -117,9 +128,9 @@ def compiled_as_set(model: Any, layout: CacheLayout, config: OpgraftConfig) -> C
             "compilation_config.mode is set, and the model has ropes that depend on the length of the context, which "
             "no graph has: set it to NONE"
         )
-    if layout.states:
+    for name in states:
         raise ConfigError(
-            f"compilation_config.mode is set, and the layer {next(iter(layout.states))!r} keeps a state of each "
+            f"compilation_config.mode is set, and the layer {name!r} keeps a state of each "
             "sequence, which no graph has: set it to NONE"
         )
-    return CompiledModel(model, layout.layers, config.compilation_config)
+    return CompiledModel(model, layers, config.compilation_config)

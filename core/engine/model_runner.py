@@ -24,6 +24,7 @@ from opgraft.engine.stage_link import StageLink
 from opgraft.engine.step import NewSequence, Scheduled, Step, StepResult
 from opgraft.errors import ConfigError, RequestError
 from opgraft.models import TransformersModel, load_model
+from opgraft.models.encoder import sequence_attention
 from opgraft.ops.attention.batch import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
 from opgraft.ops.state_space.layer import state_layers
@@ -69,14 +70,27 @@ class ModelRunner(PluggableClass):
         self.link = StageLink.of(self.model, self.device)
 
     def compile_model(self) -> None:
-        """Compile the model for ``execute``, if ``compilation_config`` says so. ``encode`` calls it as it is.
+        """Compile the model for ``execute``, if ``compilation_config`` says so.
 
         Raises:
             ConfigError: it cannot be compiled, or not here.
         """
-        self.compiled = compiled_as_set(self.model, self.layout, self.opgraft_config)
+        layout = self.layout
+        self.compiled = compiled_as_set(self.model, layout.layers, layout.states, self.opgraft_config)
         if self.compiled is not None:
             self.compiled.warm_up(self.device, *(() if self.link is None else (self.link.empty,)))
+
+    def compile_encoder(self) -> None:
+        """Compile the model for ``encode``, if it is an encoder and ``compilation_config`` says so.
+
+        Raises:
+            ConfigError: it cannot be compiled, or not here.
+        """
+        layers = sequence_attention(self.model)
+        if layers:
+            self.compiled = compiled_as_set(self.model, layers, (), self.opgraft_config)
+        if self.compiled is not None:
+            self.compiled.warm_up(self.device)
 
     def remark(self, owner: object) -> str:
         return f"the model is compiled by {self.compiled.backend}" if self.compiled else ""
@@ -107,10 +121,11 @@ class ModelRunner(PluggableClass):
         lengths = [len(each) for each in sequences]
         ids = torch.tensor(list(chain.from_iterable(sequences)), device=self.device)
         positions = torch.tensor(list(chain.from_iterable(map(range, lengths))), device=self.device)
+        model = self.compiled or self.model
         if len(sequences) == 1:
-            return [self.model(ids, positions)]
+            return [model(ids, positions)]
         with attending(AttentionBatch.of_sequences(lengths, device=self.device)):
-            return list(self.model(ids, positions).split(lengths))
+            return list(model(ids, positions).split(lengths))
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:

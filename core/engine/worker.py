@@ -108,6 +108,15 @@ class Worker(PluggableClass):
         self.runner.load_model()
         return self.runner.layout.sizes()
 
+    def load_encoder(self) -> None:
+        """Load the model for ``embed``, and compile it if ``compilation_config`` says so.
+
+        Raises:
+            ConfigError: it cannot be compiled.
+        """
+        self.runner.load_model()
+        self.runner.compile_encoder()
+
     def group_cache(self, windows: Sequence[int | None]) -> CacheSizes:
         """Put the layers into groups of these windows, which the stages of a pipeline share."""
         self.runner.layout = self.runner.layout.grouped(windows)

@@ -10,13 +10,17 @@ GUARDIAN = """
 import json, os, signal, sys, threading, time
 sys.path[:] = json.loads(sys.argv[1])
 reply_to, parent = map(int, sys.argv[2].split())
+def adopt():
+    import ctypes
+    PR_SET_CHILD_SUBREAPER = 36
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+try:
+    adopt()  # before there is a worker, which may have started something and be gone at once
+except Exception:
+    pass  # a system that has no such thing: what leaves the group may go on
 worker = os.fork()
 if worker:
     os.close(reply_to)
-    def adopt():
-        import ctypes
-        PR_SET_CHILD_SUBREAPER = 36
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     def end_others():
         while True:
             with open(f"/proc/self/task/{os.getpid()}/children") as file:
@@ -29,10 +33,6 @@ if worker:
         time.sleep(2)
         os.killpg(0, signal.SIGKILL)
     threading.Thread(target=end_with_parent, daemon=True).start()
-    try:
-        adopt()
-    except Exception:
-        pass  # a system that has no such thing: what leaves the group may go on
     ended = 0
     while ended != worker:
         ended, status = os.waitpid(-1, 0)

@@ -15,12 +15,14 @@ from opgraft.models.names import ShardId, WeightsMapper
 from opgraft.ops.activation import GELUTanh
 from opgraft.ops.attention import MMEncoderAttention
 from opgraft.ops.attention.batch import current_boundaries
+from opgraft.ops.attention.node import as_node
 from opgraft.ops.embedding import VocabParallelEmbedding
 from opgraft.ops.layernorm import LayerNorm
 from opgraft.ops.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.linear.sharding import InputShard
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 ACTIVATIONS: Mapping[str, type[nn.Module]] = {
     "gelu": nn.GELU,
@@ -54,8 +56,41 @@ class EncoderEmbeddings(nn.Module):
         return normalised
 
 
+class SequenceAttention(nn.Module):
+    """Attention within each sequence of the batch, both ways.
+
+    Args:
+        num_heads: on this rank.
+        head_size: of each.
+        prefix: the layer's path in its model.
+
+    Attributes:
+        is_node: while a compiler traces, the layer becomes one node of the graph, which is to be called within
+            ``nodes_of``.
+    """
+
+    is_node = False
+
+    def __init__(self, num_heads: int, head_size: int, prefix: str) -> None:
+        super().__init__()
+        self.inner = MMEncoderAttention(num_heads, head_size, prefix=prefix)
+        self.prefix = prefix
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend over ``[tokens, num_heads * head_size]``, those of the current ``AttentionBatch``."""
+        if self.is_node and is_compiling():
+            return as_node(query, key, value, self.prefix)
+        attended: Tensor = self.inner(query[None], key[None], value[None], current_boundaries())
+        return attended[0]
+
+
+def sequence_attention(model: nn.Module) -> dict[str, SequenceAttention]:
+    """Return the attention layers of an encoder by their prefixes; of other models none."""
+    return {layer.prefix: layer for layer in model.modules() if isinstance(layer, SequenceAttention)}
+
+
 class EncoderSelfAttention(nn.Module):
-    """Attention within each sequence, both ways."""
+    """The projections of attention, and what it attends to."""
 
     def __init__(self, config: Any, quant_config: QuantizationConfig | None, prefix: str) -> None:
         super().__init__()
@@ -68,13 +103,12 @@ class EncoderSelfAttention(nn.Module):
             prefix=f"{prefix}.qkv",
             return_bias=False,
         )
-        self.attn = MMEncoderAttention(self.qkv.num_heads, self.qkv.head_size, prefix=f"{prefix}.attn")
+        self.attn = SequenceAttention(self.qkv.num_heads, self.qkv.head_size, f"{prefix}.attn")
 
-    def forward(self, hidden_states: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """Attend over ``[tokens, hidden_size]``; ``cu_seqlens`` says where sequences begin and end."""
-        query, key, value = self.qkv(hidden_states)[None].chunk(3, dim=-1)
-        attended: Tensor = self.attn(query, key, value, cu_seqlens)
-        return attended[0]
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Attend over ``[tokens, hidden_size]``."""
+        attended: Tensor = self.attn(*self.qkv(hidden_states).chunk(3, dim=-1))
+        return attended
 
 
 class EncoderOutput(nn.Module):
@@ -111,8 +145,8 @@ class EncoderAttention(nn.Module):
             config, config.hidden_size, quant_config, f"{prefix}.output", self.self.qkv.uneven_output()
         )
 
-    def forward(self, hidden_states: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        attended: Tensor = self.output(self.self(hidden_states, cu_seqlens), hidden_states)
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        attended: Tensor = self.output(self.self(hidden_states), hidden_states)
         return attended
 
 
@@ -149,8 +183,8 @@ class EncoderLayer(nn.Module):
         self.intermediate = EncoderIntermediate(config, quant_config, f"{prefix}.intermediate")
         self.output = EncoderOutput(config, config.intermediate_size, quant_config, f"{prefix}.output")
 
-    def forward(self, hidden_states: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        attended = self.attention(hidden_states, cu_seqlens)
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        attended = self.attention(hidden_states)
         output: Tensor = self.output(self.intermediate(attended), attended)
         return output
 
@@ -164,9 +198,9 @@ class EncoderStack(nn.Module):
             EncoderLayer(config, quant_config, f"{prefix}.layer.{number}") for number in range(config.num_hidden_layers)
         )
 
-    def forward(self, hidden_states: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         for layer in self.layer:
-            hidden_states = layer(hidden_states, cu_seqlens)
+            hidden_states = layer(hidden_states)
         return hidden_states
 
 
@@ -228,7 +262,7 @@ class BertModel(Model):
         The tokens are those of the current ``AttentionBatch``, or of one sequence where there is none.
         """
         hidden_states = self.embeddings(input_ids, positions, token_type_ids)
-        output: Tensor = self.encoder(hidden_states, current_boundaries())
+        output: Tensor = self.encoder(hidden_states)
         return output
 
 

@@ -184,11 +184,13 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def with_parameters(op: nn.Module, **parameters: Tensor | None) -> nn.Module:
-    """Return ``op`` with these tensors in its parameters and buffers; ``None`` leaves one as it is."""
+    """Return ``op`` with these tensors in its parameters, which keep their loaders, and buffers; ``None`` is let be."""
     for name, value in parameters.items():
         if value is not None:
             if name in op._parameters:
-                op._parameters[name] = nn.Parameter(value)
+                own = op._parameters[name]
+                parameter = op._parameters[name] = nn.Parameter(value)
+                parameter.__dict__.update({} if own is None else vars(own))
             else:
                 op._buffers[name] = value
     return op

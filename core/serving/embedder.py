@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from opgraft.binding.explaining import Explanation
 from opgraft.binding.pluggable_class import choose_class
 from opgraft.config import OpgraftConfig
+from opgraft.engine.compiled_model import expect_compilable
 from opgraft.engine.executors import executor_of
 from opgraft.engine.stats import Counters, EngineStats, copied
 from opgraft.engine.worker import Worker
@@ -39,8 +40,8 @@ class Embedder:
 
     Raises:
         ModelError: no model is named, or it cannot be made.
-        ConfigError: ``parallel.data`` is above 1, ``model.max_model_len`` is more than there are positions, or the
-            devices cannot compute the split.
+        ConfigError: ``parallel.data`` is above 1, ``model.max_model_len`` is more than there are positions, the devices
+            cannot compute the split, or the encoder cannot be compiled as ``compilation_config`` says.
         CheckpointError: the checkpoint cannot be read.
     """
 
@@ -49,11 +50,12 @@ class Embedder:
         _expect_one(self.opgraft_config)
         worker: type[Worker] = choose_class(Worker).cls
         worker.expect_split(self.opgraft_config.parallel)
+        expect_compilable(self.opgraft_config)
         with opened_once(), ExitStack() as undo:
             self.executor = executor_of(self.opgraft_config)
             undo.callback(self.executor.shutdown)
             self.executor.start()
-            self.executor.call("load_model")
+            self.executor.call("load_encoder")
             weights = open_weights(str(self.opgraft_config.model.name))
             self.tokenizer: Tokenizer = open_tokenizer(weights)
             self.vocab_size = int(read_config(weights).get_text_config().vocab_size)
@@ -130,7 +132,7 @@ class Embedder:
     def restart(self) -> None:
         """Start workers that are lost again, as often as that is allowed."""
         if self.executor.can_restart:
-            self.executor.restart(lambda: self.executor.call("load_model"))
+            self.executor.restart(lambda: self.executor.call("load_encoder"))
 
     def vectors(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Compute the vectors of a batch of token ids, and count it.

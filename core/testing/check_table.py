@@ -269,7 +269,8 @@ OF_PLUGIN: Mapping[str, WholeCheck] = MappingProxyType(
             "a reset takes back what it did, and loading it again does the same", plugin_checks.check_isolation
         ),
         "together": WholeCheck(
-            "beside the other installed plugins it replaces the same, without a conflict", plugin_checks.check_together
+            "beside the other plugins that may run here it replaces the same, without a conflict",
+            plugin_checks.check_together,
         ),
         "spawn": WholeCheck("its ops compute the same in a new process", plugin_checks.check_spawn),
     }

@@ -113,7 +113,7 @@ def check_state(subject: Subject, variant: str) -> None:
     op, inputs = subject.build(variant, arguments)
     own = inventory.choice_here(subject.target).own.name
     with set_config(OpgraftConfig(providers={subject.op: own})):
-        target, _ = subject.build(variant, arguments)
+        target, _ = subject.build(variant, _small(spec, variant))  # in memory of its own
     ours, theirs = _state(op), _state(target)
     if ours != theirs:
         changed = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))

@@ -22,6 +22,7 @@ from opgraft.platform import DeviceMemory, Platform, effective_chain
 from opgraft.plugins.discovery import PLUGIN_GROUP, discover, names_of
 from opgraft.plugins.host import load_plugins
 from opgraft.plugins.outcomes import findings_of
+from opgraft.plugins.requirements import objection
 from opgraft.plugins.selection import current_platform
 from opgraft.state import host_state, reset
 from opgraft.testing import diagnosis
@@ -94,13 +95,13 @@ def check_isolation(plugin: str) -> str | None:
 
 
 def check_together(plugin: str) -> str | None:
-    """With every other installed plugin it activates the same, and none has a conflict; returns why none was tried."""
+    """Beside all others that may run here it activates the same, without a conflict; returns why none was tried."""
     own = names_of(plugin)[1]
     if not own:
         return _NO_PLUGIN
-    others = sorted({offer.name for offer in discover().of_group(PLUGIN_GROUP)} - set(own))
+    others = _others_here(own)
     if not others:
-        return "no other plugin is installed"
+        return "no other plugin is installed that may run here"
     before = _activated(plugin)
     loaded_with = host_state().loaded_with
     allowed = (loaded_with.plugins if loaded_with else None) or ()
@@ -120,6 +121,16 @@ def check_together(plugin: str) -> str | None:
             f"together with {', '.join(others)} it replaces {', '.join(after)}, alone {', '.join(before)}"
         )
     return None
+
+
+def _others_here(own: Sequence[str]) -> list[str]:
+    """List the other installed plugins that are for this platform, and that nothing speaks against."""
+    name = current_platform().name
+    offers = [offer for offer in discover().of_group(PLUGIN_GROUP) if offer.name not in own]
+    here = [offer for offer in offers if name in (names_of(offer.name)[2] or [name])]
+    with set_config(OpgraftConfig(plugins=tuple(offer.name for offer in here))):
+        settings = host_state().settings()
+        return sorted(offer.name for offer in here if objection(offer, settings) is None)
 
 
 def _activated(plugin: str) -> list[str]:

@@ -7,8 +7,8 @@ from typing import Any
 import opgraft
 import pytest
 import torch
-from compilation.traffic import traffic_of
-from opgraft import CompilationConfig, functional
+from compilation.providers import CALLS, provide
+from opgraft import CompilationConfig
 from opgraft.ops import QuantFP8, ScaledDotProductAttention
 from torch import Tensor, nn
 
@@ -36,9 +36,8 @@ def drawn(rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(rows, 5, 3 * HEADS * HEAD_SIZE).to(dtype)
 
 
-def compiled(model: nn.Module, dtype: torch.dtype = torch.float32, on: bool = True) -> opgraft.Compiled:
-    config = CompilationConfig(level=1, pass_config={"attention_quant_fp8": on})
-    return opgraft.compile(model, config, args=(drawn(3, dtype),))  # type: ignore[no-any-return]
+def compiled(model: nn.Module, dtype: torch.dtype = torch.float32) -> opgraft.Compiled:
+    return opgraft.compile(model, CompilationConfig(level=1), args=(drawn(3, dtype),))  # type: ignore[no-any-return]
 
 
 def counts(found: opgraft.Compiled) -> tuple[int, int]:
@@ -71,36 +70,12 @@ def test_what_cannot_be_joined_stays_apart(settings: dict[str, Any]) -> None:
     torch.testing.assert_close(found(x)[0].float(), model(x)[0].float(), rtol=0.13, atol=2**-8)
 
 
-CALLS: list[str] = []
-
-
-def kernel_of(name: str) -> Any:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        CALLS.append(name)
-        return getattr(functional, name).native(*args, **kwargs)
-
-    kernel.__qualname__ = f"attention_kernel_of_{name}"
-    return kernel
-
-
-KERNELS = {name: kernel_of(name) for name in ("scaled_dot_product_attention", FORM)}
-
-
 @pytest.mark.parametrize("names", [("scaled_dot_product_attention",), ("scaled_dot_product_attention", FORM)])
 def test_a_kernel_for_attention_is_not_passed_over(names: tuple[str, ...]) -> None:
     """Where somebody provides a kernel for attention alone it runs; one for the joined form runs in its place."""
-    table = {name: KERNELS[name] for name in names}
-    own: Any = type("Own", (ScaledDotProductAttention,), {"functional_oot": table})
-    ScaledDotProductAttention.register_oot(own, name="ScaledDotProductAttention")
+    provide(ScaledDotProductAttention, *names)
     found = compiled(Attending().eval())
     assert counts(found) == (1, len(names) - 1)
     CALLS.clear()
     found(drawn(2))
     assert [names[-1]] == CALLS
-
-
-def test_effect() -> None:
-    """Heads are put in rows as bytes, a quarter of what float32 takes."""
-    x = drawn(64)
-    on, off = (traffic_of(compiled(Attending().eval(), on=on), x) for on in (True, False))
-    assert on < off

@@ -54,26 +54,6 @@ def test_one_graph_serves_every_size(
     assert [type(module) for module in block.modules()] == kinds
 
 
-def test_a_model_of_transformers() -> None:
-    """A grafted Llama gives eager's logits, in the same class, for any size of the batch."""
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = transformers.LlamaConfig(vocab_size=50, num_hidden_layers=1, **sizes)
-    plain = transformers.LlamaForCausalLM(config).eval()
-    grafted = transformers.LlamaForCausalLM(config).eval()
-    grafted.load_state_dict(plain.state_dict())
-    opgraft.graft(grafted)
-    compiled = opgraft.compile(grafted, EAGER, args=(torch.randint(50, (4, 6)),), kwargs={"use_cache": False})
-    assert (semantic(compiled)["rms_norm"], semantic(compiled)["fused_add_rms_norm"]) == (1, 2)
-    for size in (1, 2, 7, 50):
-        ids = torch.randint(50, (size, 6))
-        with torch.no_grad():
-            expected = plain(ids, use_cache=False)
-        found = compiled(ids, use_cache=False)
-        assert type(found) is type(expected)
-        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
 def test_inductor_generates_code_for_every_size(block: Block, x: torch.Tensor) -> None:
     """Inductor is given the whole graph at once, and its code serves any size of the batch."""

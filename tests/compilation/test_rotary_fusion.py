@@ -9,10 +9,10 @@ from typing import Any
 import opgraft
 import pytest
 import torch
-from compilation.traffic import traffic_of
+from compilation.providers import CALLS, provide
 from engine.engines import settings
 from engine.test_compiled_step import tokens
-from opgraft import CompilationConfig, functional
+from opgraft import CompilationConfig
 from opgraft.compilation.compiled import compile
 from opgraft.engine.engine_core import EngineCore
 from opgraft.ops import ApplyRotaryEmb, RMSNorm, RotaryEmbedding
@@ -30,9 +30,8 @@ def counts(compiled: opgraft.Compiled) -> tuple[int, int]:
     return report.matched, report.replaced
 
 
-def compiled(model: nn.Module, *args: Any, on: bool = True) -> opgraft.Compiled:
-    config = CompilationConfig(level=1, pass_config={"qk_norm_rope": on})
-    return opgraft.compile(model, config, args=args)  # type: ignore[no-any-return]
+def compiled(model: nn.Module, *args: Any) -> opgraft.Compiled:
+    return opgraft.compile(model, CompilationConfig(level=1), args=args)  # type: ignore[no-any-return]
 
 
 class Hidden(nn.Module):
@@ -146,26 +145,6 @@ def test_what_is_read_besides_stays_apart() -> None:
     assert counts(compiled(Read().eval(), *drawn(3))) == (0, 0)
 
 
-CALLS: list[str] = []
-
-
-def kernel_of(name: str) -> Any:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        CALLS.append(name)
-        return getattr(functional, name).native(*args, **kwargs)
-
-    kernel.__qualname__ = f"kernel_of_{name}"
-    return kernel
-
-
-KERNELS = {name: kernel_of(name) for name in ("rms_norm", "rotary_embedding", "qk_norm_rope")}
-
-
-def register(op: Any, *names: str) -> None:
-    """Provide kernels of an op for the named forms."""
-    op.register_oot(type(f"Own{op.__name__}", (op,), {"functional_oot": {name: KERNELS[name] for name in names}}))
-
-
 @pytest.mark.parametrize(
     ("names", "expected", "ran"),
     [
@@ -175,18 +154,9 @@ def register(op: Any, *names: str) -> None:
 )
 def test_a_kernel_for_a_part_is_not_passed_over(names: tuple[str, ...], expected: tuple[int, int], ran: str) -> None:
     """Where somebody provides a kernel for the rotation alone it runs; one for the joined form runs in its place."""
-    register(RotaryEmbedding, *names)
+    provide(RotaryEmbedding, *names)
     found = compiled(Attending().eval(), *drawn(3))
     assert counts(found) == expected
     CALLS.clear()
     found(*drawn(2))
     assert [ran] == CALLS
-
-
-def test_effect() -> None:
-    """Kernels for norms and rotation read and write query and key twice, the kernel of the form once."""
-    register(RMSNorm, "rms_norm")
-    register(RotaryEmbedding, "rotary_embedding", "qk_norm_rope")
-    given = drawn(64)
-    on, off = (traffic_of(compiled(Attending().eval(), *drawn(3), on=on), *given) for on in (True, False))
-    assert on < 0.6 * off

@@ -19,6 +19,16 @@ from opgraft.ops.attention.node import nodes_of
 from random_decoders import DECODERS, THROUGH_TRANSFORMERS, through_transformers, written
 
 FAMILIES = ("llama 3, with biases, tied", pytest.param("gemma2", marks=pytest.mark.slow), "deepseek v2", "mixtral")
+LEVELS = [
+    *(pytest.param(*getattr(each, "values", (each,)), 1, marks=getattr(each, "marks", ())) for each in FAMILIES),
+    *(pytest.param(each, 1, marks=pytest.mark.slow) for each in ("qwen3", "gemma")),
+    *(
+        pytest.param(each, level, marks=pytest.mark.slow)
+        for each in ("llama", "qwen3", "gemma", "mixtral")
+        for level in (2, 3)
+    ),
+]
+"""A family, and the level at which its model is compiled."""
 
 
 def with_mode(
@@ -51,18 +61,20 @@ def test_the_tokens_are_those_of_the_modules(family: str, tmp_path: Path) -> Non
     assert runner.remark == "the model is compiled by aot_eager"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_at_a_level(family: str, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch's own, as it writes code
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
+@pytest.mark.parametrize(("family", "level"), LEVELS)
+def test_at_a_level(family: str, level: int, tmp_path: Path) -> None:
     """The graph that opgraft captures, with its passes and kernels, serves any number of tokens as the modules do."""
     if family in THROUGH_TRANSFORMERS:
         through_transformers(family, tmp_path)
     else:
         written(DECODERS[family][0], tmp_path, **DECODERS[family][1])
     given = settings(tmp_path)
-    core = EngineCore(dataclasses.replace(given, compilation_config=CompilationConfig(level=1)))
+    core = EngineCore(dataclasses.replace(given, compilation_config=CompilationConfig(level=level)))
     assert tokens(core) == tokens(EngineCore(given))
     (runner,) = [row for row in core.explain().classes if row.name == "model_runner"]
-    assert runner.remark == "the model is compiled by eager"
+    assert runner.remark == f"the model is compiled by {'eager' if level == 1 else 'inductor'}"
 
 
 def test_in_pieces_that_are_recorded(tmp_path: Path) -> None:

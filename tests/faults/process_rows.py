@@ -67,6 +67,18 @@ SET_BACK = {
     "del RMSNorm.forward_native": "opgraft's RMSNorm.forward_native while",
     "opgraft.CustomOp.enabled = classmethod(lambda cls: False)": "opgraft's CustomOp.enabled while",
     "CpuPlatform.memory = lambda *_: None": "opgraft's CpuPlatform.memory while",
+    "opgraft.ops.RMSNorm = None": "opgraft.ops.RMSNorm while",
+    "torch.nn.LayerNorm.forward = lambda self, x: x": "torch's LayerNorm.forward while",
+    "torch.nn.modules.module.register_module_forward_hook(lambda *_: None)": (
+        "the hooks that torch calls for every module from none to 1 entries while"
+    ),
+    "torch.overrides.BaseTorchFunctionMode().__enter__()": "the modes of torch from none to BaseTorchFunction",
+    "torch.backends.cuda.enable_math_sdp(False)": "whether attention may be computed by math from True to False while",
+    "sys.settrace(lambda *_: None)": "what traces the functions of this thread from None to ",
+    "threading.setprofile(lambda *_: None)": "what profiles the functions of new threads from None to ",
+    "sys.unraisablehook = print": "sys.unraisablehook from ",
+    "gc.disable()": "whether garbage is collected from True to False while",
+    "sys.setswitchinterval(1)": "the time after which threads take turns from ",
     "opgraft.Platform.default_config = None": "opgraft's Platform.default_config while",
 }
 """Source of a plugin, and what is said of it; each is set back."""

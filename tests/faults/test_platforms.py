@@ -11,7 +11,7 @@ from opgraft.platforms.cpu.platform import CpuPlatform
 from opgraft.plugins.process import changes_between, look
 from opgraft.state import host_state
 
-STAY = ("torch.nn", "torch.set", "torch's Tensor", "torch's Module")
+STAY = ("torch.nn", "torch.set", "torch's ")
 """Beginnings of words about functions and methods of torch, which a device may need."""
 
 OF_ITSELF = "opgraft.Platform.default_config = None"

@@ -200,7 +200,7 @@ class Other({base}):
 @pytest.mark.parametrize(
     ("base", "status", "reason"),
     [
-        (None, "skipped", "no other plugin is installed"),
+        (None, "skipped", "no other plugin is installed that may run here"),
         ("SiluAndMul", "passed", ""),
         ("GELU", "failed", "together with"),
     ],
@@ -215,6 +215,16 @@ def test_two_plugins_together(site, base: str | None, status: str, reason: str) 
     assert (found.status, found.reason.startswith(reason)) == (status, True), found.reason
     assert ("other 1.0" in found.reason) == (status == "failed")
     assert told["gelu-reachable"].status == "passed"
+
+
+def test_plugins_that_may_not_run_here_are_no_company(site) -> None:
+    """That of a device which is absent, or for another opgraft, is nothing that a plugin is to be tried beside."""
+    site.plugin("acme", LOCAL.format(kernel="forward_oot", factor=1, more=""))
+    other = OTHER.format(base="SiluAndMul", argument="x")
+    site.platform("brix", probe="return Evidence(False, 'no device')", plugin=other)
+    site.plugin("dune", other, requires=("opgraft>=9",))
+    found = judged("acme", "together")["(plugin)-together"]
+    assert (found.status, found.reason) == ("skipped", "no other plugin is installed that may run here")
 
 
 OWN = """

@@ -243,6 +243,39 @@ def test_a_mode_that_a_plugin_does_not_leave(site) -> None:
     assert all(message.endswith("it was set back") for message in told)
 
 
+MODES = {
+    "of a device": ("torch.device('meta').__enter__()", "DeviceContext"),
+    "of operators": ("FlopCounterMode().__enter__()", "_FlopCounterMode"),
+}
+
+
+@pytest.mark.parametrize("kind", MODES)
+def test_modes_that_look_at_each_call(site, kind: str) -> None:
+    """They are left, whichever of torch's two stacks they lie on, and those that others have entered are not."""
+    enter, name = MODES[kind]
+    source = f"{IMPORTS}from torch.utils.flop_counter import FlopCounterMode\n{enter}"
+    site.plugin("acme", source + PLUGIN.format("pass"))
+    with torch.device("cpu"):
+        load_plugins()
+        assert torch.ones(2).device.type == "cpu"
+        told = [finding.message for finding in host_state().plugins["acme"].findings]
+    words = f"plugin acme of acme 1.0 changed the modes of torch from DeviceContext to DeviceContext, {name} while"
+    assert any(message.startswith(words) for message in told)
+    assert all(message.endswith("it was set back") for message in told)
+
+
+def test_a_kernel_of_an_operator_of_torch(site) -> None:
+    """It meets everybody and cannot be removed, so it is named; one for another device meets nobody here."""
+    source = "library = torch.library.Library('aten', 'IMPL')\n" + "".join(
+        f"library.impl('special_i0e', lambda x: x, '{key}')\n" for key in ("CPU", "PrivateUse1")
+    )
+    site.plugin("acme", IMPORTS + source + PLUGIN.format("pass"))
+    load_plugins()
+    (finding,) = host_state().plugins["acme"].findings
+    said = "changed the kernel of torch's operator special_i0e for CPU while it was loaded: it cannot be set back: "
+    assert said in finding.message
+
+
 def test_a_handler_of_others_that_is_turned_down(site, caplog) -> None:
     """It has its level again."""
     handler = logging.StreamHandler()

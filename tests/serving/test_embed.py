@@ -45,6 +45,21 @@ def test_vectors_are_those_of_transformers(reference: torch.Tensor, batch: dict[
     torch.testing.assert_close(torch.tensor(alone.embedding), expected[1], rtol=0, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch's own, as it writes code
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
+@pytest.mark.parametrize("level", [1, *(pytest.param(level, marks=pytest.mark.slow) for level in (2, 3))])
+def test_a_compiled_encoder(reference: torch.Tensor, level: int) -> None:
+    """At each level one graph serves texts of any length, alone and beside each other, and nothing is compiled anew."""
+    llm = LLM("minilm", **QUIET, **{"compilation_config.level": level, "parallel.executor": "in_process"})
+    expected = torch.nn.functional.normalize(reference, dim=-1)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        outputs = [*llm.embed(TEXTS), *llm.embed(["Bread."] * 50)]
+    found = torch.tensor([o.embedding for o in outputs])
+    torch.testing.assert_close(found, torch.cat([expected, expected[2:3].expand(50, -1)]), rtol=0, atol=1e-5)
+    (runner,) = [row for row in llm.explain().classes if row.name == "model_runner"]
+    assert runner.remark == f"the model is compiled by {'eager' if level == 1 else 'inductor'}"
+
+
 def test_pooling_and_normalisation_are_the_checkpoints(tmp_path: Path, reference: torch.Tensor) -> None:
     """Without a module that normalises the vectors have a length; several modes stand one behind the other."""
     folder = Path(shutil.copytree(find_checkpoint("minilm"), tmp_path / "model"))
