@@ -47,7 +47,7 @@ help:
 	@echo "make bench-ops     what the CPU kernels gain, op by op: table, JSON and plot in build/bench-ops"
 	@echo "make bench-quantized  what 4 and 8 bits gain over bfloat16 where memory is the limit: table, and JSON in build"
 	@echo "make bench-gpu     what the Triton kernels reach on a GPU: table, and JSON in build/bench-gpu.json"
-	@echo "make bench-models  what they gain on an encoder and a causal model, whole processes"
+	@echo "make bench-models  what they gain on whole models: an encoder, a causal one, and some with experts or state spaces"
 	@echo "make bench-loading the memory that loading a checkpoint takes on top of its weights, against its limit"
 	@echo "make bench-engine  the engine against transformers, vLLM and llama.cpp on SmolLM2: table, and JSON in build (8 GB the first time)"
 	@echo "make bench-serve   the server against the engine without one, many streams, and twice the load that it can bear"
@@ -198,6 +198,7 @@ soak-serve: .venv/opgraft
 	$(BIN)/python benchmarks/serve.py --rows soak --minutes $(MINUTES)
 
 bench-models: .demo/installed
+	PYTHONPATH=$(CURDIR)/.demo OPGRAFT_PLUGINS=cpu_kernels $(BIN)/python benchmarks/mixtures.py
 	PYTHONPATH=$(CURDIR)/.demo $(BIN)/python benchmarks/models.py
 
 # A limit that is exceeded on this machine is no reason to keep old charts: it shows in them.
