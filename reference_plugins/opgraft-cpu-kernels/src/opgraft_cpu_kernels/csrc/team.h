@@ -67,7 +67,7 @@ class Team {
     round_.fetch_add(1, std::memory_order_release);
     std::exception_ptr raised = take_part(0);
     wait([&] { return left_.load(std::memory_order_acquire) == 0; });
-    if (!raised) raised = std::exchange(raised_, nullptr);
+    if (has_raised_.exchange(false)) raised = std::exchange(raised_, nullptr);
     if (raised) std::rethrow_exception(raised);
   }
 
@@ -94,7 +94,7 @@ class Team {
     for (uint32_t seen = 0, round = 0;; seen = round) {
       wait([&] { return (round = round_.load(std::memory_order_acquire)) != seen; });
       if (round == END) return;
-      if (const std::exception_ptr raised = take_part(thread)) raised_ = raised;
+      if (std::exception_ptr raised = take_part(thread); raised && !has_raised_.exchange(true)) raised_ = raised;
       left_.fetch_sub(1, std::memory_order_acq_rel);
     }
   }
@@ -118,7 +118,8 @@ class Team {
   int threads_ = 1;
   int64_t rows_ = 0, part_ = 0;
   const Work* work_ = nullptr;
-  std::exception_ptr raised_;
+  std::exception_ptr raised_;  // the first that another thread has raised
+  std::atomic<bool> has_raised_{false};
   alignas(64) std::atomic<uint32_t> round_{0};
   alignas(64) std::atomic<int> left_{0};
 };
