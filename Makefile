@@ -149,6 +149,7 @@ bench: .venv/opgraft
 	$(BIN)/python benchmarks/mechanism.py
 	$(BIN)/python benchmarks/detection.py
 	$(BIN)/python benchmarks/scale.py
+	$(BIN)/python benchmarks/shadow.py
 	$(BIN)/python benchmarks/scheduler.py
 
 # What kernels gain: of the installed demonstration, as an editable install would measure the same and need a build.

@@ -14,8 +14,15 @@ import torch
 from compile_sides import Seconds, taken
 from opgraft import CompilationConfig
 from opgraft.distributed import get_tp_group
-from opgraft.layers import ColumnParallelLinear, RowParallelLinear
-from opgraft.ops import Linear, QuantFP8, RMSNorm, ScaledDotProductAttention, SiluAndMul
+from opgraft.ops import (
+    ColumnParallelLinear,
+    Linear,
+    QuantFP8,
+    RMSNorm,
+    RowParallelLinear,
+    ScaledDotProductAttention,
+    SiluAndMul,
+)
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 

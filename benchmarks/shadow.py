@@ -23,10 +23,10 @@ SHAPE = {
 }
 """Sizes of SmolLM2-135M, with a third of its layers and a sixth of its words."""
 
-TOKENS = {"a step of 1 token": (1, 20), "a prompt of 256 tokens": (256, 3)}
+TOKENS = {"a step of 1 token": (1, 10), "a prompt of 256 tokens": (256, 1)}
 """By name: the tokens of a call, and the calls of a round."""
 
-ROUNDS = 11
+ROUNDS = 7
 OFF, ON = OpgraftConfig(), OpgraftConfig(shadow=ShadowConfig(share=1))
 SHARED = OpgraftConfig(shadow=ShadowConfig(share=0.01))
 

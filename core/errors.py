@@ -16,6 +16,9 @@ MOST_LISTED = 20
 _FARTHER = 0.05
 """The share of its letters by which a name may be farther than the nearest, to be worth a mention."""
 
+_MOST_KNOWN = 40
+"""Names that an error lists of those which are known."""
+
 
 class OpgraftError(Exception):
     """Base of all errors of opgraft. ``exit_code`` is what the command line ends with.
@@ -238,12 +241,13 @@ def near_matches(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[s
 
 
 def close_matches(name: str, known: Iterable[str]) -> str:
-    """Give words for an error about an unknown ``name``: the nearest known names, or all of them where none is near."""
+    """Give words for an error about an unknown ``name``: the nearest known names, or the first where none is near."""
     names = sorted(set(known))
     near = near_matches(name, names)
     if near:
         return "did you mean " + " or ".join(repr(match) for match in near) + "?"
-    return f"known: {', '.join(names) or 'none'}."
+    more = f", and {len(names) - _MOST_KNOWN} more" if len(names) > _MOST_KNOWN else ""
+    return f"known: {', '.join(names[:_MOST_KNOWN]) or 'none'}{more}."
 
 
 def raised_at(error: BaseException) -> str:

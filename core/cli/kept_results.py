@@ -45,8 +45,7 @@ class Kept:
 
 
 def key() -> str | None:
-    """Return a digest of all that a result depends on: versions, files, settings, variables, drivers
-    and devices.
+    """Return a digest of all that a result depends on: versions, files, settings, variables, drivers and devices.
 
     ``None`` where something may change without a trace: the source of an editable install, or metadata that cannot be
     read.

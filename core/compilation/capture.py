@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -185,8 +186,20 @@ def _over_parameters(model: nn.Module, program: ExportedProgram, decision: Decis
         copies[node] = graph.node_copy(node, copies.__getitem__)
     spec = program.call_spec
     module = fx.GraphModule(held, graph)
-    signature = Signature(tuple(tensors), constants, spec.in_spec, spec.out_spec, expected_of(module))
+    bounds = _bounds(program)
+    signature = Signature(tuple(tensors), constants, spec.in_spec, spec.out_spec, expected_of(module), bounds)
     return Captured(module, signature, decision)
+
+
+def _bounds(program: ExportedProgram) -> dict[str, tuple[int, int]]:
+    """Return the bounds of the dynamic sizes of a program that have some, by name; from 2 on is from 1 on."""
+    found = {}
+    for size, allowed in program.range_constraints.items():
+        low = 1 if allowed.lower <= 2 else int(allowed.lower)
+        high = min(allowed.upper, sys.maxsize)
+        if (low, high) != (1, sys.maxsize):
+            found[str(size)] = (low, int(high))
+    return found
 
 
 def _held(model: nn.Module, program: ExportedProgram, target: str) -> Tensor:

@@ -63,7 +63,7 @@ class Compiled:
         self.sizes = {each[0]: own for each, own in codes.items() if len(each) == 1}
         self.ranges = {each: own for each, own in codes.items() if len(each) > 1 and each != ALL_SIZES}
         self._signature, self._decision = signature, decision
-        self._check = InputCheck(signature.expected)
+        self._check = InputCheck(signature.expected, signature.bounds)
         self._code, self._codes = code, codes
 
     @property
@@ -86,7 +86,7 @@ class Compiled:
         return self._signature.out_spec.unflatten(self._computed(self._signature.tensors(args, kwargs)))
 
     def verify(self, example: Example) -> None:
-        """Compare the code with the model for a batch of one, and for sizes that have code or graphs of their own.
+        """Compare the code with the model for the smallest batch, and for sizes that have code or graphs of their own.
 
         Of a range with code of its own it is the smallest size. Where no size is dynamic the example is what both
         compute.
@@ -103,7 +103,7 @@ class Compiled:
             return found
 
         tensors = [flat[place] for place in signature.inputs]
-        sizes = {1, *self.sizes, *(each[0] for each in self.ranges), *self._code.recorded}
+        sizes = {self._check.smallest, *self.sizes, *(each[0] for each in self.ranges), *self._code.recorded}
         for size in sorted(sizes, reverse=True):  # the memory of the largest serves the others
             cut = of_size(tensors, signature.expected, size)
             expect_alike(self.model, eager, self._computed, cut or tensors, None if cut is None else size)

@@ -38,7 +38,13 @@ def write_signature(signature: Signature) -> dict[str, Any]:
         raise CacheEntryError(f"the structure of the result cannot be written: {described(error)}") from error
     expected = [[each.name, str(each.dtype), str(each.device), each.sizes] for each in signature.expected]
     constants = [[place, value] for place, value in signature.constants.items()]
-    return {"inputs": signature.inputs, "constants": constants, "out_spec": out_spec, "expected": expected}
+    return {
+        "inputs": signature.inputs,
+        "constants": constants,
+        "out_spec": out_spec,
+        "expected": expected,
+        "bounds": signature.bounds,
+    }
 
 
 def read_signature(description: Mapping[str, Any], example: Example) -> Signature:
@@ -49,7 +55,8 @@ def read_signature(description: Mapping[str, Any], example: Example) -> Signatur
     )
     in_spec = flattened((example.args, dict(example.kwargs)))[1]
     out_spec = structure_of_text(description["out_spec"])
-    return Signature(tuple(description["inputs"]), dict(description["constants"]), in_spec, out_spec, expected)
+    bounds = {name: (low, high) for name, (low, high) in description["bounds"].items()}
+    return Signature(tuple(description["inputs"]), dict(description["constants"]), in_spec, out_spec, expected, bounds)
 
 
 def write_code(code: Code, name: str, folder: Path) -> dict[str, Any]:

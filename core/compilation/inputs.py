@@ -44,6 +44,7 @@ class Signature:
         in_spec: the structure of ``(args, kwargs)``.
         out_spec: the structure of the result.
         expected: the tensors.
+        bounds: by the name of a size, the smallest and the largest that ``dynamic_shapes`` give it, where they do.
     """
 
     inputs: tuple[int, ...]
@@ -51,6 +52,7 @@ class Signature:
     in_spec: Any
     out_spec: Any
     expected: tuple[Expected, ...]
+    bounds: Mapping[str, tuple[int, int]]
 
     def flat(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the flat inputs of a call.
@@ -92,10 +94,12 @@ class InputCheck:
 
     Args:
         expected: the tensors that it takes.
+        bounds: of sizes, see ``Signature``.
     """
 
-    def __init__(self, expected: Sequence[Expected]) -> None:
+    def __init__(self, expected: Sequence[Expected], bounds: Mapping[str, tuple[int, int]]) -> None:
         self.expected = expected
+        self.bounds = bounds
         places = ((at, dim) for at, each in enumerate(self.expected) for dim in each.dynamic)
         self._batch = next(places, None)
         self._known: set[tuple[Any, ...]] = set()
@@ -111,6 +115,13 @@ class InputCheck:
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
         self._known.add(key)
+
+    @property
+    def smallest(self) -> int:
+        """The smallest that the first dynamic size may be."""
+        if self._batch is None:
+            return 1
+        return self.bounds.get(self.expected[self._batch[0]].dynamic[self._batch[1]], (1, 1))[0]
 
     def size_of(self, tensors: Sequence[Tensor]) -> int | None:
         """Return the first dynamic size of tensors that fit, ``None`` where none is dynamic."""
@@ -134,6 +145,10 @@ class InputCheck:
             if not alike or 0 in x.shape:
                 sizes = ", ".join(map(str, expected.sizes))
                 raise _unfit(expected, f"the shape {tuple(x.shape)}", f"[{sizes}], none of them 0")
+        for name, (low, high) in self.bounds.items():
+            if not low <= symbols.get(name, low) <= high:
+                expected = next(each for each in self.expected if name in each.dynamic.values())
+                raise _unfit(expected, f"the size {symbols[name]}", f"{low} to {high}, as dynamic_shapes say")
 
 
 def _expected(node: fx.Node) -> Expected:

@@ -36,16 +36,20 @@ class Inputs:
 
 
 class _Sequence:
-    """Tokens of a sequence, its row in the tables, its state, and the context that its first tokens are rotated for."""
+    """Tokens and blocks of a sequence, its row in the tables, its state, and the context of its first tokens' rotation.
 
-    __slots__ = ("context", "row", "state", "tokens", "widths")
+    Attributes:
+        blocks: of each group of layers.
+    """
+
+    __slots__ = ("blocks", "context", "row", "state", "tokens")
 
     def __init__(self, row: int, new: NewSequence, groups: int) -> None:
         self.row = row
         self.context = new.context
         self.state = new.state
         self.tokens = array("q", new.tokens)
-        self.widths = [0] * groups
+        self.blocks: tuple[list[int], ...] = tuple([] for _ in range(groups))
 
 
 class _Shape(NamedTuple):
@@ -66,25 +70,20 @@ class _Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class _Memory:
-    """What the host writes of steps of one shape, as parts of memory that is there already.
+    """Memory that the host writes steps of one shape to, as parts of what is there already.
 
     Attributes:
         shape: of the steps.
-        sent: token ids, positions, sampled rows and contexts one after another, for the device.
+        sent: token ids, positions, sampled rows, contexts and slots of each group one after another, for the device.
         bounds: ``query_start_loc`` and ``seq_lens`` one after the other, for the device.
-        positions: of each token in its sequence.
-        token_rows: of each token, the row of its sequence in the tables.
-        rows: of each sequence.
-        slots, tables: of each group, for the device.
+        rows: of each sequence in the tables.
+        tables: of each group, for the device.
     """
 
     shape: _Shape
     sent: Tensor
     bounds: Tensor
-    positions: Tensor
-    token_rows: Tensor
     rows: Tensor
-    slots: Sequence[Tensor]
     tables: Sequence[Tensor]
 
 
@@ -133,11 +132,11 @@ class InputBatch:
         self.states = states or {}
         self._max_blocks = max_blocks
         self._sender = Sender(device)
-        self._tokens = Staging(4 * max_num_batched_tokens + 2 * max_num_seqs, torch.int64)
+        self._tokens = Staging((3 + len(groups)) * max_num_batched_tokens + 2 * max_num_seqs, torch.int64)
         self._bounds = Staging(2 * max_num_seqs + 1, torch.int32)
         self._tables = [torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32) for _ in groups]
         self._selected = [torch.empty_like(table).flatten() for table in self._tables]
-        self._slots = [torch.empty(max_num_batched_tokens, dtype=torch.int64) for _ in groups]
+        self._selected_for: tuple[str, ...] = ()
         self._sequences: dict[str, _Sequence] = {}
         self._rows = list(range(max_num_seqs))
         self._memory: _Memory | None = None
@@ -173,14 +172,15 @@ class InputBatch:
         self._rows.append(self._sequences.pop(request_id).row)
 
     def _extend(self, extended: Sequence[tuple[_Sequence, Blocks]]) -> None:
-        """Write new blocks of sequences to the tables, those of a table at once."""
+        """Append blocks to sequences, and write them to the tables, those of a table at once."""
+        self._selected_for = ()
         for group, table in enumerate(self._tables):
             places, written = array("q"), array("i")
             for sequence, new_blocks in extended:
-                first = sequence.row * self._max_blocks + sequence.widths[group]
+                first = sequence.row * self._max_blocks + len(sequence.blocks[group])
                 places.extend(range(first, first + len(new_blocks[group])))
                 written.extend(new_blocks[group])
-                sequence.widths[group] += len(new_blocks[group])
+                sequence.blocks[group].extend(new_blocks[group])
             if written:
                 table.put_(torch.frombuffer(places, dtype=torch.int64), torch.frombuffer(written, dtype=torch.int32))
 
@@ -190,12 +190,12 @@ class InputBatch:
         sequences = [self._sequences[name] for name in names]
         ends, lengths = list(accumulate(counts)), list(map(add, starts, counts))
         sampled = [end - 1 for end in compress(ends, samples)]
-        tokens, rows = ends[-1], [each.row for each in sequences]
-        ids, positions_of, rows_of = _of_tokens(sequences, starts, counts, rows)
-        contexts_of = chain.from_iterable(map(_contexts, sequences, starts, lengths)) if self.fits_context else ()
-        self._tokens.write([*ids, *positions_of, *sampled, *contexts_of, *rows_of, *rows])
+        ids, positions, slots = _of_tokens(sequences, starts, counts, self.block_size)
+        contexts = chain.from_iterable(map(_contexts, sequences, starts, lengths)) if self.fits_context else ()
+        rows = [each.row for each in sequences]
+        self._tokens.write([*ids, *positions, *sampled, *contexts, *chain.from_iterable(slots), *rows])
         self._bounds.write([0, *ends, *lengths])
-        arrived = self._arrive(_Shape(tokens, len(rows), len(sampled), -(-max(lengths) // self.block_size)))
+        arrived = self._arrive(names, _Shape(ends[-1], len(rows), len(sampled), -(-max(lengths) // self.block_size)))
         batch = AttentionBatch(
             arrived.query_start_loc,
             arrived.seq_lens,
@@ -216,57 +216,73 @@ class InputBatch:
         sent = self._sender.send(torch.tensor(slots))
         return {name: LayerStates(tensors, sent) for name, tensors in self.states.items()}
 
-    def _arrive(self, shape: _Shape) -> _Arrived:
-        """Complete the memory of a step, and return it as the model reads it.
+    def _arrive(self, names: tuple[str, ...], shape: _Shape) -> _Arrived:
+        """Return what was written for a step, with the tables of its sequences, as the model reads it.
 
         Where the model is on the host, that is the same for one step as for the next of its shape.
         """
         memory, arrived = self._memory, self._arrived
         if memory is None or memory.shape != shape:
-            memory, arrived = self._cut(shape), None
-        offsets = memory.positions % self.block_size
-        blocks_before = memory.positions.div(self.block_size, rounding_mode="floor")
-        places = torch.add(blocks_before, memory.token_rows, alpha=self._max_blocks)
-        for table, slots, selected in zip(self._tables, memory.slots, memory.tables, strict=True):
-            torch.add(offsets, table.take(places), alpha=self.block_size, out=slots)
-            torch.index_select(table[:, : shape.width], 0, memory.rows, out=selected)
+            memory, arrived, self._selected_for = self._cut(shape), None, ()
+        if names != self._selected_for:
+            for table, selected in zip(self._tables, memory.tables, strict=True):
+                torch.index_select(table[:, : shape.width], 0, memory.rows, out=selected)
+            self._selected_for = names
         if arrived is None or not self._sender.stays:
             arrived = self._sent(memory)
         self._memory, self._arrived = memory, arrived
         return arrived
 
+    def _sizes(self, shape: _Shape) -> list[int]:
+        """Return the sizes of what is sent: ids, positions, sampled rows, contexts, slots of each group."""
+        tokens = shape.tokens
+        return [tokens, tokens, shape.sampled, tokens * self.fits_context, *[tokens] * len(self.groups)]
+
     def _cut(self, shape: _Shape) -> _Memory:
-        tokens, sequences, sampled, width = shape
-        size = 2 * tokens + sampled + tokens * self.fits_context
-        sent, token_rows, rows = self._tokens.tensor[: size + tokens + sequences].split_with_sizes(
-            [size, tokens, sequences]
-        )
-        tables = [table[: sequences * width].view(sequences, width) for table in self._selected]
-        slots = [each[:tokens] for each in self._slots]
+        size, sequences, width = sum(self._sizes(shape)), shape.sequences, shape.width
+        sent, rows = self._tokens.tensor[: size + sequences].split_with_sizes([size, sequences])
         bounds = self._bounds.tensor[: 2 * sequences + 1]
-        return _Memory(shape, sent, bounds, sent[tokens : 2 * tokens], token_rows, rows, slots, tables)
+        tables = [table[: sequences * width].view(sequences, width) for table in self._selected]
+        return _Memory(shape, sent, bounds, rows, tables)
 
     def _sent(self, memory: _Memory) -> _Arrived:
-        tokens, sequences, sampled, _ = memory.shape
-        sizes = [tokens, tokens, sampled, tokens * self.fits_context]
-        ids, positions, rows, contexts = self._sender.send(memory.sent).split_with_sizes(sizes)
-        bounds = self._sender.send(memory.bounds)
-        pages: dict[str, LayerPages] = {}
-        for caches, slots, tables in zip(self.groups, memory.slots, memory.tables, strict=True):
-            its_slots, its_tables = self._sender.send(slots), self._sender.send(tables)
-            pages.update((name, LayerPages(cache, its_tables, its_slots)) for name, cache in caches.items())
-        return _Arrived(ids, positions, rows, contexts, bounds[: sequences + 1], bounds[sequences + 1 :], pages)
+        sequences, send = memory.shape.sequences, self._sender.send
+        ids, positions, sampled, contexts, *slots = send(memory.sent).split_with_sizes(self._sizes(memory.shape))
+        bounds, pages = send(memory.bounds), dict[str, LayerPages]()
+        for caches, its_slots, table in zip(self.groups, slots, map(send, memory.tables), strict=True):
+            pages.update((name, LayerPages(cache, table, its_slots)) for name, cache in caches.items())
+        return _Arrived(ids, positions, sampled, contexts, bounds[: sequences + 1], bounds[sequences + 1 :], pages)
 
 
 def _of_tokens(
-    sequences: Sequence[_Sequence], starts: Sequence[int], counts: Sequence[int], rows: Sequence[int]
-) -> tuple[Iterable[int], Iterable[int], Iterable[int]]:
-    """Return of each token of a step its id, its position and the row of its sequence."""
+    sequences: Sequence[_Sequence], starts: Sequence[int], counts: Sequence[int], block_size: int
+) -> tuple[Iterable[int], Iterable[int], list[Iterable[int]]]:
+    """Return of each token of a step its id and its position, and for each group of layers its slot."""
+    groups = range(len(sequences[0].blocks))
     if max(counts) == 1:  # none is computed of a prompt
-        return [each.tokens[start] for each, start in zip(sequences, starts, strict=True)], starts, rows
+        ids = [each.tokens[start] for each, start in zip(sequences, starts, strict=True)]
+        places = [(each.blocks, *divmod(start, block_size)) for each, start in zip(sequences, starts, strict=True)]
+        return (
+            ids,
+            starts,
+            [[blocks[i][block] * block_size + offset for blocks, block, offset in places] for i in groups],
+        )
     parts = [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
-    ids = [each.tokens[part.start : part.stop] for each, part in zip(sequences, parts, strict=True)]
-    return chain.from_iterable(ids), chain.from_iterable(parts), chain.from_iterable(map(repeat, rows, counts))
+    ids_of = [each.tokens[part.start : part.stop] for each, part in zip(sequences, parts, strict=True)]
+    return (
+        chain.from_iterable(ids_of),
+        chain.from_iterable(parts),
+        [chain.from_iterable(_slots(sequences, parts, group, block_size)) for group in groups],
+    )
+
+
+def _slots(sequences: Sequence[_Sequence], parts: Sequence[range], group: int, block_size: int) -> Iterator[range]:
+    """Yield the slots of parts of sequences, block by block."""
+    for sequence, part in zip(sequences, parts, strict=True):
+        blocks = sequence.blocks[group]
+        for begin in range(part.start - part.start % block_size, part.stop, block_size):
+            shift = blocks[begin // block_size] * block_size - begin
+            yield range(max(begin, part.start) + shift, min(begin + block_size, part.stop) + shift)
 
 
 def _contexts(sequence: _Sequence, start: int, length: int) -> Iterator[int]:

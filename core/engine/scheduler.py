@@ -168,8 +168,7 @@ class Scheduler(PluggableClass):
             if self._parked and request.num_computed >= len(request.prompt):
                 self._release(request)
             if scheduled.samples:
-                token = tokens.get(request.request_id)
-                if token is None:
+                if (token := tokens.get(request.request_id)) is None:
                     raise no_token(request)
                 if request.append(token, self.max_model_len):
                     self._finish(request)
@@ -267,8 +266,7 @@ class Scheduler(PluggableClass):
     def _admit(self, draft: Draft, most: int) -> None:
         """Admit at most so many of those that wait, in order, until one does not fit: then those behind it wait too."""
         while draft.budget and most and (request := self._first_waiting()) is not None:
-            prefix = self._prefix_if_room(request)
-            if prefix is None:
+            if (prefix := self._prefix_if_room(request)) is None:
                 return
             missing = request.num_tokens - prefix.num_tokens
             count = self._count(request, prefix.num_tokens, missing, draft.budget)
@@ -295,9 +293,7 @@ class Scheduler(PluggableClass):
             return None
         if self.cache.states and not self.cache.states.num_free + len(without):
             return None
-        reserve = self._reserve()
-        if without:
-            reserve -= sum(self.cache.num_held(each) + len(self.cache.kinds) for each in without)
+        reserve = self._reserve() - sum(self.cache.num_held(each) + len(self.cache.kinds) for each in without)
         if self.cache.still_lacks(request, reserve):
             return None
         prefix = self._prefix(request)

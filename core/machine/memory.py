@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from threading import Thread
 
 _HUGE_PAGE = 1 << 21  # of x86, and of ARM with pages of 4 KiB; elsewhere the system refuses
-_MADV_HUGEPAGE = 14
-_MADV_COLLAPSE = 25  # which Python has no name for
+_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # for the second of which Python has no name
 _HUGE_PAGES_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 _APART = 1 << 13
@@ -26,6 +26,21 @@ def release_free_memory() -> None:
         library.malloc_trim(0)
 
 
+def expect_huge_pages(blocks: Iterable[range]) -> None:
+    """Have the system make huge pages of blocks of addresses that nothing was written to, where it can: Linux.
+
+    To fill small pages takes several times as long, as the system has to be asked for each, and to move them later
+    holds up the first requests. Blocks that follow one another share pages.
+    """
+    if not _has_huge_pages():
+        return
+    madvise = ctypes.CDLL(None).madvise
+    spans = list(map(_pages, _joined(blocks)))
+    for pages in spans:
+        madvise(ctypes.c_void_p(pages.start), ctypes.c_size_t(pages.stop - pages.start), _MADV_HUGEPAGE)
+    _move(list(chain.from_iterable(spans)))  # those that hold the head that the C library writes before each block
+
+
 def move_to_huge_pages(blocks: Iterable[range]) -> Thread | None:
     """Have the system move blocks of addresses to huge pages, on a thread that is returned, where it can: Linux 6.1.
 
@@ -35,7 +50,7 @@ def move_to_huge_pages(blocks: Iterable[range]) -> Thread | None:
     pages. Blocks that follow one another share pages; what is less than one stays where it is. Memory that is given
     back meanwhile does no harm, as nothing is read or written here.
     """
-    if not _HUGE_PAGES_SETTING.is_file() or "[never]" in _HUGE_PAGES_SETTING.read_text(encoding="ascii"):
+    if not _has_huge_pages():
         return None
     pages = [page for span in _joined(blocks) for page in _pages(span)]
     if not pages:
@@ -45,15 +60,8 @@ def move_to_huge_pages(blocks: Iterable[range]) -> Thread | None:
     return thread
 
 
-def expect_huge_pages(block: range) -> None:
-    """Have the system make huge pages of a block that nothing was written to, where it can: Linux.
-
-    To fill small pages takes several times as long, as the system has to be asked for each.
-    """
-    pages = _pages(block)
-    if sys.platform == "linux" and pages:
-        first, size = ctypes.c_void_p(pages.start), ctypes.c_size_t(pages.stop - pages.start)
-        ctypes.CDLL(None).madvise(first, size, _MADV_HUGEPAGE)
+def _has_huge_pages() -> bool:
+    return _HUGE_PAGES_SETTING.is_file() and "[never]" not in _HUGE_PAGES_SETTING.read_text(encoding="ascii")
 
 
 def _joined(blocks: Iterable[range]) -> Iterator[range]:

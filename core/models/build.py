@@ -11,7 +11,7 @@ from opgraft.config import OpgraftConfig, ParallelConfig
 from opgraft.distributed.groups import get_pp_group, parallelism
 from opgraft.errors import CheckpointError, ConfigError, DistributedError, ModelError
 from opgraft.logger import logger
-from opgraft.machine.memory import move_to_huge_pages
+from opgraft.machine.memory import expect_huge_pages, move_to_huge_pages
 from opgraft.models.config import read_config
 from opgraft.models.construction import construct, is_older
 from opgraft.models.description import part, quantization_config
@@ -46,6 +46,7 @@ def load_model(opgraft_config: OpgraftConfig) -> Model:
     weights = open_weights(name)
     _expect_format(resolved.load.format, weights)
     model = _constructed(resolved, weights, _usable_device(resolved.load.device or current_platform().device_type))
+    expect_huge_pages(_addresses(model))  # before anything is written to them
     loaded = load_weights(
         model,
         weights.tensors,

@@ -99,6 +99,21 @@ def test_a_branch_on_values_is_refused() -> None:
         opgraft.compile(Branching().eval(), EAGER, args=(torch.randn(3, 4),))
 
 
+def test_an_operator_without_a_fake_rule_is_named() -> None:
+    """A graph needs to know what an operator returns without calling it; the error names the one that does not say."""
+    with torch.library._scoped_library("opgraft_untold", "DEF") as library:
+        library.define("untold(Tensor x) -> Tensor")
+        library.impl("untold", lambda x: x + 1, "CPU")
+
+        class Untold(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                found: torch.Tensor = torch.ops.opgraft_untold.untold(x)
+                return found
+
+        with pytest.raises(CompilationError, match=r"Untold cannot be captured.*opgraft_untold\.untold.*Next: "):
+            opgraft.compile(Untold().eval(), EAGER, args=(torch.randn(3, 4),))
+
+
 class ApartForOne(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * 2 if x.shape[0] == 1 else x

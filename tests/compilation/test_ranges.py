@@ -12,7 +12,7 @@ import pytest
 import torch
 from opgraft import CompilationConfig
 from opgraft.compilation.manager import ALL_SIZES
-from opgraft.errors import ConfigError
+from opgraft.errors import CompilationError, ConfigError
 from torch import Tensor, fx, nn
 from torch.export import Dim
 
@@ -121,6 +121,14 @@ def test_ranges_within_dynamic_shapes() -> None:
             opgraft.compile(net, config, args=(x,), dynamic_shapes=shapes)
     found = opgraft.compile(net, config, args=(x,), dynamic_shapes={"input": {0: Dim("n", max=64)}})
     assert list(found.ranges) == [range(4, 33)]
+    for size in (1, 64):
+        assert found(torch.randn(size, 3)).shape[0] == size
+    with pytest.raises(CompilationError, match=r"called with the size 65 for \w+, .* for 1 to 64, as dynamic_shapes"):
+        found(torch.randn(65, 3))
+    found = opgraft.compile(net, config, args=(torch.randn(5, 3),), dynamic_shapes={"input": {0: Dim("n", min=4)}})
+    assert found(torch.randn(4, 3)).shape[0] == 4
+    with pytest.raises(CompilationError, match="called with the size 3 for "):
+        found(x)
     with pytest.raises(ConfigError, match="compile_ranges is set, and is for the mode FULL"):
         opgraft.compile(net, CompilationConfig(mode="NONE", compile_ranges=["2-4"]), args=(x,))
 

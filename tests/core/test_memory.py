@@ -44,6 +44,11 @@ def test_gaps_between_blocks_are_given_back() -> None:
 _LOADED = """
 move_to_huge_pages(range(each.data_ptr(), each.data_ptr() + each.nbytes) for each in weights).join()
 """
+_ASKED = """
+weights = [torch.empty(1 << 20, dtype=torch.uint8) for number in range(32)]
+expect_huge_pages(range(each.data_ptr(), each.data_ptr() + each.nbytes) for each in weights)
+[each.fill_(number) for number, each in enumerate(weights)]
+"""
 _FROZEN = """
 freeze(torch.nn.ParameterList(torch.nn.Parameter(each, requires_grad=False) for each in weights))
 [thread.join() for thread in threading.enumerate() if thread.name == "opgraft-huge-pages"]
@@ -53,7 +58,7 @@ import re, threading
 from pathlib import Path
 import torch
 from opgraft import freeze
-from opgraft.machine.memory import move_to_huge_pages
+from opgraft.machine.memory import expect_huge_pages, move_to_huge_pages
 
 weights = [torch.full((1 << 20,), number, dtype=torch.uint8) for number in range(32)]
 {move}
@@ -69,7 +74,7 @@ def _moves() -> bool:
 
 
 @pytest.mark.skipif(not _moves(), reason="the system has no huge pages on demand")
-@pytest.mark.parametrize("move", [_LOADED, _FROZEN], ids=["loaded", "frozen"])
+@pytest.mark.parametrize("move", [_LOADED, _ASKED, _FROZEN], ids=["loaded", "asked before", "frozen"])
 def test_weights_that_follow_one_another_share_huge_pages(move: str) -> None:
     """Each is smaller than such a page, and no number changes."""
     script = _WEIGHTS.replace("{move}", move)

@@ -42,3 +42,6 @@ def test_near_names_are_not_padded_with_far_ones() -> None:
     known = ["rms_norm", "rms_norm_gated", "gemma_rms_norm", "layer_norm"]
     assert close_matches("rmsnorm", known) == "did you mean 'rms_norm'?"
     assert close_matches("quant_a", ["quant_b", "quant_c"]) == "did you mean 'quant_c' or 'quant_b'?"
+    many = close_matches("zzz", [f"op_{number:02}" for number in range(50)])
+    assert many.startswith("known: op_00, op_01, ")
+    assert many.endswith("op_39, and 10 more.")

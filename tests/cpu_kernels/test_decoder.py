@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -241,6 +242,42 @@ def test_what_the_library_refuses(kernels: Any) -> None:
     decoder.add_layer(*given, maps, [1, 1, 4], 1.0, None, None, None, True, True)
     with pytest.raises(ValueError, match="0 layers have caches"):
         decoder.run(torch.arange(1), weight[:1], [], [], [], [], torch.tensor([0, 1]), torch.tensor([1]), None)
+
+
+@pytest.fixture
+def number_of_threads() -> Iterator[Callable[[int], None]]:
+    """What sets it; the former one is restored."""
+    threads = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("method", [None, "int4"])
+@torch.inference_mode()
+def test_calls_do_not_disturb_each_other(folder: Path, method: str | None, number_of_threads: Any) -> None:
+    """The bits are the same with any number of threads; results stay when others follow, and so do those after errors.
+
+    Memory of what is between kernels is used again from call to call.
+    """
+    served = Served(folder, quantization=QuantizationSettings(method=method))
+    served.logits(3)
+    calls: list[Any] = []
+    bound, decoder = served.plan._bound, served.plan._bound.decoder
+    bound.decoder = SimpleNamespace(run=lambda *arguments: (calls.append(arguments), decoder.run(*arguments))[1])
+    served.logits(3)
+    arguments = calls[-1]
+    expected = [each.clone() for each in decoder.run(*arguments)]
+    results = []
+    for threads in (1, 2, 3):
+        number_of_threads(threads)
+        beyond = [slots + 10**6 for slots in arguments[4]]
+        with pytest.raises(ValueError, match="slots has 100"):
+            decoder.run(*arguments[:4], beyond, *arguments[5:])
+        results += [decoder.run(*arguments) for _ in range(3)]
+    assert all(torch.equal(*pair) for result in results for pair in zip(result, expected, strict=True))
+    with torch.inference_mode(mode=False), torch.no_grad():
+        plain = decoder.run(*(each.clone() if isinstance(each, Tensor) else each for each in arguments))
+    assert not any(each.is_inference() for each in plain)
 
 
 @pytest.mark.parametrize("cache", ["int8", "fp8"])

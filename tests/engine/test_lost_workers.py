@@ -18,10 +18,12 @@ import warm.interpreter
 from conftest import Site
 from engine.engines import replaced
 from engine.test_worker_process import IN_ITS_PROCESS, executor, folder, process_of
-from opgraft import LLM, SamplingParams
+from opgraft import LLM, OpgraftConfig, SamplingParams, set_config
 from opgraft.engine import process_executor
 from opgraft.engine.process_executor import LocalProcess
 from opgraft.errors import EngineError
+from opgraft.plugins.locking import write_rows
+from plugins.locks import PLUGIN, lock
 
 __all__ = ["folder"]
 
@@ -242,6 +244,23 @@ def test_a_rank_with_another_environment_stops_the_start(
     variable = "variable ATEN_CPU_CAPABILITY is none for the process of the engine, and default for rank 1"
     assert variable in str(caught.value)
     assert left() == before
+
+
+@pytest.mark.parametrize("admitted", [True, False])
+def test_a_lockfile_that_no_variable_names(folder: Path, site: Site, tmp_path: Path, admitted: bool) -> None:
+    """The process of a worker imports what the engine's lockfile admits, and nothing else."""
+    site.plugin(
+        "acme", f"{PLUGIN}import os, pathlib\npathlib.Path({str(tmp_path)!r}, f'{{os.getpid()}}.pid').touch()\n"
+    )
+    lock(tmp_path / "opgraft.lock")
+    if not admitted:
+        write_rows(tmp_path / "opgraft.lock", [])
+    opgraft.reset()
+    with set_config(OpgraftConfig(lockfile=str(tmp_path / "opgraft.lock"))):
+        llm = LLM(str(folder), **IN_ITS_PROCESS)
+    llm.shutdown()
+    others = {path.stem for path in tmp_path.glob("*.pid")} - {str(os.getpid())}
+    assert len(others) == admitted
 
 
 SCRIPT = """

@@ -70,7 +70,7 @@ SET_BACK = {
     "opgraft.ops.RMSNorm = None": "opgraft.ops.RMSNorm while",
     "torch.nn.LayerNorm.forward = lambda self, x: x": "torch's LayerNorm.forward while",
     "torch.nn.modules.module.register_module_forward_hook(lambda *_: None)": (
-        "the hooks that torch calls for every module from none to 1 entries while"
+        "the hooks that torch calls for every module from 0 to 1 while"
     ),
     "torch.overrides.BaseTorchFunctionMode().__enter__()": "the modes of torch from none to BaseTorchFunction",
     "torch.backends.cuda.enable_math_sdp(False)": "whether attention may be computed by math from True to False while",

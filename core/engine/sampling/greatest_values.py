@@ -35,8 +35,8 @@ def row_maximum(rows: Tensor) -> tuple[Tensor, Tensor]:
         return greatest.values, greatest.indices
     blocks = blocks_of(rows)
     block = blocks.amax(-1).argmax(-1)
-    values, inner = blocks[torch.arange(len(rows), device=rows.device), block].max(-1)
-    return values, block * BLOCK + inner
+    chosen = blocks[torch.arange(len(rows), device=rows.device), block]
+    return chosen.amax(-1), block * BLOCK + chosen.argmax(-1)  # not max(-1), which wakes all threads for any size
 
 
 def likeliest(rows: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -72,12 +72,12 @@ class Sampler(PluggableClass):
         if not len(batch):
             return Sampled(torch.empty(0, dtype=torch.int64, device=logits.device))
         plan = batch.plan(logits.shape[1], logits.device)
-        working = logits.float()
+        working = logits.float() if plan.drawn or plan.adjustments.any else logits
         own: dict[int, str] = {}
         if plan.adjustments.any:
             working = working.clone() if working is logits else working
             own = plan.adjustments.apply(working)
-        maximum, tokens = row_maximum(working)
+        maximum, tokens = self.likeliest(working)
         errors = _unusable(maximum, logits, working) | own
         if plan.drawn:
             if errors:  # numbers that harm no other row
@@ -87,6 +87,16 @@ class Sampler(PluggableClass):
             tokens = drawn if plan.rows is None else tokens.index_copy_(0, plan.rows, drawn)
         result = _result(tokens, logits, plan, batch, errors)
         return dataclasses.replace(result, refused=frozenset(batch.keys[row] for row in own)) if own else result
+
+    def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the greatest logit of each row, float32, and the first token that has it; NaN for a row with NaN.
+
+        A subclass may find them in another way.
+
+        Args:
+            logits: ``[n, vocabulary]``, of any floating dtype.
+        """
+        return row_maximum(logits.float())
 
 
 def _draw(logits: Tensor, maximum: Tensor, plan: Plan, batch: SamplingBatch) -> Tensor:

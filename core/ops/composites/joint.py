@@ -273,7 +273,7 @@ def _place(tensors: Sequence[nn.Parameter]) -> tuple[Tensor, list[Tensor]] | Non
     first = tensors[0]
     block = first.new_empty((sum(map(len, tensors)), *first.shape[1:]))
     if block.is_cpu:
-        expect_huge_pages(range(block.data_ptr(), block.data_ptr() + block.nbytes))
+        expect_huge_pages([range(block.data_ptr(), block.data_ptr() + block.nbytes)])
     torch.cat([tensor.detach() for tensor in tensors], out=block)
     parts = torch.split(block, [tensor.shape[0] for tensor in tensors])
     try:

@@ -17,7 +17,7 @@ from opgraft.binding.functional import binding_of
 from opgraft.binding.rebinding import hidden_by
 from opgraft.compat.hooks import hooks_on_every_module
 from opgraft.distributed import get_tp_group
-from opgraft.ops.attention.batch import AttentionBatch, current_batch
+from opgraft.ops.attention.batch import AttentionBatch, LayerPages, current_batch
 from opgraft.ops.attention.codes import LARGEST_CODES
 from opgraft.ops.decoder_plan import DecoderParts, HasParts
 from opgraft.ops.decoder_plan import DecoderPlan as Base
@@ -141,6 +141,8 @@ class _Bound:
         self.shared = any(_is_shared(part) for part in known)
         self.reason = self._obstacle(parts)
         self.decoder: Any = None if self.reason else _decoder(known)
+        self.pages: Mapping[str, LayerPages] | None = None
+        """Used last, of which the tensors below are."""
 
     def _has_hooks(self) -> bool:
         return any(attributes[name] for attributes in self.attributes for name in HOOKS)
@@ -180,6 +182,8 @@ class _Bound:
             return "ranks share them, and have no memory in common"
         if batch.block_size % attention.GROUP:
             return f"blocks have {batch.block_size} tokens, no multiple of {attention.GROUP}"
+        if batch.pages is self.pages:  # as from one step to the next where both have the same shape
+            return ""
         for prefix in self.prefixes:
             if prefix not in batch.pages:
                 return f"the batch has no pages for {prefix}"
@@ -194,13 +198,22 @@ class _Bound:
         Raises:
             REFUSED: the library takes something else.
         """
-        pages = [batch.pages[prefix] for prefix in self.prefixes]
-        caches = [each.cache for each in pages]
-        slots, tables = [each.slots for each in pages], [each.block_table for each in pages]
+        if batch.pages is not self.pages:
+            pages = [batch.pages[prefix] for prefix in self.prefixes]
+            self.caches, self.slots = [each.cache for each in pages], [each.slots for each in pages]
+            self.tables, self.pages = [each.block_table for each in pages], batch.pages
         ropes = [buffers["cos_sin_cache"] for buffers in self.ropes]
         group = _group() if self.shared else None
         return self.decoder.run(  # type: ignore[no-any-return]
-            positions, hidden_states, ropes, caches, slots, tables, batch.query_start_loc, batch.seq_lens, group
+            positions,
+            hidden_states,
+            ropes,
+            self.caches,
+            self.slots,
+            self.tables,
+            batch.query_start_loc,
+            batch.seq_lens,
+            group,
         )
 
 

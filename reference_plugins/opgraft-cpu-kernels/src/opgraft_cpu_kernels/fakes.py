@@ -80,6 +80,10 @@ def _int8_and_scale(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=torch.int8), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
+def _value_and_place(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape[:1], dtype=torch.float32), x.new_empty(x.shape[:1], dtype=torch.int64)
+
+
 def _attended(query: Tensor, key: Tensor, value: Tensor, *others: object, **settings: object) -> Tensor:
     *batch, tokens, _ = query.shape
     if not batch:
@@ -124,6 +128,7 @@ RULES: dict[Callable[..., object], str] = {
     _mapped_twice: "gated_mlp",
     _mapped_by_panels: "packed_linear",
     _int8_and_scale: "quant_int8_dynamic",
+    _value_and_place: "greatest",
     _like_query: "attend_pages",
     _latents: "mla_paged_attention",
     _attended: "scaled_dot_product_attention",

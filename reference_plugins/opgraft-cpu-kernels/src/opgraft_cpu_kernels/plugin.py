@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import opgraft
 
-from opgraft_cpu_kernels import attention, communicator, decoder, library, linear, ops, tiles
+from opgraft_cpu_kernels import attention, communicator, decoder, library, linear, ops, sampler, tiles
 
 platforms = ("cpu",)
 
@@ -26,4 +26,5 @@ def opgraft_register_ops() -> None:
     for name, method in tiles.METHODS.items():
         opgraft.PluggableClass.register_oot(method, name=name)
     opgraft.PluggableClass.register_oot(decoder.DecoderPlan, name="decoder_plan", when=attention.has_kernel)
+    opgraft.PluggableClass.register_oot(sampler.Sampler, name="sampler", when=attention.has_kernel)
     opgraft.PluggableClass.register_oot(communicator.SharedMemoryCommunicator, name="communicator")

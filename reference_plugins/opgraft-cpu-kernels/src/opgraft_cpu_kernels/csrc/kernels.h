@@ -282,6 +282,8 @@ using PlainKernel = void (*)(const void* x, void* out, int64_t begin, int64_t en
 using XieluKernel = void (*)(const Xielu&, int64_t begin, int64_t end);
 using RotaryKernel = void (*)(const Rotary&, int64_t begin, int64_t end);
 using MaximumKernel = float (*)(const Rows& x, int64_t width, int64_t begin, int64_t end);
+using GreatestKernel = void (*)(const Rows& x, int64_t width, float* values, int64_t* places, int64_t begin,
+                                int64_t end);
 using QuantizationKernel = void (*)(const Quantization&, int64_t begin, int64_t end);
 using LinearKernel = void (*)(const Linear&, int64_t begin, int64_t end);
 using QuantizedLinearKernel = void (*)(const QuantizedLinear&, int64_t begin, int64_t end);
@@ -316,6 +318,7 @@ struct Path {
   XieluKernel xielu[DTYPES];
   RotaryKernel rotary[DTYPES][2];
   MaximumKernel absolute_maximum[DTYPES];
+  GreatestKernel greatest[DTYPES];
   QuantizationKernel fp8_static[DTYPES], fp8_dynamic[DTYPES], int8_dynamic[DTYPES];
   LinearKernel linear[DTYPES];
   QuantizedLinearKernel quantized_linear[DTYPES];

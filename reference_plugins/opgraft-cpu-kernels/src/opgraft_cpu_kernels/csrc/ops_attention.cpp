@@ -166,7 +166,7 @@ struct Work {
   int64_t products = 0;
 };
 
-void divide(const PagedAttention& a, const AttentionPart& part, int64_t low, int64_t high, Work& work) {
+void in_chunks(const PagedAttention& a, const AttentionPart& part, int64_t low, int64_t high, Work& work) {
   const int64_t rows = (part.last - part.first) * (a.heads / a.kv_heads), length = rows * (a.head_size + 2);
   auto made = std::make_unique<Divided>();
   made->part = part;
@@ -197,7 +197,7 @@ Work work_of(const PagedAttention& a, int64_t sequences) {
         const AttentionPart part{sequence, head, first, last};
         work.products += (high - low) * (last - first) * shared * a.head_size;
         if (few && count == 1 && high - low > CHUNK) {
-          divide(a, part, low, high, work);
+          in_chunks(a, part, low, high, work);
         } else {
           work.parts.push_back(part);
           work.owners.push_back(nullptr);
@@ -219,11 +219,7 @@ void run(const PagedAttention& a, Codes codes, Dtype dtype, Work& work) {
         kernels.merge_chunks[dtype](a, owner->part, owner->partials.data(), owner->chunks);
     }
   };
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), work.products / (4 * GRAIN) + 1);
-  if (threads > 1)
-    at::parallel_for(0, threads, 1, pull);
-  else
-    pull(0, 1);
+  divide(std::min<int64_t>(at::get_num_threads(), work.products / (4 * GRAIN) + 1), 1, pull);
 }
 
 }  // namespace

@@ -54,6 +54,9 @@ struct Layer {
   bool neox, shared;
 };
 
+// Tokens for which the library multiplies weights in codes itself.
+constexpr int64_t FEW = 8;
+
 class Decoder : public torch::CustomClassHolder {
  public:
   // `maps`: of query, key and value in one; of attention's output; of gate and up in one; down. `shared`: ranks have
@@ -67,6 +70,8 @@ class Decoder : public torch::CustomClassHolder {
     const auto map = [&](size_t i) { return Map(std::get<0>(maps[i]), std::get<1>(maps[i])); };
     layers.push_back({before_attention, before_mlp, attention_eps, mlp_eps, map(0), map(1), map(2), map(3), sizes[0],
                       sizes[1], sizes[2], scale, window, cap, sinks, neox, shared});
+    for (const Map& each : {layers.back().qkv, layers.back().output, layers.back().gate_up, layers.back().down})
+      plain = plain && each.form != Map::QUANTIZED_LINEAR;
   }
 
   // The sum of the last layer's output and of the residual stream is left to the norm that follows: both are returned.
@@ -83,29 +88,40 @@ class Decoder : public torch::CustomClassHolder {
                       "decoder: hidden_states has shape ", input.sizes(), " and ", caches.size(),
                       " layers have caches, expected [tokens, hidden_size] and ", layers.size());
     Tensor x = input, sum;
-    for (size_t i = 0; i < layers.size(); ++i) {
-      const Layer& layer = layers[i];
-      std::tie(x, sum) = added(x, sum, layer.before_attention, layer.attention_eps);
-      const int64_t tokens = x.size(0), size = layer.head_size, heads = layer.heads, kv_heads = layer.kv_heads;
-      const Tensor merged = layer.qkv(x);
-      TORCH_CHECK_VALUE(merged.size(1) == (heads + 2 * kv_heads) * size, "decoder: query, key and value have ",
-                        merged.size(1), " elements, expected ", (heads + 2 * kv_heads) * size);
-      const auto part = [&](int64_t first, int64_t count) {
-        return merged.as_strided({tokens, count, size}, {merged.size(1), size, 1}, first * size);
-      };
-      const auto [query, key] =
-          rotary_embedding(positions, part(0, heads), part(heads, kv_heads), size, ropes[i], layer.neox);
-      const Tensor attended =
-          attend_pages(query, key, part(heads + kv_heads, kv_heads), caches[i], slots[i], tables[i], query_start_loc,
-                       seq_lens, layer.scale, layer.window, layer.cap, layer.sinks);
-      const Tensor output = reduced(layer, group, layer.output(attended.view({tokens, heads * size})));
-      std::tie(x, sum) = added(output, sum, layer.before_mlp, layer.mlp_eps);
-      x = reduced(layer, group, layer.down(silu_and_mul(layer.gate_up(x))));
-    }
+    const auto compute = [&] {
+      Reusing reusing;
+      for (size_t i = 0; i < layers.size(); ++i)
+        run_layer(layers[i], positions, ropes[i], caches[i], slots[i], tables[i], query_start_loc, seq_lens, group, x,
+                  sum);
+      reusing.give_away(x, sum);
+    };
+    plain || x.size(0) <= FEW ? Team::lead(compute) : compute();
     return {x, sum};
   }
 
  private:
+  // x: the output of the layer before, and then of this one; sum: the residual stream that it is to be added to.
+  static void run_layer(const Layer& layer, const Tensor& positions, const Tensor& rope, const Tensor& cache,
+                        const Tensor& slots, const Tensor& table, const Tensor& query_start_loc,
+                        const Tensor& seq_lens, const std::optional<c10::intrusive_ptr<SharedGroup>>& group, Tensor& x,
+                        Tensor& sum) {
+    std::tie(x, sum) = added(x, sum, layer.before_attention, layer.attention_eps);
+    const int64_t tokens = x.size(0), size = layer.head_size, heads = layer.heads, kv_heads = layer.kv_heads;
+    const Tensor merged = layer.qkv(x);
+    TORCH_CHECK_VALUE(merged.size(1) == (heads + 2 * kv_heads) * size, "decoder: query, key and value have ",
+                      merged.size(1), " elements, expected ", (heads + 2 * kv_heads) * size);
+    const auto part = [&](int64_t first, int64_t count) {
+      return merged.as_strided({tokens, count, size}, {merged.size(1), size, 1}, first * size);
+    };
+    const auto [query, key] =
+        rotary_embedding(positions, part(0, heads), part(heads, kv_heads), size, rope, layer.neox);
+    const Tensor attended = attend_pages(query, key, part(heads + kv_heads, kv_heads), cache, slots, table,
+                                         query_start_loc, seq_lens, layer.scale, layer.window, layer.cap, layer.sinks);
+    const Tensor output = reduced(layer, group, layer.output(attended.view({tokens, heads * size})));
+    std::tie(x, sum) = added(output, sum, layer.before_mlp, layer.mlp_eps);
+    x = reduced(layer, group, layer.down(silu_and_mul(layer.gate_up(x))));
+  }
+
   // What all ranks have, added.
   static Tensor reduced(const Layer& layer, const std::optional<c10::intrusive_ptr<SharedGroup>>& group, Tensor x) {
     if (layer.shared) {
@@ -121,6 +137,7 @@ class Decoder : public torch::CustomClassHolder {
   }
 
   std::vector<Layer> layers;
+  bool plain = true;  // no quantized_linear, of whose rows torch multiplies many, and needs the threads itself for it
 };
 
 }  // namespace

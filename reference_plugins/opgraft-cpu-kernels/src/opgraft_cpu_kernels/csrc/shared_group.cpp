@@ -21,14 +21,6 @@ constexpr std::chrono::microseconds SPINNING(400);  // more than ranks with unev
 
 bool reached(uint32_t arrived, uint32_t step) { return int32_t(arrived - step) >= 0; }  // modulo 2^32
 
-inline void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#else
-  std::this_thread::yield();
-#endif
-}
-
 bool has_ended(int64_t process) {
   pollfd watched{int(process), POLLIN, 0};
   return poll(&watched, 1, 0) > 0;

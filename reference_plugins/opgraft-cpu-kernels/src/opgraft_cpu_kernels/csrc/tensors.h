@@ -15,6 +15,8 @@
 #endif
 
 #include "kernels.h"
+#include "reuse.h"
+#include "team.h"
 
 namespace opgraft_cpu_kernels {
 
@@ -95,6 +97,7 @@ struct Matrix {
 // New memory. Large blocks come fresh from the operating system, and clearing them page by page would take longer than
 // a kernel does: they are asked for in huge pages.
 inline Tensor fresh(at::IntArrayRef sizes, at::ScalarType dtype) {
+  if (Reuse* const reuse = Reuse::in_force()) return reuse->get(sizes, dtype);
   Tensor result(at::detail::empty_cpu(sizes, dtype));
 #if defined(MADV_HUGEPAGE)
   constexpr size_t huge = size_t(1) << 21;
@@ -143,14 +146,21 @@ inline int index_of(const Tensor& weight) { return weight.scalar_type() == at::k
 // Waking a thread takes as long as a kernel on so many elements.
 constexpr int64_t GRAIN = 32768;
 
+// Divides rows among threads, a number of them at least for each.
+template <class Work>
+void divide(int64_t rows, int64_t least, const Work& work) {
+  if (rows <= least) {
+    if (rows) work(0, rows);
+  } else if (Team* const team = Team::led()) {
+    team->share(rows, least, work);
+  } else {
+    at::parallel_for(0, rows, least, work);
+  }
+}
+
 template <class Work>
 void share(int64_t rows, int64_t width, const Work& work) {
-  const int64_t grain = std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, width));
-  if (rows <= grain) {
-    if (rows) work(0, rows);
-  } else {
-    at::parallel_for(0, rows, grain, work);
-  }
+  divide(rows, std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, width)), work);
 }
 
 }  // namespace opgraft_cpu_kernels

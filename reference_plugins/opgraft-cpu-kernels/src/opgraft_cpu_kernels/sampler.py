@@ -1,0 +1,21 @@
+"""The sampler, which finds the likeliest tokens by one reading of the logits, in the dtype that they come in."""
+
+from __future__ import annotations
+
+from opgraft.engine.sampling import Sampler as Base
+from torch import Tensor
+
+from opgraft_cpu_kernels.kernels import DTYPES, op
+
+
+class Sampler(Base):
+    """Finds the likeliest tokens by a kernel of the library."""
+
+    def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the greatest logit of each row and the first token that has it."""
+        if logits.is_cpu and logits.dtype in DTYPES and logits.shape[1]:
+            return _greatest(logits)  # type: ignore[no-any-return]
+        return super().likeliest(logits)
+
+
+_greatest = op("greatest")
