@@ -122,7 +122,8 @@ def exchanges(arguments: argparse.Namespace) -> Iterator[Finding]:
         with Ranks(2) as ranks:
             (times, exchanged, traffic), _ = ranks.run(shared, sizes, name, arguments.rounds)
         of = f"{name} on / off, two ranks, {EXCHANGED_ROWS} rows"
-        yield over(of, *times, argparse.Namespace(cpu_time=False))
+        ours, theirs = times
+        yield over(of, ours, theirs, argparse.Namespace(cpu_time=False))
         yield moved(f"{of}, bytes exchanged", *exchanged)
         yield moved(f"{of}, bytes moved", *traffic)
 

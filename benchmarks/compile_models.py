@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import opgraft
 import torch
+from compilation.exchanges import communication
+from compilation.traffic import traffic_of
 from compile_sides import Seconds, taken
 from opgraft import CompilationConfig
 from opgraft.distributed import get_tp_group
@@ -25,10 +25,6 @@ from opgraft.ops import (
 )
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
-
-sys.path.append(str(Path(__file__).parents[1] / "tests/compilation"))
-from exchanges import communication  # a folder of tests is no package
-from traffic import traffic_of
 
 HEAD_SIZE = 64
 
@@ -47,14 +43,16 @@ class QuantizedLayer(nn.Module):
 
     def _read(self, x: Tensor) -> Tensor:
         quantized, scale = self.per_token(x)
-        return quantized.to(x.dtype) * scale.to(x.dtype)
+        read: Tensor = quantized.to(x.dtype) * scale.to(x.dtype)
+        return read
 
     def forward(self, x: Tensor) -> Tensor:
         rows, tokens, hidden = x.shape
         heads = self.qkv(self._read(self.norms[0](x))).view(rows, tokens, 3, -1, HEAD_SIZE).transpose(1, 3)
         attended = self.attention(*heads.unbind(2), is_causal=True).transpose(1, 2).reshape(rows, tokens, hidden)
         x = x + self.out(self.given(attended, self.scale)[0].to(x.dtype) * self.scale.to(x.dtype))
-        return x + self.down(self._read(self.act(self.gate_up(self._read(self.norms[1](x))))))
+        out: Tensor = x + self.down(self._read(self.act(self.gate_up(self._read(self.norms[1](x))))))
+        return out
 
 
 class Quantized(nn.Module):

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parent / "peers"))
+sys.path += [str(Path(__file__).parent / "peers"), str(Path(__file__).parents[1] / "tests")]
 from protocol import cpu_seconds  # a script's folder is not a package
 
 KERNELS = "cpu_kernels"
@@ -178,7 +178,7 @@ def worker(name: str, shape: Shape, settings: Mapping[str, Any]) -> None:
             if asked["number"]:
                 found = taken(lambda ids=ids: runs[0](ids), asked["number"])  # type: ignore[misc]
             else:
-                from compile_models import traffic_of
+                from compilation.traffic import traffic_of
 
                 found = {"bytes": traffic_of(runs[0], ids)}
             print(json.dumps(found), file=answers)

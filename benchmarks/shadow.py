@@ -13,7 +13,7 @@ from opgraft.config import ShadowConfig
 from timing import Row, ratio, report
 from torch import nn
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "hidden_size": 576,
     "intermediate_size": 1536,
     "num_hidden_layers": 10,
@@ -38,9 +38,10 @@ def model(weights: dict[str, torch.Tensor] | None, config: OpgraftConfig) -> nn.
     if weights is not None:
         made.load_state_dict(weights, assign=True)
         made.model.rotary_emb = type(made.model.rotary_emb)(made.config)  # which is no weight
+    grafted: nn.Module = made.eval().requires_grad_(False)
     with set_config(config):
-        opgraft.graft(made.eval().requires_grad_(False))
-    return made
+        opgraft.graft(grafted)
+    return grafted
 
 
 def measure() -> list[Row]:
