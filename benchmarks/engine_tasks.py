@@ -105,7 +105,7 @@ def _opgraft(**settings: Any) -> dict[str, str]:
 CODES = ("int8", "fp8")
 """Dtypes of caches with scales."""
 
-_SMALL_CACHE = {"cache.num_blocks": FITTING_BLOCKS, "block_size": BLOCK}
+_SMALL_CACHE = {"cache.num_blocks": FITTING_BLOCKS, "cache.memory_bytes": None, "block_size": BLOCK}
 ENGINES = {
     SUBJECT: Engine("with_opgraft.py", variables=_opgraft()),
     "opgraft, int8": Engine(
