@@ -10,6 +10,7 @@ import importlib
 import itertools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,9 @@ from warm.interpreter import warm_interpreter
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # which its library reads when it is imported, here and in processes to come
 os.environ.setdefault("SYMPY_CACHE_SIZE", "100000")  # of 1000 as is, compilers work out the same sizes over and over
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a shell starts in the background, and its children
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile("untimed", deadline=None)  # machines may be busy
 hypothesis.settings.load_profile("untimed")

@@ -135,8 +135,8 @@ class Registry:
         Raises:
             RegistrationError: it is no subclass of its target, or fails in a call that is made of its target.
         """
-        former = None
-        for known in [each for each in self.replacements if each.cls.__qualname__ == new.cls.__qualname__]:
+        former, name = None, new.cls.__qualname__
+        for known in [each for each in self.replacements if each.cls.__qualname__ == name]:
             # While a target is pending, the name that was asked for is all that is known of it.
             same_target = known.target is new.target if new.target else known.asked_for == new.asked_for
             if known.cls is new.cls and same_target:
