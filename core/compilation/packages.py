@@ -26,10 +26,12 @@ _CODE = "code.pt2"
 def temporary() -> Iterator[Packages | None]:
     """Give packages that nobody else has, and that go once they are loaded; ``None`` where no file can be made."""
     try:
-        with tempfile.TemporaryDirectory(prefix="opgraft-", ignore_cleanup_errors=True) as folder:
-            yield Packages(CompilationCache(Path(folder), sys.maxsize), "")
+        folder = tempfile.TemporaryDirectory(prefix="opgraft-", ignore_cleanup_errors=True)
     except OSError:
         yield None
+        return
+    with folder as name:
+        yield Packages(CompilationCache(Path(name), sys.maxsize), "")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from opgraft import CompilationConfig
 from opgraft.compilation import key as keys
 from opgraft.compilation.bundles import export_entries, import_entries
 from opgraft.compilation.cache import CompilationCache
+from opgraft.compilation.packages import temporary
 from opgraft.errors import CacheEntryError, CompilationError, ConfigError
 from torch import Tensor, nn
 
@@ -311,3 +313,14 @@ def test_no_lock_is_held_while_code_is_compared(x: Tensor, tmp_path: Path) -> No
             CompilationError, match=r"the tensor weight of the model was torch.float32 .*compile the model"
         ):
             made(x)
+
+
+def test_what_is_raised_beside_temporary_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes through as it is, as of a model that reads a file, and no folder stays; without one, none are given."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="of the model"), temporary():
+        raise FileNotFoundError("of the model")
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with temporary() as packages:
+        assert packages is None
