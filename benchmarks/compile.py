@@ -188,14 +188,17 @@ def engine(arguments: argparse.Namespace) -> Iterator[Finding]:
         compiled = {"level": 2, "cache": True, "cache_folder": folder}
         for dtype in arguments.dtypes:
             began: list[list[Seconds]] = [[], []]
+            sides: list[tuple[Mapping[str, Any], list[Seconds]]] = [({"level": 0}, began[0]), (compiled, began[1])]
             with Ranks(1) as filling:
                 filling.run(started, arguments.model, dtype, compiled)
+            for turn in range(arguments.rounds):
+                for settings, times in sides[:: 1 if turn % 2 else -1]:
+                    with Ranks(1) as ranks:
+                        times += ranks.run(started, arguments.model, dtype, settings)
+            yield later(f"start of the engine at -O2, warm, after -O0's, {dtype}", began[1], began[0])
             with Ranks(1) as eager, Ranks(1) as fast:
-                for ranks, settings, times in ((eager, {"level": 0}, began[0]), (fast, compiled, began[1])):
-                    times += ranks.run(started, arguments.model, dtype, settings)
-                later = began[1][0]["seconds"] - began[0][0]["seconds"]
-                detail = f"seconds, {began[1][0]['seconds']:.2f} over {began[0][0]['seconds']:.2f}"
-                yield Finding(f"start of the engine at -O2, warm, after -O0's, {dtype}", later, detail, most=0.3)
+                for ranks, (settings, _) in zip((eager, fast), sides, strict=True):
+                    ranks.run(started, arguments.model, dtype, settings)
                 for batch in ENGINE_BATCHES:
                     steps: list[list[Seconds]] = [[], []]
                     for turn in range(arguments.rounds + 1):
@@ -208,9 +211,19 @@ def engine(arguments: argparse.Namespace) -> Iterator[Finding]:
 
 def started(state: dict[str, Any], model: str, dtype: str, settings: Mapping[str, Any]) -> Seconds:
     """Make an engine in a rank, and say what that took."""
-    from compile_sides import taken
+    from compile_sides import settle, taken
 
-    return taken(lambda: load(state, model, dtype, settings))
+    found = taken(lambda: load(state, model, dtype, settings))
+    settle()
+    return found
+
+
+def later(name: str, ours: Sequence[Seconds], theirs: Sequence[Seconds]) -> Finding:
+    """Return the median over rounds of the seconds by which one side takes longer than another."""
+    pairs = [(a["seconds"], b["seconds"]) for a, b in zip(ours, theirs, strict=True)]
+    mine, other = map(statistics.median, zip(*pairs, strict=True))
+    detail = f"seconds, {mine:.2f} over {other:.2f}, {len(pairs)} rounds"
+    return Finding(name, statistics.median(a - b for a, b in pairs), detail, most=0.3)
 
 
 def over(

@@ -135,10 +135,15 @@ def prepared(side: Side, shape: Shape) -> Any:
 
         opgraft.graft(model)
         opgraft.freeze(model)
-        for thread in threading.enumerate():  # which moves weights to huge pages, and is no part of a first output
-            if thread.name == "opgraft-huge-pages":
-                thread.join()
+        settle()
     return model
+
+
+def settle() -> None:
+    """Wait for the thread that moves weights to huge pages, which is no part of what comes before or after."""
+    for thread in threading.enumerate():
+        if thread.name == "opgraft-huge-pages":
+            thread.join()
 
 
 def tokens(batch: int, vocabulary: int) -> Any:

@@ -14,6 +14,7 @@ from opgraft.binding.functional import FUNCTIONALS, Functional, binding_of
 from opgraft.binding.specialisation import Binding
 from opgraft.compilation.nodes import form_of
 from opgraft.decision import Candidate, Decision
+from opgraft.ops.attention.node import op_of_node
 from opgraft.registry.op_classes import location_of
 from opgraft.torch_library import direct_register_custom_op
 from torch import Tensor, fx
@@ -38,7 +39,9 @@ def lower(module: fx.GraphModule) -> tuple[fx.GraphModule, Counter[str]]:
     counts: Counter[str] = Counter()
     for node in graph.nodes:
         form = form_of(node)
-        if form is not None:
+        if form is None:
+            node.target = op_of_node(node) or node.target
+        else:
             node.target = _target(form)
             counts[form.name] += 1
     return fx.GraphModule(module, graph), counts  # which takes over only the tensors that are used

@@ -12,7 +12,7 @@ from opgraft.config import CompilationConfig, CompilationMode, OpgraftConfig
 from opgraft.errors import ConfigError
 from opgraft.models.encoder import SequenceAttention
 from opgraft.ops.attention.cached import CachedAttention
-from opgraft.ops.attention.node import nodes_of
+from opgraft.ops.attention.node import AttentionNodes
 from opgraft.text import described
 from torch import Tensor
 
@@ -33,7 +33,7 @@ class CompiledModel:
     """
 
     def __init__(self, model: Any, layers: Mapping[str, AttentionLayer], settings: CompilationConfig) -> None:
-        self.layers = layers
+        self.nodes = AttentionNodes(layers)
         self.settings = settings
         self.backend = settings.backend or "inductor"
         self._model = self._graph = model
@@ -42,7 +42,7 @@ class CompiledModel:
 
     def __call__(self, input_ids: Tensor, positions: Tensor, *inputs_embeds: Tensor) -> Tensor:
         """Return what the model does, as a rule hidden states; the first two arguments are ``[tokens]``, int64."""
-        with nodes_of(self.layers):
+        with self.nodes.entered():
             hidden: Tensor = self._graph(input_ids, positions, *inputs_embeds)
         return hidden
 
@@ -66,7 +66,7 @@ class CompiledModel:
                 self._compile_stock(inputs)
             else:
                 # What is made in inference mode cannot be traced.
-                with torch.inference_mode(False), nodes_of(self.layers):
+                with torch.inference_mode(False), self.nodes.entered():
                     self._graph = compile(self._model, self.settings, args=inputs(max(SIZES)))
 
     @torch.inference_mode()

@@ -66,7 +66,7 @@ class SequenceAttention(nn.Module):
 
     Attributes:
         is_node: while a compiler traces, the layer becomes one node of the graph, which is to be called within
-            ``nodes_of``.
+            ``AttentionNodes.entered``.
     """
 
     is_node = False

@@ -15,7 +15,7 @@ from opgraft.config import CompilationConfig, OpgraftConfig
 from opgraft.engine.engine_core import EngineCore
 from opgraft.errors import ConfigError, LayerError
 from opgraft.ops.attention import Attention
-from opgraft.ops.attention.node import nodes_of
+from opgraft.ops.attention.node import AttentionNodes
 from random_decoders import DECODERS, THROUGH_TRANSFORMERS, through_transformers, written
 
 FAMILIES = ("llama 3, with biases, tied", pytest.param("gemma2", marks=pytest.mark.slow), "deepseek v2", "mixtral")
@@ -140,7 +140,7 @@ def test_a_node_without_its_layer() -> None:
     layer, x = Attention(2, 8, 1.0, prefix="attn"), torch.ones(3, 16)
     layer.is_node = True
     plain = torch.compile(layer, backend="eager", fullgraph=True)
-    with nodes_of({"attn": layer}):
+    with AttentionNodes({"attn": layer}).entered():
         torch.testing.assert_close(plain(x, x, x), layer(x, x, x))
     with pytest.raises(LayerError, match=r"'attn' as a node, and none of that prefix is given: call the graph within"):
         plain(x, x, x)

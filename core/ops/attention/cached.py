@@ -24,7 +24,8 @@ class CachedAttention(PluggableLayer):
     prefix: str
     sliding_window: int | None = None
     is_node = False
-    """While a compiler traces, the layer becomes one node of the graph, which is to be called within ``nodes_of``."""
+    """While a compiler traces, the layer becomes one node of the graph, called within
+    ``AttentionNodes.entered``."""
     takes_padding = False
     """Takes batches that are padded as those of ``PaddedAttention``, and computes them in a graph of fixed shapes."""
 

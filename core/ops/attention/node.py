@@ -5,26 +5,51 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import MappingProxyType
+from typing import Any
 
 import torch
+from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.errors import LayerError
-from torch import Tensor
+from torch import Tensor, fx
 
 Layers = Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]]
 """Attention layers by their prefixes."""
 
-_LAYERS: ContextVar[Layers] = ContextVar("opgraft_attention_layers", default=MappingProxyType({}))
+_NODES: ContextVar[AttentionNodes | None] = ContextVar("opgraft_attention_nodes", default=None)
 
 
-@contextmanager
-def nodes_of(layers: Layers) -> Iterator[None]:
-    """Have the nodes of a graph that is called within the block compute these layers."""
-    token = _LAYERS.set(layers)
-    try:
-        yield
-    finally:
-        _LAYERS.reset(token)
+@PluggableClass.register("attention_nodes")
+class AttentionNodes(PluggableClass):
+    """Computes the attention layers that compiled graphs have as nodes; here by calling the layers, which are Python.
+
+    A replacement may have an op that finds layers and batch by itself.
+
+    Args:
+        layers: see ``Layers``.
+    """
+
+    def __init__(self, layers: Layers) -> None:
+        self.layers = layers
+
+    @property
+    def op(self) -> Any:
+        """The op of the nodes, with the arguments of ``opgraft::attend_layer``, that a compiled graph calls."""
+        return torch.ops.opgraft.attend_layer.default
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Have the nodes of a graph that is called within the block compute these layers, for the current batch."""
+        token = _NODES.set(self)
+        try:
+            yield
+        finally:
+            _NODES.reset(token)
+
+
+def op_of_node(node: fx.Node) -> Any:
+    """Return the op that a node for an attention layer is to call, ``None`` for any other node."""
+    nodes = _NODES.get()
+    return nodes.op if nodes is not None and node.target is torch.ops.opgraft.attend_layer.default else None
 
 
 def as_node(query: Tensor, key: Tensor, value: Tensor, prefix: str, width: int | None = None) -> Tensor:
@@ -48,11 +73,12 @@ def as_node(query: Tensor, key: Tensor, value: Tensor, prefix: str, width: int |
 
 
 def _attend_layer(query: Tensor, key: Tensor, value: Tensor, prefix: str, width: int | None) -> Tensor:
-    layer = _LAYERS.get().get(prefix)
+    nodes = _NODES.get()
+    layer = None if nodes is None else nodes.layers.get(prefix)
     if layer is None:
         raise LayerError(
             f"a compiled graph has the attention layer {prefix!r} as a node, and none of that prefix is given: call "
-            "the graph within nodes_of(attention_layers(model))"
+            "the graph within AttentionNodes(attention_layers(model)).entered()"
         )
     return layer(query, key, value).contiguous()
 

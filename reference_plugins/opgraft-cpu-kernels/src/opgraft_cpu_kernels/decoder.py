@@ -298,7 +298,7 @@ def _no_norm(op: Any) -> str:
     return "" if op.variance_size_override is None else "looks at a part of what it normalises"
 
 
-def _no_attention(op: Any) -> str:
+def no_attention(op: Any) -> str:
     if reason := _changed(op):
         return reason
     if op.op_class is not ops.Attention:
@@ -339,7 +339,7 @@ def _ends_at_rank(layer: Any) -> bool:
 CHECKS: Mapping[str, Callable[[Any], str]] = {
     **dict.fromkeys(("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), _no_map),
     **dict.fromkeys(("before_attention", "before_mlp"), _no_norm),
-    "attn": _no_attention,
+    "attn": no_attention,
     "act_fn": partial(_runs_another, form="silu_and_mul"),
     "rotary_emb": partial(_runs_another, form="rotary_embedding"),
 }

@@ -91,6 +91,10 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, *others: object, **sett
     return query.new_empty((*batch[:-1], tokens, batch[-1], value.shape[-1])).transpose(-3, -2)
 
 
+def _attended_by_layer(query: Tensor, key: Tensor, value: Tensor, prefix: str, width: int | None) -> Tensor:
+    return query.new_empty((*query.shape[:-1], query.shape[-1] if width is None else width))
+
+
 def _latents(
     query: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Tensor, kv_lora_rank: int, scale: float
 ) -> Tensor:
@@ -130,6 +134,7 @@ RULES: dict[Callable[..., object], str] = {
     _int8_and_scale: "quant_int8_dynamic",
     _value_and_place: "greatest",
     _like_query: "attend_pages",
+    _attended_by_layer: "attend_layer",
     _latents: "mla_paged_attention",
     _attended: "scaled_dot_product_attention",
     _convolved: "causal_conv1d",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import opgraft
 
-from opgraft_cpu_kernels import attention, communicator, decoder, library, linear, ops, sampler, tiles
+from opgraft_cpu_kernels import attention, communicator, decoder, library, linear, nodes, ops, sampler, tiles
 
 platforms = ("cpu",)
 
@@ -26,5 +26,6 @@ def opgraft_register_ops() -> None:
     for name, method in tiles.METHODS.items():
         opgraft.PluggableClass.register_oot(method, name=name)
     opgraft.PluggableClass.register_oot(decoder.DecoderPlan, name="decoder_plan", when=attention.has_kernel)
+    opgraft.PluggableClass.register_oot(nodes.AttentionNodes, name="attention_nodes", when=attention.has_kernel)
     opgraft.PluggableClass.register_oot(sampler.Sampler, name="sampler", when=attention.has_kernel)
     opgraft.PluggableClass.register_oot(communicator.SharedMemoryCommunicator, name="communicator")

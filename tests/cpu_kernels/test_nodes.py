@@ -1,0 +1,103 @@
+"""Attention layers as nodes of a compiled graph: by an op of the library, and by the layers where that cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.engines import prompts, recorded, serve, settings
+from opgraft.config import CacheConfig, CompilationConfig
+from opgraft.engine.engine_core import EngineCore
+from opgraft.ops.attention.decoder import attention_layers
+from random_decoders import written
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+LAYERS = 2
+SHAPE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "num_key_value_heads": 2}
+BLOCKS = CacheConfig(block_size=16, num_blocks=40)
+
+
+class Following(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def engine(folder: Path, level: int = 1, cache: CacheConfig = BLOCKS) -> EngineCore:
+    given = dataclasses.replace(settings(folder), cache=cache)
+    return EngineCore(dataclasses.replace(given, compilation_config=CompilationConfig(level=level)))
+
+
+def model_of(core: EngineCore) -> Any:
+    executor: Any = core.executor
+    return executor.worker.runner.model
+
+
+def logits(core: EngineCore) -> dict[Any, Tensor]:
+    """Serve prompts beside each other, the answers of which end at different steps."""
+    pairs = [recorded(f"{number}", prompt, 4 + number) for number, prompt in enumerate(prompts(19, 3, 1))]
+    serve(core, [request for request, _ in pairs])
+    return {(number, key): row for number, (_, each) in enumerate(pairs) for key, row in each.logits.items()}
+
+
+def in_python(core: EngineCore) -> int:
+    """Return the nodes of a run that Python was asked for."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        logits(core)
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["opgraft_cpu_kernels::attend_layer"]
+    return counts.get("opgraft::attend_layer", 0)
+
+
+@pytest.fixture
+def folder(kernels: Any, tmp_path: Path) -> Path:
+    written("Llama", tmp_path / "model", num_hidden_layers=LAYERS, **SHAPE)
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("cache", [BLOCKS, dataclasses.replace(BLOCKS, dtype="int8")], ids=["plain", "codes"])
+def test_a_graph_that_asks_no_python(folder: Path, cache: CacheConfig) -> None:
+    """The nodes of all steps run in the library, and give what the layers give."""
+    core, expected = engine(folder, cache=cache), logits(engine(folder, 0, cache))
+    found = logits(core)
+    assert found.keys() == expected.keys()
+    for key, row in expected.items():
+        torch.testing.assert_close(found[key], row, rtol=1e-3, atol=1e-4)
+    assert in_python(core) == 0
+    (nodes,) = [row for row in core.explain().classes if row.name == "attention_nodes"]
+    assert str(nodes.provider).startswith("opgraft-cpu-kernels ")
+
+
+def test_what_the_library_leaves_to_layers(folder: Path) -> None:
+    """Blocks that the kernels do not take, hooks, and what follows the operators that run are left to the layers."""
+    assert in_python(engine(folder, cache=CacheConfig(block_size=8, num_blocks=40))) > 0
+    core, seen = engine(folder), list[Tensor]()
+    hooked = next(iter(attention_layers(model_of(core)).values()))
+    handle = hooked.register_forward_hook(lambda layer, args, output: seen.append(output))
+    assert in_python(core) == len(seen) > 0
+    handle.remove()
+    assert in_python(core) == 0
+    with Following():
+        assert in_python(core) == LAYERS * len(seen)
+
+
+def test_a_hook_that_is_set_between_steps(folder: Path) -> None:
+    """A hook is seen by the next step, though no sequence is new, and so are new pages."""
+    core, seen = engine(folder), list[int]()
+    (request, _) = recorded("0", prompts(3)[0], 40)
+    core.add([request])
+    for step in range(38):  # over several blocks
+        if step == 20:
+            layer = next(iter(attention_layers(model_of(core)).values()))
+            layer.register_forward_hook(lambda *_: seen.append(1))
+        core.step()
+    assert len(seen) == 18
+    (other, _) = recorded("1", prompts(3)[0], 40)
+    plain = engine(folder, 0)
+    plain.add([other])
+    for _ in range(38):
+        plain.step()
+    assert request.output == other.output
