@@ -92,7 +92,7 @@ class Package:
             CompilationError: one of those has another dtype, device, shape or strides now, which the code cannot read.
         """
         with self._turn:
-            if [each.data_ptr() for each in self._tensors] != self._addresses:
+            if list(map(Tensor.data_ptr, self._tensors)) != self._addresses:
                 self._expect_same_layouts()
                 self._load()
             results: Sequence[Tensor] = self._loader.boxed_run(list(tensors))

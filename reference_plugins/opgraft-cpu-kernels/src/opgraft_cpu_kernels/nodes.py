@@ -23,7 +23,7 @@ class AttentionNodes(Base):
 
     _held: Any = None
     _pages: object = None
-    """Those that the library holds."""
+    """Of the batch whose tensors the library holds."""
     _next_hook = 0
 
     @property
