@@ -20,8 +20,8 @@ ABSENT = object()
 class Change:
     """A change of the process: ``what`` in words, ``undo``, and whether it stays as long as the plugin does.
 
-    ``patch``: it is one of torch, as which the plugin of a device may have to make it. ``harmless``: there is nothing to
-    tell once it is set back.
+    ``patch``: it is one of torch, as which the plugin of a device may have to make it.
+    ``harmless``: there is nothing to tell once it is set back.
     """
 
     what: str

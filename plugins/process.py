@@ -72,7 +72,7 @@ def _meets_all(action: str, message: Any, category: type, module: Any, line: int
 
 
 class Draws:
-    """Python's random numbers. Those that were only drawn come anew without a word, as libraries draw some at import."""
+    """Python's random numbers. Those only drawn come anew without a word, as libraries draw some at import."""
 
     WORDS = 624
     """Of 32 bits, that its generator makes at once."""
