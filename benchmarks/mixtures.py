@@ -18,7 +18,7 @@ from timing import Row, ratio, report
 TOKENS = {1: 1e-5, 64: 1e-5, 512: 5e-5}
 """Of a prompt, with the largest difference of logits in float32 over the largest logit.
 
-Rounding grows with the steps of a state: 512 take transformers' own Mamba-2 up to 4.7e-5 from the same in float64. In half
+Rounding grows with the steps of a state: 512 take transformers' own Mamba-2 up to 4.7e-5 from float64. In half
 types a near tie between experts may be decided the other way.
 """
 DTYPES = (torch.float32, torch.bfloat16)
