@@ -41,8 +41,8 @@ class BambaForCausalLM(HybridForCausalLM):
         expect_mixers(config, *(f"mamba_{name}" for name in ("d_state", "d_conv", "n_groups", "n_heads", "d_head")))
         expect_unlimited(config)
         family, kinds = Family(), config.layers_block_type
-        others = {"layer_types": ["full_attention"] * len(kinds)}
-        shape = DecoderShape.of(config, family, self.opgraft_config.model.max_model_len, others)
+        longest, attends = self.opgraft_config.model.max_model_len, ["full_attention"] * len(kinds)
+        shape = DecoderShape.of(config, family, longest, layer_types=attends)
         self.max_position = shape.max_position
         [rope] = [rope_of(shape, parameters) for parameters in shape.ropes.values()]
         layers = []

@@ -114,25 +114,19 @@ class DecoderShape:
     sharing: ExpertSharing = ALONE
 
     @classmethod
-    def of(
-        cls,
-        config: Any,
-        family: Family,
-        max_position: int | None = None,
-        others: Mapping[str, Any] | None = None,
-    ) -> DecoderShape:
+    def of(cls, config: Any, family: Family, max_position: int | None = None, **others: Any) -> DecoderShape:
         """Read a config of ``transformers``.
 
         Args:
             config: of a decoder.
             family: of that decoder.
             max_position: the longest context, if it is shorter or longer than the config's.
-            others: settings in the place of the config's, for one that has them by other names.
+            **others: settings in the place of the config's, for one that has them by other names.
 
         Raises:
             ModelError: the config lacks a size, contradicts itself or asks for what is not written.
         """
-        given = Given(config, others)
+        given = Given(config, **others)
         heads, hidden = given.size("num_attention_heads"), given.size("hidden_size")
         kv_heads = given.size("num_key_value_heads", heads)
         head_size = _head_size(given, hidden, heads, kv_heads)
@@ -140,10 +134,7 @@ class DecoderShape:
         bias = bool(given("attention_bias", False))
         layers, ropes = _layers(given, family)
         latent = _latent(given) if family.latent else None
-        if given("use_bidirectional_attention", False):
-            raise ModelError(f"{given.name}: use_bidirectional_attention is set, and decoders attend causally only")
-        if given("clip_qkv", None) is not None:
-            raise ModelError(f"{given.name}: clip_qkv is set, and queries, keys and values are not clipped here")
+        _expect_written(given)
         return cls(
             vocab_size=given.size("vocab_size"),
             hidden_size=hidden,
@@ -171,6 +162,18 @@ class DecoderShape:
             latent=latent,
             routed=RoutedShape.of(given) if family.latent else None,
         )
+
+
+def _expect_written(given: Given) -> None:
+    """Refuse what no decoder here does.
+
+    Raises:
+        ModelError: the config asks for it.
+    """
+    if given("use_bidirectional_attention", False):
+        raise ModelError(f"{given.name}: use_bidirectional_attention is set, and decoders attend causally only")
+    if given("clip_qkv", None) is not None:
+        raise ModelError(f"{given.name}: clip_qkv is set, and queries, keys and values are not clipped here")
 
 
 def _head_size(given: Given, hidden: int, heads: int, kv_heads: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from opgraft.errors import ModelError, close_matches
@@ -16,12 +15,12 @@ class Given:
 
     Args:
         config: has them as attributes.
-        others: in the place of those of the same name.
+        **others: in the place of those of the same name.
     """
 
-    def __init__(self, config: Any, others: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Any, **others: Any) -> None:
         self.name = type(config).__name__
-        self._values = {**vars(config), **(others or {})}
+        self._values = {**vars(config), **others}
 
     def __call__(self, name: str, *default: Any) -> Any:
         """Return a setting, or the default where it is missing or ``None``.

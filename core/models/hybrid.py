@@ -173,7 +173,7 @@ class Lfm2ForCausalLM(HybridForCausalLM):
             "intermediate_size": _adjusted(config),
         }
         family = Family(qk_norm="head", qkv_bias=False, output_bias=False)
-        shape = DecoderShape.of(config, family, self.opgraft_config.model.max_model_len, others)
+        shape = DecoderShape.of(config, family, self.opgraft_config.model.max_model_len, **others)
         self.max_position = shape.max_position
         ropes = {name: rope_of(shape, parameters) for name, parameters in shape.ropes.items()}
         layers = []

@@ -112,7 +112,7 @@ class Plamo2ForCausalLM(HybridForCausalLM):
         """
         _expect_sizes(config)
         family = Family(qk_norm="each")
-        shape = DecoderShape.of(config, family, self.opgraft_config.model.max_model_len, _as_decoder(config))
+        shape = DecoderShape.of(config, family, self.opgraft_config.model.max_model_len, **_as_decoder(config))
         self.max_position = shape.max_position
         [rope] = [rope_of(shape, parameters) for parameters in shape.ropes.values()]
         given = SimpleNamespace(model_config=SimpleNamespace(hf_config=config), quant_config=quant_config)
