@@ -131,7 +131,7 @@ def test_what_no_mode_follows(tmp_path: Path) -> None:
     """Passes are refused where nothing is compiled, as opgraft.compile refuses them."""
     written("Llama", tmp_path, num_hidden_layers=1)
     given = dataclasses.replace(settings(tmp_path), compilation_config=CompilationConfig(user_passes=["a:B"]))
-    with pytest.raises(ConfigError, match="user_passes is set, and is for the mode FULL; .*mode is NONE"):
+    with pytest.raises(ConfigError, match=r"user_passes is set, and is for the mode FULL; .*mode is NONE"):
         EngineCore(given)
 
 
