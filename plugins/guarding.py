@@ -45,8 +45,9 @@ class Guard:
             for change in changes_between(before, after):
                 if change.stays or stays(change):
                     kept.append(change)
-                else:
-                    told.append(f"changed {change.what} {when}: {change.set_back()}")
-            if told:
+                    continue
+                undone = change.set_back()
                 self.forget()
+                if not change.harmless:
+                    told.append(f"changed {change.what} {when}: {undone}")
             report(kept, told)

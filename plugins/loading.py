@@ -22,7 +22,7 @@ from opgraft.platform import Platform
 from opgraft.plugins import hookspecs
 from opgraft.plugins.changes import Change
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover
-from opgraft.plugins.outcomes import failure_of, replacements_of
+from opgraft.plugins.outcomes import failure_of, rejection_of, replacements_of
 from opgraft.plugins.requirements import FAULTS, asked_for, check_adjustment, check_admission, objection
 from opgraft.plugins.watching import watched
 from opgraft.registry.declarations import ANY_PLATFORM, Replacement
@@ -91,7 +91,7 @@ class Loading:
 
     def _warn_of(self, record: PluginRecord) -> None:
         """Say that a plugin is shut out by what is wrong with it, which whoever relies on it must see."""
-        message = f"plugin {record.name!r} of {record.provider} is not used: {record.reason}"
+        message = rejection_of(record)
         if self.config.strict:
             raise PluginError(f"strict mode: {message}")
         logger.warning("%s", printable(message), extra=record.attributes())

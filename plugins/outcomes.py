@@ -45,8 +45,14 @@ def end_of(record: PluginRecord) -> Finding | None:
     if record.status is PluginStatus.VETOED:
         return _finding(record, f"is not used, as it vetoed itself: {record.reason}")
     if record.status is PluginStatus.REJECTED and record.reason.startswith(FAULTS):
-        return _finding(record, f"is not used: {record.reason}", 4 if record.reason.startswith(QUARANTINED) else 1)
+        exit_code = 4 if record.reason.startswith(QUARANTINED) else 1
+        return Finding(rejection_of(record), record.provider, record.location, exit_code=exit_code)
     return None
+
+
+def rejection_of(record: PluginRecord) -> str:
+    """Tell of a plugin that is shut out by what is wrong with it."""
+    return f"plugin {record.name!r} of {record.provider} is not used: {record.reason}"
 
 
 def failure_of(record: PluginRecord) -> str:

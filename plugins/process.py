@@ -71,6 +71,33 @@ def _meets_all(action: str, message: Any, category: type, module: Any, line: int
     return message is None and module is None and category.__module__ == "builtins"
 
 
+class Draws:
+    """Python's random numbers. Those only drawn come anew without a word, as libraries draw some at import."""
+
+    WORDS = 624
+    """Of 32 bits, that its generator makes at once."""
+
+    def read(self) -> tuple[Any, ...]:
+        return random.getstate()
+
+    def changes(self, before: tuple[Any, ...], after: tuple[Any, ...]) -> Iterator[Change]:
+        if before != after:
+            old, new = (f"{hash(state) & 0xFFFFFFFF:08x}" for state in (before, after))
+            words = f"Python's random numbers from {old} to {new}"
+            yield Change(words, partial(random.setstate, before), harmless=self._follows(before, after))
+
+    def _follows(self, before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
+        """Tell whether drawing, of some thousand numbers at most, leads from one state to the other."""
+        numbers = random.Random()  # noqa: S311 - nothing is kept secret
+        numbers.setstate(before)
+        begun = (after[1][-1] - before[1][-1]) % self.WORDS
+        for count in (begun, *[self.WORDS] * 16):
+            numbers.getrandbits(32 * count)
+            if numbers.getstate()[1] == after[1]:
+                return True
+        return False
+
+
 class Definitions:
     """The functions and methods of torch and opgraft, which a plugin replaces for others by assigning to their names.
 
@@ -236,7 +263,7 @@ ASPECTS: tuple[Aspect, ...] = (
     Value("the precision of products", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     *_flags_of_backends(),
     Value("torch's random numbers", _random_state, _set_random_state, lambda state: f"{zlib.crc32(state):08x}"),
-    Value("Python's random numbers", random.getstate, random.setstate, lambda state: f"{hash(state) & 0xFFFFFFFF:08x}"),
+    Draws(),
     Value("the start method of processes", *_start_method()),
     Value("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
     Value("the working folder", os.getcwd, os.chdir),

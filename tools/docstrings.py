@@ -14,13 +14,13 @@ SECTIONS = ("Args", "Attributes", "Raises", "Returns", "Shapes", "Yields")
 def parameters_of(function: Any) -> str:
     """Return the signature without ``self``, as it is written."""
     signature = inspect.signature(function)
-    parameters, keyword_only = [], False
+    parameters, named = [], False
     for parameter in signature.parameters.values():
         if parameter.name == "self":
             continue
-        if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
+        if parameter.kind is parameter.KEYWORD_ONLY and not named:
             parameters.append("*")
-            keyword_only = True
+        named = named or parameter.kind in (parameter.VAR_POSITIONAL, parameter.KEYWORD_ONLY)
         stars = "*" if parameter.kind is parameter.VAR_POSITIONAL else "**" * (parameter.kind is parameter.VAR_KEYWORD)
         kind = "" if parameter.annotation is parameter.empty else f": {annotation(parameter.annotation)}"
         equals = " = " if kind else "="

@@ -108,7 +108,8 @@ def examine() -> dict[str, Any]:
     """Load everything in this process; returns the plugins and the findings as plain data."""
     error = load_all()
     findings = found(host_state().plugins.values(), loaded=error is None)
-    if error is not None and str(error) not in {f.message for f in findings}:  # in strict mode it is one plugin's
+    # In strict mode it is one plugin's, which has a finding.
+    if error is not None and str(error).removeprefix("strict mode: ") not in {f.message for f in findings}:
         findings.append(Finding(str(error), exit_code=error.exit_code))
     records = host_state().plugins.values()
     notes = [Problem(r.provider, f"plugin {r.name} {note}") for r in records for note in r.notes]

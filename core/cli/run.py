@@ -17,6 +17,7 @@ from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import InputError
 from opgraft.files import without_waiting
 from opgraft.models.build import generates
+from opgraft.plugins.selection import current_platform
 from opgraft.serving.llm import LLM, engine_config
 from opgraft.state import host_state
 
@@ -73,7 +74,7 @@ def command(
     texts = read_lines(Path(input_file)) if input_file else prompts or _sample(model)
     params = SamplingParams(temperature=temperature or 0.0, max_tokens=max_tokens)
     with (
-        set_config(host_state().settings().compiling() if compiled else OpgraftConfig(), origin="--compile"),
+        set_config(_compiling() if compiled else OpgraftConfig(), origin="--compile"),
         set_config(_MEASURED if compare else OpgraftConfig()),
     ):
         plain = _measured_plain(model, texts, params) if compare else None
@@ -83,6 +84,10 @@ def command(
             show_neighbours(llm, model, texts, as_json, comparison)
         else:
             answer_prompts(llm, model, texts, params, as_json, comparison)
+
+
+def _compiling() -> OpgraftConfig:
+    return host_state().settings().compiling(current_platform().compile_backend)
 
 
 def _sample(model: str) -> tuple[str, ...]:

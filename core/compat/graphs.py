@@ -11,6 +11,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree
 
+FIXED_SIZES = frozenset(("openxla",))
+"""Backends of torch whose code is for the sizes of its first call, and wrong for others."""
+
 
 def lookup(name: str) -> Callable[..., Any]:
     """Return a backend of ``torch.compile`` by its name, the entry points ``torch_dynamo_backends`` included.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from opgraft.compat.ahead_of_time import trusting_processor
-from opgraft.compat.graphs import known_backends, lookup, tracing_in
+from opgraft.compat.graphs import FIXED_SIZES, known_backends, lookup, tracing_in
 from opgraft.errors import CompilationError, ConfigError, close_matches
 from opgraft.text import described
 from torch import Tensor, fx
@@ -18,12 +18,33 @@ Runner = Callable[..., Sequence[Any]]
 
 
 def built(module: fx.GraphModule, backend: str) -> Runner:
-    """Have a backend of ``torch.compile`` make of a graph what runs it.
+    """Have a backend of ``torch.compile`` make of a graph what runs it, for any size of its dynamic dimensions.
 
     Raises:
         ConfigError: there is no such backend.
         CompilationError: it fails.
     """
+    if backend in FIXED_SIZES:
+        backend_of(backend)
+        return _OfSizes(functools.partial(_built, module, backend))
+    return _built(module, backend)
+
+
+class _OfSizes:
+    """Code of a backend that makes it for fixed sizes: made for each combination of them when it is first called."""
+
+    def __init__(self, build: Callable[[], Runner]) -> None:
+        self._build = build
+        self._runners: dict[tuple[torch.Size, ...], Runner] = {}
+
+    def __call__(self, *tensors: Tensor) -> Sequence[Any]:
+        sizes = tuple(each.shape for each in tensors)
+        if sizes not in self._runners:
+            self._runners[sizes] = self._build()
+        return self._runners[sizes](*tensors)
+
+
+def _built(module: fx.GraphModule, backend: str) -> Runner:
     compiler = backend_of(backend)
     example: list[Tensor] = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     mode = next((x.fake_mode for x in example if isinstance(x, Tensor)), None)  # type: ignore[attr-defined]

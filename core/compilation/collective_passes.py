@@ -25,6 +25,7 @@ _FUSED: dict[str, Functional[..., Any]] = {
     "gemma_rms_norm": functional.all_reduce_gemma_rms_norm,
     "rms_norm_quant_fp8_static": functional.all_reduce_rms_norm_quant_fp8_static,
     "rms_norm_quant_fp8_dynamic": functional.all_reduce_rms_norm_quant_fp8_dynamic,
+    "rms_norm_quant_fp4": functional.all_reduce_rms_norm_quant_fp4,
 }
 """By form of a norm, quantised too: the form that sums over ranks before."""
 
@@ -73,7 +74,7 @@ def _join(
 
     Returns the results of the form.
     """
-    scaled = name.endswith("dynamic")
+    scaled = _returns_scales(name)
     with graph.inserting_before(reduced):
         fused = graph.call_function(getattr(_opgraft, name).default, (), dict(arguments))
         parts = [graph.call_function(operator.getitem, (fused, place)) for place in range(2 + scaled)]
@@ -202,7 +203,11 @@ def _has_rows_apart(name: str, given: Mapping[str, Any]) -> bool:
 
 
 def _returns_several(name: str) -> bool:
-    return name.startswith(_AFTER_SUM) or name.endswith("dynamic")
+    return name.startswith(_AFTER_SUM) or _returns_scales(name)
+
+
+def _returns_scales(name: str) -> bool:
+    return name.endswith(("dynamic", "fp4"))
 
 
 class AsyncTensorParallelism(GraphPass):

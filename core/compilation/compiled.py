@@ -21,12 +21,14 @@ from opgraft.compilation.manager import ALL_SIZES
 from opgraft.compilation.packages import Packages, temporary
 from opgraft.compilation.passes import passes_of
 from opgraft.compilation.sources import Sources
+from opgraft.compilation.stock import compiled_by_torch
 from opgraft.compilation.verification import expect_alike, of_size
 from opgraft.config import CompilationConfig, CompilationMode, OpgraftConfig, set_config
 from opgraft.decision import Candidate, Decision
 from opgraft.errors import CacheEntryError, CompilationError, ConfigError
 from opgraft.logger import logger
 from opgraft.plugins.host import load_plugins
+from opgraft.plugins.selection import current_platform
 from opgraft.state import host_state
 from opgraft.text import described
 from torch import Tensor, nn
@@ -145,7 +147,8 @@ def compile(
 
     Args:
         model: in evaluation mode; it stays what it is.
-        config: over the settings that hold here. Where nothing sets ``level`` or ``mode``, the level is 2.
+        config: over the settings that hold here. Where nothing sets ``level`` or ``mode``, the level is 2, and where
+            nothing sets ``backend``, it is the platform's ``compile_backend``.
         args: an example of what the model is called with by position, of two rows or more.
         kwargs: the same by name. What is no tensor is a constant of the graph.
         dynamic_shapes: the sizes that may vary, as ``torch.export.export`` takes them; the first one of each tensor, a
@@ -153,7 +156,8 @@ def compile(
 
     Returns:
         A ``Compiled``, to be called as the model is. Under the mode ``NONE`` the model itself, under
-        ``STOCK_TORCH_COMPILE`` what ``torch.compile`` makes of it.
+        ``STOCK_TORCH_COMPILE`` what ``torch.compile`` makes of it, which in strict mode compiles nothing after its
+        first call: that is the example, or the first one where none is given.
 
     Raises:
         ConfigError: there is no such backend or pass, or settings contradict each other.
@@ -169,9 +173,13 @@ def compile(
     load_plugins()
     with (
         set_config(OpgraftConfig(compilation_config=config or CompilationConfig()), origin="opgraft.compile"),
-        set_config(host_state().settings().compiling(), origin="the default of opgraft.compile"),
+        set_config(_defaults(), origin="the default of opgraft.compile"),
     ):
         return _compiled(model, Example(args, kwargs or {}, dynamic_shapes))
+
+
+def _defaults() -> OpgraftConfig:
+    return host_state().settings().compiling(current_platform().compile_backend)
 
 
 def _compiled(model: nn.Module, example: Example) -> Any:
@@ -182,7 +190,7 @@ def _compiled(model: nn.Module, example: Example) -> Any:
     if settings.mode is CompilationMode.STOCK_TORCH_COMPILE:
         backend = settings.backend or "inductor"
         backend_of(backend)
-        return torch.compile(model, backend=backend, dynamic=True)
+        return compiled_by_torch(model, backend, example)
     if settings.backend not in _PACKAGED:
         return _verified(_built(model, example, settings), example)
     if settings.cache and not settings.dump_graphs:

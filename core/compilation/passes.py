@@ -14,7 +14,13 @@ from opgraft.compilation.collective_passes import AllReduceRMSNorm, AsyncTensorP
 from opgraft.compilation.graph_pass import GraphPass, Outcome
 from opgraft.compilation.linear_passes import GatedProduct, JointLinears
 from opgraft.compilation.nodes import OPERATOR, has_kernel, layout_of, semantic_calls
-from opgraft.compilation.quantization_passes import AttentionQuantFP8, RMSNormQuantFP8, SiluAndMulQuantFP8
+from opgraft.compilation.quantization_passes import (
+    AttentionQuantFP8,
+    RMSNormQuantFP4,
+    RMSNormQuantFP8,
+    SiluAndMulQuantFP4,
+    SiluAndMulQuantFP8,
+)
 from opgraft.compilation.rotary_passes import QKNormRope
 from opgraft.errors import ConfigError, close_matches
 from opgraft.text import described
@@ -122,7 +128,9 @@ BUILT_IN: tuple[type[GraphPass], ...] = (
     JointLinears,
     AddRMSNorm,
     RMSNormQuantFP8,
+    RMSNormQuantFP4,
     SiluAndMulQuantFP8,
+    SiluAndMulQuantFP4,
     AttentionQuantFP8,
     QKNormRope,
     SequenceParallelism,

@@ -1,4 +1,4 @@
-"""Passes that join what computes a tensor and its quantisation to 8-bit floating point."""
+"""Passes that join what computes a tensor and its quantisation to floating point of 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from opgraft.ops.fused_quantization import functional as _functional  # noqa: F4
 from torch import fx, nn
 
 _opgraft = torch.ops.opgraft
-_QUANTIZED = ("quant_fp8_static", "quant_fp8_dynamic")
+_FP8 = ("quant_fp8_static", "quant_fp8_dynamic")
+_FP4 = ("quant_fp4",)
+_NORMS = ("rms_norm", "fused_add_rms_norm")
 
 
 class _QuantizedResult(GraphPass):
     """Joins forms and the quantisation of their result, where nobody else reads it."""
 
     forms: ClassVar[tuple[str, ...]]
+    quantizers: ClassVar[tuple[str, ...]]
 
     def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
-        _merge_equal(module.graph)
+        _merge_equal(module.graph, self.quantizers)
         matched = replaced = 0
         order = {node: place for place, node in enumerate(module.graph.nodes)}
-        for node, name, given in semantic_calls(module.graph, *_QUANTIZED):
+        for node, name, given in semantic_calls(module.graph, *self.quantizers):
             source = _source_of(given.pop("x"), self.forms)
             if source is None:
                 continue
@@ -41,17 +44,35 @@ class _QuantizedResult(GraphPass):
 
 
 class RMSNormQuantFP8(_QuantizedResult):
-    """Joins a norm, after a sum too, and the quantisation of its result."""
+    """Joins a norm, after a sum too, and the quantisation of its result to 8 bits."""
 
     name: ClassVar[str] = "rms_norm_quant_fp8"
-    forms: ClassVar[tuple[str, ...]] = ("rms_norm", "fused_add_rms_norm")
+    forms: ClassVar[tuple[str, ...]] = _NORMS
+    quantizers: ClassVar[tuple[str, ...]] = _FP8
+
+
+class RMSNormQuantFP4(_QuantizedResult):
+    """Joins a norm, after a sum too, and the quantisation of its result to 4 bits."""
+
+    name: ClassVar[str] = "rms_norm_quant_fp4"
+    forms: ClassVar[tuple[str, ...]] = _NORMS
+    quantizers: ClassVar[tuple[str, ...]] = _FP4
 
 
 class SiluAndMulQuantFP8(_QuantizedResult):
-    """Joins a gated activation and the quantisation of its result."""
+    """Joins a gated activation and the quantisation of its result to 8 bits."""
 
     name: ClassVar[str] = "silu_and_mul_quant_fp8"
     forms: ClassVar[tuple[str, ...]] = ("silu_and_mul",)
+    quantizers: ClassVar[tuple[str, ...]] = _FP8
+
+
+class SiluAndMulQuantFP4(_QuantizedResult):
+    """Joins a gated activation and the quantisation of its result to 4 bits."""
+
+    name: ClassVar[str] = "silu_and_mul_quant_fp4"
+    forms: ClassVar[tuple[str, ...]] = ("silu_and_mul",)
+    quantizers: ClassVar[tuple[str, ...]] = _FP4
 
 
 class AttentionQuantFP8(GraphPass):
@@ -61,7 +82,7 @@ class AttentionQuantFP8(GraphPass):
     _form: ClassVar[str] = "scaled_dot_product_attention"
 
     def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
-        _merge_equal(module.graph)
+        _merge_equal(module.graph, _FP8)
         matched = replaced = 0
         order = {node: place for place, node in enumerate(module.graph.nodes)}
         for node, name, given in semantic_calls(module.graph, "quant_fp8_static"):
@@ -114,10 +135,10 @@ def _quantize_before(
     quantized.replace_all_uses_with(result)
 
 
-def _merge_equal(graph: fx.Graph) -> None:
+def _merge_equal(graph: fx.Graph, quantizers: Sequence[str]) -> None:
     """Quantise a tensor once that several layers quantise alike."""
     first: dict[Any, fx.Node] = {}
-    for node, name, given in semantic_calls(graph, *_QUANTIZED):
+    for node, name, given in semantic_calls(graph, *quantizers):
         kept = first.setdefault((name, *map(str, given.items())), node)  # nodes have names of their own
         if kept is not node:
             node.replace_all_uses_with(kept)
@@ -140,7 +161,7 @@ def _join(graph: fx.Graph, made: fx.Node, quantized: fx.Node, name: str, argumen
     """Put one form in the place of two, of which the first may return a sum besides, and the second a scale."""
     with graph.inserting_before(made):
         fused = graph.call_function(getattr(_opgraft, name).default, (), dict(arguments))
-    tupled, has_sum = name.endswith("dynamic"), name.startswith("fused_add")
+    tupled, has_sum = not name.endswith("static"), name.startswith("fused_add")
     if not tupled and not has_sum:
         quantized.replace_all_uses_with(fused)
         return

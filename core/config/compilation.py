@@ -216,7 +216,7 @@ class CompilationConfig(Section):
                 "compilation_config.capture_sizes is set, and compilation_config.graph_mode is none: set it to "
                 "piecewise or full, or leave the sizes out"
             )
-        unused = [name for name in _OF_FULL if getattr(self, name) not in (None, "none", (), {})]
+        unused = [name for name in OF_FULL if getattr(self, name) not in (None, "none", (), {})]
         if unused and self.mode is not CompilationMode.FULL:
             raise ConfigError(
                 f"compilation_config.{unused[0]} is set, and is for the mode FULL; compilation_config.mode is "
@@ -254,7 +254,7 @@ def _expect_apart(ranges: Sequence[range]) -> None:
             )
 
 
-_OF_FULL = (
+OF_FULL = (
     "user_passes",
     "dump_graphs",
     "pass_config",

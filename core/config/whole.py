@@ -11,6 +11,7 @@ from typing import Any
 
 from opgraft.config.compilation import (
     DEFAULT_LEVEL,
+    OF_FULL,
     CompilationConfig,
     CompilationMode,
     CustomOpsSetting,
@@ -41,7 +42,8 @@ class OpgraftConfig(Section):
         platform: name of the platform to use instead of the detected one. Decided once per process.
         plugins: allow list of plugins, by entry-point or distribution name; ``()`` means none. Read when plugins load.
         plugins_disable: deny list of plugins, likewise.
-        strict: whether a failing plugin or probe raises.
+        strict: whether a failing plugin or probe raises, and a call for which ``torch.compile`` would compile anew what
+            ``opgraft.compile`` had it compile.
         check_values: whether ops check values of tensors, such as positions, on accelerators too, which then must wait.
         cpu_keep_memory: whether the CPU platform has glibc keep freed memory in the process. Decided once per process.
         lockfile: file that pins the distributions of plugins and platforms. Read when the platform is decided.
@@ -58,7 +60,9 @@ class OpgraftConfig(Section):
     )
     plugins_disable: Sequence[str] | None = setting("deny list of plugins, likewise", default=())
     strict: bool | None = setting(
-        "a failing plugin or probe raises, instead of being recorded, reported and left out", default=False
+        "a failing plugin or probe raises, instead of being recorded, reported and left out; so does a call for which "
+        "torch.compile would compile anew what opgraft.compile had it compile",
+        default=False,
     )
     check_values: bool | None = setting(
         "ops check values such as positions on accelerators too, and wait for the device to do so", default=False
@@ -133,10 +137,17 @@ class Settings:
         """Return the field's name with the layer that set it."""
         return f"{name} ({self.origins[name]})"
 
-    def compiling(self) -> OpgraftConfig:
-        """Return a layer for who asks for compilation: the default level, or nothing where some setting says how."""
-        says = any(self.origins[f"compilation_config.{name}"] != "default" for name in ("level", "mode"))
-        return OpgraftConfig(compilation_config=CompilationConfig(level=None if says else DEFAULT_LEVEL))
+    def compiling(self, backend: str) -> OpgraftConfig:
+        """Return a layer for who asks for compilation: the default level and the platform's backend, as far as no
+        setting says how.
+        """
+
+        def is_open(*names: str) -> bool:
+            return all(self.origins[f"compilation_config.{name}"] == "default" for name in names)
+
+        level = DEFAULT_LEVEL if is_open("level", "mode") else None
+        chosen = backend if is_open("backend") else None
+        return OpgraftConfig(compilation_config=CompilationConfig(level=level, backend=chosen))
 
     def chosen_provider(self, op_name: str | None) -> str | None:
         """Return what ``providers`` asks for by the registered name of an op or class."""
@@ -201,6 +212,7 @@ def resolve(layers: Iterable[tuple[str, OpgraftConfig]], scopes: Iterable[tuple[
                 # prepared, and so copied where it can be written to: a resolved config shares nothing with others
                 values[field.name], origins[field.name] = field.kind.prepare(value), origin
     _fill_by_level(values, origins)
+    _leave_out_defaults(values, origins)
     sections: list[type[Section]] = [OpgraftConfig, *classes.values()]
     for section in sections:
         for field in own_fields(section).values():
@@ -224,6 +236,15 @@ def _fill_by_level(values: dict[str, Any], origins: dict[str, str]) -> None:
         if f"{section}.{attribute}" not in values:
             values[f"{section}.{attribute}"] = value
             origins[f"{section}.{attribute}"] = f"{name} {values[name]} ({origins[name]})"
+
+
+def _leave_out_defaults(values: dict[str, Any], origins: dict[str, str]) -> None:
+    """Leave out what plugins and platforms change of settings that the mode does not use: nobody asks for that."""
+    if values.get("compilation_config.mode") is CompilationMode.FULL:
+        return
+    for name in (f"compilation_config.{each}" for each in OF_FULL):
+        if origins.get(name, "").startswith(("plugin ", "platform ")):
+            del values[name], origins[name]
 
 
 def config_from_fields(values: Mapping[str, Any]) -> OpgraftConfig:

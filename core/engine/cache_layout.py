@@ -11,6 +11,7 @@ from types import MappingProxyType
 import torch
 from opgraft.engine.kv_cache import LayerKind
 from opgraft.errors import ConfigError
+from opgraft.machine.memory import expect_huge_pages
 from opgraft.ops.attention.cached import CachedAttention, cache_shape
 from opgraft.ops.state_space.layer import StateLayer
 from torch import Tensor
@@ -143,6 +144,8 @@ class CacheLayout:
         """Return the cache of each layer. The memory is not written to until tokens are."""
         homes = self._homes(num_blocks)
         tensors = {home: torch.empty(home[1], dtype=self.dtype, device=device) for home in set(homes.values())}
+        if device.type == "cpu":
+            expect_huge_pages(range(each.data_ptr(), each.data_ptr() + each.nbytes) for each in tensors.values())
         return {name: tensors[home] for name, home in homes.items()}
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from math import ceil
 from time import perf_counter
 
 import torch
@@ -116,7 +117,7 @@ class ExpertBalancer:
 
     def _set_pace(self, step: float) -> None:
         """Choose how much is sent now, the same on all ranks, by the former pause and what a step took in seconds."""
-        percent = round(100 * self._pause / step)
+        percent = ceil(100 * self._pause / step)  # 0 before the first pause only
         longest = int(get_ep_group().all_gather(self.layers[0][1].loads.new_tensor([percent])).max())
         if longest > 100 * LONG:
             self._bytes = max(LEAST_BYTES, self._bytes // 2)

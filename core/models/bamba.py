@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.models.decoder import PACKED_MODULES, DecoderAttention, rope_of
 from opgraft.models.decoder_config import DecoderShape, Family
 from opgraft.models.decoder_mlp import DecoderMLP
-from opgraft.models.hybrid import HybridForCausalLM, HybridLayer, expect_unlimited
+from opgraft.models.hybrid import HybridForCausalLM, HybridLayer, expect_mixers, expect_unlimited
 from opgraft.models.names import ShardId, WeightsMapper
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.state_space import MambaMixer2
@@ -39,10 +38,11 @@ class BambaForCausalLM(HybridForCausalLM):
         self, config: Any, quant_config: QuantizationConfig | None, prefix: str
     ) -> tuple[list[HybridLayer], float]:
         """Return a layer for each of the config's ``layers_block_type``."""
+        expect_mixers(config, *(f"mamba_{name}" for name in ("d_state", "d_conv", "n_groups", "n_heads", "d_head")))
         expect_unlimited(config)
         family, kinds = Family(), config.layers_block_type
-        given = SimpleNamespace(**{**vars(config), "layer_types": ["full_attention"] * len(kinds)})
-        shape = DecoderShape.of(given, family, self.opgraft_config.model.max_model_len)
+        longest, attends = self.opgraft_config.model.max_model_len, ["full_attention"] * len(kinds)
+        shape = DecoderShape.of(config, family, longest, layer_types=attends)
         self.max_position = shape.max_position
         [rope] = [rope_of(shape, parameters) for parameters in shape.ropes.values()]
         layers = []

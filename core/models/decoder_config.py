@@ -7,15 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from opgraft.errors import ModelError, close_matches
+from opgraft.errors import ModelError
 from opgraft.models.decoder_experts import ExpertsFamily, ExpertsShape
 from opgraft.models.deepseek_experts import RoutedShape
+from opgraft.models.given import LARGEST_SIZE, Given
 from opgraft.ops.fused_moe.placement import ALONE, ExpertSharing
 
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 """Names of gated activations in configs, to those of the ops."""
-LARGEST_SIZE = 2**23
-"""The most that a size may be, several times that of any model: a table of as many rows has gigabytes."""
 
 
 @dataclass(frozen=True)
@@ -115,18 +114,19 @@ class DecoderShape:
     sharing: ExpertSharing = ALONE
 
     @classmethod
-    def of(cls, config: Any, family: Family, max_position: int | None = None) -> DecoderShape:
+    def of(cls, config: Any, family: Family, max_position: int | None = None, **others: Any) -> DecoderShape:
         """Read a config of ``transformers``.
 
         Args:
             config: of a decoder.
             family: of that decoder.
             max_position: the longest context, if it is shorter or longer than the config's.
+            **others: settings in the place of the config's, for one that has them by other names.
 
         Raises:
             ModelError: the config lacks a size, contradicts itself or asks for what is not written.
         """
-        given = _Given(config)
+        given = Given(config, **others)
         heads, hidden = given.size("num_attention_heads"), given.size("hidden_size")
         kv_heads = given.size("num_key_value_heads", heads)
         head_size = _head_size(given, hidden, heads, kv_heads)
@@ -134,10 +134,7 @@ class DecoderShape:
         bias = bool(given("attention_bias", False))
         layers, ropes = _layers(given, family)
         latent = _latent(given) if family.latent else None
-        if given("use_bidirectional_attention", False):
-            raise ModelError(f"{given.name}: use_bidirectional_attention is set, and decoders attend causally only")
-        if given("clip_qkv", None) is not None:
-            raise ModelError(f"{given.name}: clip_qkv is set, and queries, keys and values are not clipped here")
+        _expect_written(given)
         return cls(
             vocab_size=given.size("vocab_size"),
             hidden_size=hidden,
@@ -167,29 +164,19 @@ class DecoderShape:
         )
 
 
-class _Given:
-    """The attributes of a config, of which a missing one is an error that names it."""
+def _expect_written(given: Given) -> None:
+    """Refuse what no decoder here does.
 
-    def __init__(self, config: Any) -> None:
-        self.config = config
-        self.name = type(config).__name__
-
-    def __call__(self, name: str, *default: Any) -> Any:
-        values = vars(self.config)
-        value = values.get(name)
-        if value is None and not default:
-            raise ModelError(f"{self.name} has no {name}: {close_matches(name, values)}")
-        return default[0] if value is None else value
-
-    def size(self, name: str, *default: Any) -> int:
-        """Return a size, which is a positive integer of a plausible magnitude."""
-        value = self(name, *default)
-        if type(value) is not int or not 1 <= value <= LARGEST_SIZE:
-            raise ModelError(f"{self.name}: {name} is {value!r:.40}, expected an integer from 1 to {LARGEST_SIZE}")
-        return value
+    Raises:
+        ModelError: the config asks for it.
+    """
+    if given("use_bidirectional_attention", False):
+        raise ModelError(f"{given.name}: use_bidirectional_attention is set, and decoders attend causally only")
+    if given("clip_qkv", None) is not None:
+        raise ModelError(f"{given.name}: clip_qkv is set, and queries, keys and values are not clipped here")
 
 
-def _head_size(given: _Given, hidden: int, heads: int, kv_heads: int) -> int:
+def _head_size(given: Given, hidden: int, heads: int, kv_heads: int) -> int:
     if heads % kv_heads:
         raise ModelError(
             f"{given.name}: num_attention_heads is {heads}, which num_key_value_heads, {kv_heads}, does not divide"
@@ -199,7 +186,7 @@ def _head_size(given: _Given, hidden: int, heads: int, kv_heads: int) -> int:
     return given.size("head_dim", hidden // heads)
 
 
-def _longest(given: _Given, max_position: int | None) -> int:
+def _longest(given: Given, max_position: int | None) -> int:
     if max_position is None:
         max_position = given("max_position_embeddings")
     if type(max_position) is not int or not 1 <= max_position <= LARGEST_SIZE:
@@ -210,24 +197,24 @@ def _longest(given: _Given, max_position: int | None) -> int:
     return max_position
 
 
-def _logits_scaling(given: _Given) -> float:
+def _logits_scaling(given: Given) -> float:
     value = given("logits_scaling", 1.0)
     if not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ModelError(f"{given.name}: logits_scaling is {value!r:.40}, expected a number above 0")
     return float(value)
 
 
-def _activation(given: _Given) -> str:
+def _activation(given: Given) -> str:
     name = given("hidden_activation", None) or given("hidden_act")
     if name not in ACTIVATIONS:
         raise ModelError(f"{given.name}: the activation {name!r} is none of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
-def _layers(given: _Given, family: Family) -> tuple[tuple[LayerShape, ...], Mapping[str, Mapping[str, Any]]]:
+def _layers(given: Given, family: Family) -> tuple[tuple[LayerShape, ...], Mapping[str, Mapping[str, Any]]]:
     """Read the kinds of layers, each of which may have a rope of its own."""
-    count, window = given.size("num_hidden_layers"), given("sliding_window", None)
-    usual = "sliding_attention" if window and family.windowed else "full_attention"
+    count, windowed = given.size("num_hidden_layers"), family.windowed and given("sliding_window", None)
+    usual = "sliding_attention" if windowed else "full_attention"
     kinds = given("layer_types", None) or [usual] * count
     if len(kinds) != count or not set(kinds) <= {"sliding_attention", "full_attention"}:
         raise ModelError(
@@ -240,18 +227,19 @@ def _layers(given: _Given, family: Family) -> tuple[tuple[LayerShape, ...], Mapp
     extra = {} if trained is None else {"original_max_position_embeddings": trained}
     ropes = {kind: {**extra, **rope} for kind, rope in by_kind.items() if isinstance(rope, Mapping)}
     layers = tuple(
-        LayerShape(window if kind == "sliding_attention" else None, kind if kind in ropes else "") for kind in kinds
+        LayerShape(given.size("sliding_window") if kind == "sliding_attention" else None, kind if kind in ropes else "")
+        for kind in kinds
     )
     return layers, ropes
 
 
-def _attention_scale(given: _Given, head_size: int) -> float:
+def _attention_scale(given: Given, head_size: int) -> float:
     scalar = given("query_pre_attn_scalar", None)
     scale: float = given("attention_multiplier", None) or (scalar or head_size) ** -0.5
     return scale
 
 
-def _latent(given: _Given) -> LatentShape:
+def _latent(given: Given) -> LatentShape:
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     sizes = {name: given.size(name) for name in names}
     rank = None if given("q_lora_rank", None) is None else given.size("q_lora_rank")

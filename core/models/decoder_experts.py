@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from opgraft.config import OpgraftConfig
 from opgraft.errors import ModelError
+from opgraft.models.given import Given
 from opgraft.ops.fused_moe import FusedMoE
 from opgraft.ops.fused_moe.placement import ALONE, ExpertSharing
 from opgraft.ops.linear import ReplicatedLinear
@@ -44,11 +43,11 @@ class ExpertsShape:
     layers: frozenset[int]
 
     @classmethod
-    def of(cls, given: Callable[..., Any], family: ExpertsFamily) -> ExpertsShape:
+    def of(cls, given: Given, family: ExpertsFamily) -> ExpertsShape:
         """Read a config.
 
         Args:
-            given: returns a setting by its name, or a default.
+            given: the settings.
             family: of the decoder.
 
         Raises:
@@ -58,13 +57,13 @@ class ExpertsShape:
             raise ModelError(f"experts have the activation {activation!r}, expected 'silu': no other is written")
         if (given("swiglu_alpha", 1.702), given("swiglu_limit", 7.0)) != (1.702, 7.0):
             raise ModelError("swiglu_alpha and swiglu_limit are not 1.702 and 7.0: no others are written")
-        step, dense = given("decoder_sparse_step", 1), given("mlp_only_layers", None) or ()
-        numbers = range(given("num_hidden_layers"))
+        step, dense = given.size("decoder_sparse_step", 1), given("mlp_only_layers", None) or ()
+        numbers = range(given.size("num_hidden_layers"))
         return cls(
-            num_experts=given("num_local_experts", None) or given("num_experts"),
-            top_k=given("num_experts_per_tok"),
-            hidden_size=given("hidden_size"),
-            intermediate_size=given("moe_intermediate_size", None) or given("intermediate_size"),
+            num_experts=given.first_size("num_local_experts", "num_experts"),
+            top_k=given.size("num_experts_per_tok"),
+            hidden_size=given.size("hidden_size"),
+            intermediate_size=given.first_size("moe_intermediate_size", "intermediate_size"),
             renormalize=given("norm_topk_prob", False) if family.renormalize is None else family.renormalize,
             layers=frozenset(number for number in numbers if number not in dense and (number + 1) % step == 0),
         )

@@ -9,6 +9,7 @@ from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
 from opgraft.models.decoder import PACKED_MODULES, DecoderForCausalLM
 from opgraft.models.decoder_config import Family
+from opgraft.models.given import Given
 from opgraft.models.names import ShardId
 
 
@@ -26,7 +27,7 @@ class DeepseekV2ForCausalLM(DecoderForCausalLM):
         super().__init__(opgraft_config=opgraft_config, prefix=prefix)
         # Behind the last layer checkpoints have those that predict further tokens in training.
         count = self.stage.num_layers
-        further = getattr(self.config, "num_nextn_predict_layers", None) or 0
+        further = 0 if self.config is None else Given(self.config).count("num_nextn_predict_layers")
         self.ignored_weights = [f"model.layers.{number}.*" for number in range(count, count + further)]
 
 

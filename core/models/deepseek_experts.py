@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from opgraft.errors import ModelError
+from opgraft.models.given import Given
 from opgraft.ops.fused_moe import FusedMoE
 from opgraft.ops.fused_moe.placement import ALONE, ExpertSharing
 from opgraft.ops.linear import ReplicatedLinear
@@ -39,11 +38,11 @@ class RoutedShape:
     by_sigmoid: bool
 
     @classmethod
-    def of(cls, given: Callable[..., Any]) -> RoutedShape | None:
+    def of(cls, given: Given) -> RoutedShape | None:
         """Read a config; ``None`` where all layers are dense.
 
         Args:
-            given: returns a setting by its name, or a default.
+            given: the settings.
 
         Raises:
             ModelError: the config lacks a size, or asks for what is not written.
@@ -60,13 +59,13 @@ class RoutedShape:
         grouped = method != "greedy"
         return cls(
             first_layer=first,
-            num_experts=given("n_routed_experts"),
-            top_k=given("num_experts_per_tok"),
-            hidden_size=given("hidden_size"),
-            intermediate_size=given("moe_intermediate_size"),
-            shared=given("n_shared_experts", 0),
-            num_groups=given("n_group") if grouped else 0,
-            kept_groups=given("topk_group") if grouped else 0,
+            num_experts=given.size("n_routed_experts"),
+            top_k=given.size("num_experts_per_tok"),
+            hidden_size=given.size("hidden_size"),
+            intermediate_size=given.size("moe_intermediate_size"),
+            shared=given.count("n_shared_experts"),
+            num_groups=given.size("n_group") if grouped else 0,
+            kept_groups=given.size("topk_group") if grouped else 0,
             scaling=given("routed_scaling_factor", 1.0),
             renormalize=method == "noaux_tc" and bool(given("norm_topk_prob", True)),  # V2 has it and never did
             by_sigmoid=method == "noaux_tc",

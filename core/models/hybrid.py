@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +15,7 @@ from opgraft.models.decoder import PACKED_MODULES, DecoderAttention, rope_of
 from opgraft.models.decoder_config import DecoderShape, Family
 from opgraft.models.decoder_mlp import DecoderMLP
 from opgraft.models.description import architecture_config, joined, quantization_config
+from opgraft.models.given import Given
 from opgraft.models.names import ShardId, WeightsMapper
 from opgraft.models.staged import DecoderStack, StagedForCausalLM
 from opgraft.ops.embedding import LogitsProcessor, VocabParallelEmbedding
@@ -164,16 +164,16 @@ class Lfm2ForCausalLM(HybridForCausalLM):
         self, config: Any, quant_config: QuantizationConfig | None, prefix: str
     ) -> tuple[list[HybridLayer], float]:
         """Return a layer for each of the config's ``layer_types``."""
+        Given(config).size("conv_L_cache")
         kinds = ["full_attention" if kind == "conv" else kind for kind in config.layer_types]
-        given = {
-            **vars(config),
+        others = {
             "rms_norm_eps": config.norm_eps,
             "hidden_act": "silu",
             "layer_types": kinds,
             "intermediate_size": _adjusted(config),
         }
         family = Family(qk_norm="head", qkv_bias=False, output_bias=False)
-        shape = DecoderShape.of(SimpleNamespace(**given), family, self.opgraft_config.model.max_model_len)
+        shape = DecoderShape.of(config, family, self.opgraft_config.model.max_model_len, **others)
         self.max_position = shape.max_position
         ropes = {name: rope_of(shape, parameters) for name, parameters in shape.ropes.items()}
         layers = []
@@ -199,7 +199,7 @@ def _adjusted(config: Any) -> int:
     if config.block_ffn_dim_multiplier is None:
         return size
     size = int(config.block_ffn_dim_multiplier * size)
-    multiple = int(config.block_multiple_of)
+    multiple = Given(config).size("block_multiple_of")
     return -(-size // multiple) * multiple
 
 
@@ -228,6 +228,7 @@ class MambaForCausalLM(HybridForCausalLM):
         self, config: Any, quant_config: QuantizationConfig | None, prefix: str
     ) -> tuple[list[HybridLayer], float]:
         """Return the layers, each a mixer."""
+        expect_mixers(config, "intermediate_size", "state_size", "conv_kernel", "time_step_rank")
         layers = []
         for number in self.stage.layers:
             mixer = MambaMixer(
@@ -235,7 +236,7 @@ class MambaForCausalLM(HybridForCausalLM):
                 config.state_size,
                 config.conv_kernel,
                 config.intermediate_size,
-                int(config.time_step_rank),
+                config.time_step_rank,
                 config.use_conv_bias,
                 config.use_bias,
                 use_rms_norm=False,
@@ -258,6 +259,7 @@ class Mamba2ForCausalLM(HybridForCausalLM):
         self, config: Any, quant_config: QuantizationConfig | None, prefix: str
     ) -> tuple[list[HybridLayer], float]:
         """Return the layers, each a mixer."""
+        expect_mixers(config, "state_size", "conv_kernel", "n_groups", "num_heads", "head_dim")
         expect_unlimited(config)
         layers = []
         for number in self.stage.layers:
@@ -280,15 +282,30 @@ class Mamba2ForCausalLM(HybridForCausalLM):
         return layers, config.layer_norm_epsilon
 
 
+def expect_mixers(config: Any, *sizes: str) -> None:
+    """Refuse a config that describes no mixers.
+
+    Raises:
+        ModelError: one of the named sizes is none, or the activation is another than they have.
+    """
+    given = Given(config)
+    for name in sizes:
+        given.size(name)
+    if given("hidden_act") not in ("silu", "swish"):
+        raise ModelError(
+            f"{given.name}: hidden_act is {config.hidden_act!r:.40}, expected 'silu': mixers have no other"
+        )
+
+
 def expect_unlimited(config: Any) -> None:
     """Refuse a config that bounds step sizes.
 
     Raises:
         ModelError: it does.
     """
-    low, high = config.time_step_limit
-    if low > 0 or high < math.inf:
+    limits = config.time_step_limit
+    if limits not in ([0.0, math.inf], (0.0, math.inf)):
         raise ModelError(
-            f"{type(config).__name__}: time_step_limit is [{low}, {high}], and step sizes are not bounded here: "
-            "run the model through transformers, by model.implementation"
+            f"{type(config).__name__}: time_step_limit is {limits!r:.80}, and step sizes are not bounded here: run the "
+            "model through transformers, by model.implementation"
         )

@@ -10,8 +10,9 @@ from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
 from opgraft.errors import ModelError
 from opgraft.models.decoder import DecoderAttention, rope_of
-from opgraft.models.decoder_config import LARGEST_SIZE, DecoderShape, Family
+from opgraft.models.decoder_config import DecoderShape, Family
 from opgraft.models.decoder_mlp import DecoderMLP
+from opgraft.models.given import Given
 from opgraft.models.hybrid import HybridForCausalLM, HybridLayer, normalised
 from opgraft.models.names import ShardId, WeightsMapper
 from opgraft.ops.layernorm import RMSNorm
@@ -111,7 +112,7 @@ class Plamo2ForCausalLM(HybridForCausalLM):
         """
         _expect_sizes(config)
         family = Family(qk_norm="each")
-        shape = DecoderShape.of(_decoder_config(config), family, self.opgraft_config.model.max_model_len)
+        shape = DecoderShape.of(config, family, self.opgraft_config.model.max_model_len, **_as_decoder(config))
         self.max_position = shape.max_position
         [rope] = [rope_of(shape, parameters) for parameters in shape.ropes.values()]
         given = SimpleNamespace(model_config=SimpleNamespace(hf_config=config), quant_config=quant_config)
@@ -141,11 +142,9 @@ def attends(config: Any, layer: int) -> bool:
 
 
 def _expect_sizes(config: Any) -> None:
-    for name in ("mamba_num_heads", "mamba_d_state", "mamba_d_conv"):
-        if not 1 <= getattr(config, name) <= LARGEST_SIZE:
-            raise ModelError(
-                f"PLaMo 2: {name} is {getattr(config, name)}, expected an integer from 1 to {LARGEST_SIZE}"
-            )
+    given = Given(config)
+    for name in ("mamba_num_heads", "mamba_d_state", "mamba_d_conv", "attention_window_size"):
+        given.size(name)
     experts = getattr(config, "n_expert", None)
     if experts or config.mamba_step < 2:
         raise ModelError(
@@ -154,15 +153,13 @@ def _expect_sizes(config: Any) -> None:
         )
 
 
-def _decoder_config(config: Any) -> SimpleNamespace:
+def _as_decoder(config: Any) -> dict[str, Any]:
     """Return the settings by the names that decoders have; a window has the token itself beside those before it."""
     whole = [number in config.full_attention_idx for number in range(config.num_hidden_layers)]
-    given = {
-        **vars(config),
+    return {
         "head_dim": config.hidden_size_per_head,
         "hidden_act": "silu",
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "sliding_window": config.attention_window_size + 1,
         "layer_types": ["full_attention" if each else "sliding_attention" for each in whole],
     }
-    return SimpleNamespace(**given)

@@ -116,7 +116,8 @@ class OpSpec:
         leads: leading dimensions of small inputs, the second without a zero; ``sizes`` what goes with them.
         large: pairs of leading dimensions and size of realistic inputs.
         dtypes: of the inputs.
-        tolerances: where they differ from ``TOLERANCES``.
+        tolerances: where they differ from ``TOLERANCES``; with one for ``float4_e2m1fn_x2``, results in ``uint8`` are
+            such numbers, and compared as that.
         outside: implementations by others.
         differentiable: whether gradients are defined.
         flops: floating-point operations of a call with the arguments.

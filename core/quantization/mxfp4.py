@@ -12,8 +12,8 @@ from opgraft.errors import QuantizationError
 from opgraft.ops.fused_moe import FusedMoE
 from opgraft.ops.linear.methods import QuantizeMethodBase
 from opgraft.ops.linear.quantization_config import QuantizationConfig
+from opgraft.ops.quantization.fp4 import MX_GROUP
 from opgraft.ops.quantized_moe.methods import ExpertWeights
-from opgraft.ops.quantized_moe.storage import MX_BLOCK
 from opgraft.ops.weights import LoadedTensor
 from opgraft.quantization.checkpoint import CheckpointConfig, create_parameter, expect_settings, not_converted
 from opgraft.quantization.online import put
@@ -54,17 +54,17 @@ class Mxfp4Experts(ExpertWeights):
     def create(self, layer: Any, sizes: tuple[int, int, int], params_dtype: torch.dtype) -> None:
         experts, hidden, intermediate = sizes
         for name, rows, inputs in (("w13", 2 * intermediate, hidden), ("w2", hidden, intermediate)):
-            if inputs % MX_BLOCK:
+            if inputs % MX_GROUP:
                 raise QuantizationError(
-                    f"{layer.prefix} has {inputs} inputs on this rank, which the checkpoint's blocks of {MX_BLOCK} do "
+                    f"{layer.prefix} has {inputs} inputs on this rank, which the checkpoint's blocks of {MX_GROUP} do "
                     "not divide: take fewer tensor ranks, or have ranks share experts (parallel.expert)"
                 )
-            shape = (experts, rows, inputs // MX_BLOCK)
+            shape = (experts, rows, inputs // MX_GROUP)
             source = "gate_up_proj" if name == "w13" else "down_proj"
             settings = {"weight_loader": _loader_of(layer, name)}
             blocks, scales = {f"{source}_blocks": None}, {f"{source}_scales": None}
             create_parameter(
-                layer, f"{name}_weight", (*shape, MX_BLOCK // 2), torch.uint8, checkpoint_parts=blocks, **settings
+                layer, f"{name}_weight", (*shape, MX_GROUP // 2), torch.uint8, checkpoint_parts=blocks, **settings
             )
             create_parameter(layer, f"{name}_scales", shape, torch.uint8, checkpoint_parts=scales, **settings)
 
@@ -79,6 +79,6 @@ def _loader_of(layer: Any, name: str) -> Callable[..., None]:
     loader = dataclasses.replace(layer.loader, transposed=False)
 
     def load(param: Tensor, loaded: LoadedTensor, part: None = None) -> None:
-        loader.load(name, param, loaded, part, unit=MX_BLOCK)
+        loader.load(name, param, loaded, part, unit=MX_GROUP)
 
     return load

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from opgraft.ops.spec import Arguments, Layout, OpSpec, in_float64, tensors
+from opgraft.platform import HOST
 from torch import Tensor
 
 Implementation = Callable[..., Any]
@@ -235,7 +236,10 @@ def compare(spec: OpSpec, dtype: torch.dtype, got: list[Tensor], expected: list[
         if ours.dtype != wanted:
             raise AssertionError(f"{spec.functional.name} returned {ours.dtype} for {dtype}, expected {wanted}")
         atol, rtol = spec.tolerance(dtype)
-        if not theirs.is_floating_point():
+        if theirs.dtype == torch.uint8 and torch.float4_e2m1fn_x2 in spec.tolerances:
+            atol, rtol = spec.tolerance(torch.float4_e2m1fn_x2)
+            ours, theirs = _numbers_of_4_bits(ours), _numbers_of_4_bits(theirs)
+        elif not theirs.is_floating_point():
             atol = rtol = 0.0
         elif theirs.itemsize == 1:
             atol, rtol = spec.tolerance(theirs.dtype)
@@ -246,6 +250,13 @@ def compare(spec: OpSpec, dtype: torch.dtype, got: list[Tensor], expected: list[
             share = (ours - theirs).abs() / (atol + rtol * theirs.abs())
             shares.append(share.nan_to_num(0, 0, 0).max().item())  # of infinities, which are equal
     return max(shares)
+
+
+def _numbers_of_4_bits(packed: Tensor) -> Tensor:
+    """Return the numbers in e2m1 of bytes, that of the lower bits first."""
+    magnitudes = torch.tensor((0, 0.5, 1, 1.5, 2, 3, 4, 6), dtype=torch.float64)
+    codes = torch.stack((packed & 15, packed >> 4), -1).to(HOST, torch.int64)
+    return torch.cat((magnitudes, -magnitudes))[codes]
 
 
 def with_gradients(arguments: Arguments) -> Arguments:

@@ -95,6 +95,20 @@ def test_a_target_that_the_machine_does_not_allow_is_told_apart(load: Load) -> N
     assert (share.measured, share.verdict, share.bound) == (pytest.approx(0.8), "missed", pytest.approx(3.2 / least))
 
 
+def test_the_share_of_reading_is_taken_round_by_round(load: Load) -> None:
+    """64 tokens take 4 s, 1 MB for each is read in 3.2 s; in two rounds in which memory is slow both take twice as
+    long."""
+    tasks = ("one request", "one request, first token")
+    fast, slow = ({each: {"seconds": value} for each in ("bytes_per", "products_per")} for value in (20e6, 10e6))
+    measured = {
+        "opgraft": {tasks[0]: answers(9, 5, 9), tasks[1]: answers(1, 1, 1)},
+        "the machine": {tasks[0]: [*answers(1, **slow), *answers(1, **fast), *answers(1, **slow)]},
+    }
+    share = by_name(found(load, measured))["one request: share of reading the weights, float32"]
+    assert share.measured == pytest.approx(0.8)
+    assert share.detail.startswith("reading 100 ms (0.01 GB/s) of 125 ms a token")
+
+
 def test_latency_is_a_step_of_all_requests(load: Load) -> None:
     """95 steps in (20 - 1) s against (39 - 1) s: half the time a token, in CPU time too."""
     tasks = ("32 requests", "32 requests, first token")

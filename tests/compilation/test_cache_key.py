@@ -72,12 +72,17 @@ def test_changes_of_the_model_miss(block: Block, x: Tensor, before: dict[str, An
 def test_changes_of_settings_and_machine_miss(
     block: Block, x: Tensor, before: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Settings, variables that compilers read, threads, precision, versions and instruction sets are in the key."""
+    """Settings, variables that compilers read, threads, precision, versions, platform and instruction sets are in the
+    key."""
     for fields in ({"custom_ops": ["none"]}, {"backend": "eager"}, {"pass_config": {"copies": False}}):
         assert changed(before, parts(block, x, **fields)) == {"settings"}
     for fields in ({"dump_graphs": "there"}, {"cache": True}, {"cache_folder": "there"}, {"cache_bytes": 1}):
         assert not changed(before, parts(block, x, **fields))
-    for config in (OpgraftConfig(providers={"rms_norm": "opgraft"}), OpgraftConfig(shadow=ShadowConfig(share=0.5))):
+    for config in (
+        OpgraftConfig(providers={"rms_norm": "opgraft"}),
+        OpgraftConfig(check_values=True),
+        OpgraftConfig(shadow=ShadowConfig(share=0.5)),
+    ):
         with set_config(config):
             assert changed(before, parts(block, x)) == {"settings"}
     with monkeypatch.context() as patched:
@@ -85,19 +90,30 @@ def test_changes_of_settings_and_machine_miss(
         assert not changed(before, parts(block, x))
         patched.setenv("CXXFLAGS", "-O1")
         assert changed(before, parts(block, x)) == {"variables"}
-    torch.set_float32_matmul_precision("high")
-    try:
-        assert changed(before, parts(block, x)) == {"threads"}
-    finally:
-        torch.set_float32_matmul_precision("highest")
-    for module, name in ((keys, "__version__"), (torch, "__version__"), (torch.version, "git_version")):
-        with monkeypatch.context() as patched:
-            patched.setattr(module, name, "0.0.0")
-            assert changed(before, parts(block, x)) == {"versions"}
+    for change, value, as_it_was in (
+        (torch.set_float32_matmul_precision, "high", "highest"),
+        (torch.set_num_threads, torch.get_num_threads() + 1, torch.get_num_threads()),
+        (torch.set_default_dtype, torch.float64, torch.float32),
+    ):
+        change(value)
+        try:
+            assert changed(before, parts(block, x)) == {"threads"}
+        finally:
+            change(as_it_was)
     platform = current_platform()
     other = opgraft.DeviceCapability("other", platform.capability().dtypes, features=("t1",))
-    monkeypatch.setattr(type(platform), "capability", lambda self, device_id=0: other)
-    assert changed(before, parts(block, x)) == {"platform"}
+    for owner, name, value, part in (
+        (keys, "__version__", "0.0.0", "versions"),
+        (torch, "__version__", "0.0.0", "versions"),
+        (torch.version, "git_version", "0.0.0", "versions"),
+        (keys.sys, "version", "0.0.0", "versions"),
+        (torch.backends.cpu, "get_cpu_capability", lambda: "other", "platform"),
+        (type(platform), "name", "other", "platform"),
+        (type(platform), "capability", lambda self, device_id=0: other, "platform"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, value)
+            assert changed(before, parts(block, x)) == {part}
 
 
 MODULE = """

@@ -17,20 +17,29 @@ from opgraft.compilation.key import key_of
 from opgraft.compilation.sources import Sources
 from opgraft.distributed import get_tp_group, init_distributed, tensor_model_parallel_all_reduce
 from opgraft.errors import CompilationError
-from opgraft.ops import ColumnParallelLinear, GemmaRMSNorm, Linear, QuantFP8, RMSNorm, RowParallelLinear
+from opgraft.ops import ColumnParallelLinear, GemmaRMSNorm, Linear, QuantFP4, QuantFP8, RMSNorm, RowParallelLinear
+from opgraft.ops.quantization.fp4 import fp4_numbers
 from ranks import Ranks
 from torch import Tensor, nn
 
 WIDTH = 16
+QUANTIZERS: dict[str, Callable[[], QuantFP8 | QuantFP4 | None]] = {
+    "none": lambda: None,
+    "fp8, given scale": lambda: QuantFP8(True, (-1, -1)),
+    "fp8, token": lambda: QuantFP8(False, (1, -1)),
+    "fp8, tensor": lambda: QuantFP8(False, (-1, -1)),
+    "fp8, group": lambda: QuantFP8(False, (1, 8)),
+    "fp4": QuantFP4,
+}
 
 
 class Stream(nn.Module):
     """A residual stream to which ranks add what they have, normed after each sum, and quantised where that is asked."""
 
-    def __init__(self, norm: type[nn.Module] = RMSNorm, quantize: QuantFP8 | None = None, reads: bool = False) -> None:
+    def __init__(self, norm: type[nn.Module] = RMSNorm, quantizer: str = "none", reads: bool = False) -> None:
         super().__init__()
         self.norms = nn.ModuleList(norm(WIDTH, eps=eps) for eps in (1e-5, 0.1, 1e-3))
-        self.quantize = quantize
+        self.quantize = QUANTIZERS[quantizer]()
         self.register_buffer("scale", torch.tensor([0.02]))
         self.reads = reads
         for each in self.parameters():
@@ -54,16 +63,23 @@ class Stream(nn.Module):
             if self.quantize is None:
                 x = normed
                 continue
-            quantised, *scales = self.quantize(normed, self.scale) if self.quantize.static else self.quantize(normed)
-            results += [quantised, *scales]
-            x = quantised.to(torch.float32) * (scales[0][..., :1] if scales else self.scale)
+            given = isinstance(self.quantize, QuantFP4) or self.quantize.static
+            quantised, scales = self.quantize(normed, self.scale) if given else self.quantize(normed)
+            results += [quantised, scales]
+            if isinstance(self.quantize, QuantFP4):
+                quantised, scales = fp4_numbers(quantised, torch.float32), scales.float() * self.scale
+            x = quantised.to(torch.float32) * scales[..., :1]
         return [*results, *([x] if self.quantize is None else []), residual]  # x would have jumps
 
 
 def expect_alike(found: list[Tensor], expected: list[Tensor]) -> None:
     for one, other in zip(found, expected, strict=True):
-        eighth = one.itemsize == 1  # of which a step is an eighth
-        tolerance = {"rtol": 0.13, "atol": 2**-8} if eighth else {"rtol": 1e-5, "atol": 1e-5}
+        tolerance = {"rtol": 1e-5, "atol": 1e-5}
+        if one.dtype == torch.uint8:
+            one, other = (fp4_numbers(each, torch.float32) for each in (one, other))
+            tolerance = {"rtol": 0.5, "atol": 0.5}  # a step
+        elif one.itemsize == 1:
+            tolerance = {"rtol": 0.13, "atol": 2**-8}
         torch.testing.assert_close(one.float(), other.float(), **tolerance)
 
 
@@ -78,36 +94,33 @@ def stream(model: nn.Module, **settings: Any) -> Any:
     return compiled
 
 
-def joined(norm: str, static: bool | None, group_shape: tuple[int, int], reads: bool) -> Any:
-    quantize = None if static is None else QuantFP8(static, group_shape)
+def joined(norm: str, quantizer: str, reads: bool) -> Any:
     kinds = {"rms_norm": RMSNorm, "gemma_rms_norm": GemmaRMSNorm}
-    compiled = stream(Stream(kinds[norm], quantize, reads))
+    compiled = stream(Stream(kinds[norm], quantizer, reads))
     return counts(compiled, "all_reduce_rms_norm"), names(compiled)
 
 
 @pytest.mark.parametrize(
-    ("norm", "static", "group_shape"),
+    ("norm", "quantizer", "form"),
     [
-        ("rms_norm", None, (1, -1)),
-        ("gemma_rms_norm", None, (1, -1)),
-        ("rms_norm", True, (-1, -1)),
-        ("rms_norm", False, (1, -1)),
-        ("rms_norm", False, (-1, -1)),
+        ("rms_norm", "none", "all_reduce_rms_norm"),
+        ("gemma_rms_norm", "none", "all_reduce_gemma_rms_norm"),
+        ("rms_norm", "fp8, given scale", "all_reduce_rms_norm_quant_fp8_static"),
+        ("rms_norm", "fp8, token", "all_reduce_rms_norm_quant_fp8_dynamic"),
+        ("rms_norm", "fp8, tensor", "all_reduce_rms_norm_quant_fp8_dynamic"),
+        ("rms_norm", "fp4", "all_reduce_rms_norm_quant_fp4"),
     ],
 )
-def test_sums_of_ranks_are_normed_by_one_form(
-    norm: str, static: bool | None, group_shape: tuple[int, int], two: Ranks
-) -> None:
+def test_sums_of_ranks_are_normed_by_one_form(norm: str, quantizer: str, form: str, two: Ranks) -> None:
     """A sum over ranks, with or without a residual, on either side of it, is joined with its norm and quantisation."""
-    suffix = {None: "", True: "_quant_fp8_static", False: "_quant_fp8_dynamic"}[static]
-    for report, graph in two.run(joined, norm, static, group_shape, False):
+    for report, graph in two.run(joined, norm, quantizer, False):
         assert report == (3, 3)
-        assert graph == {f"all_reduce_{norm}{suffix}": 3}
+        assert graph == {form: 3}
 
 
 def test_a_sum_that_is_read_besides(two: Ranks) -> None:
     """The sum over ranks alone is a result of the form where nothing is added to it, and stays apart elsewhere."""
-    for report, graph in two.run(joined, "rms_norm", None, (1, -1), True):
+    for report, graph in two.run(joined, "rms_norm", "none", True):
         assert report == (3, 1)
         assert graph == {"all_reduce_rms_norm": 1, "all_reduce": 2, "fused_add_rms_norm": 2}
 
@@ -168,10 +181,9 @@ def test_a_kernel_for_the_form(two: Ranks) -> None:
     assert two.run(by_a_kernel) == [([3, 0], [0, 3])] * 2
 
 
-def apart(norm: str, static: bool | None, group_shape: tuple[int, int], reads: bool) -> Any:
+def apart(norm: str, quantizer: str, reads: bool) -> Any:
     """The report of sequence parallelism, the graph, and calls and bytes of eight rows without and with it."""
-    quantize = None if static is None else QuantFP8(static, group_shape)
-    model = Stream({"rms_norm": RMSNorm, "gemma_rms_norm": GemmaRMSNorm}[norm], quantize, reads)
+    model = Stream({"rms_norm": RMSNorm, "gemma_rms_norm": GemmaRMSNorm}[norm], quantizer, reads)
     found = []
     for on in (False, True):
         compiled = stream(model, pass_config={"sequence_parallelism": on})
@@ -185,27 +197,35 @@ def test_norms_of_parts_of_the_rows(norm: str, two: Ranks) -> None:
     """Each rank norms its part of the rows, of which it keeps the residual stream, for any number of rows: three norms
     have three sums scattered and their results gathered, and the stream is gathered once, where it is returned."""
     whole = 8 * WIDTH * 4
-    for report, graph, before, after in two.run(apart, norm, None, (1, -1), False):
+    for report, graph, before, after in two.run(apart, norm, "none", False):
         assert report == (3, 3)
         kept = {name: graph[name] for name in graph if "rows" in name}
         assert kept == {"reduce_scatter_rows": 3, "all_gather_rows": 4}
-        assert before == ({"all_reduce": 3}, 3 * 2 * whole)
-        assert after == ({"reduce_scatter": 3, "all_gather": 4}, 7 * 1.5 * whole)
+        assert before == ({"all_reduce": 3}, 3 * whole)
+        assert after == ({"reduce_scatter": 3, "all_gather": 4}, 7 * whole // 2)
 
 
-@pytest.mark.parametrize(("static", "group_shape"), [(True, (-1, -1)), (False, (1, -1)), (False, (1, 8))])
-def test_parts_are_quantised_before_they_are_gathered(static: bool, group_shape: tuple[int, int], two: Ranks) -> None:
-    """Ranks exchange results in 8 bits, with the scales of their rows, a quarter of the bytes."""
-    whole, scales = 8 * WIDTH, 0 if static else 8 * 4 * (WIDTH // group_shape[1] if group_shape[1] > 0 else 1)
-    for report, _, _, after in two.run(apart, "rms_norm", static, group_shape, False):
+@pytest.mark.parametrize(
+    ("quantizer", "numbers", "scales"),
+    [
+        ("fp8, given scale", WIDTH, 0),
+        ("fp8, token", WIDTH, 4),
+        ("fp8, group", WIDTH, 2 * 4),
+        ("fp4", WIDTH // 2, WIDTH // 16),
+    ],
+)
+def test_parts_are_quantised_before_they_are_gathered(quantizer: str, numbers: int, scales: int, two: Ranks) -> None:
+    """Ranks exchange results in 8 or 4 bits, with the scales of their rows: a quarter or a seventh of the bytes."""
+    whole = 8 * WIDTH * 4
+    for report, _, _, after in two.run(apart, "rms_norm", quantizer, False):
         assert report == (3, 3)
-        gathered = 3 * 1.5 * (whole + scales) + 1.5 * 4 * whole
-        assert after == ({"reduce_scatter": 3, "all_gather": 4 + 3 * (not static)}, 3 * 1.5 * 4 * whole + gathered)
+        gathered = (3 * 8 * (numbers + scales) + whole) // 2
+        assert after == ({"reduce_scatter": 3, "all_gather": 4 + 3 * (scales > 0)}, 3 * whole // 2 + gathered)
 
 
 def test_one_scale_of_all_rows(two: Ranks) -> None:
     """A scale that is computed of all rows keeps them together."""
-    for report, graph, before, after in two.run(apart, "rms_norm", False, (-1, -1), False):
+    for report, graph, before, after in two.run(apart, "rms_norm", "fp8, tensor", False):
         assert report == (3, 0)
         assert graph == {"all_reduce_rms_norm_quant_fp8_dynamic": 3}
         assert before == after
@@ -213,7 +233,7 @@ def test_one_scale_of_all_rows(two: Ranks) -> None:
 
 def test_sums_that_are_read_besides(two: Ranks) -> None:
     """What reads a sum of ranks itself reads one that is gathered."""
-    for report, graph, _, _ in two.run(apart, "rms_norm", None, (1, -1), True):
+    for report, graph, _, _ in two.run(apart, "rms_norm", "none", True):
         assert report == (3, 3)
         assert (graph["all_reduce"], graph["reduce_scatter_rows"], graph["all_gather_rows"]) == (0, 3, 7)
 

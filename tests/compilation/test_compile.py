@@ -12,7 +12,7 @@ import pytest
 import torch
 from compilation.blocks import WIDTH, Block
 from opgraft import CompilationConfig, CompilationMode, OpgraftConfig, functional
-from opgraft.errors import CompilationError, ConfigError
+from opgraft.errors import CompilationError, ConfigError, RecompilationError
 from opgraft.ops import RMSNorm
 from torch import fx, nn
 
@@ -209,6 +209,59 @@ def test_modes(block: Block, x: torch.Tensor, counting: list[fx.GraphModule]) ->
     assert len(counting) == 2
     assert traced.decision.parts[0].chosen == "Dynamo"
     assert not traced.passes
+
+
+STOCK = CompilationConfig(mode=CompilationMode.STOCK_TORCH_COMPILE, backend="eager")
+GUARDS = [
+    (lambda x: x[:1], r"2 <= x\.size\(\)\[0\]"),
+    (lambda x: x.double(), "tensor 'x' dtype mismatch. expected Float, actual Double"),
+]
+
+
+@pytest.mark.parametrize(("other", "guard"), GUARDS, ids=["size", "dtype"])
+@pytest.mark.parametrize("example", [True, False])
+def test_strict_mode_compiles_nothing_anew(other: Any, guard: str, example: bool) -> None:
+    """A call that needs another graph of torch.compile after the warm-up is an error in strict mode, which names the
+    guard and what to do; otherwise it is compiled. Any size from two on is served."""
+    model, x = ThroughNumpy().eval(), torch.randn(3, 4)
+    for strict in (True, False):
+        with opgraft.set_config(OpgraftConfig(strict=strict)):
+            compiled = opgraft.compile(model, STOCK, args=(x,) if example else ())
+        for size in (3, 2, 9):
+            y = torch.randn(size, 4)
+            torch.testing.assert_close(compiled(y), model(y))
+        if not strict:
+            torch.testing.assert_close(compiled(other(x)), model(other(x)))
+            continue
+        message = f"strict mode: ThroughNumpy would be .* guard fails: 0/0: {guard}. Next: .*mode to FULL"
+        with pytest.raises(RecompilationError, match=message):
+            compiled(other(x))
+        torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_what_dynamo_captured_is_not_compiled_anew() -> None:
+    """A graph that Dynamo captured is for its example's dtypes and any size, in strict mode as otherwise."""
+    with opgraft.set_config(OpgraftConfig(strict=True)):
+        compiled = opgraft.compile(ThroughNumpy().eval(), EAGER, args=(torch.randn(3, 4),))
+    assert compiled.decision.parts[0].chosen == "Dynamo"
+    assert compiled(torch.randn(1, 4)).shape == (1, 4)
+    with pytest.raises(CompilationError, match=r"torch\.float64 on cpu for x, and was captured for torch\.float32"):
+        compiled(torch.randn(3, 4).double())
+
+
+def test_errors_of_the_model_come_through_in_strict_mode() -> None:
+    """What the model raises in a call is no recompilation, and the next call is served."""
+
+    class Failing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.reshape(-1, 4).sum(-1) if x.shape[1] == 4 else self.missing  # type: ignore[return-value]
+
+    with opgraft.set_config(OpgraftConfig(strict=True)):
+        compiled = opgraft.compile(Failing().eval(), STOCK)
+        for _ in range(2):
+            with pytest.raises(Exception, match="missing"):
+                compiled(torch.randn(3, 5))
+        assert compiled(torch.randn(3, 4)).shape == (3,)
 
 
 def test_the_settings_that_hold_apply(block: Block, x: torch.Tensor, counting: list[fx.GraphModule]) -> None:

@@ -12,13 +12,13 @@ from compilation.blocks import WIDTH, Block
 from compilation.providers import provide
 from compilation.test_attention_fusion import Attending as Heads
 from compilation.test_attention_fusion import drawn as heads
-from compilation.test_fusions import Quantizing
+from compilation.test_fusions import ROW, Quantizing
 from compilation.test_passes import CopyingFirst
 from compilation.test_rotary_fusion import Attending as Rotating
 from compilation.test_rotary_fusion import drawn as rotated
 from compilation.traffic import traffic_of
 from opgraft import CompilationConfig
-from opgraft.ops import QuantFP8, RMSNorm, RotaryEmbedding, SiluAndMul
+from opgraft.ops import QuantFP4, QuantFP8, RMSNorm, RotaryEmbedding, SiluAndMul
 from torch import Tensor, nn
 
 
@@ -26,12 +26,20 @@ def block() -> nn.Module:
     return Block().requires_grad_(False)
 
 
-def quantizing() -> nn.Module:
-    return Quantizing(False, (1, -1))
+def to_8_bits() -> nn.Module:
+    return Quantizing(QuantFP8(False, (1, -1)), False)
+
+
+def to_4_bits() -> nn.Module:
+    return Quantizing(QuantFP4(), True)
 
 
 def rows(size: int) -> tuple[Tensor, ...]:
     return (torch.randn(size, 5, WIDTH),)
+
+
+def long_rows(size: int) -> tuple[Tensor, ...]:
+    return (torch.randn(size, 5, ROW),)
 
 
 def attended(size: int) -> tuple[Tensor, ...]:
@@ -44,17 +52,29 @@ ROWS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, 
     "gated_product": (block, rows, {SiluAndMul: ("silu_and_mul",)}, 0.9),
     "add_rms_norm": (block, rows, {RMSNorm: NORMS}, 0.98),
     "rms_norm_quant_fp8": (
-        quantizing,
-        rows,
+        to_8_bits,
+        long_rows,
         {
             RMSNorm: (*NORMS, *(f"{name}_quant_fp8_dynamic" for name in NORMS)),
             QuantFP8: ("quant_fp8_dynamic",),
         },
         0.85,
     ),
+    "rms_norm_quant_fp4": (
+        to_4_bits,
+        long_rows,
+        {RMSNorm: (*NORMS, *(f"{name}_quant_fp4" for name in NORMS)), QuantFP4: ("quant_fp4",)},
+        0.85,
+    ),
+    "silu_and_mul_quant_fp4": (
+        to_4_bits,
+        long_rows,
+        {SiluAndMul: ("silu_and_mul", "silu_and_mul_quant_fp4"), QuantFP4: ("quant_fp4",)},
+        0.98,
+    ),
     "silu_and_mul_quant_fp8": (
-        quantizing,
-        rows,
+        to_8_bits,
+        long_rows,
         {SiluAndMul: ("silu_and_mul", "silu_and_mul_quant_fp8_dynamic"), QuantFP8: ("quant_fp8_dynamic",)},
         0.98,
     ),

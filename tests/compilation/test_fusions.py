@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import opgraft
@@ -12,9 +12,11 @@ import torch
 from compilation.blocks import WIDTH
 from opgraft import CompilationConfig, functional
 from opgraft.errors import CompilationError
-from opgraft.ops import Linear, QuantFP8, RMSNorm, SiluAndMul
+from opgraft.ops import Linear, QuantFP4, QuantFP8, RMSNorm, SiluAndMul
+from opgraft.ops.quantization.fp4 import fp4_numbers
 from torch import Tensor, nn
 
+ROW = 4 * WIDTH  # of which a half is whole groups of 32
 EAGER = CompilationConfig(level=1)
 
 
@@ -123,15 +125,15 @@ def test_maps_of_a_provider_are_one() -> None:
 class Quantizing(nn.Module):
     """Norms, with and without a sum, and a gated activation, each quantised; the first by two layers alike."""
 
-    def __init__(self, static: bool, group_shape: tuple[int, int]) -> None:
+    def __init__(self, quantize: QuantFP8 | QuantFP4, has_scale: bool) -> None:
         super().__init__()
-        self.first, self.second, self.read = (RMSNorm(WIDTH, eps=eps) for eps in (1e-5, 0.1, 1e-3))
+        self.first, self.second, self.read = (RMSNorm(ROW, eps=eps) for eps in (1e-5, 0.1, 1e-3))
         self.act = SiluAndMul()
-        self.quantize = QuantFP8(static, group_shape)
-        self.register_buffer("scale", torch.tensor([0.02]))
+        self.quantize = quantize
+        self.register_buffer("scale", torch.tensor([0.02]) if has_scale else None)
 
     def quantized(self, x: Tensor) -> Iterator[Tensor]:
-        yield from self.quantize(x, self.scale) if self.quantize.static else self.quantize(x)
+        yield from self.quantize(x, self.scale)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         normed = self.first(x)
@@ -148,26 +150,40 @@ class Quantizing(nn.Module):
         )
 
 
-@pytest.mark.parametrize(("static", "group_shape"), [(True, (-1, -1)), (False, (1, -1)), (False, (1, 4))])
-def test_results_are_quantised_by_the_form_that_computes_them(static: bool, group_shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("quantize", "has_scale", "form"),
+    [
+        (lambda: QuantFP8(True, (-1, -1)), True, "quant_fp8_static"),
+        (lambda: QuantFP8(False, (1, -1)), False, "quant_fp8_dynamic"),
+        (lambda: QuantFP8(False, (1, 4)), False, "quant_fp8_dynamic"),
+        (QuantFP4, True, "quant_fp4"),
+        (QuantFP4, False, "quant_fp4"),
+    ],
+    ids=["scale", "token", "group", "NVFP4", "MXFP4"],
+)
+def test_results_are_quantised_by_the_form_that_computes_them(
+    quantize: Callable[[], QuantFP8 | QuantFP4], has_scale: bool, form: str
+) -> None:
     """Norms and gated activations are joined with what quantises them, epsilon and groups kept, but where a norm is
     read besides; the bits are those of one after the other."""
-    model = Quantizing(static, group_shape).eval().requires_grad_(False)
-    compiled = opgraft.compile(model, EAGER, args=(torch.randn(3, 5, WIDTH),))
-    assert counts(compiled, "rms_norm_quant_fp8") == (2, 2)
-    assert counts(compiled, "silu_and_mul_quant_fp8") == (1, 1)
-    kind = "static" if static else "dynamic"
+    model = Quantizing(quantize(), has_scale).eval().requires_grad_(False)
+    compiled = opgraft.compile(model, EAGER, args=(torch.randn(3, 5, ROW),))
+    format = form.removesuffix("_static").removesuffix("_dynamic")
+    assert counts(compiled, f"rms_norm_{format}") == (2, 2)
+    assert counts(compiled, f"silu_and_mul_{format}") == (1, 1)
     found = {name: count for name, count in forms(compiled).items() if "quant" in name or "norm" in name}
     assert found == {
-        f"rms_norm_quant_fp8_{kind}": 1,
-        f"fused_add_rms_norm_quant_fp8_{kind}": 1,
-        f"silu_and_mul_quant_fp8_{kind}": 1,
-        f"quant_fp8_{kind}": 1,
+        f"rms_norm_{form}": 1,
+        f"fused_add_rms_norm_{form}": 1,
+        f"silu_and_mul_{form}": 1,
+        form: 1,
         "rms_norm": 1,
     }
     for size in (1, 2, 9):
-        x = torch.randn(size, 5, WIDTH)
+        x = torch.randn(size, 5, ROW)
         for ours, theirs in zip(compiled(x), model(x), strict=True):
+            if ours.dtype == torch.uint8:
+                ours, theirs = (fp4_numbers(each, torch.float32) for each in (ours, theirs))
             torch.testing.assert_close(ours.float(), theirs.float(), rtol=0.13, atol=2**-8)
 
 
@@ -183,9 +199,9 @@ def test_a_kernel_for_a_part_is_not_passed_over() -> None:
         functional_oot = {"quant_fp8_dynamic": quant_fp8_dynamic}  # noqa: RUF012
 
     QuantFP8.register_oot(Counted)
-    model = Quantizing(False, (1, -1)).eval().requires_grad_(False)
-    compiled = opgraft.compile(model, EAGER, args=(torch.randn(3, 5, WIDTH),))
+    model = Quantizing(QuantFP8(False, (1, -1)), False).eval().requires_grad_(False)
+    compiled = opgraft.compile(model, EAGER, args=(torch.randn(3, 5, ROW),))
     assert (counts(compiled, "rms_norm_quant_fp8"), counts(compiled, "silu_and_mul_quant_fp8")) == ((2, 0), (1, 0))
     calls.clear()
-    compiled(torch.randn(2, 5, WIDTH))
+    compiled(torch.randn(2, 5, ROW))
     assert len(calls) == 4

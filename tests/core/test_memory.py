@@ -1,4 +1,4 @@
-"""The heap of a process, measured in one of its own: free gaps are given back, and weights get huge pages."""
+"""The heap of a process, measured in one of its own: free gaps are given back; weights and caches get huge pages."""
 
 from __future__ import annotations
 
@@ -53,12 +53,19 @@ _FROZEN = """
 freeze(torch.nn.ParameterList(torch.nn.Parameter(each, requires_grad=False) for each in weights))
 [thread.join() for thread in threading.enumerate() if thread.name == "opgraft-huge-pages"]
 """
+_CACHE = """
+layers = {"layer": Attention(4, 64, 0.125)}
+weights = list(CacheLayout.of(layers, 32, torch.float32).allocate(512, torch.device("cpu")).values())
+[each.fill_(number) for number, each in enumerate(weights)]
+"""
 _WEIGHTS = """
 import re, threading
 from pathlib import Path
 import torch
 from opgraft import freeze
+from opgraft.engine.cache_layout import CacheLayout
 from opgraft.machine.memory import expect_huge_pages, move_to_huge_pages
+from opgraft.ops import Attention
 
 weights = [torch.full((1 << 20,), number, dtype=torch.uint8) for number in range(32)]
 {move}
@@ -74,9 +81,9 @@ def _moves() -> bool:
 
 
 @pytest.mark.skipif(not _moves(), reason="the system has no huge pages on demand")
-@pytest.mark.parametrize("move", [_LOADED, _ASKED, _FROZEN], ids=["loaded", "asked before", "frozen"])
-def test_weights_that_follow_one_another_share_huge_pages(move: str) -> None:
-    """Each is smaller than such a page, and no number changes."""
+@pytest.mark.parametrize("move", [_LOADED, _ASKED, _FROZEN, _CACHE], ids=["loaded", "asked before", "frozen", "cache"])
+def test_what_a_model_reads_lies_in_huge_pages(move: str) -> None:
+    """Weights that are smaller than such a page and follow one another, and a cache; no number changes."""
     script = _WEIGHTS.replace("{move}", move)
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert int(result.stdout) >= 16 << 20

@@ -11,9 +11,9 @@ import pytest
 import torch
 from opgraft import functional
 from opgraft.binding.functional import binding_of
+from opgraft.ops.quantization.fp4 import MX_GROUP
 from opgraft.ops.quantized_linear.storage import packed_size
 from opgraft.ops.quantized_moe import spec as quantized_moe
-from opgraft.ops.quantized_moe.storage import MX_BLOCK
 from opgraft.ops.spec import OpSpec
 from opgraft.testing import checks
 from opgraft.testing.catalogue import SPECS
@@ -53,8 +53,8 @@ def storage(rows: int, width: int, kind: str, dtype: torch.dtype, group: int) ->
     """Codes, scales and offsets of all experts, the bits that fill up a row drawn as well."""
     scales = (torch.rand(EXPERTS, rows, max(1, width // group)) + 0.5) / (LARGEST[kind] * width**0.5)
     if kind == "mxfp4":
-        exponents = torch.randint(121, 124, (EXPERTS, rows, -(-width // MX_BLOCK)))
-        codes = torch.randint(256, (EXPERTS, rows, -(-width // MX_BLOCK) * MX_BLOCK // 2))
+        exponents = torch.randint(121, 124, (EXPERTS, rows, -(-width // MX_GROUP)))
+        codes = torch.randint(256, (EXPERTS, rows, -(-width // MX_GROUP) * MX_GROUP // 2))
         return codes.to(torch.uint8), exponents.to(torch.uint8).view(torch.float8_e8m0fnu), None
     if kind in FLOATS:
         return torch.randn(EXPERTS, rows, width).mul(60).to(FLOATS[kind]), scales.to(dtype), None

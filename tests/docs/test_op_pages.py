@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import op_pages
 import pytest
-from docstrings import broken, documentation
+from docstrings import broken, documentation, parameters_of
 from opgraft import functional
 from opgraft.binding.functional import FUNCTIONALS
 from opgraft.ops import CustomOp
@@ -73,6 +74,18 @@ def test_no_line_of_a_paragraph_begins_a_list() -> None:
     lines = op_pages.filled("a " * 57 + "b + c - d * e 1. f # g " * 9).splitlines()
     assert len(lines) > 2
     assert [line for line in lines if re.match(r"([-+*#>]|\d+\.) ", line)] == []
+
+
+@pytest.mark.parametrize(
+    ("function", "written"),
+    [
+        (lambda self, a, *, b, c=1: None, "(a, *, b, c=1)"),
+        (lambda self, *args, a=1, **others: None, "(*args, a=1, **others)"),
+    ],
+)
+def test_signatures_are_written_as_python_takes_them(function: Callable[..., None], written: str) -> None:
+    """A star stands before what goes by name only, unless one is there that takes the rest."""
+    assert parameters_of(function) == written
 
 
 def test_long_signatures_are_broken_at_their_parameters() -> None:

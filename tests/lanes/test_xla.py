@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import zlib
 from collections.abc import Callable
 from unittest.mock import Mock
 
+import opgraft
 import pytest
 import torch
 from opgraft import bucketing, current_platform, graft, ops
@@ -277,3 +279,22 @@ def test_a_grafted_llama_attends_in_pallas(pallas: None, monkeypatch: pytest.Mon
         logits = model.to("xla")(ids.to("xla"), use_cache=False).logits
     assert kernel.call_count == 2
     assert_agrees(logits, expected, torch.float32)
+
+
+def test_compiled_by_openxla() -> None:
+    """opgraft.compile takes the platform's backend where none is set; one graph serves every size of the batch, of
+    each of which XLA makes a program."""
+    torch.manual_seed(0)
+    model = Block(WIDTH).eval().requires_grad_(False)
+    expected = {size: model(draw(size, WIDTH)) for size in (4, 1, 2, 9)}
+    on_device = copy.deepcopy(model).to("xla")
+    compiled = opgraft.compile(on_device, args=(draw(4, WIDTH).to("xla"),))
+    assert (compiled.decision.chosen, compiled.decision.parts[0].chosen) == ("openxla", "torch.export")
+    for size, reference in expected.items():
+        assert_agrees(compiled(draw(size, WIDTH).to("xla")), reference.double(), torch.float32)
+    for name in ("openxla", "eager"):
+        stock = opgraft.CompilationConfig(mode=opgraft.CompilationMode.STOCK_TORCH_COMPILE, backend=name)
+        by_torch = opgraft.compile(on_device, stock, args=(draw(4, WIDTH).to("xla"),))
+        for size, reference in expected.items():
+            with torch.no_grad():
+                assert_agrees(by_torch(draw(size, WIDTH).to("xla")), reference.double(), torch.float32)

@@ -240,22 +240,28 @@ def test_experts_that_take_several_pauses(two: Ranks) -> None:
         assert own
 
 
-def moved_after_idling() -> tuple[int, int]:
-    """Bytes that are sent in a pause, at first and after steps that take no time, with idle time between them."""
+def moved_beside(step: float) -> tuple[int, int]:
+    """Bytes that are sent in a pause, at first and after steps of so many seconds, with idle time between them."""
     layer = layer_of(None, get_ep_group().world_size)
     balancer = ExpertBalancer(layer, every=2, most=2)
     first, layer.custom_routing_function = balancer._bytes, skewed
     for _ in range(8):
         routed(layer)
         sleep(0.03)
-        balancer.after_step(perf_counter())
+        balancer.after_step(perf_counter() - step)
     return first, balancer._bytes
 
 
 def test_idle_time_is_no_part_of_a_step(two: Ranks) -> None:
     """Where requests are few, no more is sent in a pause than beside the steps that there are."""
-    for first, last in two.run(moved_after_idling):
+    for first, last in two.run(moved_beside, 0.0):
         assert last == first
+
+
+def test_pauses_that_are_nothing_beside_a_step(two: Ranks) -> None:
+    """However short a pause was, the next ones send more: large experts would else take thousands of steps."""
+    for first, last in two.run(moved_beside, 1000.0):
+        assert last > first
 
 
 class SilentMethod(PackedMethod):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from opgraft.errors import CheckpointError, ConfigError, ConflictError, Distribu
 from opgraft.models import LlamaForCausalLM, load_model, model_class, model_classes
 from opgraft.ops.attention import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
-from random_decoders import DECODERS, SIZES, saved, written
+from random_decoders import DECODERS, HYBRIDS, SIZES, hybrid, saved, written
 from ranks import Ranks
 
 transformers = pytest.importorskip("transformers")
@@ -260,6 +261,44 @@ def test_sizes_that_cannot_be(tmp_path: Path, value: dict[str, Any], words: str)
     written("Llama", tmp_path)
     edit(tmp_path, value)
     with pytest.raises(ModelError, match=words):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [
+        ("mixtral", "num_local_experts", -1),
+        ("mixtral", "sliding_window", -1),
+        ("qwen3_moe", "decoder_sparse_step", 0),
+        ("qwen3_moe", "moe_intermediate_size", -1),
+        ("qwen3_moe", "num_local_experts", "x"),
+        ("olmoe", "num_experts", 0),
+        ("gpt_oss", "sliding_window", 0),
+        ("deepseek v2, with experts", "n_routed_experts", 10**15),
+        ("deepseek v2, with experts", "n_shared_experts", -1),
+        ("deepseek v3, with experts", "num_nextn_predict_layers", "x"),
+        ("mamba", "conv_kernel", 0),
+        ("mamba", "time_step_rank", -1),
+        ("mamba", "hidden_act", "relu"),
+        ("mamba2", "n_groups", 0),
+        ("mamba2", "time_step_limit", []),
+        ("bamba", "mamba_d_state", 0),
+        ("bamba", "time_step_limit", None),
+        ("lfm2", "conv_L_cache", -1),
+        ("lfm2", "block_multiple_of", 0),
+        ("lfm2", "num_attention_heads", 0),
+        ("plamo2", "attention_window_size", -1),
+    ],
+)
+def test_experts_and_mixers_that_cannot_be(tmp_path: Path, name: str, setting: str, value: Any) -> None:
+    """Settings of experts and of layers with states are refused by the config's name and their own."""
+    if name in HYBRIDS:
+        hybrid(name, tmp_path)
+    else:
+        family, values = DECODERS[name]
+        written(family, tmp_path, **values)
+    edit(tmp_path, {setting: value})
+    with pytest.raises(ModelError, match=rf"\w+Config: {setting} is {re.escape(repr(value))}, "):
         loaded(tmp_path)
 
 

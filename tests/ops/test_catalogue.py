@@ -25,6 +25,7 @@ NAMES: dict[str, Any] = {
     "apply_rotary_emb": ops.ApplyRotaryEmb,
     "dual_chunk_rotary_embedding": ops.DualChunkRotaryEmbedding,
     "quant_fp8": ops.QuantFP8,
+    "quant_fp4": ops.QuantFP4,
     "conv2d": ops.Conv2dLayer,
     "conv3d": ops.Conv3dLayer,
     "grouped_topk": ops.GroupedTopk,

@@ -140,9 +140,11 @@ def test_forms_without_gradients_require_none() -> None:
     assert {name for name, made in FUNCTIONALS.items() if not made.differentiable and not made.mutates} == {
         "quant_fp8_static",
         "quant_fp8_dynamic",
+        "quant_fp4",
         "int8_dynamic_linear",
         "fp8_linear",
         "quantized_experts",
+        *(f"{name}_quant_fp4" for name in ("rms_norm", "fused_add_rms_norm", "silu_and_mul", "all_reduce_rms_norm")),
         "rms_norm_quant_fp8_static",
         "rms_norm_quant_fp8_dynamic",
         "fused_add_rms_norm_quant_fp8_static",

@@ -143,10 +143,11 @@ def test_forms_belong_to_the_op_that_they_run() -> None:
     """Variants of a form, in place or fused, are of one op; a layer made of ops has none."""
     names = {form.name for form in inventory.functionals_of(RMSNorm)}
     quantised = {
-        f"{name}_quant_fp8_{kind}" for name in ("rms_norm", "fused_add_rms_norm") for kind in ("static", "dynamic")
+        f"{name}_quant_{kind}"
+        for name in ("rms_norm", "fused_add_rms_norm", "all_reduce_rms_norm")
+        for kind in ("fp8_static", "fp8_dynamic", "fp4")
     }
-    reduced = {f"all_reduce_rms_norm{end}" for end in ("", "_quant_fp8_static", "_quant_fp8_dynamic")}
-    assert names == {"rms_norm", "fused_add_rms_norm", "fused_add_rms_norm_", *quantised, *reduced}
+    assert names == {"rms_norm", "fused_add_rms_norm", "fused_add_rms_norm_", "all_reduce_rms_norm", *quantised}
     assert inventory.functionals_of(GatedMLP) == []
     assert inventory.find_op("fused_add_rms_norm") is RMSNorm
     assert inventory.find_op("rms_nrm") is None
@@ -183,14 +184,14 @@ def test_proofs_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     def words() -> str:
         return inventory.proofs_in_words(RMSNorm, inventory.proofs_of(forms))
 
-    proved = "native definition proved: 10 forms, 6 checks, 4 dtypes, 1 against torch.nn.functional.rms_norm"
+    proved = "native definition proved: 13 forms, 6 checks, 4 dtypes, 1 against torch.nn.functional.rms_norm"
     assert words() == proved
     records["fused_add_rms_norm_"] = dataclasses.replace(records["fused_add_rms_norm_"], dtypes=("float32",))
     assert words() == proved.replace("4 dtypes", "1 dtype")
     records["rms_norm"] = dataclasses.replace(records["rms_norm"], digest="then")
     del records["fused_add_rms_norm"]
     assert words() == (
-        "native definition proved: 8 forms, 6 checks, 1 dtype; changed since it was checked: rms_norm; not checked: "
+        "native definition proved: 11 forms, 6 checks, 1 dtype; changed since it was checked: rms_norm; not checked: "
         "fused_add_rms_norm"
     )
     assert inventory.proofs_of(forms)["rms_norm"]["state"] == "changed"

@@ -6,6 +6,7 @@ import builtins
 import json
 import logging
 import os
+import random
 import sys
 import warnings
 from pathlib import Path
@@ -61,6 +62,16 @@ def test_a_change_that_meets_others_is_set_back(site, caplog, change: str, where
     assert finding.location == f"{site.folder / 'acme.py'}:{line}"
     assert (brix.findings, brix.notes, acme.notes) == ((), (), ())
     assert str(finding) in caplog.messages
+
+
+@pytest.mark.parametrize("drawn", ["random.random()", "random.gauss(0, 1)", "random.shuffle([*range(3000)])"])
+def test_random_numbers_that_were_drawn_come_anew(site, drawn: str) -> None:
+    """It is no finding, as libraries draw some when they are imported, such as that of the progress bars."""
+    site.plugin("acme", IMPORTS + drawn + PLUGIN.format(drawn))
+    before = random.getstate()
+    load_plugins()
+    assert random.getstate() == before
+    assert host_state().plugins["acme"].findings == ()
 
 
 ODD = "class Odd:\n    def __eq__(self, other): raise ValueError('do not compare me')\n"

@@ -241,6 +241,17 @@ def test_who_asks_for_it_by_name_or_strictly_gets_an_error(site) -> None:
             load_plugins()
 
 
+def test_the_doctor_tells_of_a_plugin_once_in_strict_mode(cli, site) -> None:
+    """Strict mode makes an error of what is a finding already, which is told once all the same."""
+    site.plugin("acme", "import os\nos.abort()\n")
+    for _ in range(2):
+        result = cli("plugins", "doctor", "--json", OPGRAFT_STRICT="1")
+        (finding,) = json.loads(result.stdout)["findings"]
+        assert (result.returncode, finding["provider"]["name"]) == (4, "acme")
+        assert WAY_OUT.format("acme") in finding["message"]
+    assert cli("plugins", "doctor", OPGRAFT_STRICT="1").stdout.count("in quarantine since") == 1
+
+
 def test_the_doctor_goes_on_without_whom_it_crashed_on(cli, site) -> None:
     """One run names two plugins that end the process, and looks at the third; the next run imports neither."""
     for name in ("acme", "brix"):

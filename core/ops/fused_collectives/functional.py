@@ -1,10 +1,10 @@
 """Collectives with what follows or precedes them: norms, quantised too, and linear maps.
 
 Each is what its name says, one after the other. ``all_reduce_rms_norm`` sums ``x`` over the ranks of a group, rounds to
-its dtype, adds a residual, and norms that sum (arXiv:1909.08053, arXiv:2209.05433). Of what is computed for parts of
-the rows (arXiv:2205.05198), each rank has as many of the first dimension, the last ones padded with zeros. A kernel may
-round once, and send what is done while it computes the rest. Every rank calls with the same shapes. A rank that is
-alone exchanges nothing. No gradients.
+its dtype, adds a residual, and norms that sum (arXiv:1909.08053), which is quantised (arXiv:2209.05433,
+arXiv:2509.25149). Of what is computed for parts of the rows (arXiv:2205.05198), each rank has as many of the first
+dimension, the last ones padded with zeros. A kernel may round once, and send what is done while it computes the rest.
+Every rank calls with the same shapes. A rank that is alone exchanges nothing. No gradients.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from opgraft.ops.layernorm.functional import (
     rms_norm,
 )
 from opgraft.ops.linear.functional import linear
+from opgraft.ops.quantization.fp4 import quant_fp4
 from opgraft.ops.quantization.functional import quant_fp8_dynamic, quant_fp8_static
 from torch import Tensor
 
@@ -31,6 +32,7 @@ __all__ = [
     "all_gather_rows_linear",
     "all_reduce_gemma_rms_norm",
     "all_reduce_rms_norm",
+    "all_reduce_rms_norm_quant_fp4",
     "all_reduce_rms_norm_quant_fp8_dynamic",
     "all_reduce_rms_norm_quant_fp8_static",
     "linear_reduce_scatter_rows",
@@ -157,6 +159,38 @@ def all_reduce_rms_norm_quant_fp8_dynamic(
     """
     normed, summed = all_reduce_rms_norm.native(x, residual, weight, eps, kind)
     return *quant_fp8_dynamic.native(normed, group_shape, scale_ub, use_ue8m0, dtype), summed
+
+
+def _fake_fp4(
+    x: Tensor,
+    residual: Tensor | None,
+    scale: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    kind: str = "tensor",
+) -> tuple[Tensor, Tensor, Tensor]:
+    return *quant_fp4.fake(x, scale), x.new_empty(x.shape)
+
+
+@register_functional("rms_norm", _fake_fp4, differentiable=False)
+def all_reduce_rms_norm_quant_fp4(
+    x: Tensor,
+    residual: Tensor | None,
+    scale: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    kind: str = "tensor",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ``all_reduce_rms_norm`` with its norm quantised by ``quant_fp4`` (arXiv:2509.25149, arXiv:2310.10537).
+
+    Returns:
+        The quantised norm, the scales of its groups, and the sum in the dtype of ``x``.
+
+    Raises:
+        ValueError: as either does.
+    """
+    normed, summed = all_reduce_rms_norm.native(x, residual, weight, eps, kind)
+    return *quant_fp4.native(normed, scale), summed
 
 
 def _expect_rows(op: str, x: Tensor, world_size: int, kind: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from opgraft.ops.fused_collectives import functional
 from opgraft.ops.fused_quantization import spec as quantised
 from opgraft.ops.fused_quantization.functional import (
+    fused_add_rms_norm_quant_fp4,
     fused_add_rms_norm_quant_fp8_dynamic,
     fused_add_rms_norm_quant_fp8_static,
 )
@@ -28,6 +29,7 @@ _ROWS = (
     (functional.all_reduce_gemma_rms_norm, fused_add_gemma_rms_norm),
     (functional.all_reduce_rms_norm_quant_fp8_static, fused_add_rms_norm_quant_fp8_static),
     (functional.all_reduce_rms_norm_quant_fp8_dynamic, fused_add_rms_norm_quant_fp8_dynamic),
+    (functional.all_reduce_rms_norm_quant_fp4, fused_add_rms_norm_quant_fp4),
 )
 
 
@@ -67,6 +69,7 @@ _OF_NORMS = tuple(
         _reference(_SUMS[after_sum].reference),
         _SUMS[after_sum].flops,
         variants=_variants(_SUMS[after_sum]),
+        sizes=_SUMS[after_sum].sizes,
         large=_SUMS[after_sum].large,
         tolerances=_SUMS[after_sum].tolerances,
         differentiable=False,

@@ -44,8 +44,13 @@ Inputs = Callable[[Draw, Sequence[int], int], Arguments]
 
 
 def _quantised(inputs: Inputs, spec: OpSpec) -> Inputs:
-    """Draw arguments, and beside them those of quantisation."""
-    return lambda draw, lead, size: {**spec.inputs(draw, lead, size), **inputs(draw, lead, size)}
+    """Draw arguments for rows as long as those that are quantised, and beside them those of quantisation."""
+
+    def draw_both(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+        given = spec.inputs(draw, lead, size)
+        return {**given, **inputs(draw, lead, given["x"].shape[-1])}
+
+    return draw_both
 
 
 def _norm_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
@@ -61,30 +66,46 @@ def _gate_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
 
 
 ROWS = (
-    (functional.rms_norm_quant_fp8_static, functional.rms_norm_quant_fp8_dynamic, _norm_inputs, _normed),
+    (
+        functional.rms_norm_quant_fp8_static,
+        functional.rms_norm_quant_fp8_dynamic,
+        functional.rms_norm_quant_fp4,
+        _norm_inputs,
+        _normed,
+    ),
     (
         functional.fused_add_rms_norm_quant_fp8_static,
         functional.fused_add_rms_norm_quant_fp8_dynamic,
+        functional.fused_add_rms_norm_quant_fp4,
         _sum_inputs,
         _summed,
     ),
-    (functional.silu_and_mul_quant_fp8_static, functional.silu_and_mul_quant_fp8_dynamic, _gate_inputs, _gated),
+    (
+        functional.silu_and_mul_quant_fp8_static,
+        functional.silu_and_mul_quant_fp8_dynamic,
+        functional.silu_and_mul_quant_fp4,
+        _gate_inputs,
+        _gated,
+    ),
 )
-QUANTISATIONS = tuple(zip(quantization.SPECS, (("tensor", "e5m2"), ("token", "bounded", "group")), strict=True))
+# In MXFP4 rounding may double the scale of a group, and so move all its numbers.
+VARIANTS = (("tensor", "e5m2"), ("token", "bounded", "group"), ("NVFP4",))
+QUANTISATIONS = tuple(zip(quantization.SPECS, VARIANTS, strict=True))
 """The specs of quantisation, each with those of its variants that are told apart here."""
 
 SPECS = tuple(
     OpSpec(
-        form,
+        form,  # type: ignore[arg-type]  # mypy knows no more of what a star takes than that these are objects
         _quantised(inputs, spec),
         reference(spec.reference),
         spec.flops,
         variants={name: spec.variants[name] for name in names},
+        sizes=spec.sizes,
         large=spec.large,
         # Scales follow from what is rounded to a half type first.
         tolerances={**spec.tolerances, torch.float32: (1e-5, 1.3e-6), torch.float64: (1e-8, 1e-6), **HALF_NORM},
         differentiable=False,
     )
-    for static, dynamic, inputs, reference in ROWS
-    for form, (spec, names) in zip((static, dynamic), QUANTISATIONS, strict=True)
+    for *forms, inputs, reference in ROWS
+    for form, (spec, names) in zip(forms, QUANTISATIONS, strict=True)
 )

@@ -151,3 +151,38 @@ class QuantFP8(CustomOp):
 
     def extra_repr(self) -> str:
         return f"static={self.static}, group_shape={tuple(self.group_shape)}, dtype={self.dtype}"
+
+
+@CustomOp.register("quant_fp4")
+class QuantFP4(CustomOp):
+    """Quantises to 4-bit floating point: NVFP4 (arXiv:2509.25149) by a scale of the whole tensor, MXFP4
+    (arXiv:2310.10537) without one.
+
+    ``x / (group scale · scale)`` is rounded to the nearest of ±0, ½, 1, 1½, 2, 3, 4 and 6, ties to the even code. The
+    scale of 16 elements in NVFP4 is ``amax / (6 · scale)`` in e4m3, that of 32 in MXFP4
+    ``2 ** (floor(log2(amax)) - 2)``.
+
+    Where vLLM's NVFP4 differs: ``scale`` is what numbers are multiplied with, not its reciprocal, quotients are
+    divided, and scales of groups lie in rows, not in the tiles that tensor cores read.
+
+    Shapes:
+        ``x`` is ``[..., hidden]`` in float32, bfloat16, float16 or float64. Returned are ``[..., hidden / 2]`` in
+        ``uint8``, two numbers to a byte, the first in the lower bits; and the scales of groups, ``[..., hidden / 16]``
+        in ``float8_e4m3fn`` or ``[..., hidden / 32]`` in ``float8_e8m0fnu``.
+    """
+
+    @calls_functional
+    def forward_native(
+        self, x: Tensor, scale: Tensor | None = None, *, functional: Any = NATIVE
+    ) -> tuple[Tensor, Tensor]:
+        """Quantise ``x``; return packed numbers and the scales of groups.
+
+        Args:
+            x: ``[..., hidden]``.
+            scale: one positive number for NVFP4, as ``amax(x) / 2688``; ``None`` for MXFP4.
+
+        Raises:
+            ValueError: groups do not divide ``hidden``, or the scale is not one number.
+        """
+        quantised: tuple[Tensor, Tensor] = functional.quant_fp4(x, scale)
+        return quantised

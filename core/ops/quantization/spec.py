@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from opgraft.ops import quantization as ops
-from opgraft.ops.quantization import functional
+from opgraft.ops.quantization import fp4, functional
 from opgraft.ops.spec import Arguments, Draw, OpSpec, Outside
 from torch import Tensor, nn
 
@@ -80,6 +80,33 @@ def _dynamic(
     return quantised, scale.reshape(shape)
 
 
+def nearest_fp4(values: Tensor) -> Tensor:
+    """Round float64 values to the nearest numbers of e2m1, clipped; in the middle, to that with the even code."""
+    table = decoded(torch.arange(8), 1, 1)
+    magnitudes = values.abs().clamp(max=table[-1])[..., None]
+    distances = (table - magnitudes).abs()
+    is_nearest = distances == distances.amin(-1, keepdim=True)
+    even = torch.arange(8) % 2 == 0
+    code = torch.where((is_nearest & even).any(-1), (is_nearest & even).int().argmax(-1), is_nearest.int().argmax(-1))
+    return (code + 8 * values.signbit()).to(torch.uint8)
+
+
+def _fp4(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    width = 32 if scale is None else 16
+    groups = x.reshape(*x.shape[:-1], x.shape[-1] // width, width)
+    largest = groups.abs().amax(-1)
+    if scale is None:
+        powers = 2.0 ** torch.arange(-125, 128, dtype=torch.float64)
+        scales = powers[(torch.searchsorted(powers, largest, right=True) - 1).clamp(min=0)] / 4
+        codes = nearest_fp4(groups / scales[..., None])
+        group_scales = scales.to(torch.float8_e8m0fnu)
+    else:
+        group_scales = nearest(largest / 6 / scale, torch.float8_e4m3fn)
+        codes = nearest_fp4(groups / (group_scales.double() * scale)[..., None])
+    pairs = codes.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
+    return pairs[..., 0] + 16 * pairs[..., 1], group_scales
+
+
 BROADCAST = ((-1, -1), (1, -1), (-1, 1))
 
 
@@ -121,6 +148,14 @@ def _dynamic_op(
     return ops.QuantFP8(False, group_shape, **settings), (x, None, scale_ub)
 
 
+def _fp4_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+    return {"x": draw(*lead, fp4.MX_GROUP * size) * 3}
+
+
+def _fp4_op(x: Tensor, scale: Tensor | None = None) -> tuple[nn.Module, Any]:
+    return ops.QuantFP4(), (x, scale)
+
+
 def _flops(x: Tensor, **others: Any) -> int:
     return 3 * x.numel()
 
@@ -143,6 +178,10 @@ DYNAMIC: dict[str, Arguments] = {
     "powers of two": {"group_shape": (1, 4), "use_ue8m0": True},
     "fnuz": {"group_shape": (1, -1), "dtype": torch.float8_e4m3fnuz},
     "e5m2": {"dtype": torch.float8_e5m2},
+}
+FP4: dict[str, Arguments] = {
+    "NVFP4": {"scale": lambda draw, lead, size: _scales(draw, 1)},
+    "MXFP4": {},
 }
 SCALE = (2e-7, 2e-8)
 QUANTISED: dict[str, Any] = {
@@ -175,5 +214,22 @@ SPECS = (
         variants=DYNAMIC,
         outside=(Outside("torch.Tensor.to", _torch_dynamic),),
         **QUANTISED,
+    ),
+    OpSpec(
+        fp4.quant_fp4,
+        _fp4_inputs,
+        _fp4,
+        _flops,
+        module=_fp4_op,
+        variants=FP4,
+        sizes=(1, 3, 24),
+        large=(((83,), 160), ((2048,), 16)),
+        # Numbers next to each other are half apart, or half of the smaller one.
+        tolerances={
+            torch.float4_e2m1fn_x2: (0.5, 0.5),
+            torch.float8_e4m3fn: (2**-9, 0.125),
+            torch.float8_e8m0fnu: (0.0, 0.0),
+        },
+        differentiable=False,
     ),
 )

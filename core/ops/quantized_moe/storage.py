@@ -13,14 +13,11 @@ Of codes ``[experts, out, …]`` and scales ``[experts, out, groups]`` their dty
 from __future__ import annotations
 
 import torch
+from opgraft.ops.quantization.fp4 import MX_GROUP, fp4_numbers
 from opgraft.ops.quantized_linear.storage import dequantize, packed_size
 from torch import Tensor
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
-MX_BLOCK = 32
-"""Inputs that share a scale in MXFP4."""
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""The numbers that the codes of MXFP4 stand for."""
 
 
 def is_mxfp4(scales: Tensor) -> bool:
@@ -31,8 +28,8 @@ def is_mxfp4(scales: Tensor) -> bool:
 def storage_shapes(weight: Tensor, scales: Tensor, in_features: int) -> tuple[int, int | None]:
     """Return the expected last dimension of codes of so many inputs, and of scales; ``None`` for any divisor."""
     if is_mxfp4(scales):
-        blocks = -(-in_features // MX_BLOCK)
-        return blocks * MX_BLOCK // 2, blocks
+        blocks = -(-in_features // MX_GROUP)
+        return blocks * MX_GROUP // 2, blocks
     return (packed_size(in_features) if weight.dtype == torch.uint8 else in_features), None
 
 
@@ -41,9 +38,7 @@ def dequantize_expert(
 ) -> Tensor:
     """Return the plain weight ``[out, in_features]`` of one expert, computed in ``dtype``."""
     if is_mxfp4(scales):
-        table = torch.tensor(E2M1, dtype=dtype, device=weight.device)
-        numbers = table[torch.stack((weight & 15, weight >> 4), -1).flatten(1).int()]
-        scaled = numbers.reshape(*scales.shape, MX_BLOCK) * scales.to(dtype).unsqueeze(-1)
+        scaled = fp4_numbers(weight, dtype).reshape(*scales.shape, MX_GROUP) * scales.to(dtype).unsqueeze(-1)
         return scaled.flatten(1)[:, :in_features]
     if weight.dtype in FP8:
         groups = weight.to(dtype).reshape(*scales.shape, in_features // scales.shape[1])

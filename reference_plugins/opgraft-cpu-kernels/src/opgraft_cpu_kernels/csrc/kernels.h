@@ -209,6 +209,7 @@ struct AttentionPart {
   int64_t sequence = 0, kv_head = 0, first = 0, last = 0;
   int64_t chunk = 0;         // the only one, if there is a place for what it gives
   float* partial = nullptr;  // for each row head_size + 2 numbers
+  const AttentionPart* ahead = nullptr;  // what the thread computes next, whose memory is asked for; null: nothing
 };
 
 // Attention over latents in pages. A block holds a row of `width` elements for each of its tokens, of which the first

@@ -212,8 +212,12 @@ void run(const PagedAttention& a, Codes codes, Dtype dtype, Work& work) {
   const Path& kernels = path();
   std::atomic<size_t> next{0};
   const auto pull = [&](int64_t, int64_t) {
-    for (size_t i = next++; i < work.parts.size(); i = next++) {
-      kernels.attention[codes][dtype](a, work.parts[i]);
+    const size_t count = work.parts.size();
+    for (size_t i = next++, after; i < count; i = after) {
+      after = next++;
+      AttentionPart part = work.parts[i];
+      if (after < count) part.ahead = &work.parts[after];
+      kernels.attention[codes][dtype](a, part);
       Divided* const owner = work.owners[i];
       if (owner && owner->left.fetch_sub(1, std::memory_order_acq_rel) == 1)
         kernels.merge_chunks[dtype](a, owner->part, owner->partials.data(), owner->chunks);

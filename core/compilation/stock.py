@@ -1,0 +1,72 @@
+"""``torch.compile`` as it is, and in strict mode with nothing compiled anew after the warm-up."""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import Any
+
+import torch
+from opgraft.compat.graphs import FIXED_SIZES
+from opgraft.compilation.capture import Example
+from opgraft.errors import RecompilationError
+from opgraft.state import host_state
+from opgraft.text import printable
+from torch import nn
+
+_STANCE = "fail_on_recompile"
+_GUARD = re.compile(r"^\s*- (\d+/\d+: .*?)\s*(?:#.*)?$", re.MULTILINE)
+"""A guard that failed, in torch's message: the number of the graph, the condition, and the code that it is from."""
+
+
+def compiled_by_torch(model: nn.Module, backend: str, example: Example) -> Any:
+    """Return what ``torch.compile`` makes of a model; in strict mode, ``CompiledForGood``."""
+    compiled = torch.compile(model, backend=backend, dynamic=backend not in FIXED_SIZES)
+    if not host_state().settings().config.strict:
+        return compiled
+    strictly = CompiledForGood(model, compiled)
+    if example.args or example.kwargs:
+        strictly(*example.args, **example.kwargs)
+    return strictly
+
+
+class CompiledForGood:
+    """A model that ``torch.compile`` compiles in its first call, and in no other. It has no gradients.
+
+    Args:
+        model: that is compiled.
+        compiled: what ``torch.compile`` made of it.
+    """
+
+    _turn = threading.RLock()  # what torch does about a guard that fails is set for the process
+
+    def __init__(self, model: nn.Module, compiled: Any) -> None:
+        self.model = model
+        self._compiled = compiled
+        self._is_warm = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute what the model does.
+
+        Raises:
+            RecompilationError: it would have to be compiled anew.
+        """
+        stance = _STANCE if self._is_warm else "default"
+        with self._turn, torch.no_grad(), torch.compiler.set_stance(stance):
+            try:
+                found = self._compiled(*args, **kwargs)
+            except RuntimeError as error:
+                if self._is_warm and _STANCE in str(error):
+                    raise _would_recompile(self.model, str(error)) from error
+                raise
+        self._is_warm = True
+        return found
+
+
+def _would_recompile(model: nn.Module, message: str) -> RecompilationError:
+    guards = "; ".join(_GUARD.findall(message)) or message
+    return RecompilationError(
+        f"strict mode: {type(model).__name__} would be compiled anew after its warm-up, as this guard fails: "
+        f"{printable(guards)}. Next: call it as in its warm-up; set compilation_config.mode to FULL, whose graph "
+        "serves every size of the batch; or set OPGRAFT_STRICT=0, and torch.compile compiles it anew"
+    )
