@@ -124,7 +124,7 @@ def exchanges(arguments: argparse.Namespace) -> Iterator[Finding]:
         of = f"{name} on / off, two ranks, {EXCHANGED_ROWS} rows"
         ours, theirs = times
         yield over(of, ours, theirs, argparse.Namespace(cpu_time=False))
-        yield moved(f"{of}, bytes exchanged", *exchanged)
+        yield moved(f"{of}, bytes sent", *exchanged)
         yield moved(f"{of}, bytes moved", *traffic)
 
 

@@ -93,7 +93,7 @@ class Shared(nn.Module):
 
 
 def shared(state: dict[str, Any], sizes: tuple[int, ...], name: str, rounds: int) -> tuple[Any, ...]:
-    """Compare a pass on and off on this rank: what calls of each took, and bytes that they exchange, and move in all.
+    """Compare a pass on and off on this rank: what calls of each took, and bytes that they send, and move in all.
 
     The sizes are those of hidden states and of what is between the maps of a layer, of layers and of rows.
     """

@@ -97,9 +97,9 @@ def expect_compilable(config: OpgraftConfig) -> None:
     Raises:
         ConfigError: settings contradict each other.
     """
+    config.compilation_config.expect_followed()
     if config.compilation_config.mode in (None, CompilationMode.NONE):
         return
-    config.compilation_config.expect_followed()
     if config.model.batch_invariant:
         raise ConfigError(
             "compilation_config.mode and model.batch_invariant are set, and compiled code does not compute each token "

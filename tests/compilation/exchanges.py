@@ -22,14 +22,19 @@ def counts(compiled: Any, name: str) -> tuple[int, int]:
 
 
 def communication(run: Callable[[], Any]) -> tuple[Any, Counter[str], Counter[str]]:
-    """What ``run`` returns, the calls of collectives meanwhile, and the bytes that each was given and returned."""
-    communicator, calls, moved = get_tp_group().communicator, Counter[str](), Counter[str]()
+    """What ``run`` returns, the calls of collectives meanwhile, and the bytes that a rank sends at least for each.
+
+    A rank sends all but its own part of what is gathered or scattered; a sum is both.
+    """
+    group = get_tp_group()
+    communicator, calls, moved = group.communicator, Counter[str](), Counter[str]()
 
     def counted(name: str, method: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(x: Tensor, *others: Any) -> Tensor:
             result = method(x, *others)
             calls[name] += 1
-            moved[name] += x.nbytes + result.nbytes
+            whole = max(x.nbytes, result.nbytes) * (2 if name == "all_reduce" else 1)
+            moved[name] += whole * (group.world_size - 1) // group.world_size
             return result
 
         return call

@@ -127,6 +127,14 @@ def test_what_cannot_be_compiled(given: dict[str, Any], message: str, tmp_path: 
         EngineCore(with_mode(tmp_path, **given))
 
 
+def test_what_no_mode_follows(tmp_path: Path) -> None:
+    """Passes are refused where nothing is compiled, as opgraft.compile refuses them."""
+    written("Llama", tmp_path, num_hidden_layers=1)
+    given = dataclasses.replace(settings(tmp_path), compilation_config=CompilationConfig(user_passes=["a:B"]))
+    with pytest.raises(ConfigError, match=r"user_passes is set, and is for the mode FULL; .*mode is NONE"):
+        EngineCore(given)
+
+
 def test_ropes_that_depend_on_the_context(tmp_path: Path) -> None:
     """A rope that is fitted to each call has no graph."""
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
