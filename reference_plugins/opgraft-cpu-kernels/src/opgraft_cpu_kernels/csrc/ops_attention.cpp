@@ -210,20 +210,24 @@ Work work_of(const PagedAttention& a, int64_t sequences) {
 
 void run(const PagedAttention& a, Codes codes, Dtype dtype, Work& work) {
   const Path& kernels = path();
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), work.products / (4 * GRAIN) + 1);
+  const size_t count = work.parts.size();
   std::atomic<size_t> next{0};
   const auto pull = [&](int64_t, int64_t) {
-    const size_t count = work.parts.size();
-    for (size_t i = next++, after; i < count; i = after) {
-      after = next++;
+    for (size_t i = next++; i < count;) {
+      // A thread takes its next part early, to ask for its memory, while enough are left for the others too.
+      const bool early = next + size_t(threads) <= count;
+      const size_t after = early ? next++ : count;
       AttentionPart part = work.parts[i];
       if (after < count) part.ahead = &work.parts[after];
       kernels.attention[codes][dtype](a, part);
       Divided* const owner = work.owners[i];
       if (owner && owner->left.fetch_sub(1, std::memory_order_acq_rel) == 1)
         kernels.merge_chunks[dtype](a, owner->part, owner->partials.data(), owner->chunks);
+      i = early ? after : next++;
     }
   };
-  divide(std::min<int64_t>(at::get_num_threads(), work.products / (4 * GRAIN) + 1), 1, pull);
+  divide(threads, 1, pull);
 }
 
 }  // namespace
