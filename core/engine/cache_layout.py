@@ -14,6 +14,7 @@ from opgraft.errors import ConfigError
 from opgraft.machine.memory import expect_huge_pages
 from opgraft.ops.attention.cached import CachedAttention, cache_shape
 from opgraft.ops.state_space.layer import StateLayer
+from opgraft.platform import HOST
 from torch import Tensor
 
 CODES: Mapping[str, torch.dtype] = MappingProxyType({"int8": torch.int8, "fp8": torch.uint8})
@@ -144,7 +145,7 @@ class CacheLayout:
         """Return the cache of each layer. The memory is not written to until tokens are."""
         homes = self._homes(num_blocks)
         tensors = {home: torch.empty(home[1], dtype=self.dtype, device=device) for home in set(homes.values())}
-        if device.type == "cpu":
+        if device.type == HOST:
             expect_huge_pages(range(each.data_ptr(), each.data_ptr() + each.nbytes) for each in tensors.values())
         return {name: tensors[home] for name, home in homes.items()}
 
