@@ -302,6 +302,15 @@ def test_experts_and_mixers_that_cannot_be(tmp_path: Path, name: str, setting: s
         loaded(tmp_path)
 
 
+def test_a_sliding_layer_without_a_window(tmp_path: Path) -> None:
+    """It is refused, as it would attend to everything."""
+    family, values = DECODERS["gpt_oss"]
+    written(family, tmp_path, **values)
+    edit(tmp_path, {"sliding_window": None})
+    with pytest.raises(ModelError, match="GptOssConfig has no sliding_window"):
+        loaded(tmp_path)
+
+
 def test_a_shorter_context_than_the_config_claims(tmp_path: Path) -> None:
     """What the error proposes helps."""
     written("Llama", tmp_path)
