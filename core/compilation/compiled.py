@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from opgraft.binding.arguments import expect_module
-from opgraft.compilation.backends import backend_of
+from opgraft.compat.graphs import FIXED_SIZES
+from opgraft.compilation.backends import backend_of, warm_up
 from opgraft.compilation.cache import INDEX, CompilationCache
 from opgraft.compilation.capture import DYNAMO, WAYS, Example, capture
 from opgraft.compilation.code import Code, generate
@@ -50,6 +51,7 @@ class Compiled:
         sizes: by size of the batch, the code of those sizes that have their own.
         ranges: the code of ranges that have their own, but for these sizes.
         decision: how it was captured, what its nodes were lowered to, and by whom.
+        backend: which made the code.
 
     Args:
         model: see ``model``.
@@ -64,7 +66,7 @@ class Compiled:
         self.graph, self.passes = code.graph, code.passes
         self.sizes = {each[0]: own for each, own in codes.items() if len(each) == 1}
         self.ranges = {each: own for each, own in codes.items() if len(each) > 1 and each != ALL_SIZES}
-        self._signature, self._decision = signature, decision
+        self._signature, self._decision, self.backend = signature, decision, decision.chosen
         self._check = InputCheck(signature.expected, signature.bounds)
         self._code, self._codes = code, codes
 
@@ -202,7 +204,10 @@ def _compiled(model: nn.Module, example: Example) -> Any:
 
 
 def _verified(compiled: Compiled, example: Example) -> Compiled:
-    compiled.verify(example)
+    with warm_up():
+        compiled.verify(example)
+        if compiled.backend in FIXED_SIZES:  # whose program for the example is made now, too
+            compiled(*example.args, **example.kwargs)
     return compiled
 
 

@@ -92,8 +92,8 @@ def read_code(model: nn.Module, description: Mapping[str, Any], folder: Path, pa
         values = torch.load(folder / description["values"], weights_only=True)
     tensors, parts = tensors_of(model, description["origins"], values)
     reports = tuple(
-        PassReport(name, source, matched, replaced, (before, after))
-        for name, source, matched, replaced, (before, after) in description["passes"]
+        PassReport(name, source, matched, replaced, (before, after), tuple(left))
+        for name, source, matched, replaced, (before, after), left in description["passes"]
     )
     run = loaded(packages.file_of(description["package"]), tensors)
     return Code(None, reports, lowerings, run, tuple((part, part.data_ptr()) for part in parts))

@@ -55,7 +55,8 @@ def run_passes(
                 f"the pass {each.name} ({type(each).__module__}.{type(each).__qualname__}) breaks the graph of "
                 f"{type(model).__name__}: {described(error)}. Next: correct it, or leave it out"
             ) from error
-        reports.append(PassReport(each.name, each.source_hash(), *outcome, (before, len(module.graph.nodes))))
+        nodes = before, len(module.graph.nodes)
+        reports.append(PassReport(each.name, each.source_hash(), *outcome[:2], nodes, outcome.left))
         _dump(dump, len(reports), each.name, module)
     return tuple(reports)
 

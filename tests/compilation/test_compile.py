@@ -239,6 +239,28 @@ def test_strict_mode_compiles_nothing_anew(other: Any, guard: str, example: bool
         torch.testing.assert_close(compiled(x), model(x))
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_strict_mode_has_no_programs_of_other_sizes(strict: bool, counting: list[fx.GraphModule]) -> None:
+    """A backend whose programs have fixed sizes makes those of the example and of a batch of one; in strict mode
+    another one is an error, which says what to do."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.randn(3, 4)
+    known = torch._dynamo.backends.registry._COMPILER_FNS  # as of the fixture, which sets them back
+    known["openxla"] = known["counting"]
+    with opgraft.set_config(OpgraftConfig(strict=strict)):
+        compiled = opgraft.compile(model, CompilationConfig(level=2, backend="openxla"), args=(x,))
+    for batch in (x, x[:1]):
+        torch.testing.assert_close(compiled(batch), model(batch))
+    assert len(counting) == 2
+    other = torch.randn(7, 4)
+    if strict:
+        message = r"strict mode: the backend openxla would compile .* sizes \[\[7, 4\]\], .* OPGRAFT_STRICT=0"
+        with pytest.raises(RecompilationError, match=message):
+            compiled(other)
+    else:
+        torch.testing.assert_close(compiled(other), model(other))
+    assert len(counting) == 3 - strict
+
+
 def test_what_dynamo_captured_is_not_compiled_anew() -> None:
     """A graph that Dynamo captured is for its example's dtypes and any size, in strict mode as otherwise."""
     with opgraft.set_config(OpgraftConfig(strict=True)):

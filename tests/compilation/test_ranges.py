@@ -134,7 +134,6 @@ def test_ranges_within_dynamic_shapes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch's own, as it writes code
 @pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
 def test_ranges_are_kept(tmp_path: Path) -> None:
     """The cache has the code of each range apart from that for any size, and finds both again."""
