@@ -120,7 +120,7 @@ def generate(
                 return packages.runner_of(keys[-1], lowered)
             except CacheEntryError as error:
                 unkept.append(str(error))
-        return built(lowered, settings.backend or "inductor")
+        return built(lowered, str(settings.backend))
 
     if settings.executed_otherwise:
         execution = executed(captured, settings, build, sizes)

@@ -51,6 +51,8 @@ def damage(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], obje
         damage("code", lambda content: b"x" + content[1:]),
         damage("entry.json", lambda content: content[:4]),
         damage("sums.json", lambda content: b"[]"),
+        damage("sums.json", lambda content: b"{}"),
+        lambda folder: (folder / "more").touch(),
         lambda folder: (folder / "code").unlink(),
     ],
 )
@@ -192,6 +194,8 @@ def test_folders_of_others_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cache_folder cannot be used"):
         CompilationCache(tmp_path / "file" / "cache", 1)
+    with pytest.raises(ConfigError, match="cache_folder cannot be used: ValueError: embedded null byte"):
+        CompilationCache(tmp_path / "\0", 1)
 
 
 def test_the_command_line(cli: Any, tmp_path: Path) -> None:
