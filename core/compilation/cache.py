@@ -177,8 +177,11 @@ class CompilationCache:
         self._make_room(key)
 
     def discard(self, key: str) -> None:
-        """Remove an entry, where there is one."""
-        shutil.rmtree(self.folder / key, ignore_errors=True)
+        """Remove an entry, where there is one, or what has its name and is none."""
+        entry = self.folder / key
+        if entry.is_symlink() or entry.is_file():
+            entry.unlink(missing_ok=True)
+        shutil.rmtree(entry, ignore_errors=True)
 
     def clear(self) -> int:
         """Remove all entries but those that somebody waits for or makes, and return how many there were."""

@@ -70,7 +70,7 @@ class Compiled:
         self._check = InputCheck(signature.expected, signature.bounds)
         self._code, self._codes = code, codes
         self._written = [place for place, each in enumerate(signature.expected) if each.is_written]
-        self._places = Places(model)
+        self._places = Places(model, (tensor for code in codes.values() for tensor in code.tensors))
 
     @property
     def unkept(self) -> str:

@@ -98,4 +98,5 @@ def read_code(model: nn.Module, description: Mapping[str, Any], folder: Path, pa
         for name, source, matched, replaced, (before, after) in description["passes"]
     )
     run = loaded(packages.file_of(description["package"]), tensors)
-    return Code(None, reports, lowerings, run, tuple((part, part.data_ptr()) for part in parts))
+    used = (*tensors.values(), *parts)
+    return Code(None, reports, lowerings, run, used, tuple((part, part.data_ptr()) for part in parts))

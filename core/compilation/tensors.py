@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -72,22 +72,24 @@ def tensors_of(
 
 
 class Places:
-    """The modules, parameters and buffers of a model, each at its place.
+    """The modules of a model, and those of its parameters and buffers that a graph computes with, each at its place.
 
     Args:
         model: as it is now.
+        used: the tensors of the graph.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, used: Iterable[Tensor]) -> None:
         self._kind = type(model).__name__
-        stores = [
-            (path, store)
+        known = {id(tensor) for tensor in used}
+        held = [
+            (".".join(filter(None, (path, name))), store, name)
             for path, module in model.named_modules()
             for store in (module._modules, module._parameters, module._buffers)
-            if isinstance(store, dict)
+            for name, value in store.items()
+            if isinstance(store, dict) and (id(value) in known or isinstance(value, nn.Module))
         ]
-        held = [(path, store, name) for path, store in stores for name in store]
-        self._paths = [".".join(filter(None, (path, name))) for path, _, name in held]
+        self._paths = [path for path, _, _ in held]
         self._stores: list[dict[str, Any]] = [store for _, store, _ in held]
         self._names = [name for _, _, name in held]
         self._values = [store[name] for _, store, name in held]

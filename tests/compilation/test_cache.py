@@ -85,6 +85,19 @@ def test_what_is_not_finished_is_no_entry(tmp_path: Path) -> None:
     assert not list(cache.folder.iterdir())
 
 
+def test_what_has_the_name_of_an_entry_makes_room(tmp_path: Path) -> None:
+    """A file, or a link to another folder, of which nothing is removed but the link."""
+    cache, outside = CompilationCache(tmp_path / "cache", 1 << 20), tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").touch()
+    (cache.folder / A).touch()
+    (cache.folder / B).symlink_to(outside)
+    for key in (A, B):
+        entry(cache, key)
+        assert cache.read(key) is not None
+    assert (outside / "file").exists()
+
+
 def test_the_oldest_entries_go_first(tmp_path: Path) -> None:
     """Beyond its limit a cache removes what was not used for longest, and never what was just written."""
     cache = CompilationCache(tmp_path / "cache", 2500)
