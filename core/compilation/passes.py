@@ -166,6 +166,8 @@ def _user_pass(name: str) -> GraphPass:
             f"compilation_config.user_passes has {name!r}, which cannot be constructed: {described(error)}. Name a "
             "class as module:Class"
         ) from error
+    if isinstance(made, GraphPass) and not isinstance(getattr(made, "name", None), str):
+        raise ConfigError(f"compilation_config.user_passes has {name!r}, whose name is no text: give the class a name")
     if not isinstance(made, GraphPass):
         raise ConfigError(f"compilation_config.user_passes has {name!r}, which is no opgraft.GraphPass: derive it so")
     return made

@@ -52,6 +52,10 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and value != ""
 
 
+def _is_unicode(value: Any) -> bool:
+    return _is_text(value) and not any("\ud800" <= character <= "\udfff" for character in value)
+
+
 def _is_bias(value: Any) -> bool:
     return isinstance(value, dict) and all(
         _is_integer(token) and token >= 0 and _is_number(bias) and -100 <= bias <= 100 for token, bias in value.items()
@@ -82,7 +86,7 @@ _RULES: Mapping[str, _Rule] = {
         "None or a list of token ids, integers of at least 0, one at least",
     ),
     "stop_token_ids": _tuple_of(lambda v: _is_integer(v) and v >= 0, "token ids, integers of at least 0"),
-    "bad_words": _tuple_of(_is_text, "strings that are not empty"),
+    "bad_words": _tuple_of(_is_unicode, "strings that are not empty, and have no halves of surrogate pairs"),
     "logit_bias": _Rule(_is_bias, "a mapping of token ids to numbers from -100 to 100"),
     "min_tokens": _integer(0),
     "max_tokens": _Rule(

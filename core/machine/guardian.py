@@ -49,5 +49,7 @@ if worker:
         os.kill(os.getpid(), -status)
     os._exit(status)
 os.close(parent)
+silent = os.open(os.devnull, os.O_WRONLY)
+os.register_at_fork(after_in_child=lambda: os.dup2(silent, reply_to))  # nobody else answers in its place
 data = json.load(sys.stdin)
 """

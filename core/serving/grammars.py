@@ -77,6 +77,8 @@ class Grammars:
         grammar = Grammar(params.structured_output, self._tokens)
         self._share(grammar)
         key, characters = _key(params.structured_output)
+        if not characters:
+            return grammar
         with self._lock:
             self._kept[key] = grammar, characters
             while len(self._kept) > _MOST or sum(size for _, size in self._kept.values()) > _MOST_CHARACTERS:
@@ -85,7 +87,7 @@ class Grammars:
 
 
 def _key(wanted: Any) -> tuple[bytes, int]:
-    """Return what a structured output is kept by, and its size; what is no JSON is never asked for again."""
+    """Return what a structured output is kept by, and its size; 0 for what is no JSON, which is not kept."""
     try:
         text = json.dumps(wanted)
     except (TypeError, ValueError, RecursionError):

@@ -333,3 +333,4 @@ def test_bad_words_become_tokens() -> None:
             return list(map(ord, text))
 
     assert bad_word_tokens([" ab", "ab", "c"], Letters()) == ((97, 98), (32, 97, 98), (99,), (32, 99))
+    assert bad_word_tokens(["\n", " "], Letters()) == ((10,), (32, 10), (32,), (32, 32))  # not every space for a break

@@ -29,7 +29,7 @@ NAN, INFINITY = float("nan"), float("inf")
         ("seed", [-1, True, 1.0], "None or an integer of at least 0"),
         ("stop", ["", [""], ["a", ""], [1], None, b"a"], "a list of strings that are not empty"),
         ("stop_token_ids", [[-1], [True], [1.0], "12", 3], "a list of token ids"),
-        ("bad_words", ["", [""], 1], "a list of strings that are not empty"),
+        ("bad_words", ["", [""], 1, ["a\ud800"]], "a list of strings that are not empty"),
         ("logit_bias", [{1: NAN}, {1: 101}, {-1: 1}, {True: 1}, {"1": 1}, [1]], "a mapping of token ids to numbers"),
         ("min_tokens", [-1, True], "an integer of at least 0"),
         ("allowed_token_ids", [[], [-1], [True], "12", 3], "None or a list of token ids"),

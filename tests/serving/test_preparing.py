@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -35,6 +36,15 @@ def test_grammars_are_kept_within_bounds(llm: AsyncLLM, monkeypatch: pytest.Monk
         asyncio.run(llm.compile(params))
     kept = [llm.engine.grammars.find(params) is not None for params in (first, second, third)]
     assert kept == [True, False, True]
+
+
+def test_a_spec_that_is_no_json_gets_its_own_grammar(llm: AsyncLLM) -> None:
+    """Specs that cannot be told apart by their JSON are compiled for each request, and not kept."""
+    pytest.importorskip("llguidance")
+    for text in ("cat", "mat"):
+        params = SamplingParams(structured_output=MappingProxyType({"choice": [text]}))
+        assert llm.engine.grammars.of(params).spec == {"choice": [text]}
+        assert llm.engine.grammars.find(params) is None
 
 
 def test_requests_are_prepared_beside_each_other(llm: AsyncLLM) -> None:

@@ -115,14 +115,14 @@ def _process(logits: Tensor, row: Row) -> str | None:
     """Let the processors of a request change its logits, and return what went wrong."""
     for processor in row.params.logits_processors:
         try:
-            given = _arguments(processor, row)
-            result = processor(*given, logits.clone())
+            result = processor(*_arguments(processor, row), logits.clone())
+            if isinstance(result, Tensor) and result.shape == logits.shape:
+                logits.copy_(result)  # which no tensor without numbers or of another layout is for
+                continue
         except Exception as error:  # users' code raises anything, and must not end the other requests of the batch
             return f"its logits processor {processor!r:.80} raised {described(error)}"
-        if not isinstance(result, Tensor) or result.shape != logits.shape:
-            shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-            return f"its logits processor {processor!r:.80} returned {shape}, expected a tensor {tuple(logits.shape)}"
-        logits.copy_(result)
+        shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        return f"its logits processor {processor!r:.80} returned {shape}, expected a tensor {tuple(logits.shape)}"
     return None
 
 

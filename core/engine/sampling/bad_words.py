@@ -18,6 +18,7 @@ def bad_word_tokens(words: Iterable[str], tokenizer: Any) -> tuple[tuple[int, ..
     """
     found: dict[tuple[int, ...], None] = {}
     for word in words:
-        for text in (word.lstrip(), f" {word.lstrip()}"):
+        bare = word.lstrip(" ") or word
+        for text in (bare, f" {bare}"):
             found[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
     return tuple(tokens for tokens in found if tokens)
