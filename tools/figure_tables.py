@@ -59,7 +59,7 @@ def _result(row: Mapping[str, Any]) -> str:
     least, most, verdict = row["least"], row["most"], row["verdict"]
     target = f"≥ {least:g}" if least is not None else f"≤ {most:g}" if most is not None else ""
     if verdict == "beyond":
-        verdict = f"at most {row['bound']:.3g} here"
+        verdict = f"at {'least' if least is None else 'most'} {row['bound']:.3g} here"
     return f"| {row['name']} | {row['measured']:.3g} | {target} | {verdict} | {row['detail']} |\n"
 
 

@@ -85,7 +85,7 @@ class KernelChoice:
     """The method of ``cls`` that becomes ``forward``.
 
     ``found`` holds every definition that can run, the winner first; ``missing`` those that cannot, and why. ``switch``
-    says how to enable or disable the op.
+    says how to enable or disable the op. ``left_to_compiler``: it is disabled only so that a compiler may fuse it.
     """
 
     cls: type
@@ -95,10 +95,18 @@ class KernelChoice:
     enabled: bool
     enabled_because: str
     switch: str = SWITCH
+    left_to_compiler: bool = False
 
     @property
     def winner(self) -> Kernel:
         return self.found[0]
+
+    @property
+    def uncompiled(self) -> Kernel:
+        """The kernel where no compiler has the op: the winner, or what would be if the op were not left to one."""
+        if not self.left_to_compiler:
+            return self.winner
+        return min(self.found, key=declared_kernels(self.cls, self.chain).index)
 
     @property
     def passed_over(self) -> list[tuple[Kernel, str]]:

@@ -294,7 +294,7 @@ def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
     enabled, because, switch = _enabled(choice, settings)
     kernel = choose_kernel(choice.cls, effective_chain(selection.platform), enabled, because, cls, switch)
     _report_broken_checks(kernel)
-    kernel = _shadowed(choice, kernel, settings)
+    kernel = _shadowed(choice, replace(kernel, left_to_compiler=_left(choice, kernel, settings)), settings)
     background = (*measured, plugins_decision(state.plugins.values(), settings), selection.decision)
     binding = Binding(choice, kernel, specialise(kernel, _branch(choice, kernel)), background)
     record = state.registry.ops.get(name or "")
@@ -328,6 +328,14 @@ def _enabled(choice: ReplacementChoice, settings: Settings) -> tuple[bool, str, 
     if not choice.target.switchable:  # type: ignore[attr-defined]  # of a CustomOp
         return True, "this op is not switched by custom_ops", ""
     return *settings.enabled(choice.op_name), settings.to_change("compilation_config.custom_ops", SWITCH)
+
+
+def _left(choice: ReplacementChoice, kernel: KernelChoice, settings: Settings) -> bool:
+    """Tell whether an op is disabled for a compiler alone, and no calls of its kernel are to be compared."""
+    compared = settings.config.shadow.share or settings.config.shadow.first_call
+    if kernel.enabled or compared or definer(choice.cls, "enabled") is not None:
+        return False
+    return settings.leaves_to_compiler(choice.op_name)
 
 
 def _says(cls: Any, owner: type) -> tuple[bool, str]:

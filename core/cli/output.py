@@ -106,7 +106,13 @@ def with_settings(
 
 
 with_model_settings = functools.partial(
-    with_settings, short={"model.dtype": "--dtype", "compilation_config.level": "-O"}, hidden=("server",)
+    with_settings,
+    short={
+        "model.dtype": "--dtype",
+        "compilation_config.level": "-O",
+        "compilation_config.dump_graphs": "--dump-graphs",
+    },
+    hidden=("server",),
 )
 """As ``with_settings``, for commands that run a model."""
 

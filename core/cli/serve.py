@@ -34,6 +34,7 @@ _SHORT = {
     "model.dtype": "--dtype",
     "model.max_model_len": "--max-model-len",
     "compilation_config.level": "-O",
+    "compilation_config.dump_graphs": "--dump-graphs",
     "scheduler.max_num_seqs": "--max-num-seqs",
     "parallel.restart_workers": "--restart-workers",
 }

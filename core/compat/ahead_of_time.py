@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
@@ -47,6 +49,7 @@ def trusting_processor(compile: Callable[[], Result]) -> Result:
     import torch._inductor.config as config
     import torch._inductor.cpu_vec_isa as instruction_sets
 
+    compile = functools.partial(_quietly, compile)
     known: Any = getattr(instruction_sets, "valid_vec_isa_list", None)
     settings: Any = getattr(config, "cpp", None)
     if getattr(settings, "vec_isa_ok", "") is not None or not hasattr(known, "cache_info"):
@@ -58,6 +61,14 @@ def trusting_processor(compile: Callable[[], Result]) -> Result:
             return compile()
     except Exception:  # whatever compilers raise, which raise it again if that was not why
         known.cache_clear()
+        return compile()
+
+
+def _quietly(compile: Callable[[], Result]) -> Result:
+    """Compile without the warning of torch's about a class of its own that Inductor has copied, of which users know
+    nothing."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
         return compile()
 
 

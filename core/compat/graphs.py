@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -52,6 +52,14 @@ def returns_new_memory(node: fx.Node) -> bool:
     """Tell whether the results of a node share no memory with its arguments; of operators that tell."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and all(result.alias_info is None for result in schema.returns)
+
+
+def arguments_of(node: fx.Node) -> Iterator[tuple[Any, Any]]:
+    """Yield the arguments of an operator, each with what is told of its memory: ``None`` where nobody else has it."""
+    schema = getattr(node.target, "_schema", None)
+    for place, argument in enumerate(() if schema is None else schema.arguments):
+        given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+        yield given, argument.alias_info
 
 
 def flattened(value: Any) -> tuple[list[Any], Any]:

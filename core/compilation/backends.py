@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from opgraft.compat.ahead_of_time import trusting_processor
 from opgraft.compat.graphs import FIXED_SIZES, known_backends, lookup, tracing_in
-from opgraft.errors import CompilationError, ConfigError, close_matches
+from opgraft.errors import CompilationError, ConfigError, RecompilationError, close_matches
+from opgraft.state import host_state
 from opgraft.text import described
 from torch import Tensor, fx
 
@@ -26,22 +29,51 @@ def built(module: fx.GraphModule, backend: str) -> Runner:
     """
     if backend in FIXED_SIZES:
         backend_of(backend)
-        return _OfSizes(functools.partial(_built, module, backend))
+        strict = bool(host_state().settings().config.strict)
+        return _OfSizes(backend, functools.partial(_built, module, backend), strict)
     return _built(module, backend)
 
 
-class _OfSizes:
-    """Code of a backend that makes it for fixed sizes: made for each combination of them when it is first called."""
+_WARMS_UP: ContextVar[bool] = ContextVar("opgraft_warms_up", default=False)
 
-    def __init__(self, build: Callable[[], Runner]) -> None:
+
+@contextmanager
+def warm_up() -> Iterator[None]:
+    """Have calls within the block be those after which strict mode lets nothing be compiled."""
+    token = _WARMS_UP.set(True)
+    try:
+        yield
+    finally:
+        _WARMS_UP.reset(token)
+
+
+class _OfSizes:
+    """Code of a backend that makes it for fixed sizes: made for each combination of them when it is first called.
+
+    In strict mode that is so within ``warm_up`` alone.
+    """
+
+    def __init__(self, backend: str, build: Callable[[], Runner], strict: bool) -> None:
+        self._backend = backend
         self._build = build
+        self._strict = strict
         self._runners: dict[tuple[torch.Size, ...], Runner] = {}
 
     def __call__(self, *tensors: Tensor) -> Sequence[Any]:
         sizes = tuple(each.shape for each in tensors)
         if sizes not in self._runners:
+            if self._strict and not _WARMS_UP.get():
+                raise self._would_recompile(sizes)
             self._runners[sizes] = self._build()
         return self._runners[sizes](*tensors)
+
+    def _would_recompile(self, sizes: Sequence[torch.Size]) -> RecompilationError:
+        known = ", ".join(str([list(each) for each in sizes]) for sizes in self._runners)
+        return RecompilationError(
+            f"strict mode: the backend {self._backend} would compile another program, as tensors have the sizes "
+            f"{[list(each) for each in sizes]}, and it has programs for {known}. Next: call it with those; compile it "
+            "with an example of this size; or set OPGRAFT_STRICT=0, and it compiles one"
+        )
 
 
 def _built(module: fx.GraphModule, backend: str) -> Runner:

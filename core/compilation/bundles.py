@@ -313,12 +313,15 @@ def _opened(file: str, mode: str) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def _temporary() -> Iterator[IO[bytes]]:
-    """Open a file without a name."""
-    with contextlib.ExitStack() as opened:
-        try:
-            file = opened.enter_context(tempfile.TemporaryFile())
-        except OSError as error:
-            raise InputError(
-                f"no temporary file can be made: {described(error)}: set TMPDIR to a folder with room"
-            ) from error
-        yield file
+    """Open a file without a name.
+
+    Raises:
+        InputError: it cannot be made or written, as on a full disk.
+    """
+    try:
+        with tempfile.TemporaryFile() as file:
+            yield file
+    except OSError as error:
+        raise InputError(
+            f"no temporary file can be written: {described(error)}: set TMPDIR to a folder with room"
+        ) from error

@@ -92,9 +92,9 @@ class CompilationCache:
             elif not folder.exists():
                 return
             state = folder.stat()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # the latter of a name that no file has
             raise ConfigError(
-                f"the folder {folder} of compilation_config.cache_folder cannot be used: {error.strerror}"
+                f"the folder {folder} of compilation_config.cache_folder cannot be used: {described(error)}"
             ) from error
         if state.st_uid != os.getuid() or state.st_mode & 0o022:
             raise ConfigError(
@@ -145,6 +145,8 @@ class CompilationCache:
             return None
         try:
             sums = json.loads(read_regular(entry / SUMS, _LARGEST))
+            if sums.keys() | {SUMS} != {path.name for path in entry.iterdir()}:
+                raise CacheEntryError("it is damaged: its files are others than those that have checksums")
             for name, expected in sums.items():
                 if _sum(entry / name) != expected:
                     raise CacheEntryError(f"{name} of it is damaged")
@@ -175,8 +177,11 @@ class CompilationCache:
         self._make_room(key)
 
     def discard(self, key: str) -> None:
-        """Remove an entry, where there is one."""
-        shutil.rmtree(self.folder / key, ignore_errors=True)
+        """Remove an entry, where there is one, or what has its name and is none."""
+        entry = self.folder / key
+        if entry.is_symlink() or entry.is_file():
+            entry.unlink(missing_ok=True)
+        shutil.rmtree(entry, ignore_errors=True)
 
     def clear(self) -> int:
         """Remove all entries but those that somebody waits for or makes, and return how many there were."""

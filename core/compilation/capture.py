@@ -11,7 +11,9 @@ from typing import Any, cast
 import torch
 from opgraft.binding.derivation import NATIVE
 from opgraft.binding.semantic import semantic
+from opgraft.compat.graphs import flattened
 from opgraft.compilation.inputs import Signature, expected_of
+from opgraft.compilation.writes import mark_written
 from opgraft.decision import Candidate, Decision
 from opgraft.errors import CompilationError, ConfigError
 from opgraft.ops.linear.modules import Linear
@@ -40,6 +42,18 @@ class Example:
     kwargs: Mapping[str, Any]
     dynamic_shapes: Any = None
     sizes: range | None = None
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic_shapes: Any) -> Example:
+        """Return an example of which each tensor is one of its own: one that is given twice would be one input."""
+        leaves, structure = flattened((args, dict(kwargs)))
+        seen: set[int] = set()
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and id(leaf) in seen:
+                leaves[place] = leaf.clone()
+            seen.add(id(leaf))
+        args, kwargs = structure.unflatten(leaves)
+        return cls(args, kwargs, dynamic_shapes)
 
 
 @dataclass(frozen=True)
@@ -113,13 +127,19 @@ def _dynamic_shapes(model: nn.Module, example: Example) -> Any:
     """Return the dynamic sizes as ``torch.export`` takes them, one entry for each argument.
 
     Raises:
-        CompilationError: a batch of one, which compilers take for a constant.
+        CompilationError: a batch of one, which compilers take for a constant; or the example does not fit the model.
         ConfigError: the sizes are to be within bounds, and the dynamic size has no name, or others.
     """
     if example.dynamic_shapes is not None:
         return _bounded(example.dynamic_shapes, example.sizes) if example.sizes else example.dynamic_shapes
     batch = _within(Dim(BATCH), example.sizes) if example.sizes else Dim(BATCH)
-    arguments = inspect.signature(model.forward).bind(*example.args, **example.kwargs).arguments
+    try:
+        arguments = inspect.signature(model.forward).bind(*example.args, **example.kwargs).arguments
+    except TypeError as error:
+        raise CompilationError(
+            f"the example is no call of {type(model).__name__}.forward: {error}: give by args, a tuple, and kwargs "
+            "what the model is called with"
+        ) from error
     return tuple(_of_batch(value, batch) for value in arguments.values())
 
 
@@ -184,6 +204,7 @@ def _over_parameters(model: nn.Module, program: ExportedProgram, decision: Decis
         copies[node].meta = dict(node.meta)
     for node in (node for node in nodes if node.op != "placeholder"):
         copies[node] = graph.node_copy(node, copies.__getitem__)
+    mark_written(graph)
     spec = program.call_spec
     module = fx.GraphModule(held, graph)
     bounds = _bounds(program)

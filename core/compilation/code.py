@@ -46,6 +46,7 @@ class Code:
         passes: the record of each, in order.
         lowerings: for each form what its nodes have become.
         run: called with the tensors of the placeholders.
+        tensors: of the model, with which it computes.
         joint: parameters over whose memory the graph has joint tensors, each with its address.
         packaged: what is known of the package that it was written to; of one function, and only where it has one.
         execution: the pieces and static graphs that ``run`` consists of; ``None`` where it is one function.
@@ -56,6 +57,7 @@ class Code:
     passes: tuple[PassReport, ...]
     lowerings: tuple[Lowering, ...]
     run: Runner
+    tensors: tuple[Tensor, ...]
     joint: tuple[tuple[nn.Parameter, int], ...]
     packaged: Packaged | None = None
     execution: Execution | None = None
@@ -111,6 +113,7 @@ def generate(
     reports = run_passes(passes, graph, model, folder, sizes)
     parameters = [part for node in graph.graph.nodes for part in node.meta.get(PARTS, ())]
     joint = tuple((parameter, parameter.data_ptr()) for parameter in parameters)
+    tensors = (*(attribute_of(graph, node) for node in graph.graph.nodes if node.op == "get_attr"), *parameters)
     keys, unkept = list[str](), list[str]()
 
     def build(lowered: fx.GraphModule) -> Runner:
@@ -120,16 +123,16 @@ def generate(
                 return packages.runner_of(keys[-1], lowered)
             except CacheEntryError as error:
                 unkept.append(str(error))
-        return built(lowered, settings.backend or "inductor")
+        return built(lowered, str(settings.backend))
 
     if settings.executed_otherwise:
         execution = executed(captured, settings, build, sizes)
         lowerings, why = lowerings_of(execution.forms), "".join(unkept[:1])
-        return Code(graph, reports, lowerings, execution.run, joint, execution=execution, unkept=why)
+        return Code(graph, reports, lowerings, execution.run, tensors, joint, execution=execution, unkept=why)
     lowered, forms = lower(graph)
     run = build(lowered)
     packaged = _packaged(model, lowered, keys[0]) if keys and not unkept else None
-    return Code(graph, reports, lowerings_of(forms), run, joint, packaged, unkept="".join(unkept))
+    return Code(graph, reports, lowerings_of(forms), run, tensors, joint, packaged, unkept="".join(unkept))
 
 
 def _packaged(model: nn.Module, lowered: fx.GraphModule, key: str) -> Packaged:

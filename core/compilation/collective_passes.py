@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from opgraft.binding.functional import Functional
-from opgraft.compilation.graph_pass import GraphPass, Outcome
+from opgraft.compilation.graph_pass import LATER, PASSED_OVER, GraphPass, Outcome
 from opgraft.compilation.nodes import has_kernel, semantic_call, semantic_calls
 from opgraft.distributed import get_tp_group
 from opgraft.ops.fused_collectives import functional
@@ -42,29 +42,31 @@ class AllReduceRMSNorm(GraphPass):
     name: ClassVar[str] = "all_reduce_rms_norm"
 
     def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
-        matched = replaced = 0
+        replaced, left = 0, list[str]()
         order = {node: place for place, node in enumerate(module.graph.nodes)}
         for node, name, given in semantic_calls(module.graph, *_NORMS):
             summands = [given.pop(each) for each in ("x", "residual") if each in given]
             reduced = max((each for each in summands if _is_all_reduce(each)), key=order.__getitem__, default=None)
             if reduced is None or given.pop("variance_size", None) is not None:
                 continue
-            matched += 1
             others = [each for each in summands if each is not reduced]
             if len(summands) > 1 and (not others or len(reduced.users) > 1):
-                continue  # the sum over ranks alone is read, too
+                left.append("the sum over ranks alone is read, too")
+                continue
             before = order[reduced]
             if any(order[each] > before for each in (*others, *given.values()) if isinstance(each, fx.Node)):
-                continue  # an argument that is computed later
+                left.append(LATER)
+                continue
             fused = _FUSED[name.removeprefix(_AFTER_SUM)].name
             if has_kernel(name) and not has_kernel(fused):
-                continue  # a provider's kernel is not passed over
+                left.append(PASSED_OVER)
+                continue
             x, kind = reduced.args
             arguments = {"x": x, "residual": others[0] if others else None, **given, "kind": kind}
             parts = _join(module.graph, reduced, node, fused, arguments, bool(others))
             order.update(dict.fromkeys(parts, before))
             replaced += 1
-        return Outcome(matched, replaced)
+        return Outcome.of(replaced, left)
 
 
 def _join(
@@ -104,14 +106,14 @@ class SequenceParallelism(GraphPass):
         return 1 < get_tp_group().world_size < sizes.stop
 
     def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
-        matched = replaced = 0
+        replaced, left = 0, list[str]()
         rows = _Rows(module.graph, get_tp_group().world_size)
         for node, name, given in semantic_calls(module.graph, *_NORMS):
             summands = [each for each in ("x", "residual") if each in given]
             if not any(rows.are_apart(given[each]) or _is_sum_of_rows(given[each]) for each in summands):
                 continue
-            matched += 1
             if not _has_rows_apart(name, given):
+                left.append("one scale is computed of all rows")
                 continue
             given.update({each: rows.part(given[each], node) for each in summands})
             with module.graph.inserting_before(node):
@@ -119,7 +121,7 @@ class SequenceParallelism(GraphPass):
             for result in list(node.users) if _returns_several(name) else [node]:
                 rows.gather(result, made)
             replaced += 1
-        return Outcome(matched, replaced)
+        return Outcome.of(replaced, left)
 
 
 class _Rows:
@@ -220,20 +222,20 @@ class AsyncTensorParallelism(GraphPass):
     is_default: ClassVar[bool] = False
 
     def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
-        matched = replaced = 0
+        replaced, left = 0, list[str]()
         for node in list(module.graph.nodes):
             found = _scattered_map(node) or _map_of_gathered(node)
             if found is None:
                 continue
-            matched += 1
             form, arguments = found
             if has_kernel("linear") and not has_kernel(form.name):
-                continue  # a provider's kernel is not passed over
+                left.append(PASSED_OVER)
+                continue
             with module.graph.inserting_before(node):
                 fused = module.graph.call_function(getattr(_opgraft, form.name).default, arguments)
             node.replace_all_uses_with(fused)
             replaced += 1
-        return Outcome(matched, replaced)
+        return Outcome.of(replaced, left)
 
 
 Found = tuple[Functional[..., Any], tuple[Any, ...]] | None

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from opgraft.binding.arguments import expect_module
-from opgraft.compilation.backends import backend_of
+from opgraft.compat.graphs import FIXED_SIZES
+from opgraft.compilation.backends import backend_of, warm_up
 from opgraft.compilation.cache import INDEX, CompilationCache
 from opgraft.compilation.capture import DYNAMO, WAYS, Example, capture
 from opgraft.compilation.code import Code, generate
@@ -22,10 +23,11 @@ from opgraft.compilation.packages import Packages, temporary
 from opgraft.compilation.passes import passes_of
 from opgraft.compilation.sources import Sources
 from opgraft.compilation.stock import compiled_by_torch
-from opgraft.compilation.verification import expect_alike, of_size
+from opgraft.compilation.tensors import Places
+from opgraft.compilation.verification import expect_alike, of_sizes
 from opgraft.config import CompilationConfig, CompilationMode, OpgraftConfig, set_config
 from opgraft.decision import Candidate, Decision
-from opgraft.errors import CacheEntryError, CompilationError, ConfigError
+from opgraft.errors import CacheEntryError, CompilationError
 from opgraft.logger import logger
 from opgraft.plugins.host import load_plugins
 from opgraft.plugins.selection import current_platform
@@ -44,12 +46,14 @@ class Compiled:
     """A compiled model, called as the model is. It has no gradients.
 
     Attributes:
-        model: whose parameters it computes with. Writes to them are seen as by the model itself.
+        model: whose parameters it computes with. Writes to them are seen as by the model itself, and where others have
+            been put in their place, or other modules, a call is an error.
         graph: what was captured, after all passes, with semantic nodes.
         passes: the record of each pass, in order.
         sizes: by size of the batch, the code of those sizes that have their own.
         ranges: the code of ranges that have their own, but for these sizes.
         decision: how it was captured, what its nodes were lowered to, and by whom.
+        backend: which made the code.
 
     Args:
         model: see ``model``.
@@ -64,9 +68,11 @@ class Compiled:
         self.graph, self.passes = code.graph, code.passes
         self.sizes = {each[0]: own for each, own in codes.items() if len(each) == 1}
         self.ranges = {each: own for each, own in codes.items() if len(each) > 1 and each != ALL_SIZES}
-        self._signature, self._decision = signature, decision
+        self._signature, self._decision, self.backend = signature, decision, decision.chosen
         self._check = InputCheck(signature.expected, signature.bounds)
         self._code, self._codes = code, codes
+        self._written = [place for place, each in enumerate(signature.expected) if each.is_written]
+        self._places = Places(model, (tensor for code in codes.values() for tensor in code.tensors))
 
     @property
     def unkept(self) -> str:
@@ -83,9 +89,16 @@ class Compiled:
         """Compute what the model does.
 
         Raises:
-            CompilationError: called otherwise than by the example, but for the dynamic sizes, or under autocast.
+            CompilationError: called otherwise than by the example, but for the dynamic sizes, or under autocast; or the
+                model has other modules or weights than it had.
         """
         return self._signature.out_spec.unflatten(self._computed(self._signature.tensors(args, kwargs)))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise CompilationError(
+            f"{type(self.model).__name__} is compiled, and such code is of its process and its tensors: copy or pickle "
+            "its model, and compile that; with compilation_config.cache its code is there at once"
+        )
 
     def verify(self, example: Example) -> None:
         """Compare the code with the model for the smallest batch, and for sizes that have code or graphs of their own.
@@ -105,10 +118,13 @@ class Compiled:
             return found
 
         tensors = [flat[place] for place in signature.inputs]
-        sizes = {self._check.smallest, *self.sizes, *(each[0] for each in self.ranges), *self._code.recorded}
-        for size in sorted(sizes, reverse=True):  # the memory of the largest serves the others
-            cut = of_size(tensors, signature.expected, size)
-            expect_alike(self.model, eager, self._computed, cut or tensors, None if cut is None else size)
+        smallest = self._check.smallest
+        own = {*self.sizes, *(each[0] for each in self.ranges), *self._code.recorded}
+        combined = [{name: size} for name in [*smallest][:1] for size in sorted(own, reverse=True)]
+        combined += [{name: size} for name, size in smallest.items()]  # the memory of the largest serves the others
+        for sizes in (*combined, *([smallest] if len(smallest) != 1 else [])):
+            cut = of_sizes(tensors, signature.expected, sizes)
+            expect_alike(self.model, eager, self._computed, cut, sizes)
 
     def described(self, folder: Path) -> dict[str, Any]:
         """Describe this for the cache, and write to a folder what the description does not hold.
@@ -125,9 +141,15 @@ class Compiled:
     def _computed(self, tensors: list[Tensor]) -> list[Any]:
         self._check.check(tensors)
         code = self._code if len(self._codes) == 1 else self._of_size(self._check.size_of(tensors) or 0)
+        self._places.expect_unchanged()
         code.expect_unmoved(self.model)
+        given = [x if x.is_contiguous() else x.contiguous() for x in tensors]
         with torch.no_grad():
-            return list(code.run(*(x if x.is_contiguous() else x.contiguous() for x in tensors)))
+            results = list(code.run(*given))
+            for place in self._written:
+                if given[place] is not tensors[place]:
+                    tensors[place].copy_(given[place])
+        return results
 
     def _of_size(self, size: int) -> Code:
         """Return the code that is nearest to a size of the batch: its own, its range's, or that for any."""
@@ -165,17 +187,20 @@ def compile(
             training mode.
     """
     expect_module("compile", model)
-    if model.training:
-        raise CompilationError(
-            f"compile: {type(model).__name__} is in training mode, and compiled code has no gradients: call "
-            "model.eval() first"
-        )
+    if not isinstance(args, tuple):
+        raise TypeError(f"compile was given args of type {type(args).__name__}, expected a tuple, as (x,)")
+    for path, module in model.named_modules():
+        if module.training:
+            part = f"{path} of {type(model).__name__}" if path else type(model).__name__
+            raise CompilationError(
+                f"compile: {part} is in training mode, and compiled code has no gradients: call model.eval() first"
+            )
     load_plugins()
     with (
         set_config(OpgraftConfig(compilation_config=config or CompilationConfig()), origin="opgraft.compile"),
         set_config(_defaults(), origin="the default of opgraft.compile"),
     ):
-        return _compiled(model, Example(args, kwargs or {}, dynamic_shapes))
+        return _compiled(model, Example.of(args, kwargs or {}, dynamic_shapes))
 
 
 def _defaults() -> OpgraftConfig:
@@ -188,9 +213,8 @@ def _compiled(model: nn.Module, example: Example) -> Any:
     if settings.mode is CompilationMode.NONE:
         return model
     if settings.mode is CompilationMode.STOCK_TORCH_COMPILE:
-        backend = settings.backend or "inductor"
-        backend_of(backend)
-        return compiled_by_torch(model, backend, example)
+        backend_of(str(settings.backend))
+        return compiled_by_torch(model, str(settings.backend), example)
     if settings.backend not in _PACKAGED:
         return _verified(_built(model, example, settings), example)
     if settings.cache and not settings.dump_graphs:
@@ -202,7 +226,10 @@ def _compiled(model: nn.Module, example: Example) -> Any:
 
 
 def _verified(compiled: Compiled, example: Example) -> Compiled:
-    compiled.verify(example)
+    with warm_up():
+        compiled.verify(example)
+        if compiled.backend in FIXED_SIZES:  # whose program for the example is made now, too
+            compiled(*example.args, **example.kwargs)
     return compiled
 
 
@@ -292,7 +319,7 @@ def _built(
     captured = capture(model, example, ways)
     codes = {ALL_SIZES: generate(model, captured, settings, packages=packages)}
     for sizes in (*(range(size, size + 1) for size in settings.compile_sizes), *settings.ranges):
-        sized = capture(model, _of_sizes(model, example, captured.signature, sizes), ways)
+        sized = capture(model, _of_sizes(example, captured.signature, sizes), ways)
         codes[sizes] = generate(model, sized, settings, sizes, packages)
     setting, backend = "compilation_config.backend", settings.backend
     reason = "one graph for any size, in which each op runs the kernel that it is bound to"
@@ -318,21 +345,17 @@ def _specialised(codes: Mapping[range, Code]) -> tuple[Decision, ...]:
     return (Decision("sizes with code of their own", ", ".join(names), reason, by, setting),) if own else ()
 
 
-def _of_sizes(model: nn.Module, example: Example, signature: Signature, sizes: range) -> Example:
+def _of_sizes(example: Example, signature: Signature, sizes: range) -> Example:
     """Return an example of some sizes of the batch, and of no other.
 
     Raises:
-        ConfigError: the graph has not exactly one dynamic size.
+        ConfigError: the graph has not exactly one dynamic size, or it cannot be this one.
     """
-    setting = "compile_sizes" if len(sizes) == 1 else "compile_ranges"
-    dynamic = sorted({name for each in signature.expected for name in each.dynamic.values()})
-    if len(dynamic) != 1:
-        raise ConfigError(
-            f"compilation_config.{setting} is set, and the graph of {type(model).__name__} has "
-            f"{', '.join(dynamic) or 'none'} for dynamic sizes, where one is expected: leave it out"
-        )
+    if len(sizes) == 1:
+        signature.expect_within("compile_sizes", sizes)
+    batch = signature.batch("compile_ranges")
     flat = signature.flat(example.args, example.kwargs)
     size = sizes[0] if len(sizes) == 1 else max(sizes[0], 2)  # compilers take 1 for a constant
-    cut = of_size([flat[place] for place in signature.inputs], signature.expected, size)
-    args, kwargs = signature.filled(flat, cut or ())
+    cut = of_sizes([flat[place] for place in signature.inputs], signature.expected, {batch: size})
+    args, kwargs = signature.filled(flat, cut)
     return Example(args, kwargs, ()) if len(sizes) == 1 else Example(args, kwargs, example.dynamic_shapes, sizes)

@@ -36,7 +36,9 @@ def write_signature(signature: Signature) -> dict[str, Any]:
         out_spec = structure_to_text(signature.out_spec)
     except Exception as error:  # of a container that tells no name, whatever torch raises
         raise CacheEntryError(f"the structure of the result cannot be written: {described(error)}") from error
-    expected = [[each.name, str(each.dtype), str(each.device), each.sizes] for each in signature.expected]
+    expected = [
+        [each.name, str(each.dtype), str(each.device), each.sizes, each.is_written] for each in signature.expected
+    ]
     constants = [[place, value] for place, value in signature.constants.items()]
     return {
         "inputs": signature.inputs,
@@ -50,8 +52,8 @@ def write_signature(signature: Signature) -> dict[str, Any]:
 def read_signature(description: Mapping[str, Any], example: Example) -> Signature:
     """Undo ``write_signature`` for an example that the graph was captured with, or one like it."""
     expected = tuple(
-        Expected(name, getattr(torch, dtype.removeprefix("torch.")), torch.device(device), tuple(sizes))
-        for name, dtype, device, sizes in description["expected"]
+        Expected(name, getattr(torch, dtype.removeprefix("torch.")), torch.device(device), tuple(sizes), written)
+        for name, dtype, device, sizes, written in description["expected"]
     )
     in_spec = flattened((example.args, dict(example.kwargs)))[1]
     out_spec = structure_of_text(description["out_spec"])
@@ -92,8 +94,9 @@ def read_code(model: nn.Module, description: Mapping[str, Any], folder: Path, pa
         values = torch.load(folder / description["values"], weights_only=True)
     tensors, parts = tensors_of(model, description["origins"], values)
     reports = tuple(
-        PassReport(name, source, matched, replaced, (before, after))
-        for name, source, matched, replaced, (before, after) in description["passes"]
+        PassReport(name, source, matched, replaced, (before, after), tuple(left))
+        for name, source, matched, replaced, (before, after), left in description["passes"]
     )
     run = loaded(packages.file_of(description["package"]), tensors)
-    return Code(None, reports, lowerings, run, tuple((part, part.data_ptr()) for part in parts))
+    used = (*tensors.values(), *parts)
+    return Code(None, reports, lowerings, run, used, tuple((part, part.data_ptr()) for part in parts))

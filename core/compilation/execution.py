@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from threading import Lock
 from typing import Any, NamedTuple
 
 from opgraft.compilation.backends import Runner
@@ -14,7 +15,7 @@ from opgraft.compilation.pieces import Pieces
 from opgraft.compilation.static_graph import Replayed, expect_recordable
 from opgraft.config import CompilationConfig
 from opgraft.decision import Candidate, Decision
-from opgraft.errors import CompilationError, ConfigError
+from opgraft.errors import CompilationError
 from torch import Tensor, fx
 
 
@@ -53,7 +54,10 @@ def executed(
         ConfigError: there is no such backend or operator, or not one dynamic size, while graphs are to be recorded.
     """
     recorded = settings.recorded_sizes if sizes == ALL_SIZES else ()
-    batch = _batch_of(captured) if recorded else ""
+    batch = ""
+    if recorded:
+        batch = captured.signature.batch("graph_mode")
+        captured.signature.expect_within("capture_sizes", recorded)
     _expect_tensors(captured.module)
     whole = settings.graph_mode == "full"
     by: tuple[Candidate, ...] = ()
@@ -89,20 +93,12 @@ def _cuts(names: Sequence[str], pieces: Pieces) -> tuple[Candidate, ...]:
     return tuple(Candidate(name, bool(counts[name]), reason) for name, reason in reasons.items())
 
 
-def _batch_of(captured: Captured) -> str:
-    names = sorted({name for each in captured.signature.expected for name in each.dynamic.values()})
-    if len(names) != 1:
-        raise ConfigError(
-            f"compilation_config.graph_mode is set, and the graph has {', '.join(names) or 'none'} for dynamic sizes, "
-            "where one is expected, the batch: set it to none, or name one size by dynamic_shapes"
-        )
-    return names[0]
-
-
 def _copied(run: Runner) -> Runner:
-    """Return code whose results no later call writes to."""
+    """Return code whose results no later call writes to; threads take turns, as all write to the same memory."""
+    turn = Lock()
 
     def copied(*tensors: Tensor) -> list[Any]:
-        return [each.clone() if isinstance(each, Tensor) else each for each in run(*tensors)]
+        with turn:
+            return [each.clone() if isinstance(each, Tensor) else each for each in run(*tensors)]
 
     return copied

@@ -5,17 +5,27 @@ from __future__ import annotations
 import hashlib
 import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from torch import fx, nn
 
+PASSED_OVER, LATER = "a provider's kernel is not passed over", "an argument is computed later"
+"""Reasons that several passes have to leave a place."""
+
 
 class Outcome(NamedTuple):
-    """The places in a graph that a pass looked for and found, and those of them that it changed."""
+    """The places in a graph that a pass looked for and found, those of them that it changed, and why it left others."""
 
     matched: int
     replaced: int
+    left: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, replaced: int, left: Sequence[str]) -> Outcome:
+        """Count places that were changed, and those that were left, of each of which the reason is given."""
+        return cls(replaced + len(left), replaced, tuple(dict.fromkeys(left)))
 
 
 @dataclass(frozen=True)
@@ -28,6 +38,7 @@ class PassReport:
         matched: places that it found.
         replaced: places that it changed.
         nodes: of the graph before and after.
+        left: the reasons why it did not change the others, as far as the pass gives them.
     """
 
     name: str
@@ -35,10 +46,12 @@ class PassReport:
     matched: int
     replaced: int
     nodes: tuple[int, int]
+    left: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        why = f" ({'; '.join(self.left)})" if self.left else ""
         return (
-            f"{self.name} ({self.source_hash}): {self.matched} matched, {self.replaced} replaced, "
+            f"{self.name} ({self.source_hash}): {self.matched} matched, {self.replaced} replaced{why}, "
             f"{self.nodes[0]} nodes to {self.nodes[1]}"
         )
 

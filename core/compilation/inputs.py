@@ -2,36 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
-from opgraft.errors import CompilationError
+from opgraft.compilation.writes import is_written
+from opgraft.errors import CompilationError, ConfigError
 from torch import Tensor, fx
 
 _MOST_KNOWN = 1024
 """Combinations of sizes that are remembered as checked."""
 
 
+_TERM = re.compile(r"(?:(\d+)\*)?([A-Za-z_]\w*)(?: ([+-] \d+))?")
+
+
+class Term(NamedTuple):
+    """A dynamic size, ``factor · name + offset``; the sizes of ``torch.export.Dim`` are such."""
+
+    name: str
+    factor: int
+    offset: int
+
+    def size(self, value: int) -> int:
+        """Return the size where the symbol is ``value``."""
+        return self.factor * value + self.offset
+
+    def value(self, size: int) -> int | None:
+        """Return what the symbol is where the size is ``size``; ``None`` where it cannot be."""
+        value, rest = divmod(size - self.offset, self.factor)
+        return None if rest else value
+
+
 @dataclass(frozen=True)
 class Expected:
-    """A tensor that a graph takes: its name, its dtype and device, and each size, a number or the name of a symbol."""
+    """A tensor that a graph takes: its name, its dtype and device, each size, a number or a term in a symbol, and
+    whether the graph writes to it."""
 
     name: str
     dtype: torch.dtype
     device: torch.device
     sizes: tuple[int | str, ...]
+    is_written: bool = False
 
-    @property
-    def dynamic(self) -> dict[int, str]:
-        """Map the dimensions whose size is dynamic to the names of their symbols."""
-        return {dim: size for dim, size in enumerate(self.sizes) if isinstance(size, str)}
+    @cached_property
+    def dynamic(self) -> dict[int, Term]:
+        """Map the dimensions whose size is dynamic to it.
+
+        Raises:
+            CompilationError: it is no term in one symbol.
+        """
+        return {dim: _term(size, self.name) for dim, size in enumerate(self.sizes) if isinstance(size, str)}
+
+
+def _term(size: str, name: str) -> Term:
+    found = _TERM.fullmatch(size)
+    if found is None:
+        raise CompilationError(
+            f"the input {name} has the size {size} by the code of the model, which no call can be checked against: "
+            "name by dynamic_shapes sizes that do not depend on others so"
+        )
+    factor, symbol, offset = found.groups()
+    return Term(symbol, int(factor or 1), int((offset or "0").replace(" ", "")))
 
 
 def expected_of(module: fx.GraphModule) -> tuple[Expected, ...]:
     """Return the tensors that a graph takes."""
     return tuple(_expected(node) for node in module.graph.nodes if node.op == "placeholder")
+
+
+def symbols_of(expected: Iterable[Expected]) -> list[str]:
+    """List the names of the dynamic sizes of inputs, in the order in which they come."""
+    return [*dict.fromkeys(term.name for each in expected for term in each.dynamic.values())]
 
 
 @dataclass(frozen=True)
@@ -54,6 +100,34 @@ class Signature:
     expected: tuple[Expected, ...]
     bounds: Mapping[str, tuple[int, int]]
 
+    def batch(self, setting: str) -> str:
+        """Return the name of the one dynamic size, which a setting needs.
+
+        Raises:
+            ConfigError: there is not one.
+        """
+        names = symbols_of(self.expected)
+        if len(names) != 1:
+            raise ConfigError(
+                f"compilation_config.{setting} is set, and the graph has {', '.join(names) or 'none'} for dynamic "
+                "sizes, where one is expected, the batch: leave it out, or name one size by dynamic_shapes"
+            )
+        return names[0]
+
+    def expect_within(self, setting: str, sizes: Iterable[int]) -> None:
+        """Refuse sizes of the batch that it cannot have.
+
+        Raises:
+            ConfigError: one is beyond the bounds; or as ``batch``.
+        """
+        low, high = self.bounds.get(self.batch(setting), (1, sys.maxsize))
+        for size in sizes:
+            if not low <= size <= high:
+                raise ConfigError(
+                    f"compilation_config.{setting} has {size}, and dynamic_shapes give the size {low} to {high}: name "
+                    "sizes within these bounds"
+                )
+
     def flat(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the flat inputs of a call.
 
@@ -72,7 +146,7 @@ class Signature:
         """Return the tensors among the arguments of a call.
 
         Raises:
-            CompilationError: the other ones are not what they were.
+            CompilationError: the other ones are not what they were, or one is no tensor.
         """
         try:
             flat = self.flat(args, kwargs)
@@ -81,12 +155,21 @@ class Signature:
                 f"the compiled model was called with other arguments than its example had ({error}): pass the same ones"
             ) from error
         for place, value in self.constants.items():
-            if flat[place] is not value and flat[place] != value:
+            if not _is_same(flat[place], value):
                 raise CompilationError(
                     f"the compiled model was called with {flat[place]!r} where its example had {value!r}, which is a "
                     "constant of the graph: compile it anew for the other value"
                 )
-        return [flat[place] for place in self.inputs]
+        tensors = [flat[place] for place in self.inputs]
+        for x, expected in zip(tensors, self.expected, strict=True):
+            if not isinstance(x, Tensor):
+                raise _unfit(expected, f"{x!r:.80}", "a tensor")
+        return tensors
+
+
+def _is_same(found: Any, known: Any) -> bool:
+    """Tell whether a constant is what it was: of its type too, as 2.0 makes other dtypes than 2."""
+    return type(found) is type(known) and bool(found == known or (found != found and known != known))
 
 
 class InputCheck:
@@ -100,7 +183,7 @@ class InputCheck:
     def __init__(self, expected: Sequence[Expected], bounds: Mapping[str, tuple[int, int]]) -> None:
         self.expected = expected
         self.bounds = bounds
-        places = ((at, dim) for at, each in enumerate(self.expected) for dim in each.dynamic)
+        places = ((at, dim, term) for at, each in enumerate(self.expected) for dim, term in each.dynamic.items())
         self._batch = next(places, None)
         self._known: set[tuple[Any, ...]] = set()
 
@@ -117,15 +200,16 @@ class InputCheck:
         self._known.add(key)
 
     @property
-    def smallest(self) -> int:
-        """The smallest that the first dynamic size may be."""
-        if self._batch is None:
-            return 1
-        return self.bounds.get(self.expected[self._batch[0]].dynamic[self._batch[1]], (1, 1))[0]
+    def smallest(self) -> dict[str, int]:
+        """The smallest that each dynamic size may be."""
+        return {name: self.bounds.get(name, (1, 1))[0] for name in symbols_of(self.expected)}
 
     def size_of(self, tensors: Sequence[Tensor]) -> int | None:
         """Return the first dynamic size of tensors that fit, ``None`` where none is dynamic."""
-        return None if self._batch is None else tensors[self._batch[0]].shape[self._batch[1]]
+        if self._batch is None:
+            return None
+        at, dim, term = self._batch
+        return term.value(tensors[at].shape[dim])
 
     def _examine(self, tensors: Sequence[Tensor], gradients: bool, autocast: bool) -> None:
         if autocast:
@@ -136,25 +220,36 @@ class InputCheck:
             )
         symbols: dict[str, int] = {}
         for x, expected in zip(tensors, self.expected, strict=True):
+            if x.layout is not torch.strided:
+                raise _unfit(expected, f"a tensor of the layout {x.layout}", str(torch.strided))
             if (x.dtype, x.device.type) != (expected.dtype, expected.device.type):
                 raise _unfit(expected, f"{x.dtype} on {x.device}", f"{expected.dtype} on {expected.device}")
-            alike = x.dim() == len(expected.sizes) and all(
-                symbols.setdefault(size, found) == found if isinstance(size, str) else size == found
-                for size, found in zip(expected.sizes, x.shape, strict=True)
-            )
-            if not alike or 0 in x.shape:
+            if 0 in x.shape or not _fits(x, expected, symbols):
                 sizes = ", ".join(map(str, expected.sizes))
                 raise _unfit(expected, f"the shape {tuple(x.shape)}", f"[{sizes}], none of them 0")
         for name, (low, high) in self.bounds.items():
             if not low <= symbols.get(name, low) <= high:
-                expected = next(each for each in self.expected if name in each.dynamic.values())
+                expected = next(each for each in self.expected if name in symbols_of([each]))
                 raise _unfit(expected, f"the size {symbols[name]}", f"{low} to {high}, as dynamic_shapes say")
+
+
+def _fits(x: Tensor, expected: Expected, symbols: dict[str, int]) -> bool:
+    """Tell whether a tensor has the sizes that are expected, and note what the symbols in them are."""
+    if x.dim() != len(expected.sizes):
+        return False
+    for dim, found in enumerate(x.shape):
+        term = expected.dynamic.get(dim)
+        value = found if term is None else term.value(found)
+        known = expected.sizes[dim] if term is None else symbols.setdefault(term.name, value or 0)
+        if value != known:
+            return False
+    return True
 
 
 def _expected(node: fx.Node) -> Expected:
     value: Tensor = node.meta["val"]
     sizes = tuple(size if isinstance(size, int) else str(size) for size in value.shape)
-    return Expected(node.name, value.dtype, value.device, sizes)
+    return Expected(node.name, value.dtype, value.device, sizes, is_written(node))
 
 
 def _unfit(expected: Expected, found: str, wanted: str) -> CompilationError:

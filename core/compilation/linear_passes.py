@@ -25,15 +25,15 @@ class GatedProduct(GraphPass):
     name: ClassVar[str] = "gated_product"
 
     def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
-        matched = replaced = 0
+        replaced, left = 0, list[str]()
         for node in list(module.graph.nodes):
             found = _gated(node) if node.target is _aten.mul.Tensor else None
             if found is None:
                 continue
-            matched += 1
             act, given, gate, up = found
             path = _joint_layer(model, gate, up)
             if path is None:
+                left.append("the weights of gate and up do not lie together")
                 continue
             with module.graph.inserting_before(node):
                 placed = [_joint_of_layer(module, model, path, name) for name in ("weight", "bias")]
@@ -42,7 +42,7 @@ class GatedProduct(GraphPass):
                 product = module.graph.call_function(target.default, (joint, *given))
             node.replace_all_uses_with(product)
             replaced += 1
-        return Outcome(matched, replaced)
+        return Outcome.of(replaced, left)
 
 
 def _gated(product: fx.Node) -> tuple[str, tuple[Any, ...], dict[str, Any], dict[str, Any]] | None:
@@ -105,8 +105,8 @@ class JointLinears(GraphPass):
             path = _layer_of(given)
             if path is not None and not isinstance(model.get_submodule(path.rpartition(".")[0]), JointLayer):
                 groups.setdefault(given["x"], []).append((node, path))
-        matched = {x: group for x, group in groups.items() if len(group) > 1}
-        return Outcome(len(matched), sum(_joined(module, model, x, group) for x, group in matched.items()))
+        joined = [_joined(module, model, x, group) for x, group in groups.items() if len(group) > 1]
+        return Outcome.of(sum(joined), ["weights cannot lie together"] * joined.count(False))
 
 
 def _layer_of(given: dict[str, Any]) -> str | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -41,23 +42,36 @@ def run_passes(
     """
     reports: list[PassReport] = []
     _dump(dump, 0, "captured", module)
-    for each in (each for each in passes if each.applies(sizes)):
+    for each in passes:
         before = len(module.graph.nodes)
         known = {node: _state(node) for node in module.graph.nodes}
         try:
-            outcome = Outcome(*each.run(module, model))
+            if not each.applies(sizes):
+                continue
+            *found, left = Outcome(*each.run(module, model))
+            matched, replaced = map(operator.index, found)
+            _expect_same_ends(module.graph, known)
             module.graph.eliminate_dead_code()
             module.graph.lint()
             module.recompile()
             _propagate(module, known)
+            digest = each.source_hash()
         except Exception as error:  # whatever a pass raises
             raise CompilationError(
                 f"the pass {each.name} ({type(each).__module__}.{type(each).__qualname__}) breaks the graph of "
                 f"{type(model).__name__}: {described(error)}. Next: correct it, or leave it out"
             ) from error
-        reports.append(PassReport(each.name, each.source_hash(), *outcome, (before, len(module.graph.nodes))))
+        reports.append(PassReport(each.name, digest, matched, replaced, (before, len(module.graph.nodes)), tuple(left)))
         _dump(dump, len(reports), each.name, module)
     return tuple(reports)
+
+
+def _expect_same_ends(graph: fx.Graph, known: Iterable[fx.Node]) -> None:
+    """Refuse a graph that takes other inputs than before, or in another order, or has not one output."""
+    for ends in ("placeholder", "output"):
+        before, after = ([node for node in nodes if node.op == ends] for nodes in (known, graph.nodes))
+        if before != after:
+            raise ValueError(f"its {ends} nodes are {after} after it, and were {before} before")
 
 
 def _state(node: fx.Node) -> tuple[str, Any]:

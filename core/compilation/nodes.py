@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from opgraft.binding.functional import FUNCTIONALS, Functional, binding_of
+from opgraft.compilation.writes import is_written
 from torch import Tensor, fx
 
 OPERATOR: Any = type(torch.ops.aten.add.Tensor)
@@ -39,10 +40,13 @@ def form_of(node: fx.Node) -> Functional[..., Any] | None:
 def semantic_call(node: object, *names: str) -> tuple[str, dict[str, Any]] | None:
     """Return the name of the form that a node calls, and its arguments by name, defaults too.
 
-    ``None`` for anything but a node that calls one of the named forms.
+    ``None`` for anything but a node that calls one of the named forms, and where somebody writes to the memory of its
+    arguments or its result afterwards, as then it computes something else elsewhere in the graph.
     """
     form = form_of(node) if isinstance(node, fx.Node) else None
     if form is None or form.name not in names or not isinstance(node, fx.Node):
+        return None
+    if any(is_written(each) for each in (node, *node.all_input_nodes)):
         return None
     bound = inspect.signature(form.native).bind(*node.args, **node.kwargs)
     bound.apply_defaults()

@@ -11,7 +11,7 @@ import torch
 from opgraft import functional as _functional  # noqa: F401  # registers every form, of which passes make nodes
 from opgraft.compat.graphs import returns_new_memory
 from opgraft.compilation.collective_passes import AllReduceRMSNorm, AsyncTensorParallelism, SequenceParallelism
-from opgraft.compilation.graph_pass import GraphPass, Outcome
+from opgraft.compilation.graph_pass import LATER, PASSED_OVER, GraphPass, Outcome
 from opgraft.compilation.linear_passes import GatedProduct, JointLinears
 from opgraft.compilation.nodes import OPERATOR, has_kernel, layout_of, semantic_calls
 from opgraft.compilation.quantization_passes import (
@@ -70,7 +70,8 @@ class Copies(GraphPass):
         needless = [node for node in copies if _is_needless(node)]
         for node in needless:
             node.replace_all_uses_with(node.args[0])
-        return Outcome(len(copies), len(needless))
+        kept = len(copies) - len(needless)
+        return Outcome.of(len(needless), ["somebody else reads the memory, or it is laid out otherwise"] * kept)
 
 
 def _is_needless(copy: fx.Node) -> bool:
@@ -90,17 +91,18 @@ class AddRMSNorm(GraphPass):
     }
 
     def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
-        matched = replaced = 0
+        replaced, left = 0, list[str]()
         order = {node: place for place, node in enumerate(module.graph.nodes)}
         for norm, name, given in semantic_calls(module.graph, *self._fused):
             summed = given.pop("x")
             if not _is_sum(summed):
                 continue
-            matched += 1
             if any(order.get(each, -1) > order.get(summed, -1) for each in given.values() if isinstance(each, fx.Node)):
-                continue  # a weight that is computed after the sum
+                left.append(LATER)
+                continue
             if has_kernel(name) and not has_kernel(f"fused_add_{name}"):
-                continue  # a provider's kernel is not passed over
+                left.append(PASSED_OVER)
+                continue
             with module.graph.inserting_before(summed):
                 both = module.graph.call_function(self._fused[name], (*summed.args, *given.values()))
                 normed, total = (module.graph.call_function(operator.getitem, (both, place)) for place in (0, 1))
@@ -108,7 +110,7 @@ class AddRMSNorm(GraphPass):
             norm.replace_all_uses_with(normed)
             summed.replace_all_uses_with(total)
             replaced += 1
-        return Outcome(matched, replaced)
+        return Outcome.of(replaced, left)
 
 
 def _is_sum(node: object) -> bool:
@@ -166,6 +168,8 @@ def _user_pass(name: str) -> GraphPass:
             f"compilation_config.user_passes has {name!r}, which cannot be constructed: {described(error)}. Name a "
             "class as module:Class"
         ) from error
+    if isinstance(made, GraphPass) and not isinstance(getattr(made, "name", None), str):
+        raise ConfigError(f"compilation_config.user_passes has {name!r}, whose name is no text: give the class a name")
     if not isinstance(made, GraphPass):
         raise ConfigError(f"compilation_config.user_passes has {name!r}, which is no opgraft.GraphPass: derive it so")
     return made

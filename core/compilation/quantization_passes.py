@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from opgraft.compilation.graph_pass import GraphPass, Outcome
+from opgraft.compilation.graph_pass import PASSED_OVER, GraphPass, Outcome
 from opgraft.compilation.nodes import OPERATOR, has_kernel, semantic_call, semantic_calls
 from opgraft.ops.fused_quantization import functional as _functional  # noqa: F401  # registers the forms
 from torch import fx, nn
@@ -26,21 +26,22 @@ class _QuantizedResult(GraphPass):
 
     def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
         _merge_equal(module.graph, self.quantizers)
-        matched = replaced = 0
+        replaced, left = 0, list[str]()
         order = {node: place for place, node in enumerate(module.graph.nodes)}
         for node, name, given in semantic_calls(module.graph, *self.quantizers):
             source = _source_of(given.pop("x"), self.forms)
             if source is None:
                 continue
-            matched += 1
             made, form, arguments = source
             if any(order.get(each, 0) > order[made] for each in given.values() if isinstance(each, fx.Node)):
-                continue  # a scale that is computed later
+                left.append(f"a scale is computed after {form}")
+                continue
             if (has_kernel(form) or has_kernel(name)) and not has_kernel(f"{form}_{name}"):
-                continue  # a provider's kernel is not passed over
+                left.append(PASSED_OVER)
+                continue
             _join(module.graph, made, node, f"{form}_{name}", {**arguments, **given})
             replaced += 1
-        return Outcome(matched, replaced)
+        return Outcome.of(replaced, left)
 
 
 class RMSNormQuantFP8(_QuantizedResult):
@@ -83,7 +84,7 @@ class AttentionQuantFP8(GraphPass):
 
     def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
         _merge_equal(module.graph, _FP8)
-        matched = replaced = 0
+        replaced, left = 0, list[str]()
         order = {node: place for place, node in enumerate(module.graph.nodes)}
         for node, name, given in semantic_calls(module.graph, "quant_fp8_static"):
             moved = _moved(given["x"])
@@ -94,17 +95,19 @@ class AttentionQuantFP8(GraphPass):
             arguments = called[1]
             if arguments.pop("dropout_p"):
                 continue
-            matched += 1
             fused = f"{self._form}_{name}"
             scale = given["scale"]
-            passed_over = (has_kernel(self._form) or has_kernel(name)) and not has_kernel(fused)
-            if passed_over or order.get(scale, 0) > order[attention]:  # or a scale that is computed later
+            if (has_kernel(self._form) or has_kernel(name)) and not has_kernel(fused):
+                left.append(PASSED_OVER)
+                continue
+            if order.get(scale, 0) > order[attention]:
+                left.append(f"a scale is computed after {self._form}")
                 continue
             _quantize_before(
                 module.graph, fused, {**arguments, "output_scale": scale, "dtype": given["dtype"]}, moved, node
             )
             replaced += 1
-        return Outcome(matched, replaced)
+        return Outcome.of(replaced, left)
 
 
 _MOVES = frozenset(("transpose", "permute", "contiguous", "clone", "reshape", "view", "flatten"))

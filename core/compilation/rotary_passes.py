@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from opgraft.compilation.graph_pass import GraphPass, Outcome
+from opgraft.compilation.graph_pass import LATER, PASSED_OVER, GraphPass, Outcome
 from opgraft.compilation.nodes import OPERATOR, has_kernel, layout_of, semantic_call, semantic_calls
 from torch import Tensor, fx, nn
 
@@ -71,20 +71,21 @@ class QKNormRope(GraphPass):
 
     def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
         first, second = _join_by_position(module.graph), _join_by_row(module.graph)
-        return Outcome(first.matched + second.matched, first.replaced + second.replaced)
+        left = tuple(dict.fromkeys(first.left + second.left))
+        return Outcome(first.matched + second.matched, first.replaced + second.replaced, left)
 
 
 def _join_by_position(graph: fx.Graph) -> Outcome:
     """Join rotations by positions, as the decoders of opgraft have them."""
-    matched = replaced = 0
+    replaced, left = 0, list[str]()
     for node, name, given in semantic_calls(graph, "rotary_embedding"):
         heads = [given.pop("query"), given.pop("key")]
         found = [_norm_of(_apart(each)) for each in heads]
         norms = [each[0] for each in found if each is not None and not each[1]]
         if len(norms) < 2 or not norms[0].is_like(norms[1]) or _sizes(norms[0].x)[-1] != str(given["head_size"]):
             continue
-        matched += 1
         if not _is_free(name, norms[0]):
+            left.append(PASSED_OVER)
             continue
         with graph.inserting_before(node):
             parts = _joined(graph, norms, [norm.x for norm in norms], given)
@@ -94,12 +95,12 @@ def _join_by_position(graph: fx.Graph) -> Outcome:
         for user in list(node.users):
             user.replace_all_uses_with(parts[user.args[1]])  # type: ignore[index]
         replaced += 1
-    return Outcome(matched, replaced)
+    return Outcome.of(replaced, left)
 
 
 def _join_by_row(graph: fx.Graph) -> Outcome:
     """Join rotations by rows for each token, as transformers has them, by an op of its own or by many operators."""
-    matched = replaced = 0
+    replaced, left = 0, list[str]()
     order = {node: place for place, node in enumerate(graph.nodes)}
     tables: dict[Any, tuple[fx.Node, fx.Node]] = {}
     query: _Rotated | None = None
@@ -107,13 +108,15 @@ def _join_by_row(graph: fx.Graph) -> Outcome:
         if query is None or key.kind != query.kind or not query.norm.is_like(key.norm):
             query = key
             continue
-        matched += 1
-        ready = max(order[each] for each in (key.norm.x, key.norm.weight)) < order[query.node]
-        if ready and _is_free("apply_rotary_emb", key.norm):
+        if max(order[each] for each in (key.norm.x, key.norm.weight)) > order[query.node]:
+            left.append(LATER)
+        elif not _is_free("apply_rotary_emb", key.norm):
+            left.append(PASSED_OVER)
+        else:
             _replace(graph, query, key, tables)
             replaced += 1
         query = None
-    return Outcome(matched, replaced)
+    return Outcome.of(replaced, left)
 
 
 def _replace(graph: fx.Graph, query: _Rotated, key: _Rotated, tables: dict[Any, tuple[fx.Node, fx.Node]]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from opgraft.compilation.nodes import OPERATOR, attribute_of, layout_of
+from opgraft.compilation.writes import mark_written
 from opgraft.errors import ConfigError
 from torch import Tensor, fx
 
@@ -127,6 +128,7 @@ def _piece(module: fx.GraphModule, nodes: Sequence[fx.Node], cut: str, sizes: Ma
     inside = {*nodes}
     outputs = tuple(n for n in nodes if isinstance(n.meta["val"], Tensor) and any(u not in inside for u in n.users))
     graph.output(tuple(known[node] for node in outputs))
+    mark_written(graph)
     return Piece(fx.GraphModule(module, graph), tuple(given), outputs, cut, "\n".join(_lines(module, graph)))
 
 

@@ -10,6 +10,7 @@ from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.compilation.backends import Runner
 from opgraft.compilation.nodes import OPERATOR
 from opgraft.compilation.splitting import HELD
+from opgraft.compilation.writes import is_written
 from opgraft.errors import CompilationError
 from opgraft.plugins.selection import current_platform
 from torch import Tensor, fx
@@ -159,6 +160,11 @@ def expect_recordable(module: fx.GraphModule) -> None:
             "pass sequence_parallelism off by compilation_config.pass_config"
         )
     for node in module.graph.nodes:
+        if node.op == "placeholder" and is_written(node) and not node.meta.get(HELD):
+            raise CompilationError(
+                "compilation_config.graph_mode is set, and the graph writes to a tensor that it is given, while a "
+                "recording has another one for it. Next: set graph_mode to none, or have the model return the tensor"
+            )
         why = _unrecordable(node, {name for each in given for name in each.names})
         if why:
             name = node.target.name().partition(".")[0]

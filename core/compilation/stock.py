@@ -31,19 +31,20 @@ def compiled_by_torch(model: nn.Module, backend: str, example: Example) -> Any:
 
 
 class CompiledForGood:
-    """A model that ``torch.compile`` compiles in its first call, and in no other. It has no gradients.
+    """A model that ``torch.compile`` compiles in its first calls, and in no other. It has no gradients.
 
     Args:
         model: that is compiled.
         compiled: what ``torch.compile`` made of it.
+        first: the number of these calls.
     """
 
     _turn = threading.RLock()  # what torch does about a guard that fails is set for the process
 
-    def __init__(self, model: nn.Module, compiled: Any) -> None:
+    def __init__(self, model: nn.Module, compiled: Any, first: int = 1) -> None:
         self.model = model
         self._compiled = compiled
-        self._is_warm = False
+        self._missing = first
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the model does.
@@ -51,15 +52,15 @@ class CompiledForGood:
         Raises:
             RecompilationError: it would have to be compiled anew.
         """
-        stance = _STANCE if self._is_warm else "default"
+        stance = "default" if self._missing else _STANCE
         with self._turn, torch.no_grad(), torch.compiler.set_stance(stance):
             try:
                 found = self._compiled(*args, **kwargs)
             except RuntimeError as error:
-                if self._is_warm and _STANCE in str(error):
+                if not self._missing and _STANCE in str(error):
                     raise _would_recompile(self.model, str(error)) from error
                 raise
-        self._is_warm = True
+        self._missing = max(self._missing - 1, 0)
         return found
 
 

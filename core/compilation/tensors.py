@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from opgraft.compilation.nodes import JOINT, Origin, attribute_of
-from opgraft.errors import CacheEntryError
+from opgraft.errors import CacheEntryError, CompilationError
 from opgraft.ops.composites.joint import JointLayer, joint_parameters
 from torch import Tensor, fx, nn
 
@@ -68,6 +69,40 @@ def tensors_of(
             raise CacheEntryError(f"the model has no tensor {name!r} as {kind} {'.'.join(place)!r}")
         found[name] = tensor
     return found, tuple(parts)
+
+
+class Places:
+    """The modules of a model, and those of its parameters and buffers that a graph computes with, each at its place.
+
+    Args:
+        model: as it is now.
+        used: the tensors of the graph.
+    """
+
+    def __init__(self, model: nn.Module, used: Iterable[Tensor]) -> None:
+        self._kind = type(model).__name__
+        known = {id(tensor) for tensor in used}
+        held = [
+            (".".join(filter(None, (path, name))), store, name)
+            for path, module in model.named_modules()
+            for store in (module._modules, module._parameters, module._buffers)
+            for name, value in store.items()
+            if isinstance(store, dict) and (id(value) in known or isinstance(value, nn.Module))
+        ]
+        self._paths = [path for path, _, _ in held]
+        self._stores: list[dict[str, Any]] = [store for _, store, _ in held]
+        self._names = [name for _, _, name in held]
+        self._values = [store[name] for _, store, name in held]
+
+    def expect_unchanged(self) -> None:
+        """Raise ``CompilationError`` where something else is in one of the places."""
+        found = map(dict.get, self._stores, self._names)
+        same = [*map(operator.is_, found, self._values)]
+        if not all(same):
+            raise CompilationError(
+                f"{self._paths[same.index(False)]} of {self._kind} is another one than when it was compiled, as after "
+                "load_state_dict(assign=True) or an adapter: compile it anew"
+            )
 
 
 def _of_model(model: nn.Module, name: str) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from opgraft.compilation.inputs import Expected
-from opgraft.errors import CompilationError
+from opgraft.errors import CompilationError, OpgraftError
+from opgraft.text import described
 from torch import Tensor, nn
 
 TOLERANCE = {
@@ -21,16 +22,13 @@ TOLERANCE = {
 """By dtype, the largest difference that counts as rounding, over the largest value of the result."""
 
 
-def of_size(tensors: Sequence[Tensor], expected: Sequence[Expected], size: int) -> list[Tensor] | None:
-    """Return inputs whose first dynamic size is ``size``, of the rows of others; ``None`` where no size is dynamic."""
-    symbol = next((name for each in expected for name in each.dynamic.values()), None)
-    if symbol is None:
-        return None
+def of_sizes(tensors: Sequence[Tensor], expected: Sequence[Expected], sizes: Mapping[str, int]) -> list[Tensor]:
+    """Return inputs of other dynamic sizes, by name, made of the rows of those that are given."""
     cut = list(tensors)
     for place, each in enumerate(expected):
-        for dim, name in each.dynamic.items():
-            if name == symbol:
-                rows = torch.arange(size, device=cut[place].device) % cut[place].shape[dim]
+        for dim, term in each.dynamic.items():
+            if term.name in sizes:
+                rows = torch.arange(term.size(sizes[term.name]), device=cut[place].device) % cut[place].shape[dim]
                 cut[place] = cut[place].index_select(dim, rows)
     return cut
 
@@ -40,7 +38,7 @@ def expect_alike(
     eager: Callable[[list[Tensor]], Sequence[Any]],
     compiled: Callable[[list[Tensor]], Sequence[Any]],
     tensors: Sequence[Tensor],
-    size: int | None,
+    sizes: Mapping[str, int],
 ) -> None:
     """Compare compiled code with its model on inputs, and put the model's buffers back as they were.
 
@@ -49,7 +47,7 @@ def expect_alike(
         eager: runs the model on flat inputs.
         compiled: runs the code likewise.
         tensors: the inputs; neither side sees what the other writes to them.
-        size: of the batch in them; ``None`` where none is dynamic.
+        sizes: that were given to dynamic ones in them, by name.
 
     Raises:
         CompilationError: the results differ by more than rounding.
@@ -57,18 +55,38 @@ def expect_alike(
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     results = []
     for run in (eager, compiled):
-        results.append(run([x.clone() for x in tensors]))
+        with torch.random.fork_rng([]):  # both draw the numbers that are to come
+            results.append(_results(model, run, [x.clone() for x in tensors], sizes))
         for buffer, values in before:
             buffer.copy_(values)
     for expected, found in zip(*results, strict=True):
         if isinstance(expected, Tensor) and not _close(found, expected):
-            where, advice = "", "use another compilation_config.backend, such as eager"
-            if size is not None:
-                where = f" where the dynamic size is {size}"
-                advice = "where it branches on that size, name by dynamic_shapes the sizes that vary"
+            advice = ""
+            if sizes:
+                advice = "where it branches on that size, name by dynamic_shapes the sizes that vary; "
             raise CompilationError(
-                f"{type(model).__name__} compiled differs from the model itself{where}, by more than rounding: {advice}"
+                f"{type(model).__name__} compiled differs from the model itself{_where(sizes)}, by more than rounding: "
+                f"{advice}where it draws random numbers, or its code does otherwise the next time, it has no graph; "
+                "else use another compilation_config.backend, such as eager"
             )
+
+
+def _results(
+    model: nn.Module, run: Callable[[list[Tensor]], Sequence[Any]], tensors: list[Tensor], sizes: Mapping[str, int]
+) -> Sequence[Any]:
+    try:
+        return run(tensors)
+    except OpgraftError:
+        raise
+    except Exception as error:  # whatever the model raises
+        raise CompilationError(
+            f"{type(model).__name__} fails{_where(sizes)}: {described(error)}: name by dynamic_shapes a size that "
+            "leaves this out, as torch.export.Dim(name, min=3)"
+        ) from error
+
+
+def _where(sizes: Mapping[str, int]) -> str:
+    return f" where the dynamic size is {' and '.join(map(str, sizes.values()))}" if sizes else ""
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:

@@ -71,6 +71,9 @@ ATTENTION = (
 CAPTURE_SIZES = (1, 2, 4, 8, 16, 32)
 """Sizes of the batch that static graphs are recorded for unless ``capture_sizes`` says otherwise."""
 
+_MOST = 1 << 31
+"""Rows that no batch has."""
+
 DEFAULT_LEVEL = 2
 """The level of those who ask for compilation, and not for how much of it."""
 
@@ -177,8 +180,8 @@ class CompilationConfig(Section):
         if self.custom_ops is not None:
             object.__setattr__(self, "custom_ops", CustomOpsSetting.parse(self.custom_ops).tokens)
         for name, sizes in ("compile_sizes", self.compile_sizes), ("capture_sizes", self.capture_sizes):
-            if any(size < 1 for size in sizes or ()):
-                raise ConfigError(f"compilation_config.{name} is {sizes}: use sizes of at least 1")
+            if any(not 1 <= size < _MOST for size in sizes or ()):
+                raise ConfigError(f"compilation_config.{name} is {sizes}: use sizes of at least 1, and below {_MOST}")
         _expect_apart(self.ranges)
 
     @property
@@ -209,12 +212,18 @@ class CompilationConfig(Section):
         """Refuse settings of the compiler that the mode does not use.
 
         Raises:
-            ConfigError: one of them is set, and the mode is not ``FULL``; or sizes of graphs, and no ``graph_mode``.
+            ConfigError: one of them is set, and the mode is not ``FULL``; or sizes of graphs, and no ``graph_mode``, or
+                the reverse.
         """
         if self.capture_sizes and not self.recorded_sizes:
             raise ConfigError(
                 "compilation_config.capture_sizes is set, and compilation_config.graph_mode is none: set it to "
                 "piecewise or full, or leave the sizes out"
+            )
+        if self.graph_mode not in (None, "none") and not self.recorded_sizes:
+            raise ConfigError(
+                f"compilation_config.graph_mode is {self.graph_mode}, and compilation_config.capture_sizes is empty: "
+                "name sizes that are to be recorded, or set the mode to none"
             )
         unused = [name for name in OF_FULL if getattr(self, name) not in (None, "none", (), {})]
         if unused and self.mode is not CompilationMode.FULL:

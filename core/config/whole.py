@@ -177,9 +177,18 @@ class Settings:
             return False, f"'-{op_name}' in custom_ops ({origin})"
         if setting.default is not None:
             return setting.default, f"{'all' if setting.default else 'none'!r} in custom_ops ({origin})"
-        if compilation.backend == "inductor" and compilation.mode != CompilationMode.NONE:
+        if self.leaves_to_compiler(op_name):
             return False, f"custom_ops defaults to 'none': backend inductor compiles (mode {compilation.mode!s})"
         return True, "custom_ops defaults to 'all'"
+
+    def leaves_to_compiler(self, op_name: str | None) -> bool:
+        """Tell whether an op is disabled for no other reason than that the backend may fuse what it consists of."""
+        compilation = self.config.compilation_config
+        setting = CustomOpsSetting.parse(compilation.custom_ops or ())
+        if setting.default is not None or op_name in setting.on | setting.off:
+            return False
+        compiles = compilation.backend == "inductor" and compilation.mode != CompilationMode.NONE
+        return compiles and self.chosen_provider(op_name) != NATIVE_CHOICE
 
 
 def text_of(value: Any) -> str:

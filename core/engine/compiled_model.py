@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from opgraft.compilation.compiled import compile
+from opgraft.compilation.stock import CompiledForGood
 from opgraft.config import CompilationConfig, CompilationMode, OpgraftConfig
 from opgraft.errors import ConfigError
 from opgraft.models.encoder import SequenceAttention
 from opgraft.ops.attention.cached import CachedAttention
 from opgraft.ops.attention.node import AttentionNodes
+from opgraft.ops.decoder_plan import HasPlan
 from opgraft.text import described
 from torch import Tensor
 
@@ -30,21 +32,31 @@ class CompiledModel:
         model: called with token ids and positions.
         layers: its attention layers by prefix.
         settings: how to compile it; their mode is not ``NONE``.
+        strict: whether it is an error if ``torch.compile`` would compile anew after the warm-up.
     """
 
-    def __init__(self, model: Any, layers: Mapping[str, AttentionLayer], settings: CompilationConfig) -> None:
+    def __init__(
+        self, model: Any, layers: Mapping[str, AttentionLayer], settings: CompilationConfig, strict: bool = False
+    ) -> None:
         self.nodes = AttentionNodes(layers)
         self.settings = settings
         self.backend = settings.backend or "inductor"
+        self.strict = strict
         self._model = self._graph = model
+        self._plans = (
+            isinstance(model, HasPlan) and settings.mode is CompilationMode.FULL and not _is_asked_for(settings)
+        )
         for layer in layers.values():
             layer.is_node = True
 
     def __call__(self, input_ids: Tensor, positions: Tensor, *inputs_embeds: Tensor) -> Tensor:
         """Return what the model does, as a rule hidden states; the first two arguments are ``[tokens]``, int64."""
+        hidden: Tensor | None = self._model.planned(input_ids, positions, *inputs_embeds) if self._plans else None
+        if hidden is not None:
+            return hidden
         with self.nodes.entered():
-            hidden: Tensor = self._graph(input_ids, positions, *inputs_embeds)
-        return hidden
+            computed: Tensor = self._graph(input_ids, positions, *inputs_embeds)
+        return computed
 
     def warm_up(self, device: torch.device, empty: Callable[[int], Sequence[Tensor]] = lambda size: ()) -> None:
         """Compile.
@@ -72,6 +84,8 @@ class CompiledModel:
     @torch.inference_mode()
     def _compile_stock(self, inputs: Callable[[int], tuple[Tensor, ...]]) -> None:
         graph: Any = torch.compile(self._model, backend=self.backend, dynamic=True, fullgraph=True)
+        if self.strict:
+            graph = CompiledForGood(self._model, graph, len(SIZES))
         # A step's are parts of one tensor, and a graph would be for the place of each in it.
         self._graph = lambda *tensors: graph(*(each.clone() for each in tensors))
         for size in SIZES:
@@ -89,6 +103,11 @@ class CompiledModel:
                 f"model: {described(error)}. Set compilation_config.mode to NONE, or another "
                 "compilation_config.backend; inductor needs a C++ compiler, such as g++ or what CXX names"
             ) from error
+
+
+def _is_asked_for(settings: CompilationConfig) -> bool:
+    """Tell whether settings say how the graph runs, so that nothing may compute in its place."""
+    return bool(settings.user_passes or settings.executed_otherwise)
 
 
 def expect_compilable(config: OpgraftConfig) -> None:
@@ -133,4 +152,4 @@ def compiled_as_set(
             f"compilation_config.mode is set, and the layer {name!r} keeps a state of each "
             "sequence, which no graph has: set it to NONE"
         )
-    return CompiledModel(model, layers, config.compilation_config)
+    return CompiledModel(model, layers, config.compilation_config, bool(config.strict))

@@ -257,9 +257,7 @@ class DecoderModel(DecoderStack):
             positions: ``[tokens]``, of each token in its sequence.
             inputs_embeds: as of ``DecoderStack.entered``.
         """
-        hidden_states, residual = self.entered(input_ids, inputs_embeds)
-        if self.embedding_scale != 1.0 and residual is None:
-            hidden_states = hidden_states * self.embedding_scale
+        hidden_states, residual = self._scaled(input_ids, inputs_embeds)
         if self.fitted_ropes and positions.numel():
             self._fit_ropes(positions)
         planned = self.plan.run(self.layers, positions, hidden_states) if residual is None else None
@@ -269,6 +267,22 @@ class DecoderModel(DecoderStack):
             for layer in self.layers:
                 hidden_states, residual = layer(positions, hidden_states, residual)
         return self.left(hidden_states, residual)  # type: ignore[arg-type]  # there is a layer
+
+    def planned(
+        self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None
+    ) -> Tensor | None:
+        """Return what a call does, where the plan computes all layers in one; ``None`` where it does not."""
+        if type(self.plan) is DecoderPlan:  # which computes nothing
+            return None
+        hidden_states, residual = self._scaled(input_ids, inputs_embeds)
+        computed = self.plan.run(self.layers, positions, hidden_states) if residual is None else None
+        return None if computed is None else self.left(*computed)
+
+    def _scaled(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        hidden_states, residual = self.entered(input_ids, inputs_embeds)
+        if self.embedding_scale != 1.0 and residual is None:
+            hidden_states = hidden_states * self.embedding_scale
+        return hidden_states, residual
 
     def _fit_ropes(self, positions: Tensor) -> None:
         """Have ropes that depend on the length of the context rotate for that of this call.
@@ -319,6 +333,7 @@ class DecoderForCausalLM(StagedForCausalLM):
         ModelError: the config does not describe a decoder of this family.
     """
 
+    model: DecoderModel
     family: ClassVar[Family] = Family()
     packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]] = PACKED_MODULES
     embedding_weight: ClassVar[str] = "model.embed_tokens.weight"
@@ -339,3 +354,9 @@ class DecoderForCausalLM(StagedForCausalLM):
         self.logits_processor = LogitsProcessor(
             shape.vocab_size, scale=shape.logits_scale, soft_cap=shape.logits_soft_cap
         )
+
+    def planned(
+        self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None
+    ) -> Tensor | None:
+        """Return what ``forward`` does, where a ``DecoderPlan`` computes all layers in one call; else ``None``."""
+        return self.model.planned(input_ids, positions, inputs_embeds)

@@ -144,7 +144,7 @@ class DecoderShape:
             head_size=head_size,
             max_position=longest,
             model_positions=given("max_position_embeddings", longest),
-            eps=given("rms_norm_eps"),
+            eps=given.epsilon("rms_norm_eps"),
             activation=_activation(given),
             qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
             output_bias=bias if family.output_bias is None else family.output_bias,

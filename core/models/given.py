@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from opgraft.errors import ModelError, close_matches
@@ -51,6 +52,17 @@ class Given:
             ModelError: it is no size otherwise.
         """
         return 0 if self(name, None) in (None, 0) else self.size(name)
+
+    def epsilon(self, name: str) -> float:
+        """Return what is added to a variance, a finite number that is not negative.
+
+        Raises:
+            ModelError: it is missing or none.
+        """
+        value = self(name)
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            raise ModelError(f"{self.name}: {name} is {value!r:.40}, expected a number from 0, like 1e-5")
+        return float(value)
 
     def first_size(self, *names: str) -> int:
         """Return the size that the first of some settings has that is there.

@@ -229,6 +229,7 @@ class MambaForCausalLM(HybridForCausalLM):
     ) -> tuple[list[HybridLayer], float]:
         """Return the layers, each a mixer."""
         expect_mixers(config, "intermediate_size", "state_size", "conv_kernel", "time_step_rank")
+        eps = Given(config).epsilon("layer_norm_epsilon")
         layers = []
         for number in self.stage.layers:
             mixer = MambaMixer(
@@ -244,8 +245,8 @@ class MambaForCausalLM(HybridForCausalLM):
                 prefix=f"{prefix}.{number}.mixer",
                 quant_config=quant_config,
             )
-            layers.append(HybridLayer(mixer, None, config.hidden_size, config.layer_norm_epsilon))
-        return layers, config.layer_norm_epsilon
+            layers.append(HybridLayer(mixer, None, config.hidden_size, eps))
+        return layers, eps
 
 
 @PluggableClass.register("Mamba2ForCausalLM")
@@ -261,6 +262,7 @@ class Mamba2ForCausalLM(HybridForCausalLM):
         """Return the layers, each a mixer."""
         expect_mixers(config, "state_size", "conv_kernel", "n_groups", "num_heads", "head_dim")
         expect_unlimited(config)
+        eps = Given(config).epsilon("layer_norm_epsilon")
         layers = []
         for number in self.stage.layers:
             mixer = MambaMixer2(
@@ -273,13 +275,13 @@ class Mamba2ForCausalLM(HybridForCausalLM):
                 config.n_groups,
                 config.num_heads,
                 config.head_dim,
-                config.layer_norm_epsilon,
+                eps,
                 config.hidden_act,
                 quant_config=quant_config,
                 prefix=f"{prefix}.{number}.mixer",
             )
-            layers.append(HybridLayer(mixer, None, config.hidden_size, config.layer_norm_epsilon))
-        return layers, config.layer_norm_epsilon
+            layers.append(HybridLayer(mixer, None, config.hidden_size, eps))
+        return layers, eps
 
 
 def expect_mixers(config: Any, *sizes: str) -> None:

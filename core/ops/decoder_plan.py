@@ -44,6 +44,16 @@ class HasParts(Protocol):
         """Return the parts, where there are no others."""
 
 
+@runtime_checkable
+class HasPlan(Protocol):
+    """A model that may compute a call by a plan."""
+
+    def planned(
+        self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None
+    ) -> Tensor | None:
+        """Return what the model does, where a ``DecoderPlan`` computes all layers in one call; else ``None``."""
+
+
 @PluggableClass.register("decoder_plan")
 class DecoderPlan(PluggableClass):
     """Computes all layers of a decoder in one call, where a platform has a way to do so; here there is none.

@@ -100,7 +100,7 @@ def test_the_first_op_that_is_wrong(
     assert [place["reason"] for place in before] == [""] * len(before)
 
 
-@pytest.mark.parametrize("options", [(), ("--graft",)])
+@pytest.mark.parametrize("options", [pytest.param((), marks=pytest.mark.slow), ("--graft",)])
 def test_the_script_of_a_model(
     site, causal_folder: Path, tmp_path: Path, warm_python: str, options: tuple[str, ...]
 ) -> None:

@@ -19,7 +19,6 @@ from torch import nn
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),  # torch's own, as it writes code
 ]
 
 

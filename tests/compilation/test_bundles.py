@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -209,6 +210,17 @@ def test_keys_and_bundles_are_files(full: CompilationCache, empty: CompilationCa
         os.chown(file, 12345, 0)
         with pytest.raises(InputError, match="belongs to another user"):
             read_key(file)
+
+
+def test_a_full_disk_is_told(full: CompilationCache, tmp_path: Path) -> None:
+    """Where the bundle is put together, with what to do."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, limits[1]))
+    try:
+        with pytest.raises(InputError, match=r"no temporary file can be written: OSError: .*: set TMPDIR"):
+            export_entries(full, str(tmp_path / "bundle"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_folder_that_takes_nothing_is_told(full: CompilationCache, empty: CompilationCache, tmp_path: Path) -> None:

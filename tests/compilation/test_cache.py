@@ -51,6 +51,8 @@ def damage(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], obje
         damage("code", lambda content: b"x" + content[1:]),
         damage("entry.json", lambda content: content[:4]),
         damage("sums.json", lambda content: b"[]"),
+        damage("sums.json", lambda content: b"{}"),
+        lambda folder: (folder / "more").touch(),
         lambda folder: (folder / "code").unlink(),
     ],
 )
@@ -81,6 +83,19 @@ def test_what_is_not_finished_is_no_entry(tmp_path: Path) -> None:
         fill()
     assert cache.read(A) is None
     assert not list(cache.folder.iterdir())
+
+
+def test_what_has_the_name_of_an_entry_makes_room(tmp_path: Path) -> None:
+    """A file, or a link to another folder, of which nothing is removed but the link."""
+    cache, outside = CompilationCache(tmp_path / "cache", 1 << 20), tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").touch()
+    (cache.folder / A).touch()
+    (cache.folder / B).symlink_to(outside)
+    for key in (A, B):
+        entry(cache, key)
+        assert cache.read(key) is not None
+    assert (outside / "file").exists()
 
 
 def test_the_oldest_entries_go_first(tmp_path: Path) -> None:
@@ -192,6 +207,8 @@ def test_folders_of_others_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cache_folder cannot be used"):
         CompilationCache(tmp_path / "file" / "cache", 1)
+    with pytest.raises(ConfigError, match="cache_folder cannot be used: ValueError: embedded null byte"):
+        CompilationCache(tmp_path / "\0", 1)
 
 
 def test_the_command_line(cli: Any, tmp_path: Path) -> None:

@@ -239,6 +239,28 @@ def test_strict_mode_compiles_nothing_anew(other: Any, guard: str, example: bool
         torch.testing.assert_close(compiled(x), model(x))
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_strict_mode_has_no_programs_of_other_sizes(strict: bool, counting: list[fx.GraphModule]) -> None:
+    """A backend whose programs have fixed sizes makes those of the example and of a batch of one; in strict mode
+    another one is an error, which says what to do."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.randn(3, 4)
+    known = torch._dynamo.backends.registry._COMPILER_FNS  # as of the fixture, which sets them back
+    known["openxla"] = known["counting"]
+    with opgraft.set_config(OpgraftConfig(strict=strict)):
+        compiled = opgraft.compile(model, CompilationConfig(level=2, backend="openxla"), args=(x,))
+    for batch in (x, x[:1]):
+        torch.testing.assert_close(compiled(batch), model(batch))
+    assert len(counting) == 2
+    other = torch.randn(7, 4)
+    if strict:
+        message = r"strict mode: the backend openxla would compile .* sizes \[\[7, 4\]\], .* OPGRAFT_STRICT=0"
+        with pytest.raises(RecompilationError, match=message):
+            compiled(other)
+    else:
+        torch.testing.assert_close(compiled(other), model(other))
+    assert len(counting) == 3 - strict
+
+
 def test_what_dynamo_captured_is_not_compiled_anew() -> None:
     """A graph that Dynamo captured is for its example's dtypes and any size, in strict mode as otherwise."""
     with opgraft.set_config(OpgraftConfig(strict=True)):
@@ -279,13 +301,17 @@ def test_the_settings_that_hold_apply(block: Block, x: torch.Tensor, counting: l
         (lambda c, x: c(x[0]), "called with the shape (5, 16) for x"),
         (lambda c, x: c(x[:0]), "none of them 0"),
         (lambda c, x: c(x, scale=3.0), "called with other arguments than its example had"),
+        (lambda c, x: c(3), "called with 3 for x, and was captured for a tensor"),
+        (lambda c, x: c(x.to_sparse()), "a tensor of the layout torch.sparse_coo for x"),
+        (lambda c, x: c(x, 2), "called with 2 where its example had 2.0, which is a constant"),
+        (lambda c, x: c(x, x), "where its example had 2.0, which is a constant of the graph"),
         (lambda c, x: c(x, 3.0), "called with 3.0 where its example had 2.0, which is a constant of the graph"),
         (lambda c, x: c(x.clone().requires_grad_(), 2.0), "requires a gradient"),
     ],
 )
 def test_calls_that_do_not_fit(block: Block, x: torch.Tensor, call: Any, message: str) -> None:
     """A call with other inputs than the graph was captured for says which, and what was expected."""
-    scale = () if "called with 3.0" not in message and "gradient" not in message else (2.0,)
+    scale = (2.0,) if "its example had 2.0" in message or "gradient" in message else ()
     compiled = opgraft.compile(block, EAGER, args=(x, *scale))
     with pytest.raises(CompilationError, match=re.escape(message)):
         call(compiled, x)
@@ -302,6 +328,14 @@ def test_what_cannot_be_compiled(block: Block, x: torch.Tensor) -> None:
     """Training mode, an example of one row, a backend that does not exist and one that fails are errors."""
     with pytest.raises(CompilationError, match=r"Block is in training mode.*call model\.eval\(\)"):
         opgraft.compile(Block().train(), EAGER, args=(x,))
+    partly = Block().eval()
+    partly.mlp.train()
+    with pytest.raises(CompilationError, match=r"compile: mlp of Block is in training mode"):
+        opgraft.compile(partly, EAGER, args=(x,))
+    with pytest.raises(TypeError, match="args of type list, expected a tuple"):
+        opgraft.compile(block, EAGER, args=[x])  # type: ignore[arg-type]
+    with pytest.raises(CompilationError, match=r"no call of Block\.forward: missing a required argument: 'x'"):
+        opgraft.compile(block, EAGER)
     with pytest.raises(CompilationError, match=r"shape \(1, 5, 16\).*give examples of two rows"):
         opgraft.compile(block, EAGER, args=(x[:1],))
     with pytest.raises(ConfigError, match=r"backend is 'inducter', .* did you mean 'inductor'\?"):

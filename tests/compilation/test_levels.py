@@ -68,6 +68,7 @@ def test_files_and_variables_have_the_level(tmp_path: Path, monkeypatch: pytest.
         ({"level": 4}, r"compilation_config\.level is 4: use an integer at least 0 and at most 3"),
         ({"lvel": 2}, r"did you mean 'compilation_config\.level'"),
         ({"compile_sizes": [0]}, r"compile_sizes is \(0,\): use sizes of at least 1"),
+        ({"compile_sizes": [1 << 31]}, "use sizes of at least 1, and below 2147483648"),
         ({"pass_config": {"copies": "no"}}, "use a mapping of strings to true or false"),
     ],
 )
@@ -83,6 +84,10 @@ def test_contradictions(block: Block, x: Tensor) -> None:
         config = CompilationConfig(mode=mode, pass_config={"copies": False})
         with pytest.raises(ConfigError, match=rf"pass_config is set, .*mode is {mode}: set it to FULL"):
             opgraft.compile(block, config, args=(x,))
+    with pytest.raises(ConfigError, match=r"graph_mode is full, and .*capture_sizes is empty"):
+        opgraft.compile(block, CompilationConfig(level=1, graph_mode="full", capture_sizes=[]), args=(x,))
+    with pytest.raises(ConfigError, match="backend is '', which cannot be used here"):
+        opgraft.compile(block, CompilationConfig(level=1, backend=""), args=(x,))
     config = CompilationConfig(level=1, pass_config={"copys": False})
     with pytest.raises(ConfigError, match="pass_config has 'copys': did you mean 'copies'"):
         opgraft.compile(block, config, args=(x,))
@@ -125,7 +130,7 @@ def test_a_size_has_code_of_its_own() -> None:
 def test_sizes_need_one_that_is_dynamic(x: Tensor, block: Block) -> None:
     """Without a dynamic size, or with two of them, compile_sizes say nothing of the graph: an error."""
     config = CompilationConfig(level=1, compile_sizes=[4])
-    with pytest.raises(ConfigError, match=r"compile_sizes is set, and the graph of Block has none for dynamic sizes"):
+    with pytest.raises(ConfigError, match=r"compile_sizes is set, and the graph has none for dynamic sizes"):
         opgraft.compile(block, config, args=(x,), dynamic_shapes={"x": None})
     dims = {"x": {0: torch.export.Dim("a"), 1: torch.export.Dim("b")}}
     with pytest.raises(ConfigError, match=r"has s\w+, s\w+ for dynamic sizes, where one is expected"):

@@ -181,6 +181,43 @@ class Casting(Doubling):
         return Outcome(1, 1)
 
 
+class Unused(Doubling):
+    name: ClassVar[str] = "unused"
+
+    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
+        module.graph.placeholder("more")
+        return Outcome(1, 1)
+
+
+class Texts(Doubling):
+    name: ClassVar[str] = "texts"
+
+    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
+        return Outcome(*"ab")  # type: ignore[arg-type]
+
+
+class Choosy(Doubling):
+    name: ClassVar[str] = "choosy"
+
+    def applies(self, sizes: range) -> bool:
+        raise KeyError("of applies")
+
+
+class Unread(OtherSizes):
+    name: ClassVar[str] = "unread"
+
+    def applies(self, sizes: range) -> bool:
+        return True
+
+    def source_hash(self) -> str:
+        raise OSError("no source")
+
+
+class Nameless(GraphPass):
+    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
+        return Outcome(0, 0)
+
+
 class Disordering(Doubling):
     name: ClassVar[str] = "disordering"
 
@@ -197,7 +234,7 @@ def test_passes_of_a_user_run_after_the_others() -> None:
     with pytest.raises(CompilationError, match="differs from the model itself"):
         compiled_for(model, "Doubling")
     config = CompilationConfig(backend="eager", user_passes=[f"{__name__}:Doubling"])
-    with pytest.raises(CompilationError, match="differs from the model itself, by more than rounding: use another"):
+    with pytest.raises(CompilationError, match="differs from the model itself, by more than rounding: where it draws"):
         opgraft.compile(model.eval(), config, args=(x,), dynamic_shapes=(None,))
     compiled = compiled_for(model, "OtherSizes")
     assert [report.name for report in compiled.passes] == [each.name for each in BUILT_IN if each.is_default]
@@ -212,17 +249,26 @@ def test_passes_of_a_user_run_after_the_others() -> None:
         ("Raising", r"the pass raising \(.*Raising\) breaks the graph of Residuals: KeyError: 'of the pass'"),
         ("Narrowing", "the pass narrowing .* breaks the graph of Residuals: ValueError: .* returned"),
         ("Casting", "the pass casting .* breaks the graph of Residuals: ValueError: output returns .*float64"),
+        ("Unused", "the pass unused .* breaks the graph of Residuals: ValueError: its placeholder nodes are "),
+        ("Texts", "the pass texts .* breaks the graph of Residuals: TypeError: 'str' object cannot be interpreted"),
+        ("Choosy", "the pass choosy .* breaks the graph of Residuals: KeyError: 'of applies'"),
+        ("Unread", "the pass unread .* breaks the graph of Residuals: OSError: no source"),
         ("Disordering", "the pass disordering .* breaks the graph of Residuals: .*before it has been defined"),
     ],
 )
 def test_a_pass_that_breaks_the_graph_is_named(name: str, message: str) -> None:
-    """A pass that raises, or leaves other shapes, other dtypes or nodes in no order, is an error with its name."""
+    """A pass that raises, or leaves other inputs, shapes, dtypes or nodes in no order, is an error with its name."""
     with pytest.raises(CompilationError, match=message):
         compiled_for(Residuals(), name)
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("Absent", "cannot be constructed"), ("Residuals", "no opgraft.GraphPass")]
+    ("name", "message"),
+    [
+        ("Absent", "cannot be constructed"),
+        ("Residuals", "no opgraft.GraphPass"),
+        ("Nameless", "whose name is no text"),
+    ],
 )
 def test_names_that_lead_to_no_pass(name: str, message: str) -> None:
     """A name without a class behind it, or with one that is no pass, is an error of the setting."""

@@ -192,7 +192,6 @@ def test_pieces_by_inductor(decoder: Decoder) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch's own, as it writes code
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"splitting_ops": (SDPA,)}, {"graph_mode": "full", "capture_sizes": (1, 4)}])
 def test_code_of_pieces_is_kept(

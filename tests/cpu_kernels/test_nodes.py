@@ -1,16 +1,18 @@
-"""Attention layers as nodes of a compiled graph: by an op of the library, and by the layers where that cannot."""
+"""Compiled engines: attention layers as nodes of the graph, by an op of the library or by the layers, and the plan."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine.engines import prompts, recorded, serve, settings
-from opgraft.config import CacheConfig, CompilationConfig
+from opgraft.config import CacheConfig, CompilationConfig, OpgraftConfig, set_config
 from opgraft.engine.engine_core import EngineCore
+from opgraft.ops import RMSNorm
 from opgraft.ops.attention.decoder import attention_layers
 from random_decoders import written
 from torch import Tensor
@@ -26,9 +28,9 @@ class Following(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def engine(folder: Path, level: int = 1, cache: CacheConfig = BLOCKS) -> EngineCore:
+def engine(folder: Path, level: int = 1, cache: CacheConfig = BLOCKS, **compilation: Any) -> EngineCore:
     given = dataclasses.replace(settings(folder), cache=cache)
-    return EngineCore(dataclasses.replace(given, compilation_config=CompilationConfig(level=level)))
+    return EngineCore(dataclasses.replace(given, compilation_config=CompilationConfig(level=level, **compilation)))
 
 
 def model_of(core: EngineCore) -> Any:
@@ -54,7 +56,7 @@ def in_python(core: EngineCore) -> int:
 
 @pytest.fixture
 def folder(kernels: Any, tmp_path: Path) -> Path:
-    written("Llama", tmp_path / "model", num_hidden_layers=LAYERS, **SHAPE)
+    written("Qwen3", tmp_path / "model", num_hidden_layers=LAYERS, **SHAPE)  # whose layers no plan computes
     return tmp_path / "model"
 
 
@@ -101,3 +103,57 @@ def test_a_hook_that_is_set_between_steps(folder: Path) -> None:
     for _ in range(38):
         plain.step()
     assert request.output == other.output
+
+
+def by_plan(core: EngineCore) -> tuple[int, int]:
+    """Return how many calls the plan has computed, and how many it was asked for."""
+    (plan,) = [row for row in core.explain().classes if row.name == "decoder_plan"]
+    computed, calls = re.findall(r"^(\d+) of (\d+) calls", plan.remark)[0]
+    return int(computed), int(calls)
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # torch's own, where inductor starts
+@pytest.mark.parametrize(
+    ("level", "compilation", "planned"),
+    [
+        (1, {}, True),
+        pytest.param(2, {}, True, marks=pytest.mark.slow),
+        (1, {"graph_mode": "piecewise", "capture_sizes": [1]}, False),
+    ],
+    ids=["O1", "O2", "recorded"],
+)
+def test_what_the_plan_takes(
+    kernels: Any, tmp_path: Path, level: int, compilation: dict[str, Any], planned: bool
+) -> None:
+    """The plan computes calls of a compiled engine as of any other, but where settings say how the graph
+    runs."""
+    import opgraft_cpu_kernels
+
+    if "avx512_bf16" not in opgraft_cpu_kernels.paths():
+        pytest.skip("this CPU lacks avx512_bf16, on which the plan takes any number of tokens")
+    opgraft_cpu_kernels.set_path("avx512_bf16")
+    written("Llama", tmp_path, num_hidden_layers=LAYERS, **SHAPE)
+    core, expected = engine(tmp_path, level, **compilation), logits(engine(tmp_path, 0))
+    before, found = by_plan(core), logits(core)
+    computed, calls = (now - then for now, then in zip(by_plan(core), before, strict=True))
+    assert (computed > 0, computed) == (planned, calls)
+    tolerance = 0 if planned and level == 1 else 1e-3  # at level 2 the norm behind the layers is native
+    for key, row in expected.items():
+        torch.testing.assert_close(found[key], row, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("given", "kernel"),
+    [
+        ({"compilation_config": CompilationConfig(level=2)}, "forward_cpu"),
+        ({"compilation_config": CompilationConfig(level=2, custom_ops=["+linear", "-rms_norm"])}, "forward_native"),
+        ({"compilation_config": CompilationConfig(level=2, custom_ops=["none"])}, "forward_native"),
+        ({"compilation_config": CompilationConfig(level=2), "providers": {"rms_norm": "native"}}, "forward_native"),
+    ],
+    ids=["level", "-rms_norm", "none", "native"],
+)
+def test_what_is_left_to_a_compiler(kernels: Any, given: dict[str, Any], kernel: str) -> None:
+    """An op that is disabled for the compiler alone has a kernel for the plan; one that somebody disables has none."""
+    with set_config(OpgraftConfig(**given)):
+        choice = RMSNorm(16).binding.kernel
+    assert (choice.winner.method, choice.uncompiled.method) == ("forward_native", kernel)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine.engines import prompts, recorded, serve, settings
-from opgraft.config import CompilationConfig, OpgraftConfig
+from engine.engines import news, prompts, recorded, serve, settings
+from opgraft.config import CompilationConfig, OpgraftConfig, set_config
 from opgraft.engine.engine_core import EngineCore
 from opgraft.errors import ConfigError, LayerError
 from opgraft.ops.attention import Attention
@@ -61,7 +61,6 @@ def test_the_tokens_are_those_of_the_modules(family: str, tmp_path: Path) -> Non
     assert runner.remark == "the model is compiled by aot_eager"
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch's own, as it writes code
 @pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
 @pytest.mark.parametrize(("family", "level"), LEVELS)
 def test_at_a_level(family: str, level: int, tmp_path: Path) -> None:
@@ -75,6 +74,23 @@ def test_at_a_level(family: str, level: int, tmp_path: Path) -> None:
     assert tokens(core) == tokens(EngineCore(given))
     (runner,) = [row for row in core.explain().classes if row.name == "model_runner"]
     assert runner.remark == f"the model is compiled by {'eager' if level == 1 else 'inductor'}"
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_strict_mode_compiles_nothing_while_requests_run(strict: bool, tmp_path: Path) -> None:
+    """A step that torch.compile would compile anew fails its requests in strict mode; the error names the guard."""
+    written("Llama", tmp_path, num_hidden_layers=1)
+    with set_config(OpgraftConfig(strict=strict)):
+        core = EngineCore(dataclasses.replace(with_mode(tmp_path), strict=strict))
+        assert all(tokens(core))
+        norm = core.executor.worker.runner.model.model.norm
+        norm.weight = torch.nn.Parameter(norm.weight.repeat_interleave(2)[::2], requires_grad=False)
+        core.add([recorded("other", prompts(3)[0], 4)[0]])
+        errors = [output.error for output in news(core) if output.error]
+    assert len(errors) == strict
+    for error in errors:
+        assert "RecompilationError: strict mode: LlamaForCausalLM would be compiled anew" in error
+        assert "['norm']._parameters['weight']" in error
 
 
 def test_in_pieces_that_are_recorded(tmp_path: Path) -> None:

@@ -175,7 +175,8 @@ def test_gradients_agree(rotated: Shapes) -> None:
     assert rotated
 
 
-@pytest.mark.parametrize("config", ["LlamaConfig", pytest.param("Gemma3TextConfig", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["LlamaConfig", "Gemma3TextConfig"])
 def test_it_compiles_as_one_graph(config: str, rotated: Shapes) -> None:
     """The op is compiled with the model, for several lengths."""
     model = build(config, num_hidden_layers=1)

@@ -269,6 +269,7 @@ def test_sizes_that_cannot_be(tmp_path: Path, value: dict[str, Any], words: str)
     [
         ("mixtral", "num_local_experts", -1),
         ("mixtral", "sliding_window", -1),
+        ("mixtral", "rms_norm_eps", -1e-6),
         ("qwen3_moe", "decoder_sparse_step", 0),
         ("qwen3_moe", "moe_intermediate_size", -1),
         ("qwen3_moe", "num_local_experts", "x"),
@@ -280,7 +281,9 @@ def test_sizes_that_cannot_be(tmp_path: Path, value: dict[str, Any], words: str)
         ("mamba", "conv_kernel", 0),
         ("mamba", "time_step_rank", -1),
         ("mamba", "hidden_act", "relu"),
+        ("mamba", "layer_norm_epsilon", -1.0),
         ("mamba2", "n_groups", 0),
+        ("mamba2", "layer_norm_epsilon", float("nan")),
         ("mamba2", "time_step_limit", []),
         ("bamba", "mamba_d_state", 0),
         ("bamba", "time_step_limit", None),
@@ -288,6 +291,7 @@ def test_sizes_that_cannot_be(tmp_path: Path, value: dict[str, Any], words: str)
         ("lfm2", "block_multiple_of", 0),
         ("lfm2", "num_attention_heads", 0),
         ("plamo2", "attention_window_size", -1),
+        ("plamo2", "rms_norm_eps", -1),
     ],
 )
 def test_experts_and_mixers_that_cannot_be(tmp_path: Path, name: str, setting: str, value: Any) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import opgraft
+import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 FAMILY = "opgraft/ops/activation"
@@ -110,6 +111,7 @@ def run(package: Path, *command: str) -> str:
     return child.stdout
 
 
+@pytest.mark.source
 def test_an_op_is_added_in_the_folder_of_its_family(tmp_path: Path) -> None:
     """What is written in one folder is known to functions, modules, proof, commands, pages and the tests of these."""
     shutil.copytree(Path(opgraft.__file__).parent, tmp_path / "opgraft")  # with the bytecode of what stays as it is

@@ -57,6 +57,7 @@ def test_large_tensors_no_longer_fault() -> None:
 
 
 @needs_glibc
+@pytest.mark.slow
 def test_other_threads_do_not_fault_either() -> None:
     """What holds for the main thread holds for threads that are started later."""
     assert run(work=_IN_A_THREAD, OPGRAFT_CPU_KEEP_MEMORY="1")[0] < _PAGES // 10_000

@@ -175,7 +175,9 @@ def check_answers(answers: dict[str, str]) -> None:
         assert re.search(rf"^AgreementError: process \d+ would compute otherwise .*{told}", answer), answer
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+@pytest.mark.parametrize(
+    "method", ["spawn", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fork", "forkserver"))]
+)
 def test_processes_of_multiprocessing(site, tmp_path: Path, method: str) -> None:
     """However they are started, they compare what they decide."""
     (line,) = lines_of(site, tmp_path, PARENT, method)
@@ -192,6 +194,7 @@ def test_a_lockfile_that_no_variable_names(site, tmp_path: Path) -> None:
     assert re.fullmatch(rf"{begins}one of 0 distributions with .* for this one\. .*; imported: False", other)
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun(site, tmp_path: Path) -> None:
     """A rank that differs stops, while the other one goes on."""
     (line,) = lines_of(site, tmp_path, RANKS)

@@ -284,7 +284,7 @@ def _runs_another(op: Any, form: str) -> str:
     """Say what a part runs in place of the kernel of that form, or return ""."""
     if reason := _changed(op):
         return reason
-    known = op.binding.kernel.winner.functional(form) is getattr(kernels, form)
+    known = op.binding.kernel.uncompiled.functional(form) is getattr(kernels, form)
     return "" if known else _running(op.binding)
 
 
@@ -320,7 +320,7 @@ def _no_map(layer: Any) -> str:
         return "has a packed weight" if layer._packed is not None else f"has a {_name(layer.quant_method)}"
     form, tensors = called
     kernel, binding = FORMS.get(form), binding_of(form)
-    if kernel is None or binding.kernel.winner.functional(form.name) is not kernel:
+    if kernel is None or binding.kernel.uncompiled.functional(form.name) is not kernel:
         return f"calls the form {form.name}, which {_running(binding)}"
     if form is functional.quantized_linear:
         given: Any = tensors  # the form's weight and scales, which it always has

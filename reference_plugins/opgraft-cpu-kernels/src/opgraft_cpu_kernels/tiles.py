@@ -1,7 +1,7 @@
 """Weight methods that hold codes in tiles, where the path in force multiplies bytes.
 
-Only the tiles are kept. In a ``state_dict`` codes, scales and offsets lie in rows, as they do without. Codes of
-``int8``, which have one scale for a row, stay in rows: with them one row of inputs takes as long as memory does.
+Only the tiles are kept. In a ``state_dict`` codes, scales and offsets lie in rows, as they do without. Codes of 8 bits
+gain by tiles too: in rows each becomes a float32 number, at 25 GB/s a thread (Zen 4), which is less than memory gives.
 """
 
 from __future__ import annotations
@@ -44,12 +44,17 @@ class GGUFLinearMethod(_Tiled, gguf.GGUFLinearMethod):
     """Holds the codes of a GGUF file's blocks."""
 
 
+class Int8LinearMethod(_Tiled, integers.Int8LinearMethod):
+    """Holds codes of eight bits that are made while loading."""
+
+
 class Int4LinearMethod(_Tiled, integers.Int4LinearMethod):
     """Holds codes of four bits that are made while loading."""
 
 
 METHODS: Mapping[str, type[_Tiled]] = {
     "gguf_linear_method": GGUFLinearMethod,
+    "int8_linear_method": Int8LinearMethod,
     "int4_linear_method": Int4LinearMethod,
 }
 """Name of a weight method → the class that takes its place."""
