@@ -1,4 +1,4 @@
-"""What one rendering of a chat template may take: time, steps, characters and memory.
+"""The limits of one rendering of a chat template: time, steps, characters and memory.
 
 Each value that a template makes is weighed when it is made: a text by its characters, a list by what it holds.
 Templates cannot change lists, so a weight is known for good, and one that holds another twice weighs twice as much at
@@ -35,7 +35,7 @@ _PER_ELEMENT = 64
 _TEXTS = (str, bytes)
 _NUMBERS = (int, float, type(None))
 _HOLDERS = (Namespace, Cycler, LoopContext)
-"""What they hold can change, or is made behind the limits' back."""
+"""Objects whose contents can change, or are made behind the limits' back."""
 
 
 @dataclass

@@ -25,7 +25,6 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatter, SandboxedFormatter
 from jinja2.utils import Namespace, pass_context, pass_environment
 from jinja2.visitor import NodeTransformer
-from markupsafe import Markup
 from opgraft.serving.template_budget import BUDGET, expect_product, expect_room
 
 MOST_POWER = 64
@@ -39,7 +38,7 @@ _NUMBER = re.compile("[0-9]{1,9}")
 _SLOW = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
 """Filters whose time grows faster than what they take."""
 _SPACED = frozenset({"expandtabs", "indent", "tojson"})
-"""What puts so many spaces at many places as a number says."""
+"""Methods and filters that put as many spaces at many places as a number says."""
 _GROWING = frozenset({"indent", "replace", "tojson"})
 """Filters that put what they take at many places."""
 
@@ -241,12 +240,12 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return attr not in _SLOW and super().is_safe_attribute(obj, attr, value)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Replace ``format`` and ``format_map`` of a text by what keeps to the limits."""
+        """Replace ``format`` and ``format_map`` of a text by one that keeps to the limits."""
         if super().wrap_str_format(value) is None:
             return None
         text = value.__self__
         kind: type[str] = type(text)
-        formatter = _EscapingFormatter(self, escape=text.escape) if isinstance(text, Markup) else _Formatter(self)
+        formatter = _EscapingFormatter(self, escape=text.escape) if hasattr(text, "__html__") else _Formatter(self)
 
         def formatted(*args: Any, **kwargs: Any) -> str:
             fields = args[0] if value.__name__ == "format_map" else kwargs
