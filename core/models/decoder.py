@@ -276,7 +276,7 @@ class DecoderModel(DecoderStack):
             return None
         hidden_states, residual = self._scaled(input_ids, inputs_embeds)
         computed = self.plan.run(self.layers, positions, hidden_states) if residual is None else None
-        return None if computed is None else self.left(*computed)
+        return None if computed is None else self.left(computed[0], computed[1], compiled=False)
 
     def _scaled(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[Tensor, Tensor | None]:
         hidden_states, residual = self.entered(input_ids, inputs_embeds)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from opgraft.binding.uncompiled import call_uncompiled
 from opgraft.models.description import joined
 from opgraft.models.model import Model
 from opgraft.models.stages import Stage, expect_given
@@ -65,11 +67,18 @@ class DecoderStack(nn.Module):
             return hidden_states, residual
         return self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds, None
 
-    def left(self, hidden_states: Tensor, residual: Tensor) -> Tensor:
-        """Return what comes of the last layer's outputs: the last norm of their sum, or both for the next stage."""
+    def left(self, hidden_states: Tensor, residual: Tensor, compiled: bool = True) -> Tensor:
+        """Return what comes of the last layer's outputs: the last norm of their sum, or both for the next stage.
+
+        Args:
+            hidden_states: of the layer.
+            residual: to which they are still to be added.
+            compiled: whether this is in the graph of a model that a compiler has; else its norm has a kernel there too.
+        """
         if not self.stage.is_last:
             return torch.stack((hidden_states, residual))
-        return self.norm(hidden_states, residual)[0]  # type: ignore[no-any-return]
+        outputs = (self.norm if compiled else partial(call_uncompiled, self.norm))(hidden_states, residual)
+        return outputs[0]  # type: ignore[no-any-return]
 
 
 class StagedForCausalLM(Model):

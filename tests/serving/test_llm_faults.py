@@ -198,11 +198,7 @@ FAILURES: dict[str, tuple[Callable[..., Any], int, str]] = {
     "NaN": (nan, 2, "what the request does to its logits made 400 of 400 logits NaN or infinite"),
     "an exception": (raising, 0, "its logits processor .* raised ArithmeticError: no such luck"),
     "another shape": (lambda output, logits: logits[:3], 0, r"returned \(3,\), expected a tensor \(400,\)"),
-    "another layout": (
-        lambda output, logits: logits.to_sparse(),
-        0,
-        "its logits processor .* raised RuntimeError: copy_",
-    ),
+    "another layout": (lambda output, logits: logits.to_sparse(), 0, "logits processor .* raised RuntimeError: copy_"),
     "no numbers": (lambda output, logits: logits.to("meta"), 0, "its logits processor .* raised NotImplementedError"),
 }
 
