@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from compile_sides import (
     PLAIN,
     QUANTIZED,
@@ -33,7 +34,9 @@ from compile_sides import (
     processes,
     tokens,
 )
-from engine_rows import Finding, print_findings
+from engine_rows import Finding, Roof, print_findings
+from engine_rows import Shape as Work
+from machine_limits import speeds
 from parallel_ranks import Ranks, decode, load
 from timing import machine
 
@@ -70,16 +73,36 @@ ANSWER = 24
 def steady(arguments: argparse.Namespace) -> Iterator[Finding]:
     """Compare calls of the large model: with transformers', and with those of the same model uncompiled."""
     for dtype in arguments.dtypes:
+        work = work_of(replace(arguments.shape, dtype=dtype))
+        limits = speeds(work.weights, getattr(torch, dtype))
         with processes(arguments.sides, replace(arguments.shape, dtype=dtype)) as started:
             for batch, most in MOST[dtype].items():
                 found = in_turns(started, batch, CALLS[batch], arguments.rounds)
+                least = least_of(work, batch, [limits() for _ in range(arguments.rounds)])
                 of = f"{dtype}, batch {batch}"
                 for side in found.keys() - {PLAIN}:
                     fine = most if side == "kernels O2" else None
-                    yield over(f"{side} / {PLAIN}, {of}", found[side], found[PLAIN], arguments, fine)
+                    yield over(f"{side} / {PLAIN}, {of}", found[side], found[PLAIN], arguments, fine, least)
                 for side, uncompiled in COMPILED.items():
                     if {side, uncompiled} <= found.keys():
                         yield over(f"{side} / {uncompiled}, {of}", found[side], found[uncompiled], arguments, 1.0)
+
+
+def work_of(shape: Shape) -> Work:
+    """Return the weights of a Llama that a call multiplies by each of its tokens."""
+    layers = shape.layers * shape.hidden * (4 * shape.hidden + 3 * (shape.hidden * 43 // 16))
+    head = shape.vocabulary * shape.hidden
+    return Work((layers + head) * getattr(torch, shape.dtype).itemsize, layers, head, cached=0, attention=0)
+
+
+def least_of(work: Work, batch: int, limits: Sequence[Mapping[str, Seconds]]) -> Seconds:
+    """Return the least seconds of a call, by the speeds of reading and of products that were measured beside it."""
+
+    def median(speed: str, clock: str) -> float:
+        return statistics.median(each[speed][clock] for each in limits)
+
+    roofs = {clock: Roof(median("bytes_per", clock), median("products_per", clock)) for clock in limits[0]["bytes_per"]}
+    return {clock: roof.step(work, batch, batch, 0) for clock, roof in roofs.items()}
 
 
 def calls(arguments: argparse.Namespace) -> Iterator[Finding]:
@@ -131,7 +154,6 @@ def exchanges(arguments: argparse.Namespace) -> Iterator[Finding]:
 def recompilations(arguments: argparse.Namespace) -> Iterator[Finding]:
     """Count the graphs that a backend is given while a compiled model is called with every size of the batch."""
     import opgraft
-    import torch
 
     graphs: list[object] = []
 
@@ -232,13 +254,15 @@ def over(
     theirs: Sequence[Seconds],
     arguments: argparse.Namespace,
     most: float | None = None,
+    least: Seconds | None = None,
 ) -> Finding:
-    """Return the median over rounds of the ratio of two sides."""
+    """Return the median over rounds of the ratio of two sides; ``least``: what ours may take on this machine."""
     clock = "cpu_seconds" if arguments.cpu_time else "seconds"
     pairs = [(a[clock], b[clock]) for a, b in zip(ours, theirs, strict=True)]
     mine, other = (statistics.median(side) * 1e3 for side in zip(*pairs, strict=True))
     detail = f"{mine:,.2f} over {other:,.2f} ms{' of CPU time' if arguments.cpu_time else ''}, {len(pairs)} rounds"
-    return Finding(name, statistics.median(a / b for a, b in pairs), detail, most=most)
+    bound = None if least is None else statistics.median(least[clock] / b for _, b in pairs)
+    return Finding(name, statistics.median(a / b for a, b in pairs), detail, most=most, bound=bound)
 
 
 def moved(name: str, ours: float, theirs: float) -> Finding:

@@ -8,7 +8,8 @@ from typing import Any
 
 import jinja2
 from opgraft.errors import CheckpointError, RequestError, close_matches
-from opgraft.serving.template_environment import TemplateEnvironment, limited
+from opgraft.serving.template_budget import limited
+from opgraft.serving.template_environment import TemplateEnvironment
 from opgraft.serving.tokenizer import Tokenizer
 from opgraft.text import described
 

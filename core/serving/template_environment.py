@@ -2,9 +2,9 @@
 
 A template comes with a checkpoint and is code: the sandbox keeps it from Python's internals. The limits make an endless
 loop and huge text an error of one request. Counted are the turns of loops, the calls of macros and the characters that
-are written, be it to the output or to a variable; checked are the sizes of what calls, filters and operators take and
-return. Not bounded is what a single call does in between: ``replace`` or ``join`` of long texts, a width written in a
-format of ``format``, and the text of lists that hold each other many times over.
+are written, be it to the output or to a variable. Weighed is all that calls, filters, operators and literals take and
+make; what a method of a text or a filter can make of it by far more than it takes is refused before it is made, and
+filters that take long by far more than their text is long are not there.
 """
 
 from __future__ import annotations
@@ -12,75 +12,41 @@ from __future__ import annotations
 import functools
 import json
 import re
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from typing import Any
 
-from jinja2 import nodes
+from jinja2 import Environment, nodes
 from jinja2.exceptions import SecurityError, TemplateRuntimeError
 from jinja2.ext import Extension, LoopControlExtension
+from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace, pass_context
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatter, SandboxedFormatter
+from jinja2.utils import Namespace, pass_context, pass_environment
 from jinja2.visitor import NodeTransformer
+from opgraft.serving.template_budget import BUDGET, expect_product, expect_room
 
-MOST_CHARACTERS = 1 << 24
-"""Written for a chat, and in any text or list on the way there; a million tokens have about a third of it."""
-MOST_STEPS = 1_000_000
-"""Turns of loops and calls of macros."""
-MOST_SECONDS = 10.0
 MOST_POWER = 64
 """The highest exponent."""
 
-_SIZED = "opgraft_sized"
+_MADE = "opgraft_made"
 _STEP = "opgraft_step"
+_WEIGHED = "opgraft_weighed"
 _WRITTEN = "opgraft_written"
-_WIDE = re.compile(r"%[^a-zA-Z%]*(\*|\d{6})")
-
-
-@dataclass
-class _Budget:
-    """The time, the steps and the characters that a rendering has left."""
-
-    deadline: float
-    steps: int = MOST_STEPS
-    characters: int = MOST_CHARACTERS
-
-    def step(self) -> None:
-        self.steps -= 1
-        if self.steps < 0:
-            raise TemplateRuntimeError(f"it takes more than {MOST_STEPS} steps: a loop in it may have no end")
-        if time.monotonic() > self.deadline:
-            raise TemplateRuntimeError(f"it takes longer than {MOST_SECONDS:g} seconds")
-
-    def write(self, characters: int) -> None:
-        self.characters -= characters
-        if self.characters < 0:
-            raise TemplateRuntimeError(f"it writes more than {MOST_CHARACTERS} characters")
-
-
-_BUDGET: ContextVar[_Budget] = ContextVar("_BUDGET")
-
-
-@contextmanager
-def limited() -> Iterator[None]:
-    """Give the templates that are rendered within the block one budget. Without it they cannot be rendered."""
-    token = _BUDGET.set(_Budget(time.monotonic() + MOST_SECONDS))
-    try:
-        yield
-    finally:
-        _BUDGET.reset(token)
+_NUMBER = re.compile("[0-9]{1,9}")
+_SLOW = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
+"""Filters whose time grows faster than what they take."""
+_SPACED = frozenset({"expandtabs", "indent", "tojson"})
+"""Methods and filters that put as many spaces at many places as a number says."""
+_GROWING = frozenset({"indent", "replace", "tojson"})
+"""Filters that put what they take at many places."""
 
 
 @pass_context  # so that it is not called once for all while a template is compiled
 def _step(context: Context, characters: int) -> str:
     """Take a step, which writes so many characters that the template has as they are."""
-    budget = _BUDGET.get()
+    budget = BUDGET.get()
     budget.step()
     budget.write(characters)
     return ""
@@ -88,35 +54,48 @@ def _step(context: Context, characters: int) -> str:
 
 @pass_context
 def _written(context: Context, value: object) -> str:
+    budget = BUDGET.get()
+    budget.weigh(value)
     text = str(value)
-    _BUDGET.get().write(len(text))
+    budget.write(len(text))
     return text
 
 
-def _sized(value: Any) -> Any:
-    if isinstance(value, str | list | tuple | dict) and len(value) > MOST_CHARACTERS:
-        raise TemplateRuntimeError(f"it makes a text or a list that is longer than {MOST_CHARACTERS}")
+@pass_context
+def _made(context: Context, value: Any) -> Any:
+    return BUDGET.get().made(value)
+
+
+@pass_context
+def _weighed(context: Context, value: Any) -> Any:
+    BUDGET.get().weigh(value)
     return value
 
 
-def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that numbers that it takes, and texts and lists that it returns, have a limit."""
+def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a filter or a test so that what it takes and makes has a limit."""
+    skipped = int(hasattr(function, "jinja_pass_arg"))
 
     @functools.wraps(function)  # jinja2's own marks on it included
     def checked(*args: Any, **kwargs: Any) -> Any:
-        _check_numbers(args, kwargs)
-        return _sized(function(*args, **kwargs))
+        value, *others = [*args[skipped:], *kwargs.values()]
+        budget = BUDGET.get()
+        budget.weigh(value)
+        _check_call(name, value if name in _GROWING else None, others)
+        return budget.made(function(*args, **kwargs))
 
     return checked
 
 
-def _check_numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse numbers that may be a width or a count."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, int) and abs(value) > MOST_CHARACTERS:
-            raise TemplateRuntimeError(
-                f"it calls a function with the number {value:.3g}, at most {MOST_CHARACTERS} is taken"
-            )
+def _check_call(name: str, text: object, others: Iterable[Any]) -> None:
+    """Refuse a call that takes too much, and one of a text that may make a huge one of it."""
+    budget = BUDGET.get()
+    others = list(others)
+    weight = budget.take(others)
+    if name in _SPACED:
+        weight += sum(abs(value) for value in others if isinstance(value, int))
+    if text is not None:
+        expect_product(budget.weigh(text), weight)
 
 
 class _Limits(NodeTransformer):
@@ -138,11 +117,37 @@ class _Limits(NodeTransformer):
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
-        return _filtered(self.generic_visit(node), _SIZED)
+        self.generic_visit(node)
+        node.nodes = [_filtered(part, _WEIGHED) for part in node.nodes]
+        return _filtered(node, _MADE)
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        node.expr = _filtered(node.expr, _WEIGHED)
+        return node
+
+    def visit_Operand(self, node: nodes.Operand) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        node.expr = _filtered(node.expr, _WEIGHED)
+        return node
+
+    def visit_List(self, node: nodes.List) -> nodes.Node:  # noqa: N802
+        return _filtered(self.generic_visit(node), _MADE)
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:  # noqa: N802
+        return _filtered(self.generic_visit(node), _MADE)
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _filtered(node, _MADE) if node.ctx == "load" else node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _filtered(node, _MADE) if isinstance(node.arg, nodes.Slice) else node
 
     def visit_AssignBlock(self, node: nodes.AssignBlock) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        node.filter = _filtered(node.filter, _SIZED)
+        node.filter = _filtered(node.filter, _MADE)
         return node
 
     def _stepping(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
@@ -182,22 +187,42 @@ class _Names(Namespace):
         _check_name(name)
         super().__setitem__(name, value)
 
+    def __repr__(self) -> str:  # not what it holds, which may hold it
+        return "<Namespace>"
+
 
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise SecurityError(f"a namespace takes no name that begins with an underscore, such as {name!r:.80}")
 
 
+class _Formatter(SandboxedFormatter):
+    """Formats one field after the other within the limits."""
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        budget = BUDGET.get()
+        expect_room(budget.weigh(value) + _widest(format_spec))
+        return budget.made(super().format_field(value, format_spec))
+
+
+class _EscapingFormatter(_Formatter, SandboxedEscapeFormatter):
+    """Escapes the values of fields too."""
+
+
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """The sandbox with the limits and with the functions that transformers gives to templates."""
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension])
-        self.filters["tojson"] = _to_json
-        self.filters.update({name: _checked(function) for name, function in self.filters.items()})
-        self.filters.update({_SIZED: _sized, _STEP: _step, _WRITTEN: _written})
+        self.filters.update(tojson=_to_json, join=_join, sum=_sum, format=_format)
+        for slow in _SLOW:
+            del self.filters[slow]
+        self.filters = {name: _checked(name, function) for name, function in self.filters.items()}
+        tests: dict[str, Any] = self.tests  # which jinja2 types too narrowly
+        self.tests = {name: _checked(name, test) for name, test in tests.items()}
+        self.filters.update({_MADE: _made, _STEP: _step, _WEIGHED: _weighed, _WRITTEN: _written})
         del self.globals["lipsum"]  # random text of any length
         self.globals.update(raise_exception=_raise, strftime_now=_now, namespace=_Names)
 
@@ -210,32 +235,98 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         tree = _Limits().visit(self.parse(source))
         return self.template_class.from_code(self, self.compile(tree), self.make_globals(None))
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Refuse methods that are as slow as the filters of their names are, beside those that jinja2 refuses."""
+        return attr not in _SLOW and super().is_safe_attribute(obj, attr, value)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Replace ``format`` and ``format_map`` of a text by one that keeps to the limits."""
+        if super().wrap_str_format(value) is None:
+            return None
+        text = value.__self__
+        kind: type[str] = type(text)
+        formatter = _EscapingFormatter(self, escape=text.escape) if hasattr(text, "__html__") else _Formatter(self)
+
+        def formatted(*args: Any, **kwargs: Any) -> str:
+            fields = args[0] if value.__name__ == "format_map" else kwargs
+            return kind(formatter.vformat(text, args if fields is kwargs else (), fields))
+
+        return formatted
+
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call a function for a template, within the limits."""
-        _check_numbers(args, kwargs)
-        return _sized(super().call(context, function, *args, **kwargs))
+        text = getattr(function, "__self__", None)
+        if isinstance(text, str | bytes):
+            args = tuple(list(value) if isinstance(value, Iterator) else value for value in args)
+            _check_call(function.__name__, text, [*args, *kwargs.values()])
+        else:
+            _check_call("", None, [*args, *kwargs.values()])
+        return BUDGET.get().made(super().call(context, function, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Apply an operator for a template, within the limits."""
+        budget = BUDGET.get()
+        weights = budget.weigh(left), budget.weigh(right)
         if operator == "*":
-            lengths = [len(value) if isinstance(value, str | list | tuple) else value for value in (left, right)]
-            if lengths != [left, right] and all(isinstance(length, int) for length in lengths):
-                _check_numbers((lengths[0] * lengths[1],), {})
-        elif operator == "**":
-            if abs(right) > MOST_POWER:
-                raise TemplateRuntimeError(
-                    f"it raises a number to the power {right:.3g}, at most {MOST_POWER} is taken"
-                )
-        elif operator == "%" and isinstance(left, str) and _WIDE.search(left):
-            raise TemplateRuntimeError(f"it fills a text to a width of a million or of no known limit: {left!r:.80}")
-        return _sized(super().call_binop(context, operator, left, right))
+            for times, weight in zip((right, left), weights, strict=True):
+                if isinstance(times, int):
+                    expect_room(times * (weight - 1))  # nothing for numbers
+        elif operator == "**" and abs(right) > MOST_POWER:
+            raise TemplateRuntimeError(f"it raises a number to the power {right:.3g}, at most {MOST_POWER} is taken")
+        elif operator == "%" and isinstance(left, str | bytes):
+            _check_percent(left, right)
+        return budget.made(super().call_binop(context, operator, left, right))
+
+
+def _widest(format_spec: str) -> int:
+    """Return the largest number in a format, or one that is too large where it has more digits."""
+    return max(map(int, _NUMBER.findall(format_spec)), default=0)
+
+
+def _check_percent(text: str | bytes, values: Any) -> None:
+    """Refuse formats that may make a huge text."""
+    text = str(text)
+    fields = text.count("%")
+    widest = _widest(text)
+    if "*" in text:  # a value may be a width
+        widest += sum(abs(value) for value in (values if isinstance(values, tuple) else ()) if isinstance(value, int))
+    expect_product(fields, BUDGET.get().weigh(values) + widest)
+
+
+def _format(value: Any, *args: Any, **kwargs: Any) -> Any:
+    """Format by percent signs."""
+    if args and kwargs:
+        raise TemplateRuntimeError("format takes values by their places or by their names, not both")
+    text = value if isinstance(value, str) else str(value)
+    _check_percent(text, kwargs or args)
+    return text % (kwargs or args)
+
+
+@pass_environment
+def _join(environment: Environment, value: Any, d: object = "", attribute: Any = None) -> str:
+    """Join as jinja2 does, whose names of arguments these are."""
+    parts = list(value if attribute is None else map(make_attrgetter(environment, attribute), value))
+    between = str(d)
+    expect_product(BUDGET.get().weigh(parts), len(between))
+    return between.join(map(str, parts))
+
+
+@pass_environment
+def _sum(environment: Environment, iterable: Any, attribute: Any = None, start: Any = 0) -> Any:
+    """Add one after the other."""
+    parts = iterable if attribute is None else map(make_attrgetter(environment, attribute), iterable)
+    made = BUDGET.get().made
+    return functools.reduce(lambda total, part: made(total + part), parts, start)
 
 
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     """Write JSON; jinja2's own filter escapes what HTML needs escaped."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    if indent is None:
+        return encoder.encode(value)
+    return "".join(map(BUDGET.get().made, encoder.iterencode(value)))  # spaces of deep lists are counted on the way
 
 
 def _raise(message: str) -> None:
@@ -243,4 +334,5 @@ def _raise(message: str) -> None:
 
 
 def _now(format: str) -> str:  # the name that templates use
+    expect_product(len(format), 256)  # a width in it makes at most so many times its length
     return datetime.now().strftime(format)

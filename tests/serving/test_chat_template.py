@@ -13,6 +13,8 @@ from opgraft.serving.tokenizer import Tokenizer
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
+TWICE = "{% set n = namespace(x=['a']) %}{% for i in range(40) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
+
 MARKED = """\
 {%- for message in messages %}
     {%- if loop.first and message.role != 'system' %}
@@ -74,6 +76,10 @@ WITH_MACRO = """\
 {{ text }}
 {% call(x) twice() %}{{ x }}{% endcall %}{{ messages | length }} {{ messages[-1].content[:3] }}
 {{ 7 // 2 * 1.5 }} {{ 'ab' * 3 }} {{ [1] + [2] }} {{ 'n%03d' % 7 }} {{ dict(a=1) }} {{ messages[0].get('x', 'y') }}
+{{ '{}-{a[0]:>4}'.format('<x>', a=[7]) }} {{ 'Now %s at %(percent)s' | replace('%(', '%%(') | format('x') }}
+{{ [[1], [2]] | sum(start=[]) }} {{ [1, 2] | sum }} {{ messages | map(attribute='role') | select | first }}
+{% set roles = messages | map(attribute='role') %}{{ 'y' if roles }}{{ roles | join('|') }}{{ roles | join('|') }}
+{{ ('a' | safe).format('<') }}{{ 'a-b'.split('-') }} {{ '-'.join(messages | map(attribute='role')) }}
 {{ u }}
 """.replace("{% call", "{% macro twice() %}{{ caller(1) }}{{ caller(2) }}{% endmacro %}{% call")
 
@@ -151,22 +157,63 @@ def test_templates_by_name() -> None:
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 1000000 steps"),
         ("{% for a in [1,1] recursive %}{{ loop([1, 1]) }}{% endfor %}", "recursion"),
         (
-            "{% macro f(n) %}{% if n %}{{ f(n-1) ~ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+            "{% macro f(n) %}{% if n %}{{ f(n-1) ~ f(n-1) }}{% endif %}" + "text" * 1000 + "{% endmacro %}{{ f(60) }}",
             "more than|longer than",
         ),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
         ("{% for i in range(10**9) %}{% endfor %}", "with the number 1e"),
         ("{% for i in range(200000) %}{% endfor %}", "Range too big"),
-        ("{{ 'a' * 10**9 }}", "with the number 1e"),
-        ("{{ 10**9 * [0] }}", "with the number 1e"),
+        ("{{ 'a' * 10**9 }}", "longer than"),
+        ("{{ 10**9 * [0] }}", "longer than"),
         ("{{ 9**(9**9) }}", "power 3.87e"),
         ("{{ 'a'.ljust(10**9) }}", "with the number 1e"),
-        ("{{ '%999999999d' % 1 }}", "fills a text to a width"),
-        ("{{ '%*d' % (999999999, 1) }}", "fills a text to a width"),
+        ("{{ '%999999999d' % 1 }}", "longer than"),
+        ("{{ '%*d' % (999999999, 1) }}", "longer than"),
         ("{{ 'a' | center(10**9) }}", "with the number 1e"),
         ("{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "longer than"),
         ("{% set n = namespace(x=[1]) %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}", "longer than"),
         ("{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}", "longer than"),
+        ("{{ (messages * 99999) | join('a' * 99999) }}", "longer than"),
+        ("{{ ('a' * 99999) | list | join('a' * 99999) }}", "longer than"),
+        ("{{ ('a' * 99999).join('a' * 99999) }}", "longer than"),
+        ("{{ ('a' * 99999).join(('a' * 99999) | map('upper')) }}", "longer than"),
+        ("{{ namespace(a='a' * 99999) | list }}", "not iterable"),
+        ("{{ [namespace(a='a' * 99999)] | join('', 'a') }}", "puts a namespace"),
+        ("{{ ('a' * 99999) | replace('a', 'b' * 99999) }}", "longer than"),
+        ("{{ ('a' * 99999).replace('a', 'b' * 99999) }}", "longer than"),
+        ("{{ ('a' * 99999).encode().replace('a'.encode(), ('b' * 99999).encode()) }}", "longer than"),
+        ("{{ ('a' * 99999).translate({97: 'b' * 99999}) }}", "longer than"),
+        ("{{ ('a' * 9999999).rfind('b' + 'a' * 99999) }}", "longer than"),
+        ("{{ ('\t' * 999999).expandtabs(99999) }}", "longer than"),
+        ("{{ ('\n' * 999999) | indent(99999, blank=true) }}", "longer than"),
+        ("{{ ([[1]] * 99999) | tojson(indent=99999) }}", "longer than"),
+        ("{{ ([1] * 99999) | tojson(separators=('a' * 99999, '')) }}", "longer than"),
+        ("{{ (['a' * 99999] * 160) | sum(start='') }}", "more than 1073741824 bytes"),
+        ("{{ '{:999999999}'.format(1) }}", "longer than"),
+        ("{{ '{:{}}'.format(1, 999999999) }}", "with the number 1e"),
+        ("{{ '{:{a[0]}}'.format(1, a=[999999999]) }}", "longer than"),
+        ("{{ ('{0}' * 99999).format('a' * 99999) }}", "more than 1073741824 bytes"),
+        ("{{ '%999999999d' | format(1) }}", "longer than"),
+        ("{{ '%(a)999999999d' % {'a': 1} }}", "longer than"),
+        ("{{ ('%(a)s' * 99999) % {'a': 'a' * 99999} }}", "longer than"),
+        ("{{ strftime_now('%9999999Y' * 99999) }}", "longer than"),
+        ("{{ 1.5 | round(10**8) }}", "with the number 1e"),
+        ("{{ [1] | slice(10**8) | list }}", "with the number 1e"),
+        ("{{ [1] | batch(999999, 'a' * 9999) | list }}", "longer than"),
+        ("{% set n = namespace(x=9) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}", "16384 bits"),
+        ("{{ ('f' * 99999) | int(base=16) }}", "16384 bits"),
+        (TWICE, "longer than"),
+        (TWICE.replace("[n.x, n.x]", "dict(a=n.x, b=n.x)"), "longer than"),
+        (TWICE.replace("[n.x, n.x]", "cycler(n.x, n.x).items"), "longer than"),
+        (TWICE.replace("[n.x, n.x]", "[n.x] | batch(2, n.x) | first"), "longer than"),
+        (TWICE.replace("[n.x, n.x]", "(n.x, n.x)"), "longer than"),
+        (TWICE.replace("[n.x, n.x]", "{1: n.x, 2: n.x}.values()"), "longer than"),
+        (
+            TWICE.replace("[n.x, n.x]", "namespace(a=n.x, b=n.x)") + "{{ [n.x] }}",
+            "puts a namespace",
+        ),
+        ("{% for i in range(99999) %}{% set x = 'a' * 16000000 %}{% endfor %}", "more than 1073741824 bytes"),
+        ("{% set x = 'a' * 16000000 %}{% for i in range(99999) %}{% set y = x[1:] %}{% endfor %}", "1073741824 bytes"),
         ("{% for i in range(99999) %}{{ messages[0].role * 9999 }}{% endfor %}", "writes more than"),
         ("{% set x %}{% for i in range(99999) %}{{ messages[0].role * 9999 }}{% endfor %}{% endset %}", "writes more"),
         ("{% for i in range(99999) %}" + "text" * 1000 + "{% endfor %}", "writes more than"),
@@ -180,7 +227,7 @@ def test_limits(source: str, reason: str) -> None:
 
 def test_time_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """A template that is slow at few steps is stopped too."""
-    monkeypatch.setattr("opgraft.serving.template_environment.MOST_SECONDS", -1.0)
+    monkeypatch.setattr("opgraft.serving.template_budget.MOST_SECONDS", -1.0)
     with pytest.raises(RequestError, match="takes longer than -1 seconds"):
         chat_template("{% for i in [1] %}{% endfor %}").render([{"role": "user"}])
 
@@ -197,6 +244,8 @@ def test_time_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
         "{% include '/etc/passwd' %}",
         "{% import 'os' as os %}",
         "{{ lipsum(9) }}",
+        "{{ ('a' | safe).striptags() }}",
+        "{{ 'a' | urlize }}",
     ],
 )
 def test_the_sandbox(source: str) -> None:
