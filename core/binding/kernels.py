@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from opgraft.binding.derivation import NATIVE, FunctionalKernels, is_derived
@@ -101,7 +102,7 @@ class KernelChoice:
     def winner(self) -> Kernel:
         return self.found[0]
 
-    @property
+    @cached_property
     def uncompiled(self) -> Kernel:
         """The kernel where no compiler has the op: the winner, or what would be if the op were not left to one."""
         if not self.left_to_compiler:
