@@ -130,9 +130,10 @@ class KernelChoice:
 
     def _verdict(self, kernel: Kernel) -> str:
         if not self.enabled:
-            return (
-                "the op is disabled, so its native definition runs" if kernel is self.winner else "the op is disabled"
-            )
+            if kernel is self.winner:
+                return "the op is disabled, so its native definition runs"
+            planned = self.left_to_compiler and kernel is self.uncompiled
+            return f"the op is disabled{', and a DecoderPlan takes this where it computes' if planned else ''}"
         if kernel is self.winner:
             notes = ["the most derived definition for this chain"]
             if kernel.inference_only:

@@ -331,9 +331,10 @@ def _enabled(choice: ReplacementChoice, settings: Settings) -> tuple[bool, str, 
 
 
 def _left(choice: ReplacementChoice, kernel: KernelChoice, settings: Settings) -> bool:
-    """Tell whether an op is disabled for a compiler alone, and no calls of its kernel are to be compared."""
+    """Tell whether an op is disabled for a compiler alone, and its kernel takes all calls and is compared in none."""
     compared = settings.config.shadow.share or settings.config.shadow.first_call
-    if kernel.enabled or compared or definer(choice.cls, "enabled") is not None:
+    tested = choice.winner is not None and choice.winner.supports is not None
+    if kernel.enabled or compared or tested or definer(choice.cls, "enabled") is not None:
         return False
     return settings.leaves_to_compiler(choice.op_name)
 

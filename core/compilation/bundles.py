@@ -316,12 +316,13 @@ def _temporary() -> Iterator[IO[bytes]]:
     """Open a file without a name.
 
     Raises:
-        InputError: it cannot be made or written, as on a full disk.
+        InputError: it cannot be made, or what is put into it cannot be read or written, as on a full disk.
     """
     try:
         with tempfile.TemporaryFile() as file:
             yield file
     except OSError as error:
         raise InputError(
-            f"no temporary file can be written: {described(error)}: set TMPDIR to a folder with room"
+            f"a bundle cannot be put into a temporary file: {described(error)}: where no space is left, set TMPDIR "
+            "to a folder with room"
         ) from error

@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from opgraft.binding.uncompiled import call_uncompiled
 from opgraft.models.description import joined
 from opgraft.models.model import Model
 from opgraft.models.stages import Stage, expect_given
+from opgraft.ops.composites.composite import call_uncompiled
 from opgraft.ops.embedding import LogitsProcessor, ParallelLMHead
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from torch import Tensor, nn

@@ -217,7 +217,7 @@ def test_a_full_disk_is_told(full: CompilationCache, tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (9000, limits[1]))
     try:
-        with pytest.raises(InputError, match=r"no temporary file can be written: OSError: .*: set TMPDIR"):
+        with pytest.raises(InputError, match=r"into a temporary file: OSError: .*: where no space is left, set TMPDIR"):
             export_entries(full, str(tmp_path / "bundle"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -14,6 +14,7 @@ from opgraft.config import CacheConfig, CompilationConfig, OpgraftConfig, set_co
 from opgraft.engine.engine_core import EngineCore
 from opgraft.ops import RMSNorm
 from opgraft.ops.attention.decoder import attention_layers
+from opgraft.ops.composites.composite import call_uncompiled
 from random_decoders import written
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -157,3 +158,24 @@ def test_what_is_left_to_a_compiler(kernels: Any, given: dict[str, Any], kernel:
     with set_config(OpgraftConfig(**given)):
         choice = RMSNorm(16).binding.kernel
     assert (choice.winner.method, choice.uncompiled.method) == ("forward_native", kernel)
+    assert ("a DecoderPlan takes this" in str(choice.decision)) == (kernel == "forward_cpu")
+
+
+@pytest.mark.parametrize("tested", [False, True])
+def test_what_is_called_behind_a_plan(tested: bool) -> None:
+    """The kernel of an op that is left to a compiler, but for one that somebody listens to or that takes some calls."""
+    options: dict[str, Any] = {"supports": lambda x, residual=None: x.dim() == 2} if tested else {}
+
+    @RMSNorm.register_oot(**options)
+    class Zeros(RMSNorm):
+        def forward_oot(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+            return torch.zeros_like(x)
+
+    x, called = torch.ones(3, 8), []
+    with set_config(OpgraftConfig(compilation_config=CompilationConfig(level=2))):
+        norm = RMSNorm(8)
+    assert norm(x).any()
+    assert call_uncompiled(norm, x).any() == tested
+    norm.register_forward_hook(lambda *args: called.append(args))
+    assert call_uncompiled(norm, x).any()
+    assert len(called) == 1

@@ -202,6 +202,7 @@ while True: pass
 """Takes memory when it has waited for a processor for more than half of three seconds."""
 
 
+@pytest.mark.slow  # it keeps a processor busy, which the tests beside it need
 def test_a_child_that_got_no_processor_is_not_to_blame() -> None:
     """On one that others keep busy it is late, which is told, and no reason for quarantine; to take memory is one."""
     processor = max(os.sched_getaffinity(0))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from opgraft.binding.branches import method_of
 from opgraft.binding.custom_op import CustomOp, PluggableLayer
+from opgraft.binding.rebinding import hidden_by
 from opgraft.compat.hooks import hooks_on_every_module
 from opgraft.decision import Provider
 from opgraft.ops.activation.modules import GELU, GELUTanh, SiLU
@@ -57,6 +59,18 @@ def is_observed(layer: nn.Module) -> bool:
     """Return whether somebody waits for a layer to be called, or has changed what calling it does."""
     own = layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__
     return bool(own or hooks_on_every_module())
+
+
+def call_uncompiled(module: Any, *inputs: Any) -> Any:
+    """Call a module behind a plan; an op that is disabled for a compiler alone runs the kernel that it has without one.
+
+    A hook of the op, and what was put before its kernel, run as in any call.
+    """
+    if not isinstance(module, CustomOp) or not module.binding.kernel.left_to_compiler:
+        return module(*inputs)
+    if hidden_by(module) or is_observed(module):
+        return module(*inputs)
+    return method_of(module.binding.kernel.uncompiled.definition)(module, *inputs)
 
 
 def served_by(op: CustomOp) -> Provider:
