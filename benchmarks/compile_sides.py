@@ -100,6 +100,29 @@ def model_of(shape: Shape) -> Any:
     return model.to(dtype).eval()
 
 
+def unplanned(folder: Path) -> str:
+    """Write a checkpoint with random weights, of the sizes of SmolLM2, whose layers no plan computes; return its path.
+
+    They are Qwen3's, which norm each head.
+    """
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        vocab_size=49152,
+        tie_word_embeddings=True,
+    )
+    transformers.Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return str(folder)
+
+
 def runner_of(model: Any, side: Side, **settings: Any) -> Callable[[Any], Any]:
     """Return the function that computes logits of ids ``[batch, 1]``; it may compile at its first call."""
     import torch

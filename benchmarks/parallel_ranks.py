@@ -166,6 +166,30 @@ def decode(state: dict[str, Any], batch: int, tokens: int) -> Decoded:
     return Decoded(statistics.median(seconds), statistics.median(own), *used)
 
 
+def left_out(state: dict[str, Any], batch: int, tokens: int) -> float:
+    """Return the share of a step that a compiler of the model does not change: the plan of its layers, and what is
+    around the model, the head included."""
+    model = state["core"].executor.worker.runner.model
+    plan, whole = _timed(model.model.plan, "run"), _timed(model, "forward")
+    step = decode(state, batch, tokens).seconds
+    del model.model.plan.run, model.forward
+    return 1 - (statistics.median(whole) - statistics.median(plan)) / step
+
+
+def _timed(owner: Any, name: str) -> list[float]:
+    """Return a list that gets the seconds of each call of a method, until the attribute of that name is deleted."""
+    method, seconds = getattr(owner, name), list[float]()
+
+    def timed(*args: Any) -> Any:
+        start = time.perf_counter()
+        result = method(*args)
+        seconds.append(time.perf_counter() - start)
+        return result
+
+    setattr(owner, name, timed)
+    return seconds
+
+
 def _prompt(number: int) -> list[int]:
     return [100 + (number * 7 + place * 13) % 4000 for place in range(PROMPT)]
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from io import RawIOBase
 from pathlib import Path
+from typing import BinaryIO
 
 _PIECE = 1 << 16  # bytes that are read at a time where nothing tells how many there are
 
@@ -44,7 +46,16 @@ def without_waiting(path: str | Path, flags: int) -> int:
 
 
 def replace_file(path: Path, content: str | bytes, mode: int) -> None:
-    """Write a file in one step: a reader finds the former one or this one. A link stays, and what it leads to changes.
+    """Write a file in one step; raises as ``replacing``."""
+    with replacing(path, mode) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def replacing(path: Path, mode: int) -> Iterator[BinaryIO]:
+    """Give a file to write that takes the place of another one at the end, and none where that is not reached.
+
+    A reader finds the former one or this one. A link stays, and what it leads to changes.
 
     Raises:
         OSError: it cannot be written, or is there and no regular file.
@@ -57,7 +68,7 @@ def replace_file(path: Path, content: str | bytes, mode: int) -> None:
     descriptor, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
     try:
         with open(descriptor, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            yield file
             file.flush()
             os.fsync(descriptor)
         os.chmod(name, mode)  # a temporary file is for its owner alone

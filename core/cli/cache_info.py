@@ -5,6 +5,8 @@ from __future__ import annotations
 import click
 from opgraft.cli.output import SettingsCommand, json_option, print_json, print_wrapped, with_settings
 from opgraft.compilation.cache import CompilationCache
+from opgraft.compilation.shared_folder import count_entries
+from opgraft.errors import InputError
 from opgraft.state import host_state
 
 
@@ -12,9 +14,22 @@ from opgraft.state import host_state
 @json_option
 @with_settings
 def command(as_json: bool) -> None:
-    """Show where the cache of compiled code is, and what it holds."""
-    figures = CompilationCache.of(host_state().settings().config.compilation_config, make=False).figures()
+    """Show where the cache of compiled code is, what it holds, and what the folder holds that caches share."""
+    settings = host_state().settings().config.compilation_config
+    figures, url = CompilationCache.of(settings, make=False).figures(), settings.cache_remote
+    shared = None if url is None else _shared(url)
     if as_json:
-        print_json("opgraft.cache.info/1", figures.to_dict())
-    else:
-        print_wrapped(f"{figures.folder}: {figures.entries} entries, {figures.nbytes:,} of {figures.limit:,} bytes")
+        print_json("opgraft.cache.info/1", {**figures.to_dict(), "shared": shared})
+        return
+    print_wrapped(f"{figures.folder}: {figures.entries} entries, {figures.nbytes:,} of {figures.limit:,} bytes")
+    if shared is not None:
+        held = f"{url}: {shared['entries']} entries"
+        print_wrapped(f"shared: {shared['problem'] or held}")
+
+
+def _shared(url: str) -> dict[str, str | int | None]:
+    """Describe the folder that caches share, also where it cannot be read."""
+    try:
+        return {"folder": url, "entries": count_entries(url), "problem": None}
+    except InputError as error:
+        return {"folder": url, "entries": None, "problem": str(error)}

@@ -16,7 +16,7 @@ import platform
 import re
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -25,7 +25,7 @@ import torch
 from opgraft.compilation.cache import ENTRY, KEY, SUMS, CompilationCache
 from opgraft.compilation.sources import Sources
 from opgraft.errors import CacheEntryError, InputError
-from opgraft.files import read_regular
+from opgraft.files import read_regular, replacing
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.selection import current_platform
 from opgraft.text import described
@@ -89,20 +89,23 @@ def environment() -> dict[str, str]:
     }
 
 
-def export_entries(cache: CompilationCache, file: str, key: bytes | None = None) -> Bundle:
-    """Write all entries of a cache to a bundle.
+def export_entries(
+    cache: CompilationCache, file: str, key: bytes | None = None, *, only: Collection[str] | None = None
+) -> Bundle:
+    """Write entries of a cache to a bundle. Who reads it meanwhile finds the former bundle of that name, if any.
 
     Args:
         cache: whose entries are written; those that are damaged are left out.
         file: a path, or a URL of fsspec such as ``s3://bucket/name``.
         key: what signs it.
+        only: these entries, and not all.
 
     Raises:
         InputError: there is no entry, or the file cannot be written.
     """
     with _temporary() as written:
         written.write(_MAGIC + _UNSIGNED + b"\n")
-        entries = _write_archive(cache, written)
+        entries = _write_archive(cache, written, cache.keys if only is None else only)
         if not entries:
             raise InputError(
                 f"the cache of compiled code in {cache.folder} has no entry to export: compile a model with "
@@ -113,13 +116,18 @@ def export_entries(cache: CompilationCache, file: str, key: bytes | None = None)
             written.seek(0)
             written.write(header)
         written.seek(0)
-        with _opened(file, "wb") as target:
+        with _writing(file) as target:
             digest, nbytes = _copied(written, target)
     return Bundle(file, entries, entries, nbytes, digest, key is not None)
 
 
 def import_entries(
-    cache: CompilationCache, file: str, *, key: bytes | None = None, sha256: str | None = None
+    cache: CompilationCache,
+    file: str,
+    *,
+    key: bytes | None = None,
+    sha256: str | None = None,
+    only: Collection[str] | None = None,
 ) -> Bundle:
     """Take the entries of a bundle into a cache, those that it has not.
 
@@ -128,6 +136,7 @@ def import_entries(
         file: a path, or a URL of fsspec.
         key: what it was signed with.
         sha256: its digest, in hexadecimal digits; one of the two is needed.
+        only: the entries that are expected of it.
 
     Raises:
         InputError: the file cannot be read, is not the one that was meant, was made in another environment, is
@@ -139,7 +148,7 @@ def import_entries(
             "--sha256, or the key that it is signed with by --key"
         )
     with _temporary() as copy:
-        with _opened(file, "rb") as source:
+        with _reading(file) as source:
             digest, nbytes = _copied(source, copy, _header(file, source), cache.limit)
         if nbytes > cache.limit:
             raise InputError(
@@ -150,6 +159,8 @@ def import_entries(
             with zipfile.ZipFile(copy) as archive:
                 entries = _contents(archive, cache.limit)
                 _expect_environment(file, json.loads(archive.read(_INDEX))["environment"])
+                if only is not None and entries.keys() != {*only}:
+                    raise InputError(f"{file} has other entries than {', '.join(only)}: export these anew")
                 taken = sum(_taken(cache, archive, name, files) for name, files in entries.items())
         except InputError:
             raise
@@ -183,12 +194,12 @@ def read_key(file: Path) -> bytes:
     return key
 
 
-def _write_archive(cache: CompilationCache, file: IO[bytes]) -> int:
-    """Append an archive of all whole entries, each of which stays while it is read; returns how many there are."""
+def _write_archive(cache: CompilationCache, file: IO[bytes], keys: Collection[str]) -> int:
+    """Append an archive of those entries that are whole, each of which stays while it is read; returns their number."""
     count = 0
     with zipfile.ZipFile(file, "a") as archive:
         archive.writestr(_INDEX, json.dumps({"environment": environment()}))
-        for key in cache.keys:
+        for key in keys:
             with cache.locked(key), contextlib.suppress(CacheEntryError):
                 found = cache.read(key)
                 if found is not None:
@@ -295,19 +306,40 @@ def _chunks(file: IO[bytes]) -> Iterator[bytes]:
 
 
 @contextlib.contextmanager
-def _opened(file: str, mode: str) -> Iterator[IO[bytes]]:
+def _reading(file: str) -> Iterator[IO[bytes]]:
     """Open a path or a URL; of a pipe or a device nothing is read."""
-    if mode == "rb" and os.path.exists(file) and not os.path.isfile(file):
+    if os.path.exists(file) and not os.path.isfile(file):
         raise InputError(f"the bundle {file} cannot be read: it is no regular file")
-    import fsspec  # which comes with torch, and is imported by nothing else here
+    import fsspec  # which comes with torch, and is imported by few others
 
+    with _told(file, "read"), fsspec.open(file, "rb") as opened:
+        yield opened
+
+
+@contextlib.contextmanager
+def _writing(file: str) -> Iterator[IO[bytes]]:
+    """Open a path or a URL whose content changes at the end alone, and not at all where that is not reached."""
+    import fsspec
+    from fsspec.implementations.local import LocalFileSystem
+
+    with _told(file, "written"):
+        system, path = fsspec.url_to_fs(file)
+        if isinstance(system, LocalFileSystem):  # whose transactions move a file from another disk
+            with replacing(Path(path), 0o644) as opened:
+                yield opened
+        else:
+            with system.transaction, system.open(path, "wb") as opened:
+                yield opened
+
+
+@contextlib.contextmanager
+def _told(file: str, done: str) -> Iterator[None]:
+    """Raise ``InputError`` for whatever file systems raise."""
     try:
-        with fsspec.open(file, mode) as opened:
-            yield opened
+        yield
     except InputError:
         raise
-    except Exception as error:  # whatever file systems raise
-        done = "read" if mode == "rb" else "written"
+    except Exception as error:
         raise InputError(f"the bundle {file} cannot be {done}: {described(error)}") from error
 
 

@@ -102,6 +102,10 @@ class CompilationCache:
                 "to it, and code is loaded from it: name a folder of your own, of mode 0700"
             )
 
+    def __contains__(self, key: str) -> bool:
+        """Tell whether there is an entry, whole or not."""
+        return (self.folder / key).is_dir()
+
     @contextlib.contextmanager
     def locked(self, key: str) -> Iterator[None]:
         """Hold the lock of a key, for which other processes wait.
@@ -140,9 +144,9 @@ class CompilationCache:
         Raises:
             CacheEntryError: there is one, and it is damaged.
         """
-        entry = self.folder / key
-        if not entry.is_dir():
+        if key not in self:
             return None
+        entry = self.folder / key
         try:
             sums = json.loads(read_regular(entry / SUMS, _LARGEST))
             if sums.keys() | {SUMS} != {path.name for path in entry.iterdir()}:

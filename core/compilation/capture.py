@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -61,7 +63,7 @@ class Captured:
     """A graph over the parameters of a model.
 
     Attributes:
-        module: the graph; its placeholders are the tensors among the inputs, its outputs are flat.
+        module: the graph; its placeholders are the tensors among the inputs, its outputs are flat, without constants.
         signature: how it is called.
         decision: who captured it, and why.
     """
@@ -87,7 +89,38 @@ def capture(model: nn.Module, example: Example, ways: Sequence[Way] = WAYS) -> C
     Raises:
         CompilationError: none can; the message has the reasons of each.
     """
-    shapes = _dynamic_shapes(model, example)
+    with _named(model, example.kwargs):
+        return _captured(model, example, ways, _dynamic_shapes(model, example))
+
+
+@contextmanager
+def _named(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Have the signature of a model name what it takes by ``**kwargs``: export gives no sizes to what that has not."""
+    forward, own = model.forward, "forward" in vars(model)
+    call = inspect.signature(forward)
+    known = [each for each in call.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    further = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kwargs if name not in call.parameters
+    ]
+    if not further or len(known) == len(call.parameters):
+        yield
+        return
+
+    @functools.wraps(forward)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    vars(named)["__signature__"] = call.replace(parameters=[*known, *further])
+    vars(model)["forward"] = named
+    try:
+        yield
+    finally:
+        del vars(model)["forward"]
+        if own:
+            vars(model)["forward"] = forward
+
+
+def _captured(model: nn.Module, example: Example, ways: Sequence[Way], shapes: Any) -> Captured:
     failed: list[tuple[str, str]] = []
     for name, strict, why in ways:
         try:
@@ -204,12 +237,24 @@ def _over_parameters(model: nn.Module, program: ExportedProgram, decision: Decis
         copies[node].meta = dict(node.meta)
     for node in (node for node in nodes if node.op != "placeholder"):
         copies[node] = graph.node_copy(node, copies.__getitem__)
+    results = _without_constants(graph)
     mark_written(graph)
     spec = program.call_spec
     module = fx.GraphModule(held, graph)
     bounds = _bounds(program)
-    signature = Signature(tuple(tensors), constants, spec.in_spec, spec.out_spec, expected_of(module), bounds)
+    signature = Signature(tuple(tensors), constants, spec.in_spec, spec.out_spec, expected_of(module), bounds, results)
     return Captured(module, signature, decision)
+
+
+def _without_constants(graph: fx.Graph) -> dict[int, Any]:
+    """Take what is no node, as a text, out of the results of a graph, which backends return as tensors or not at all.
+
+    Returns it by its place among the results.
+    """
+    (end,) = (node for node in graph.nodes if node.op == "output")
+    flat = end.args[0]
+    end.args = (tuple(each for each in flat if isinstance(each, fx.Node)),)
+    return {place: each for place, each in enumerate(flat) if not isinstance(each, fx.Node)}
 
 
 def _bounds(program: ExportedProgram) -> dict[str, tuple[int, int]]:

@@ -17,15 +17,17 @@ from opgraft.compilation.capture import DYNAMO, WAYS, Example, capture
 from opgraft.compilation.code import Code, generate
 from opgraft.compilation.entries import read_code, read_signature, write_code, write_signature
 from opgraft.compilation.inputs import InputCheck, Signature
-from opgraft.compilation.key import key_of
+from opgraft.compilation.key import Key, key_of
 from opgraft.compilation.manager import ALL_SIZES
 from opgraft.compilation.packages import Packages, temporary
 from opgraft.compilation.passes import passes_of
+from opgraft.compilation.shared_folder import SharedFolder
 from opgraft.compilation.sources import Sources
 from opgraft.compilation.stock import compiled_by_torch
 from opgraft.compilation.tensors import Places
 from opgraft.compilation.verification import expect_alike, of_sizes
 from opgraft.config import CompilationConfig, CompilationMode, OpgraftConfig, set_config
+from opgraft.config.compilation import PACKAGED
 from opgraft.decision import Candidate, Decision
 from opgraft.errors import CacheEntryError, CompilationError
 from opgraft.logger import logger
@@ -34,10 +36,6 @@ from opgraft.plugins.selection import current_platform
 from opgraft.state import host_state
 from opgraft.text import described
 from torch import Tensor, nn
-
-_PACKAGED = ("inductor",)
-"""Backends whose code can be written to a file."""
-
 
 _UNKEPT = "the cache of compiled code: nothing is kept: %s"
 
@@ -145,7 +143,7 @@ class Compiled:
         code.expect_unmoved(self.model)
         given = [x if x.is_contiguous() else x.contiguous() for x in tensors]
         with torch.no_grad():
-            results = list(code.run(*given))
+            results = self._signature.completed(code.run(*given))
             for place in self._written:
                 if given[place] is not tensors[place]:
                     tensors[place].copy_(given[place])
@@ -215,7 +213,7 @@ def _compiled(model: nn.Module, example: Example) -> Any:
     if settings.mode is CompilationMode.STOCK_TORCH_COMPILE:
         backend_of(str(settings.backend))
         return compiled_by_torch(model, str(settings.backend), example)
-    if settings.backend not in _PACKAGED:
+    if settings.backend not in PACKAGED:
         return _verified(_built(model, example, settings), example)
     if settings.cache and not settings.dump_graphs:
         return _cached(model, example, settings, CompilationCache.of(settings))
@@ -237,12 +235,20 @@ def _cached(model: nn.Module, example: Example, settings: CompilationConfig, cac
     """Take a compiled model from the cache or, where it has none that can be used, compile and keep it."""
     passes_of(settings.user_passes, settings.pass_config)  # which imports them: the key has their sources
     key = key_of(model, example, settings, Sources(cache.folder / INDEX))
-    packages = Packages(cache, key.of_code)
+    packages = Packages(cache, key.of_code, SharedFolder.of(settings))
+    compiled = _kept(model, example, settings, packages, key)
+    packages.share()
+    return compiled
+
+
+def _kept(model: nn.Module, example: Example, settings: CompilationConfig, packages: Packages, key: Key) -> Compiled:
+    """Do so by packages that the cache has or gets."""
     if settings.executed_otherwise:  # of which the cache has the code of pieces, and no entry of its own
         compiled = _built(model, example, settings, packages)
         if compiled.unkept:
             logger.warning(_UNKEPT, compiled.unkept)
         return _verified(compiled, example)
+    packages.fetch(key.name)
     compiled = _taken_or_made(model, example, settings, packages, key.name)
     # Not while the lock is held: a model that ranks share waits for the others, and one of them may wait for the lock.
     try:
@@ -250,7 +256,7 @@ def _cached(model: nn.Module, example: Example, settings: CompilationConfig, cac
             compiled.verify(example)
         return compiled
     except CompilationError as error:
-        cache.discard(key.name)
+        packages.cache.discard(key.name)
         if compiled.graph is not None:
             raise
         reason = f"its entry could not be used: {error}"
@@ -277,6 +283,7 @@ def _taken_or_made(
             compiled = _built(model, example, settings, packages, reason)
             with packages.cache.written(key) as (folder, description):
                 description.update(compiled.described(folder))
+            packages.made.append(key)
             return compiled
     except (CacheEntryError, OSError) as error:
         logger.warning(_UNKEPT, described(error))

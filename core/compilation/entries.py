@@ -29,7 +29,8 @@ def write_signature(signature: Signature) -> dict[str, Any]:
     Raises:
         CacheEntryError: a constant, or a container of the result, cannot be written.
     """
-    unwritable = [value for value in signature.constants.values() if not isinstance(value, _PLAIN)]
+    constants = (*signature.constants.values(), *signature.results.values())
+    unwritable = [value for value in constants if not isinstance(value, _PLAIN)]
     if unwritable:
         raise CacheEntryError(f"a constant of the call, a {type(unwritable[0]).__name__}, cannot be written")
     try:
@@ -39,10 +40,10 @@ def write_signature(signature: Signature) -> dict[str, Any]:
     expected = [
         [each.name, str(each.dtype), str(each.device), each.sizes, each.is_written] for each in signature.expected
     ]
-    constants = [[place, value] for place, value in signature.constants.items()]
     return {
         "inputs": signature.inputs,
-        "constants": constants,
+        "constants": [*signature.constants.items()],
+        "results": [*signature.results.items()],
         "out_spec": out_spec,
         "expected": expected,
         "bounds": signature.bounds,
@@ -58,7 +59,8 @@ def read_signature(description: Mapping[str, Any], example: Example) -> Signatur
     in_spec = flattened((example.args, dict(example.kwargs)))[1]
     out_spec = structure_of_text(description["out_spec"])
     bounds = {name: (low, high) for name, (low, high) in description["bounds"].items()}
-    return Signature(tuple(description["inputs"]), dict(description["constants"]), in_spec, out_spec, expected, bounds)
+    inputs, constants, results = (description[name] for name in ("inputs", "constants", "results"))
+    return Signature(tuple(inputs), dict(constants), in_spec, out_spec, expected, bounds, dict(results))
 
 
 def write_code(code: Code, name: str, folder: Path) -> dict[str, Any]:

@@ -91,6 +91,7 @@ class Signature:
         out_spec: the structure of the result.
         expected: the tensors.
         bounds: by the name of a size, the smallest and the largest that ``dynamic_shapes`` give it, where they do.
+        results: those that are constants, by their place among all.
     """
 
     inputs: tuple[int, ...]
@@ -99,6 +100,12 @@ class Signature:
     out_spec: Any
     expected: tuple[Expected, ...]
     bounds: Mapping[str, tuple[int, int]]
+    results: Mapping[int, Any]
+
+    def completed(self, computed: Sequence[Any]) -> list[Any]:
+        """Return what is computed with the constants among the results in their places."""
+        rest = iter(computed)
+        return [self.results[n] if n in self.results else next(rest) for n in range(self.out_spec.num_leaves)]
 
     def batch(self, setting: str) -> str:
         """Return the name of the one dynamic size, which a setting needs.

@@ -23,7 +23,7 @@ from opgraft.state import host_state
 from opgraft.version import __version__
 from torch import nn
 
-_OF_THE_CACHE = ("cache", "cache_folder", "cache_bytes", "dump_graphs", "level")
+_OF_THE_CACHE = ("cache", "cache_folder", "cache_bytes", "cache_remote", "cache_key", "dump_graphs", "level")
 """Settings of compilation that do not change what is compiled, or change it through others."""
 
 _OF_CODE = ("versions", "platform", "threads", "compilers", "variables", "providers", "example")

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from opgraft.compilation.backends import Runner
 from opgraft.compilation.cache import CompilationCache
 from opgraft.compilation.key import digest
 from opgraft.compilation.nodes import attribute_of, layout_of
+from opgraft.compilation.shared_folder import SharedFolder
 from opgraft.errors import CacheEntryError
 from opgraft.text import described
 from torch import Tensor, fx
@@ -41,10 +42,24 @@ class Packages:
     Attributes:
         cache: where they are.
         environment: what the code depends on besides the graph.
+        remote: the folder that other caches share with this one.
+        made: keys of packages, and of what is made of them, that were written here.
     """
 
     cache: CompilationCache
     environment: Any
+    remote: SharedFolder | None = None
+    made: list[str] = field(default_factory=list)
+
+    def fetch(self, key: str) -> None:
+        """Take an entry that the cache has not, if others have shared it; not while its lock is held."""
+        if self.remote is not None:
+            self.remote.fetch(self.cache, key)
+
+    def share(self) -> None:
+        """Share with others what was written here."""
+        if self.remote is not None:
+            self.remote.share(self.cache, self.made)
 
     def key_of(self, graph: fx.GraphModule, sizes: range) -> str:
         """Return the key of a lowered graph for some sizes of the batch, making its package where there is none.
@@ -54,6 +69,7 @@ class Packages:
         """
         _expect_tensors(graph)
         key = digest([self.environment, [sizes.start, sizes.stop], *nodes_of(graph)])
+        self.fetch(key)
         with self.cache.locked(key):
             if self._usable(key):
                 return key
@@ -63,6 +79,7 @@ class Packages:
                     write_package(graph, example, folder / _CODE)
             except Exception as error:  # whatever compilers raise, and a full disk
                 raise CacheEntryError(f"the code cannot be written: {described(error)}") from error
+            self.made.append(key)
         return key
 
     def file_of(self, key: str) -> Path:
@@ -71,6 +88,7 @@ class Packages:
         Raises:
             CacheEntryError: it is damaged or gone.
         """
+        self.fetch(key)
         found = self.cache.read(key)
         if found is None:
             raise CacheEntryError("its code is gone")

@@ -60,7 +60,7 @@ def expect_alike(
         for buffer, values in before:
             buffer.copy_(values)
     for expected, found in zip(*results, strict=True):
-        if isinstance(expected, Tensor) and not _close(found, expected):
+        if not (_close(found, expected) if isinstance(expected, Tensor) else bool(found == expected)):
             advice = ""
             if sizes:
                 advice = "where it branches on that size, name by dynamic_shapes the sizes that vary; "

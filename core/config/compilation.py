@@ -18,8 +18,8 @@ class CompilationMode(enum.IntEnum):
 
     ``NONE``: not at all. ``STOCK_TORCH_COMPILE``: by ``torch.compile``. ``DYNAMO_TRACE_ONCE``: by one trace of Dynamo,
     without its guards. ``FULL``, which vLLM calls ``VLLM_COMPILE``: by the host's own passes and pieces.
-    ``TORCH_COMPILE`` is the older name of ``STOCK_TORCH_COMPILE``. The engine compiles its model under that mode, and
-    refuses the last two. All but ``NONE`` let custom ops default to ``none`` where ``backend`` is ``inductor``.
+    ``TORCH_COMPILE`` is the older name of ``STOCK_TORCH_COMPILE``. All but ``NONE`` let custom ops default to ``none``
+    where ``backend`` is ``inductor``.
     """
 
     NONE = 0
@@ -74,13 +74,16 @@ CAPTURE_SIZES = (1, 2, 4, 8, 16, 32)
 _MOST = 1 << 31
 """Rows that no batch has."""
 
+PACKAGED = ("inductor",)
+"""Backends whose code can be written to a file."""
+
 DEFAULT_LEVEL = 2
 """The level of those who ask for compilation, and not for how much of it."""
 
 
-def of_level(level: int, mode: CompilationMode | None) -> Mapping[str, Any]:
-    """Return what a level sets; nothing where another ``mode`` is set than its own."""
-    return LEVELS[level] if mode in (None, LEVELS[level]["mode"]) else {}
+def is_packaged(mode: CompilationMode | None, backend: str | None) -> bool:
+    """Tell whether there is code that the cache could keep."""
+    return mode in (CompilationMode.FULL, CompilationMode.DYNAMO_TRACE_ONCE) and backend in PACKAGED
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,8 @@ class CompilationConfig(Section):
         cache: whether code that the mode ``FULL`` has generated is kept for other processes.
         cache_folder: where.
         cache_bytes: that it may take.
+        cache_remote: folder of fsspec, or a path, that caches of several machines share.
+        cache_key: file of the key that signs what is in it.
         tuning_file: what ``opgraft bench --tune`` has measured on this machine, for ``custom_ops`` ``auto``.
         splitting_ops: operators at which the graph is cut into pieces, ``namespace::name``; ``ATTENTION`` where it is
             not set and ``graph_mode`` is ``piecewise``. The operators themselves run as they are, in no compiled code.
@@ -155,6 +160,14 @@ class CompilationConfig(Section):
     )
     cache_bytes: int = setting(
         "bytes that the folder may take; what was not used for longest goes", default=1 << 30, minimum=1
+    )
+    cache_remote: str | None = setting(
+        "folder that caches of machines of one kind share, a URL of fsspec or a path: what a cache has not is taken "
+        "from it, and what is made is put there",
+        unset="none",
+    )
+    cache_key: str | None = setting(
+        "file of the key that signs what is in cache_remote; nothing else of it is taken", unset="none"
     )
     tuning_file: str | None = setting(
         "file of measurements that 'opgraft bench --tune' writes and custom_ops auto follows",
@@ -213,7 +226,7 @@ class CompilationConfig(Section):
 
         Raises:
             ConfigError: one of them is set, and the mode is not ``FULL``; or sizes of graphs, and no ``graph_mode``, or
-                the reverse.
+                the reverse; or the cache, and there is no code for it.
         """
         if self.capture_sizes and not self.recorded_sizes:
             raise ConfigError(
@@ -230,6 +243,13 @@ class CompilationConfig(Section):
             raise ConfigError(
                 f"compilation_config.{unused[0]} is set, and is for the mode FULL; compilation_config.mode is "
                 f"{CompilationMode(self.mode or 0).name}: set it to FULL, or leave the other out"
+            )
+        if self.cache and not is_packaged(self.mode, self.backend):
+            raise ConfigError(
+                f"compilation_config.cache is set, and keeps code that one of the backends {', '.join(PACKAGED)} makes "
+                "under the mode FULL or DYNAMO_TRACE_ONCE; compilation_config.backend is "
+                f"{self.backend!r} and compilation_config.mode {CompilationMode(self.mode or 0).name}: set the cache "
+                "to false, or the others to such"
             )
 
 

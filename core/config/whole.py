@@ -11,11 +11,12 @@ from typing import Any
 
 from opgraft.config.compilation import (
     DEFAULT_LEVEL,
+    LEVELS,
     OF_FULL,
     CompilationConfig,
     CompilationMode,
     CustomOpsSetting,
-    of_level,
+    is_packaged,
 )
 from opgraft.config.declaration import Field, Section, all_fields, made_of, own_fields, setting, subsections, values_of
 from opgraft.config.sections import (
@@ -239,7 +240,7 @@ def _fill_by_level(values: dict[str, Any], origins: dict[str, str]) -> None:
     if name not in values:
         return
     native = {f"+{op}" for op, choice in values.get("providers", {}).items() if choice == NATIVE_CHOICE}
-    for attribute, value in of_level(values[name], values.get(f"{section}.mode")).items():
+    for attribute, value in LEVELS[values[name]].items():
         if attribute == "custom_ops":  # an op that is chosen by hand is not the level's to enable
             value = tuple(token for token in value if token not in native)
         if f"{section}.{attribute}" not in values:
@@ -249,9 +250,11 @@ def _fill_by_level(values: dict[str, Any], origins: dict[str, str]) -> None:
 
 def _leave_out_defaults(values: dict[str, Any], origins: dict[str, str]) -> None:
     """Leave out what plugins and platforms change of settings that the mode does not use: nobody asks for that."""
-    if values.get("compilation_config.mode") is CompilationMode.FULL:
-        return
-    for name in (f"compilation_config.{each}" for each in OF_FULL):
+    mode = values.get("compilation_config.mode")
+    unused = () if mode is CompilationMode.FULL else OF_FULL
+    if not is_packaged(mode, values.get("compilation_config.backend", "inductor")):
+        unused = (*unused, "cache")
+    for name in (f"compilation_config.{each}" for each in unused):
         if origins.get(name, "").startswith(("plugin ", "platform ")):
             del values[name], origins[name]
 
@@ -328,6 +331,11 @@ def _choices_agree(config: OpgraftConfig) -> bool:
     return not (native & switched.on or plugins & switched.off)
 
 
+def _level_is_of_mode(config: OpgraftConfig) -> bool:
+    level, mode = config.compilation_config.level, config.compilation_config.mode
+    return level is None or mode is None or mode is LEVELS[level]["mode"]
+
+
 _RULES: tuple[tuple[tuple[str, ...], Callable[[OpgraftConfig], bool], str], ...] = (
     (
         ("scheduler.max_num_batched_tokens", "model.max_model_len", "scheduler.chunked_prefill"),
@@ -350,6 +358,11 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[OpgraftConfig], bool], str], ...]
         _choices_agree,
         "an op that is chosen as native is not enabled by +op, and one that a plugin is chosen for is not disabled by "
         "-op: take it out of one of them",
+    ),
+    (
+        ("compilation_config.level", "compilation_config.mode"),
+        _level_is_of_mode,
+        "level 0 compiles nothing, and those above it are of the mode FULL: leave one of them out, or set both alike",
     ),
 )
 """Settings that can contradict each other, the test that they do not, and why, with the way out."""

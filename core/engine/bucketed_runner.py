@@ -67,8 +67,8 @@ class BucketedModelRunner(ModelRunner):
     def backend(self) -> str:
         """Return the backend of ``torch.compile``: that of the platform, unless a setting has models compiled."""
         compilation = self.opgraft_config.compilation_config
-        as_set = compilation.backend if compilation.mode is CompilationMode.STOCK_TORCH_COMPILE else None
-        return as_set or current_platform().compile_backend
+        is_set = compilation.mode is CompilationMode.STOCK_TORCH_COMPILE
+        return str(compilation.backend) if is_set else current_platform().compile_backend
 
     def compilations(self) -> int:
         """Count what was compiled so far; a subclass asks the device's compiler."""

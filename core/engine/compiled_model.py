@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from opgraft.compilation.backends import backend_of
 from opgraft.compilation.compiled import compile
 from opgraft.compilation.stock import CompiledForGood
 from opgraft.config import CompilationConfig, CompilationMode, OpgraftConfig
@@ -40,7 +41,7 @@ class CompiledModel:
     ) -> None:
         self.nodes = AttentionNodes(layers)
         self.settings = settings
-        self.backend = settings.backend or "inductor"
+        self.backend = str(settings.backend)
         self.strict = strict
         self._model = self._graph = model
         self._plans = (
@@ -83,6 +84,7 @@ class CompiledModel:
 
     @torch.inference_mode()
     def _compile_stock(self, inputs: Callable[[int], tuple[Tensor, ...]]) -> None:
+        backend_of(self.backend)
         graph: Any = torch.compile(self._model, backend=self.backend, dynamic=True, fullgraph=True)
         if self.strict:
             graph = CompiledForGood(self._model, graph, len(SIZES))

@@ -272,8 +272,6 @@ class DecoderModel(DecoderStack):
         self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None
     ) -> Tensor | None:
         """Return what a call does, where the plan computes all layers in one; ``None`` where it does not."""
-        if type(self.plan) is DecoderPlan:  # which computes nothing
-            return None
         hidden_states, residual = self._scaled(input_ids, inputs_embeds)
         computed = self.plan.run(self.layers, positions, hidden_states) if residual is None else None
         return None if computed is None else self.left(computed[0], computed[1], compiled=False)
@@ -359,4 +357,6 @@ class DecoderForCausalLM(StagedForCausalLM):
         self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None
     ) -> Tensor | None:
         """Return what ``forward`` does, where a ``DecoderPlan`` computes all layers in one call; else ``None``."""
+        if self.model.plan.declines(self.model.layers, positions, self.dtype):  # else ids would be looked up in vain
+            return None
         return self.model.planned(input_ids, positions, inputs_embeds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from opgraft.binding.pluggable_class import PluggableClass
 from torch import Tensor, nn
 
@@ -75,6 +76,16 @@ class DecoderPlan(PluggableClass):
             ``None`` where the layers are to be called one after another.
         """
         return None
+
+    def declines(self, layers: nn.ModuleList, positions: Tensor, dtype: torch.dtype) -> bool:
+        """Tell whether it is known before there is an input that ``run`` would leave a call to the layers.
+
+        Args:
+            layers: as of ``run``.
+            positions: as of ``run``.
+            dtype: of the input.
+        """
+        return True
 
     def remark(self, owner: object) -> str:
         """Say for whom the layers are computed in one call; a replacement, also how often and why not more often."""

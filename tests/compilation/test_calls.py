@@ -19,6 +19,7 @@ from torch.export import Dim
 
 EAGER = CompilationConfig(backend="eager")
 WIDTH = 16
+SCRIPT_METHOD = "ignore:.*script_method.*:DeprecationWarning"  # torch's own, where inductor starts
 
 
 def expect_alike(found: Any, expected: Any) -> None:
@@ -194,3 +195,52 @@ def test_threads_take_turns_in_recordings() -> None:
 
     with ThreadPoolExecutor(6) as threads:
         list(threads.map(call, range(6)))
+
+
+class Named(nn.Module):
+    """Takes tensors and settings by any name, and returns what is no tensor beside one."""
+
+    def forward(self, x: Tensor, *others: Tensor, **named: Any) -> dict[str, Any]:
+        total = x + sum(others) + named["bias"] * named["factor"]
+        return {
+            "name": "total",
+            "of": (torch.relu(total), None, 2.5),
+            "again": [total, len(others)],
+            "rows": x.shape[0],
+        }
+
+
+@pytest.mark.parametrize(
+    "backend",
+    ["eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.filterwarnings(SCRIPT_METHOD)])],
+)
+def test_arguments_of_any_name_and_results_that_are_no_tensors(backend: str, tmp_path: Any) -> None:
+    """Tensors among ``*args`` and ``**kwargs`` have a batch as others have, and text and numbers come back as they
+    are, also from the cache."""
+
+    def given(rows: int) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        x = torch.randn(rows, 4)
+        return (x, x + 1, x + 2), {"factor": 3, "bias": torch.randn(rows, 4)}
+
+    kept = {"cache": True, "cache_folder": str(tmp_path / "cache")} if backend == "inductor" else {}
+    args, kwargs = given(3)
+    for _ in range(2):
+        config = CompilationConfig(level=2, backend=backend, **kept)
+        compiled = opgraft.compile(Named().eval(), config, args=args, kwargs=kwargs)
+        for rows in (1, 5):
+            args, kwargs = given(rows)
+            found, expected = compiled(*args, **dict(reversed(kwargs.items()))), Named()(*args, **kwargs)
+            assert found.pop("name") == expected.pop("name")
+            expect_alike(found, expected)
+        args, kwargs = given(3)
+
+
+class NamesRows(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, str]:
+        return x * 2, "one" if x.shape[0] == 1 else "many"
+
+
+def test_a_constant_that_depends_on_a_size() -> None:
+    """A text that is another one for a batch of one is noticed when the model is compiled."""
+    with pytest.raises(CompilationError, match="differs from the model itself where the dynamic size is 1"):
+        opgraft.compile(NamesRows().eval(), EAGER, args=(torch.randn(3, 4),))

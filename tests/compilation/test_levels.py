@@ -36,10 +36,21 @@ def test_a_level_fills_what_is_open(level: int, mode: CompilationMode, backend: 
     filled = resolved(level=level)
     assert (filled.mode, filled.backend, filled.compile_sizes) == (mode, backend, sizes)
     assert resolved(level=level, backend="aot_eager").backend == "aot_eager"
-    other = resolved(level=level, mode="STOCK_TORCH_COMPILE")
-    assert (other.mode, other.backend, other.compile_sizes) == (CompilationMode.STOCK_TORCH_COMPILE, "inductor", ())
+    assert resolved(level=level, mode=mode) == filled
     settings = resolve([("there", OpgraftConfig(compilation_config=CompilationConfig(level=level)))])
     assert settings.origins["compilation_config.mode"] == f"compilation_config.level {level} (there)"
+
+
+@pytest.mark.parametrize(("level", "mode"), [(0, "FULL"), (2, "NONE"), (1, "STOCK_TORCH_COMPILE")])
+def test_a_level_of_another_mode(level: int, mode: str) -> None:
+    """A level that the mode leaves without effect is an error, which names both and who set them."""
+    layers = [
+        ("a file", OpgraftConfig(compilation_config=CompilationConfig(level=level))),
+        ("an option", OpgraftConfig(compilation_config=CompilationConfig(mode=mode))),  # type: ignore[arg-type]
+    ]
+    expected = rf"level = {level} \(a file\), compilation_config\.mode = {mode} \(an option\)\. .* leave one of"
+    with pytest.raises(ConfigError, match=expected):
+        resolve(layers)
 
 
 def test_linear_layers_keep_their_kernel_above_level_one() -> None:
@@ -88,6 +99,9 @@ def test_contradictions(block: Block, x: Tensor) -> None:
         opgraft.compile(block, CompilationConfig(level=1, graph_mode="full", capture_sizes=[]), args=(x,))
     with pytest.raises(ConfigError, match="backend is '', which cannot be used here"):
         opgraft.compile(block, CompilationConfig(level=1, backend=""), args=(x,))
+    for given in ({"level": 1}, {"mode": "NONE"}, {"mode": "STOCK_TORCH_COMPILE"}, {"level": 2, "backend": "eager"}):
+        with pytest.raises(ConfigError, match=r"cache is set, and keeps code .* set the cache to false, or the others"):
+            opgraft.compile(block, CompilationConfig(cache=True, **given), args=(x,))  # type: ignore[arg-type]
     config = CompilationConfig(level=1, pass_config={"copys": False})
     with pytest.raises(ConfigError, match="pass_config has 'copys': did you mean 'copies'"):
         opgraft.compile(block, config, args=(x,))

@@ -30,7 +30,7 @@ class TimesOne(GraphPass):
             node.replace_all_uses_with(node.args[0])
         return Outcome(len(found), len(found))
 """
-NAMES = "CompilationConfig({}user_passes=['acme_passes:TimesOne'])"
+NAMES = "CompilationConfig({}cache=True, user_passes=['acme_passes:TimesOne'])"
 HOOK = f"""
 import opgraft
 from opgraft import CompilationConfig, OpgraftConfig
@@ -88,7 +88,7 @@ print(json.dumps([compiled.decision.chosen, told[-1], at_level_1.decision.chosen
 def test_a_backend_and_a_pass_of_a_plugin(by: str, site: Any, warm_python: str) -> None:
     """A plugin that compiles names its backend, an entry point of torch's, and a pass: both run where no setting says
     otherwise. A platform does by its own defaults; a level that says another backend stands above what it prefers.
-    Neither keeps the user from a mode that has no passes."""
+    Neither keeps the user from a mode that has no passes, or a backend whose code no cache keeps."""
     points = {"torch_dynamo_backends": ["acme = acme_backend:acme"]}
     site.install("acme-compiler", {"acme_backend.py": BACKEND, "acme_passes.py": TIMES_ONE}, points)
     if by == "plugin":

@@ -74,6 +74,15 @@ def test_a_graph_that_asks_no_python(folder: Path, cache: CacheConfig) -> None:
     assert str(nodes.provider).startswith("opgraft-cpu-kernels ")
 
 
+def test_a_plan_that_declines_looks_nothing_up(folder: Path) -> None:
+    """Ids are looked up by the graph alone where no plan computes the layers, which says so of each call."""
+    core, seen = engine(folder), list[int]()
+    model_of(core).model.embed_tokens.register_forward_hook(lambda *_: seen.append(1))  # the graph has none
+    logits(core)
+    assert (seen, by_plan(core)[0]) == ([], 0)
+    assert by_plan(core)[1] > 3
+
+
 def test_what_the_library_leaves_to_layers(folder: Path) -> None:
     """Blocks that the kernels do not take, hooks, and what follows the operators that run are left to the layers."""
     assert in_python(engine(folder, cache=CacheConfig(block_size=8, num_blocks=40))) > 0

@@ -132,8 +132,9 @@ def test_without_a_compiler(tmp_path: Path, warm_python: str) -> None:
         ({"batch_invariant": True}, "does not compute each token alike"),
         (
             {"backend": "no_such_backend"},
-            "with the backend no_such_backend fails on the model: .*Set compilation_config",
+            "backend is 'no_such_backend', which cannot be used here",
         ),
+        ({"backend": ""}, "backend is '', which cannot be used here"),
     ],
 )
 def test_what_cannot_be_compiled(given: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -70,21 +70,29 @@ class DecoderPlan(Base):
     def run(self, layers: nn.ModuleList, positions: Tensor, hidden_states: Tensor) -> tuple[Tensor, Tensor] | None:
         if is_dynamo_compiling():
             return None
-        batch = current_batch()
-        reason = _obstacle(batch, hidden_states)
-        if batch is not None and not reason:
-            bound = self._bind(layers, batch)
-            reason = bound.obstacle(batch, hidden_states)
-            if not reason:
-                try:
-                    result = bound.run(batch, positions, hidden_states)
-                except REFUSED:  # the modules say what is wrong
-                    reason = "the library refuses an argument"
-                else:
-                    self._computed += 1
-                    return result
+        batch, reason = current_batch(), self._reason(layers, hidden_states, hidden_states.dtype)
+        if batch is not None and self._bound is not None and not reason:
+            try:
+                result = self._bound.run(batch, positions, hidden_states)
+            except REFUSED:  # the modules say what is wrong
+                reason = "the library refuses an argument"
+            else:
+                self._computed += 1
+                return result
         self._left[reason] += 1
         return None
+
+    def declines(self, layers: nn.ModuleList, positions: Tensor, dtype: torch.dtype) -> bool:
+        reason = self._reason(layers, positions, dtype)
+        if reason:
+            self._left[reason] += 1
+        return bool(reason)
+
+    def _reason(self, layers: nn.ModuleList, given: Tensor, dtype: torch.dtype) -> str:
+        """Say what keeps a call from the library, of which ``given`` has the tokens, or return "" and have it bound."""
+        batch = current_batch()
+        reason = _obstacle(batch, given, dtype)
+        return reason if batch is None or reason else self._bind(layers, batch).obstacle(batch, dtype)
 
     def _bind(self, layers: nn.ModuleList, batch: AttentionBatch) -> _Bound:
         """Return the layers as they are bound, anew where something has changed."""
@@ -103,19 +111,19 @@ class DecoderPlan(Base):
         return "; ".join([f"{self._computed} of {calls} calls computed in one", *left])
 
 
-def _obstacle(batch: AttentionBatch | None, hidden_states: Tensor) -> str:
+def _obstacle(batch: AttentionBatch | None, given: Tensor, dtype: torch.dtype) -> str:
     """Say what about a call keeps it from the library, or return ""."""
     if torch.is_grad_enabled():
         return "gradients are recorded"
-    if type(hidden_states) is not Tensor or watched():
+    if type(given) is not Tensor or watched():
         return "something of torch follows the operators that run"
     if hooks_on_every_module():
         return "a hook is set on every module"
-    path, dtype = path_or_none(), hidden_states.dtype
+    path = path_or_none()
     limit = linear.FEW.get((path, dtype), 0)
     if not limit:
         return f"the path {path} has no kernel for few rows of {dtype}"
-    if len(hidden_states) > limit:
+    if len(given) > limit:
         return f"they have more than {limit} tokens"
     return "" if batch is not None else "no batch is set"
 
@@ -174,7 +182,7 @@ class _Bound:
         same = same and list(map(type, self.modules)) == self.types
         return same and list(map(len, self.attributes)) == self.lengths and self._has_hooks() == self.hooked
 
-    def obstacle(self, batch: AttentionBatch, hidden_states: Tensor) -> str:
+    def obstacle(self, batch: AttentionBatch, dtype: torch.dtype) -> str:
         """Say what keeps a call of these layers from the library, or return ""."""
         if self.reason:
             return self.reason
@@ -187,9 +195,9 @@ class _Bound:
         for prefix in self.prefixes:
             if prefix not in batch.pages:
                 return f"the batch has no pages for {prefix}"
-            dtype = batch.pages[prefix].cache.dtype
-            if dtype is not hidden_states.dtype and dtype not in LARGEST_CODES:
-                return f"the cache of {prefix} is of {dtype}"
+            cached = batch.pages[prefix].cache.dtype
+            if cached is not dtype and cached not in LARGEST_CODES:
+                return f"the cache of {prefix} is of {cached}"
         return ""
 
     def run(self, batch: AttentionBatch, positions: Tensor, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
