@@ -206,7 +206,6 @@ class Named(nn.Module):
             "name": "total",
             "of": (torch.relu(total), None, 2.5),
             "again": [total, len(others)],
-            "rows": x.shape[0],
         }
 
 
@@ -224,9 +223,10 @@ def test_arguments_of_any_name_and_results_that_are_no_tensors(backend: str, tmp
 
     kept = {"cache": True, "cache_folder": str(tmp_path / "cache")} if backend == "inductor" else {}
     args, kwargs = given(3)
-    for _ in range(2):
+    for turn in range(2):
         config = CompilationConfig(level=2, backend=backend, **kept)
         compiled = opgraft.compile(Named().eval(), config, args=args, kwargs=kwargs)
+        assert compiled.decision.reason.startswith("taken from the cache") == (turn == 1 and bool(kept))
         for rows in (1, 5):
             args, kwargs = given(rows)
             found, expected = compiled(*args, **dict(reversed(kwargs.items()))), Named()(*args, **kwargs)
