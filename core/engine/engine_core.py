@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple, TypeAlias
@@ -54,7 +55,7 @@ class _Failure(NamedTuple):
     """An error of a step that was not computed to its end."""
 
     step: Step
-    error: Exception
+    error: BaseException
 
 
 class EngineCore:
@@ -87,7 +88,7 @@ class EngineCore:
                 self._prepare()
             undo.pop_all()  # nothing raised: the worker stays
         self.hands_over = False
-        self._stopped: Exception | None = None
+        self._stopped: BaseException | None = None
         self._shut_down = False
         logger.info(self.capacity())
 
@@ -234,7 +235,7 @@ class EngineCore:
             return self._taken(taken, found)
         except BaseException as error:  # with queues and tables half changed
             batch = self._recover(taken)
-            if taken is None or not isinstance(error, Exception):
+            if taken is None or not isinstance(error, _failures()):
                 raise
             return self._step_failed(batch, error)
 
@@ -251,11 +252,11 @@ class EngineCore:
             self.counters.steps += 1
             try:
                 self.executor.submit(step)
-            except Exception as error:
+            except _failures() as error:
                 return _Failure(step, error)
         try:
             return self.executor.result()
-        except Exception as error:
+        except _failures() as error:
             return _Failure(self.scheduler.steps.first.step, error)
 
     def _recover(self, step: Step | None) -> list[Request]:
@@ -296,7 +297,7 @@ class EngineCore:
                 "scheduler.on_step_error is stop: start the engine or server anew, or set it to fail_requests"
             ) from self._stopped
 
-    def _step_failed(self, batch: Sequence[Request], error: Exception) -> list[EngineOutput]:
+    def _step_failed(self, batch: Sequence[Request], error: BaseException) -> list[EngineOutput]:
         self.counters.failed_steps += 1
         told = explain_exception(error)
         message = f"the step of {_named(batch)} failed: {described(error)}{f' ({told})' if told else ''}"
@@ -346,6 +347,12 @@ class EngineCore:
         """Let go of the workers; requests that are added afterwards are refused."""
         self._shut_down = True
         self.executor.shutdown()
+
+
+def _failures() -> tuple[type[BaseException], ...]:
+    """Return what fails a step; an exit in the main thread may be a signal's, and is an interrupt as others are."""
+    main = threading.current_thread() is threading.main_thread()
+    return (Exception,) if main else (Exception, SystemExit)
 
 
 def _failed(errors: Mapping[str, str], refused: Set[str] = frozenset()) -> list[EngineOutput]:

@@ -160,13 +160,16 @@ def test_seconds_are_those_of_the_parts(checkpoint: Path, monkeypatch: pytest.Mo
         assert seconds == {**dict.fromkeys(PARTS, 0.0), part: clock.now - started}
 
 
-def test_a_watcher_that_fails_is_not_called_again(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """An error in on_step is logged, and the answers come all the same."""
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
+def test_a_watcher_that_fails_is_not_called_again(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture, error: type[BaseException]
+) -> None:
+    """An error in on_step, or an exit, is logged, and the answers come all the same."""
     calls = []
 
     def watch(*arguments: object) -> None:
         calls.append(arguments)
-        raise RuntimeError("watcher trouble")
+        raise error("watcher trouble")
 
     llm = LLM(str(checkpoint), on_step=watch, **SETTINGS)
     (output,) = llm.generate([5, 6], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))

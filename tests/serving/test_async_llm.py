@@ -239,11 +239,14 @@ def test_chat_is_the_template_and_the_prompt(checkpoint: Path) -> None:
     run(checkpoint, use)
 
 
-def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(checkpoint: Path) -> None:
-    """Readers of the step get the error as the reason of the end; later requests are answered."""
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
+def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(
+    checkpoint: Path, error: type[BaseException]
+) -> None:
+    """Readers of the step get the error, or the exit, as the reason of the end; later requests are answered."""
 
     async def use(llm: AsyncLLM) -> None:
-        break_model(llm, after=5)
+        break_model(llm, after=5, error=error)
         found = await asyncio.gather(*(last(llm.generate([5, 6], LONG, request_id=name)) for name in "abc"))
         assert {output.outputs[0].finish_reason for output in found} == {"error"}
         assert all(repr(name) in str(found[0].outputs[0].error) for name in "abc")
@@ -269,14 +272,14 @@ def test_an_engine_that_stops_says_so(checkpoint: Path) -> None:
     run(checkpoint, use, **{"scheduler.on_step_error": "stop"})
 
 
-def break_model(llm: AsyncLLM, after: int) -> None:
+def break_model(llm: AsyncLLM, after: int, error: type[BaseException] = RuntimeError) -> None:
     """Have the model raise in one step, ``after`` so many."""
     model = llm._engine.core.executor.worker.runner.model
     counted = iter(range(10**6))
 
     def fail(*_: object) -> None:
         if next(counted) == after:
-            raise RuntimeError("kernel trouble")
+            raise error("kernel trouble")
 
     model.register_forward_pre_hook(fail)
 

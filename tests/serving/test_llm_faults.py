@@ -197,6 +197,8 @@ def raising(output: list[int], logits: torch.Tensor) -> torch.Tensor:
 FAILURES: dict[str, tuple[Callable[..., Any], int, str]] = {
     "NaN": (nan, 2, "what the request does to its logits made 400 of 400 logits NaN or infinite"),
     "an exception": (raising, 0, "its logits processor .* raised ArithmeticError: no such luck"),
+    "an exit": (lambda output, logits: sys.exit("enough"), 0, "its logits processor .* raised SystemExit: enough"),
+    "a name": (lambda output, logits, *, bias: logits, 0, "it has to have bias by name, .* functools.partial"),
     "another shape": (lambda output, logits: logits[:3], 0, r"returned \(3,\), expected a tensor \(400,\)"),
     "another layout": (lambda output, logits: logits.to_sparse(), 0, "logits processor .* raised RuntimeError: copy_"),
     "no numbers": (lambda output, logits: logits.to("meta"), 0, "its logits processor .* raised NotImplementedError"),

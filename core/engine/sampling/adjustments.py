@@ -119,7 +119,7 @@ def _process(logits: Tensor, row: Row) -> str | None:
             if isinstance(result, Tensor) and result.shape == logits.shape:
                 logits.copy_(result)  # which no tensor without numbers or of another layout is for
                 continue
-        except Exception as error:  # users' code raises anything, and must not end the other requests of the batch
+        except (Exception, SystemExit) as error:  # users' code raises anything, and must end no other request
             return f"its logits processor {processor!r:.80} raised {described(error)}"
         shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
         return f"its logits processor {processor!r:.80} returned {shape}, expected a tensor {tuple(logits.shape)}"
@@ -127,6 +127,16 @@ def _process(logits: Tensor, row: Row) -> str | None:
 
 
 def _arguments(processor: Callable[..., Any], row: Row) -> tuple[list[int], ...]:
-    """Return what a processor takes before the logits: the output; prompt and output where it has to have three."""
+    """Return what a processor takes before the logits: the output; prompt and output where it has to have three.
+
+    Raises:
+        TypeError: it has to have something by name, too.
+    """
     required = [each for each in inspect.signature(processor).parameters.values() if each.default is each.empty]
+    named = [each.name for each in required if each.kind is each.KEYWORD_ONLY]
+    if named:
+        raise TypeError(
+            f"it has to have {', '.join(named)} by name, and is given the output and the logits alone: give that a "
+            "default, or bind it by functools.partial"
+        )
     return (list(row.prompt), list(row.output)) if len(required) == 3 else (list(row.output),)
