@@ -28,6 +28,8 @@ os.environ.setdefault("SYMPY_CACHE_SIZE", "100000")  # of 1000 as is, compilers 
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a shell starts in the background, and its children
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as of what 'nohup' starts
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 hypothesis.settings.register_profile("untimed", deadline=None)  # machines may be busy
 hypothesis.settings.load_profile("untimed")

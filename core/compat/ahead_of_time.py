@@ -19,6 +19,7 @@ _OPTIONS = {
     "aot_inductor.package": True,
     "aot_inductor.package_constants_in_so": False,  # the tensors of the model are handed over when it is loaded
     "always_keep_tensor_constants": True,  # which a process may have others of
+    "joint_graph_constant_folding": False,  # by which the value that a tensor of one element has now would be code
 }
 
 

@@ -90,8 +90,13 @@ class Compiled:
 
         Raises:
             CompilationError: called otherwise than by the example, but for the dynamic sizes, or under autocast; or the
-                model has other modules or weights than it had.
+                model has other modules or weights than it had, or is in training mode.
         """
+        if self.model.training:
+            raise CompilationError(
+                f"{type(self.model).__name__} is in training mode, and was compiled in evaluation mode: call "
+                "model.eval(), or train the model itself"
+            )
         return self._signature.out_spec.unflatten(self._computed(self._signature.tensors(args, kwargs)))
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -191,7 +191,7 @@ class InputCheck:
         """Raise ``CompilationError`` unless the graph was captured for such tensors."""
         kind = self.expected[0].device.type if self.expected else "cpu"
         state = (torch.is_grad_enabled(), torch.is_autocast_enabled(kind))
-        key = (*((x.shape, x.dtype, x.device, x.requires_grad) for x in tensors), *state)
+        key = (*((x.shape, x.dtype, x.device, x.layout, x.requires_grad) for x in tensors), *state)
         if key in self._known:
             return
         self._examine(tensors, *state)

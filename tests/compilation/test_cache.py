@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import fcntl
 import json
 import os
@@ -330,6 +331,35 @@ def test_no_lock_is_held_while_code_is_compared(x: Tensor, tmp_path: Path) -> No
             CompilationError, match=r"the tensor weight of the model was torch.float32 .*compile the model"
         ):
             made(x)
+
+
+class Gated(nn.Module):
+    """Computes with parameters and a buffer of one element each by themselves, and counts its calls in the buffer."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.scalar, self.row = nn.Parameter(torch.tensor(value)), nn.Parameter(torch.tensor([value]))
+        self.register_buffer("calls", torch.tensor(value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return x * self.scalar.tanh() + self.row.exp() + self.calls
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+def test_tensors_of_one_element_are_no_constants(x: Tensor, tmp_path: Path) -> None:
+    """Code of a model serves others of its kind, whose gates, scales and counters have other values, and new ones."""
+    for cold, value in ((True, 0.5), (False, 2.0)):
+        model = Gated(value).eval().requires_grad_(False)
+        other = copy.deepcopy(model)
+        made = kept(model, tmp_path / "cache", x)
+        assert (made.graph is not None) == cold
+        for _ in range(3):
+            torch.testing.assert_close(made(x), other(x))
+            assert model.calls == other.calls
+            for each in (*model.parameters(), *other.parameters()):
+                each.mul_(0.5)
 
 
 def test_what_is_raised_beside_temporary_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -307,12 +307,14 @@ def test_the_settings_that_hold_apply(block: Block, x: torch.Tensor, counting: l
         (lambda c, x: c(x, x), "where its example had 2.0, which is a constant of the graph"),
         (lambda c, x: c(x, 3.0), "called with 3.0 where its example had 2.0, which is a constant of the graph"),
         (lambda c, x: c(x.clone().requires_grad_(), 2.0), "requires a gradient"),
+        (lambda c, x: c.model.train() and c(x), "Block is in training mode, and was compiled in evaluation mode"),
     ],
 )
 def test_calls_that_do_not_fit(block: Block, x: torch.Tensor, call: Any, message: str) -> None:
     """A call with other inputs than the graph was captured for says which, and what was expected."""
     scale = (2.0,) if "its example had 2.0" in message or "gradient" in message else ()
     compiled = opgraft.compile(block, EAGER, args=(x, *scale))
+    compiled(x, *scale)  # which fits: what is known of it says nothing of another call
     with pytest.raises(CompilationError, match=re.escape(message)):
         call(compiled, x)
 

@@ -6,11 +6,14 @@ import gc
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine.engines import expect_empty, settings
 from opgraft.engine.sampling_params import SamplingParams
+from opgraft.engine.stats import FINISH_REASONS
 from opgraft.errors import OpgraftError
+from opgraft.serving.outputs import RequestOutput
 from opgraft.serving.text_engine import TextEngine
 from random_decoders import written
 
@@ -24,8 +27,10 @@ class Visitors:
     def __init__(self, engine: TextEngine) -> None:
         self.engine = engine
         self.random = random.Random(5)  # noqa: S311  # no secret
-        self.number = self.ended = self.aborted = self.refused = 0
+        self.number = self.refused = self.computed = self.sampled = 0
+        self.reasons = dict.fromkeys(FINISH_REASONS, 0)
         self.living: list[str] = []
+        engine.core.executor.worker.runner.model.register_forward_pre_hook(self._count)
 
     def serve(self, count: int) -> None:
         """Serve that many more requests, all to their ends."""
@@ -37,9 +42,18 @@ class Visitors:
                 self._abort()
             for output in self.engine.step():
                 if output.finished:
-                    assert all(answer.error is None for answer in output.outputs)
                     self.living.remove(output.request_id)
-                    self.ended += 1
+                    self._note(output)
+
+    def _count(self, model: Any, inputs: Any) -> None:
+        self.computed += len(inputs[0])
+
+    def _note(self, output: RequestOutput) -> None:
+        """Count what somebody was told who read the whole output."""
+        assert all(answer.error is None for answer in output.outputs)
+        for answer in output.outputs:
+            self.sampled += len(answer.token_ids)
+            self.reasons[str(answer.finish_reason)] += 1
 
     def _add(self) -> None:
         draw, name = self.random, str(self.number)
@@ -59,28 +73,42 @@ class Visitors:
 
     def _abort(self) -> None:
         name = self.living.pop(self.random.randrange(len(self.living)))
-        assert self.engine.abort(name).finished
-        self.aborted += 1
+        self._note(self.engine.abort(name))
 
     def expect_nothing_held(self) -> None:
         expect_empty(self.engine.core)
         assert not any((self.living, self.engine._open, self.engine._owner))
 
+    def expect_counted(self) -> None:
+        """See that the engine has counted what its model computed and what readers were told."""
+        counters = self.engine.stats().counters
+        assert counters.finished == self.reasons
+        assert counters.prompt_tokens + counters.decode_tokens == self.computed
+        assert counters.sampled_tokens == self.sampled
 
-@pytest.mark.parametrize("family", [pytest.param("Llama", marks=pytest.mark.slow), "Gemma3"])
-def test_many_requests_leave_nothing(family: str, tmp_path: Path) -> None:
-    """Neither blocks nor rows nor objects nor memory of requests that ended, were aborted or refused remain."""
+
+@pytest.mark.parametrize(
+    ("family", "requests"),
+    [("Gemma3", 500), *(pytest.param(family, 10_000, marks=pytest.mark.slow) for family in ("Llama", "Gemma3"))],
+)
+def test_many_requests_leave_nothing(family: str, requests: int, tmp_path: Path) -> None:
+    """Neither blocks nor rows nor objects nor memory of requests that ended, were aborted or refused remain.
+
+    What ran, and how it ended, is what the counters say.
+    """
     written(family, tmp_path / "model", **SMALLEST, num_hidden_layers=2, head_dim=8, sliding_window=6)
     engine = TextEngine(settings(tmp_path / "model", num_blocks=64, max_num_seqs=ROWS, max_num_batched_tokens=40))
     visitors = Visitors(engine)
     visitors.serve(200)
     visitors.expect_nothing_held()
     before = _objects(), sys.getallocatedblocks()
-    visitors.serve(1000)
+    visitors.serve(requests)
     visitors.expect_nothing_held()
     grown = _objects() - before[0], sys.getallocatedblocks() - before[1]
-    assert min(visitors.aborted, visitors.refused, visitors.ended) > 100
-    assert max(grown) < 500, f"{grown} more objects and blocks of memory"
+    counts = visitors.refused, *(visitors.reasons[reason] for reason in ("abort", "stop", "length"))
+    assert min(counts) > requests // 10, counts
+    visitors.expect_counted()
+    assert max(grown) < requests // 2, f"{grown} more objects and blocks of memory"
 
 
 def _objects() -> int:

@@ -257,6 +257,7 @@ print(said)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="takes a network of its own")
 def test_a_host_that_vanishes_without_a_word_is_told_in_seconds(warm_python: str) -> None:
     """Its connections fail, idle or not, as those of a host that is silent, and nobody asks how its process has ended.

@@ -1,14 +1,17 @@
-"""The program that stands for an interpreter; see ``interpreter.py``. It imports nothing that takes long."""
+"""The program that stands for an interpreter; see ``interpreter.py``. It imports nothing that takes long.
 
+So ``pathlib``, ``json``, ``signal`` and ``socket`` are not for it, which take as long as the rest of its start.
+"""
+
+import _signal as signal
+import _socket as socket
 import array
-import json
+import marshal
 import os
-import signal
-import socket
 import sys
 
-with open(os.path.join(os.path.dirname(sys.argv[0]), "settings.json")) as file:  # pathlib takes long
-    SETTINGS = json.load(file)
+with open(os.path.join(os.path.dirname(sys.argv[0]), "settings"), "rb") as file:
+    SETTINGS = marshal.load(file)  # noqa: S302  # of these tests
 
 
 HANDED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -22,7 +25,7 @@ def is_served(arguments: list[str], environ: dict[str, str]) -> bool:
         if name.startswith(tuple(SETTINGS["at_start"])) and name not in SETTINGS["later"]
     }
     folders = filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))
-    other = any(os.path.isdir(os.path.join(folder, "opgraft")) for folder in folders)  # pathlib takes long
+    other = any(os.path.isdir(os.path.join(folder, "opgraft")) for folder in folders)
     known = (arguments or ["-"])[0] in ("-I", "-u", "-c", "-m") or not (arguments or ["-"])[0].startswith("-")
     return known and not other and at_start == SETTINGS["environ"]
 
@@ -30,7 +33,7 @@ def is_served(arguments: list[str], environ: dict[str, str]) -> bool:
 def inherited_files() -> list[int]:
     """Return the open files that an interpreter in this place would have."""
     found = []
-    for name in os.listdir("/proc/self/fd"):  # pathlib takes long
+    for name in os.listdir("/proc/self/fd"):
         try:
             if os.get_inheritable(int(name)):
                 found.append(int(name))
@@ -41,7 +44,7 @@ def inherited_files() -> list[int]:
 
 def stand_for(pid: int) -> None:
     """Hand signals on to the process that the server forked, and show its number as this one's name."""
-    with open("/proc/self/comm", "w") as name:  # pathlib takes long
+    with open("/proc/self/comm", "w") as name:
         name.write(str(pid))
     for number in HANDED_ON:
         signal.signal(number, lambda number, frame: os.kill(pid, number))
@@ -52,15 +55,15 @@ def served(arguments: list[str], environ: dict[str, str]) -> int:
     """Have the server run it; returns the exit code, negative for a signal."""
     files = inherited_files()
     request = {"arguments": arguments, "environ": environ, "folder": os.getcwd(), "files": files}
-    data = json.dumps({**request, "executable": sys.argv[0]}).encode()
-    with socket.socket(socket.AF_UNIX) as server:
-        server.connect(SETTINGS["address"])
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))
-        server.sendmsg([len(data).to_bytes(8, "little")], [rights])
-        signal.pthread_sigmask(signal.SIG_BLOCK, HANDED_ON)
-        server.sendall(data)
-        stand_for(int.from_bytes(server.recv(8), "little"))
-        return int(server.recv(16))
+    data = marshal.dumps({**request, "executable": sys.argv[0]})
+    server = socket.socket(socket.AF_UNIX)
+    server.connect(SETTINGS["address"])
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))
+    server.sendmsg([len(data).to_bytes(8, "little")], [rights])
+    signal.pthread_sigmask(signal.SIG_BLOCK, HANDED_ON)
+    server.sendall(data)
+    stand_for(int.from_bytes(server.recv(8), "little"))
+    return int(server.recv(16))
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ takes ``sys.executable``.
 
 from __future__ import annotations
 
-import json
+import marshal
 import os
 import subprocess
 import sys
@@ -49,7 +49,7 @@ def warm_interpreter(folder: Path) -> Iterator[Path]:
         "later": LATER,
         "environ": {name: value for name, value in environ.items() if name.startswith(AT_START)},
     }
-    (folder / "settings.json").write_text(json.dumps(settings))
+    (folder / "settings").write_bytes(marshal.dumps(settings))
     interpreter.write_text(f"#!{sys.executable} -IS\n{(here / 'client.py').read_text()}")
     interpreter.chmod(0o755)
     command = [sys.executable, str(here / "server.py"), str(address)]

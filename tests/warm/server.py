@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
-import json
 import logging
+import marshal
 import os
 import runpy
 import select
@@ -44,49 +44,77 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     head, files, *_ = socket.recv_fds(connection, 8, 250)
     size, data = int.from_bytes(head, "little"), b""
     while len(data) < size:
-        data += connection.recv(size - len(data))
-    return json.loads(data), files
+        part = connection.recv(size - len(data))
+        if not part:
+            raise ConnectionError("the client ended before it had asked")
+        data += part
+    return marshal.loads(data), files  # noqa: S302  # of these tests
 
 
-def request_of(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Wait for requests; returns each in a process of its own, and ends where nobody can ask any more."""
-    while True:
-        ready, _, _ = select.select([listener, sys.stdin], [], [])
-        if sys.stdin in ready:
-            os._exit(0)
-        connection, _ = listener.accept()
-        with connection:
-            if os.fork() == 0:
-                listener.close()
-                return attended(connection)
+class Server:
+    """Forks a process for each request, tells its client how it ended, and ends it if the client is gone."""
 
+    def __init__(self, listener: socket.socket) -> None:
+        self.listener = listener
+        self.poll = select.poll()
+        self.running: dict[int, tuple[int, int, socket.socket]] = {}
+        """The number of a process, its file and its client's connection, by both that may have news."""
+        for file in (listener, sys.stdin):
+            self.poll.register(file, select.POLLIN)
 
-def reap(*_: object) -> None:
-    """Take notice of every process that has ended, so that the time that it took is counted as this one's."""
-    with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG) != (0, 0):
-            pass
+    def request(self) -> tuple[dict[str, Any], list[int]]:
+        """Wait for requests; returns each in a process of its own, and ends where nobody can ask any more."""
+        while True:
+            number, _ = self.poll.poll()[0]  # one by one, as what is closed may be opened again under its number
+            if number == sys.stdin.fileno():
+                os._exit(0)
+            if number in self.running:
+                self.finish(number)
+                continue
+            connection, _ = self.listener.accept()
+            try:
+                request, files = receive(connection)
+            except OSError:
+                connection.close()
+                continue
+            child = os.fork()
+            if child == 0:
+                self.listener.close()
+                connection.close()
+                self.leave()
+                return request, files
+            self.attend(child, connection, files)
 
+    def leave(self) -> None:
+        """Close, in a forked process, what is for the others."""
+        for _, ended, connection in {*self.running.values()}:
+            os.close(ended)
+            connection.close()
 
-def attended(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Return the request in a forked process; this one waits for its end, and ends it if the client is gone."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    request, files = receive(connection)
-    child = os.fork()
-    if child == 0:
+    def attend(self, child: int, connection: socket.socket, files: list[int]) -> None:
+        """Tell a client the number of its process, and mind both."""
+        for file in files:
+            os.close(file)
+        ended = os.pidfd_open(child)
+        with suppress(OSError):
+            connection.sendall(child.to_bytes(8, "little"))
+        for number in (ended, connection.fileno()):
+            self.running[number] = (child, ended, connection)
+            self.poll.register(number, select.POLLIN)
+
+    def finish(self, news: int) -> None:
+        """End the process whose client is gone, or tell the client that its process has ended."""
+        child, ended, connection = self.running[news]
+        for number in (ended, connection.fileno()):
+            self.poll.unregister(number)
+            del self.running[number]
+        if news != ended:
+            os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        with suppress(OSError):
+            connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+        os.close(ended)
         connection.close()
-        return request, files
-    for file in files:
-        os.close(file)
-    ended = os.pidfd_open(child)
-    connection.sendall(child.to_bytes(8, "little"))
-    ready, _, _ = select.select([ended, connection], [], [])
-    if ended not in ready:
-        os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    if ended in ready:
-        connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
-    os._exit(0)
 
 
 def take_files(numbers: list[int], files: list[int]) -> None:
@@ -171,13 +199,12 @@ if __name__ == "__main__":
     opgraft.reset()  # which forgets the distributions that were there, as each process has its own
     gc.collect()
     gc.freeze()
-    signal.signal(signal.SIGCHLD, reap)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(sys.argv[1])
         listener.listen(64)
         sys.stdout.write("ready\n")
         sys.stdout.flush()
-        asked = request_of(listener)
+        asked = Server(listener).request()
     try:
         run(become(*asked))
     except SystemExit as ended:

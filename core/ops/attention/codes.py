@@ -33,7 +33,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     x = x.to(torch.float32)
     largest = x.abs().amax(-1, keepdim=True)
     scale = (largest / LARGEST_CODES[dtype]).clamp(min=torch.finfo(torch.float32).tiny)
-    scale = scale.where(largest.isfinite(), math.nan)
+    scale = scale.masked_fill(~largest.isfinite(), math.nan)
     quotients = (x / scale).nan_to_num(0.0)
     codes = quotients.round().to(dtype) if dtype == torch.int8 else quotients.to(torch.float8_e4m3fn).view(dtype)
     return torch.cat((codes, scale.view(dtype)), dim=-1)
@@ -44,4 +44,5 @@ def dequantize_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     codes, scale = rows[..., :-SCALE_BYTES], rows[..., -SCALE_BYTES:]
     numbers = codes if codes.dtype == torch.int8 else codes.view(torch.float8_e4m3fn)
     exact = compute_dtype(dtype)
-    return (numbers.to(exact) * scale.contiguous().view(torch.float32).to(exact)).to(dtype)
+    scale = scale.clone(memory_format=torch.contiguous_format)  # as bytes at any offset are no float32
+    return (numbers.to(exact) * scale.view(torch.float32).to(exact)).to(dtype)
