@@ -76,8 +76,8 @@ EXPECTED: dict[tuple[str, ...], dict[str, int]] = {
 @pytest.mark.parametrize(
     "settings",
     [
-        {"level": 0},
-        {"level": 1, "pass_config": {"all_reduce_rms_norm": False}},
+        pytest.param({"level": 0}, marks=pytest.mark.slow),
+        pytest.param({"level": 1, "pass_config": {"all_reduce_rms_norm": False}}, marks=pytest.mark.slow),
         {"level": 1, "splitting_ops": ["opgraft::all_reduce_rms_norm", "opgraft::all_gather"]},
         {"level": 1, "pass_config": {"sequence_parallelism": True}},
         {

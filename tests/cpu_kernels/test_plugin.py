@@ -53,6 +53,7 @@ def test_every_op_is_replaced(plugin: Path) -> None:
     assert op.op_class is opgraft_cpu_kernels.ops.RMSNorm
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_its_own_tests_pass(installed: Path, warm_python: str) -> None:
     """In their short form: registration, values, strides, gradients and compilation of each op."""

@@ -184,6 +184,7 @@ def test_processes_of_multiprocessing(site, tmp_path: Path, method: str) -> None
     check_answers(json.loads(line))
 
 
+@pytest.mark.slow
 def test_a_lockfile_that_no_variable_names(site, tmp_path: Path) -> None:
     """One that a scope of the parent has set holds for workers, wherever its copy lies; others import nothing."""
     same, none, other = lines_of(site, tmp_path, PINNED)

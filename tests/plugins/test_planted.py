@@ -46,6 +46,7 @@ def test_a_defect_of_a_platform_is_found(site, name: str) -> None:
     expect_found("acme", OF_PLATFORMS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(why_not()), reason="this torch takes a device's guard in C++ only")
 def test_defects_of_streams_are_found(site, warm_python: str) -> None:
     """Streams that a platform claims must keep what torch's names promise; a device with such streams passes."""

@@ -36,6 +36,7 @@ def figures(url: str, *options: str, code: int = 0) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_loads_of_a_real_server_are_measured(server: Server) -> None:
     """Each load is measured with all its tokens; a later part of the answer never comes before an earlier one."""
     found = figures(server.url, "--rate", "50", "--concurrency", "3", "--chat")

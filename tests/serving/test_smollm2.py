@@ -77,11 +77,12 @@ def judged() -> Callable[[str, str], tuple[Tensor, Tensor]]:
     return judge
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "cache", "agreement", "error"), [
     ("float32", "int8", 0.95, 0.05),
-    pytest.param("bfloat16", "auto", 0.95, 0.06, marks=pytest.mark.slow),
-    pytest.param("float32", "fp8", 0.93, 0.1, marks=pytest.mark.slow),
-    pytest.param("bfloat16", "int8", 0.93, 0.08, marks=pytest.mark.slow),
+    ("bfloat16", "auto", 0.95, 0.06),
+    ("float32", "fp8", 0.93, 0.1),
+    ("bfloat16", "int8", 0.93, 0.08),
 ])  # fmt: skip
 def test_accuracy_of_caches_of_codes(
     judged: Callable[[str, str], tuple[Tensor, Tensor]], dtype: str, cache: str, agreement: float, error: float
