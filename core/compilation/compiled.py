@@ -16,7 +16,7 @@ from opgraft.compilation.cache import INDEX, CompilationCache
 from opgraft.compilation.capture import DYNAMO, WAYS, Example, capture
 from opgraft.compilation.code import Code, generate
 from opgraft.compilation.entries import read_code, read_signature, write_code, write_signature
-from opgraft.compilation.inputs import InputCheck, Signature
+from opgraft.compilation.inputs import InputCheck, Signature, expect_apart
 from opgraft.compilation.key import Key, key_of
 from opgraft.compilation.manager import ALL_SIZES
 from opgraft.compilation.packages import Packages, temporary
@@ -143,6 +143,8 @@ class Compiled:
 
     def _computed(self, tensors: list[Tensor]) -> list[Any]:
         self._check.check(tensors)
+        if self._written:
+            expect_apart(tensors, self._signature.expected)
         code = self._code if len(self._codes) == 1 else self._of_size(self._check.size_of(tensors) or 0)
         self._places.expect_unchanged()
         code.expect_unmoved(self.model)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -238,6 +239,40 @@ class InputCheck:
             if not low <= symbols.get(name, low) <= high:
                 expected = next(each for each in self.expected if name in symbols_of([each]))
                 raise _unfit(expected, f"the size {symbols[name]}", f"{low} to {high}, as dynamic_shapes say")
+
+
+def expect_apart(tensors: Sequence[Tensor], expected: Sequence[Expected]) -> None:
+    """Refuse two tensors that share memory, where the graph writes to one of them: it would not see that in the other.
+
+    Raises:
+        CompilationError: there are two.
+    """
+    for (x, first), (y, second) in combinations(zip(tensors, expected, strict=True), 2):
+        if (first.is_written or second.is_written) and _share_memory(x, y):
+            raise CompilationError(
+                f"the compiled model was called with tensors that share memory for {first.name} and {second.name}, of "
+                "which it writes to one: give each memory of its own, as by clone()"
+            )
+
+
+def _share_memory(x: Tensor, y: Tensor) -> bool:
+    """Tell whether two tensors do; of other strides than each other, whether they lie in each other."""
+    low, high = sorted((x, y), key=Tensor.data_ptr)
+    distance, item = high.data_ptr() - low.data_ptr(), low.element_size()
+    places = sorted(zip(low.stride(), low.shape, strict=True), reverse=True)
+    if x.device != y.device or distance >= item * (1 + sum(stride * (size - 1) for stride, size in places)):
+        return False
+    alike = (low.shape, low.stride(), item) == (high.shape, high.stride(), high.element_size())
+    return not alike or (distance % item == 0 and _reaches(distance // item, places))
+
+
+def _reaches(distance: int, places: Sequence[tuple[int, int]]) -> bool:
+    """Tell whether two elements are so far apart, in dimensions of these strides and sizes, the largest first."""
+    if not places or not places[0][0]:
+        return distance == 0
+    (stride, size), *rest = places
+    steps = distance // stride
+    return any(n < size and _reaches(abs(distance - n * stride), rest) for n in (steps, steps + 1))
 
 
 def _fits(x: Tensor, expected: Expected, symbols: dict[str, int]) -> bool:

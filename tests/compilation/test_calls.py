@@ -168,6 +168,38 @@ def test_writes_to_inputs_are_seen() -> None:
         opgraft.compile(model, CompilationConfig(backend="eager", graph_mode="full"), args=(torch.randn(3, 4),))
 
 
+class Adding(nn.Module):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        a.add_(1)
+        return a + b
+
+
+@pytest.mark.parametrize(
+    ("pair", "shares"),
+    [
+        (lambda x: (x[0], x[0]), True),
+        (lambda x: (x[0], x[0].view(torch.int32).view(torch.float32)), True),
+        (lambda x: (x[0, :4], x[0, 2:]), True),
+        (lambda x: (x[0].t(), x[0]), True),
+        (lambda x: (x[:, 0], x[:, 1, :]), False),
+        (lambda x: (x[0, :, :3], x[0, :, 3:]), False),
+        (lambda x: (x[0, :, :4], x[0, :, 2:]), True),
+        (lambda x: (x[0], x[1]), False),
+    ],
+)
+def test_writes_to_shared_memory_are_refused(pair: Callable[[Tensor], tuple[Tensor, Tensor]], shares: bool) -> None:
+    """A graph does not see in one input what it writes to another: only tensors that share nothing are taken."""
+    given, expected = (pair(torch.arange(216.0).view(6, 6, 6)) for _ in range(2))
+    shapes = ({0: Dim("rows"), 1: Dim("columns")},) * 2
+    compiled = opgraft.compile(Adding().eval(), EAGER, args=(torch.ones(3, 4), torch.ones(3, 4)), dynamic_shapes=shapes)
+    if shares:
+        with pytest.raises(CompilationError, match="share memory for a and b, of which it writes to one"):
+            compiled(*given)
+    else:
+        expect_alike(compiled(*given), Adding()(*expected))
+        expect_alike(given, expected)
+
+
 class Drawing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.rand_like(x)

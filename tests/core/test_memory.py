@@ -44,6 +44,11 @@ def test_gaps_between_blocks_are_given_back() -> None:
 _LOADED = """
 move_to_huge_pages(range(each.data_ptr(), each.data_ptr() + each.nbytes) for each in weights).join()
 """
+_APART = f"""
+memory = torch.zeros(32 << 20, dtype=torch.uint8)
+weights = [memory[number << 20 :][: 3 << 18].fill_(number) for number in range(32)]
+{_LOADED.strip()}
+"""
 _ASKED = """
 weights = [torch.empty(1 << 20, dtype=torch.uint8) for number in range(32)]
 expect_huge_pages(range(each.data_ptr(), each.data_ptr() + each.nbytes) for each in weights)
@@ -81,9 +86,11 @@ def _moves() -> bool:
 
 
 @pytest.mark.skipif(not _moves(), reason="the system has no huge pages on demand")
-@pytest.mark.parametrize("move", [_LOADED, _ASKED, _FROZEN, _CACHE], ids=["loaded", "asked before", "frozen", "cache"])
+@pytest.mark.parametrize(
+    "move", [_LOADED, _APART, _ASKED, _FROZEN, _CACHE], ids=["loaded", "apart", "asked before", "frozen", "cache"]
+)
 def test_what_a_model_reads_lies_in_huge_pages(move: str) -> None:
-    """Weights that are smaller than such a page and follow one another, and a cache; no number changes."""
+    """Weights that are smaller than such a page, which they fill together, and a cache; no number changes."""
     script = _WEIGHTS.replace("{move}", move)
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert int(result.stdout) >= 16 << 20
@@ -96,3 +103,12 @@ def test_pages_lie_within_blocks_that_follow_one_another() -> None:
     blocks = [*near, range(9 * size, 10 * size), range(20 * size + 1, 21 * size)]
     pages = [page for span in memory._joined(blocks) for page in memory._pages(span)]
     assert pages == [3 * size, 4 * size, 9 * size]
+
+
+def test_pages_of_which_half_is_filled_are_moved() -> None:
+    """By one block or several, the same one counted once; others stay where they are."""
+    size = 1 << 21
+    half = range(3 * size + 5, 3 * size + 5 + size // 2)
+    blocks = [range(size // 4, 2 * size + 9), range(5 * size, 5 * size + size // 3), *[range(size // 4)] * 3]
+    blocks += [range(5 * size + size // 2, 6 * size - size // 4), half, range(8 * size, 8 * size + size // 2 - 1)]
+    assert memory._mostly_filled(blocks) == [0, size, 3 * size, 5 * size]

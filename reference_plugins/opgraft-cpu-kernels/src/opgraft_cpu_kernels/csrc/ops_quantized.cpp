@@ -127,14 +127,26 @@ void on_codes(QuantizedCall& call) {
 
 void on_tiles(QuantizedCall& call) {
   QuantizedLinear& q = call.q;
-  const Tensor memory = fresh({q.rows * q.padded}, at::kFloat);  // integers need no more than float32 numbers
-  float* x = memory.mutable_data_ptr<float>();
   const IntegersKernel prepare = path().prepare_integers[call.dtype];
   const QuantizedLinearKernel kernel = path().tiled_linear[call.dtype];
+  const int64_t tiles = q.out_features / SIDE, width = q.in_features * q.rows * SIDE;
+  const int64_t numbers = q.rows * q.padded;  // of float32, which take no less memory than their integers
+  if (q.rows == 1) {  // which each thread prepares for itself sooner than it has the integers from another
+    share(tiles, width, [&](int64_t begin, int64_t end) {
+      static thread_local std::vector<float> x;
+      x.resize(std::max(x.size(), size_t(numbers)));
+      QuantizedLinear own = q;
+      prepare(call.x.view(), q, x.data(), 0, 1);
+      own.x = x.data();
+      kernel(own, begin, end);
+    });
+    return;
+  }
+  const Tensor memory = fresh({numbers}, at::kFloat);
+  float* x = memory.mutable_data_ptr<float>();
   share(q.rows, q.in_features, [&](int64_t begin, int64_t end) { prepare(call.x.view(), q, x, begin, end); });
   q.x = x;
-  share(q.out_features / SIDE, q.in_features * q.rows * SIDE,
-        [&](int64_t begin, int64_t end) { kernel(q, begin, end); });
+  share(tiles, width, [&](int64_t begin, int64_t end) { kernel(q, begin, end); });
 }
 
 // Some rows of the weight after the other become plain numbers, which torch multiplies.
