@@ -119,7 +119,8 @@ def unplanned(folder: Path) -> str:
         vocab_size=49152,
         tie_word_embeddings=True,
     )
-    transformers.Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    model: Any = transformers.Qwen3ForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
     return str(folder)
 
 
