@@ -18,6 +18,7 @@ class Caches:
         functions: functional form → its kernel, and the stand-in where a gradient is required, if it needs one.
         replaceable: reference of a replaceable function → the function that it runs.
         check_values: the setting of that name, ``None`` until it is asked for.
+        platform_agrees: whether settings were found to ask for no other platform than the process has.
     """
 
     constructed: dict[type, Any] = field(default_factory=dict)
@@ -26,3 +27,4 @@ class Caches:
     functions: dict[Any, tuple[Callable[..., Any], Callable[..., Any] | None]] = field(default_factory=dict)
     replaceable: dict[Any, Callable[..., Any]] = field(default_factory=dict)
     check_values: bool | None = None
+    platform_agrees: bool = False

@@ -62,7 +62,13 @@ def selected_platform() -> PlatformSelection:
                 logger.debug("%s", decision.summary(), extra=decision.attributes())
                 # The platform's defaults are a layer of the settings from here on.
                 state.invalidate()
-    settings, selection = state.settings(), state.selection
+    if not state.current_caches().platform_agrees:
+        _expect_agreement(state.settings(), state.selection)
+        state.current_caches().platform_agrees = True
+    return state.selection
+
+
+def _expect_agreement(settings: Settings, selection: PlatformSelection) -> None:
     wanted = settings.config.platform
     if wanted is not None and wanted != selection.platform.name:
         raise PlatformError(
@@ -70,7 +76,6 @@ def selected_platform() -> PlatformSelection:
             f"{selection.platform.name!r}: it is decided once. Set it before the first op is constructed, or "
             "call opgraft.reset() first."
         )
-    return selection
 
 
 def decide_platform(

@@ -11,7 +11,7 @@ from opgraft.config import OpgraftConfig, ParallelConfig
 from opgraft.distributed.groups import get_pp_group, parallelism
 from opgraft.errors import CheckpointError, ConfigError, DistributedError, ModelError
 from opgraft.logger import logger
-from opgraft.machine.memory import expect_huge_pages, move_to_huge_pages
+from opgraft.machine.memory import expect_huge_pages, move_to_huge_pages, without_collections
 from opgraft.models.config import read_config
 from opgraft.models.construction import construct, is_older
 from opgraft.models.description import part, quantization_config
@@ -26,6 +26,7 @@ from opgraft.text import described, printable
 
 
 @opened_once()
+@without_collections()
 def load_model(opgraft_config: OpgraftConfig) -> Model:
     """Construct the model that ``opgraft_config.model`` names and load its checkpoint, a shard of both on each rank.
 
