@@ -325,7 +325,7 @@ def test_no_lock_is_held_while_code_is_compared(x: Tensor, tmp_path: Path) -> No
         torch.testing.assert_close(made(x), x * model.weight)
     model.weight.data = model.weight.data.clone()
     torch.testing.assert_close(made(x), x * model.weight)
-    for other in (model.weight.double(), torch.randn(2 * WIDTH)[::2]):
+    for other in (model.weight.data[:1].expand(WIDTH), model.weight.double(), torch.randn(2 * WIDTH)[::2]):
         model.weight.data = other
         with pytest.raises(
             CompilationError, match=r"the tensor weight of the model was torch.float32 .*compile the model"
