@@ -107,13 +107,16 @@ def least_of(work: Work, batch: int, limits: Sequence[Mapping[str, Seconds]]) ->
 
 
 def calls(arguments: argparse.Namespace) -> Iterator[Finding]:
-    """Compare calls of a tiny model, which take as long as what is around its kernels."""
-    with processes(arguments.sides, replace(TINY, layers=arguments.shape.layers)) as started:
+    """Compare calls of a tiny model, which take as long as what is around its kernels.
+
+    Each has one thread: to wake a second one, for attention, takes some processes as long as all else.
+    """
+    with processes(arguments.sides, replace(TINY, layers=arguments.shape.layers), threads=1) as started:
         for batch in (1, 4):
             found = in_turns(started, batch, 40, arguments.rounds)
             for side in found.keys() - {STOCK}:
                 most = 0.5 if side.endswith("O2") else None
-                name = f"{side} / {STOCK}, a call of a tiny model, batch {batch}"
+                name = f"{side} / {STOCK}, a call of a tiny model by one thread, batch {batch}"
                 yield over(name, found[side], found[STOCK], arguments, most)
 
 
@@ -181,25 +184,27 @@ def recompilations(arguments: argparse.Namespace) -> Iterator[Finding]:
 
 
 def starts(arguments: argparse.Namespace) -> Iterator[Finding]:
-    """Compare first outputs of processes that find no compiled code, and of those that find it."""
-    cold: dict[str, list[Seconds]] = {}
-    warm: dict[str, list[Seconds]] = {}
-    for _ in range(max(arguments.rounds // 3, 1)):
-        for side in (PLAIN, STOCK, "O1", "O2"):
-            with tempfile.TemporaryDirectory() as folder:
-                for found in (cold, warm):
-                    found.setdefault(side, []).append(_first(side, arguments.shape, Path(folder)))
-    clock = argparse.Namespace(cpu_time=True)
-    yield over(f"{STOCK}, first output, warm / cold", warm[STOCK], cold[STOCK], clock)
-    yield over("O2, first output, warm / cold", warm["O2"], cold["O2"], clock, 0.03)
-    yield over(f"O2, warm first output / {PLAIN}", warm["O2"], warm[PLAIN], clock, 1.5)
-    yield over(f"O2, warm first output / {STOCK}", warm["O2"], warm[STOCK], clock)
-    yield over(f"O2, cold first output / {STOCK}", cold["O2"], cold[STOCK], clock, 1.0)
-    yield over(f"O1, cold first output / {STOCK}", cold["O1"], cold[STOCK], clock, 0.5)
+    """Compare first outputs of processes that find no compiled code, once each, and of those that find it, in turns."""
+    sides = (PLAIN, STOCK, "O0", "O1", "O2")
+    with tempfile.TemporaryDirectory() as folder:
+        folders = {side: Path(folder) / side for side in sides}
+        cold = {side: [_first(side, arguments.shape, folders[side])] for side in sides}
+        rounds = [
+            {side: _first(side, arguments.shape, folders[side]) for side in sides} for _ in range(arguments.rounds)
+        ]
+    warm = {side: [each[side] for each in rounds] for side in sides}
+    for side, most in ((STOCK, None), ("O2", 0.03)):
+        name = f"{side}, first output, warm / cold"
+        yield over(name, warm[side], cold[side] * arguments.rounds, arguments, most)
+    yield over(f"O2, warm first output / {PLAIN}", warm["O2"], warm[PLAIN], arguments, 1.5)
+    yield over("O2, warm first output / O0", warm["O2"], warm["O0"], arguments)
+    yield over(f"O2, warm first output / {STOCK}", warm["O2"], warm[STOCK], arguments)
+    yield over(f"O2, cold first output / {STOCK}", cold["O2"], cold[STOCK], arguments, 1.0)
+    yield over(f"O1, cold first output / {STOCK}", cold["O1"], cold[STOCK], arguments, 0.5)
 
 
 def _first(side: str, shape: Shape, folder: Path) -> Seconds:
-    kept = {"cache": True, "cache_folder": str(folder / "opgraft")} if side == "O2" else {}
+    kept: dict[str, Any] = {"cache": True, "cache_folder": str(folder / "opgraft")} if side == "O2" else {}
     process = Process(side, shape, folder, **kept)
     process.close()
     return process.first

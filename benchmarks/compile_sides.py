@@ -220,14 +220,17 @@ class Process:
         first: what its first output took.
     """
 
-    def __init__(self, name: str, shape: Shape, folder: Path | None, **settings: Any) -> None:
+    def __init__(
+        self, name: str, shape: Shape, folder: Path | None, *, threads: int | None = None, **settings: Any
+    ) -> None:
         self.name = name
+        used = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
         caches = {} if folder is None else {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
         # In the process itself, whose CPU time is told.
         fixed = {"HF_HUB_OFFLINE": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         self._process = subprocess.Popen(  # our own script
             [sys.executable, __file__, name, json.dumps(asdict(shape)), json.dumps(settings)],
-            env={**os.environ, **fixed, **caches, "OPGRAFT_PLUGINS": SIDES[name].plugins},
+            env={**os.environ, **fixed, **caches, **used, "OPGRAFT_PLUGINS": SIDES[name].plugins},
             text=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -253,12 +256,12 @@ class Process:
 
 
 @contextmanager
-def processes(names: Sequence[str], shape: Shape) -> Iterator[dict[str, Process]]:
-    """Start sides that take turns."""
+def processes(names: Sequence[str], shape: Shape, threads: int | None = None) -> Iterator[dict[str, Process]]:
+    """Start sides that take turns, each with as many threads as torch takes, if not said otherwise."""
     with ExitStack() as stack:
         started = {}
         for name in names:
-            started[name] = Process(name, shape, None)
+            started[name] = Process(name, shape, None, threads=threads)
             stack.callback(started[name].close)
         yield started
 

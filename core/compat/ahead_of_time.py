@@ -104,15 +104,11 @@ class Package:
             CompilationError: one of those has another dtype, device, shape or strides now, which the code cannot read.
         """
         with self._turn:
-            if self._found_places() != self._places:
+            if places_of(self._tensors) != self._places:
                 self._expect_same_layouts()
                 self._load()
             results: Sequence[Tensor] = self._loader.boxed_run(list(tensors))
         return results
-
-    def _found_places(self) -> tuple[list[int], list[tuple[int, ...]]]:
-        """Return what is soon looked up of the tensors, and changes where one gets other memory or is transposed."""
-        return list(map(Tensor.data_ptr, self._tensors)), list(map(Tensor.stride, self._tensors))
 
     def _found_layouts(self) -> list[tuple[Any, ...]]:
         return [(each.dtype, each.device, tuple(each.shape), each.stride()) for each in self._tensors]
@@ -128,9 +124,14 @@ class Package:
     def _load(self) -> None:
         # By reference, so they must stay alive; parameters as they are, as kernels ask what was declared of them.
         self._kept = dict(self._constants)
-        self._places = self._found_places()
+        self._places = places_of(self._tensors)
         if self._kept:
             self._loader.load_constants(self._kept, False, True, True)
+
+
+def places_of(tensors: Sequence[Tensor]) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Return what is soon looked up of tensors, and changes where one gets other memory or is transposed."""
+    return list(map(Tensor.data_ptr, tensors)), list(map(Tensor.stride, tensors))
 
 
 def _told(dtype: torch.dtype, device: torch.device, shape: tuple[int, ...], strides: tuple[int, ...]) -> str:

@@ -14,13 +14,12 @@ from opgraft.compat.graphs import FIXED_SIZES
 from opgraft.compilation.backends import backend_of, warm_up
 from opgraft.compilation.cache import INDEX, CompilationCache
 from opgraft.compilation.capture import DYNAMO, WAYS, Example, capture
-from opgraft.compilation.code import Code, generate
+from opgraft.compilation.code import Code
 from opgraft.compilation.entries import read_code, read_signature, write_code, write_signature
 from opgraft.compilation.inputs import InputCheck, Signature, expect_apart
 from opgraft.compilation.key import Key, key_of
 from opgraft.compilation.manager import ALL_SIZES
 from opgraft.compilation.packages import Packages, temporary
-from opgraft.compilation.passes import passes_of
 from opgraft.compilation.shared_folder import SharedFolder
 from opgraft.compilation.sources import Sources
 from opgraft.compilation.stock import compiled_by_torch
@@ -70,7 +69,8 @@ class Compiled:
         self._check = InputCheck(signature.expected, signature.bounds)
         self._code, self._codes = code, codes
         self._written = [place for place, each in enumerate(signature.expected) if each.is_written]
-        self._places = Places(model, (tensor for code in codes.values() for tensor in code.tensors))
+        used = (tensor for code in codes.values() for tensor in code.tensors)
+        self._places = Places(model, used, (part for code in codes.values() for part in code.joint))
 
     @property
     def unkept(self) -> str:
@@ -147,7 +147,6 @@ class Compiled:
             expect_apart(tensors, self._signature.expected)
         code = self._code if len(self._codes) == 1 else self._of_size(self._check.size_of(tensors) or 0)
         self._places.expect_unchanged()
-        code.expect_unmoved(self.model)
         given = [x if x.is_contiguous() else x.contiguous() for x in tensors]
         with torch.no_grad():
             results = self._signature.completed(code.run(*given))
@@ -240,7 +239,10 @@ def _verified(compiled: Compiled, example: Example) -> Compiled:
 
 def _cached(model: nn.Module, example: Example, settings: CompilationConfig, cache: CompilationCache) -> Compiled:
     """Take a compiled model from the cache or, where it has none that can be used, compile and keep it."""
-    passes_of(settings.user_passes, settings.pass_config)  # which imports them: the key has their sources
+    if settings.user_passes:
+        from opgraft.compilation.passes import passes_of
+
+        passes_of(settings.user_passes, settings.pass_config)  # which imports them: the key has their sources
     key = key_of(model, example, settings, Sources(cache.folder / INDEX))
     packages = Packages(cache, key.of_code, SharedFolder.of(settings))
     compiled = _kept(model, example, settings, packages, key)
@@ -329,6 +331,8 @@ def _built(
     cached: str = "",
 ) -> Compiled:
     """Capture a model, and generate code for any size, for ``compile_sizes`` and ranges; ``cached`` says why."""
+    from opgraft.compilation.generation import generate  # as long to import as an entry of the cache to load
+
     ways = WAYS if settings.mode is CompilationMode.FULL else (DYNAMO,)
     captured = capture(model, example, ways)
     codes = {ALL_SIZES: generate(model, captured, settings, packages=packages)}

@@ -100,5 +100,4 @@ def read_code(model: nn.Module, description: Mapping[str, Any], folder: Path, pa
         for name, source, matched, replaced, (before, after), left in description["passes"]
     )
     run = loaded(packages.file_of(description["package"]), tensors)
-    used = (*tensors.values(), *parts)
-    return Code(None, reports, lowerings, run, used, tuple((part, part.data_ptr()) for part in parts))
+    return Code(None, reports, lowerings, run, (*tensors.values(), *parts), tuple(parts))

@@ -88,6 +88,8 @@ def lowerings_of(counts: Mapping[str, int]) -> tuple[Lowering, ...]:
     Raises:
         OpgraftError: as constructing the op of a form would.
     """
+    if counts.keys() - FUNCTIONALS:
+        import opgraft.functional  # noqa: F401  # registers those that models seldom have
     for name in counts:
         _target(FUNCTIONALS[name])
     return tuple(Lowering(FUNCTIONALS[name], count, binding_of(FUNCTIONALS[name])) for name, count in counts.items())

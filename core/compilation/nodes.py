@@ -69,10 +69,13 @@ def has_kernel(name: str) -> bool:
 def layout_of(value: Any) -> Any:
     """Describe a tensor, or a tuple of them, as far as a graph rests on it: equal layouts may stand for each other.
 
-    Sizes are compared as they are written, since a comparison of symbols would fix them.
+    Sizes are compared as they are written, since a comparison of symbols would fix them. The stride of a dimension of
+    one element leads nowhere.
     """
     if isinstance(value, Tensor):
-        return (value.dtype, str(value.device), *(tuple(map(str, each)) for each in (value.shape, value.stride())))
+        sizes, strides = (tuple(map(str, each)) for each in (value.shape, value.stride()))
+        strides = tuple("any" if size == "1" else stride for size, stride in zip(sizes, strides, strict=True))
+        return (value.dtype, str(value.device), sizes, strides)
     if isinstance(value, (tuple, list)):
         return tuple(layout_of(each) for each in value)
     return str(value)

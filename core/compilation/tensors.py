@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from opgraft.compat.ahead_of_time import places_of
 from opgraft.compilation.nodes import JOINT, Origin, attribute_of
 from opgraft.errors import CacheEntryError, CompilationError
+from opgraft.machine.memory import move_to_huge_pages
 from opgraft.ops.composites.joint import JointLayer, joint_parameters
 from torch import Tensor, fx, nn
 
@@ -68,7 +70,13 @@ def tensors_of(
         if not isinstance(tensor, Tensor):
             raise CacheEntryError(f"the model has no tensor {name!r} as {kind} {'.'.join(place)!r}")
         found[name] = tensor
+    move_joint(parts)
     return found, tuple(parts)
+
+
+def move_joint(parts: Iterable[Tensor]) -> None:
+    """Have the memory that parameters were put into together moved to huge pages, after the first output."""
+    move_to_huge_pages((range(p.data_ptr(), p.data_ptr() + p.nbytes) for p in parts if p.is_cpu), wait=1.0)
 
 
 class Places:
@@ -76,10 +84,11 @@ class Places:
 
     Args:
         model: as it is now.
-        used: the tensors of the graph.
+        used: the tensors of the graphs.
+        joint: parameters over whose memory they have joint tensors, which must stay where it is.
     """
 
-    def __init__(self, model: nn.Module, used: Iterable[Tensor]) -> None:
+    def __init__(self, model: nn.Module, used: Iterable[Tensor], joint: Iterable[nn.Parameter]) -> None:
         self._kind = type(model).__name__
         known = {id(tensor) for tensor in used}
         held = [
@@ -93,16 +102,25 @@ class Places:
         self._stores: list[dict[str, Any]] = [store for _, store, _ in held]
         self._names = [name for _, _, name in held]
         self._values = [store[name] for _, store, name in held]
+        self._joint = [*joint]
+        self._joint_places = places_of(self._joint)
 
     def expect_unchanged(self) -> None:
-        """Raise ``CompilationError`` where something else is in one of the places."""
-        found = map(dict.get, self._stores, self._names)
-        same = [*map(operator.is_, found, self._values)]
-        if not all(same):
+        """Raise ``CompilationError`` where something else is in one of the places, or what is joint lies elsewhere."""
+        if not all(self._same()):
+            path = self._paths[[*self._same()].index(False)]
             raise CompilationError(
-                f"{self._paths[same.index(False)]} of {self._kind} is another one than when it was compiled, as after "
+                f"{path} of {self._kind} is another one than when it was compiled, as after "
                 "load_state_dict(assign=True) or an adapter: compile it anew"
             )
+        if places_of(self._joint) != self._joint_places:
+            raise CompilationError(
+                f"weights of {self._kind} that compiled code computes at once have moved in memory, as by .to() or "
+                ".data: compile it anew"
+            )
+
+    def _same(self) -> Iterator[bool]:
+        return map(operator.is_, map(dict.get, self._stores, self._names), self._values)
 
 
 def _of_model(model: nn.Module, name: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -56,7 +57,7 @@ def expect_huge_pages(blocks: Iterable[range]) -> None:
     _move(list(chain.from_iterable(spans)))  # those that hold the head that the C library writes before each block
 
 
-def move_to_huge_pages(blocks: Iterable[range]) -> Thread | None:
+def move_to_huge_pages(blocks: Iterable[range], wait: float = 0) -> Thread | None:
     """Have the system move blocks of addresses to huge pages, on a thread that is returned, where it can: Linux 6.1.
 
     ``None`` where there is nothing to move, or the system's setting is ``never``.
@@ -65,13 +66,17 @@ def move_to_huge_pages(blocks: Iterable[range]) -> Thread | None:
     pages, and a third with codes of 8 bits. A page that blocks fill by half or more becomes one with all that is in it,
     as weights of less than a page lie between other things. Memory that is given back meanwhile does no harm, as
     nothing is read or written here.
+
+    Args:
+        blocks: of addresses.
+        wait: seconds until the thread begins, as moving holds up whatever asks for memory meanwhile.
     """
     if not _has_huge_pages():
         return None
     pages = _mostly_filled(blocks)
     if not pages:
         return None
-    thread = Thread(target=_move, args=(pages,), name="opgraft-huge-pages", daemon=True)
+    thread = Thread(target=_move, args=(pages, wait), name="opgraft-huge-pages", daemon=True)
     thread.start()
     return thread
 
@@ -105,7 +110,8 @@ def _mostly_filled(blocks: Iterable[range]) -> list[int]:
     return sorted(page for page, bytes_filled in filled.items() if 2 * bytes_filled >= _HUGE_PAGE)
 
 
-def _move(pages: Sequence[int]) -> None:
+def _move(pages: Sequence[int], wait: float = 0) -> None:
+    time.sleep(wait)
     madvise = ctypes.CDLL(None).madvise  # of one page each, as the first that cannot be moved ends a call
     for page in pages:
         madvise(ctypes.c_void_p(page), ctypes.c_size_t(_HUGE_PAGE), _MADV_COLLAPSE)

@@ -17,7 +17,7 @@ from opgraft.compat.packed_linear import version_of
 from opgraft.machine.memory import expect_huge_pages
 from opgraft.ops.composites.composite import Composite
 from opgraft.ops.linear.modules import Linear
-from opgraft.ops.linear.weight_cache import declaration, declare_frozen, freeze, thaw
+from opgraft.ops.linear.weight_cache import declaration, declare_frozen, thaw
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils.dlpack import from_dlpack
@@ -76,8 +76,11 @@ class Joint:
             increment_version(list(self.op.parameters()))
             self.versions = versions
         if declarations != self.declarations:
-            for block in self.blocks.values():
-                (freeze if all(declarations) else thaw)(block)
+            if all(declarations):  # in pages that they were moved to with the parts
+                declare_frozen(self.blocks.values())
+            else:
+                for block in self.blocks.values():
+                    thaw(block)
             self.declarations = declarations
         return True
 
@@ -187,7 +190,8 @@ def joint_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter] | No
     """Put the weights of linear layers one after another, and return parameters over the memory of all, by name.
 
     For layers that belong to no ``JointLayer``. As long as somebody holds a parameter, the same layers have the same.
-    What was declared frozen is so again. ``None`` where they do not fit together.
+    What was declared frozen is so again, in small pages: who asks for many calls ``move_to_huge_pages`` once, beside
+    what is next. ``None`` where they do not fit together.
     """
     if not all(_joinable(part, parts[0]) for part in parts):
         return None
@@ -200,7 +204,7 @@ def joint_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter] | No
     frozen = all(declaration(tensor) for tensors in together.values() for tensor in tensors)
     holder: Any = nn.Module()
     with torch.inference_mode(False), torch.no_grad():
-        blocks = _bring_together(together, former, holder)
+        blocks = _bring_together(together, former, holder, huge=False)
     if blocks is None:
         return None
     for name in together:
@@ -240,15 +244,18 @@ def _join(parts: Sequence[Any], former: dict[str, Tensor]) -> Joint | None:
 
 
 def _bring_together(
-    together: Mapping[str, Sequence[nn.Parameter]], former: Mapping[str, Tensor], op: nn.Module
+    together: Mapping[str, Sequence[nn.Parameter]], former: Mapping[str, Tensor], op: nn.Module, huge: bool = True
 ) -> dict[str, Tensor] | None:
-    """Bring parameters together, give ``op`` what spans them, and say in which blocks; ``None`` where that fails."""
+    """Bring parameters together, give ``op`` what spans them, and say in which blocks; ``None`` where that fails.
+
+    New blocks are in ``huge`` pages, or in whatever memory is there, which is sooner written to.
+    """
     blocks: dict[str, Tensor] = {}
     moves: list[tuple[nn.Parameter, Tensor]] = []
     for name, tensors in together.items():
         found = _spanning(tensors, former.get(name))
         if found is None:
-            placed = _place(tensors)
+            placed = _place(tensors, huge)
             if placed is None:
                 return None
             found = blocks[name] = placed[0]
@@ -262,7 +269,7 @@ def _bring_together(
     return blocks
 
 
-def _place(tensors: Sequence[nn.Parameter]) -> tuple[Tensor, list[Tensor]] | None:
+def _place(tensors: Sequence[nn.Parameter], huge: bool) -> tuple[Tensor, list[Tensor]] | None:
     """Copy the values of several tensors to one new block; return it and each one's place in it, as a tensor.
 
     Storages of their own, because those who save a model take tensors that share one for tied weights. ``None`` where
@@ -272,7 +279,7 @@ def _place(tensors: Sequence[nn.Parameter]) -> tuple[Tensor, list[Tensor]] | Non
         return None
     first = tensors[0]
     block = first.new_empty((sum(map(len, tensors)), *first.shape[1:]))
-    if block.is_cpu:
+    if huge and block.is_cpu:
         expect_huge_pages([range(block.data_ptr(), block.data_ptr() + block.nbytes)])
     torch.cat([tensor.detach() for tensor in tensors], out=block)
     parts = torch.split(block, [tensor.shape[0] for tensor in tensors])

@@ -134,11 +134,11 @@ def freeze(target: nn.Module | Tensor) -> None:
     Raises:
         TypeError: ``target`` is neither a module nor a tensor.
     """
-    declare_frozen(_weights(target, "freeze"))
+    move_to_huge_pages(declare_frozen(_weights(target, "freeze")))
 
 
-def declare_frozen(weights: Iterable[Tensor]) -> None:
-    """Declare of several parameters what ``freeze`` declares of one."""
+def declare_frozen(weights: Iterable[Tensor]) -> list[range]:
+    """Declare of several parameters what ``freeze`` declares of one, and return where they lie; nothing is moved."""
     blocks = []
     for weight in weights:
         weight.requires_grad_(False)
@@ -147,7 +147,7 @@ def declare_frozen(weights: Iterable[Tensor]) -> None:
             key = id(storage)
             _FROZEN[key] = weakref.ref(storage, functools.partial(_forget_memory, key)), next(_DECLARATIONS)
             blocks.append(_addresses(storage))
-    move_to_huge_pages(blocks)
+    return blocks
 
 
 def thaw(target: nn.Module | Tensor) -> None:

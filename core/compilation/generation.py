@@ -1,0 +1,76 @@
+"""Code of captured graphs, by passes, lowering and a backend: what takes a cache away, with all that it imports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from opgraft.compilation.backends import Runner, built
+from opgraft.compilation.capture import Captured
+from opgraft.compilation.code import Code, Packaged
+from opgraft.compilation.execution import executed
+from opgraft.compilation.lowering import lower, lowerings_of
+from opgraft.compilation.manager import ALL_SIZES, run_passes
+from opgraft.compilation.nodes import PARTS, attribute_of
+from opgraft.compilation.packages import Packages
+from opgraft.compilation.passes import passes_of
+from opgraft.compilation.tensors import move_joint, origins_of
+from opgraft.config import CompilationConfig, CompilationMode
+from opgraft.errors import CacheEntryError
+from torch import fx, nn
+
+
+def generate(
+    model: nn.Module,
+    captured: Captured,
+    settings: CompilationConfig,
+    sizes: range = ALL_SIZES,
+    packages: Packages | None = None,
+) -> Code:
+    """Run passes over a captured graph, in place, lower it, and have a backend make code of it.
+
+    Args:
+        model: which was captured.
+        captured: the graph.
+        settings: which passes run, which backend does, and where graphs are written to.
+        sizes: of the batch, for which the graph is.
+        packages: where the code is to be written to; what cannot be is made in memory.
+
+    Raises:
+        CompilationError: a pass breaks the graph, or the backend fails.
+        ConfigError: a setting names no pass, no backend, or no folder that can be written to.
+    """
+    graph, folder = captured.module, Path(settings.dump_graphs) if settings.dump_graphs else None
+    full = settings.mode == CompilationMode.FULL
+    passes = passes_of(settings.user_passes, settings.pass_config) if full else []
+    if sizes != ALL_SIZES and folder is not None:
+        folder = folder / (f"size-{sizes[0]}" if len(sizes) == 1 else f"sizes-{sizes[0]}-{sizes[-1]}")
+    reports = run_passes(passes, graph, model, folder, sizes)
+    joint = tuple(part for node in graph.graph.nodes for part in node.meta.get(PARTS, ()))
+    move_joint(joint)
+    tensors = (*(attribute_of(graph, node) for node in graph.graph.nodes if node.op == "get_attr"), *joint)
+    keys, unkept = list[str](), list[str]()
+
+    def build(lowered: fx.GraphModule) -> Runner:
+        if packages is not None:
+            try:
+                keys.append(packages.key_of(lowered, sizes))
+                return packages.runner_of(keys[-1], lowered)
+            except CacheEntryError as error:
+                unkept.append(str(error))
+        return built(lowered, str(settings.backend))
+
+    if settings.executed_otherwise:
+        execution = executed(captured, settings, build, sizes)
+        lowerings, why = lowerings_of(execution.forms), "".join(unkept[:1])
+        return Code(graph, reports, lowerings, execution.run, tensors, joint, execution=execution, unkept=why)
+    lowered, forms = lower(graph)
+    run = build(lowered)
+    packaged = _packaged(model, lowered, keys[0]) if keys and not unkept else None
+    return Code(graph, reports, lowerings_of(forms), run, tensors, joint, packaged, unkept="".join(unkept))
+
+
+def _packaged(model: nn.Module, lowered: fx.GraphModule, key: str) -> Packaged:
+    origins = origins_of(model, lowered)
+    tensors = {str(n.target): attribute_of(lowered, n) for n in lowered.graph.nodes if n.op == "get_attr"}
+    values = {name: tensors[name] for name, origin in origins.items() if origin[0] == "value"}
+    return Packaged(key, origins, values)
