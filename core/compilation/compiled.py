@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from opgraft.binding.arguments import expect_module
@@ -20,7 +20,6 @@ from opgraft.compilation.inputs import InputCheck, Signature, expect_apart
 from opgraft.compilation.key import Key, key_of
 from opgraft.compilation.manager import ALL_SIZES
 from opgraft.compilation.packages import Packages, temporary
-from opgraft.compilation.shared_folder import SharedFolder
 from opgraft.compilation.sources import Sources
 from opgraft.compilation.stock import compiled_by_torch
 from opgraft.compilation.tensors import Places
@@ -35,6 +34,9 @@ from opgraft.plugins.selection import current_platform
 from opgraft.state import host_state
 from opgraft.text import described
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from opgraft.compilation.shared_folder import SharedFolder  # with what few need: zip files, keys, fsspec
 
 _UNKEPT = "the cache of compiled code: nothing is kept: %s"
 
@@ -244,10 +246,18 @@ def _cached(model: nn.Module, example: Example, settings: CompilationConfig, cac
 
         passes_of(settings.user_passes, settings.pass_config)  # which imports them: the key has their sources
     key = key_of(model, example, settings, Sources(cache.folder / INDEX))
-    packages = Packages(cache, key.of_code, SharedFolder.of(settings))
+    packages = Packages(cache, key.of_code, _remote(settings))
     compiled = _kept(model, example, settings, packages, key)
     packages.share()
     return compiled
+
+
+def _remote(settings: CompilationConfig) -> SharedFolder | None:
+    if settings.cache_remote is None:
+        return None
+    from opgraft.compilation.shared_folder import SharedFolder
+
+    return SharedFolder.of(settings.cache_remote, settings.cache_key)
 
 
 def _kept(model: nn.Module, example: Example, settings: CompilationConfig, packages: Packages, key: Key) -> Compiled:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from types import (
     BuiltinFunctionType,
@@ -39,7 +38,7 @@ class Descriptions:
     """Describes the values of a model.
 
     Args:
-        model: whose modules, parameters and buffers are described where they stand in it, and not where they are named.
+        held: what ``held_by`` says of the model: it is described where it stands in it, and not where it is named.
         contents: describe other tensors with their content.
 
     Attributes:
@@ -47,12 +46,8 @@ class Descriptions:
         incomplete: classes of values that cannot be described, or are too many: what they hold may differ unseen.
     """
 
-    def __init__(self, model: nn.Module, *, contents: bool = True) -> None:
-        self._held: dict[int, str] = {}
-        for path, module in model.named_modules():
-            self._held[id(module)] = path
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                self._held[id(tensor)] = f"{path}.{name}"
+    def __init__(self, held: Mapping[int, str], *, contents: bool = True) -> None:
+        self._held = held
         self._contents = contents
         self._known: dict[int, tuple[Any, Any]] = {}
         self._open: dict[int, int] = {}
@@ -71,7 +66,7 @@ class Descriptions:
             found = self._described(value)
             del self._open[place]
             if not isinstance(found, str):  # a digest, as what is in many places is written once
-                found = hashlib.sha256(json.dumps(found).encode()).hexdigest()
+                found = hashlib.sha256(repr(found).encode()).hexdigest()
             self._known[place] = value, found  # kept, as its id may be another one's else
         return self._known[place][1]
 
@@ -163,6 +158,16 @@ class Descriptions:
         except (RuntimeError, TypeError, NotImplementedError):  # of one without memory, or of a layout of its own
             self._by_class(tensor)
             return ""
+
+
+def held_by(model: nn.Module) -> dict[int, str]:
+    """Map the ids of the modules, parameters and buffers of a model to where they stand in it."""
+    held: dict[int, str] = {}
+    for path, module in model.named_modules():
+        held[id(module)] = path
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            held[id(tensor)] = f"{path}.{name}"
+    return held
 
 
 def layout(tensor: Tensor) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from opgraft.compat.graphs import changed_settings
 from opgraft.compilation.capture import Example
-from opgraft.compilation.description import Descriptions, layout
+from opgraft.compilation.description import Descriptions, held_by, layout
 from opgraft.compilation.sources import Sources
 from opgraft.config import CompilationConfig, OpgraftConfig
 from opgraft.config.declaration import values_of
@@ -60,10 +60,10 @@ def key_of(model: nn.Module, example: Example, settings: CompilationConfig, sour
         settings: under which it is; passes that they name have been imported.
         sources: of the code that decides.
     """
-    platform, descriptions = current_platform(), Descriptions(model)
+    platform, held = current_platform(), held_by(model)
+    descriptions, given = Descriptions(held), Descriptions(held, contents=False)
     modules = list(_modules(model, descriptions))
     names = descriptions.modules | {name.partition(":")[0] for name in settings.user_passes}
-    given = Descriptions(model, contents=False)
     parts = {
         "versions": [__version__, torch.__version__, torch.version.git_version, sys.version],
         "platform": [platform.name, str(platform.capability()), torch.backends.cpu.get_cpu_capability()],
@@ -115,9 +115,10 @@ def _providers(sources: Sources) -> Iterator[str]:
 
 def _modules(model: nn.Module, descriptions: Descriptions) -> Iterator[list[Any]]:
     for path, module in model.named_modules(remove_duplicate=False):
-        own = {name: value for name, value in vars(module).items() if name not in _NOT_OF_MODULES}
+        held = vars(module)
+        own = {name: held[name] for name in held.keys() - _NOT_OF_MODULES}
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        yield [path, descriptions.of(type(module)), descriptions.of(own), descriptions.of(hooks)]
+        yield [path, descriptions.of(type(module)), descriptions.of(own), hooks and descriptions.of(hooks)]
 
 
 _NOT_OF_MODULES = {

@@ -8,17 +8,19 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opgraft.compat.ahead_of_time import Package, write_package
 from opgraft.compilation.backends import Runner
 from opgraft.compilation.cache import CompilationCache
 from opgraft.compilation.key import digest
 from opgraft.compilation.nodes import attribute_of, layout_of
-from opgraft.compilation.shared_folder import SharedFolder
 from opgraft.errors import CacheEntryError
 from opgraft.text import described
 from torch import Tensor, fx
+
+if TYPE_CHECKING:
+    from opgraft.compilation.shared_folder import SharedFolder  # which few have
 
 _CODE = "code.pt2"
 

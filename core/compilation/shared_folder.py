@@ -7,7 +7,6 @@ from pathlib import Path
 
 from opgraft.compilation.bundles import export_entries, import_entries, read_key
 from opgraft.compilation.cache import KEY, CompilationCache
-from opgraft.config import CompilationConfig
 from opgraft.errors import CacheEntryError, ConfigError, InputError
 from opgraft.logger import logger
 from opgraft.text import described
@@ -26,21 +25,19 @@ class SharedFolder:
     """
 
     @classmethod
-    def of(cls, settings: CompilationConfig) -> SharedFolder | None:
-        """Return the folder that settings name, ``None`` where they name none.
+    def of(cls, url: str, key: str | None) -> SharedFolder:
+        """Return the folder that settings name, with the file of a key.
 
         Raises:
             ConfigError: they name no key, or one that cannot be used.
         """
-        if settings.cache_remote is None:
-            return None
-        if settings.cache_key is None:
+        if key is None:
             raise ConfigError(
                 "compilation_config.cache_remote is set, and compilation_config.cache_key is not: what is there is "
                 "code, which is taken only if it is signed; name a file with the key of those who share the folder"
             )
         try:
-            return cls(settings.cache_remote, read_key(Path(settings.cache_key).expanduser()))
+            return cls(url, read_key(Path(key).expanduser()))
         except (InputError, RuntimeError) as error:
             raise ConfigError(f"compilation_config.cache_key cannot be used: {described(error)}") from error
 

@@ -92,7 +92,7 @@ class Places:
         self._kind = type(model).__name__
         known = {id(tensor) for tensor in used}
         held = [
-            (".".join(filter(None, (path, name))), store, name)
+            (path, store, name)
             for path, module in model.named_modules()
             for store in (module._modules, module._parameters, module._buffers)
             for name, value in store.items()
@@ -108,7 +108,8 @@ class Places:
     def expect_unchanged(self) -> None:
         """Raise ``CompilationError`` where something else is in one of the places, or what is joint lies elsewhere."""
         if not all(self._same()):
-            path = self._paths[[*self._same()].index(False)]
+            place = [*self._same()].index(False)
+            path = ".".join(filter(None, (self._paths[place], self._names[place])))
             raise CompilationError(
                 f"{path} of {self._kind} is another one than when it was compiled, as after "
                 "load_state_dict(assign=True) or an adapter: compile it anew"
