@@ -101,8 +101,9 @@ LAYERS = [
 ]
 """Imports point up this list. A name stands for its submodules too, unless they have a line of their own."""
 
-IMPORTS_LATE = ("opgraft.cli",)
-"""Commands import what they need when they are called, so that 'opgraft --help' and 'detect' start fast."""
+IMPORTS_LATE = ("opgraft.cli", "opgraft.compilation.compiled", "opgraft.compilation.lowering")
+"""Commands import what they need when they are called, so that 'opgraft --help' and 'detect' start fast; compiled code
+that is in the cache does without passes, which take as long to import as it to load."""
 
 NAMED_FROM_BELOW = {
     ("opgraft.binding.shadow", "opgraft.testing.catalogue"),  # tolerances lie with the proofs; read when runs differ
@@ -241,7 +242,7 @@ def test_built_in_platforms_are_reached_by_entry_point() -> None:
 
 
 def test_imports_stand_at_the_top() -> None:
-    """No function imports from opgraft, save in the command line: a late import hides a cycle."""
+    """No function imports from opgraft, save where a start counts: a late import hides a cycle."""
     late = [
         f"{module}, {function.name}: {name}"
         for module, path in MODULES.items()
