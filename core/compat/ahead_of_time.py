@@ -22,6 +22,9 @@ _OPTIONS = {
     "joint_graph_constant_folding": False,  # by which the value that a tensor of one element has now would be code
 }
 
+_LINES = "enable_line_tables"
+"""The switch, of newer versions of torch, for what debuggers know of generated code: two thirds of a package."""
+
 
 def write_package(module: fx.GraphModule, example: Sequence[Any], file: Path) -> None:
     """Compile a graph, and write its code to a file ``.pt2``, without its tensors.
@@ -34,10 +37,12 @@ def write_package(module: fx.GraphModule, example: Sequence[Any], file: Path) ->
     Raises:
         Exception: whatever compilers raise; the graph has something that cannot be written, or this torch no such way.
     """
+    import torch._inductor.config as config
     import torch._inductor.package as packaging  # as long to import as torch itself
 
     write: Any = vars(packaging)["package_aoti"]
-    files: Any = trusting_processor(lambda: torch._inductor.aot_compile(module, tuple(example), options=dict(_OPTIONS)))
+    options = {**_OPTIONS, **({f"aot_inductor.{_LINES}": False} if hasattr(config.aot_inductor, _LINES) else {})}
+    files: Any = trusting_processor(lambda: torch._inductor.aot_compile(module, tuple(example), options=options))
     write(str(file), files)
 
 

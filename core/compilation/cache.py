@@ -11,9 +11,8 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from opgraft.config import CompilationConfig
 from opgraft.environment import cache_home
@@ -35,8 +34,7 @@ KEY = re.compile("[0-9a-f]{40}")
 """The name of an entry. Nothing of another name is touched, as the folder may have other things in it."""
 
 
-@dataclass(frozen=True)
-class CacheFigures:
+class CacheFigures(NamedTuple):
     """Totals of a cache.
 
     Attributes:

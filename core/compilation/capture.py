@@ -7,8 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from opgraft.binding.derivation import NATIVE
@@ -29,8 +28,7 @@ BATCH = "batch"
 """The name of the size that is dynamic where nothing else is asked for."""
 
 
-@dataclass(frozen=True)
-class Example:
+class Example(NamedTuple):
     """An example of the arguments of a model, as ``torch.export`` takes them.
 
     Attributes:
@@ -58,8 +56,7 @@ class Example:
         return cls(args, kwargs, dynamic_shapes)
 
 
-@dataclass(frozen=True)
-class Captured:
+class Captured(NamedTuple):
     """A graph over the parameters of a model.
 
     Attributes:

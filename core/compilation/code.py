@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from opgraft.compilation.backends import Runner
 from opgraft.compilation.graph_pass import PassReport
@@ -17,8 +16,7 @@ if TYPE_CHECKING:
     from opgraft.compilation.execution import Execution  # which code from the cache does without
 
 
-@dataclass(frozen=True)
-class Packaged:
+class Packaged(NamedTuple):
     """Code that is in a package of the cache.
 
     Attributes:
@@ -32,8 +30,7 @@ class Packaged:
     values: Mapping[str, Tensor]
 
 
-@dataclass(frozen=True)
-class Code:
+class Code(NamedTuple):
     """A graph, and the function that runs it.
 
     Attributes:

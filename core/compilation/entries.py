@@ -74,7 +74,7 @@ def write_code(code: Code, name: str, folder: Path) -> dict[str, Any]:
         "package": packaged.key,
         "origins": packaged.origins,
         "values": f"{name}.pt" if packaged.values else None,
-        "forms": {each.form.name: [each.count, each.chosen] for each in code.lowerings},
+        "forms": {each.form.name: [each.nodes, each.chosen] for each in code.lowerings},
         "passes": [dataclasses.astuple(report) for report in code.passes],
     }
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -39,8 +37,7 @@ class Term(NamedTuple):
         return None if rest else value
 
 
-@dataclass(frozen=True)
-class Expected:
+class Expected(NamedTuple):
     """A tensor that a graph takes: its name, its dtype and device, each size, a number or a term in a symbol, and
     whether the graph writes to it."""
 
@@ -50,7 +47,7 @@ class Expected:
     sizes: tuple[int | str, ...]
     is_written: bool = False
 
-    @cached_property
+    @property
     def dynamic(self) -> dict[int, Term]:
         """Map the dimensions whose size is dynamic to it.
 
@@ -81,8 +78,7 @@ def symbols_of(expected: Iterable[Expected]) -> list[str]:
     return [*dict.fromkeys(term.name for each in expected for term in each.dynamic.values())]
 
 
-@dataclass(frozen=True)
-class Signature:
+class Signature(NamedTuple):
     """The call of a graph, and what becomes of its results.
 
     Attributes:

@@ -6,8 +6,7 @@ import functools
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from opgraft.binding.functional import FUNCTIONALS, Functional, binding_of
@@ -47,18 +46,17 @@ def lower(module: fx.GraphModule) -> tuple[fx.GraphModule, Counter[str]]:
     return fx.GraphModule(module, graph), counts  # which takes over only the tensors that are used
 
 
-@dataclass(frozen=True)
-class Lowering:
+class Lowering(NamedTuple):
     """The nodes of one form, and what they became.
 
     Attributes:
         form: that they call.
-        count: of the nodes.
+        nodes: how many there were.
         binding: the choice of class and kernel that decided.
     """
 
     form: Functional[..., Any]
-    count: int
+    nodes: int
     binding: Binding
 
     @property
@@ -72,7 +70,7 @@ class Lowering:
         kernel, binding = self._kernel, self.binding
         why = "the form of the kernel that is bound" if kernel else "no provider's kernel comes as this form here"
         candidate = Candidate(self.chosen, True, why, binding.provider, location_of(kernel or self.form.native))
-        nodes = "1 node" if self.count == 1 else f"{self.count} nodes"
+        nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
         kernels, classes = binding.kernel.decision, binding.replacement.decision
         subject = f"lowering of {self.form.name}"
         return Decision(subject, self.chosen, f"{nodes}; {why}", (candidate,), kernels.setting, (kernels, classes))

@@ -6,7 +6,6 @@ import contextlib
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,21 +36,21 @@ def temporary() -> Iterator[Packages | None]:
         yield Packages(CompilationCache(Path(name), sys.maxsize), "")
 
 
-@dataclass(frozen=True)
 class Packages:
     """The second level of the cache: a package for each graph.
 
     Attributes:
+        made: keys of packages, and of what is made of them, that were written here.
+
+    Args:
         cache: where they are.
         environment: what the code depends on besides the graph.
         remote: the folder that other caches share with this one.
-        made: keys of packages, and of what is made of them, that were written here.
     """
 
-    cache: CompilationCache
-    environment: Any
-    remote: SharedFolder | None = None
-    made: list[str] = field(default_factory=list)
+    def __init__(self, cache: CompilationCache, environment: Any, remote: SharedFolder | None = None) -> None:
+        self.cache, self.environment, self.remote = cache, environment, remote
+        self.made: list[str] = []
 
     def fetch(self, key: str) -> None:
         """Take an entry that the cache has not, if others have shared it; not while its lock is held."""
