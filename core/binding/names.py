@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from opgraft.config import Settings
 from opgraft.errors import ConfigError, close_matches
@@ -12,15 +12,22 @@ from opgraft.state import HostState, host_state
 
 def op_name_of(cls: type, state: HostState) -> str | None:
     """Return the registered name that switches ``cls``: its own, or that of the nearest registered base."""
-    names = {record.cls: name for name, record in state.registry.records().items()}
-    return next((names[base] for base in cls.__mro__ if base in names), None)
+    return _nearest(cls, _names(state))
 
 
 def kin_of(cls: type, replacements: Sequence[Replacement]) -> list[Replacement]:
     """Return the replacements of other classes that the op name of ``cls`` switches too."""
-    state = host_state()
-    name = op_name_of(cls, state)
-    return [r for r in replacements if r.target and r.target is not cls and op_name_of(r.target, state) == name]
+    names = _names(host_state())
+    name = _nearest(cls, names)
+    return [r for r in replacements if r.target and r.target is not cls and _nearest(r.target, names) == name]
+
+
+def _names(state: HostState) -> dict[type, str]:
+    return {record.cls: name for name, record in state.registry.records().items()}
+
+
+def _nearest(cls: type, names: Mapping[type, str]) -> str | None:
+    return next((names[base] for base in cls.__mro__ if base in names), None)
 
 
 def check_names(settings: Settings, registry: Registry) -> None:

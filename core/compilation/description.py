@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import hashlib
 from collections.abc import Iterator, Mapping
 from types import (
@@ -51,6 +52,8 @@ class Descriptions:
         self._contents = contents
         self._known: dict[int, tuple[Any, Any]] = {}
         self._open: dict[int, int] = {}
+        self._bases: dict[type, list[Any]] = {}
+        self._is_own = functools.cache(is_own)
         self.modules: set[str] = set()
         self.incomplete: set[str] = set()
 
@@ -101,17 +104,23 @@ class Descriptions:
     def _class(self, value: type) -> list[Any]:
         """Describe a class: its name, and what of it is the user's, who may have changed it."""
         self.modules.update(each.__module__ for each in value.__mro__)
+        return [qualified(value), *(each for base in value.__mro__ for each in self._own(base))]
+
+    def _own(self, base: type) -> list[Any]:
+        """Describe what is the user's of a class itself, which others derive from."""
+        if base in self._bases:
+            return self._bases[base]
         own: list[Any] = []
-        for base in value.__mro__:
-            mine, held = is_own(base.__module__), dict(vars(base))
-            if is_covered(base.__module__):  # of which somebody may have put another method in place
-                held = {name: held[name] for name in ("forward",) if name in held}
-            for name, attribute in held.items():
-                functions = () if isinstance(attribute, type) else tuple(functions_of(attribute))
-                own += [[name, self.of(each)] for each in functions if is_own(str(each.__module__))]
-                if mine and not (functions or name.startswith(("__", "_abc_")) or isinstance(attribute, _DESCRIPTORS)):
-                    own.append([name, self.of(attribute)])
-        return [qualified(value), *own]
+        mine, held = self._is_own(base.__module__), dict(vars(base))
+        if is_covered(base.__module__):  # of which somebody may have put another method in place
+            held = {name: held[name] for name in ("forward",) if name in held}
+        for name, attribute in held.items():
+            functions = () if isinstance(attribute, type) else tuple(functions_of(attribute))
+            own += [[name, self.of(each)] for each in functions if self._is_own(str(each.__module__))]
+            if mine and not (functions or name.startswith(("__", "_abc_")) or isinstance(attribute, _DESCRIPTORS)):
+                own.append([name, self.of(attribute)])
+        self._bases[base] = own
+        return own
 
     def _function(self, value: Any) -> list[Any]:
         """Describe a function: its code, and what it has besides its arguments."""
@@ -121,7 +130,7 @@ class Descriptions:
         cells = [each.cell_contents for each in getattr(inner, "__closure__", None) or () if _is_filled(each)]
         beside = [getattr(inner, name, None) for name in ("__defaults__", "__kwdefaults__")]
         beside += [cells, getattr(value, "__self__", None)]
-        if isinstance(inner, FunctionType) and is_own(str(inner.__module__)):
+        if isinstance(inner, FunctionType) and self._is_own(str(inner.__module__)):
             beside.append(dict(globals_of(inner)))
         told = [self.of(each) for each in beside]
         return [str(inner.__module__), value.__qualname__, "" if code is None else code_digest(code), *told]

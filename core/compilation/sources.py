@@ -38,6 +38,7 @@ class Sources:
         self._index = index
         self._known: dict[str, list[Any]] = {}
         self._seen: dict[str, list[Any]] = {}
+        self._packages: dict[str, str] = {}
         if index is not None:
             with contextlib.suppress(OSError, ValueError, RecursionError):
                 read = json.loads(read_regular(index, _LARGEST))
@@ -55,11 +56,13 @@ class Sources:
 
     def package(self, name: str) -> str:
         """Digest the sources of an imported package, or of a module that stands alone."""
-        module = sys.modules.get(name)
-        file, folders = getattr(module, "__file__", None), [*getattr(module, "__path__", ())]
-        files = [path for folder in folders for path in _below(folder)] if folders else [file] if file else []
-        found = [*map(self._file, files)] if files else sorted(_codes(module))
-        return hashlib.sha256("".join(found).encode()).hexdigest()
+        if name not in self._packages:
+            module = sys.modules.get(name)
+            file, folders = getattr(module, "__file__", None), [*getattr(module, "__path__", ())]
+            found = [self._file(each) for folder in folders for each in sorted(_below(folder), key=os.fspath)]
+            found = found or ([self._file(file)] if file else sorted(_codes(module)))
+            self._packages[name] = hashlib.sha256("".join(found).encode()).hexdigest()
+        return self._packages[name]
 
     def modules(self, names: Iterable[str]) -> Iterator[str]:
         """Yield modules, each with the version of its package and a digest, and those that they name.
@@ -79,9 +82,10 @@ class Sources:
             if is_own(name):
                 pending += _named(module)
 
-    def _file(self, path: str) -> str:
+    def _file(self, file: str | os.DirEntry[str]) -> str:
+        path = os.fspath(file)
         try:
-            found = os.stat(path)
+            found = file.stat() if isinstance(file, os.DirEntry) else os.stat(file)
             state = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
             known = self._seen.get(path) or self._known.get(path) or [None]
             if known[:-1] != state:
@@ -92,16 +96,14 @@ class Sources:
         return str(known[-1])
 
 
-def _below(folder: str) -> list[str]:
-    """List the sources in a folder and those below it, in an order that is the same everywhere."""
-    found, folders = list[str](), list[str]()
+def _below(folder: str) -> Iterator[os.DirEntry[str]]:
+    """Yield the sources in a folder and those below it."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.endswith(_SUFFIXES):
-                found.append(entry.path)
-            elif entry.is_dir():
-                folders.append(entry.path)
-    return [*sorted(found), *(path for each in sorted(folders) for path in _below(each))]
+                yield entry
+            elif entry.name != "__pycache__" and entry.is_dir():
+                yield from _below(entry.path)
 
 
 def _named(module: Any) -> Iterator[str]:
