@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from opgraft.binding.derivation import NATIVE
 from opgraft.binding.semantic import semantic
-from opgraft.compat.graphs import flattened
-from opgraft.compilation.inputs import Signature, expected_of
-from opgraft.compilation.writes import mark_written
+from opgraft.compilation.example import Example
+from opgraft.compilation.inputs import Expected, Signature
+from opgraft.compilation.writes import is_written, mark_written
 from opgraft.decision import Candidate, Decision
 from opgraft.errors import CompilationError, ConfigError
 from opgraft.ops.linear.modules import Linear
@@ -26,34 +26,6 @@ from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgu
 
 BATCH = "batch"
 """The name of the size that is dynamic where nothing else is asked for."""
-
-
-class Example(NamedTuple):
-    """An example of the arguments of a model, as ``torch.export`` takes them.
-
-    Attributes:
-        args: by position.
-        kwargs: by name.
-        dynamic_shapes: which sizes are dynamic; ``None`` for the first dimension of every tensor.
-        sizes: that the dynamic size may be; any if not given.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    dynamic_shapes: Any = None
-    sizes: range | None = None
-
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic_shapes: Any) -> Example:
-        """Return an example of which each tensor is one of its own: one that is given twice would be one input."""
-        leaves, structure = flattened((args, dict(kwargs)))
-        seen: set[int] = set()
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and id(leaf) in seen:
-                leaves[place] = leaf.clone()
-            seen.add(id(leaf))
-        args, kwargs = structure.unflatten(leaves)
-        return cls(args, kwargs, dynamic_shapes)
 
 
 class Captured(NamedTuple):
@@ -239,8 +211,18 @@ def _over_parameters(model: nn.Module, program: ExportedProgram, decision: Decis
     spec = program.call_spec
     module = fx.GraphModule(held, graph)
     bounds = _bounds(program)
-    signature = Signature(tuple(tensors), constants, spec.in_spec, spec.out_spec, expected_of(module), bounds, results)
+    signature = Signature(tuple(tensors), constants, spec.in_spec, spec.out_spec, _expected_of(module), bounds, results)
     return Captured(module, signature, decision)
+
+
+def _expected_of(module: fx.GraphModule) -> tuple[Expected, ...]:
+    """Return the tensors that a graph takes."""
+    found = []
+    for node in (node for node in module.graph.nodes if node.op == "placeholder"):
+        value: Tensor = node.meta["val"]
+        sizes = tuple(size if isinstance(size, int) else str(size) for size in value.shape)
+        found.append(Expected(node.name, value.dtype, value.device, sizes, is_written(node)))
+    return tuple(found)
 
 
 def _without_constants(graph: fx.Graph) -> dict[int, Any]:

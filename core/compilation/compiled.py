@@ -13,17 +13,14 @@ from opgraft.binding.arguments import expect_module
 from opgraft.compat.graphs import FIXED_SIZES
 from opgraft.compilation.backends import backend_of, warm_up
 from opgraft.compilation.cache import INDEX, CompilationCache
-from opgraft.compilation.capture import DYNAMO, WAYS, Example, capture
-from opgraft.compilation.code import Code
+from opgraft.compilation.code import ALL_SIZES, Code
 from opgraft.compilation.entries import read_code, read_signature, write_code, write_signature
+from opgraft.compilation.example import Example
 from opgraft.compilation.inputs import InputCheck, Signature, expect_apart
 from opgraft.compilation.key import Key, key_of
-from opgraft.compilation.manager import ALL_SIZES
 from opgraft.compilation.packages import Packages, temporary
 from opgraft.compilation.sources import Sources
-from opgraft.compilation.stock import compiled_by_torch
 from opgraft.compilation.tensors import Places
-from opgraft.compilation.verification import expect_alike, of_sizes
 from opgraft.config import CompilationConfig, CompilationMode, OpgraftConfig, set_config
 from opgraft.config.compilation import PACKAGED
 from opgraft.decision import Candidate, Decision
@@ -114,6 +111,8 @@ class Compiled:
         Raises:
             CompilationError: they differ.
         """
+        from opgraft.compilation.verification import expect_alike, of_sizes
+
         signature, flat = self._signature, self._signature.flat(example.args, example.kwargs)
 
         def eager(tensors: list[Tensor]) -> list[Any]:
@@ -219,6 +218,8 @@ def _compiled(model: nn.Module, example: Example) -> Any:
     if settings.mode is CompilationMode.NONE:
         return model
     if settings.mode is CompilationMode.STOCK_TORCH_COMPILE:
+        from opgraft.compilation.stock import compiled_by_torch
+
         backend_of(str(settings.backend))
         return compiled_by_torch(model, str(settings.backend), example)
     if settings.backend not in PACKAGED:
@@ -341,14 +342,9 @@ def _built(
     cached: str = "",
 ) -> Compiled:
     """Capture a model, and generate code for any size, for ``compile_sizes`` and ranges; ``cached`` says why."""
-    from opgraft.compilation.generation import generate  # as long to import as an entry of the cache to load
+    from opgraft.compilation.generation import codes_of  # as long to import as an entry of the cache to load
 
-    ways = WAYS if settings.mode is CompilationMode.FULL else (DYNAMO,)
-    captured = capture(model, example, ways)
-    codes = {ALL_SIZES: generate(model, captured, settings, packages=packages)}
-    for sizes in (*(range(size, size + 1) for size in settings.compile_sizes), *settings.ranges):
-        sized = capture(model, _of_sizes(example, captured.signature, sizes), ways)
-        codes[sizes] = generate(model, sized, settings, sizes, packages)
+    captured, codes = codes_of(model, example, settings, packages)
     setting, backend = "compilation_config.backend", settings.backend
     reason = "one graph for any size, in which each op runs the kernel that it is bound to"
     subject = f"compilation of {type(model).__name__}"
@@ -371,19 +367,3 @@ def _specialised(codes: Mapping[range, Code]) -> tuple[Decision, ...]:
     reason = "a call runs that of its size, else that of its range, else that for any size"
     setting = "compilation_config.compile_sizes and compile_ranges"
     return (Decision("sizes with code of their own", ", ".join(names), reason, by, setting),) if own else ()
-
-
-def _of_sizes(example: Example, signature: Signature, sizes: range) -> Example:
-    """Return an example of some sizes of the batch, and of no other.
-
-    Raises:
-        ConfigError: the graph has not exactly one dynamic size, or it cannot be this one.
-    """
-    if len(sizes) == 1:
-        signature.expect_within("compile_sizes", sizes)
-    batch = signature.batch("compile_ranges")
-    flat = signature.flat(example.args, example.kwargs)
-    size = sizes[0] if len(sizes) == 1 else max(sizes[0], 2)  # compilers take 1 for a constant
-    cut = of_sizes([flat[place] for place in signature.inputs], signature.expected, {batch: size})
-    args, kwargs = signature.filled(flat, cut)
-    return Example(args, kwargs, ()) if len(sizes) == 1 else Example(args, kwargs, example.dynamic_shapes, sizes)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from opgraft.compat.graphs import flattened, structure_of_text, structure_to_text
-from opgraft.compilation.capture import Example
 from opgraft.compilation.code import Code
+from opgraft.compilation.example import Example
 from opgraft.compilation.graph_pass import PassReport
 from opgraft.compilation.inputs import Expected, Signature
 from opgraft.compilation.lowering import lowerings_of
@@ -75,7 +74,7 @@ def write_code(code: Code, name: str, folder: Path) -> dict[str, Any]:
         "origins": packaged.origins,
         "values": f"{name}.pt" if packaged.values else None,
         "forms": {each.form.name: [each.nodes, each.chosen] for each in code.lowerings},
-        "passes": [dataclasses.astuple(report) for report in code.passes],
+        "passes": [[*report] for report in code.passes],
     }
 
 

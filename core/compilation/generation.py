@@ -5,18 +5,39 @@ from __future__ import annotations
 from pathlib import Path
 
 from opgraft.compilation.backends import Runner, built
-from opgraft.compilation.capture import Captured
-from opgraft.compilation.code import Code, Packaged
+from opgraft.compilation.capture import DYNAMO, WAYS, Captured, capture
+from opgraft.compilation.code import ALL_SIZES, Code, Packaged
+from opgraft.compilation.example import Example
 from opgraft.compilation.execution import executed
+from opgraft.compilation.inputs import Signature
 from opgraft.compilation.lowering import lower, lowerings_of
-from opgraft.compilation.manager import ALL_SIZES, run_passes
+from opgraft.compilation.manager import run_passes
 from opgraft.compilation.nodes import PARTS, attribute_of
 from opgraft.compilation.packages import Packages
 from opgraft.compilation.passes import passes_of
 from opgraft.compilation.tensors import move_joint, origins_of
+from opgraft.compilation.verification import of_sizes
 from opgraft.config import CompilationConfig, CompilationMode
 from opgraft.errors import CacheEntryError
 from torch import fx, nn
+
+
+def codes_of(
+    model: nn.Module, example: Example, settings: CompilationConfig, packages: Packages | None
+) -> tuple[Captured, dict[range, Code]]:
+    """Capture a model, and generate code for any size of the batch, for ``compile_sizes`` and for ranges.
+
+    Raises:
+        CompilationError: the model cannot be captured; or as ``generate``.
+        ConfigError: sizes are asked for that the graph cannot have; or as ``generate``.
+    """
+    ways = WAYS if settings.mode is CompilationMode.FULL else (DYNAMO,)
+    captured = capture(model, example, ways)
+    codes = {ALL_SIZES: generate(model, captured, settings, packages=packages)}
+    for sizes in (*(range(size, size + 1) for size in settings.compile_sizes), *settings.ranges):
+        sized = capture(model, _of_sizes(example, captured.signature, sizes), ways)
+        codes[sizes] = generate(model, sized, settings, sizes, packages)
+    return captured, codes
 
 
 def generate(
@@ -74,3 +95,19 @@ def _packaged(model: nn.Module, lowered: fx.GraphModule, key: str) -> Packaged:
     tensors = {str(n.target): attribute_of(lowered, n) for n in lowered.graph.nodes if n.op == "get_attr"}
     values = {name: tensors[name] for name, origin in origins.items() if origin[0] == "value"}
     return Packaged(key, origins, values)
+
+
+def _of_sizes(example: Example, signature: Signature, sizes: range) -> Example:
+    """Return an example of some sizes of the batch, and of no other.
+
+    Raises:
+        ConfigError: the graph has not exactly one dynamic size, or it cannot be this one.
+    """
+    if len(sizes) == 1:
+        signature.expect_within("compile_sizes", sizes)
+    batch = signature.batch("compile_ranges")
+    flat = signature.flat(example.args, example.kwargs)
+    size = sizes[0] if len(sizes) == 1 else max(sizes[0], 2)  # compilers take 1 for a constant
+    cut = of_sizes([flat[place] for place in signature.inputs], signature.expected, {batch: size})
+    args, kwargs = signature.filled(flat, cut)
+    return Example(args, kwargs, ()) if len(sizes) == 1 else Example(args, kwargs, example.dynamic_shapes, sizes)

@@ -6,7 +6,6 @@ import hashlib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from torch import fx, nn
@@ -28,8 +27,7 @@ class Outcome(NamedTuple):
         return cls(replaced + len(left), replaced, tuple(dict.fromkeys(left)))
 
 
-@dataclass(frozen=True)
-class PassReport:
+class PassReport(NamedTuple):
     """The record of one pass.
 
     Attributes:

@@ -9,9 +9,8 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
-from opgraft.compilation.writes import is_written
 from opgraft.errors import CompilationError, ConfigError
-from torch import Tensor, fx
+from torch import Tensor
 
 _MOST_KNOWN = 1024
 """Combinations of sizes that are remembered as checked."""
@@ -66,11 +65,6 @@ def _term(size: str, name: str) -> Term:
         )
     factor, symbol, offset = found.groups()
     return Term(symbol, int(factor or 1), int((offset or "0").replace(" ", "")))
-
-
-def expected_of(module: fx.GraphModule) -> tuple[Expected, ...]:
-    """Return the tensors that a graph takes."""
-    return tuple(_expected(node) for node in module.graph.nodes if node.op == "placeholder")
 
 
 def symbols_of(expected: Iterable[Expected]) -> list[str]:
@@ -282,12 +276,6 @@ def _fits(x: Tensor, expected: Expected, symbols: dict[str, int]) -> bool:
         if value != known:
             return False
     return True
-
-
-def _expected(node: fx.Node) -> Expected:
-    value: Tensor = node.meta["val"]
-    sizes = tuple(size if isinstance(size, int) else str(size) for size in value.shape)
-    return Expected(node.name, value.dtype, value.device, sizes, is_written(node))
 
 
 def _unfit(expected: Expected, found: str, wanted: str) -> CompilationError:

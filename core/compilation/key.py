@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from opgraft.compat.graphs import changed_settings
-from opgraft.compilation.capture import Example
 from opgraft.compilation.description import Descriptions, held_by, layout
+from opgraft.compilation.example import Example
 from opgraft.compilation.sources import Sources
 from opgraft.config import CompilationConfig, OpgraftConfig
 from opgraft.config.declaration import values_of

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from opgraft.compilation.code import ALL_SIZES
 from opgraft.compilation.graph_pass import GraphPass, Outcome, PassReport
 from opgraft.compilation.nodes import attribute_of, layout_of
 from opgraft.errors import CompilationError, ConfigError
 from opgraft.text import described
 from torch import fx, nn
-
-ALL_SIZES = range(1, sys.maxsize)
-"""The sizes of the batch that a graph serves which is captured for any."""
 
 
 def run_passes(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from opgraft.compat.graphs import FIXED_SIZES
-from opgraft.compilation.capture import Example
+from opgraft.compilation.example import Example
 from opgraft.errors import RecompilationError
 from opgraft.state import host_state
 from opgraft.text import printable

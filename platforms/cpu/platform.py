@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import cached_property
 
 import torch
 from opgraft.config import OpgraftConfig
@@ -41,6 +42,11 @@ class CpuPlatform(Platform):
         return 1
 
     def capability(self, index: int = 0) -> DeviceCapability:
+        return self._capability
+
+    @cached_property
+    def _capability(self) -> DeviceCapability:
+        """What ``/proc/cpuinfo`` says, which is asked for with each kernel and shape, and stays as it is."""
         devices = probe(Machine()).devices
         name, features = (devices[0].name, devices[0].capability) if devices else ("CPU", None)
         dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -22,7 +22,7 @@ from compilation.test_cache import Failing
 from opgraft import CompilationConfig, OpgraftConfig, set_config
 from opgraft.compilation import key as keys
 from opgraft.compilation import sources
-from opgraft.compilation.capture import Example
+from opgraft.compilation.example import Example
 from opgraft.compilation.sources import Sources
 from opgraft.config import ShadowConfig
 from opgraft.errors import CompilationError

@@ -12,7 +12,7 @@ import pytest
 import torch
 from compilation.exchanges import communication, counts, names
 from opgraft import CompilationConfig, OpgraftConfig, functional
-from opgraft.compilation.capture import Example
+from opgraft.compilation.example import Example
 from opgraft.compilation.key import key_of
 from opgraft.compilation.sources import Sources
 from opgraft.distributed import get_tp_group, init_distributed, tensor_model_parallel_all_reduce
