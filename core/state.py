@@ -150,6 +150,15 @@ class HostState:
             layers.insert(0, (f"platform {self.selection.platform.name}", self.selection.defaults))
         return resolve(layers, scopes)
 
+    def shared_settings(self) -> Settings:
+        """Return these settings to who only reads them: one object, until something is activated."""
+        if not self.plugins_loaded:  # each that is loaded may change some
+            return self.settings()
+        caches = self.current_caches()
+        if caches.settings is None:
+            caches.settings = self.settings()
+        return caches.settings
+
     def current_caches(self) -> Caches:
         """Return what was decided under the active scope; new whenever something was activated."""
         scope = CURRENT_SCOPE.get()
@@ -165,7 +174,7 @@ class HostState:
         """Decide whether ops check values of tensors on accelerators here and now; cached, as every call may ask."""
         caches = self.current_caches()
         if caches.check_values is None:
-            caches.check_values = self.settings().config.check_values is True
+            caches.check_values = self.shared_settings().config.check_values is True
         return caches.check_values
 
     def log_fallback(self, kernel: str, reason: str) -> None:

@@ -63,7 +63,7 @@ def selected_platform() -> PlatformSelection:
                 # The platform's defaults are a layer of the settings from here on.
                 state.invalidate()
     if not state.current_caches().platform_agrees:
-        _expect_agreement(state.settings(), state.selection)
+        _expect_agreement(state.shared_settings(), state.selection)
         state.current_caches().platform_agrees = True
     return state.selection
 

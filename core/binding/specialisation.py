@@ -279,7 +279,7 @@ def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
     selection = selected_platform()
     state = host_state()
     with state.lock:
-        settings = state.settings()
+        settings = state.shared_settings()
         active = list(state.active)
         name = op_name_of(cls, state)
     check_names(settings, state.registry)

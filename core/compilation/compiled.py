@@ -26,6 +26,7 @@ from opgraft.config.compilation import PACKAGED
 from opgraft.decision import Candidate, Decision
 from opgraft.errors import CacheEntryError, CompilationError
 from opgraft.logger import logger
+from opgraft.machine.memory import without_collections
 from opgraft.plugins.host import load_plugins
 from opgraft.plugins.selection import current_platform
 from opgraft.state import host_state
@@ -213,7 +214,7 @@ def _defaults() -> OpgraftConfig:
 
 
 def _compiled(model: nn.Module, example: Example) -> Any:
-    settings = host_state().settings().config.compilation_config
+    settings = host_state().shared_settings().config.compilation_config
     settings.expect_followed()
     if settings.mode is CompilationMode.NONE:
         return model
@@ -268,19 +269,20 @@ def _kept(model: nn.Module, example: Example, settings: CompilationConfig, packa
         if compiled.unkept:
             logger.warning(_UNKEPT, compiled.unkept)
         return _verified(compiled, example)
-    packages.fetch(key.name)
-    compiled = _taken_or_made(model, example, settings, packages, key.name)
+    name = key.name
+    packages.fetch(name)
+    compiled = _taken_or_made(model, example, settings, packages, name)
     # Not while the lock is held: a model that ranks share waits for the others, and one of them may wait for the lock.
     try:
         if compiled.graph is not None or key.unseen:
             compiled.verify(example)
         return compiled
     except CompilationError as error:
-        packages.cache.discard(key.name)
+        packages.cache.discard(name)
         if compiled.graph is not None:
             raise
         reason = f"its entry could not be used: {error}"
-    return _verified(_taken_or_made(model, example, settings, packages, key.name, reason), example)
+    return _verified(_taken_or_made(model, example, settings, packages, name, reason), example)
 
 
 def _taken_or_made(
@@ -311,6 +313,7 @@ def _taken_or_made(
     return compiled or _built(model, example, settings, packages, reason)
 
 
+@without_collections()
 def _restored(model: nn.Module, example: Example, key: str, packages: Packages, absent: str) -> Compiled:
     """Return what an entry holds.
 

@@ -6,7 +6,8 @@ import dataclasses
 import enum
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Iterable, Iterator, Mapping
 from types import (
     BuiltinFunctionType,
     FunctionType,
@@ -29,6 +30,8 @@ _MOST = 1 << 16
 _DEEPEST = 60
 """Levels of values within values that are looked at."""
 
+_PLAIN = (str, int, float, bool, type(None))
+_FIRST = operator.itemgetter(0)
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType)
 _DESCRIPTORS = (MemberDescriptorType, GetSetDescriptorType)
 _OWN = ("opgraft", "torch")
@@ -59,7 +62,7 @@ class Descriptions:
 
     def of(self, value: Any) -> Any:
         """Describe a value, whatever it is: by itself, by its name or by a digest."""
-        if value is None or isinstance(value, (bool, int, float, str)):
+        if isinstance(value, _PLAIN):
             return value if value == value else "nan"
         place = id(value)
         if place in self._open:
@@ -85,14 +88,14 @@ class Descriptions:
             return value.__name__
         if len(self._known) > _MOST or len(self._open) > _DEEPEST:
             return self._by_class(value)
+        if isinstance(value, (list, tuple)):
+            return [*map(self.of, value)]
+        if isinstance(value, (dict, Mapping)):  # the first of which is what most are, and sooner found
+            return sorted([(str(key), self.of(each)) for key, each in value.items()], key=_FIRST)
         if isinstance(value, type):
             return self._class(value)
         if isinstance(value, _FUNCTIONS):
             return self._function(value)
-        if isinstance(value, Mapping):
-            return sorted(([str(key), self.of(each)] for key, each in value.items()), key=lambda pair: pair[0])
-        if isinstance(value, (list, tuple)):
-            return [self.of(each) for each in value]
         if isinstance(value, (set, frozenset)):
             return sorted((self.of(each) for each in value), key=repr)
         return [qualified(type(value)), *self._state(value)]
@@ -169,10 +172,10 @@ class Descriptions:
             return ""
 
 
-def held_by(model: nn.Module) -> dict[int, str]:
-    """Map the ids of the modules, parameters and buffers of a model to where they stand in it."""
+def held_by(modules: Iterable[tuple[str, nn.Module]]) -> dict[int, str]:
+    """Map the ids of the modules of a model, by path, and of their parameters and buffers to where they stand in it."""
     held: dict[int, str] = {}
-    for path, module in model.named_modules():
+    for path, module in modules:
         held[id(module)] = path
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             held[id(tensor)] = f"{path}.{name}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from opgraft.config import CompilationConfig, OpgraftConfig
 from opgraft.config.declaration import values_of
 from opgraft.distributed.groups import get_world_group, parallelism
 from opgraft.environment import read_compilers
+from opgraft.machine.memory import without_collections
 from opgraft.plugins.selection import current_platform
 from opgraft.registry.op_classes import qualified
 from opgraft.state import host_state
@@ -51,6 +52,7 @@ class Key(NamedTuple):
         return {name: self.parts[name] for name in _OF_CODE}
 
 
+@without_collections()
 def key_of(model: nn.Module, example: Example, settings: CompilationConfig, sources: Sources) -> Key:
     """Return the key of a model.
 
@@ -60,9 +62,10 @@ def key_of(model: nn.Module, example: Example, settings: CompilationConfig, sour
         settings: under which it is; passes that they name have been imported.
         sources: of the code that decides.
     """
-    platform, held = current_platform(), held_by(model)
+    platform, modules = current_platform(), list(model.named_modules(remove_duplicate=False))
+    held = held_by(modules)
     descriptions, given = Descriptions(held), Descriptions(held, contents=False)
-    modules = list(_modules(model, descriptions))
+    described = list(_modules(modules, descriptions))
     names = descriptions.modules | {name.partition(":")[0] for name in settings.user_passes}
     parts = {
         "versions": [__version__, torch.__version__, torch.version.git_version, sys.version],
@@ -76,9 +79,9 @@ def key_of(model: nn.Module, example: Example, settings: CompilationConfig, sour
         "settings": [*_settings(settings), *_host_settings()],
         "providers": sorted(_providers(sources)),
         "ranks": [str(parallelism().layout), get_world_group().rank],
-        "model": modules,
+        "model": described,
         "sources": sorted(sources.modules(names)),
-        "weights": list(_weights(model)),
+        "weights": list(_weights(modules)),
         "example": [given.of(each) for each in (example.args, dict(example.kwargs), example.dynamic_shapes)],
     }
     sources.keep()
@@ -97,7 +100,7 @@ def _settings(settings: CompilationConfig) -> Iterator[str]:
 
 
 def _host_settings() -> Iterator[str]:
-    config: OpgraftConfig = host_state().settings().config
+    config: OpgraftConfig = host_state().shared_settings().config
     yield f"providers={sorted((config.providers or {}).items())!r}"
     yield f"check_values={config.check_values!r}"
     yield f"shadow={config.shadow!r}"
@@ -113,8 +116,8 @@ def _providers(sources: Sources) -> Iterator[str]:
         yield f"{qualified(replacement.cls)}: {sources.package(replacement.cls.__module__.partition('.')[0])}"
 
 
-def _modules(model: nn.Module, descriptions: Descriptions) -> Iterator[list[Any]]:
-    for path, module in model.named_modules(remove_duplicate=False):
+def _modules(modules: Sequence[tuple[str, nn.Module]], descriptions: Descriptions) -> Iterator[list[Any]]:
+    for path, module in modules:
         held = vars(module)
         own = {name: held[name] for name in held.keys() - _NOT_OF_MODULES}
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
@@ -129,10 +132,10 @@ _NOT_OF_MODULES = {
 }
 
 
-def _weights(model: nn.Module) -> Iterator[list[Any]]:
+def _weights(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[list[Any]]:
     """Yield the layout of parameters and buffers, and which of them share memory."""
     storages: dict[int, int] = {}
-    for path, module in model.named_modules():
+    for path, module in modules:
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
                 place = storages.setdefault(tensor.untyped_storage().data_ptr(), len(storages))

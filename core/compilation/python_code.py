@@ -53,6 +53,7 @@ def globals_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
                 yield from ((f"{name}.{other}", vars(value)[other]) for other in names if other in vars(value))
 
 
+@functools.lru_cache(maxsize=1024)
 def code_digest(code: CodeType) -> str:
     """Digest the code of a function."""
     return hashlib.sha256("".join(_instructions(code)).encode()).hexdigest()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 from opgraft.compilation.python_code import code_digest, functions_of, is_covered, is_own
 from opgraft.files import read_regular, replace_file
@@ -21,14 +22,18 @@ _SETTLED = 2_000_000_000
 """Nanoseconds since a change of a file after which another one would have another time."""
 
 _MOST = 1 << 14
-"""Files that an index remembers."""
+"""Packages and modules that an index remembers."""
 
 _LARGEST = 1 << 24
 """Bytes of an index."""
 
 
+Stat: TypeAlias = Callable[[], os.stat_result]
+
+
 class Sources:
-    """Digests of files. An index remembers them from process to process, as long as size and times of a file stay.
+    """Digests of packages and modules. An index remembers them from process to process, as long as no file of one has
+    another size or time.
 
     Args:
         index: the file of it; without one every file is read.
@@ -48,7 +53,7 @@ class Sources:
         """Write the index, if it has not all that was read."""
         new = {path: found for path, found in self._seen.items() if self._known.get(path) != found}
         settled = time.time_ns() - _SETTLED
-        kept = {path: found for path, found in new.items() if max(found[1:3]) < settled}
+        kept = {path: found for path, found in new.items() if found[1] < settled}
         if self._index is not None and kept:
             others = self._known if len(self._known) + len(kept) < _MOST else {}
             with contextlib.suppress(OSError):  # as on a full disk, where files are read again
@@ -59,9 +64,9 @@ class Sources:
         if name not in self._packages:
             module = sys.modules.get(name)
             file, folders = getattr(module, "__file__", None), [*getattr(module, "__path__", ())]
-            found = [self._file(each) for folder in folders for each in sorted(_below(folder), key=os.fspath)]
-            found = found or ([self._file(file)] if file else sorted(_codes(module)))
-            self._packages[name] = hashlib.sha256("".join(found).encode()).hexdigest()
+            files = [each for folder in folders for each in _below(folder)]
+            found = self._digest(os.pathsep.join(folders), files) if files else self._module(module, file)
+            self._packages[name] = found
         return self._packages[name]
 
     def modules(self, names: Iterable[str]) -> Iterator[str]:
@@ -78,30 +83,51 @@ class Sources:
                 continue
             seen.add(name)
             file, version = getattr(module, "__file__", None), getattr(package, "__version__", "")
-            yield f"{name} {version} {self._file(file) if file else sorted(_codes(module))}"
+            yield f"{name} {version} {self._module(module, file)}"
             if is_own(name):
                 pending += _named(module)
 
-    def _file(self, file: str | os.DirEntry[str]) -> str:
-        path = os.fspath(file)
-        try:
-            found = file.stat() if isinstance(file, os.DirEntry) else os.stat(file)
-            state = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
-            known = self._seen.get(path) or self._known.get(path) or [None]
-            if known[:-1] != state:
-                known = [*state, hashlib.sha256(Path(path).read_bytes()).hexdigest()]
-        except OSError:
-            return "absent"
-        self._seen[path] = known
+    def _module(self, module: Any, file: str | None) -> str:
+        if file:
+            return self._digest(file, [(file, functools.partial(os.stat, file))])
+        return _sum("".join(sorted(_codes(module))).encode())
+
+    def _digest(self, place: str, files: Iterable[tuple[str, Stat]]) -> str:
+        """Digest files, by path, that are known by one name."""
+        states, newest = [], 0
+        for path, stat in sorted(files):
+            try:
+                found = stat()
+            except OSError:
+                states.append((path,))
+                continue
+            states.append((path, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino))
+            newest = max(newest, found.st_mtime_ns, found.st_ctime_ns)
+        state = _sum(repr(states).encode())
+        known = self._seen.get(place) or self._known.get(place) or [None]
+        if known[0] != state:
+            known = [state, newest, _sum("".join(_content(path) for path, *_ in states).encode())]
+        self._seen[place] = known
         return str(known[-1])
 
 
-def _below(folder: str) -> Iterator[os.DirEntry[str]]:
-    """Yield the sources in a folder and those below it."""
+def _content(path: str) -> str:
+    try:
+        return _sum(Path(path).read_bytes())
+    except OSError:
+        return "absent"
+
+
+def _sum(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _below(folder: str) -> Iterator[tuple[str, Stat]]:
+    """Yield the sources in a folder and those below it, by path."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.endswith(_SUFFIXES):
-                yield entry
+                yield entry.path, entry.stat
             elif entry.name != "__pycache__" and entry.is_dir():
                 yield from _below(entry.path)
 

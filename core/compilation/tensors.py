@@ -17,7 +17,8 @@ from torch import Tensor, fx, nn
 
 def origins_of(model: nn.Module, graph: fx.GraphModule) -> dict[str, Origin]:
     """Say of each tensor of a graph where the model has it."""
-    handles = {int(module._packed.handle): path for path, module in model.named_modules() if _is_packed(module)}
+    modules = _modules_of(model)
+    handles = {int(module._packed.handle): path for path, module in modules.items() if _is_packed(module)}
     found: dict[str, Origin] = {}
     for node in graph.graph.nodes:
         if node.op != "get_attr":
@@ -25,7 +26,7 @@ def origins_of(model: nn.Module, graph: fx.GraphModule) -> dict[str, Origin]:
         tensor = attribute_of(graph, node)
         if JOINT in node.meta:
             found[str(node.target)] = node.meta[JOINT]
-        elif _of_model(model, str(node.target)) is tensor:
+        elif _held(modules, str(node.target)) is tensor:
             found[str(node.target)] = ("model", str(node.target))
         elif any(user.target is torch.ops.opgraft.packed_only_linear.default for user in node.users):
             found[str(node.target)] = ("packed", handles[int(tensor)])
@@ -47,23 +48,24 @@ def tensors_of(
     Raises:
         CacheEntryError: the model does not have one.
     """
+    modules = _modules_of(model)
     found: dict[str, Tensor] = {}
     parts: list[nn.Parameter] = []
     for name, (kind, *place) in origins.items():
         tensor = None
         if kind == "model":
-            tensor = _of_model(model, place[0])
+            tensor = _held(modules, place[0])
         elif kind == "joint":
-            layer = model.get_submodule(place[0])
+            layer = modules[place[0]]
             if isinstance(layer, JointLayer):
                 tensor, others = layer.joint_parameter(place[1])
                 parts += others
         elif kind == "together":
-            layers: list[Any] = [model.get_submodule(path) for path in place[1:]]
+            layers: list[Any] = [modules[path] for path in place[1:]]
             tensor = (joint_parameters(layers) or {}).get(place[0])
             parts += [getattr(layer, place[0]) for layer in layers]
         elif kind == "packed":
-            packed: Any = model.get_submodule(place[0])
+            packed: Any = modules[place[0]]
             tensor = packed._packed.handle if _is_packed(packed) else None
         else:
             tensor = values.get(name)
@@ -124,12 +126,14 @@ class Places:
         return map(operator.is_, map(dict.get, self._stores, self._names), self._values)
 
 
-def _of_model(model: nn.Module, name: str) -> Any:
+def _modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Map the path of each module to it: to look paths up one by one takes several times as long."""
+    return dict(model.named_modules(remove_duplicate=False))
+
+
+def _held(modules: Mapping[str, nn.Module], name: str) -> Any:
     path, _, attribute = name.rpartition(".")
-    try:
-        return getattr(model.get_submodule(path), attribute)
-    except AttributeError:
-        return None
+    return getattr(modules.get(path), attribute, None)
 
 
 def _is_packed(module: nn.Module) -> bool:
