@@ -94,7 +94,7 @@ class Sources:
 
     def _digest(self, place: str, files: Iterable[tuple[str, Stat]]) -> str:
         """Digest files, by path, that are known by one name."""
-        states, newest = [], 0
+        states, newest = list[tuple[Any, ...]](), 0
         for path, stat in sorted(files):
             try:
                 found = stat()

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 def origins_of(model: nn.Module, graph: fx.GraphModule) -> dict[str, Origin]:
     """Say of each tensor of a graph where the model has it."""
-    modules = _modules_of(model)
+    modules: dict[str, Any] = _modules_of(model)
     handles = {int(module._packed.handle): path for path, module in modules.items() if _is_packed(module)}
     found: dict[str, Origin] = {}
     for node in graph.graph.nodes:
