@@ -118,6 +118,8 @@ class Descriptions:
         if is_covered(base.__module__):  # of which somebody may have put another method in place
             held = {name: held[name] for name in ("forward",) if name in held}
         for name, attribute in held.items():
+            if not mine and getattr(attribute, "__module__", None) == base.__module__:
+                continue  # as most are: nobody has put another one in place
             functions = () if isinstance(attribute, type) else tuple(functions_of(attribute))
             own += [[name, self.of(each)] for each in functions if self._is_own(str(each.__module__))]
             if mine and not (functions or name.startswith(("__", "_abc_")) or isinstance(attribute, _DESCRIPTORS)):
