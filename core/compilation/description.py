@@ -7,7 +7,7 @@ import enum
 import functools
 import hashlib
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import (
     BuiltinFunctionType,
     FunctionType,
@@ -21,11 +21,15 @@ from typing import Any
 import torch
 from opgraft.compat.content import content_of
 from opgraft.compilation.python_code import code_digest, functions_of, globals_of, is_covered, is_own
+from opgraft.errors import CompilationError
 from opgraft.registry.op_classes import qualified
 from torch import Tensor, nn
 
 _MOST = 1 << 16
 """Values that are looked at."""
+
+_MOST_MODULES, _LONGEST_PATH = 1 << 18, 1 << 13
+"""Modules of a model, and characters of the path of one, beyond which it is in itself."""
 
 _DEEPEST = 60
 """Levels of values within values that are looked at."""
@@ -174,10 +178,28 @@ class Descriptions:
             return ""
 
 
-def held_by(modules: Iterable[tuple[str, nn.Module]]) -> dict[int, str]:
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Map paths to the modules of a model, each as often as it has a path, in a fourth of the time of
+    ``named_modules``.
+
+    Raises:
+        CompilationError: there is no end of them, as one is in itself.
+    """
+    found = [("", model)]
+    for path, module in found:  # which grows
+        prefix = f"{path}." if path else ""
+        found += [(prefix + name, each) for name, each in module._modules.items() if each is not None]
+        if len(found) > _MOST_MODULES or len(path) > _LONGEST_PATH:
+            raise CompilationError(
+                f"{type(model).__name__} has no end of modules, as one is a part of itself: {path[:80]}...: take it out"
+            )
+    return dict(found)
+
+
+def held_by(modules: Mapping[str, nn.Module]) -> dict[int, str]:
     """Map the ids of the modules of a model, by path, and of their parameters and buffers to where they stand in it."""
     held: dict[int, str] = {}
-    for path, module in modules:
+    for path, module in modules.items():
         held[id(module)] = path
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             held[id(tensor)] = f"{path}.{name}"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from opgraft.compat.graphs import changed_settings
-from opgraft.compilation.description import Descriptions, held_by, layout
+from opgraft.compilation.description import Descriptions, held_by, layout, modules_of
 from opgraft.compilation.example import Example
 from opgraft.compilation.sources import Sources
 from opgraft.config import CompilationConfig, OpgraftConfig
@@ -62,7 +62,7 @@ def key_of(model: nn.Module, example: Example, settings: CompilationConfig, sour
         settings: under which it is; passes that they name have been imported.
         sources: of the code that decides.
     """
-    platform, modules = current_platform(), list(model.named_modules(remove_duplicate=False))
+    platform, modules = current_platform(), modules_of(model)
     held = held_by(modules)
     descriptions, given = Descriptions(held), Descriptions(held, contents=False)
     described = list(_modules(modules, descriptions))
@@ -116,8 +116,8 @@ def _providers(sources: Sources) -> Iterator[str]:
         yield f"{qualified(replacement.cls)}: {sources.package(replacement.cls.__module__.partition('.')[0])}"
 
 
-def _modules(modules: Sequence[tuple[str, nn.Module]], descriptions: Descriptions) -> Iterator[list[Any]]:
-    for path, module in modules:
+def _modules(modules: Mapping[str, nn.Module], descriptions: Descriptions) -> Iterator[list[Any]]:
+    for path, module in modules.items():
         held = vars(module)
         own = {name: held[name] for name in held.keys() - _NOT_OF_MODULES}
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
@@ -132,10 +132,10 @@ _NOT_OF_MODULES = {
 }
 
 
-def _weights(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[list[Any]]:
+def _weights(modules: Mapping[str, nn.Module]) -> Iterator[list[Any]]:
     """Yield the layout of parameters and buffers, and which of them share memory."""
     storages: dict[int, int] = {}
-    for path, module in modules:
+    for path, module in modules.items():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
                 place = storages.setdefault(tensor.untyped_storage().data_ptr(), len(storages))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from opgraft.compat.ahead_of_time import places_of
+from opgraft.compilation.description import modules_of
 from opgraft.compilation.nodes import JOINT, Origin, attribute_of
 from opgraft.errors import CacheEntryError, CompilationError
 from opgraft.machine.memory import move_to_huge_pages
@@ -17,7 +18,7 @@ from torch import Tensor, fx, nn
 
 def origins_of(model: nn.Module, graph: fx.GraphModule) -> dict[str, Origin]:
     """Say of each tensor of a graph where the model has it."""
-    modules: dict[str, Any] = _modules_of(model)
+    modules: dict[str, Any] = modules_of(model)
     handles = {int(module._packed.handle): path for path, module in modules.items() if _is_packed(module)}
     found: dict[str, Origin] = {}
     for node in graph.graph.nodes:
@@ -48,7 +49,7 @@ def tensors_of(
     Raises:
         CacheEntryError: the model does not have one.
     """
-    modules = _modules_of(model)
+    modules = modules_of(model)
     found: dict[str, Tensor] = {}
     parts: list[nn.Parameter] = []
     for name, (kind, *place) in origins.items():
@@ -95,7 +96,7 @@ class Places:
         known = {id(tensor) for tensor in used}
         held = [
             (path, store, name)
-            for path, module in model.named_modules()
+            for path, module in modules_of(model).items()
             for store in (module._modules, module._parameters, module._buffers)
             for name, value in store.items()
             if isinstance(store, dict) and (id(value) in known or isinstance(value, nn.Module))
@@ -124,11 +125,6 @@ class Places:
 
     def _same(self) -> Iterator[bool]:
         return map(operator.is_, map(dict.get, self._stores, self._names), self._values)
-
-
-def _modules_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Map the path of each module to it: to look paths up one by one takes several times as long."""
-    return dict(model.named_modules(remove_duplicate=False))
 
 
 def _held(modules: Mapping[str, nn.Module], name: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import threading
+import zipfile
 from pathlib import Path
 
 import opgraft
@@ -76,3 +77,14 @@ def test_instruction_sets_are_tried_where_code_for_them_fails() -> None:
     instruction_sets.valid_vec_isa_list()
     assert trusting_processor(compile) == 5
     assert seen == [True, None, False, True, None]
+
+
+def test_packages_have_nothing_for_debuggers(tmp_path: Path) -> None:
+    """Which would be two thirds of what each start reads."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval(), torch.randn(4, 8)
+    opgraft.compile(model, CompilationConfig(level=2, cache=True, cache_folder=str(tmp_path)), args=(x,))
+    (package,) = tmp_path.glob("*/code.pt2")
+    with zipfile.ZipFile(package) as archive:
+        (code,) = (archive.read(name) for name in archive.namelist() if name.endswith(".so"))
+    assert b".text\0" in code
+    assert b".debug_info\0" not in code

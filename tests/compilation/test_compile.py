@@ -334,6 +334,10 @@ def test_what_cannot_be_compiled(block: Block, x: torch.Tensor) -> None:
     partly.mlp.train()
     with pytest.raises(CompilationError, match=r"compile: mlp of Block is in training mode"):
         opgraft.compile(partly, EAGER, args=(x,))
+    endless = Block().eval()
+    endless.mlp.outer = endless
+    with pytest.raises(CompilationError, match=r"Block has no end of modules, .*: mlp\.outer\.mlp\.outer"):
+        opgraft.compile(endless, EAGER, args=(x,))
     with pytest.raises(TypeError, match="args of type list, expected a tuple"):
         opgraft.compile(block, EAGER, args=[x])  # type: ignore[arg-type]
     with pytest.raises(CompilationError, match=r"no call of Block\.forward: missing a required argument: 'x'"):

@@ -214,3 +214,20 @@ def test_choices_that_agree_with_switches() -> None:
     settings = resolve([("x", OpgraftConfig(providers=providers, compilation_config=level))])
     assert settings.enabled("linear") == (False, "providers asks for 'native' (x)")
     assert resolve([("x", OpgraftConfig(compilation_config=level))]).enabled("linear")[0]
+
+
+def test_settings_are_shared_until_something_changes() -> None:
+    """Who only reads them has one object in each scope; whoever asks for settings of its own has its own."""
+    opgraft.load_plugins()
+    state = host_state()
+    shared = state.shared_settings()
+    assert state.shared_settings() is shared
+    assert state.settings() is not shared
+    assert state.settings() == shared
+    with set_config(OpgraftConfig(check_values=True)):
+        assert state.shared_settings().config.check_values
+        assert state.shared_settings() is state.shared_settings()
+    assert state.shared_settings() is shared
+    state.invalidate()
+    assert state.shared_settings() is not shared
+    assert state.shared_settings() == shared
