@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from opgraft.config import Settings
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -20,7 +17,7 @@ class Caches:
         classes: class that is no op → the ``ReplacementChoice`` for constructing it.
         functions: functional form → its kernel, and the stand-in where a gradient is required, if it needs one.
         replaceable: reference of a replaceable function → the function that it runs.
-        settings: those that hold, ``None`` until somebody reads them; nobody writes to them.
+        settings: the ``Settings`` that hold, ``None`` until somebody reads them; nobody writes to them.
         check_values: the setting of that name, ``None`` until it is asked for.
         platform_agrees: whether settings were found to ask for no other platform than the process has.
     """
@@ -30,6 +27,6 @@ class Caches:
     classes: dict[type, Any] = field(default_factory=dict)
     functions: dict[Any, tuple[Callable[..., Any], Callable[..., Any] | None]] = field(default_factory=dict)
     replaceable: dict[Any, Callable[..., Any]] = field(default_factory=dict)
-    settings: Settings | None = None
+    settings: Any = None
     check_values: bool | None = None
     platform_agrees: bool = False

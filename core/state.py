@@ -157,7 +157,8 @@ class HostState:
         caches = self.current_caches()
         if caches.settings is None:
             caches.settings = self.settings()
-        return caches.settings
+        shared: Settings = caches.settings
+        return shared
 
     def current_caches(self) -> Caches:
         """Return what was decided under the active scope; new whenever something was activated."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,10 +14,6 @@ from torch import Tensor, fx, nn
 
 if TYPE_CHECKING:
     from opgraft.compilation.execution import Execution  # which code from the cache does without
-
-
-ALL_SIZES = range(1, sys.maxsize)
-"""The sizes of the batch that a graph serves which is captured for any."""
 
 
 class Packaged(NamedTuple):

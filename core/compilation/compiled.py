@@ -13,10 +13,11 @@ from opgraft.binding.arguments import expect_module
 from opgraft.compat.graphs import FIXED_SIZES
 from opgraft.compilation.backends import backend_of, warm_up
 from opgraft.compilation.cache import INDEX, CompilationCache
-from opgraft.compilation.code import ALL_SIZES, Code
+from opgraft.compilation.code import Code
 from opgraft.compilation.description import modules_of
 from opgraft.compilation.entries import read_code, read_signature, write_code, write_signature
 from opgraft.compilation.example import Example
+from opgraft.compilation.graph_pass import ALL_SIZES
 from opgraft.compilation.inputs import InputCheck, Signature, expect_apart
 from opgraft.compilation.key import Key, key_of
 from opgraft.compilation.packages import Packages, temporary

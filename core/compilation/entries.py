@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def write_code(code: Code, name: str, folder: Path) -> dict[str, Any]:
         "origins": packaged.origins,
         "values": f"{name}.pt" if packaged.values else None,
         "forms": {each.form.name: [each.nodes, each.chosen] for each in code.lowerings},
-        "passes": [[*report] for report in code.passes],
+        "passes": [dataclasses.astuple(report) for report in code.passes],
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from opgraft.compilation.backends import Runner
 from opgraft.compilation.capture import Captured
-from opgraft.compilation.code import ALL_SIZES
+from opgraft.compilation.graph_pass import ALL_SIZES
 from opgraft.compilation.lowering import lower
 from opgraft.compilation.pieces import Pieces
 from opgraft.compilation.static_graph import Replayed, expect_recordable

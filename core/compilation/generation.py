@@ -6,9 +6,10 @@ from pathlib import Path
 
 from opgraft.compilation.backends import Runner, built
 from opgraft.compilation.capture import DYNAMO, WAYS, Captured, capture
-from opgraft.compilation.code import ALL_SIZES, Code, Packaged
+from opgraft.compilation.code import Code, Packaged
 from opgraft.compilation.example import Example
 from opgraft.compilation.execution import executed
+from opgraft.compilation.graph_pass import ALL_SIZES
 from opgraft.compilation.inputs import Signature
 from opgraft.compilation.lowering import lower, lowerings_of
 from opgraft.compilation.manager import run_passes

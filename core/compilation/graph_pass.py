@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from torch import fx, nn
 
 PASSED_OVER, LATER = "a provider's kernel is not passed over", "an argument is computed later"
 """Reasons that several passes have to leave a place."""
+
+
+ALL_SIZES = range(1, sys.maxsize)
+"""The sizes of the batch that a graph serves which is captured for any."""
 
 
 class Outcome(NamedTuple):
@@ -27,7 +33,8 @@ class Outcome(NamedTuple):
         return cls(replaced + len(left), replaced, tuple(dict.fromkeys(left)))
 
 
-class PassReport(NamedTuple):
+@dataclass(frozen=True)
+class PassReport:
     """The record of one pass.
 
     Attributes:

@@ -8,8 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from opgraft.compilation.code import ALL_SIZES
-from opgraft.compilation.graph_pass import GraphPass, Outcome, PassReport
+from opgraft.compilation.graph_pass import ALL_SIZES, GraphPass, Outcome, PassReport
 from opgraft.compilation.nodes import attribute_of, layout_of
 from opgraft.errors import CompilationError, ConfigError
 from opgraft.text import described

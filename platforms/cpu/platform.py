@@ -46,7 +46,7 @@ class CpuPlatform(Platform):
 
     @cached_property
     def _capability(self) -> DeviceCapability:
-        """What ``/proc/cpuinfo`` says, which is asked for with each kernel and shape, and stays as it is."""
+        """Read ``/proc/cpuinfo`` once: it stays as it is, and is asked for with each kernel and shape."""
         devices = probe(Machine()).devices
         name, features = (devices[0].name, devices[0].capability) if devices else ("CPU", None)
         dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

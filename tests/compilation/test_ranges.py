@@ -11,7 +11,7 @@ import opgraft
 import pytest
 import torch
 from opgraft import CompilationConfig
-from opgraft.compilation.code import ALL_SIZES
+from opgraft.compilation.graph_pass import ALL_SIZES
 from opgraft.errors import CompilationError, ConfigError
 from torch import Tensor, fx, nn
 from torch.export import Dim
