@@ -14,7 +14,6 @@ from opgraft.compat.graphs import FIXED_SIZES
 from opgraft.compilation.backends import backend_of, warm_up
 from opgraft.compilation.cache import INDEX, CompilationCache
 from opgraft.compilation.code import Code
-from opgraft.compilation.description import modules_of
 from opgraft.compilation.entries import read_code, read_signature, write_code, write_signature
 from opgraft.compilation.example import Example
 from opgraft.compilation.graph_pass import ALL_SIZES
@@ -197,7 +196,7 @@ def compile(
     expect_module("compile", model)
     if not isinstance(args, tuple):
         raise TypeError(f"compile was given args of type {type(args).__name__}, expected a tuple, as (x,)")
-    for path, module in modules_of(model).items():
+    for path, module in model.named_modules():
         if module.training:
             part = f"{path} of {type(model).__name__}" if path else type(model).__name__
             raise CompilationError(

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 _MOST = 1 << 16
 """Values that are looked at."""
 
-_MOST_MODULES, _LONGEST_PATH = 1 << 18, 1 << 13
+_MOST_MODULES, _LONGEST_PATH = 1 << 20, 1 << 13
 """Modules of a model, and characters of the path of one, beyond which it is in itself."""
 
 _DEEPEST = 60
