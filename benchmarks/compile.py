@@ -56,7 +56,9 @@ CALLS = {1: 12, 4: 10, 16: 8, 64: 4}
 FUSIONS = {
     **dict.fromkeys(("joint_linears", "gated_product", "add_rms_norm"), "Llama"),
     "qk_norm_rope": "Qwen3",
-    **dict.fromkeys(("rms_norm_quant_fp8", "silu_and_mul_quant_fp8", "attention_quant_fp8"), QUANTIZED),
+    **dict.fromkeys(
+        ("rms_norm_quant_fp8", "silu_and_mul_quant_fp8", "attention_quant_fp8"), QUANTIZED
+    ),
 }
 """Pass → the family of models in which it finds something."""
 
@@ -83,17 +85,27 @@ def steady(arguments: argparse.Namespace) -> Iterator[Finding]:
                 of = f"{dtype}, batch {batch}"
                 for side in found.keys() - {PLAIN}:
                     fine = most if side == "kernels O2" else None
-                    yield over(f"{side} / {PLAIN}, {of}", found[side], found[PLAIN], arguments, fine, least)
+                    yield over(
+                        f"{side} / {PLAIN}, {of}", found[side], found[PLAIN], arguments, fine, least
+                    )
                 for side, uncompiled in COMPILED.items():
                     if {side, uncompiled} <= found.keys():
-                        yield over(f"{side} / {uncompiled}, {of}", found[side], found[uncompiled], arguments, 1.0)
+                        yield over(
+                            f"{side} / {uncompiled}, {of}",
+                            found[side],
+                            found[uncompiled],
+                            arguments,
+                            1.0,
+                        )
 
 
 def work_of(shape: Shape) -> Work:
     """Return the weights of a Llama that a call multiplies by each of its tokens."""
     layers = shape.layers * shape.hidden * (4 * shape.hidden + 3 * (shape.hidden * 43 // 16))
     head = shape.vocabulary * shape.hidden
-    return Work((layers + head) * getattr(torch, shape.dtype).itemsize, layers, head, cached=0, attention=0)
+    return Work(
+        (layers + head) * getattr(torch, shape.dtype).itemsize, layers, head, cached=0, attention=0
+    )
 
 
 def least_of(work: Work, batch: int, limits: Sequence[Mapping[str, Seconds]]) -> Seconds:
@@ -102,7 +114,10 @@ def least_of(work: Work, batch: int, limits: Sequence[Mapping[str, Seconds]]) ->
     def median(speed: str, clock: str) -> float:
         return statistics.median(each[speed][clock] for each in limits)
 
-    roofs = {clock: Roof(median("bytes_per", clock), median("products_per", clock)) for clock in limits[0]["bytes_per"]}
+    roofs = {
+        clock: Roof(median("bytes_per", clock), median("products_per", clock))
+        for clock in limits[0]["bytes_per"]
+    }
     return {clock: roof.step(work, batch, batch, 0) for clock, roof in roofs.items()}
 
 
@@ -111,7 +126,9 @@ def calls(arguments: argparse.Namespace) -> Iterator[Finding]:
 
     Each has one thread: to wake a second one, for attention, takes some processes as long as all else.
     """
-    with processes(arguments.sides, replace(TINY, layers=arguments.shape.layers), threads=1) as started:
+    with processes(
+        arguments.sides, replace(TINY, layers=arguments.shape.layers), threads=1
+    ) as started:
         for batch in (1, 4):
             found = in_turns(started, batch, 40, arguments.rounds)
             for side in found.keys() - {STOCK}:
@@ -132,7 +149,12 @@ def fusions(arguments: argparse.Namespace) -> Iterator[Finding]:
                     stack.callback(started[f"{state}"].close)
                 for batch in (1, 16):
                     found = in_turns(started, batch, CALLS[batch], arguments.rounds)
-                    yield over(f"{name} on / off, {side}, batch {batch}", found["True"], found["False"], arguments)
+                    yield over(
+                        f"{name} on / off, {side}, batch {batch}",
+                        found["True"],
+                        found["False"],
+                        arguments,
+                    )
                 yield moved(
                     f"{name} on / off, {side}, batch 16, bytes",
                     *(each.call(16, 0)["bytes"] for each in started.values()),
@@ -170,27 +192,40 @@ def recompilations(arguments: argparse.Namespace) -> Iterator[Finding]:
     config = opgraft.CompilationConfig(level=2, backend="counting")
     given: dict[str, Any] = {"use_cache": False}
     known: Any = torch._dynamo.backends.registry
-    with patch.dict(known._BACKENDS), patch.dict(known._COMPILER_FNS):  # a name that is registered is so for good
+    with (
+        patch.dict(known._BACKENDS),
+        patch.dict(known._COMPILER_FNS),
+    ):  # a name that is registered is so for good
         known.register_backend(counting, name="counting")
         run = opgraft.compile(model, config, args=(tokens(4, shape.vocabulary),), kwargs=given)
     largest = 0.0
     with torch.no_grad():
         for size in range(1, SIZES + 1):
             ids = tokens(size, shape.vocabulary)
-            largest = max(largest, float((run(ids, **given).logits - model(ids, **given).logits).abs().max()))
+            largest = max(
+                largest, float((run(ids, **given).logits - model(ids, **given).logits).abs().max())
+            )
     detail = f"graphs beside the first, over the sizes 1 to {SIZES}"
     yield Finding("recompilations", len(graphs) - 1, detail, most=0)
-    yield Finding("largest difference of logits", largest, "from the model itself, over these sizes", most=1e-4)
+    yield Finding(
+        "largest difference of logits",
+        largest,
+        "from the model itself, over these sizes",
+        most=1e-4,
+    )
 
 
 def starts(arguments: argparse.Namespace) -> Iterator[Finding]:
     """Compare first outputs of processes that find no compiled code, once each, and of those that find it, in turns."""
     sides = (PLAIN, STOCK, "O0", "O1", "O2", "kernels O0", "kernels O2")
     with tempfile.TemporaryDirectory() as folder:
-        folders = {side: Path(folder) / side.replace(" ", "-") for side in sides}  # Inductor's commands quote no names
+        folders = {
+            side: Path(folder) / side.replace(" ", "-") for side in sides
+        }  # Inductor's commands quote no names
         cold = {side: [_first(side, arguments.shape, folders[side])] for side in sides}
         rounds = [
-            {side: _first(side, arguments.shape, folders[side]) for side in sides} for _ in range(arguments.rounds)
+            {side: _first(side, arguments.shape, folders[side]) for side in sides}
+            for _ in range(arguments.rounds)
         ]
     warm = {side: [each[side] for each in rounds] for side in sides}
     for side, most in ((STOCK, None), ("O2", 0.03)):
@@ -198,14 +233,18 @@ def starts(arguments: argparse.Namespace) -> Iterator[Finding]:
         yield over(name, warm[side], cold[side] * arguments.rounds, arguments, most)
     for side, uncompiled in (("O2", "O0"), ("kernels O2", "kernels O0")):
         yield over(f"{side}, warm first output / {PLAIN}", warm[side], warm[PLAIN], arguments, 1.5)
-        yield over(f"{side}, warm first output / {uncompiled}", warm[side], warm[uncompiled], arguments)
+        yield over(
+            f"{side}, warm first output / {uncompiled}", warm[side], warm[uncompiled], arguments
+        )
     yield over(f"O2, warm first output / {STOCK}", warm["O2"], warm[STOCK], arguments)
     yield over(f"O2, cold first output / {STOCK}", cold["O2"], cold[STOCK], arguments, 1.0)
     yield over(f"O1, cold first output / {STOCK}", cold["O1"], cold[STOCK], arguments, 0.5)
 
 
 def _first(side: str, shape: Shape, folder: Path) -> Seconds:
-    kept: dict[str, Any] = {"cache": True, "cache_folder": str(folder / "opgraft")} if side.endswith("O2") else {}
+    kept: dict[str, Any] = (
+        {"cache": True, "cache_folder": str(folder / "opgraft")} if side.endswith("O2") else {}
+    )
     process = Process(side, shape, folder, **kept)
     process.close()
     return process.first
@@ -217,21 +256,36 @@ def engine(arguments: argparse.Namespace) -> Iterator[Finding]:
         compiled = {"level": 2, "cache": True, "cache_folder": folder}
         for dtype in arguments.dtypes:
             began: list[list[Seconds]] = [[], []]
-            sides: list[tuple[Mapping[str, Any], list[Seconds]]] = [({"level": 0}, began[0]), (compiled, began[1])]
+            sides: list[tuple[Mapping[str, Any], list[Seconds]]] = [
+                ({"level": 0}, began[0]),
+                (compiled, began[1]),
+            ]
             with Ranks(1) as filling:
                 filling.run(started, arguments.model, dtype, compiled)
             for turn in range(arguments.rounds):
                 for settings, times in sides[:: 1 if turn % 2 else -1]:
                     with Ranks(1) as ranks:
                         times += ranks.run(started, arguments.model, dtype, settings)
-            yield later(f"start of the engine at -O2, warm, after -O0's, {dtype}", began[1], began[0])
+            yield later(
+                f"start of the engine at -O2, warm, after -O0's, {dtype}", began[1], began[0]
+            )
             levels = [settings for settings, _ in sides]
             yield from steps(arguments, arguments.model, dtype, levels)
-            yield from steps(arguments, unplanned(Path(folder) / "unplanned"), dtype, levels, ", which no plan takes")
+            yield from steps(
+                arguments,
+                unplanned(Path(folder) / "unplanned"),
+                dtype,
+                levels,
+                ", which no plan takes",
+            )
 
 
 def steps(
-    arguments: argparse.Namespace, model: str, dtype: str, sides: Sequence[Mapping[str, Any]], of: str = ""
+    arguments: argparse.Namespace,
+    model: str,
+    dtype: str,
+    sides: Sequence[Mapping[str, Any]],
+    of: str = "",
 ) -> Iterator[Finding]:
     """Compare steps of two engines, one of which compiles.
 
@@ -243,7 +297,9 @@ def steps(
         for batch in ENGINE_BATCHES:
             taken: list[list[Seconds]] = [[], []]
             for turn in range(arguments.rounds + 1):
-                for ranks, times in list(zip((eager, fast), taken, strict=True))[:: 1 if turn % 2 else -1]:
+                for ranks, times in list(zip((eager, fast), taken, strict=True))[
+                    :: 1 if turn % 2 else -1
+                ]:
                     seconds = ranks.run(decode, batch, ANSWER)[0].seconds
                     times.append({"seconds": seconds, "cpu_seconds": seconds})
             name = f"the engine's step{of}, -O2 / -O0, {dtype}, batch {batch}"
@@ -304,10 +360,18 @@ PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Finding]]] = {
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="What compilation gains and costs.")
     parser.add_argument("--json", type=Path, help="a file for the figures")
-    parser.add_argument("--rows", nargs="*", choices=PARTS, default=list(PARTS), help="these parts only")
-    parser.add_argument("--sides", nargs="*", choices=SIDES, default=list(SIDES), help="these only, of calls")
+    parser.add_argument(
+        "--rows", nargs="*", choices=PARTS, default=list(PARTS), help="these parts only"
+    )
+    parser.add_argument(
+        "--sides", nargs="*", choices=SIDES, default=list(SIDES), help="these only, of calls"
+    )
     parser.add_argument("--dtypes", nargs="*", choices=MOST, default=list(MOST), help="these only")
-    parser.add_argument("--cpu-time", action="store_true", help="compare CPU time, where other work runs beside this")
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="compare CPU time, where other work runs beside this",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=Shape.layers)
     parser.add_argument("--model", default="smollm2", help="of the engine")
@@ -325,7 +389,9 @@ def main() -> None:
     print_findings(findings)
     if arguments.json:
         rows = [{**asdict(each), "verdict": each.verdict} for each in findings]
-        arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        arguments.json.write_text(
+            json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n", encoding="utf-8"
+        )
     raise SystemExit(any(each.verdict == "missed" for each in findings))
 
 

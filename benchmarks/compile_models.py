@@ -36,7 +36,10 @@ class QuantizedLayer(nn.Module):
         super().__init__()
         self.norms = nn.ModuleList(RMSNorm(hidden) for _ in range(2))
         self.qkv, self.out = Linear(hidden, 3 * hidden, False), Linear(hidden, hidden, False)
-        self.gate_up, self.down = Linear(hidden, 2 * intermediate, False), Linear(intermediate, hidden, False)
+        self.gate_up, self.down = (
+            Linear(hidden, 2 * intermediate, False),
+            Linear(intermediate, hidden, False),
+        )
         self.attention, self.act = ScaledDotProductAttention(), SiluAndMul()
         self.per_token, self.given = QuantFP8(False, (1, -1)), QuantFP8(True, (-1, -1))
         self.register_buffer("scale", torch.tensor([0.02]))
@@ -48,10 +51,20 @@ class QuantizedLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, tokens, hidden = x.shape
-        heads = self.qkv(self._read(self.norms[0](x))).view(rows, tokens, 3, -1, HEAD_SIZE).transpose(1, 3)
-        attended = self.attention(*heads.unbind(2), is_causal=True).transpose(1, 2).reshape(rows, tokens, hidden)
+        heads = (
+            self.qkv(self._read(self.norms[0](x)))
+            .view(rows, tokens, 3, -1, HEAD_SIZE)
+            .transpose(1, 3)
+        )
+        attended = (
+            self.attention(*heads.unbind(2), is_causal=True)
+            .transpose(1, 2)
+            .reshape(rows, tokens, hidden)
+        )
         x = x + self.out(self.given(attended, self.scale)[0].to(x.dtype) * self.scale.to(x.dtype))
-        out: Tensor = x + self.down(self._read(self.act(self.gate_up(self._read(self.norms[1](x))))))
+        out: Tensor = x + self.down(
+            self._read(self.act(self.gate_up(self._read(self.norms[1](x)))))
+        )
         return out
 
 
@@ -61,7 +74,10 @@ class Quantized(nn.Module):
     def __init__(self, vocabulary: int, hidden: int, intermediate: int, layers: int) -> None:
         super().__init__()
         self.config = SimpleNamespace(vocab_size=vocabulary)
-        self.embedding, self.head = nn.Embedding(vocabulary, hidden), Linear(hidden, vocabulary, False)
+        self.embedding, self.head = (
+            nn.Embedding(vocabulary, hidden),
+            Linear(hidden, vocabulary, False),
+        )
         self.layers = nn.ModuleList(QuantizedLayer(hidden, intermediate) for _ in range(layers))
 
     def forward(self, ids: Tensor, use_cache: bool = False) -> CausalLMOutput:
@@ -79,10 +95,16 @@ class Shared(nn.Module):
         super().__init__()
         given: dict[str, Any] = {"bias": False, "return_bias": False}
         self.norms = nn.ModuleList(RMSNorm(hidden) for _ in range(layers))
-        self.ups = nn.ModuleList(ColumnParallelLinear(hidden, intermediate, **given) for _ in range(layers))
-        self.downs = nn.ModuleList(RowParallelLinear(intermediate, hidden, **given) for _ in range(layers))
+        self.ups = nn.ModuleList(
+            ColumnParallelLinear(hidden, intermediate, **given) for _ in range(layers)
+        )
+        self.downs = nn.ModuleList(
+            RowParallelLinear(intermediate, hidden, **given) for _ in range(layers)
+        )
         for each in self.parameters():
-            nn.init.normal_(each, std=hidden**-0.5, generator=torch.Generator().manual_seed(each.shape[0]))
+            nn.init.normal_(
+                each, std=hidden**-0.5, generator=torch.Generator().manual_seed(each.shape[0])
+            )
             each.requires_grad_(False)
 
     def forward(self, x: Tensor) -> list[Tensor]:
@@ -92,7 +114,9 @@ class Shared(nn.Module):
         return [normed, residual]
 
 
-def shared(state: dict[str, Any], sizes: tuple[int, ...], name: str, rounds: int) -> tuple[Any, ...]:
+def shared(
+    state: dict[str, Any], sizes: tuple[int, ...], name: str, rounds: int
+) -> tuple[Any, ...]:
     """Compare a pass on and off on this rank: what calls of each took, and bytes that they send, and move in all.
 
     The sizes are those of hidden states and of what is between the maps of a layer, of layers and of rows.

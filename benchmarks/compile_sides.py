@@ -84,7 +84,9 @@ def model_of(shape: Shape) -> Any:
     if shape.family == QUANTIZED:
         from compile_models import Quantized
 
-        return Quantized(shape.vocabulary, shape.hidden, intermediate, shape.layers).to(dtype).eval()
+        return (
+            Quantized(shape.vocabulary, shape.hidden, intermediate, shape.layers).to(dtype).eval()
+        )
     heads = max(shape.hidden // 64, 2)
     config = getattr(transformers, f"{shape.family}Config")(
         hidden_size=shape.hidden,
@@ -181,7 +183,10 @@ def taken(call: Callable[[], object], number: int = 1) -> Seconds:
     wall, cpu = time.perf_counter(), cpu_seconds()
     for _ in range(number):
         call()
-    return {"seconds": (time.perf_counter() - wall) / number, "cpu_seconds": (cpu_seconds() - cpu) / number}
+    return {
+        "seconds": (time.perf_counter() - wall) / number,
+        "cpu_seconds": (cpu_seconds() - cpu) / number,
+    }
 
 
 def worker(name: str, shape: Shape, settings: Mapping[str, Any]) -> None:
@@ -221,7 +226,13 @@ class Process:
     """
 
     def __init__(
-        self, name: str, shape: Shape, folder: Path | None, *, threads: int | None = None, **settings: Any
+        self,
+        name: str,
+        shape: Shape,
+        folder: Path | None,
+        *,
+        threads: int | None = None,
+        **settings: Any,
     ) -> None:
         self.name = name
         used = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
@@ -256,7 +267,9 @@ class Process:
 
 
 @contextmanager
-def processes(names: Sequence[str], shape: Shape, threads: int | None = None) -> Iterator[dict[str, Process]]:
+def processes(
+    names: Sequence[str], shape: Shape, threads: int | None = None
+) -> Iterator[dict[str, Process]]:
     """Start sides that take turns, each with as many threads as torch takes, if not said otherwise."""
     with ExitStack() as stack:
         started = {}
@@ -266,7 +279,9 @@ def processes(names: Sequence[str], shape: Shape, threads: int | None = None) ->
         yield started
 
 
-def in_turns(started: Mapping[str, Process], batch: int, number: int, rounds: int) -> dict[str, list[Seconds]]:
+def in_turns(
+    started: Mapping[str, Process], batch: int, number: int, rounds: int
+) -> dict[str, list[Seconds]]:
     """Return what each side took in each round, in which they take turns."""
     found: dict[str, list[Seconds]] = {name: [] for name in started}
     for turn in range(rounds):

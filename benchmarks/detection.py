@@ -21,7 +21,9 @@ def machines(folder: Path) -> list[Path]:
     names = subprocess.run(builder, check=True, capture_output=True, text=True).stdout.split()
     for name in names:
         subprocess.run([*builder, name, str(folder / name)], check=True)
-    return sorted((folder / name for name in names), key=lambda machine: sum(1 for _ in machine.rglob("*")))
+    return sorted(
+        (folder / name for name in names), key=lambda machine: sum(1 for _ in machine.rglob("*"))
+    )
 
 
 def measure() -> list[Row]:
@@ -38,7 +40,9 @@ def measure() -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         small, *_, large = machines(Path(folder))
         name = f"opgraft detect on {large.name} / on {small.name}"
-        return [ratio(name, 1.5, partial(detect, large), partial(detect, small), number=1, rounds=15)]
+        return [
+            ratio(name, 1.5, partial(detect, large), partial(detect, small), number=1, rounds=15)
+        ]
 
 
 if __name__ == "__main__":

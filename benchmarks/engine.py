@@ -58,8 +58,16 @@ def runs(records: Mapping[Key, Record]) -> list[dict[str, Any]]:
 
 def described_machine(records: Mapping[Key, Record]) -> dict[str, str]:
     """Describe the machine and the versions of the engines that ran."""
-    versions = {name: record.version for (name, _), record in records.items() if "," not in name and name != LIMITS}
-    return {**machine(), "threads": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count())), **versions}
+    versions = {
+        name: record.version
+        for (name, _), record in records.items()
+        if "," not in name and name != LIMITS
+    }
+    return {
+        **machine(),
+        "threads": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count())),
+        **versions,
+    }
 
 
 def write_json(file: Path, found: Findings, rows: Sequence[Finding], left_out: list[str]) -> None:
@@ -70,10 +78,17 @@ def write_json(file: Path, found: Findings, rows: Sequence[Finding], left_out: l
         "machine": described_machine(found.records),
         "clock": found.clock,
         "left_out": left_out,
-        "rows": [{**asdict(row), "measured": round(row.measured, 4), "verdict": row.verdict} for row in rows],
+        "rows": [
+            {**asdict(row), "measured": round(row.measured, 4), "verdict": row.verdict}
+            for row in rows
+        ],
         "speeds": list(found.speeds()),
         "starts": [
-            {"engine": name, "dtype": dtype, **{clock: round(value, 3) for clock, value in start.items()}}
+            {
+                "engine": name,
+                "dtype": dtype,
+                **{clock: round(value, 3) for clock, value in start.items()},
+            }
             for (name, dtype), record in found.records.items()
             for start in record.starts
         ],
@@ -86,11 +101,21 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="opgraft's engine against others, on SmolLM2.")
     parser.add_argument("--json", type=Path, help="a file for the figures of every round")
     parser.add_argument("--quick", action="store_true", help="2 rounds, and 1 of many requests")
-    parser.add_argument("--cpu-time", action="store_true", help="compare CPU time, where other work runs beside this")
-    parser.add_argument("--engines", nargs="*", choices=ENGINES, default=list(ENGINES), help="these only")
-    parser.add_argument("--rows", nargs="*", choices=[*PARTS, STEP], default=[*PARTS, STEP], help="these parts only")
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="compare CPU time, where other work runs beside this",
+    )
+    parser.add_argument(
+        "--engines", nargs="*", choices=ENGINES, default=list(ENGINES), help="these only"
+    )
+    parser.add_argument(
+        "--rows", nargs="*", choices=[*PARTS, STEP], default=[*PARTS, STEP], help="these parts only"
+    )
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"], help="these only")
-    parser.add_argument("--checkpoints", type=Path, help="a folder where converted checkpoints are kept")
+    parser.add_argument(
+        "--checkpoints", type=Path, help="a folder where converted checkpoints are kept"
+    )
     return parser.parse_args()
 
 

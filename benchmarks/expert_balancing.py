@@ -50,7 +50,11 @@ def _measure(rank: int, folder: str) -> None:
         pauses, steps = [], []
         for liked in range(PLACEMENTS):
             bias = torch.zeros(EXPERTS)
-            bias[torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(liked))[: EXPERTS // 2]] = 4
+            bias[
+                torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(liked))[
+                    : EXPERTS // 2
+                ]
+            ] = 4
             for number in itertools.count(1):
                 steps.append(_step(layers, bias))
                 moves, started = bool(balancer.waiting), time.perf_counter()
@@ -65,7 +69,16 @@ def _measure(rank: int, folder: str) -> None:
 
 
 def _layer(number: int) -> FusedMoE:
-    layer = FusedMoE(EXPERTS, CHOSEN, HIDDEN, HIDDEN, torch.float32, ep_size=2, enable_eplb=True, prefix=f"{number}")
+    layer = FusedMoE(
+        EXPERTS,
+        CHOSEN,
+        HIDDEN,
+        HIDDEN,
+        torch.float32,
+        ep_size=2,
+        enable_eplb=True,
+        prefix=f"{number}",
+    )
     for weight in layer.parameters():
         weight.normal_(0, 0.02)
     process_weights_after_loading(layer)

@@ -49,7 +49,14 @@ def _decodes(x: Tensor) -> tuple[Any, ...]:
     table = torch.randperm(len(cache), device=x.device, dtype=torch.int32).view(16, -1)
     bounds = torch.arange(17, device=x.device, dtype=torch.int32)
     lengths = torch.full((16,), table.shape[1] * BLOCK_SIZE, device=x.device, dtype=torch.int32)
-    return torch.randn(16, 32, HEAD_SIZE, device=x.device, dtype=x.dtype), cache, table, bounds, lengths, 0.1
+    return (
+        torch.randn(16, 32, HEAD_SIZE, device=x.device, dtype=x.dtype),
+        cache,
+        table,
+        bounds,
+        lengths,
+        0.1,
+    )
 
 
 def _bounds(x: Tensor, sequences: int = 4) -> Tensor:
@@ -80,7 +87,9 @@ def _latents(x: Tensor) -> tuple[Any, ...]:
 
 
 def _written_latents(x: Tensor) -> tuple[Any, ...]:
-    cache = torch.empty(x.shape[0] // BLOCK_SIZE, BLOCK_SIZE, x.shape[1] + 64, device=x.device, dtype=x.dtype)
+    cache = torch.empty(
+        x.shape[0] // BLOCK_SIZE, BLOCK_SIZE, x.shape[1] + 64, device=x.device, dtype=x.dtype
+    )
     return x, _numbers(x, x.shape[0], 64), cache, torch.randperm(x.shape[0], device=x.device)
 
 
@@ -98,15 +107,34 @@ def _scanned_heads(x: Tensor) -> tuple[Any, ...]:
     count, (b, c) = heads.shape[1], (_numbers(x, x.shape[0], 8, 128) for _ in "bc")
     a, weight = -torch.rand(count, device=x.device), _numbers(x, count)
     initial = torch.zeros(4, count, 64, 128, device=x.device)
-    return heads, _numbers(x, x.shape[0], count), a, b, c, _bounds(x), initial, 256, weight, heads, weight, True
+    return (
+        heads,
+        _numbers(x, x.shape[0], count),
+        a,
+        b,
+        c,
+        _bounds(x),
+        initial,
+        256,
+        weight,
+        heads,
+        weight,
+        True,
+    )
 
 
 def _step_of_heads(x: Tensor) -> tuple[Any, ...]:
     """Return the next token of 64 sequences of Mamba-2, whose numbers per head are expanded."""
     heads = x[:64].view(64, -1, 64)
     count, (b, c) = heads.shape[1], (_numbers(x, 64, 8, 128) for _ in "bc")
-    state, out = torch.zeros(64, count, 64, 128, device=x.device, dtype=x.dtype), torch.empty_like(heads)
-    a, dt = -torch.rand(count, 1, 1, device=x.device), _numbers(x, 64, count, 1).expand(64, count, 64)
+    state, out = (
+        torch.zeros(64, count, 64, 128, device=x.device, dtype=x.dtype),
+        torch.empty_like(heads),
+    )
+    a, dt = (
+        -torch.rand(count, 1, 1, device=x.device),
+        _numbers(x, 64, count, 1).expand(64, count, 64),
+    )
     weight = _numbers(x, count, 1).expand(count, 64)
     slots = torch.randperm(64, device=x.device)
     return state, heads, dt, a.expand(count, 64, 128), b, c, slots, out, weight, heads, weight, True
@@ -194,7 +222,9 @@ class Cell:
     to_liger: float | None
 
 
-def seconds(call: Callable[..., Any], inputs: list[tuple[Any, ...]], calls: int = 32, rounds: int = 21) -> float:
+def seconds(
+    call: Callable[..., Any], inputs: list[tuple[Any, ...]], calls: int = 32, rounds: int = 21
+) -> float:
     """Measure a call on the GPU, the median: a graph of calls over the inputs in turn, replayed; no launch waits."""
     for arguments in inputs:
         call(*arguments)
@@ -203,7 +233,10 @@ def seconds(call: Callable[..., Any], inputs: list[tuple[Any, ...]], calls: int 
     with torch.cuda.graph(graph):
         for arguments in islice(cycle(inputs), calls):
             call(*arguments)
-    events = [(torch.Event("cuda", enable_timing=True), torch.Event("cuda", enable_timing=True)) for _ in range(rounds)]
+    events = [
+        (torch.Event("cuda", enable_timing=True), torch.Event("cuda", enable_timing=True))
+        for _ in range(rounds)
+    ]
     for start, end in events:
         start.record()
         graph.replay()
@@ -225,13 +258,18 @@ def moved(name: str, arguments: tuple[Any, ...]) -> int:
 
 def _bytes(x: Tensor) -> int:
     """Return the bytes of a tensor, of dimensions that it is expanded to those of one entry."""
-    return x.element_size() * math.prod(size for size, stride in zip(x.shape, x.stride(), strict=True) if stride)
+    return x.element_size() * math.prod(
+        size for size, stride in zip(x.shape, x.stride(), strict=True) if stride
+    )
 
 
 def copied(size: int) -> float:
     """Measure a copy that moves as many bytes: half of them read, half written."""
     sets = max(2, CACHE // size)
-    pairs = [tuple(torch.empty(size // 2, dtype=torch.uint8, device="cuda") for _ in "ab") for _ in range(sets)]
+    pairs = [
+        tuple(torch.empty(size // 2, dtype=torch.uint8, device="cuda") for _ in "ab")
+        for _ in range(sets)
+    ]
     return seconds(lambda source, target: target.copy_(source), pairs)
 
 
@@ -281,21 +319,31 @@ def conditions() -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What the Triton kernels reach on a GPU.")
-    parser.add_argument("--json", type=Path, default=Path("build/bench-gpu.json"), help="where the figures go")
+    parser.add_argument(
+        "--json", type=Path, default=Path("build/bench-gpu.json"), help="where the figures go"
+    )
     parser.add_argument("forms", nargs="*", default=list(CALLS), help=f"of {', '.join(CALLS)}")
     options = parser.parse_args()
-    missing = triton_missing() if torch.cuda.is_available() else "needs a GPU, and torch.cuda.is_available() is false"
+    missing = (
+        triton_missing()
+        if torch.cuda.is_available()
+        else "needs a GPU, and torch.cuda.is_available() is false"
+    )
     if missing:
         sys.exit(f"benchmarks/gpu.py {missing}")
     measured_under = conditions()
     print(", ".join(f"{name} {value}" for name, value in measured_under.items()))
-    print(f"{'form':26} {'tokens':>6} {'width':>5} {'dtype':9} {'µs':>8} {'of copy':>8} {'compiled':>9} {'Liger':>6}")
+    print(
+        f"{'form':26} {'tokens':>6} {'width':>5} {'dtype':9} {'µs':>8} {'of copy':>8} {'compiled':>9} {'Liger':>6}"
+    )
     measured = []
     with torch.inference_mode():
         for cell in cells(options.forms):
             measured.append(cell)
             ratios = f"{cell.of_copy:8.2f} {cell.to_compiled:9.2f} {cell.to_liger or '-':>6}"
-            print(f"{cell.form:26} {cell.tokens:6} {cell.width:5} {cell.dtype:9} {cell.microseconds:8} {ratios}")
+            print(
+                f"{cell.form:26} {cell.tokens:6} {cell.width:5} {cell.dtype:9} {cell.microseconds:8} {ratios}"
+            )
     options.json.parent.mkdir(parents=True, exist_ok=True)
     report = {"schema": 1, **measured_under, "cells": [asdict(cell) for cell in measured]}
     options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

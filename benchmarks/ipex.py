@@ -28,11 +28,16 @@ def rows(tokens: int, dtype: torch.dtype) -> Iterator[Row]:
     heads = x.reshape(tokens, -1, HEAD_SIZE).clone()
     others = heads.clone()
     positions = torch.arange(tokens)
-    angles = torch.rand(POSITIONS, HEAD_SIZE // 2)  # a rotation, so that numbers stay as large as they are
+    angles = torch.rand(
+        POSITIONS, HEAD_SIZE // 2
+    )  # a rotation, so that numbers stay as large as they are
     table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
     cos, sin = (t.contiguous() for t in table[positions].chunk(2, -1))
     sides: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
-        "rms_norm": (partial(functional.rms_norm, x, weight, 1e-6), partial(ipex.rms_norm, x, weight, 1e-6)),
+        "rms_norm": (
+            partial(functional.rms_norm, x, weight, 1e-6),
+            partial(ipex.rms_norm, x, weight, 1e-6),
+        ),
         "silu_and_mul": (partial(functional.silu_and_mul, gated), partial(ipex.silu_mul, gate, up)),
         "rotary_embedding_": (
             partial(functional.rotary_embedding_, positions, heads, others, HEAD_SIZE, table, True),

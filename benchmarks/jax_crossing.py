@@ -37,14 +37,18 @@ def rows(x: Tensor) -> Iterator[Row]:
     gelu: Callable[..., object] = jax.jit(partial(jax.nn.gelu, approximate=False))
     timed = partial(ratio, limit=None, number=number, rounds=ROUNDS)
     for name, (ours, native) in FORMS.items():
-        yield timed(f"{name} {label} / torch", subject=partial(ours, x), baseline=partial(native, x))
+        yield timed(
+            f"{name} {label} / torch", subject=partial(ours, x), baseline=partial(native, x)
+        )
     whole = partial(functional.gelu, x)
     yield timed(
         f"gelu of what JAX has {label} / with crossing",
         subject=lambda: jax.block_until_ready(gelu(array)),
         baseline=whole,
     )
-    yield timed(f"crossing {label} / gelu with crossing", subject=partial(there_and_back, x), baseline=whole)
+    yield timed(
+        f"crossing {label} / gelu with crossing", subject=partial(there_and_back, x), baseline=whole
+    )
     yield timed(
         f"crossing of a view with gaps {label} / of a whole tensor",
         subject=partial(there_and_back, columns),
@@ -55,7 +59,12 @@ def rows(x: Tensor) -> Iterator[Row]:
 def measure() -> list[Row]:
     load_plugins()
     with torch.inference_mode():
-        return [row for tokens in TOKENS for dtype in DTYPES for row in rows(torch.randn(tokens, WIDTH).to(dtype))]
+        return [
+            row
+            for tokens in TOKENS
+            for dtype in DTYPES
+            for row in rows(torch.randn(tokens, WIDTH).to(dtype))
+        ]
 
 
 if __name__ == "__main__":

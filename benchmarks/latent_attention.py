@@ -44,9 +44,14 @@ def rows() -> Iterator[Row]:
         detail = f"{ours} over {theirs} bytes a token"
         yield Row(f"latent cache {name} / expanded heads", ours / theirs, BYTES_LIMIT, detail)
         for context in CONTEXTS:
-            subject, baseline = decoding(latent, latent, context), decoding(latent, expanded, context)
+            subject, baseline = (
+                decoding(latent, latent, context),
+                decoding(latent, expanded, context),
+            )
             label = f"latent attention of a token at {context} {name} / expanded heads"
-            yield ratio(label, TIME_LIMITS.get((context, dtype)), subject, baseline, number=20, rounds=7)
+            yield ratio(
+                label, TIME_LIMITS.get((context, dtype)), subject, baseline, number=20, rounds=7
+            )
 
 
 @contextmanager
@@ -75,7 +80,9 @@ def decoding(latent: MLAAttention, layer: CachedAttention, context: int) -> Call
     cache = torch.randn(layer.kv_cache_shape(blocks, BLOCK), dtype=dtype)
     table = torch.randperm(blocks, dtype=torch.int32)[None]
     batch = AttentionBatch.of_sequences([1], [context], table, {"attn": cache}, block_size=BLOCK)
-    query, kv_c, k_pe = (torch.randn(1, *shape, dtype=dtype) for shape in ((HEADS, NOPE + ROPE), (RANK,), (ROPE,)))
+    query, kv_c, k_pe = (
+        torch.randn(1, *shape, dtype=dtype) for shape in ((HEADS, NOPE + ROPE), (RANK,), (ROPE,))
+    )
 
     def call() -> Tensor:
         given = (kv_c, k_pe) if layer is latent else expand(latent, kv_c, k_pe)

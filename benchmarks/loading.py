@@ -38,7 +38,9 @@ CASES = {
 def resident() -> int:
     """Return the bytes of memory of this process, mapped files included."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssFile")))
+    return sum(
+        int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssFile"))
+    )
 
 
 class Peak(threading.Thread):
@@ -58,8 +60,12 @@ def measure(name: str, dtype: str, rank: int, ranks: int, store: str) -> dict[st
     if ranks > 1:
         init_distributed(tensor=ranks, rank=rank, init_method=store)
     weights = open_weights(name)
-    config = OpgraftConfig(model=ModelConfig(name=name, dtype=dtype), load=LoadConfig(progress=False))
-    model_class(read_config(weights).architectures)(opgraft_config=config)  # its memory is never touched
+    config = OpgraftConfig(
+        model=ModelConfig(name=name, dtype=dtype), load=LoadConfig(progress=False)
+    )
+    model_class(read_config(weights).architectures)(
+        opgraft_config=config
+    )  # its memory is never touched
     warm_up(weights.tensors, getattr(torch, dtype))
     before = resident()
     peak = Peak()
@@ -69,7 +75,9 @@ def measure(name: str, dtype: str, rank: int, ranks: int, store: str) -> dict[st
     seconds = time.perf_counter() - start
     peak.done.set()
     del model  # which lived until the peak was known
-    held = sum(tensor.numel() for tensor in weights.tensors.values()) * getattr(torch, dtype).itemsize
+    held = (
+        sum(tensor.numel() for tensor in weights.tensors.values()) * getattr(torch, dtype).itemsize
+    )
     return {"weights": held, "peak": peak.bytes - before, "seconds": seconds}
 
 
@@ -102,7 +110,16 @@ def load(name: str, dtype: str, ranks: int) -> list[dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         children = [
             subprocess.Popen(
-                [sys.executable, __file__, "--child", name, dtype, str(rank), str(ranks), f"file://{folder}/store"],
+                [
+                    sys.executable,
+                    __file__,
+                    "--child",
+                    name,
+                    dtype,
+                    str(rank),
+                    str(ranks),
+                    f"file://{folder}/store",
+                ],
                 stdout=subprocess.PIPE,
                 text=True,
             )
@@ -134,7 +151,9 @@ def main() -> int:
             if not name:
                 peak = max(rank["peak"] for rank in load(folder, dtype, 2))
                 share = max(share, peak / row["peak"])
-                print(f"{'  a rank of two':26} peak {peak / 2**20:6.1f} MiB  {peak / row['peak']:.3f} of one rank's")
+                print(
+                    f"{'  a rank of two':26} peak {peak / 2**20:6.1f} MiB  {peak / row['peak']:.3f} of one rank's"
+                )
     print(f"worst {worst:.3f}, limit {LIMIT}; a rank of two at most {share:.3f}, limit {SHARE}")
     return 0 if worst <= LIMIT and share <= SHARE else 1
 

@@ -59,11 +59,20 @@ class OotScale(ReplacedScale):
 
 def calls() -> list[Row]:
     if opgraft.maybe_get_oot_by_class(ReplacedScale) is not OotScale:
-        raise RuntimeError("the replacement is not in force: these figures would not be those of a replaced op")
+        raise RuntimeError(
+            "the replacement is not in force: these figures would not be those of a replaced op"
+        )
     x = torch.ones(WIDTH)
     plain = PlainScale(WIDTH)
     return [
-        ratio(f"call {name} / plain module", 1.02, partial(op, x), partial(plain, x), number=10_000, rounds=41)
+        ratio(
+            f"call {name} / plain module",
+            1.02,
+            partial(op, x),
+            partial(plain, x),
+            number=10_000,
+            rounds=41,
+        )
         for name, op in (("op", Scale(WIDTH)), ("replaced op", ReplacedScale(WIDTH)))
     ]
 
@@ -87,11 +96,21 @@ def functional_calls() -> list[Row]:
     """Measure forms over the function that they reach: a native definition, and a replacement's guarded kernel."""
     x = torch.ones(WIDTH)
     if not torch.equal(functional.relu2(-x), x):
-        raise RuntimeError("the replacement is not in force: these figures would not be those of a replaced op")
-    sides = [("silu", functional.silu, functional.silu.native), ("replaced relu2", functional.relu2, square)]
+        raise RuntimeError(
+            "the replacement is not in force: these figures would not be those of a replaced op"
+        )
+    sides = [
+        ("silu", functional.silu, functional.silu.native),
+        ("replaced relu2", functional.relu2, square),
+    ]
     return [
         difference(
-            f"call form {name} - its kernel, µs", 1.0, partial(f, x), partial(kernel, x), number=10_000, rounds=41
+            f"call form {name} - its kernel, µs",
+            1.0,
+            partial(f, x),
+            partial(kernel, x),
+            number=10_000,
+            rounds=41,
         )
         for name, f, kernel in sides
     ]
@@ -100,7 +119,14 @@ def functional_calls() -> list[Row]:
 def constructions() -> list[Row]:
     plain = partial(PlainScale, WIDTH)
     return [
-        ratio(f"construct {name} / plain module", 1.3, partial(op, WIDTH), plain, number=2_000, rounds=41)
+        ratio(
+            f"construct {name} / plain module",
+            1.3,
+            partial(op, WIDTH),
+            plain,
+            number=2_000,
+            rounds=41,
+        )
         for name, op in (("op", Scale), ("replaced op", ReplacedScale))
     ]
 
@@ -116,16 +142,24 @@ def start_up() -> list[Row]:
     environ = {**os.environ, "OPGRAFT_PLUGINS": "", "PYTHONDONTWRITEBYTECODE": ""}
 
     def process(*arguments: str) -> Callable[[], object]:
-        return partial(subprocess.run, arguments, env=environ, check=True, stdout=subprocess.DEVNULL)
+        return partial(
+            subprocess.run, arguments, env=environ, check=True, stdout=subprocess.DEVNULL
+        )
 
     detect, baseline = process(command, "detect"), process(sys.executable, "-c", "import torch")
-    return [ratio("opgraft detect / python -c 'import torch'", 0.09, detect, baseline, number=1, rounds=15)]
+    return [
+        ratio(
+            "opgraft detect / python -c 'import torch'", 0.09, detect, baseline, number=1, rounds=15
+        )
+    ]
 
 
 def compilation() -> list[Row]:
     """Compile a stack of twelve ops with ``torch.compile``; the backend counts the graphs that it is handed."""
     norms = [RMSNorm(WIDTH) for _ in range(4)]
-    stack = nn.Sequential(*(op for norm in norms for op in (norm, Scale(WIDTH), ReplacedScale(WIDTH))))
+    stack = nn.Sequential(
+        *(op for norm in norms for op in (norm, Scale(WIDTH), ReplacedScale(WIDTH)))
+    )
     graphs: list[torch.fx.GraphModule] = []
 
     def count(graph: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:

@@ -43,8 +43,15 @@ def measured(family: str, dtype: torch.dtype) -> Iterator[Row]:
     """Measure the time of a grafted model over that of the plain one, and how far their logits are apart."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SIZES, **FAMILIES[family])
-    with torch.inference_mode(False):  # as a model's: what is made in inference mode cannot be packed
-        plain: Any = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype).eval().requires_grad_(False)
+    with torch.inference_mode(
+        False
+    ):  # as a model's: what is made in inference mode cannot be packed
+        plain: Any = (
+            getattr(transformers, f"{family}ForCausalLM")(config)
+            .to(dtype)
+            .eval()
+            .requires_grad_(False)
+        )
         grafted = copy.deepcopy(plain)
         opgraft.graft(grafted)
     name = f"{family} {str(dtype).removeprefix('torch.')}"
@@ -52,11 +59,15 @@ def measured(family: str, dtype: torch.dtype) -> Iterator[Row]:
         prompt = torch.randint(SIZES["vocab_size"], (1, tokens))
         ours, theirs = (partial(model, prompt, use_cache=False) for model in (grafted, plain))
         label = f"{name}, {tokens} tokens, grafted"
-        yield ratio(f"{label} / plain", None, ours, theirs, number=4 if tokens == 1 else 1, rounds=ROUNDS)
+        yield ratio(
+            f"{label} / plain", None, ours, theirs, number=4 if tokens == 1 else 1, rounds=ROUNDS
+        )
         if dtype == torch.float32:
             expected = theirs().logits
             apart = ((ours().logits - expected).abs().max() / expected.abs().max()).item()
-            yield Row(f"{label}: largest difference", apart, limit, "over the largest logit of plain")
+            yield Row(
+                f"{label}: largest difference", apart, limit, "over the largest logit of plain"
+            )
 
 
 if __name__ == "__main__":

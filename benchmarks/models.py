@@ -71,10 +71,14 @@ SIDES = {
     "bare": Side(graft=True, environment={"OPGRAFT_PLUGINS": ""}),
     "bare, not frozen": Side(graft=True, freeze=False, environment={"OPGRAFT_PLUGINS": ""}),
     "kernels": Side(graft=True, environment={"OPGRAFT_PLUGINS": PLUGIN}),
-    "kernels, memory kept": Side(graft=True, environment={"OPGRAFT_PLUGINS": PLUGIN, "OPGRAFT_CPU_KEEP_MEMORY": "1"}),
+    "kernels, memory kept": Side(
+        graft=True, environment={"OPGRAFT_PLUGINS": PLUGIN, "OPGRAFT_CPU_KEEP_MEMORY": "1"}
+    ),
     "kernels, high": Side(graft=True, precision="high", environment={"OPGRAFT_PLUGINS": PLUGIN}),
     "kernels, high, memory kept": Side(
-        graft=True, precision="high", environment={"OPGRAFT_PLUGINS": PLUGIN, "OPGRAFT_CPU_KEEP_MEMORY": "1"}
+        graft=True,
+        precision="high",
+        environment={"OPGRAFT_PLUGINS": PLUGIN, "OPGRAFT_CPU_KEEP_MEMORY": "1"},
     ),
 }
 
@@ -90,8 +94,18 @@ LIMITS: dict[tuple[str, str], dict[str, float | None]] = {
         "compiled": None,
         "plain, high": None,
     },
-    ("causal", "float32"): {"kernels": 0.45, "bare": None, "bare, not frozen": None, "compiled": None},
-    ("causal", "bfloat16"): {"kernels": 0.55, "bare": None, "bare, not frozen": None, "compiled": None},
+    ("causal", "float32"): {
+        "kernels": 0.45,
+        "bare": None,
+        "bare, not frozen": None,
+        "compiled": None,
+    },
+    ("causal", "bfloat16"): {
+        "kernels": 0.55,
+        "bare": None,
+        "bare, not frozen": None,
+        "compiled": None,
+    },
 }
 Run = Callable[[], torch.Tensor]
 # From as many on, oneDNN's product of so many rows is measured.
@@ -116,13 +130,20 @@ def encoder(dtype: torch.dtype, side: Side) -> tuple[nn.Module, Run]:
         freeze(model)
     if side.compile:
         model.forward = torch.compile(model.forward)
-    options: dict[str, Any] = {"padding": True, "truncation": True, "max_length": 256, "return_tensors": "pt"}
+    options: dict[str, Any] = {
+        "padding": True,
+        "truncation": True,
+        "max_length": 256,
+        "return_tensors": "pt",
+    }
 
     @torch.inference_mode()
     def embed(batch: list[int]) -> torch.Tensor:
         tokens = tokenizer([texts[index] for index in batch], **options)
         states = model(**tokens).last_hidden_state
-        return torch.nn.functional.normalize(pooled(states, tokens["attention_mask"], ("mean",)), dim=-1)
+        return torch.nn.functional.normalize(
+            pooled(states, tokens["attention_mask"], ("mean",)), dim=-1
+        )
 
     # Texts of like length share a batch, which then has little padding.
     order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
@@ -248,7 +269,9 @@ def _without(ops: Sequence[nn.Module], run: Run) -> Callable[[], None]:
 
         return answer
 
-    methods = [(op, name) for op in ops for name in ("forward", "rotate_heads") if hasattr(op, name)]
+    methods = [
+        (op, name) for op in ops for name in ("forward", "rotate_heads") if hasattr(op, name)
+    ]
     answers = [(op, name, remembering(getattr(op, name))) for op, name in methods]
 
     def around() -> None:
@@ -293,13 +316,27 @@ class Comparison:
             name = f"{self.model} {self.dtype}, {side}"
             medians = [statistics.median(self.seconds[each]) for each in (side, "plain")]
             detail = f"{medians[0]:.3g} s over {medians[1]:.3g} s, {ROUNDS} rounds"
-            measured, possible = (round(statistics.median(self.ratios(each)), 4) for each in (side, POSSIBLE))
-            yield Row(f"{name} / plain", measured, limit, detail, None if limit is None else possible)
+            measured, possible = (
+                round(statistics.median(self.ratios(each)), 4) for each in (side, POSSIBLE)
+            )
+            yield Row(
+                f"{name} / plain", measured, limit, detail, None if limit is None else possible
+            )
             difference = (self.numbers[side] - self.numbers["plain"]).abs().max().item()
-            yield Row(f"{name}: largest difference", difference, LARGEST_DIFFERENCE[self.dtype], "from plain")
+            yield Row(
+                f"{name}: largest difference",
+                difference,
+                LARGEST_DIFFERENCE[self.dtype],
+                "from plain",
+            )
             if "compiled" in self.seconds and side.startswith("kernels"):
                 over_compiled = statistics.median(self.ratios(side, "compiled"))
-                yield Row(f"{name} / compiled", round(over_compiled, 4), 1.0, "torch.compile of the plain model")
+                yield Row(
+                    f"{name} / compiled",
+                    round(over_compiled, 4),
+                    1.0,
+                    "torch.compile of the plain model",
+                )
 
     def runs(self) -> Iterator[dict[str, object]]:
         """Yield for JSON, per side, the seconds of each round, and its speed over plain's: median and spread."""
@@ -323,7 +360,9 @@ def compare(model: str, dtype: str) -> Comparison:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         processes = {}
         for index, side in enumerate(("plain", POSSIBLE, *LIMITS[model, dtype])):
-            processes[side] = stack.enter_context(_started(model, dtype, side, str(folder / f"{index}.pt")))
+            processes[side] = stack.enter_context(
+                _started(model, dtype, side, str(folder / f"{index}.pt"))
+            )
         seconds: dict[str, list[float]] = {side: [] for side in processes}
         for turn in range(ROUNDS):
             for side in list(processes)[:: 1 if turn % 2 == 0 else -1]:
@@ -337,9 +376,13 @@ def compare(model: str, dtype: str) -> Comparison:
 def _started(model: str, dtype: str, side: str, output: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(SIDES[side].environment or {})}
     arguments = [sys.executable, __file__, "--worker", model, dtype, side, output]
-    process = subprocess.Popen(arguments, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        arguments, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     if _line(process) != "ready":
-        raise RuntimeError(f"the process for {model}, {side} did not get ready: see its messages above")
+        raise RuntimeError(
+            f"the process for {model}, {side} did not get ready: see its messages above"
+        )
     return process
 
 

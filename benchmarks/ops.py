@@ -91,12 +91,20 @@ def arguments_of(spec: OpSpec, tokens: int, width: int, dtype: torch.dtype) -> d
         table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
         query, key = draw(tokens, width), draw(tokens, width)
         positions = torch.arange(tokens)
-        return {"positions": positions, "query": query, "key": key, "head_size": HEAD_SIZE, "cos_sin_cache": table}
+        return {
+            "positions": positions,
+            "query": query,
+            "key": key,
+            "head_size": HEAD_SIZE,
+            "cos_sin_cache": table,
+        }
     arguments = spec.inputs(draw, (tokens,), width)
     return {**arguments, "group_shape": (1, -1)} if "group_shape" in arguments else arguments
 
 
-def measure(group: str, name: str, tokens: int, width: int, dtype: torch.dtype) -> tuple[Cell, list[Row]]:
+def measure(
+    group: str, name: str, tokens: int, width: int, dtype: torch.dtype
+) -> tuple[Cell, list[Row]]:
     spec = SPECS[name]
     arguments = arguments_of(spec, tokens, width, dtype)
     ordered = tuple(arguments.values())
@@ -133,7 +141,11 @@ def repetitions(call: Callable[[], object]) -> int:
 
 
 def compared(
-    kernel: Callable[[], object], name: str, limit: float | None, baseline: Callable[[], object], rounds: int = ROUNDS
+    kernel: Callable[[], object],
+    name: str,
+    limit: float | None,
+    baseline: Callable[[], object],
+    rounds: int = ROUNDS,
 ) -> Row:
     return ratio(name, limit, kernel, baseline, number=repetitions(baseline), rounds=rounds)
 
@@ -167,14 +179,23 @@ def linears() -> Iterator[Row]:
     """Measure the linear form over torch's, for weights that are parameters."""
     for dtype in DTYPES:
         for inputs, outputs in LINEAR_SHAPES:
-            with torch.inference_mode(False):  # as a model's; what is made in inference mode cannot be packed
-                weight = torch.nn.Parameter(torch.randn(outputs, inputs, dtype=dtype), requires_grad=False)
+            with torch.inference_mode(
+                False
+            ):  # as a model's; what is made in inference mode cannot be packed
+                weight = torch.nn.Parameter(
+                    torch.randn(outputs, inputs, dtype=dtype), requires_grad=False
+                )
             bias = torch.randn(outputs, dtype=dtype)
             for rows in LINEAR_ROWS:
                 x = torch.randn(rows, inputs, dtype=dtype)
-                name = f"linear {rows}x{inputs}x{outputs} {str(dtype).removeprefix('torch.')} / torch"
+                name = (
+                    f"linear {rows}x{inputs}x{outputs} {str(dtype).removeprefix('torch.')} / torch"
+                )
                 torch_linear = partial(torch.nn.functional.linear, x, weight, bias)
-                ours, limit = partial(functional.linear, x, weight, bias), linear_limit(rows, inputs, dtype)
+                ours, limit = (
+                    partial(functional.linear, x, weight, bias),
+                    linear_limit(rows, inputs, dtype),
+                )
                 yield compared(ours, name, limit, torch_linear)
 
 
@@ -186,7 +207,11 @@ def experts() -> Iterator[Row]:
     from transformers import MixtralConfig  # only this needs it
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-    sizes: dict[str, Any] = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_local_experts": EXPERTS}
+    sizes: dict[str, Any] = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_local_experts": EXPERTS,
+    }
     config = MixtralConfig(**sizes)
     config._experts_implementation = "eager"
     for dtype in DTYPES:
@@ -194,22 +219,37 @@ def experts() -> Iterator[Row]:
         theirs = MixtralExperts(config).requires_grad_(False).to(dtype)
         for weight in theirs.parameters():
             weight.normal_(0, 0.02)
-        moving = move_to_huge_pages(range(w.data_ptr(), w.data_ptr() + w.nbytes) for w in theirs.parameters())
+        moving = move_to_huge_pages(
+            range(w.data_ptr(), w.data_ptr() + w.nbytes) for w in theirs.parameters()
+        )
         if moving is not None:
             moving.join()
         for tokens, limit in EXPERT_LIMITS.items():
             x = torch.randn(tokens, HIDDEN, dtype=dtype)
             weights, ids = torch.rand(tokens, EXPERTS).softmax(-1).topk(CHOSEN)
-            ours = partial(functional.fused_experts, x, theirs.gate_up_proj, theirs.down_proj, weights, ids)
+            ours = partial(
+                functional.fused_experts, x, theirs.gate_up_proj, theirs.down_proj, weights, ids
+            )
             label = f"experts {tokens} of {EXPERTS} {str(dtype).removeprefix('torch.')}"
             loop = partial(theirs, x, ids, weights.to(dtype))
             taken, looped = paired(ours, loop)
             speed, elements = limits(), 3 * HIDDEN * INTERMEDIATE
-            reading = torch.unique(ids).numel() * elements * dtype.itemsize / speed["bytes_per"]["seconds"]
+            reading = (
+                torch.unique(ids).numel()
+                * elements
+                * dtype.itemsize
+                / speed["bytes_per"]["seconds"]
+            )
             products = ids.numel() * elements / speed["products_per"]["seconds"]
             least, what = max((reading, "reading"), (products, "products"))
             detail = f"{taken * 1e3:.3g} over {looped * 1e3:.3g} ms; {least / taken:.0%} of the speed of {what}"
-            yield Row(f"{label} / transformers", round(taken / looped, 4), limit, detail, round(least / looped, 4))
+            yield Row(
+                f"{label} / transformers",
+                round(taken / looped, 4),
+                limit,
+                detail,
+                round(least / looped, 4),
+            )
 
 
 def linear_limit(rows: int, width: int, dtype: torch.dtype) -> float:
@@ -231,14 +271,23 @@ def plot(cells: list[Cell], file: Path) -> None:
     axes.barh(labels, [cell.roofline for cell in shown])
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.invert_yaxis()
-    axes.set_xlabel(f"fraction of a copy's speed, {max(TOKENS)} tokens, fresh output\n{machine()['cpu']}")
+    axes.set_xlabel(
+        f"fraction of a copy's speed, {max(TOKENS)} tokens, fresh output\n{machine()['cpu']}"
+    )
     figure.tight_layout()
     figure.savefig(file)
 
 
 def run(names: set[str]) -> tuple[list[Cell], list[Row]]:
     cells, rows = [], []
-    grid = [(g, n, t, w, d) for g, ns in GROUPS.items() for n in ns for w in WIDTHS for d in DTYPES for t in TOKENS]
+    grid = [
+        (g, n, t, w, d)
+        for g, ns in GROUPS.items()
+        for n in ns
+        for w in WIDTHS
+        for d in DTYPES
+        for t in TOKENS
+    ]
     for group, name, tokens, width, dtype in grid:
         if not names or name in names:
             cell, found = measure(group, name, tokens, width, dtype)
@@ -271,7 +320,12 @@ def main() -> None:
         nargs="*",
         help=f"of {', '.join((*NORMS, *ACTIVATIONS, *OTHERS))}, linear, latent_attention, experts, state_space; or all",
     )
-    parser.add_argument("--output", type=Path, default=Path("build/bench-ops"), help="folder of table, JSON and plot")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("build/bench-ops"),
+        help="folder of table, JSON and plot",
+    )
     arguments = parser.parse_args()
     names = set(arguments.ops)
     opgraft.load_plugins()
@@ -283,7 +337,12 @@ def main() -> None:
             if not names or name in names:
                 rows += told(measured())
     arguments.output.mkdir(parents=True, exist_ok=True)
-    data = {"schema": 1, "machine": machine(), "cells": [asdict(c) for c in cells], "rows": [asdict(r) for r in rows]}
+    data = {
+        "schema": 1,
+        "machine": machine(),
+        "cells": [asdict(c) for c in cells],
+        "rows": [asdict(r) for r in rows],
+    }
     (arguments.output / "ops.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     print_table(rows)
     for cell in cells:

@@ -36,8 +36,13 @@ def tensor(arguments: argparse.Namespace) -> Iterator[Finding]:
     """Compare the throughput of two ranks with that of one; say what is possible, and what their collectives take."""
     for dtype in arguments.dtypes:
         with Ranks(1) as one, Ranks(2) as two:
-            (whole,), parts = one.run(load, arguments.model, dtype), two.run(load, arguments.model, dtype)
-            alone_reads, both_read = (sum(_prefer(ranks, read, whole.weights, 5)) for ranks in (one, two))
+            (whole,), parts = (
+                one.run(load, arguments.model, dtype),
+                two.run(load, arguments.model, dtype),
+            )
+            alone_reads, both_read = (
+                sum(_prefer(ranks, read, whole.weights, 5)) for ranks in (one, two)
+            )
             largest = max(part.weights for part in parts)
             for batch, least in BATCHES.items():
                 alone, shared = _in_turns(one, two, batch, arguments.rounds)
@@ -45,10 +50,16 @@ def tensor(arguments: argparse.Namespace) -> Iterator[Finding]:
                 bound = possible_gain(whole.weights, largest, both_read, seconds)
                 yield from _gain(f"{dtype}, batch {batch}", alone, shared, least, bound)
         detail = f"{both_read / 1e9:.1f} over {alone_reads / 1e9:.1f} GB/s"
-        yield Finding(f"bytes that two read at once over one, {dtype}", both_read / alone_reads, detail)
-        weights, heads = ([f"{getattr(part, name):,}" for part in parts] for name in ("weights", "key_heads"))
+        yield Finding(
+            f"bytes that two read at once over one, {dtype}", both_read / alone_reads, detail
+        )
+        weights, heads = (
+            [f"{getattr(part, name):,}" for part in parts] for name in ("weights", "key_heads")
+        )
         detail = f"{' and '.join(weights)} of {whole.weights:,} bytes; {' and '.join(heads)} of the key heads"
-        yield Finding(f"largest rank's weights over all, {dtype}", largest / whole.weights, detail, most=0.55)
+        yield Finding(
+            f"largest rank's weights over all, {dtype}", largest / whole.weights, detail, most=0.55
+        )
 
 
 def possible_gain(weights: int, largest: int, both_read: float, seconds: float) -> float:
@@ -71,7 +82,9 @@ def _prefer(ranks: Ranks, function: Callable[..., Any], *arguments: Any) -> list
     return found
 
 
-def _in_turns(one: Ranks, two: Ranks, batch: int, rounds: int) -> tuple[list[list[Decoded]], list[list[Decoded]]]:
+def _in_turns(
+    one: Ranks, two: Ranks, batch: int, rounds: int
+) -> tuple[list[list[Decoded]], list[list[Decoded]]]:
     """Have both answer in each round; one round more, at the start, warms up."""
     found: tuple[list[list[Decoded]], list[list[Decoded]]] = ([], [])
     for number in range(rounds + 1):
@@ -81,9 +94,15 @@ def _in_turns(one: Ranks, two: Ranks, batch: int, rounds: int) -> tuple[list[lis
 
 
 def _gain(
-    name: str, alone: list[list[Decoded]], shared: list[list[Decoded]], least: float | None, bound: float
+    name: str,
+    alone: list[list[Decoded]],
+    shared: list[list[Decoded]],
+    least: float | None,
+    bound: float,
 ) -> Iterator[Finding]:
-    pairs = [(a[0].seconds, max(rank.seconds for rank in s)) for a, s in zip(alone, shared, strict=True)]
+    pairs = [
+        (a[0].seconds, max(rank.seconds for rank in s)) for a, s in zip(alone, shared, strict=True)
+    ]
     one, two = (statistics.median(side) * 1e3 for side in zip(*pairs, strict=True))
     detail = f"{two:.2f} over {one:.2f} ms a step, {len(pairs)} rounds"
     gain = statistics.median(a / s for a, s in pairs)
@@ -94,7 +113,10 @@ def _gain(
     yield Finding(f"without collectives, {name}", gain, detail)
     # The rank that waits least has the time of the collectives themselves.
     least_waiting = [min(each, key=lambda rank: rank.taken) for each in shared]
-    taken, waited = (statistics.median(getattr(rank, of) for rank in least_waiting) * 1e6 for of in ("taken", "waited"))
+    taken, waited = (
+        statistics.median(getattr(rank, of) for rank in least_waiting) * 1e6
+        for of in ("taken", "waited")
+    )
     calls, given = shared[0][0].calls, shared[0][0].given
     detail = f"{calls:.0f} of {given / 1e3:,.0f} kB in all, by the rank that waits least, {waited:.0f} us"
     yield Finding(f"us in collectives, {name}", taken, detail)
@@ -107,7 +129,9 @@ def sums(arguments: argparse.Namespace) -> Iterator[Finding]:
         for size in SIZES:
             ours, theirs = two.run(reduce, size, 4 * arguments.rounds)[0]
             detail = f"{ours * 1e6:,.1f} over {theirs * 1e6:,.1f} us"
-            yield Finding(f"sum of {size:,} bytes over torch.distributed's", ours / theirs, detail, most=1.0)
+            yield Finding(
+                f"sum of {size:,} bytes over torch.distributed's", ours / theirs, detail, most=1.0
+            )
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Finding]]] = {
@@ -121,7 +145,9 @@ PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Finding]]] = {
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="What several ranks on one host gain, and what they cost.")
+    parser = argparse.ArgumentParser(
+        description="What several ranks on one host gain, and what they cost."
+    )
     parser.add_argument("--json", type=Path, help="a file for the figures")
     parser.add_argument("--rows", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--model", default="smollm2")
@@ -139,7 +165,9 @@ def main() -> None:
     print_findings(findings)
     if arguments.json:
         rows: Sequence[object] = [{**asdict(each), "verdict": each.verdict} for each in findings]
-        arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        arguments.json.write_text(
+            json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n", encoding="utf-8"
+        )
     raise SystemExit(any(each.verdict == "missed" for each in findings))
 
 

@@ -35,13 +35,24 @@ END = "end"
 def decoding(requests: int) -> Step:
     """Return a step in which each of some requests computes a token, and one in 32 has a new block."""
     blocks = [((number,),) if number % 32 == 0 else ((),) for number in range(requests)]
-    return Step((), (), (), tuple(Scheduled(f"request-{i}", 100, 1, blocks[i], True) for i in range(requests)))
+    return Step(
+        (),
+        (),
+        (),
+        tuple(Scheduled(f"request-{i}", 100, 1, blocks[i], True) for i in range(requests)),
+    )
 
 
 def prompted(tokens: int) -> Step:
     """Return a step that begins a prompt."""
     new = NewSequence(
-        "new", tuple(range(tokens)), tokens, tokens, SamplingParams(), (tuple(range(tokens // 32 + 1)),), 0
+        "new",
+        tuple(range(tokens)),
+        tokens,
+        tokens,
+        SamplingParams(),
+        (tuple(range(tokens // 32 + 1)),),
+        0,
     )
     return Step((), (new,), (), (Scheduled("new", 0, tokens, ((),), True),))
 
@@ -81,7 +92,10 @@ class SharedMemory:
         self.tokens = [token for _, token in pipes]
         sockets = [socket.socketpair()[0] for _ in range(WORKERS)]  # which nothing comes by
         channels = zip(sockets, pipes, strict=True)
-        self.theirs = [SharedChannel(each, lambda name: name, self.slots.file, pipe[0]) for each, pipe in channels]
+        self.theirs = [
+            SharedChannel(each, lambda name: name, self.slots.file, pipe[0])
+            for each, pipe in channels
+        ]
 
     def send(self, number: int, step: Step | None) -> None:
         self.number = number
@@ -123,7 +137,9 @@ def _worker(way: Sockets | SharedMemory | Wakes, worker: int, told: socket.socke
         told.sendall(time.perf_counter_ns().to_bytes(LENGTH_BYTES, "little"))
 
 
-def _measured(way: Sockets | SharedMemory | Wakes, make: Callable[[], Step]) -> list[tuple[float, float]]:
+def _measured(
+    way: Sockets | SharedMemory | Wakes, make: Callable[[], Step]
+) -> list[tuple[float, float]]:
     """Return, for each of some steps, the microseconds until it was sent, and until the last worker had it."""
     tellers = [socket.socketpair() for _ in range(WORKERS)]
     for worker, (_, told) in enumerate(tellers):
@@ -137,7 +153,9 @@ def _measured(way: Sockets | SharedMemory | Wakes, make: Callable[[], Step]) -> 
         sent = time.perf_counter_ns()
         had = max(int.from_bytes(ours.recv(LENGTH_BYTES), "little") for ours, _ in tellers)
         found.append(((sent - started) / 1e3, (had - started) / 1e3))
-        time.sleep(0.002)  # as a step is computed meanwhile, and workers sleep when the next one comes
+        time.sleep(
+            0.002
+        )  # as a step is computed meanwhile, and workers sleep when the next one comes
     way.send(STEPS, None)
     for _ in tellers:
         os.wait()
@@ -154,19 +172,32 @@ def broadcast(arguments: argparse.Namespace) -> Iterator[Finding]:
         for _ in range(arguments.rounds):
             for way, rows in found.items():
                 rows += _measured(way(), make)
-        medians = {way: [statistics.median(side) for side in zip(*rows, strict=True)] for way, rows in found.items()}
+        medians = {
+            way: [statistics.median(side) for side in zip(*rows, strict=True)]
+            for way, rows in found.items()
+        }
         bound = medians[Wakes][1]
         for way in (SharedMemory, Sockets):
             sent, had = medians[way]
-            detail = f"{sent:,.0f} us until it is sent, {bound:,.0f} until each has a byte and no step; "
+            detail = (
+                f"{sent:,.0f} us until it is sent, {bound:,.0f} until each has a byte and no step; "
+            )
             detail += f"{WORKERS} workers, all on {os.cpu_count()} processors"
             most = MOST_MICROSECONDS if way is SharedMemory else None
-            yield Finding(f"us until all have a step, {name}, {way.__name__}", had, detail, most=most, bound=bound)
+            yield Finding(
+                f"us until all have a step, {name}, {way.__name__}",
+                had,
+                detail,
+                most=most,
+                bound=bound,
+            )
 
 
 def overhead(arguments: argparse.Namespace) -> Iterator[Finding]:
     """Compare the time of steps in a process of their own with that of steps in this one."""
-    pairs = _steps_in_turns(arguments, {"parallel.executor": "processes"}, {"parallel.executor": "in_process"})
+    pairs = _steps_in_turns(
+        arguments, {"parallel.executor": "processes"}, {"parallel.executor": "in_process"}
+    )
     yield _over("a process of its own over none, batch 8", pairs, most=1.05)
 
 
@@ -180,7 +211,9 @@ def ray(arguments: argparse.Namespace) -> Iterator[Finding]:
     yield _over("throughput of two ranks, Ray over processes, batch 8", pairs, least=0.97)
 
 
-def _steps_in_turns(arguments: argparse.Namespace, *sides: dict[str, Any]) -> list[tuple[float, ...]]:
+def _steps_in_turns(
+    arguments: argparse.Namespace, *sides: dict[str, Any]
+) -> list[tuple[float, ...]]:
     """Return the seconds of a step of engines with some settings, which answer in turns, for each round."""
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     prompts = [{"prompt_token_ids": list(range(3, 19))}] * 8
@@ -188,7 +221,9 @@ def _steps_in_turns(arguments: argparse.Namespace, *sides: dict[str, Any]) -> li
     found = []
     for number in range(2 * arguments.rounds + 1):
         turn = 1 if number % 2 else -1
-        seconds = [_seconds(partial(llm.generate, prompts, params)) / TOKENS for llm in engines[::turn]]
+        seconds = [
+            _seconds(partial(llm.generate, prompts, params)) / TOKENS for llm in engines[::turn]
+        ]
         found.append(tuple(seconds[::turn]))
     for llm in engines:
         llm.shutdown()

@@ -25,18 +25,31 @@ SESSIONS, TURNS, TURN_TOKENS = 12, 5, 48
 def data(arguments: argparse.Namespace) -> Iterator[Finding]:
     """Compare throughput and hit rate; each engine has a process and a thread of its own."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    given: dict[str, Any] = {"parallel.executor": "processes", "max_model_len": 1024, "max_num_seqs": 8}
+    given: dict[str, Any] = {
+        "parallel.executor": "processes",
+        "max_model_len": 1024,
+        "max_num_seqs": 8,
+    }
     given |= {"cache.num_blocks": 1024, "load.progress": False, "dtype": arguments.dtypes[0]}
-    with LLM(arguments.model, **given) as one, LLM(arguments.model, **given, data_parallel_size=2) as two:
-        pairs = [(_speed(one, number), _speed(two, number)) for number in range(arguments.rounds + 1)][1:]
+    with (
+        LLM(arguments.model, **given) as one,
+        LLM(arguments.model, **given, data_parallel_size=2) as two,
+    ):
+        pairs = [
+            (_speed(one, number), _speed(two, number)) for number in range(arguments.rounds + 1)
+        ][1:]
         alone, both = (statistics.median(side) for side in zip(*pairs, strict=True))
         detail = f"{both:.0f} over {alone:.0f} tokens a second, {REQUESTS} requests, {arguments.dtypes[0]}"
-        yield Finding("two replicas over one", statistics.median(b / a for a, b in pairs), detail, least=1.5)
+        yield Finding(
+            "two replicas over one", statistics.median(b / a for a, b in pairs), detail, least=1.5
+        )
         assert isinstance(two.engine, ReplicatedEngine)  # noqa: S101 - of what was asked for
         knowing = _hit_rate(two, seed=1)
         two.engine.replicas.router = RequestRouter([0, 0])  # which remembers nothing
         plain = _hit_rate(two, seed=2)
-        detail = f"{knowing:.3f} over {plain:.3f} of prompts' tokens, {SESSIONS} chats of {TURNS} turns"
+        detail = (
+            f"{knowing:.3f} over {plain:.3f} of prompts' tokens, {SESSIONS} chats of {TURNS} turns"
+        )
         yield Finding("hits by prefix over least loaded", knowing / plain, detail, least=1.1)
 
 
@@ -45,7 +58,9 @@ def _speed(llm: LLM, number: int) -> float:
     draw = random.Random(number)  # noqa: S311 - no secret
     prompts = [[draw.randrange(1000, 20000) for _ in range(16)] for _ in range(REQUESTS)]
     started = time.perf_counter()
-    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True), progress=False)
+    llm.generate(
+        prompts, SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True), progress=False
+    )
     return REQUESTS * TOKENS / (time.perf_counter() - started)
 
 

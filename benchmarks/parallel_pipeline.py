@@ -16,7 +16,14 @@ from unittest.mock import patch
 
 import torch
 from engine_rows import Finding
-from opgraft.config import CacheConfig, LoadConfig, ModelConfig, OpgraftConfig, ParallelConfig, SchedulerConfig
+from opgraft.config import (
+    CacheConfig,
+    LoadConfig,
+    ModelConfig,
+    OpgraftConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from opgraft.engine.engine_core import EngineCore
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
@@ -44,7 +51,9 @@ def pipeline(arguments: argparse.Namespace) -> Iterator[Finding]:
         two.shutdown()
 
 
-def _round(one: EngineCore, two: EngineCore, prompt: int, answer: int) -> tuple[float, float, float]:
+def _round(
+    one: EngineCore, two: EngineCore, prompt: int, answer: int
+) -> tuple[float, float, float]:
     """Return the tokens per second of one process, of stages in turn, and of stages at the same time."""
     rates = [_rate(one, prompt, answer)]
     for depth in (1, STAGES):
@@ -53,12 +62,16 @@ def _round(one: EngineCore, two: EngineCore, prompt: int, answer: int) -> tuple[
     return rates[0], rates[1], rates[2]
 
 
-def _gain(name: str, found: list[tuple[float, float, float]], least: float | None) -> Iterator[Finding]:
+def _gain(
+    name: str, found: list[tuple[float, float, float]], least: float | None
+) -> Iterator[Finding]:
     alone, in_turn, beside = (statistics.median(side) for side in zip(*found, strict=True))
     gain, over = (statistics.median(each[2] / each[side] for each in found) for side in (1, 0))
     detail = f"{beside:.0f} over {in_turn:.0f} tokens/s, {len(found)} rounds"
     yield Finding(f"two steps at a time over one, {name}", gain, detail, least=least)
-    yield Finding(f"two stages over one process, {name}", over, f"{beside:.0f} over {alone:.0f} tokens/s")
+    yield Finding(
+        f"two stages over one process, {name}", over, f"{beside:.0f} over {alone:.0f} tokens/s"
+    )
 
 
 def _settings(model: str, dtype: str, parallel: ParallelConfig) -> OpgraftConfig:

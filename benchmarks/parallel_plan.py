@@ -75,7 +75,9 @@ def step_seconds(folder: Path) -> float:
     """Return the median time that the runner takes for the model in a step of ``BATCH`` tokens."""
     core = EngineCore(config_of(folder))
     params = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True)
-    core.add([Request(f"r{row}", [row + 3] * (CONTEXT - STEPS // 2), params) for row in range(BATCH)])
+    core.add(
+        [Request(f"r{row}", [row + 3] * (CONTEXT - STEPS // 2), params) for row in range(BATCH)]
+    )
     core.step()
     taken = []
     for _ in range(STEPS - 2):
@@ -105,7 +107,9 @@ def figures(tiny: Path) -> DeviceFigures:
         latency=latency,
     )
     shard = Shard(config_of(tiny), ParallelLayout(RANKS), group.rank_in_group)
-    spent = seconds_of(shard, shard.step(BATCH, CONTEXT), ParallelLayout(RANKS), group.rank_in_group, bare).total
+    spent = seconds_of(
+        shard, shard.step(BATCH, CONTEXT), ParallelLayout(RANKS), group.rank_in_group, bare
+    ).total
     rest = max(0.0, step_seconds(tiny) - spent) / LAYERS
     return DeviceFigures(**{**vars(bare), "layer_seconds": rest})
 

@@ -48,7 +48,12 @@ class Ranks:
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         for end in self._ends:
             end.close()
         for process in self._processes:
@@ -109,9 +114,17 @@ class Part:
     key_heads: int
 
 
-def load(state: dict[str, Any], model: str, dtype: str, compilation: Mapping[str, Any] | None = None) -> Part:
+def load(
+    state: dict[str, Any], model: str, dtype: str, compilation: Mapping[str, Any] | None = None
+) -> Part:
     """Make an engine, with settings of compilation; return the part of this rank."""
-    from opgraft.config import CacheConfig, CompilationConfig, LoadConfig, ModelConfig, OpgraftConfig
+    from opgraft.config import (
+        CacheConfig,
+        CompilationConfig,
+        LoadConfig,
+        ModelConfig,
+        OpgraftConfig,
+    )
     from opgraft.engine.engine_core import EngineCore
     from opgraft.ops.attention.decoder import attention_layers
 
@@ -153,7 +166,9 @@ def decode(state: dict[str, Any], batch: int, tokens: int) -> Decoded:
     core, first = state["core"], state["asked"]
     state["asked"] += batch
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    requests = [Request(f"r{number}", _prompt(number), params) for number in range(first, first + batch)]
+    requests = [
+        Request(f"r{number}", _prompt(number), params) for number in range(first, first + batch)
+    ]
     core.add(requests)
     core.step()
     before, seconds, own = _used(), [], []
@@ -211,7 +226,10 @@ def reduce(state: dict[str, Any], size: int, rounds: int) -> tuple[float, float]
     group, x = get_tp_group().communicator, torch.ones(size // 4)
     if group is None:
         raise SystemExit("a sum over ranks needs several of them")
-    ways: tuple[Callable[[], object], ...] = (lambda: group.all_reduce(x), lambda: Communicator.all_reduce(group, x))
+    ways: tuple[Callable[[], object], ...] = (
+        lambda: group.all_reduce(x),
+        lambda: Communicator.all_reduce(group, x),
+    )
     found: list[list[float]] = [[], []]
     for _ in range(rounds):
         for way, seconds in zip(ways, found, strict=True):

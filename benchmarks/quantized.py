@@ -50,11 +50,16 @@ def layers(outputs: int, inputs: int) -> tuple[Call, dict[str, tuple[Call, int]]
     }.items():
         made[name] = (partial(_run, functional.quantized_linear, tensors), _bytes(tensors))
     tensors = quantize_int8(weight)
-    made["int8, dynamic"] = (partial(_run, functional.int8_dynamic_linear, tensors), _bytes(tensors))
+    made["int8, dynamic"] = (
+        partial(_run, functional.int8_dynamic_linear, tensors),
+        _bytes(tensors),
+    )
     return lambda x: functional.linear(x, plain), made, torch.zeros(weight.nbytes // 4)
 
 
-def _run(form: Callable[..., object], tensors: tuple[torch.Tensor | None, ...], x: torch.Tensor) -> object:
+def _run(
+    form: Callable[..., object], tensors: tuple[torch.Tensor | None, ...], x: torch.Tensor
+) -> object:
     return form(x, *tensors)
 
 
@@ -70,14 +75,18 @@ def measure(outputs: int, inputs: int, rows: tuple[int, ...]) -> list[Row]:
         timed = partial(ratio, number=NUMBER.get(count, 1), rounds=ROUNDS if count <= 8 else 5)
         shape = f"{count}x{inputs}x{outputs}"
         if count == 1:
-            found.append(timed(f"sum of its bytes, {shape} / bfloat16", None, memory.sum, partial(plain, x)))
+            found.append(
+                timed(f"sum of its bytes, {shape} / bfloat16", None, memory.sum, partial(plain, x))
+            )
         for name, (layer, size) in made.items():
             limit = LIMITS.get(name) if count == 1 else None
             row = timed(f"{name}, {shape} / bfloat16", limit, partial(layer, x), partial(plain, x))
             found.append(row)
             if count == 1:
                 speed = found[0].measured * size / memory.nbytes / row.measured
-                found.append(Row(f"{name}, {shape}: part of the memory's speed", round(speed, 3), None, ""))
+                found.append(
+                    Row(f"{name}, {shape}: part of the memory's speed", round(speed, 3), None, "")
+                )
             print(f"{found[-1].name}: {row.measured:.3g} of the time", flush=True)
     return found
 
@@ -94,7 +103,9 @@ def measure_experts() -> list[Row]:
             subject = partial(functional.quantized_experts, x, *gate_up, *down, weights, ids)
             baseline = partial(functional.fused_experts, x, w13, w2, weights, ids)
             label = f"{CHOSEN} of {EXPERTS} experts, {name}, {tokens} tokens / bfloat16"
-            found.append(ratio(label, None, subject, baseline, number=NUMBER.get(tokens, 1), rounds=7))
+            found.append(
+                ratio(label, None, subject, baseline, number=NUMBER.get(tokens, 1), rounds=7)
+            )
             print(f"{found[-1].name}: {found[-1].measured:.3g} of the time", flush=True)
     return found
 
@@ -119,14 +130,22 @@ def _bytes_of(*shape: int) -> torch.Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, nargs="*", default=ROWS, help="how many rows of inputs linear layers get")
+    parser.add_argument(
+        "--rows",
+        type=int,
+        nargs="*",
+        default=ROWS,
+        help="how many rows of inputs linear layers get",
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, default=Path("build/bench-quantized.json"))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     opgraft.load_plugins()
     with torch.no_grad():
-        rows = [row for shape in SHAPES for row in measure(*shape, tuple(arguments.rows))] + measure_experts()
+        rows = [
+            row for shape in SHAPES for row in measure(*shape, tuple(arguments.rows))
+        ] + measure_experts()
     described: dict[str, Any] = {**machine(), "threads": arguments.threads}
     data = {"schema": 1, "machine": described, "rows": [asdict(row) for row in rows]}
     arguments.output.parent.mkdir(parents=True, exist_ok=True)

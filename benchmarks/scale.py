@@ -67,38 +67,57 @@ def build(folder: Path) -> None:
         name = f"scale_{number}"
         plugin = number * PLUGINS // DISTRIBUTIONS
         offers = number * PLUGINS % DISTRIBUTIONS == 0
-        source = PLUGIN.format(plugin=plugin, each=REPLACEMENTS // PLUGINS) if offers else "def main(): ...\n"
+        source = (
+            PLUGIN.format(plugin=plugin, each=REPLACEMENTS // PLUGINS)
+            if offers
+            else "def main(): ...\n"
+        )
         (folder / f"{name}.py").write_text(source)
         info = folder / f"{name}-1.0.dist-info"
         info.mkdir()
         text = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1.0\nRequires-Dist: opgraft\n\n"
         (info / "METADATA").write_text(text + "A description.\n" * 100)
         group = "opgraft.plugins" if offers else "console_scripts"
-        (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {name}{'' if offers else ':main'}\n")
+        (info / "entry_points.txt").write_text(
+            f"[{group}]\n{name} = {name}{'' if offers else ':main'}\n"
+        )
         (info / "RECORD").write_text(f"{name}.py,,\n{info.name}/METADATA,,\n{info.name}/RECORD,,\n")
 
 
 def resolve(folder: Path | None, kind: str = "time") -> dict[str, Any]:
     environ = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPATH": str(folder or "")}
     command = [sys.executable, "-c", RESOLVE, kind]
-    return dict(json.loads(subprocess.run(command, env=environ, check=True, stdout=subprocess.PIPE).stdout))
+    return dict(
+        json.loads(subprocess.run(command, env=environ, check=True, stdout=subprocess.PIPE).stdout)
+    )
 
 
 def measure() -> list[Row]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         build(folder)
-        rounds = [(resolve(folder), resolve(None)) for _ in range(ROUNDS + 1)][1:]  # the first one writes bytecode
+        rounds = [(resolve(folder), resolve(None)) for _ in range(ROUNDS + 1)][
+            1:
+        ]  # the first one writes bytecode
         held = [resolve(place, "memory")["held"] for place in (folder, None)]
     large, none = rounds[0]
     if (large["plugins"], large["active"] - none["active"]) != (PLUGINS, REPLACEMENTS):
-        raise RuntimeError(f"not all plugins are active, so these would be figures of less: {large}")
+        raise RuntimeError(
+            f"not all plugins are active, so these would be figures of less: {large}"
+        )
     detail = f"{DISTRIBUTIONS:,} distributions, {PLUGINS} plugins, {REPLACEMENTS} replacements"
     shares = [many["resolve"] / many["torch"] for many, _ in rounds]
     slower = [many["construct"] / few["construct"] for many, few in rounds]
     return [
-        Row("resolving / import torch", statistics.median(shares), 0.2, f"{detail}, {ROUNDS} rounds"),
-        Row("constructing an op there / without them", statistics.median(slower), 1.1, f"{ROUNDS} rounds of 9,000"),
+        Row(
+            "resolving / import torch", statistics.median(shares), 0.2, f"{detail}, {ROUNDS} rounds"
+        ),
+        Row(
+            "constructing an op there / without them",
+            statistics.median(slower),
+            1.1,
+            f"{ROUNDS} rounds of 9,000",
+        ),
         Row("memory that the records take, MB", (held[0] - held[1]) / 1e6, 10, detail),
     ]
 

@@ -32,7 +32,9 @@ LOOKUPS = {str(number): Request(str(number), [number], SamplingParams()) for num
 
 def microseconds(running: int, kinds: list[LayerKind]) -> tuple[float, float]:
     """Return the median and the mean of schedule and update, with ``running`` requests that all decode."""
-    config = SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=1 << 20, chunked_prefill=True, policy="fcfs")
+    config = SchedulerConfig(
+        max_num_seqs=256, max_num_batched_tokens=1 << 20, chunked_prefill=True, policy="fcfs"
+    )
     blocks = running * len(kinds) * ((PROMPT + STEPS) // 32 + 3)
     scheduler = Scheduler(config, KVCacheManager(kinds, blocks, 32), 8192)
     params = SamplingParams(max_tokens=STEPS + 10, ignore_eos=True, temperature=0)
@@ -89,13 +91,22 @@ def write_tiny_model(folder: Path) -> None:
 def parts_of_a_step(folder: Path, running: int) -> dict[str, float]:
     """Return the median milliseconds of each part of a step in which ``running`` requests decode."""
     changes: list[EngineStats] = []
-    settings: dict[str, Any] = {"cache.memory_bytes": 1 << 26, "load.progress": False, "scheduler.max_num_seqs": 256}
-    llm = LLM(str(folder), dtype="float32", on_step=lambda change, _: changes.append(change), **settings)
+    settings: dict[str, Any] = {
+        "cache.memory_bytes": 1 << 26,
+        "load.progress": False,
+        "scheduler.max_num_seqs": 256,
+    }
+    llm = LLM(
+        str(folder), dtype="float32", on_step=lambda change, _: changes.append(change), **settings
+    )
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     llm.generate([[5 + number] * 16 for number in range(running)], params, progress=False)
     decodes = [each.counters for each in changes if each.counters.decode_tokens == running]
     llm.shutdown()
-    return {part: statistics.median(each.seconds[part] for each in decodes) * 1e3 for part in decodes[0].seconds}
+    return {
+        part: statistics.median(each.seconds[part] for each in decodes) * 1e3
+        for part in decodes[0].seconds
+    }
 
 
 def step_rows() -> Iterator[Row]:
@@ -116,10 +127,19 @@ def measure() -> list[Row]:
     """Return a row for each number of requests and set of kinds, then the steps without their model."""
     rows = []
     for kinds in ([LayerKind()], [LayerKind(), LayerKind(128)]):
-        names = ", ".join("full" if k.sliding_window is None else f"window {k.sliding_window}" for k in kinds)
+        names = ", ".join(
+            "full" if k.sliding_window is None else f"window {k.sliding_window}" for k in kinds
+        )
         for running in (1, 32, 256):
             median, mean = microseconds(running, kinds)
-            rows.append(Row(f"schedule and update, {running} requests, {names}", median, None, f"µs, mean {mean:.1f}"))
+            rows.append(
+                Row(
+                    f"schedule and update, {running} requests, {names}",
+                    median,
+                    None,
+                    f"µs, mean {mean:.1f}",
+                )
+            )
     return [*rows, *step_rows()]
 
 

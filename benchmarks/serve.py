@@ -63,12 +63,16 @@ IN_A_ROW = 3
 """Answers within it that tell that it has."""
 
 
-def load(served: Served, prompts: Sequence[Prompt], load: Load, *, tokens: int = SHORT.tokens) -> list[Outcome]:
+def load(
+    served: Served, prompts: Sequence[Prompt], load: Load, *, tokens: int = SHORT.tokens
+) -> list[Outcome]:
     """Put a load on a server."""
 
     async def measure() -> list[Outcome]:
         async with Client(served.url) as client:
-            question = Question(await client.model(), False, tokens, {"temperature": 0, "ignore_eos": True})
+            question = Question(
+                await client.model(), False, tokens, {"temperature": 0, "ignore_eos": True}
+            )
             return await run(client, question, prompts, load)
 
     return asyncio.run(measure())
@@ -94,7 +98,9 @@ def served_cost(served: Served, work: Work, seed: int) -> Cost:
 def both_costs(model: str, work: Work, rounds: int) -> list[tuple[Cost, Cost]]:
     """Return what server and engine took in each round; one more, at the start, warms up."""
     with serving(model, **work.settings) as served, offline(model, work) as process:
-        return [(served_cost(served, work, seed), answer(process, seed)) for seed in range(rounds + 1)][1:]
+        return [
+            (served_cost(served, work, seed), answer(process, seed)) for seed in range(rounds + 1)
+        ][1:]
 
 
 def throughput(folder: Path, arguments: argparse.Namespace) -> Finding:
@@ -104,7 +110,9 @@ def throughput(folder: Path, arguments: argparse.Namespace) -> Finding:
     clock = "cpu_seconds" if arguments.cpu_time else "seconds"
     ratios = [getattr(engine, clock) / getattr(server, clock) for server, engine in costs]
     detail = f"{SHORT.requests} requests of {SHORT.tokens} tokens, {clock}, {len(costs)} rounds, {arguments.model}"
-    return Finding("server over offline engine, throughput", statistics.median(ratios), detail, least=0.93)
+    return Finding(
+        "server over offline engine, throughput", statistics.median(ratios), detail, least=0.93
+    )
 
 
 def overhead(folder: Path, arguments: argparse.Namespace) -> list[Finding]:
@@ -119,7 +127,8 @@ def _overhead(model: str, work: Work, rounds: int) -> Finding:
     values = [(server.cpu_seconds - engine.cpu_seconds) / tokens * 1e6 for server, engine in costs]
     engines = statistics.median(engine.cpu_seconds for _, engine in costs) / tokens * 1e6
     detail = (
-        f"us of CPU time, {work.requests} requests; the engine's own {engines:.0f} us, a tiny model, {rounds} rounds"
+        f"us of CPU time, {work.requests} requests; the engine's own {engines:.0f} us, "
+        f"a tiny model, {rounds} rounds"
     )
     name = f"front end, us per token of {work.tokens:,}"
     return Finding(name, statistics.median(values), detail, most=120)
@@ -164,7 +173,9 @@ def overload(folder: Path, arguments: argparse.Namespace) -> list[Finding]:
         alone = _median_seconds(load(served, staggered(9, 0), Load())[1:])
         before = load(served, staggered(16 * SHORT.requests, 0), Load(concurrency=RUNNING))
         twice = Load(rate=2 * report("peak", before, Limits()).goodput)
-        found, running, seconds = asyncio.run(_overloaded(served, twice, arguments.seconds, RECOVERED * alone))
+        found, running, seconds = asyncio.run(
+            _overloaded(served, twice, arguments.seconds, RECOVERED * alone)
+        )
         after = load(served, staggered(16 * SHORT.requests, 2), Load(concurrency=RUNNING))
     good = Limits(end_to_end=GOOD * _median_seconds([*before, *after]))
     peak = statistics.fmean(report("peak", busy, good).goodput for busy in (before, after))
@@ -179,7 +190,12 @@ def bearing(found: list[Outcome], good: Limits, peak: float, twice: Load) -> lis
     detail = f"{twice.label}, {len(refusals)} of {len(found)} refused"
     within = f"good answers take {good.end_to_end:.3f} s at most; at the peak {peak:.1f} of them a second"
     return [
-        Finding("goodput under twice the load, over peak", report("", found, good).goodput / peak, within, least=0.9),
+        Finding(
+            "goodput under twice the load, over peak",
+            report("", found, good).goodput / peak,
+            within,
+            least=0.9,
+        ),
         Finding("p99 of a refusal, ms", slowest, detail, most=50),
         Finding("requests that failed otherwise", lost, detail, most=0),
     ]
@@ -189,15 +205,24 @@ def recovery(running: float, seconds: float, limit: float) -> list[Finding]:
     """Say how a server recovered that was still busy when its load ended."""
     detail = f"until {IN_A_ROW} answers in a row came within {limit:.3f} s"
     return [
-        Finding("sequences that ran as the load ended", running, "with none there is nothing to recover from", least=1),
+        Finding(
+            "sequences that ran as the load ended",
+            running,
+            "with none there is nothing to recover from",
+            least=1,
+        ),
         Finding("recovery, s", seconds, detail, most=5),
     ]
 
 
-async def _overloaded(served: Served, twice: Load, seconds: float, limit: float) -> tuple[list[Outcome], float, float]:
+async def _overloaded(
+    served: Served, twice: Load, seconds: float, limit: float
+) -> tuple[list[Outcome], float, float]:
     """Put a load on a server, and return what became of it, what ran as it ended, and the seconds of recovery."""
     async with Client(served.url) as client:
-        question = Question(await client.model(), False, SHORT.tokens, {"temperature": 0, "ignore_eos": True})
+        question = Question(
+            await client.model(), False, SHORT.tokens, {"temperature": 0, "ignore_eos": True}
+        )
         prompts = staggered(max(2, int((twice.rate or 0) * seconds)), 1)
         loading = asyncio.create_task(run(client, question, prompts, twice))
         await asyncio.sleep(arrivals(len(prompts), twice.rate or 0, twice.poisson, twice.seed)[-1])
@@ -210,7 +235,9 @@ async def _overloaded(served: Served, twice: Load, seconds: float, limit: float)
         return await loading, running, recovered
 
 
-async def until_recovered(ask: Callable[[], Awaitable[Outcome]], limit: float, patience: float = 60) -> float:
+async def until_recovered(
+    ask: Callable[[], Awaitable[Outcome]], limit: float, patience: float = 60
+) -> float:
     """Return the seconds until answers come within a limit again; of a server on which they never do, ``patience``.
 
     A refusal is no answer, however fast it comes.
@@ -226,15 +253,23 @@ async def until_recovered(ask: Callable[[], Awaitable[Outcome]], limit: float, p
 def _median_seconds(outcomes: list[Outcome]) -> float:
     failed = [outcome.error for outcome in outcomes if outcome.error is not None]
     if failed:
-        raise SystemExit(f"a server that was not overloaded failed: {failed[0]}: run 'opgraft bench serve' to see how")
+        raise SystemExit(
+            f"a server that was not overloaded failed: {failed[0]}: run 'opgraft bench serve' to see how"
+        )
     return statistics.median(outcome.seconds for outcome in outcomes)
 
 
 def soak(folder: Path, arguments: argparse.Namespace) -> list[Finding]:
     """Ask a language model and an encoder for all sorts of things for a long time, and look at what is left behind."""
     settings = {"load.progress": False, "server.drain_seconds": DRAIN}
-    decoding, encoding = {**SHORT.settings, **settings, **SMALL_CACHE}, {**settings, **SMALL_BATCHES}
-    with serving(write_tiny(folder), **decoding) as decoder, serving("minilm", **encoding) as encoder:
+    decoding, encoding = (
+        {**SHORT.settings, **settings, **SMALL_CACHE},
+        {**settings, **SMALL_BATCHES},
+    )
+    with (
+        serving(write_tiny(folder), **decoding) as decoder,
+        serving("minilm", **encoding) as encoder,
+    ):
         servers = [("language model", decoder, KINDS), ("encoder", encoder, ENCODER_KINDS)]
         return list(soaked(servers, arguments.minutes))
 
@@ -249,12 +284,20 @@ PARTS: dict[str, Callable[[Path, argparse.Namespace], Finding | list[Finding]]] 
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="opgraft serve: what the server costs, and how it bears load.")
+    parser = argparse.ArgumentParser(
+        description="opgraft serve: what the server costs, and how it bears load."
+    )
     parser.add_argument("--json", type=Path, help="a file for the figures")
-    parser.add_argument("--rows", nargs="*", choices=PARTS, default=[part for part in PARTS if part != "soak"])
+    parser.add_argument(
+        "--rows", nargs="*", choices=PARTS, default=[part for part in PARTS if part != "soak"]
+    )
     parser.add_argument("--model", default="smollm2", help="of the throughput")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cpu-time", action="store_true", help="compare CPU time, where other work runs beside this")
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="compare CPU time, where other work runs beside this",
+    )
     parser.add_argument("--seconds", type=float, default=60, help="of the overload")
     parser.add_argument("--minutes", type=float, default=20, help="of the soak")
     return parser.parse_args()
@@ -271,7 +314,9 @@ def main() -> None:
     print_findings(findings)
     if arguments.json:
         rows = [{**asdict(each), "verdict": each.verdict} for each in findings]
-        arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        arguments.json.write_text(
+            json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n", encoding="utf-8"
+        )
     raise SystemExit(any(each.verdict == "missed" for each in findings))
 
 

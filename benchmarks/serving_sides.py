@@ -43,15 +43,21 @@ def write_tiny(folder: Path) -> str:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator([str(prompt.content) for prompt in random_prompts(9, 99, 0)], trainer)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(
+        [str(prompt.content) for prompt in random_prompts(9, 99, 0)], trainer
+    )
     shape: dict[str, Any] = {
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
     }
-    config = LlamaConfig(vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=CONTEXT, **shape)
+    config = LlamaConfig(
+        vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=CONTEXT, **shape
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
@@ -81,7 +87,10 @@ class Cost:
 
 def family(pid: int) -> list[int]:
     """Return a process with all that it has started, and these have."""
-    children = [path.read_text(encoding="utf-8").split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    children = [
+        path.read_text(encoding="utf-8").split()
+        for path in Path(f"/proc/{pid}/task").glob("*/children")
+    ]
     return [pid, *(each for found in children for child in found for each in family(int(child)))]
 
 
@@ -97,7 +106,9 @@ def _cpu(pid: int) -> float:
 
 def process_memory(pid: int) -> int:
     """Return the bytes that a process and its children hold in memory."""
-    pages = (Path(f"/proc/{each}/statm").read_text(encoding="utf-8").split()[1] for each in family(pid))
+    pages = (
+        Path(f"/proc/{each}/statm").read_text(encoding="utf-8").split()[1] for each in family(pid)
+    )
     return sum(map(int, pages)) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -118,7 +129,9 @@ class Served:
             lines = answer.read().decode().splitlines()
         values = [float(line.split()[-1]) for line in lines if line.startswith(f"opgraft:{name}{{")]
         if not values:
-            raise SystemExit(f"the server has no metric opgraft:{name}: see its /metrics for those that it has")
+            raise SystemExit(
+                f"the server has no metric opgraft:{name}: see its /metrics for those that it has"
+            )
         return sum(values)
 
     def end(self) -> tuple[int, float]:
@@ -148,7 +161,9 @@ def _url(lines: IO[str]) -> str:
     for line in lines:
         if line.startswith("url"):
             return line.split()[1].removesuffix("/v1")
-    raise SystemExit("the server has ended before it listened: run 'opgraft serve' by hand to see why")
+    raise SystemExit(
+        "the server has ended before it listened: run 'opgraft serve' by hand to see why"
+    )
 
 
 @contextmanager
@@ -187,7 +202,9 @@ def main() -> None:
     llm = LLM(model, **work.settings)
     params = SamplingParams(temperature=0, max_tokens=work.tokens, ignore_eos=True)
     for line in sys.stdin:
-        prompts = [str(prompt.content) for prompt in random_prompts(work.requests, WORDS, int(line))]
+        prompts = [
+            str(prompt.content) for prompt in random_prompts(work.requests, WORDS, int(line))
+        ]
         start, cpu = time.perf_counter(), time.process_time()
         llm.generate(prompts, params)
         cost = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}

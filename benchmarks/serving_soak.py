@@ -29,7 +29,13 @@ SECONDS = 60
 LEFT = "left"
 """The outcome of a request whose client does not wait for the answer."""
 
-IDLE = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting", "admitted_sequences", "admitted_tokens")
+IDLE = (
+    "kv_cache_usage_perc",
+    "num_requests_running",
+    "num_requests_waiting",
+    "admitted_sequences",
+    "admitted_tokens",
+)
 """Metrics that are 0 where nothing is left of any request."""
 
 DRAIN = 30
@@ -69,7 +75,11 @@ def _text(source: random.Random) -> str:
 
 
 def _completion(**fields: Any) -> Fields:
-    return lambda source: {"prompt": _text(source), "max_tokens": source.randrange(1, 100), **fields}
+    return lambda source: {
+        "prompt": _text(source),
+        "max_tokens": source.randrange(1, 100),
+        **fields,
+    }
 
 
 def _chat(**fields: Any) -> Fields:
@@ -83,15 +93,28 @@ def _chat(**fields: Any) -> Fields:
 def _schema(source: random.Random) -> dict[str, Any]:
     """Return a chat with a schema that was never there before."""
     names = {f"f{source.randrange(10**9)}": {"type": "integer", "maximum": source.randrange(10**4)}}
-    schema = {"type": "object", "properties": names, "required": list(names), "additionalProperties": False}
-    return _chat(response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}})(source)
+    schema = {
+        "type": "object",
+        "properties": names,
+        "required": list(names),
+        "additionalProperties": False,
+    }
+    return _chat(
+        response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    )(source)
 
 
 def _tool(source: random.Random) -> dict[str, Any]:
     """Return a chat in which one of two functions has to be called."""
-    parameters = {"type": "object", "properties": {"where": {"enum": ["here", "there"]}}, "required": ["where"]}
+    parameters = {
+        "type": "object",
+        "properties": {"where": {"enum": ["here", "there"]}},
+        "required": ["where"],
+    }
     names = ("look", f"go{source.randrange(8)}")
-    tools = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in names]
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": parameters}} for name in names
+    ]
     return _chat(tools=tools, tool_choice="required")(source)
 
 
@@ -100,8 +123,12 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 KINDS: Mapping[str, Kind] = {
     "completion": Kind(200, COMPLETIONS, _completion(ignore_eos=True)),
     "completion, streamed": Kind(200, COMPLETIONS, _completion(stream=True, stop=["e"])),
-    "completion, several answers": Kind(200, COMPLETIONS, _completion(n=3, temperature=1.0, logprobs=3, echo=True)),
-    "completion, several prompts": Kind(200, COMPLETIONS, _completion(prompt=["one", "two"], logit_bias={"9": -5})),
+    "completion, several answers": Kind(
+        200, COMPLETIONS, _completion(n=3, temperature=1.0, logprobs=3, echo=True)
+    ),
+    "completion, several prompts": Kind(
+        200, COMPLETIONS, _completion(prompt=["one", "two"], logit_bias={"9": -5})
+    ),
     "completion, bad value": Kind(400, COMPLETIONS, _completion(temperature=-1)),
     "completion, too long": Kind(400, COMPLETIONS, _completion(max_tokens=10**9)),
     "completion, unknown field": Kind(400, COMPLETIONS, _completion(unknown=1)),
@@ -109,18 +136,26 @@ KINDS: Mapping[str, Kind] = {
     "completion, unknown model": Kind(404, COMPLETIONS, _completion(model="none"), named=False),
     "chat": Kind(200, CHAT, _chat(logprobs=True, top_logprobs=2)),
     "chat, streamed": Kind(200, CHAT, _chat(stream=True, stream_options={"include_usage": True})),
-    "chat, template that raises": Kind(400, CHAT, _chat(messages=[{"role": "user", "content": "raise"}])),
-    "chat, template beyond its limits": Kind(400, CHAT, _chat(chat_template_kwargs={"turns": 10**9})),
+    "chat, template that raises": Kind(
+        400, CHAT, _chat(messages=[{"role": "user", "content": "raise"}])
+    ),
+    "chat, template beyond its limits": Kind(
+        400, CHAT, _chat(chat_template_kwargs={"turns": 10**9})
+    ),
     "chat, object": Kind(200, CHAT, _chat(response_format={"type": "json_object"}, stream=True)),
     "chat, new schema": Kind(200, CHAT, _schema),
     "chat, bad schema": Kind(400, CHAT, _chat(response_format=_UNFIT)),
     "chat, tool": Kind(200, CHAT, _tool),
     "tokenize": Kind(200, "/tokenize", lambda source: {"prompt": _text(source)}),
-    "detokenize": Kind(200, "/detokenize", lambda source: {"tokens": source.choices(range(200), k=50)}),
+    "detokenize": Kind(
+        200, "/detokenize", lambda source: {"tokens": source.choices(range(200), k=50)}
+    ),
     "no JSON": Kind(400, CHAT, lambda source: b'{"model": ' + source.randbytes(50)),
     "deep JSON": Kind(400, CHAT, lambda _: b"[" * 100_000),
     "body too large": Kind(413, COMPLETIONS, lambda _: b" " * (5 << 20)),
-    "embedding of a language model": Kind(400, "/v1/embeddings", lambda source: {"input": _text(source)}),
+    "embedding of a language model": Kind(
+        400, "/v1/embeddings", lambda source: {"input": _text(source)}
+    ),
     "nowhere": Kind(404, "/nowhere", lambda _: {}),
     "metrics": Kind(200, "/metrics"),
     "health": Kind(200, "/health"),
@@ -129,7 +164,9 @@ KINDS: Mapping[str, Kind] = {
 
 ENCODER_KINDS: Mapping[str, Kind] = {
     "embedding": Kind(200, "/v1/embeddings", lambda source: {"input": _text(source)}),
-    "embeddings": Kind(200, "/v1/embeddings", lambda source: {"input": [_text(source) for _ in range(9)]}),
+    "embeddings": Kind(
+        200, "/v1/embeddings", lambda source: {"input": [_text(source) for _ in range(9)]}
+    ),
     "embedding of nothing": Kind(400, "/v1/embeddings", lambda _: {"input": []}),
     "completion of an encoder": Kind(400, COMPLETIONS, _completion()),
     "tokenize": Kind(200, "/tokenize", lambda source: {"prompt": _text(source)}),
@@ -143,7 +180,10 @@ SENT: Mapping[str, tuple[bytes, str]] = {
     "flood of headers": (b"GET /health HTTP/1.1\r\n" + b"a: b\r\n" * 300 + b"\r\n", "431"),
     "half a head": (_HEAD, LEFT),
     "half a body": (_HEAD + b'content-length: 1000\r\n\r\n{"model"', LEFT),
-    "two lengths": (_HEAD + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", "400"),
+    "two lengths": (
+        _HEAD + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        "400",
+    ),
 }
 """Requests over connections of their own, and the status of the answer; with ``LEFT``, none is waited for."""
 
@@ -174,7 +214,9 @@ class Soak:
             sources = [random.Random(seed * WORKERS + worker) for worker in range(WORKERS)]  # noqa: S311 - no secret
             await asyncio.gather(*(self._work(session, model, source, until) for source in sources))
 
-    async def _work(self, session: aiohttp.ClientSession, model: str, source: random.Random, until: float) -> None:
+    async def _work(
+        self, session: aiohttp.ClientSession, model: str, source: random.Random, until: float
+    ) -> None:
         begun = False
         while not begun or time.perf_counter() < until:
             begun = True
@@ -182,7 +224,9 @@ class Soak:
                 if name in SENT:
                     outcome = await _send(self.served.url, *SENT[name])
                 else:
-                    outcome = await _patiently(_request(session, model, self.kinds[name], source), source)
+                    outcome = await _patiently(
+                        _request(session, model, self.kinds[name], source), source
+                    )
                 self.counts[name][outcome] += 1
 
     def findings(self) -> Iterator[Finding]:
@@ -207,10 +251,16 @@ async def _patiently(asking: Any, source: random.Random) -> str:
         return LEFT
 
 
-async def _request(session: aiohttp.ClientSession, model: str, kind: Kind, source: random.Random) -> str:
+async def _request(
+    session: aiohttp.ClientSession, model: str, kind: Kind, source: random.Random
+) -> str:
     """Ask, read the answer to its end, and return its status."""
     given = kind.make(source) if kind.make is not None else None
-    body = json.dumps({"model": model, **given} if kind.named else given) if isinstance(given, dict) else given
+    body = (
+        json.dumps({"model": model, **given} if kind.named else given)
+        if isinstance(given, dict)
+        else given
+    )
     headers = {"content-type": "application/json"}
     try:
         method = "GET" if kind.make is None else "POST"
@@ -258,11 +308,19 @@ class Remains:
     def of(cls, served: Served) -> Remains:
         """Look at a server."""
         tasks = Path(f"/proc/{served.pid}/task").iterdir()
-        processes = [child for task in tasks for child in (task / "children").read_text(encoding="utf-8").split()]
-        return cls(process_memory(served.pid), len(os.listdir(f"/proc/{served.pid}/fd")), len(processes))
+        processes = [
+            child
+            for task in tasks
+            for child in (task / "children").read_text(encoding="utf-8").split()
+        ]
+        return cls(
+            process_memory(served.pid), len(os.listdir(f"/proc/{served.pid}/fd")), len(processes)
+        )
 
 
-def soaked(servers: Sequence[tuple[str, Served, Mapping[str, Kind]]], minutes: float) -> Iterator[Finding]:
+def soaked(
+    servers: Sequence[tuple[str, Served, Mapping[str, Kind]]], minutes: float
+) -> Iterator[Finding]:
     """Ask servers at once for all sorts of things for a long time, look at what is left behind, and end them."""
     soaks = {name: Soak(served, kinds) for name, served, kinds in servers}
 
@@ -276,7 +334,9 @@ def soaked(servers: Sequence[tuple[str, Served, Mapping[str, Kind]]], minutes: f
     before = run(max(20, minutes * 6), 0)
     for seed in range(1, RUNS):
         last, before = before, run(max(20, minutes * 6), seed)
-        if all(now.memory < (1 + SETTLED) * then.memory for now, then in zip(before, last, strict=True)):
+        if all(
+            now.memory < (1 + SETTLED) * then.memory for now, then in zip(before, last, strict=True)
+        ):
             break
     after = run(minutes * 54, RUNS)
     for (name, soak), *remains in zip(soaks.items(), before, after, strict=True):
@@ -296,16 +356,24 @@ def _settled(served: Served) -> Remains:
 def left(soak: Soak, before: Remains, after: Remains) -> Iterator[Finding]:
     """Say what is left behind by the requests to a server, and end it."""
     served, asked = soak.served, sum(counts.total() for counts in soak.counts.values())
-    yield Finding("hung requests", soak.hung, f"of {asked}, without an answer for {SECONDS} s", most=0)
+    yield Finding(
+        "hung requests", soak.hung, f"of {asked}, without an answer for {SECONDS} s", most=0
+    )
     for metric in IDLE:
         yield Finding(metric, served.metric(metric), "when all clients have left", most=0)
     if "chat, new schema" in soak.counts:
         detail = f"of {soak.counts['chat, new schema'].total()} schemas, none like another"
         yield Finding("grammars kept", served.metric("grammars_kept"), detail, most=MOST_GRAMMARS)
-    yield Finding("files and connections left", after.files - before.files, f"{after.files} are open", most=0)
-    yield Finding("processes left", after.processes - before.processes, f"{after.processes} run", most=0)
+    yield Finding(
+        "files and connections left", after.files - before.files, f"{after.files} are open", most=0
+    )
+    yield Finding(
+        "processes left", after.processes - before.processes, f"{after.processes} run", most=0
+    )
     megabytes = f"from {before.memory / 1e6:.0f} to {after.memory / 1e6:.0f} MB"
     yield Finding("growth of memory", after.memory / before.memory - 1, megabytes, most=0.05)
     code, seconds = served.end()
-    yield Finding("end after SIGTERM, s", seconds, f"a request that hangs is waited for {DRAIN} s", most=DRAIN)
+    yield Finding(
+        "end after SIGTERM, s", seconds, f"a request that hangs is waited for {DRAIN} s", most=DRAIN
+    )
     yield Finding("exit code", abs(code), "0 says that all has ended well", most=0)

@@ -55,13 +55,28 @@ def measure() -> list[Row]:
     for name, (tokens, number) in TOKENS.items():
         ids = torch.randint(0, SHAPE["vocab_size"], (1, tokens))
         without = partial(never, ids, use_cache=False)
-        for what, limit, other in (("off again", 1.02, off), ("share=0.01", None, shared), ("share=1", None, always)):
+        for what, limit, other in (
+            ("off again", 1.02, off),
+            ("share=0.01", None, shared),
+            ("share=1", None, always),
+        ):
             with torch.inference_mode():
                 call = partial(other, ids, use_cache=False)
-                rows.append(ratio(f"{name}, {what} / never on", limit, call, without, number=number, rounds=ROUNDS))
+                rows.append(
+                    ratio(
+                        f"{name}, {what} / never on",
+                        limit,
+                        call,
+                        without,
+                        number=number,
+                        rounds=ROUNDS,
+                    )
+                )
     found = opgraft.shadow_report().rows
     if not any(row.compared for row in found) or any(row.drifted for row in found):
-        raise RuntimeError(f"nothing was compared, or something differs:\n{opgraft.shadow_report()}")
+        raise RuntimeError(
+            f"nothing was compared, or something differs:\n{opgraft.shadow_report()}"
+        )
     return rows
 
 

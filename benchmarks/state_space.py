@@ -29,17 +29,30 @@ def rows() -> Iterator[Row]:
     """Measure the scan and the convolution of a prompt, and the steps of some sequences."""
     from transformers.models.mamba import modeling_mamba as mamba  # only this needs it
 
-    decay, weight, bias = -torch.rand(CHANNELS, STATE).exp(), torch.randn(CHANNELS), torch.randn(CHANNELS)
+    decay, weight, bias = (
+        -torch.rand(CHANNELS, STATE).exp(),
+        torch.randn(CHANNELS),
+        torch.randn(CHANNELS),
+    )
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
         x, dt, gate, taps, b, c = prompt(dtype)
         bounds = torch.tensor([0, TOKENS])
         state = torch.zeros(1, CHANNELS, STATE)
-        ours = partial(functional.selective_scan, x, dt, decay, b, c, bounds, state, weight, gate, bias, True)
+        ours = partial(
+            functional.selective_scan, x, dt, decay, b, c, bounds, state, weight, gate, bias, True
+        )
         columns = (each.T[None] for each in (x, dt))
         given = (*columns, decay, b.T[None], c.T[None], weight, gate.T[None], bias, True, True)
         theirs = partial(mamba.mamba_selective_scan, *given)
-        yield from against(f"selective scan of {TOKENS} {name}", ours, theirs, SCAN_LIMIT, (x, x, dt, gate, b, c), 1)
+        yield from against(
+            f"selective scan of {TOKENS} {name}",
+            ours,
+            theirs,
+            SCAN_LIMIT,
+            (x, x, dt, gate, b, c),
+            1,
+        )
         before, taps_bias = torch.zeros(1, CHANNELS, WIDTH - 1, dtype=dtype), bias.to(dtype)
         ours = partial(functional.causal_conv1d, x, taps, bounds, before, taps_bias, "silu")
         theirs = partial(mamba.causal_conv1d_fn, x.T[None], taps, taps_bias, "silu")
@@ -54,12 +67,18 @@ def prompt(dtype: torch.dtype) -> tuple[Tensor, ...]:
     return tuple(torch.randn(shape).to(dtype) for shape in shapes)
 
 
-def steps(mamba: Any, dtype: torch.dtype, count: int, weights: tuple[Tensor, Tensor, Tensor]) -> Iterator[Row]:
+def steps(
+    mamba: Any, dtype: torch.dtype, count: int, weights: tuple[Tensor, Tensor, Tensor]
+) -> Iterator[Row]:
     """Measure a token more of each of some sequences, each with a state among those of as many more."""
     decay, weight, bias = weights
     name = f"{count} x {str(dtype).removeprefix('torch.')}"
     x, dt, gate = (torch.randn(count, CHANNELS).to(dtype) for _ in range(3))
-    b, c, out = torch.randn(count, STATE).to(dtype), torch.randn(count, STATE).to(dtype), torch.empty_like(x)
+    b, c, out = (
+        torch.randn(count, STATE).to(dtype),
+        torch.randn(count, STATE).to(dtype),
+        torch.empty_like(x),
+    )
     states, slots = torch.zeros(2 * count, 1, CHANNELS, STATE), torch.randperm(2 * count)[:count]
     heads = [each[:, None] for each in (x, dt, b, c, out, gate)]
     given: Any = (
@@ -76,12 +95,18 @@ def steps(mamba: Any, dtype: torch.dtype, count: int, weights: tuple[Tensor, Ten
     )
     ours = partial(functional.selective_state_update, *given)
     own = torch.zeros(count, CHANNELS, STATE)
-    theirs = partial(mamba.mamba_selective_state_update, own, x, dt, decay, b, c, weight, bias, True, gate)
-    yield from against(f"update of {name}", ours, theirs, STEP_LIMIT, (own, own, x, x, dt, gate, decay), 200)
+    theirs = partial(
+        mamba.mamba_selective_state_update, own, x, dt, decay, b, c, weight, bias, True, gate
+    )
+    yield from against(
+        f"update of {name}", ours, theirs, STEP_LIMIT, (own, own, x, x, dt, gate, decay), 200
+    )
     taps, taps_bias = torch.randn(CHANNELS, WIDTH).to(dtype), bias.to(dtype)
     inputs = torch.zeros(2 * count, CHANNELS, WIDTH - 1, dtype=dtype)
     ours = partial(functional.causal_conv1d_update, x, inputs, taps, slots, out, taps_bias, "silu")
-    theirs = partial(mamba.causal_conv1d_update, x[..., None], inputs[:count].clone(), taps, taps_bias, "silu")
+    theirs = partial(
+        mamba.causal_conv1d_update, x[..., None], inputs[:count].clone(), taps, taps_bias, "silu"
+    )
     moved = (inputs[:count], inputs[:count], taps, x, x)
     yield from against(f"convolution of a step of {name}", ours, theirs, None, moved, 200)
 
@@ -99,5 +124,7 @@ def against(
     count = sum(each.element_size() * prod(each.shape) for each in moved) // 2
     source = torch.ones(count, dtype=torch.uint8)
     copy = partial(torch.empty_like(source).copy_, source)
-    row = ratio(f"{label} / copy of its bytes", None, ours, copy, number=max(number, 10), rounds=ROUNDS)
+    row = ratio(
+        f"{label} / copy of its bytes", None, ours, copy, number=max(number, 10), rounds=ROUNDS
+    )
     yield replace(row, detail=f"{row.detail}; {1 / row.measured:.0%} of the speed of a copy")

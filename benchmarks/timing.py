@@ -50,7 +50,11 @@ class Row:
             return ""
         if self.measured <= self.limit:
             return "ok"
-        beyond = self.possible is not None and self.limit < self.possible and self.measured <= NEAR * self.possible
+        beyond = (
+            self.possible is not None
+            and self.limit < self.possible
+            and self.measured <= NEAR * self.possible
+        )
         return "beyond" if beyond else "over"
 
 
@@ -68,7 +72,9 @@ def ratio(
     A round times ``number`` calls of either side, one right after the other, so that both meet the same clock speed and
     the same neighbours; which goes first alternates. One round more, at the start, warms up and is not counted.
     """
-    pairs = [_round(subject, baseline, number, swap=bool(index % 2)) for index in range(rounds + 1)][1:]
+    pairs = [
+        _round(subject, baseline, number, swap=bool(index % 2)) for index in range(rounds + 1)
+    ][1:]
     subject_time, baseline_time = (statistics.median(side) for side in zip(*pairs, strict=True))
     measured = statistics.median(ours / theirs for ours, theirs in pairs)
     detail = f"{_seconds(subject_time)} over {_seconds(baseline_time)}, {rounds} rounds of {number}"
@@ -85,7 +91,9 @@ def difference(
     rounds: int,
 ) -> Row:
     """Measure how many microseconds longer ``subject`` takes than ``baseline``: the median over rounds."""
-    pairs = [_round(subject, baseline, number, swap=bool(index % 2)) for index in range(rounds + 1)][1:]
+    pairs = [
+        _round(subject, baseline, number, swap=bool(index % 2)) for index in range(rounds + 1)
+    ][1:]
     subject_time, baseline_time = (statistics.median(side) for side in zip(*pairs, strict=True))
     measured = statistics.median(ours - theirs for ours, theirs in pairs) * 1e6
     detail = f"{_seconds(subject_time)} over {_seconds(baseline_time)}, {rounds} rounds of {number}"
@@ -154,5 +162,9 @@ def print_table(rows: Sequence[Row]) -> None:
     print(", ".join(f"{name} {value}" for name, value in machine().items()))
     print(f"{'':{width}}  measured   limit  verdict  possible here")
     for row in rows:
-        limit, possible = ("" if value is None else f"{value:.3g}" for value in (row.limit, row.possible))
-        print(f"{row.name:{width}}  {row.measured:8.4g}  {limit:>6}  {row.verdict:7}  {possible:13}  {row.detail}")
+        limit, possible = (
+            "" if value is None else f"{value:.3g}" for value in (row.limit, row.possible)
+        )
+        print(
+            f"{row.name:{width}}  {row.measured:8.4g}  {limit:>6}  {row.verdict:7}  {possible:13}  {row.detail}"
+        )

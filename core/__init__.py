@@ -9,7 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if __name__ != "opgraft":
-    raise ImportError(f"this package is opgraft, imported as {__name__!r}: run from an installed opgraft")
+    raise ImportError(
+        f"this package is opgraft, imported as {__name__!r}: run from an installed opgraft"
+    )
 
 from opgraft import moved
 from opgraft.version import __version__ as __version__
@@ -132,7 +134,13 @@ _HOME = {
     "opgraft.ops.linear.weight_cache": ("freeze", "refresh"),
     "opgraft.serving.async_llm": ("AsyncLLM",),
     "opgraft.serving.llm": ("LLM", "Interrupted"),
-    "opgraft.serving.outputs": ("CompletionOutput", "EmbeddingOutput", "Logprob", "RequestMetrics", "RequestOutput"),
+    "opgraft.serving.outputs": (
+        "CompletionOutput",
+        "EmbeddingOutput",
+        "Logprob",
+        "RequestMetrics",
+        "RequestOutput",
+    ),
     "opgraft.registry.conditions": ("When",),
     "opgraft.state": ("reset",),
     "opgraft.machine.evidence": ("Device", "Evidence", "Fact"),

@@ -34,7 +34,9 @@ class Buckets:
     def __post_init__(self) -> None:
         sizes = tuple(self.sizes)
         if not sizes or sizes[0] < 1 or any(a >= b for a, b in itertools.pairwise(sizes)):
-            raise InputError(f"the buckets for {self.what} are {sizes}: give positive sizes in ascending order")
+            raise InputError(
+                f"the buckets for {self.what} are {sizes}: give positive sizes in ascending order"
+            )
         object.__setattr__(self, "sizes", sizes)
 
     def lookup(self, size: int) -> int:
@@ -70,7 +72,9 @@ def unpad(tensor: Tensor, size: int, dim: int = 0) -> Tensor:
         InputError: there are fewer.
     """
     if not 0 <= size <= tensor.shape[dim]:
-        raise InputError(f"unpad: there are {tensor.shape[dim]} entries along dimension {dim}, not {size}")
+        raise InputError(
+            f"unpad: there are {tensor.shape[dim]} entries along dimension {dim}, not {size}"
+        )
     return tensor.narrow(dim, 0, size)
 
 
@@ -81,8 +85,12 @@ def decode_buckets(largest: int = 256, step: int = 8) -> Buckets:
         InputError: ``largest`` is not a positive multiple of ``step``.
     """
     if step < 1 or largest < step or largest % step:
-        raise InputError(f"decode_buckets: largest={largest} is not a positive multiple of step={step}")
-    return Buckets(tuple(range(step, largest + 1, step)), "decode batch", "decode_buckets(largest=...)")
+        raise InputError(
+            f"decode_buckets: largest={largest} is not a positive multiple of step={step}"
+        )
+    return Buckets(
+        tuple(range(step, largest + 1, step)), "decode batch", "decode_buckets(largest=...)"
+    )
 
 
 def prefill_buckets(max_length: int, smallest: int = 8) -> Buckets:
@@ -92,7 +100,9 @@ def prefill_buckets(max_length: int, smallest: int = 8) -> Buckets:
         InputError: one of them is not positive.
     """
     if smallest < 1 or max_length < 1:
-        raise InputError(f"prefill_buckets: max_length={max_length} and smallest={smallest} must be positive")
+        raise InputError(
+            f"prefill_buckets: max_length={max_length} and smallest={smallest} must be positive"
+        )
     doubles = [smallest]
     while doubles[-1] < max_length:
         doubles.append(doubles[-1] * 2)

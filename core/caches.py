@@ -25,7 +25,9 @@ class Caches:
     constructed: dict[type, Any] = field(default_factory=dict)
     existing: dict[tuple[type, type], Any] = field(default_factory=dict)
     classes: dict[type, Any] = field(default_factory=dict)
-    functions: dict[Any, tuple[Callable[..., Any], Callable[..., Any] | None]] = field(default_factory=dict)
+    functions: dict[Any, tuple[Callable[..., Any], Callable[..., Any] | None]] = field(
+        default_factory=dict
+    )
     replaceable: dict[Any, Callable[..., Any]] = field(default_factory=dict)
     settings: Any = None
     check_values: bool | None = None

@@ -31,7 +31,11 @@ class Provider:
     def attributes(self) -> dict[str, str]:
         """Return attributes of what is logged about it; there is no version where none is known."""
         found = {"opgraft.provider.name": printable(self.name)}
-        return found if self.version is None else {**found, "opgraft.provider.version": printable(self.version)}
+        return (
+            found
+            if self.version is None
+            else {**found, "opgraft.provider.version": printable(self.version)}
+        )
 
     def __str__(self) -> str:
         return printable(f"{self.name} {self.version}" if self.version else self.name)
@@ -108,11 +112,18 @@ class Decision:
             by = f" [{candidate.provider}]" if candidate.provider else ""
             at = f" at {candidate.location}" if candidate.location else ""
             yield printable(f"  {mark} {candidate.name}{by}{at}: {candidate.reason}")
-            yield from (f"      {line}" for line in (candidate.evidence.lines() if candidate.evidence else ()))
+            yield from (
+                f"      {line}"
+                for line in (candidate.evidence.lines() if candidate.evidence else ())
+            )
         if self.setting:
             yield printable(f"  to change it: {self.setting}")
         for part in self.parts:
-            asked = [candidate for candidate in part.candidates if not candidate.reason.startswith(NOT_PROBED)]
+            asked = [
+                candidate
+                for candidate in part.candidates
+                if not candidate.reason.startswith(NOT_PROBED)
+            ]
             yield from (f"  {line}" for line in part._lines(asked))
 
     def __str__(self) -> str:

@@ -96,7 +96,12 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
             raise ConfigError(
                 f"unknown environment variable {name}: {close_matches(name, VARIABLES)} Unset or rename it."
             )
-    return Environment(_layers(values), values.get(CONFIG), _log_level(values.get(LOG)), _shared(values.get(DECISION)))
+    return Environment(
+        _layers(values),
+        values.get(CONFIG),
+        _log_level(values.get(LOG)),
+        _shared(values.get(DECISION)),
+    )
 
 
 def _shared(text: str | None) -> SharedDecision | None:
@@ -110,7 +115,9 @@ def _shared(text: str | None) -> SharedDecision | None:
             raise ValueError("its digest is that of other decisions")
         return shared
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{DECISION}={text!r:.80} is nothing that opgraft.share_decisions wrote: unset it") from error
+        raise ConfigError(
+            f"{DECISION}={text!r:.80} is nothing that opgraft.share_decisions wrote: unset it"
+        ) from error
 
 
 def _layers(values: Mapping[str, str]) -> Layers:
@@ -119,7 +126,9 @@ def _layers(values: Mapping[str, str]) -> Layers:
     for field in FIELDS.values():
         text = values.get(field.variable)
         if text == "" and field.variable == LOCKFILE:
-            raise ConfigError(f"{LOCKFILE} is empty, which pins nothing: name one, or unset it to go without")
+            raise ConfigError(
+                f"{LOCKFILE} is empty, which pins nothing: name one, or unset it to go without"
+            )
         if text is None or not (text or field.kind.metavar == "LIST"):
             continue
         value = parse_text(field.name, text, field.variable)
@@ -141,7 +150,11 @@ _OF_TORCH = ("ATEN_", "DNNL_", "ONEDNN_", "TORCH_ALLOW_")
 def deciding_variables(variables: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the variables that are set and may change what a process computes, by default of ``os.environ``."""
     values = os.environ if variables is None else variables
-    return {name: value for name, value in values.items() if name in _DECIDING or name.startswith(_OF_TORCH)}
+    return {
+        name: value
+        for name, value in values.items()
+        if name in _DECIDING or name.startswith(_OF_TORCH)
+    }
 
 
 _OF_SESSIONS = re.compile(
@@ -184,7 +197,9 @@ def read_launch(variables: Mapping[str, str] | None = None) -> Launch:
 def _number(values: Mapping[str, str], name: str, otherwise: int) -> int:
     text = values.get(name) or str(otherwise)
     if not text.isdecimal():
-        raise ConfigError(f"{name}={text!r:.80} is no number: unset it, or start with a launcher, such as torchrun")
+        raise ConfigError(
+            f"{name}={text!r:.80} is no number: unset it, or start with a launcher, such as torchrun"
+        )
     return int(text)
 
 
@@ -202,7 +217,11 @@ _FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 def read_compilers(variables: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the variables that change what compilers make, by default of ``os.environ``; not where they keep it."""
     values = os.environ if variables is None else variables
-    return {name: values[name] for name in sorted(values) if _OF_COMPILERS.fullmatch(name) and name not in _FOLDERS}
+    return {
+        name: values[name]
+        for name in sorted(values)
+        if _OF_COMPILERS.fullmatch(name) and name not in _FOLDERS
+    }
 
 
 def cache_home(variables: Mapping[str, str] | None = None) -> Path:

@@ -66,7 +66,12 @@ class RequestError(InputError):
     """
 
     def __init__(
-        self, message: str, field: str | None = None, *, source: str | None = None, code: str = "invalid_value"
+        self,
+        message: str,
+        field: str | None = None,
+        *,
+        source: str | None = None,
+        code: str = "invalid_value",
     ) -> None:
         super().__init__(message if source is None else f"{source}: {message}")
         self.message = message
@@ -237,7 +242,9 @@ def near_matches(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[s
 
     found = difflib.get_close_matches(name, sorted(set(known)), n=3, cutoff=cutoff)
     ratios = [difflib.SequenceMatcher(None, match, name).ratio() for match in found]
-    return [match for match, ratio in zip(found, ratios, strict=True) if ratio >= ratios[0] - _FARTHER]
+    return [
+        match for match, ratio in zip(found, ratios, strict=True) if ratio >= ratios[0] - _FARTHER
+    ]
 
 
 def close_matches(name: str, known: Iterable[str]) -> str:
@@ -252,7 +259,9 @@ def close_matches(name: str, known: Iterable[str]) -> str:
 
 def raised_at(error: BaseException) -> str:
     """Give ``file:line`` of the code that raised a caught ``error``, for messages about other people's code."""
-    places = [place for _, place in _places(error) if not place.startswith("<frozen ")]  # as of an import that fails
+    places = [
+        place for _, place in _places(error) if not place.startswith("<frozen ")
+    ]  # as of an import that fails
     return places[-1] if places else "an unknown place"
 
 
@@ -263,10 +272,20 @@ def raised_in(package: str, error: BaseException) -> str | None:
     """
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return f"{error.filename}:{error.lineno}"
-    return next((place for module, place in reversed(_places(error)) if module.partition(".")[0] == package), None)
+    return next(
+        (
+            place
+            for module, place in reversed(_places(error))
+            if module.partition(".")[0] == package
+        ),
+        None,
+    )
 
 
 def _places(error: BaseException) -> list[tuple[str, str]]:
     """List the module and ``file:line`` of each frame of a traceback, the outermost first."""
     frames = traceback.walk_tb(error.__traceback__)
-    return [(str(frame.f_globals.get("__name__")), f"{frame.f_code.co_filename}:{line}") for frame, line in frames]
+    return [
+        (str(frame.f_globals.get("__name__")), f"{frame.f_code.co_filename}:{line}")
+        for frame, line in frames
+    ]

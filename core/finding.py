@@ -38,7 +38,9 @@ class Finding:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Finding:
         """Return the finding that ``to_dict`` wrote down."""
-        return cls(**{**data, "provider": Provider(**data["provider"]) if data["provider"] else None})
+        return cls(
+            **{**data, "provider": Provider(**data["provider"]) if data["provider"] else None}
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the finding as plain data, with the names that all JSON of opgraft has for it."""

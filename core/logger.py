@@ -9,7 +9,12 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import Protocol, cast
 
-_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
 
 
 class LogOnce(Protocol):
@@ -86,7 +91,9 @@ def writes_json() -> bool:
 
 class _Json(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        time = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
+        time = datetime.fromtimestamp(record.created, timezone.utc).isoformat(
+            timespec="milliseconds"
+        )
         told = {name: value for name, value in vars(record).items() if "." in name}
         fields = getattr(record, "fields", None) or {"message": record.getMessage(), **told}
         line = {"time": time, "level": record.levelname, "logger": record.name, **fields}

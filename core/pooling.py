@@ -34,7 +34,9 @@ def _mean_by_root(states: Tensor, mask: Tensor) -> Tensor:
 
 
 def _weighted_mean(states: Tensor, mask: Tensor) -> Tensor:
-    weights = mask * (torch.arange(1, mask.shape[1] + 1, device=mask.device) - mask.argmax(1, keepdim=True))
+    weights = mask * (
+        torch.arange(1, mask.shape[1] + 1, device=mask.device) - mask.argmax(1, keepdim=True)
+    )
     return _sum(states, weights) / weights.sum(1, keepdim=True)
 
 
@@ -86,9 +88,17 @@ def pooling_modes(settings: Mapping[str, Any]) -> tuple[str, ...]:
     if stated is None:
         stated = [mode for flag, mode in _FLAGS.items() if settings.get(flag)] or ["mean"]
     modes = [stated] if isinstance(stated, str) else stated
-    if not isinstance(modes, list) or not modes or not all(isinstance(m, str) and m in POOLINGS for m in modes):
+    if (
+        not isinstance(modes, list)
+        or not modes
+        or not all(isinstance(m, str) and m in POOLINGS for m in modes)
+    ):
         raise ValueError(f"the pooling mode {stated!r:.80} is none of {', '.join(POOLINGS)}")
-    unknown = [name for name in settings if name.startswith("pooling_mode_") and settings[name] and name not in _FLAGS]
+    unknown = [
+        name
+        for name in settings
+        if name.startswith("pooling_mode_") and settings[name] and name not in _FLAGS
+    ]
     if unknown:
         raise ValueError(f"the pooling setting {unknown[0]!r:.80} is not known")
     return tuple(modes)

@@ -69,7 +69,10 @@ class PluginRecord:
 
     def attributes(self) -> dict[str, str]:
         """Return attributes of what is logged about the plugin."""
-        own = {"opgraft.plugin.name": printable(self.name), "opgraft.plugin.status": self.status.value}
+        own = {
+            "opgraft.plugin.name": printable(self.name),
+            "opgraft.plugin.status": self.status.value,
+        }
         return {**own, **self.provider.attributes()}
 
 
@@ -196,7 +199,10 @@ class HostState:
         with self.lock:
             if replacement in self.active:
                 return lambda: None
-            self.active = [*self.active, replacement]  # a new list, as readers iterate without the lock
+            self.active = [
+                *self.active,
+                replacement,
+            ]  # a new list, as readers iterate without the lock
             self.invalidate()
         return lambda: self.deactivate(replacement)
 
@@ -218,7 +224,9 @@ _STATE = HostState()
 def _begin_anew() -> None:
     global _STATE  # the one place that replaces the one object
     # The generation goes on, so that scopes which are open see that their caches are stale.
-    _STATE = HostState(registry=_STATE.registry, generation=_STATE.generation + 1, identity=_STATE.identity)
+    _STATE = HostState(
+        registry=_STATE.registry, generation=_STATE.generation + 1, identity=_STATE.identity
+    )
 
 
 LOADING_PATIENCE = 60.0
@@ -302,4 +310,6 @@ class _Fork(threading.local):
 
 _fork = _Fork()
 if hasattr(os, "register_at_fork"):  # where processes fork
-    os.register_at_fork(before=_fork.begins, after_in_parent=_fork.ends, after_in_child=_fork.begins_child)
+    os.register_at_fork(
+        before=_fork.begins, after_in_parent=_fork.ends, after_in_child=_fork.begins_child
+    )

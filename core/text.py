@@ -61,9 +61,16 @@ def table(rows: Sequence[Sequence[object]], width: int | None = WIDTH) -> list[s
     lines = []
     for row in texts:
         sizes = [max(size, 1) for size in widths]
-        cells = [textwrap.wrap(cell, size, break_on_hyphens=False) for cell, size in zip(row, sizes, strict=True)]
+        cells = [
+            textwrap.wrap(cell, size, break_on_hyphens=False)
+            for cell, size in zip(row, sizes, strict=True)
+        ]
         for parts in zip_longest(*cells, fillvalue=""):
-            lines.append("  ".join(part.ljust(size) for part, size in zip(parts, widths, strict=True)).rstrip())
+            lines.append(
+                "  ".join(
+                    part.ljust(size) for part, size in zip(parts, widths, strict=True)
+                ).rstrip()
+            )
     return lines
 
 

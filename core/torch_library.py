@@ -56,7 +56,9 @@ def direct_register_custom_op(
             "cannot be: choose another op_name, or a target_lib with a namespace of the plugin's own"
         )
     library: Any = target_lib or Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # torch leaves it so
-    library.define(op_name + infer_schema(op_func, mutates_args=tuple(mutates_args or ())), tags=tuple(tags))
+    library.define(
+        op_name + infer_schema(op_func, mutates_args=tuple(mutates_args or ())), tags=tuple(tags)
+    )
     library.impl(op_name, op_func, dispatch_key or "CompositeExplicitAutograd")
     if fake_impl is not None:
         register_fake(qualname, fake_impl, lib=library)

@@ -96,10 +96,14 @@ KINDS: Sequence[Kind] = (
 def sightings(machine: Machine) -> Iterator[Sighting]:
     """Yield what the table recognises on a machine, by kind."""
     for kind in KINDS:
-        functions = [function for function in pci_functions(machine, kind.vendor) if _is_one(kind, function)]
+        functions = [
+            function for function in pci_functions(machine, kind.vendor) if _is_one(kind, function)
+        ]
         names = [kind.models.get(function.device, kind.name) for function in functions]
         for name in dict.fromkeys(names):
-            addresses = tuple(f.address for f, own in zip(functions, names, strict=True) if own == name)
+            addresses = tuple(
+                f.address for f, own in zip(functions, names, strict=True) if own == name
+            )
             yield Sighting(name, len(addresses), FOLDER, addresses, _remedy(kind.served_by))
         if not functions and kind.nodes:
             yield from _by_node(machine, kind)
@@ -108,11 +112,17 @@ def sightings(machine: Machine) -> Iterator[Sighting]:
 
 
 def _is_one(kind: Kind, function: PciFunction) -> bool:
-    return function.kind in kind.classes and (not kind.only_models or function.device in kind.models)
+    return function.kind in kind.classes and (
+        not kind.only_models or function.device in kind.models
+    )
 
 
 def _by_node(machine: Machine, kind: Kind) -> Iterator[Sighting]:
-    found = [node for node in (f"/dev/{kind.nodes}{number}" for number in range(MOST_NODES)) if machine.exists(node)]
+    found = [
+        node
+        for node in (f"/dev/{kind.nodes}{number}" for number in range(MOST_NODES))
+        if machine.exists(node)
+    ]
     if found:
         yield Sighting(kind.name, len(found), found[0], (), _remedy(kind.served_by))
 

@@ -33,7 +33,9 @@ def usable(found: Sequence[Found]) -> list[Found]:
 
 def hide(devices: Sequence[Device], visible: Sequence[int]) -> tuple[Device, ...]:
     """Mark the devices that are not among the visible positions as hidden."""
-    return tuple(replace(device, hidden=index not in visible) for index, device in enumerate(devices))
+    return tuple(
+        replace(device, hidden=index not in visible) for index, device in enumerate(devices)
+    )
 
 
 def torch_obstacle(machine: Machine, backend: str, remedy: str) -> Obstacle | None:
@@ -41,12 +43,19 @@ def torch_obstacle(machine: Machine, backend: str, remedy: str) -> Obstacle | No
     build = machine.torch_build()
     if build is not None and backend in build.backends:
         return None
-    missing = f"the installed torch {build.version} is built without {backend}" if build else "torch is not installed"
+    missing = (
+        f"the installed torch {build.version} is built without {backend}"
+        if build
+        else "torch is not installed"
+    )
     return Obstacle(missing, remedy)
 
 
 def verdict(
-    found: str, devices: Sequence[Device], obstacles: Sequence[Obstacle | None], facts: Sequence[Fact]
+    found: str,
+    devices: Sequence[Device],
+    obstacles: Sequence[Obstacle | None],
+    facts: Sequence[Fact],
 ) -> Evidence:
     """Call devices available where nothing stands in the way; else say everything that does."""
     visible = sum(not device.hidden for device in devices)

@@ -45,7 +45,10 @@ def pci_functions(machine: Machine, vendor: int) -> tuple[PciFunction, ...]:
 
 def _function(machine: Machine, vendor: int, address: str) -> PciFunction | None:
     folder = f"{FOLDER}/{address}"
-    device, code = _number(machine.read(f"{folder}/device")), _number(machine.read(f"{folder}/class"))
+    device, code = (
+        _number(machine.read(f"{folder}/device")),
+        _number(machine.read(f"{folder}/class")),
+    )
     if device is None or code is None:
         return None
     node = (machine.read(f"{folder}/numa_node") or "").strip()
@@ -55,7 +58,9 @@ def _function(machine: Machine, vendor: int, address: str) -> PciFunction | None
         device=device,
         kind=code >> 16,
         subsystem=_number(machine.read(f"{folder}/subsystem_device")),
-        numa_node=int(node) if re.fullmatch(r"\d{1,4}", node) else None,  # -1: unknown to the kernel
+        numa_node=int(node)
+        if re.fullmatch(r"\d{1,4}", node)
+        else None,  # -1: unknown to the kernel
         driver=machine.link(f"{folder}/driver"),
     )
 

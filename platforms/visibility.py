@@ -30,5 +30,9 @@ def _position(entry: str, identities: Sequence[Sequence[str]]) -> int | None:
         return int(entry) if int(entry) < len(identities) else None
     if len(entry) <= len("gpu-"):
         return None
-    matches = [at for at, names in enumerate(identities) if any(name.lower().startswith(entry) for name in names)]
+    matches = [
+        at
+        for at, names in enumerate(identities)
+        if any(name.lower().startswith(entry) for name in names)
+    ]
     return matches[0] if len(matches) == 1 else None

@@ -44,12 +44,16 @@ def process_rows() -> dict[str, str]:
     """
     state, selection = host_state(), selected_platform()
     rows = {"opgraft": __version__, "python": ".".join(python.python_version_tuple()[:2])}
-    rows |= {name: version_of(name) or "none" for name in _LIBRARIES} | {"platform": selection.platform.name}
+    rows |= {name: version_of(name) or "none" for name in _LIBRARIES} | {
+        "platform": selection.platform.name
+    }
     rows |= {f"variable {name}": value for name, value in deciding_variables().items()}
     rows[_LOCKFILE] = lockfile_in_words(state.settings().config.lockfile)
     for plugin in state.plugins.values():
         rows[f"plugin {plugin.name}"] = f"{plugin.provider}, {plugin.status.value}"
-    active = [plugin for plugin in state.plugins.values() if plugin.status is PluginStatus.ACTIVATED]
+    active = [
+        plugin for plugin in state.plugins.values() if plugin.status is PluginStatus.ACTIVATED
+    ]
     rows["order of plugins"] = ", ".join(plugin.name for plugin in active) or "none"
     chosen = [each.provider for each in selection.decision.candidates if each.accepted]
     used = dict.fromkeys([*filter(None, chosen), *(plugin.provider for plugin in active)])
@@ -67,7 +71,9 @@ def _installation(provider: Provider) -> str:
     except (ValueError, OSError):
         record = ""
     # Less scripts and what the installer says of itself, which differ between machines with the same wheels.
-    lines = (line for line in record.splitlines() if ",sha" in line and not line.startswith(("..", "/")))
+    lines = (
+        line for line in record.splitlines() if ",sha" in line and not line.startswith(("..", "/"))
+    )
     files = "\n".join(sorted(line for line in lines if ".dist-info/" not in line))
     editable = " (editable)" if is_editable(distribution) else ""
     return f"{provider.version}{editable}, files with the SHA-256 {hashlib.sha256(files.encode()).hexdigest():.12}"
@@ -77,7 +83,8 @@ def differences(theirs: Mapping[str, str], own: Mapping[str, str], other: str, t
     """Say in one line how two processes differ; empty where they do not."""
     names = [name for name in {**theirs, **own} if theirs.get(name) != own.get(name)]
     lines = [
-        f"{name} is {theirs.get(name, 'none')} for {other}, and {own.get(name, 'none')} for {this}" for name in names
+        f"{name} is {theirs.get(name, 'none')} for {other}, and {own.get(name, 'none')} for {this}"
+        for name in names
     ]
     more = f"; and {len(lines) - _MOST_SHOWN} more" if len(lines) > _MOST_SHOWN else ""
     return printable("; ".join(lines[:_MOST_SHOWN])) + more
@@ -92,7 +99,10 @@ def expect_lockfile_agrees() -> None:
     """
     theirs = (_shared() or {}).get(_LOCKFILE)
     if theirs is not None:
-        _expect({_LOCKFILE: theirs}, {_LOCKFILE: lockfile_in_words(host_state().settings().config.lockfile)})
+        _expect(
+            {_LOCKFILE: theirs},
+            {_LOCKFILE: lockfile_in_words(host_state().settings().config.lockfile)},
+        )
 
 
 def expect_process_agrees() -> None:
@@ -103,7 +113,10 @@ def expect_process_agrees() -> None:
     """
     shared = _shared()
     if shared is not None:
-        _expect({name: value for name, value in shared.items() if not name.startswith(_CHOICES)}, process_rows())
+        _expect(
+            {name: value for name, value in shared.items() if not name.startswith(_CHOICES)},
+            process_rows(),
+        )
 
 
 def expect_choice_agrees(subject: str, choice: str) -> None:
@@ -123,7 +136,11 @@ def expect_choice_agrees(subject: str, choice: str) -> None:
 def _shared() -> Mapping[str, str] | None:
     """Return what another process has shared with this one, if it did."""
     environment = host_state().known_environment()
-    return None if environment.decision is None else environment.decision.rows_for(host_state().identity)
+    return (
+        None
+        if environment.decision is None
+        else environment.decision.rows_for(host_state().identity)
+    )
 
 
 def _expect(theirs: Mapping[str, str], own: Mapping[str, str]) -> None:

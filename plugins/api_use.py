@@ -112,7 +112,11 @@ class Uses(ast.NodeVisitor):
         bases = [name for name in map(self._dotted, node.bases) if name]
         functions = [each for each in node.body if isinstance(each, ast.FunctionDef)]
         overridden = [each for each in functions if not each.name.startswith("_")]
-        self.found += [Use(f"{base}.{function.name}", function.lineno) for base in bases for function in overridden]
+        self.found += [
+            Use(f"{base}.{function.name}", function.lineno)
+            for base in bases
+            for function in overridden
+        ]
         outer = self.base, self.own
         self.base, self.own = next(iter(bases), None), {function.name for function in functions}
         self.generic_visit(node)
@@ -159,7 +163,11 @@ class Uses(ast.NodeVisitor):
         """Return the base of opgraft from which an attribute of ``self`` or ``super()`` comes, as far as that shows."""
         if isinstance(node, ast.Name):
             return self.base if node.id == "self" and attribute not in self.own else None
-        above = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
+        above = (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "super"
+        )
         return self.base if above else None
 
 
@@ -167,7 +175,9 @@ def _taken_in(function: ast.FunctionDef) -> set[str]:
     """Return the names that parameters and assignments bind in a function, or in one within it."""
     nodes = [node for part in (function.args, *function.body) for node in ast.walk(part)]
     parameters = {node.arg for node in nodes if isinstance(node, ast.arg)}
-    return parameters | {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return parameters | {
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
 
 
 def keywords_of(signature: str) -> set[str] | None:
@@ -176,4 +186,6 @@ def keywords_of(signature: str) -> set[str] | None:
         return None
     (function,) = ast.parse(f"def f{signature}: ...").body
     arguments: ast.arguments = function.args  # type: ignore[attr-defined]  # a def is all that there is
-    return None if arguments.kwarg else {each.arg for each in (*arguments.args, *arguments.kwonlyargs)}
+    return (
+        None if arguments.kwarg else {each.arg for each in (*arguments.args, *arguments.kwonlyargs)}
+    )

@@ -36,7 +36,9 @@ class Change:
             self.undo()
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # of a system that does not let it, or of what a plugin has put there
+        except (
+            BaseException
+        ) as error:  # of a system that does not let it, or of what a plugin has put there
             return f"it cannot be set back: {described(error)}"
         return "it was set back"
 
@@ -77,7 +79,9 @@ class Value:
 
     def changes(self, before: Any, after: Any) -> Iterator[Change]:
         if before is not after and not self.same(before, after):
-            old, new = ("nothing" if value is ABSENT else self.shown(value) for value in (before, after))
+            old, new = (
+                "nothing" if value is ABSENT else self.shown(value) for value in (before, after)
+            )
             yield Change(f"{self.name} from {old} to {new}", partial(self.write, before))
 
 
@@ -95,12 +99,20 @@ class Entries:
 
     def changes(self, before: dict[Any, Any], after: dict[Any, Any]) -> Iterator[Change]:
         # Most come behind those that were there, which are compared without a loop of Python's.
-        begins = [*before] == [*after][: len(before)] and all(map(self.same, before.values(), after.values()))
+        begins = [*before] == [*after][: len(before)] and all(
+            map(self.same, before.values(), after.values())
+        )
         if not begins:
-            for key in [key for key, value in before.items() if not self.same(after.get(key, ABSENT), value)]:
-                yield Change(f"{self.name} {key}", partial(operator.setitem, self.mapping, key, before[key]))
+            for key in [
+                key for key, value in before.items() if not self.same(after.get(key, ABSENT), value)
+            ]:
+                yield Change(
+                    f"{self.name} {key}", partial(operator.setitem, self.mapping, key, before[key])
+                )
         for key in sorted(after.keys() - before.keys()) if self.additions else ():
-            yield Change(f"{self.name} {key} (new)", partial(self.mapping.pop, key, None), stays=True)
+            yield Change(
+                f"{self.name} {key} (new)", partial(self.mapping.pop, key, None), stays=True
+            )
 
 
 @dataclass(frozen=True)
@@ -120,9 +132,14 @@ class Order:
         added = [item for item in after if not any(is_same(item, known) for known in before)]
         if len(after) < len(before) or not all(map(is_same, before, after)):
             ordered = [*before, *added]
-            yield Change(f"the order of {self.name}", partial(operator.setitem, self.items, slice(None), ordered))
+            yield Change(
+                f"the order of {self.name}",
+                partial(operator.setitem, self.items, slice(None), ordered),
+            )
         for item in added:
-            yield Change(f"{self.name} {self.shown(item)} (new)", partial(self._remove, item), stays=True)
+            yield Change(
+                f"{self.name} {self.shown(item)} (new)", partial(self._remove, item), stays=True
+            )
 
     def _remove(self, item: Any) -> None:
         self.items[:] = [each for each in self.items if each is not item]

@@ -19,7 +19,14 @@ from opgraft.text import described
 
 PUBLIC, PRIVATE, DEPRECATED, CHANGED, GONE = "public", "private", "deprecated", "changed", "gone"
 _LARGEST = 1 << 22  # bytes of a source file
-_UNREADABLE = (OSError, SyntaxError, ValueError, RecursionError, MemoryError, csv.Error)  # of parsers too
+_UNREADABLE = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    RecursionError,
+    MemoryError,
+    csv.Error,
+)  # of parsers too
 
 
 @dataclass(frozen=True)
@@ -61,13 +68,18 @@ def examine(offers: Iterable[Offer], here: Listing, there: Listing) -> Examinati
             exported.setdefault(module, []).append(own)
     for file in files:
         try:
-            judged = [(_judged(use, here, there), use.line) for use in uses_in(read_regular(file, _LARGEST), exported)]
+            judged = [
+                (_judged(use, here, there), use.line)
+                for use in uses_in(read_regular(file, _LARGEST), exported)
+            ]
         except _UNREADABLE as error:
             unread.append((str(file), described(error)))
             continue
         for key, line in judged:
             found.setdefault(key, []).append(f"{file}:{line}")
-    rows = [TouchedName(*key, tuple(dict.fromkeys(places))) for key, places in sorted(found.items())]
+    rows = [
+        TouchedName(*key, tuple(dict.fromkeys(places))) for key, places in sorted(found.items())
+    ]
     return Examination(tuple(rows), tuple(unread))
 
 
@@ -119,12 +131,20 @@ def _judged(use: Use, here: Listing, there: Listing) -> tuple[str, str, str]:
         return before, GONE, f"opgraft {here.version} has it, {there.version} has not"
     was, now = here.signature(known) if known in here.names else "", there.signature(known)
     if was and was != now:
-        return known, CHANGED, f"it takes {was} in opgraft {here.version} and {now} in {there.version}"
+        return (
+            known,
+            CHANGED,
+            f"it takes {was} in opgraft {here.version} and {now} in {there.version}",
+        )
     # Of a member that is not ours the class is known, and not how the member is called.
     taken = keywords_of(now) if known.rpartition(".")[2] == use.name.rpartition(".")[2] else None
     wrong = [keyword for keyword in use.keywords if taken is not None and keyword not in taken]
     if wrong:
-        return known, CHANGED, f"it is called with {wrong[0]}=, and takes {now} in opgraft {there.version}"
+        return (
+            known,
+            CHANGED,
+            f"it is called with {wrong[0]}=, and takes {now} in opgraft {there.version}",
+        )
     return known, PUBLIC, ""
 
 
@@ -132,13 +152,23 @@ def _unknown(name: str, was_there: bool, here: Listing, there: Listing) -> tuple
     if was_there:
         return name, GONE, f"opgraft {here.version} has it, {there.version} has not"
     parts = name.split(".")
-    modules = [known for known in (".".join(parts[:count]) for count in range(len(parts), 1, -1)) if _is_module(known)]
+    modules = [
+        known
+        for known in (".".join(parts[:count]) for count in range(len(parts), 1, -1))
+        if _is_module(known)
+    ]
     if modules and modules[0] not in there.modules:
         return name, PRIVATE, "no part of the public API: it may change without notice"
     owner, _, own = name.rpartition(".")
     if owner in there.modules:
-        names = [each.rpartition(".")[2] for each in there.names if each.rpartition(".")[0] == owner]
-        return name, GONE, f"{owner} of opgraft {there.version} has no {own}: {close_matches(own, names)}"
+        names = [
+            each.rpartition(".")[2] for each in there.names if each.rpartition(".")[0] == owner
+        ]
+        return (
+            name,
+            GONE,
+            f"{owner} of opgraft {there.version} has no {own}: {close_matches(own, names)}",
+        )
     return name, GONE, f"opgraft {there.version} has no such name"
 
 

@@ -86,7 +86,9 @@ class Offer:
         """Import what the entry point names; with a bridge, have that make what opgraft expects."""
         if self.bridge is not None:
             return self.bridge.load()(self)
-        return importlib_metadata.EntryPoint(name=self.name, value=self.value, group=self.group).load()
+        return importlib_metadata.EntryPoint(
+            name=self.name, value=self.value, group=self.group
+        ).load()
 
     def answers_to(self, name: str) -> bool:
         """Tell whether a setting means this offer by ``name``: its entry-point name or its distribution's name."""
@@ -120,7 +122,9 @@ class Discovery:
         if above:
             return max(above, key=lambda offer: len(offer.module)).provider
         if len(owners) > 1:  # of a namespace that they share
-            owners = [each for each in owners if _lists(self.distributions.get(each), module)] or owners
+            owners = [
+                each for each in owners if _lists(self.distributions.get(each), module)
+            ] or owners
         return owners[0] if owners else Provider(package)
 
     def has_plugin(self, provider: Provider) -> bool:
@@ -175,8 +179,12 @@ def names_of(plugin: str) -> tuple[str, list[str], list[str]]:
     offers = [offer for offer in discover().offers if not offer.built_in]
     meant = next((offer.provider for offer in offers if offer.answers_to(plugin)), None)
     if meant is None:
-        known = built_in | {offer.name for offer in offers} | {offer.provider.name for offer in offers}
-        raise ConfigError(f"no plugin or platform {plugin!r} is installed: {close_matches(plugin, known)}")
+        known = (
+            built_in | {offer.name for offer in offers} | {offer.provider.name for offer in offers}
+        )
+        raise ConfigError(
+            f"no plugin or platform {plugin!r} is installed: {close_matches(plugin, known)}"
+        )
     own = [offer for offer in offers if offer.provider == meant]
     plugins = [offer.name for offer in own if offer.group == PLUGIN_GROUP]
     return meant.name, plugins, [offer.name for offer in own if offer.group == PLATFORM_GROUP]
@@ -201,7 +209,9 @@ def scan() -> Discovery:
                 discovery.groups.setdefault(group, []).append(found)
             if "opgraft." in text:
                 offered = _read(found, text, discovery, seen, offered)
-        except Exception as error:  # of metadata that may be anything, and finders that are somebody's code
+        except (
+            Exception
+        ) as error:  # of metadata that may be anything, and finders that are somebody's code
             discovery.problems.append(_malformed(found, error))
     for bridge in [offer for offer in offered if offer.group in BRIDGE_GROUPS]:
         for found in discovery.groups.get(bridge.name, ()):
@@ -218,7 +228,9 @@ def scan() -> Discovery:
         _admit(offer, known, discovery)
     for problem in discovery.problems:
         words = "plugin metadata of %s is ignored: %s"
-        logger.warning(words, problem.provider, printable(problem.reason), extra=problem.provider.attributes())
+        logger.warning(
+            words, problem.provider, printable(problem.reason), extra=problem.provider.attributes()
+        )
     return discovery
 
 
@@ -250,11 +262,18 @@ def _read(
         installed = text_of(found, "METADATA") is not None  # an egg-info may be of another time
         return own + offered if installed else offered + own
     counts = _counts(found, provider, discovery, seen)
-    return offered + list(_offers(found, provider, fields.get("requires-dist", []))) if counts else offered
+    return (
+        offered + list(_offers(found, provider, fields.get("requires-dist", [])))
+        if counts
+        else offered
+    )
 
 
 def _bridged(
-    found: importlib_metadata.Distribution, bridge: Offer, discovery: Discovery, seen: dict[str, Provider]
+    found: importlib_metadata.Distribution,
+    bridge: Offer,
+    discovery: Discovery,
+    seen: dict[str, Provider],
 ) -> list[Offer]:
     """Return what a distribution offers through a bridge: nothing where it offers something to opgraft itself.
 
@@ -263,7 +282,9 @@ def _bridged(
     text = text_of(found, "entry_points.txt") or ""
     fields = fields_of(found)
     provider = _provider(fields)
-    if {PLATFORM_GROUP, PLUGIN_GROUP} & set(groups_in(text)) or normalized(provider.name) == bridge.name.split(".")[0]:
+    if {PLATFORM_GROUP, PLUGIN_GROUP} & set(groups_in(text)) or normalized(
+        provider.name
+    ) == bridge.name.split(".")[0]:
         return []
     _check(text, (bridge.name,))
     if not _counts(found, provider, discovery, seen):
@@ -275,11 +296,16 @@ def _bridged(
 
 
 def _counts(
-    found: importlib_metadata.Distribution, provider: Provider, discovery: Discovery, seen: dict[str, Provider]
+    found: importlib_metadata.Distribution,
+    provider: Provider,
+    discovery: Discovery,
+    seen: dict[str, Provider],
 ) -> bool:
     """Tell whether a distribution is the first of its name; a later one of another version is a problem."""
     if is_stray(found):
-        raise ValueError("a build left it in the working folder, and nothing has installed it: remove it")
+        raise ValueError(
+            "a build left it in the working folder, and nothing has installed it: remove it"
+        )
     first = seen.setdefault(normalized(provider.name), provider)
     if first != provider:
         reason = f"it is another installation of {first}, which comes first on sys.path: uninstall one of them"
@@ -314,7 +340,9 @@ def is_editable(distribution: importlib_metadata.Distribution | None) -> bool:
         return False
 
 
-def _offers(distribution: importlib_metadata.Distribution, provider: Provider, requires: list[str]) -> Iterator[Offer]:
+def _offers(
+    distribution: importlib_metadata.Distribution, provider: Provider, requires: list[str]
+) -> Iterator[Offer]:
     checked = _checked(requires)
     for point in distribution.entry_points:
         if point.group in _OWN:
@@ -323,7 +351,9 @@ def _offers(distribution: importlib_metadata.Distribution, provider: Provider, r
 
 def _checked(requires: list[str]) -> tuple[str, ...]:
     """Return the requirements on distributions whose versions are checked."""
-    names = (normalized((re.match(r"\s*([\w.-]*\w)", line) or [""])[0].strip()) for line in requires)
+    names = (
+        normalized((re.match(r"\s*([\w.-]*\w)", line) or [""])[0].strip()) for line in requires
+    )
     return tuple(line for name, line in zip(names, requires, strict=True) if name in CHECKED)
 
 
@@ -338,7 +368,9 @@ def _own_offers(distribution: importlib_metadata.Distribution, discovery: Discov
     if foreign:
         reason = f"it calls itself {HOST_DISTRIBUTION} and offers {', '.join(foreign)}, which is no part of opgraft"
         place = Provider(str(place_of(distribution) or type(distribution).__qualname__))
-        discovery.problems.append(Problem(place, f"{reason}: uninstall it, or give it a name of its own"))
+        discovery.problems.append(
+            Problem(place, f"{reason}: uninstall it, or give it a name of its own")
+        )
     return [offer for offer in offers if offer.built_in and _exists(offer.module)]
 
 
@@ -360,7 +392,10 @@ def _admit(offer: Offer, known: dict[tuple[str, str], Offer], discovery: Discove
         means = "where that name means an op's native definition: give it another name"
         discovery.problems.append(Problem(offer.provider, f"{reason}, {means}"))
         return
-    owners = {normalized(name): name for name in (HOST_DISTRIBUTION, *(p.name for p in discovery.distributions))}
+    owners = {
+        normalized(name): name
+        for name in (HOST_DISTRIBUTION, *(p.name for p in discovery.distributions))
+    }
     namesake = owners.get(normalized(offer.name), offer.provider.name)
     if not offer.built_in and normalized(namesake) != normalized(offer.provider.name):
         reason = f"its entry point {offer.name!r} in {offer.group} has the name of the distribution {namesake}"
@@ -371,11 +406,15 @@ def _admit(offer: Offer, known: dict[tuple[str, str], Offer], discovery: Discove
     if rival is offer:
         discovery.offers.append(offer)
     elif rival.provider == offer.provider and not offer.built_in:
-        reason = f"its entry point {offer.name!r} in {offer.group} is there twice: {rival.value} counts"
+        reason = (
+            f"its entry point {offer.name!r} in {offer.group} is there twice: {rival.value} counts"
+        )
         discovery.problems.append(Problem(offer.provider, reason))
     elif not (rival.built_in and offer.built_in):
         reason = f"its entry point {offer.name!r} in {offer.group} is already provided by {rival.provider}"
-        discovery.problems.append(Problem(offer.provider, f"{reason}: uninstall one of the two distributions"))
+        discovery.problems.append(
+            Problem(offer.provider, f"{reason}: uninstall one of the two distributions")
+        )
 
 
 @functools.lru_cache(maxsize=4096)  # each name is compared with many others

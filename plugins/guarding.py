@@ -26,7 +26,10 @@ class Guard:
 
     @contextmanager
     def watching(
-        self, when: str, stays: Callable[[Change], bool], report: Callable[[Sequence[Change], Sequence[str]], None]
+        self,
+        when: str,
+        stays: Callable[[Change], bool],
+        report: Callable[[Sequence[Change], Sequence[str]], None],
     ) -> Iterator[None]:
         """Set back what a step, which may raise, changes in the process for others.
 

@@ -39,7 +39,9 @@ def load_plugins() -> None:
     if state.plugins_loaded:
         return
     with loading(state):
-        if state.plugins_loaded or state.loading_thread:  # the latter: a plugin constructs an op while it is loaded
+        if (
+            state.plugins_loaded or state.loading_thread
+        ):  # the latter: a plugin constructs an op while it is loaded
             return
         state.loading_thread = get_ident()
         try:
@@ -81,7 +83,9 @@ def with_plugins(decide: Callable[[], Result]) -> Result:
 def _report(state: HostState) -> None:
     """Log what this process runs with, the one line at the level INFO, and at DEBUG what became of each plugin."""
     records = list(state.plugins.values())
-    active = [printable(record.name) for record in records if record.status is PluginStatus.ACTIVATED]
+    active = [
+        printable(record.name) for record in records if record.status is PluginStatus.ACTIVATED
+    ]
     platform, count = printable(selected_platform().platform.name), len(state.active)
     names = f": {', '.join(active)}" if active else ""
     attributes = {
@@ -94,7 +98,9 @@ def _report(state: HostState) -> None:
         "opgraft.replacements": count,
     }
     words = "opgraft %s on platform %s: %d of %d installed plugins active%s; %d replacements"
-    logger.info(words, __version__, platform, len(active), len(records), names, count, extra=attributes)
+    logger.info(
+        words, __version__, platform, len(active), len(records), names, count, extra=attributes
+    )
     for record in records:
         words = f"plugin {record.name} of {record.provider}: {record.status.value}: {record.reason}"
         logger.debug("%s", printable(words), extra=record.attributes())
@@ -120,7 +126,13 @@ def plugins_decision(records: Iterable[PluginRecord], settings: Settings) -> Dec
     """Explain which installed plugins are active in this process, and why the others are not."""
     rows = [(record, record.status is PluginStatus.ACTIVATED) for record in records]
     candidates = tuple(
-        Candidate(r.name, active, f"{r.status.value}: {r.reason}" if r.reason else r.status.value, r.provider, r.value)
+        Candidate(
+            r.name,
+            active,
+            f"{r.status.value}: {r.reason}" if r.reason else r.status.value,
+            r.provider,
+            r.value,
+        )
         for r, active in rows
     )
     chosen = ", ".join(record.name for record, active in rows if active) or None

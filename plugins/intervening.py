@@ -39,7 +39,9 @@ class Kernels:
             namespace, _, rest = kernel.partition("/")
             name, _, key = rest.rpartition("/")
             if namespace == "aten" and key in keys:
-                yield Change(f"the kernel of torch's operator {name} for {key}", _cannot_remove, patch=True)
+                yield Change(
+                    f"the kernel of torch's operator {name} for {key}", _cannot_remove, patch=True
+                )
 
 
 class Layers:
@@ -63,7 +65,9 @@ class Layers:
 @functools.cache
 def _layers() -> tuple[type, ...]:
     found = dict.fromkeys(value for value in vars(torch.nn).values() if isinstance(value, type))
-    return tuple(each for each in found if issubclass(each, torch.nn.Module) and each is not torch.nn.Module)
+    return tuple(
+        each for each in found if issubclass(each, torch.nn.Module) and each is not torch.nn.Module
+    )
 
 
 def _cannot_remove() -> None:
@@ -74,19 +78,38 @@ def values() -> Iterator[Value]:
     """Yield what torch and Python call with whatever others do, and the switches of how they do it."""
     hooks = intervening.hooks_of_every_module, intervening.set_hooks_of_every_module
     yield Value("the hooks that torch calls for every module", *hooks, _count)
-    yield Value("the modes of torch", intervening.entered_modes, intervening.leave_other_modes, _kinds, very_same)
+    yield Value(
+        "the modes of torch",
+        intervening.entered_modes,
+        intervening.leave_other_modes,
+        _kinds,
+        very_same,
+    )
     for module, whose in ((sys, "this thread"), (threading, "new threads")):
         for what in ("trace", "profile"):
             read, write = getattr(module, f"get{what}"), getattr(module, f"set{what}")
-            yield Value(f"what {what}s the functions of {whose}", read, write, reprlib.repr, operator.is_)
+            yield Value(
+                f"what {what}s the functions of {whose}", read, write, reprlib.repr, operator.is_
+            )
     for owner in (sys, threading):
-        yield Value(f"{owner.__name__}.excepthook", *attribute(owner, "excepthook"), reprlib.repr, operator.is_)
+        yield Value(
+            f"{owner.__name__}.excepthook",
+            *attribute(owner, "excepthook"),
+            reprlib.repr,
+            operator.is_,
+        )
     yield Value("sys.unraisablehook", *attribute(sys, "unraisablehook"), reprlib.repr, operator.is_)
     yield Value("whether garbage is collected", gc.isenabled, _collect)
     yield Value("the thresholds of the garbage collector", gc.get_threshold, _set_thresholds)
-    yield Value("the time after which threads take turns", sys.getswitchinterval, sys.setswitchinterval)
-    for backend in (value for value in vars(torch.backends).values() if isinstance(value, ModuleType)):
-        for name in [name for name in vars(backend) if name.endswith(_ENABLED)]:  # of one, and they hold everywhere
+    yield Value(
+        "the time after which threads take turns", sys.getswitchinterval, sys.setswitchinterval
+    )
+    for backend in (
+        value for value in vars(torch.backends).values() if isinstance(value, ModuleType)
+    ):
+        for name in [
+            name for name in vars(backend) if name.endswith(_ENABLED)
+        ]:  # of one, and they hold everywhere
             way = name.removesuffix(_ENABLED)
             read, write = getattr(backend, name), getattr(backend, f"enable_{way}_sdp")
             yield Value(f"whether attention may be computed by {way}", read, write)

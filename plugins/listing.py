@@ -47,12 +47,17 @@ class Listing:
         if found is None:
             return None
         bases = self.names[found].get("bases", [])
-        return next((n for n in (f"{base}.{member}" for base in (found, *bases)) if n in self.names), found)
+        return next(
+            (n for n in (f"{base}.{member}" for base in (found, *bases)) if n in self.names), found
+        )
 
     def deprecation(self, name: str) -> str:
         """Say what takes the place of a name, or of its module, that will go; empty where it stays."""
         parts = name.split(".")
-        ends = (self.names.get(".".join(parts[:count]), {}).get("deprecated") for count in range(len(parts), 0, -1))
+        ends = (
+            self.names.get(".".join(parts[:count]), {}).get("deprecated")
+            for count in range(len(parts), 0, -1)
+        )
         return str(next(filter(None, ends), ""))
 
     def signature(self, name: str) -> str:
@@ -73,11 +78,15 @@ def read_listing(version: str) -> Listing:
     path = Path(version) if version.endswith(".json") else _HERE / f"{version}.json"
     if not version.endswith(".json") and version not in kept_versions():
         near = close_matches(version, kept_versions())
-        raise InputError(f"no listing of the public names of opgraft {version!r:.80} is kept: {near}")
+        raise InputError(
+            f"no listing of the public names of opgraft {version!r:.80} is kept: {near}"
+        )
     try:
         return _listing(json.loads(read_regular(path, _LARGEST)))
     except (OSError, ValueError, SyntaxError, KeyError, RecursionError, MemoryError) as error:
-        raise InputError(f"{path} is no listing of the schema {SCHEMA}: {described(error)}") from error
+        raise InputError(
+            f"{path} is no listing of the schema {SCHEMA}: {described(error)}"
+        ) from error
 
 
 def _listing(data: Any) -> Listing:
@@ -98,7 +107,9 @@ def _check(name: str, row: Any, names: dict[str, Any]) -> None:
         ValueError, SyntaxError: it is of another form.
     """
     if not (
-        isinstance(row, dict) and _are_texts(row.get("bases", [])) and _are_texts([row.get(key, "") for key in _TEXTS])
+        isinstance(row, dict)
+        and _are_texts(row.get("bases", []))
+        and _are_texts([row.get(key, "") for key in _TEXTS])
     ):
         raise ValueError(f"its row of {name!r:.80} is of another form")
     if row.get("is", name) not in names:

@@ -23,7 +23,13 @@ from opgraft.plugins import hookspecs
 from opgraft.plugins.changes import Change
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover
 from opgraft.plugins.outcomes import failure_of, rejection_of, replacements_of
-from opgraft.plugins.requirements import FAULTS, asked_for, check_adjustment, check_admission, objection
+from opgraft.plugins.requirements import (
+    FAULTS,
+    asked_for,
+    check_adjustment,
+    check_admission,
+    objection,
+)
 from opgraft.plugins.watching import watched
 from opgraft.registry.declarations import ANY_PLATFORM, Replacement
 from opgraft.registry.op_classes import location_of
@@ -66,8 +72,12 @@ class Loading:
             self.state.plugins[name].reason = _as_activated(self.state.plugins[name])
 
     def _consider(self, offer: Offer) -> None:
-        record = self.state.plugins[offer.name] = PluginRecord(offer.name, offer.value, offer.provider)
-        offered = tuple(p.name for p in discover().of_group(PLATFORM_GROUP) if p.provider == offer.provider)
+        record = self.state.plugins[offer.name] = PluginRecord(
+            offer.name, offer.value, offer.provider
+        )
+        offered = tuple(
+            p.name for p in discover().of_group(PLATFORM_GROUP) if p.provider == offer.provider
+        )
         record.platforms = offered
         elsewhere = bool(offered) and self.platform.name not in offered
         against = objection(offer, self.settings)
@@ -106,12 +116,17 @@ class Loading:
         else:
             record.platforms = _stated_platforms(plugin)
         if ANY_PLATFORM not in record.platforms and self.platform.name not in record.platforms:
-            record.status, record.reason = PluginStatus.REJECTED, _not_here(record.platforms, self.platform)
+            record.status, record.reason = (
+                PluginStatus.REJECTED,
+                _not_here(record.platforms, self.platform),
+            )
             return
         self._adopt_declarations(record)
         self._check_hook_names(plugin)
         self.manager.register(plugin, offer.name)
-        declared = any(replacement.plugin == offer.name for replacement in self.state.registry.replacements)
+        declared = any(
+            replacement.plugin == offer.name for replacement in self.state.registry.replacements
+        )
         if not self.manager.get_hookcallers(plugin) and not declared:
             raise _no_hook(offer, plugin)
 
@@ -124,7 +139,8 @@ class Loading:
                 place = location_of(getattr(plugin, name))
                 near = close_matches(name, hookspecs.RESULT_TYPES)
                 raise PluginError(
-                    f"{name} at {place} is marked as a hook, and there is none of that name: {near}", place
+                    f"{name} at {place} is marked as a hook, and there is none of that name: {near}",
+                    place,
                 )
 
     def _adopt_declarations(self, record: PluginRecord) -> None:
@@ -144,15 +160,26 @@ class Loading:
             arguments = [offered[name] for name in implementation.argnames]
             call = partial(implementation.function, *arguments)
             step = partial(self._call, hook.name, implementation, call, use)
-            self._attempt(implementation.plugin_name, f"in its hook {hook.name}", step, implementation.function)
+            self._attempt(
+                implementation.plugin_name,
+                f"in its hook {hook.name}",
+                step,
+                implementation.function,
+            )
 
     def _call(
-        self, hook: str, implementation: pluggy.HookImpl, call: Callable[[], Any], use: Callable[[str, Any], None]
+        self,
+        hook: str,
+        implementation: pluggy.HookImpl,
+        call: Callable[[], Any],
+        use: Callable[[str, Any], None],
     ) -> None:
         result = call()
         expected = hookspecs.RESULT_TYPES[hook]
         if not isinstance(result, expected):
-            names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in expected)
+            names = " or ".join(
+                "None" if kind is type(None) else kind.__name__ for kind in expected
+            )
             place = location_of(implementation.function)
             raise PluginError(f"{hook} returned a {type(result).__name__}, expected {names}", place)
         use(implementation.plugin_name, result)
@@ -174,12 +201,16 @@ class Loading:
     def _add_adapters(self, name: str, adapters: Iterable[Adapter]) -> None:
         for number, adapter in enumerate(adapters):
             if number == _MOST_ADAPTERS:
-                raise PluginError(f"opgraft_graft_adapters returned more than {_MOST_ADAPTERS:,} of them")
+                raise PluginError(
+                    f"opgraft_graft_adapters returned more than {_MOST_ADAPTERS:,} of them"
+                )
             if not isinstance(adapter, Adapter):
                 raise PluginError(
                     f"opgraft_graft_adapters returned a {type(adapter).__name__} among its opgraft.Adapter"
                 )
-            self._append(name, self.state.graft_adapters, (self.transactions[name].provider, adapter))
+            self._append(
+                name, self.state.graft_adapters, (self.transactions[name].provider, adapter)
+            )
 
     def _append(self, name: str, items: list[Any], item: Any) -> None:
         items.append(item)
@@ -210,7 +241,10 @@ class Loading:
         for origin, config in list(self.state.adjustments):
             registry = self.state.registry
             unknown = [
-                op for field, ops in config.op_names().items() for op in ops if op not in registry.named_by(field)
+                op
+                for field, ops in config.op_names().items()
+                for op in ops
+                if op not in registry.named_by(field)
             ]
             if unknown:
                 step = partial(_reject_names, unknown, registry.records())
@@ -253,14 +287,18 @@ class Loading:
         def report(kept: Sequence[Change], told: Sequence[str]) -> None:
             for change in kept:
                 undos.callback(change.set_back)
-                record.notes += (f"changed {change.what} {when}: it stays as long as the plugin does",)
+                record.notes += (
+                    f"changed {change.what} {when}: it stays as long as the plugin does",
+                )
             for words in told:
                 message = f"plugin {name} of {record.provider} {words}"
                 finding = Finding(message, record.provider, self._place(name, hook))
                 record.findings += (finding,)
                 logger.warning("%s", printable(str(finding)), extra=record.attributes())
 
-        guarded: AbstractContextManager[None] = self.guard.watching(when, partial(self._may_stay, record), report)
+        guarded: AbstractContextManager[None] = self.guard.watching(
+            when, partial(self._may_stay, record), report
+        )
         return guarded
 
     def _may_stay(self, record: PluginRecord, change: Change) -> bool:
@@ -275,7 +313,9 @@ class Loading:
     def _brings_device(self, record: PluginRecord) -> bool:
         """Tell whether a plugin is of the distribution whose platform this is, for whose device torch may need it."""
         offers = discover().of_group(PLATFORM_GROUP)
-        return any(each.provider == record.provider and each.name == self.platform.name for each in offers)
+        return any(
+            each.provider == record.provider and each.name == self.platform.name for each in offers
+        )
 
     def _withdraw(self, name: str, status: PluginStatus, reason: str) -> None:
         self.transactions[name].undos.close()
@@ -286,10 +326,16 @@ class Loading:
         self.state.plugins[name].reason = reason
 
     def _named(self) -> list[Offer]:
-        return [o for o in discover().of_group(PLUGIN_GROUP) if asked_for(o, self.config.plugins or ())]
+        return [
+            o for o in discover().of_group(PLUGIN_GROUP) if asked_for(o, self.config.plugins or ())
+        ]
 
     def _alive(self) -> list[str]:
-        return [name for name in self.transactions if self.state.plugins[name].status is PluginStatus.LOADED]
+        return [
+            name
+            for name in self.transactions
+            if self.state.plugins[name].status is PluginStatus.LOADED
+        ]
 
 
 def _as_activated(record: PluginRecord) -> str:
@@ -300,7 +346,9 @@ def _as_activated(record: PluginRecord) -> str:
 
 
 def _reject_names(unknown: list[str], known: Iterable[str]) -> None:
-    raise PluginError(f"it names the op {unknown[0]!r}, which nobody registers: {close_matches(unknown[0], known)}")
+    raise PluginError(
+        f"it names the op {unknown[0]!r}, which nobody registers: {close_matches(unknown[0], known)}"
+    )
 
 
 def _no_hook(offer: Offer, plugin: object) -> PluginError:
@@ -315,7 +363,9 @@ def _no_hook(offer: Offer, plugin: object) -> PluginError:
 def _overruled_platforms(record: PluginRecord, plugin: Any) -> tuple[Finding, ...]:
     """Say where the plugin's ``platforms`` attribute differs from the platforms that its distribution offers."""
     stated = getattr(plugin, "platforms", None)
-    if stated is None or (isinstance(stated, (tuple, list)) and set(stated) == set(record.platforms)):
+    if stated is None or (
+        isinstance(stated, (tuple, list)) and set(stated) == set(record.platforms)
+    ):
         return ()
     names = ", ".join(record.platforms)
     message = (
@@ -335,7 +385,11 @@ def _stated_platforms(plugin: object) -> tuple[str, ...]:
     stated = getattr(plugin, "platforms", None)
     if stated == ANY_PLATFORM:
         return (ANY_PLATFORM,)
-    if isinstance(stated, (tuple, list)) and stated and all(isinstance(name, str) for name in stated):
+    if (
+        isinstance(stated, (tuple, list))
+        and stated
+        and all(isinstance(name, str) for name in stated)
+    ):
         return tuple(stated)
     raise PluginError(
         f"its distribution offers no platform, so it must state where its kernels apply: platforms = ('cpu',) or "

@@ -36,7 +36,9 @@ ALLOW_EDITABLE = "--allow-editable"
 _LARGEST = 1 << 24  # bytes of a lockfile
 _PIECE = 1 << 20  # bytes of a file that are hashed at a time
 _SUFFIXES = tuple(all_suffixes())  # of what can be imported
-_LIBRARY = re.compile(r"\.(so(\.\d+)*|dylib|dll)$")  # which the system's loader may find beside another
+_LIBRARY = re.compile(
+    r"\.(so(\.\d+)*|dylib|dll)$"
+)  # which the system's loader may find beside another
 _HASHES = ("sha256", "sha384", "sha512")
 _ANEW = "reinstall it, or look at it and lock it anew by 'opgraft plugins lock'"
 
@@ -67,7 +69,11 @@ class Locked:
         """
         texts = ("name", "version", "record")
         fits = isinstance(data, dict) and data.keys() == {*texts, "editable", "entry_points"}
-        if not fits or not all(isinstance(data[key], str) for key in texts) or not isinstance(data["editable"], bool):
+        if (
+            not fits
+            or not all(isinstance(data[key], str) for key in texts)
+            or not isinstance(data["editable"], bool)
+        ):
             raise ValueError(f"{data!r:.100} is no row of a distribution")
         points = data["entry_points"]
         if not isinstance(points, list) or not all(isinstance(point, str) for point in points):
@@ -138,7 +144,9 @@ def read_rows(path: str) -> list[Locked]:
     content = json.loads(read_regular(path, _LARGEST), object_pairs_hook=without_duplicates)
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise ValueError(f"it holds no object of the schema {SCHEMA!r}")
-    if content.keys() != {"schema", "distributions"} or not isinstance(content["distributions"], list):
+    if content.keys() != {"schema", "distributions"} or not isinstance(
+        content["distributions"], list
+    ):
         raise ValueError("it holds other keys than 'schema' and a list of 'distributions'")
     rows = [Locked.from_dict(row) for row in content["distributions"]]
     names = [normalized(row.name) for row in rows]
@@ -156,13 +164,19 @@ def write_rows(path: Path, rows: Iterable[Locked]) -> None:
     """
     content = {"schema": SCHEMA, "distributions": [row.to_dict() for row in rows]}
     try:
-        replace_file(path, f"{json.dumps(content, indent=2)}\n", 0o644)  # a fleet's lockfile is for everyone
+        replace_file(
+            path, f"{json.dumps(content, indent=2)}\n", 0o644
+        )  # a fleet's lockfile is for everyone
     except OSError as error:
         why = error.strerror or described(error)
-        raise InputError(f"the lockfile {path} cannot be written: {why}: name another by --output") from error
+        raise InputError(
+            f"the lockfile {path} cannot be written: {why}: name another by --output"
+        ) from error
 
 
-def lock_installed(settings: Settings, *, allow_editable: bool) -> tuple[list[Locked], list[Problem]]:
+def lock_installed(
+    settings: Settings, *, allow_editable: bool
+) -> tuple[list[Locked], list[Problem]]:
     """Return the rows of the distributions that the settings admit, and those that cannot be locked, with the reason.
 
     The lockfile that is set has no say: it may be the one to be renewed.
@@ -174,12 +188,16 @@ def lock_installed(settings: Settings, *, allow_editable: bool) -> tuple[list[Lo
     rows, left_out = [], []
     for provider, against in judged.items():
         if None not in against:  # a list of the user is no fault
-            left_out += [Problem(provider, why) for why in against[:1] if why and why.startswith(FAULTS)]
+            left_out += [
+                Problem(provider, why) for why in against[:1] if why and why.startswith(FAULTS)
+            ]
             continue
         try:
             row = as_installed(provider)
             if row.editable and not allow_editable:
-                raise PluginError(f"it is an editable install, whose source can change: {ALLOW_EDITABLE} locks it")
+                raise PluginError(
+                    f"it is an editable install, whose source can change: {ALLOW_EDITABLE} locks it"
+                )
             damage = _damage(provider)
             if damage:
                 raise PluginError(f"{damage}: reinstall it")
@@ -209,7 +227,9 @@ def as_installed(provider: Provider) -> Locked:
 def _record(distribution: importlib_metadata.Distribution) -> str:
     text = text_of(distribution, "RECORD")
     if text is None:
-        raise PluginError("it has no RECORD that its files could be compared with, as pip and its like write one")
+        raise PluginError(
+            "it has no RECORD that its files could be compared with, as pip and its like write one"
+        )
     return text
 
 
@@ -236,7 +256,10 @@ def _damage(provider: Provider) -> str | None:
     """
     distribution = discover().distributions[provider]
     try:
-        rows = [(path, digest, size) for path, digest, size in csv.reader(_record(distribution).splitlines())]
+        rows = [
+            (path, digest, size)
+            for path, digest, size in csv.reader(_record(distribution).splitlines())
+        ]
     except (csv.Error, ValueError) as error:
         raise PluginError(f"its RECORD is malformed: {described(error)}") from error
     hashed = [row for row in rows if row[1]]  # RECORD itself and compiled bytecode have none
@@ -247,7 +270,9 @@ def _damage(provider: Provider) -> str | None:
     return _stray(provider, distribution, {row[0] for row in hashed})
 
 
-def _stray(provider: Provider, distribution: importlib_metadata.Distribution, listed: set[str]) -> str | None:
+def _stray(
+    provider: Provider, distribution: importlib_metadata.Distribution, listed: set[str]
+) -> str | None:
     """Say which module would be imported that RECORD does not list: one earlier on the path, or put into a package."""
     root = os.path.abspath(str(distribution.locate_file("")))
     files = {os.path.normpath(os.path.join(root, path)) for path in listed}
@@ -261,8 +286,12 @@ def _stray(provider: Provider, distribution: importlib_metadata.Distribution, li
         stray = next((file for file in _files_of(module) if file not in files), None)
         if stray:
             return f"its module {module} would be imported from {stray}, which its RECORD does not list"
-    tops = {offer.module.partition(".")[0] for offer in discover().offers if offer.provider == provider}
-    own = {os.path.dirname(file) for file in files if os.path.basename(file).startswith("__init__.")}
+    tops = {
+        offer.module.partition(".")[0] for offer in discover().offers if offer.provider == provider
+    }
+    own = {
+        os.path.dirname(file) for file in files if os.path.basename(file).startswith("__init__.")
+    }
     names = {_imported_as(file) for file in files if file.endswith(_SUFFIXES)}
     for file in _added(root, files):
         hides = file.endswith(_SUFFIXES) and _imported_as(file) in names
@@ -274,7 +303,11 @@ def _stray(provider: Provider, distribution: importlib_metadata.Distribution, li
 def _outermost(listed: Iterable[str]) -> Iterator[str]:
     """Yield modules and packages in no other package of the distribution, so that others may bring their names too."""
     modules = [path for path in listed if path.endswith(_SUFFIXES)]
-    packages = {folder for folder, _, name in (path.rpartition("/") for path in modules) if _stem(name) == "__init__"}
+    packages = {
+        folder
+        for folder, _, name in (path.rpartition("/") for path in modules)
+        if _stem(name) == "__init__"
+    }
     for path in modules:
         parents = ("/".join(path.split("/")[:depth]) for depth in range(1, path.count("/") + 1))
         found = next((each for each in parents if each in packages), path.rpartition(".")[0])
@@ -301,12 +334,18 @@ def _is_anothers(file: str, root: str, own: Collection[str], tops: Collection[st
     the ``tests`` that many install by mistake.
     """
     path = os.path.relpath(file, root)
-    if path.partition(os.sep)[0] in tops and any(file.startswith(f"{folder}{os.sep}") for folder in own):
+    if path.partition(os.sep)[0] in tops and any(
+        file.startswith(f"{folder}{os.sep}") for folder in own
+    ):
         return False
     for found in distributions():
         with suppress(ValueError, OSError, csv.Error):
             text = "" if isinstance(found, Problem) else text_of(found, "RECORD") or ""
-            rows = [row for row in csv.reader(text.splitlines()) if row[:1] == [path]] if path in text else []
+            rows = (
+                [row for row in csv.reader(text.splitlines()) if row[:1] == [path]]
+                if path in text
+                else []
+            )
             if any(row[1] and _difference(Path(file), *row) is None for row in rows):
                 return True
     return False
@@ -314,12 +353,20 @@ def _is_anothers(file: str, root: str, own: Collection[str], tops: Collection[st
 
 def _added(root: str, listed: set[str]) -> Iterator[str]:
     """Yield code below the packages of a distribution that is not listed, which may come before what is."""
-    packages = {os.path.dirname(file) for file in listed if _is_code(file) and file.startswith(root + os.sep)}
+    packages = {
+        os.path.dirname(file)
+        for file in listed
+        if _is_code(file) and file.startswith(root + os.sep)
+    }
     packages.discard(root)  # where others lie too
     for package in sorted(packages):
         for folder, folders, names in os.walk(package):
             # Into a link to a folder, which no wheel has, nothing goes here, and imports do.
-            yield from (os.path.join(folder, each) for each in folders if os.path.islink(os.path.join(folder, each)))
+            yield from (
+                os.path.join(folder, each)
+                for each in folders
+                if os.path.islink(os.path.join(folder, each))
+            )
             folders[:] = [each for each in folders if os.path.join(folder, each) not in packages]
             if os.path.basename(folder) != "__pycache__":
                 files = (os.path.join(folder, name) for name in names if _is_code(name))

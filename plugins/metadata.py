@@ -47,15 +47,23 @@ def distributions() -> Iterator[importlib_metadata.Distribution | Problem]:
     """Yield the distributions that can be found, and a problem for each finder that does not let itself be asked."""
     context: Any = importlib_metadata.DistributionFinder.Context
     # As imports look there. What is not there would be taken for an archive, which takes milliseconds to find out.
-    everything = context(path=[entry for entry in sys.path if isinstance(entry, str) and os.path.exists(entry or ".")])
+    everything = context(
+        path=[
+            entry for entry in sys.path if isinstance(entry, str) and os.path.exists(entry or ".")
+        ]
+    )
     for finder in list(sys.meta_path):
-        find = getattr(finder, "find_distributions", None)  # which a finder may have, as importlib.metadata asks
+        find = getattr(
+            finder, "find_distributions", None
+        )  # which a finder may have, as importlib.metadata asks
         if find is None:
             continue
         try:
             number = 0
             # By folder, as on sys.path, and by name within one: the order of a listing is another on each machine.
-            for _, found in groupby(islice(find(everything), _MOST), lambda each: _place(each).rpartition(os.sep)[0]):
+            for _, found in groupby(
+                islice(find(everything), _MOST), lambda each: _place(each).rpartition(os.sep)[0]
+            ):
                 for distribution in sorted(found, key=_place):
                     number += 1
                     yield distribution
@@ -63,7 +71,9 @@ def distributions() -> Iterator[importlib_metadata.Distribution | Problem]:
                 raise ValueError(f"it has more than {_MOST:,} distributions")
         except (Exception, SystemExit) as error:  # somebody's code
             name = f"{type(finder).__module__}.{type(finder).__qualname__}"
-            yield Problem(Provider(name), f"this finder on sys.meta_path cannot be asked: {described(error)}")
+            yield Problem(
+                Provider(name), f"this finder on sys.meta_path cannot be asked: {described(error)}"
+            )
 
 
 def place_of(distribution: importlib_metadata.Distribution) -> Path | None:
@@ -87,14 +97,18 @@ def text_of(distribution: importlib_metadata.Distribution, name: str) -> str | N
     if place is None:
         return distribution.read_text(name)
     try:
-        content = read_regular(os.path.join(place, name), LARGEST.get(name, _LARGEST))  # a Path would take longer
+        content = read_regular(
+            os.path.join(place, name), LARGEST.get(name, _LARGEST)
+        )  # a Path would take longer
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, OSError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ValueError(f"{name} cannot be read: {why}") from error
     if content.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
-        raise ValueError(f"{name} begins with a byte-order mark, which hides its first line: save it as UTF-8 without")
+        raise ValueError(
+            f"{name} begins with a byte-order mark, which hides its first line: save it as UTF-8 without"
+        )
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -150,7 +164,9 @@ def entry_point_rows(text: str) -> Iterator[tuple[str, str]]:
         if line.startswith("["):
             group = line.removeprefix("[").removesuffix("]")
             if not line.endswith("]") or group in seen:
-                raise ValueError(f"the section {line} of its entry_points.txt {_FAULTS[line.endswith(']')]}")
+                raise ValueError(
+                    f"the section {line} of its entry_points.txt {_FAULTS[line.endswith(']')]}"
+                )
             seen.add(group)
         elif not line.startswith("#"):
             yield group, line
@@ -162,9 +178,9 @@ def is_stray(distribution: importlib_metadata.Distribution) -> bool:
     if place is None or place.suffix != ".egg-info":
         return False
     root, here = str(place.parent), os.path.abspath("")
-    return os.path.abspath(root) == here and [os.path.abspath(entry) for entry in sys.path].count(here) == 1 == (
-        os.path.abspath(sys.path[0]) == here
-    )
+    return os.path.abspath(root) == here and [os.path.abspath(entry) for entry in sys.path].count(
+        here
+    ) == 1 == (os.path.abspath(sys.path[0]) == here)
 
 
 def specs_of(module: str) -> Iterator[ModuleSpec]:
@@ -189,7 +205,11 @@ def specs_of(module: str) -> Iterator[ModuleSpec]:
 def _found(name: str, folders: list[str], top: bool) -> ModuleSpec | None:
     """Ask the finders for a module in the order in which an import asks them."""
     for finder in list(sys.meta_path):
-        spec = _spec_in(name, folders) if finder is PathFinder else _asked(finder, name, None if top else folders)
+        spec = (
+            _spec_in(name, folders)
+            if finder is PathFinder
+            else _asked(finder, name, None if top else folders)
+        )
         if spec is not None:
             return spec
     return None

@@ -28,7 +28,8 @@ def findings_of(record: PluginRecord) -> Iterator[Finding]:
     yield from record.findings
     if record.seconds >= SLOW:
         yield _finding(
-            record, f"took {record.seconds:.1f} s to import, and each process that constructs an op waits for it"
+            record,
+            f"took {record.seconds:.1f} s to import, and each process that constructs an op waits for it",
         )
     yield from _misspelt_platforms(record)
     if record.status is PluginStatus.ACTIVATED:
@@ -71,14 +72,26 @@ def state_of(record: PluginRecord) -> str:
 
 def absence_of(name: str) -> str:
     """Say why plugins that a setting means by ``name``, theirs or their distribution's, are not active."""
-    meant = (record for record in host_state().plugins.values() if name in (record.name, record.provider.name))
-    absent = [state_of(record) for record in meant if record.status is not PluginStatus.ACTIVATED and record.reason]
+    meant = (
+        record
+        for record in host_state().plugins.values()
+        if name in (record.name, record.provider.name)
+    )
+    absent = [
+        state_of(record)
+        for record in meant
+        if record.status is not PluginStatus.ACTIVATED and record.reason
+    ]
     return printable("; ".join(absent)).rstrip(".")
 
 
 def replacements_of(record: PluginRecord) -> list[Replacement]:
     """Return what a plugin declares, whether or not it is active."""
-    return [replacement for replacement in host_state().registry.replacements if replacement.plugin == record.name]
+    return [
+        replacement
+        for replacement in host_state().registry.replacements
+        if replacement.plugin == record.name
+    ]
 
 
 def _misspelt_platforms(record: PluginRecord) -> Iterator[Finding]:
@@ -92,9 +105,15 @@ def _misspelt_platforms(record: PluginRecord) -> Iterator[Finding]:
         if name not in (*offered, ANY_PLATFORM) and near:
             words = " or ".join(map(repr, near))
             yield _finding(
-                record, f"states the platform {name!r}, which nothing installed offers: did you mean {words}?"
+                record,
+                f"states the platform {name!r}, which nothing installed offers: did you mean {words}?",
             )
 
 
 def _finding(record: PluginRecord, says: str, exit_code: int = 1) -> Finding:
-    return Finding(f"plugin {record.name} of {record.provider} {says}", record.provider, record.location, exit_code)
+    return Finding(
+        f"plugin {record.name} of {record.provider} {says}",
+        record.provider,
+        record.location,
+        exit_code,
+    )

@@ -33,12 +33,16 @@ def load_platform(offer: Offer, decision: Decision) -> tuple[Platform, OpgraftCo
     """
     if offer.built_in:
         return _loaded(offer)
-    available = {each.name for each in decision.candidates if each.evidence and each.evidence.available}
+    available = {
+        each.name for each in decision.candidates if each.evidence and each.evidence.available
+    }
     for other in discover().of_group(PLATFORM_GROUP):
         if other.built_in and other.name in available:
             other.load().load_class()  # now, as it may be chosen later, and nothing looks at what is not there yet
     whose = f"platform {offer.name!r} of {offer.provider}"
-    with _guarded(whose, offer.provider, "while its class was loaded", lambda change: change.patch) as places:
+    with _guarded(
+        whose, offer.provider, "while its class was loaded", lambda change: change.patch
+    ) as places:
         loaded = _loaded(offer)
         places.append(location_of(type(loaded[0])))
         return loaded
@@ -46,17 +50,24 @@ def load_platform(offer: Offer, decision: Decision) -> tuple[Platform, OpgraftCo
 
 def _loaded(offer: Offer) -> tuple[Platform, OpgraftConfig]:
     try:
-        with watched(f"platform {offer.name!r} of {offer.provider} while its class was loaded", offer.provider):
+        with watched(
+            f"platform {offer.name!r} of {offer.provider} while its class was loaded",
+            offer.provider,
+        ):
             spec: PlatformSpec = offer.load()
             platform = spec.load_class()()
             if not isinstance(platform, Platform):
                 raise TypeError(f"it is a {type(platform).__name__}, expected an opgraft.Platform")
             if platform.name != offer.name:
-                raise TypeError(f"it calls itself {platform.name!r}, its entry point is {offer.name!r}")
+                raise TypeError(
+                    f"it calls itself {platform.name!r}, its entry point is {offer.name!r}"
+                )
             effective_chain(platform)
             defaults = platform.default_config()
         if not isinstance(defaults, OpgraftConfig):
-            raise TypeError(f"default_config returned a {type(defaults).__name__}, expected an opgraft.OpgraftConfig")
+            raise TypeError(
+                f"default_config returned a {type(defaults).__name__}, expected an opgraft.OpgraftConfig"
+            )
         check_adjustment(defaults)
     except KeyboardInterrupt:
         raise
@@ -74,7 +85,9 @@ def prepare(selection: PlatformSelection, config: OpgraftConfig) -> None:
         PlatformError: it raised, and what it had changed is set back.
     """
     name = selection.platform.name
-    provider = next((each.provider for each in selection.decision.candidates if each.accepted), None)
+    provider = next(
+        (each.provider for each in selection.decision.candidates if each.accepted), None
+    )
     whose = f"platform {name!r} of {provider}"
     if provider is None or provider.name == HOST_DISTRIBUTION:
         _prepare(selection.platform, config, whose, provider)
@@ -84,7 +97,9 @@ def prepare(selection: PlatformSelection, config: OpgraftConfig) -> None:
         _prepare(selection.platform, config, whose, provider)
 
 
-def _prepare(platform: Platform, config: OpgraftConfig, whose: str, provider: Provider | None) -> None:
+def _prepare(
+    platform: Platform, config: OpgraftConfig, whose: str, provider: Provider | None
+) -> None:
     try:
         with watched(f"{whose} in its method prepare", provider):
             platform.prepare(config)
@@ -106,7 +121,9 @@ def report(finding: Finding) -> None:
 
 
 @contextmanager
-def _guarded(whose: str, provider: Provider, when: str, stays: Callable[[Change], bool]) -> Iterator[list[str]]:
+def _guarded(
+    whose: str, provider: Provider, when: str, stays: Callable[[Change], bool]
+) -> Iterator[list[str]]:
     """Set back what others would meet and does not stay, and all of it where the step raises; tell of both.
 
     Yields a list for the place of the code, as far as it is known.
@@ -117,7 +134,9 @@ def _guarded(whose: str, provider: Provider, when: str, stays: Callable[[Change]
         kept.extend(changes)
         told.extend(words)
 
-    guarding = importlib.import_module("opgraft.plugins.guarding")  # with torch, which detection does without
+    guarding = importlib.import_module(
+        "opgraft.plugins.guarding"
+    )  # with torch, which detection does without
     try:
         with guarding.Guard().watching(when, stays, keep):
             yield places

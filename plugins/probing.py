@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from opgraft.decision import Provider
-from opgraft.errors import ChildError, LostChildError, PlatformError, PluginError, close_matches, raised_at
+from opgraft.errors import (
+    ChildError,
+    LostChildError,
+    PlatformError,
+    PluginError,
+    close_matches,
+    raised_at,
+)
 from opgraft.machine.evidence import Evidence
 from opgraft.machine.machine import Machine, mapped, masked
 from opgraft.platform import PlatformSpec
@@ -60,16 +67,22 @@ def run_probe(offer: Offer, machine: Machine) -> Evidence:
     try:
         spec = _spec(offer)
         if not isinstance(spec, PlatformSpec):
-            raise ProbeFailed(f"{offer.value} is a {type(spec).__name__}, expected an opgraft.PlatformSpec")
+            raise ProbeFailed(
+                f"{offer.value} is a {type(spec).__name__}, expected an opgraft.PlatformSpec"
+            )
         evidence = spec.probe(machine)
     except (Exception, SystemExit) as error:
         if isinstance(error, ProbeFailed):
             raise
         if isinstance(error, PluginError):  # of a bridge, which says where the fault is
             raise ProbeFailed(f"probe {offer.value}: {error}") from error
-        raise ProbeFailed(f"probe {offer.value} raised {described(error)} at {raised_at(error)}") from error
+        raise ProbeFailed(
+            f"probe {offer.value} raised {described(error)} at {raised_at(error)}"
+        ) from error
     if not isinstance(evidence, Evidence):
-        raise ProbeFailed(f"probe {offer.value} returned a {type(evidence).__name__}, expected opgraft.Evidence")
+        raise ProbeFailed(
+            f"probe {offer.value} returned a {type(evidence).__name__}, expected opgraft.Evidence"
+        )
     return evidence
 
 
@@ -95,7 +108,9 @@ def _spec(offer: Offer) -> Any:
 def _ask_child(offer: Offer, machine: Machine, time_limit: float) -> Evidence:
     # What starts children, and what remembers those that were lost, built-in platforms need not wait for.
     child = importlib.import_module("opgraft.machine.child")
-    private = {name: value for name, value in os.environ.items() if name not in child.NEEDED} | machine.variables()
+    private = {
+        name: value for name, value in os.environ.items() if name not in child.NEEDED
+    } | machine.variables()
     try:
         bridge = offer.bridge.value if offer.bridge else ""
         arguments = (offer.name, offer.value, str(machine.root), bridge)
@@ -155,7 +170,9 @@ class _Asked(dict[str, str]):
         return super().get(name, default)
 
 
-def answer(reply_to: int, machine: Mapping[str, Any], name: str, value: str, root: str, bridge: str) -> None:
+def answer(
+    reply_to: int, machine: Mapping[str, Any], name: str, value: str, root: str, bridge: str
+) -> None:
     """Run the probe on the child's side and write its evidence to the file descriptor ``reply_to``."""
     _ANSWERING.set()
     through = Offer(PLATFORM_BRIDGES, name, bridge, Provider(name)) if bridge else None

@@ -30,7 +30,17 @@ from opgraft.compat.content import content_of
 from opgraft.config import CURRENT_SCOPE, Scope
 from opgraft.platform import Platform
 from opgraft.plugins import intervening, loggers
-from opgraft.plugins.changes import ABSENT, Aspect, Change, Entries, Order, Value, attribute, equal, very_same
+from opgraft.plugins.changes import (
+    ABSENT,
+    Aspect,
+    Change,
+    Entries,
+    Order,
+    Value,
+    attribute,
+    equal,
+    very_same,
+)
 from opgraft.state import host_state
 from opgraft.text import described
 
@@ -41,10 +51,14 @@ class Handlers:
     def read(self) -> dict[signal.Signals, Any]:
         return {number: signal.getsignal(number) for number in signal.Signals}
 
-    def changes(self, before: dict[signal.Signals, Any], after: dict[signal.Signals, Any]) -> Iterator[Change]:
+    def changes(
+        self, before: dict[signal.Signals, Any], after: dict[signal.Signals, Any]
+    ) -> Iterator[Change]:
         for number, handler in before.items():
             if after[number] is not handler:
-                yield Change(f"the handler of {number.name}", partial(signal.signal, number, handler))
+                yield Change(
+                    f"the handler of {number.name}", partial(signal.signal, number, handler)
+                )
 
 
 class Filters:
@@ -58,7 +72,9 @@ class Filters:
             return
         added = [row for row in after if not any(equal(row, known) for known in before)]
         certain = [row for row in added if not _meets_all(*row)]
-        if len(certain) < len(added) or not all(any(equal(row, known) for known in after) for row in before):
+        if len(certain) < len(added) or not all(
+            any(equal(row, known) for known in after) for row in before
+        ):
             yield Change("the filters of warnings", partial(self._set, [*certain, *before]))
 
     def _set(self, rows: list[Any]) -> None:
@@ -84,7 +100,9 @@ class Draws:
         if before != after:
             old, new = (f"{hash(state) & 0xFFFFFFFF:08x}" for state in (before, after))
             words = f"Python's random numbers from {old} to {new}"
-            yield Change(words, partial(random.setstate, before), harmless=self._follows(before, after))
+            yield Change(
+                words, partial(random.setstate, before), harmless=self._follows(before, after)
+            )
 
     def _follows(self, before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
         """Tell whether drawing, of some thousand numbers at most, leads from one state to the other."""
@@ -107,7 +125,9 @@ class Definitions:
     def read(self) -> dict[Any, dict[str, Any]]:
         return {owner: vars(owner).copy() for owner in (*_OF_TORCH, *_facades(), *_of_opgraft())}
 
-    def changes(self, before: dict[Any, dict[str, Any]], after: dict[Any, dict[str, Any]]) -> Iterator[Change]:
+    def changes(
+        self, before: dict[Any, dict[str, Any]], after: dict[Any, dict[str, Any]]
+    ) -> Iterator[Change]:
         if _alike(before.values(), after.values()):
             return
         for owner, was in before.items():
@@ -127,13 +147,21 @@ _OF_TORCH = (torch, torch.nn, torch.nn.functional, torch.Tensor, torch.nn.Module
 
 def _facades() -> Iterator[ModuleType]:
     """Yield the modules by which programs reach opgraft, as far as they are imported."""
-    return (sys.modules[name] for name in ("opgraft", "opgraft.ops", "opgraft.functional") if name in sys.modules)
+    return (
+        sys.modules[name]
+        for name in ("opgraft", "opgraft.ops", "opgraft.functional")
+        if name in sys.modules
+    )
 
 
 def _of_opgraft() -> tuple[type, ...]:
     """Return the classes of opgraft by which platforms and ops work, whoever derives from them."""
     state = host_state()
-    ops = (record.cls for records in (state.registry.ops, state.registry.classes) for record in records.values())
+    ops = (
+        record.cls
+        for records in (state.registry.ops, state.registry.classes)
+        for record in records.values()
+    )
     return _families((type(state.selection.platform) if state.selection else Platform, *ops))
 
 
@@ -156,7 +184,9 @@ def _is_ours(cls: type) -> bool:
 
 def _alike(before: Collection[Mapping[str, Any]], after: Collection[Mapping[str, Any]]) -> bool:
     """Tell whether namespaces hold the very same in the same order, as most do; three thousand names are compared."""
-    then, now = (chain.from_iterable(each.values() for each in spaces) for spaces in (before, after))
+    then, now = (
+        chain.from_iterable(each.values() for each in spaces) for spaces in (before, after)
+    )
     return [*map(len, before)] == [*map(len, after)] and all(map(operator.is_, then, now))
 
 
@@ -172,15 +202,24 @@ def _counts(owner: type, name: str) -> bool:
 
 
 def _place_of(owner: Any) -> str:
-    return f"{owner.__module__.partition('.')[0]}'s {owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+    return (
+        f"{owner.__module__.partition('.')[0]}'s {owner.__qualname__}"
+        if isinstance(owner, type)
+        else owner.__name__
+    )
 
 
 def _set_default_device(device: torch.device) -> None:
-    torch.set_default_device(None if device == torch.device("cpu") else device)  # a mode, which costs each call
+    torch.set_default_device(
+        None if device == torch.device("cpu") else device
+    )  # a mode, which costs each call
 
 
 def _deterministic() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
 
 
 def _set_deterministic(state: tuple[bool, bool]) -> None:
@@ -244,7 +283,9 @@ def _start_method() -> tuple[Callable[[], Any], Callable[[Any], object]]:
 
 def _flags_of_backends() -> Iterator[Value]:
     """Yield the flags by which torch's libraries choose how they compute."""
-    for backend in (value for value in vars(torch.backends).values() if isinstance(value, ModuleType)):
+    for backend in (
+        value for value in vars(torch.backends).values() if isinstance(value, ModuleType)
+    ):
         for name in ("enabled", "benchmark", "deterministic"):
             if isinstance(getattr(backend, name, None), bool):
                 yield Value(f"{backend.__name__}.{name}", *attribute(backend, name))
@@ -254,20 +295,39 @@ ASPECTS: tuple[Aspect, ...] = (
     Value("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
     Value("the default device", torch.get_default_device, _set_default_device),
     Value("the number of threads", torch.get_num_threads, torch.set_num_threads),
-    Value("the number of threads between operators", torch.get_num_interop_threads, torch.set_num_interop_threads),
+    Value(
+        "the number of threads between operators",
+        torch.get_num_interop_threads,
+        torch.set_num_interop_threads,
+    ),
     Value("whether gradients are recorded", torch.is_grad_enabled, torch.set_grad_enabled),
     Value("the inference mode", torch.is_inference_mode_enabled, _set_inference_mode),
     Value("automatic dtypes", _automatic_dtypes, _set_automatic_dtypes, _devices),
-    Value("the detection of anomalies", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    Value(
+        "the detection of anomalies", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly
+    ),
     Value("whether algorithms are deterministic", _deterministic, _set_deterministic),
-    Value("the precision of products", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    Value(
+        "the precision of products",
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    ),
     *_flags_of_backends(),
-    Value("torch's random numbers", _random_state, _set_random_state, lambda state: f"{zlib.crc32(state):08x}"),
+    Value(
+        "torch's random numbers",
+        _random_state,
+        _set_random_state,
+        lambda state: f"{zlib.crc32(state):08x}",
+    ),
     Draws(),
     Value("the start method of processes", *_start_method()),
     Value("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
     Value("the working folder", os.getcwd, os.chdir),
-    Value("the locale", partial(locale.setlocale, locale.LC_ALL), partial(locale.setlocale, locale.LC_ALL)),
+    Value(
+        "the locale",
+        partial(locale.setlocale, locale.LC_ALL),
+        partial(locale.setlocale, locale.LC_ALL),
+    ),
     Value("the settings in force", CURRENT_SCOPE.get, CURRENT_SCOPE.set, _scope),
     *map(_stream, ("stdin", "stdout", "stderr")),
     Entries("the environment variable", os.environ, operator.eq),
@@ -323,7 +383,9 @@ def changes_between(before: list[Any], after: list[Any]) -> Iterator[Change]:
 
 
 def _changes(aspect: Aspect, then: Any, now: Any) -> Iterable[Change]:
-    return [_unknown(aspect, now.why)] if isinstance(now, _Unreadable) else aspect.changes(then, now)
+    return (
+        [_unknown(aspect, now.why)] if isinstance(now, _Unreadable) else aspect.changes(then, now)
+    )
 
 
 def _unknown(aspect: Aspect, why: str) -> Change:

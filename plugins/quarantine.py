@@ -50,7 +50,9 @@ def against(provider: Provider) -> str | None:
         return None
     try:
         record = read(provider.name)
-        return record.reason if record is not None and record.digest == _digest(distribution) else None
+        return (
+            record.reason if record is not None and record.digest == _digest(distribution) else None
+        )
     except (OSError, ValueError, RecursionError) as error:
         logger.warning("%s", printable(_unusable(provider, error)), extra=provider.attributes())
         return None
@@ -70,7 +72,11 @@ def read(name: str) -> Record | None:
     if content is None:
         return None
     texts = Record.__dataclass_fields__.keys()
-    if not isinstance(content, dict) or content.keys() != {"schema", *texts} or content.pop("schema") != _SCHEMA:
+    if (
+        not isinstance(content, dict)
+        or content.keys() != {"schema", *texts}
+        or content.pop("schema") != _SCHEMA
+    ):
         raise ValueError(f"it holds no object of the schema {_SCHEMA!r}")
     if not all(isinstance(value, str) for value in content.values()):
         raise ValueError("it holds other values than strings")

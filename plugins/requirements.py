@@ -43,7 +43,11 @@ def objection(offer: Offer, settings: Settings) -> str | None:
         return f"{LOCKED_OUT}{settings.named('lockfile')}: {change}"
     bridge = offer.bridge
     bridged = objection(bridge, settings) if bridge else None
-    return f"{bridged} (its bridge, {bridge.provider})" if bridge and bridged else quarantined(offer.provider)
+    return (
+        f"{bridged} (its bridge, {bridge.provider})"
+        if bridge and bridged
+        else quarantined(offer.provider)
+    )
 
 
 def quarantined(provider: Provider) -> str | None:
@@ -75,7 +79,11 @@ def unfit(offer: Offer, settings: Settings) -> str | None:
     if asked_for(offer, config.plugins_disable or ()):
         return f"on the deny list {settings.named('plugins_disable')}"
     # Who names a plugin has its bridge run, too.
-    if config.plugins is not None and offer.group not in BRIDGE_GROUPS and not asked_for(offer, config.plugins):
+    if (
+        config.plugins is not None
+        and offer.group not in BRIDGE_GROUPS
+        and not asked_for(offer, config.plugins)
+    ):
         return f"not on the allow list {settings.named('plugins')}"
     return _unmet_requirement(offer)
 
@@ -93,7 +101,9 @@ def check_adjustment(config: OpgraftConfig) -> None:
     """
     early = [name for name in _EARLY if getattr(config, name) is not None]
     if early:
-        raise PluginError(f"it sets {', '.join(early)}, which was decided before it was asked: leave it unset")
+        raise PluginError(
+            f"it sets {', '.join(early)}, which was decided before it was asked: leave it unset"
+        )
 
 
 def check_admission(settings: Settings) -> None:
@@ -116,8 +126,12 @@ def check_allow_list(settings: Settings) -> None:
     known = discover().offers
     for name in settings.config.plugins or ():
         if not any(offer.answers_to(name) for offer in known):
-            near = close_matches(name, {offer.name for offer in known} | {offer.provider.name for offer in known})
-            raise ConfigError(f"plugins names {name!r} ({settings.origins['plugins']}), which is not installed: {near}")
+            near = close_matches(
+                name, {offer.name for offer in known} | {offer.provider.name for offer in known}
+            )
+            raise ConfigError(
+                f"plugins names {name!r} ({settings.origins['plugins']}), which is not installed: {near}"
+            )
 
 
 def lockfile_in_words(path: str | None) -> str:
@@ -170,7 +184,10 @@ def checked_requirements(offer: Offer, host: str = __version__) -> Iterator[Chec
             applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
             # One that runs without metadata, as torch from a build folder may, has no version before it is imported.
             fits = version is None or requirement.specifier.contains(version, prereleases=True)
-        except (ValueError, LookupError) as error:  # of its form, or of a marker that cannot be evaluated
+        except (
+            ValueError,
+            LookupError,
+        ) as error:  # of its form, or of a marker that cannot be evaluated
             yield CheckedRequirement(line, None, f"its requirement {line!r} is malformed: {error}")
             continue
         if applies:

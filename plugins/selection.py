@@ -17,7 +17,13 @@ from opgraft.platform import Platform, PlatformSpec
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer, discover
 from opgraft.plugins.platform_class import load_platform, report
 from opgraft.plugins.probing import ProbeFailed, ask
-from opgraft.plugins.requirements import FAULTS, QUARANTINED, check_admission, objection, quarantined
+from opgraft.plugins.requirements import (
+    FAULTS,
+    QUARANTINED,
+    check_admission,
+    objection,
+    quarantined,
+)
 from opgraft.state import PlatformSelection, host_state, loading
 
 _SETTING = f"{PLATFORM}=<name> or OpgraftConfig(platform=<name>)"
@@ -37,7 +43,9 @@ class _Asked:
         return self.evidence is not None and self.evidence.available
 
     def candidate(self, accepted: bool, reason: str) -> Candidate:
-        return Candidate(self.offer.name, accepted, reason, self.offer.provider, self.offer.value, self.evidence)
+        return Candidate(
+            self.offer.name, accepted, reason, self.offer.provider, self.offer.value, self.evidence
+        )
 
 
 def current_platform() -> Platform:
@@ -102,12 +110,18 @@ def decide_platform(
         )
     broken = {offer.name: reason for offer, reason in unloadable}
     asked = [
-        _Asked(o, None, broken[o.name], failed=True) if o.name in broken else _ask(o, settings, machine) for o in offers
+        _Asked(o, None, broken[o.name], failed=True)
+        if o.name in broken
+        else _ask(o, settings, machine)
+        for o in offers
     ]
     if config.strict:
         _raise_first_failure(asked)
     winner, reason = _winner(asked, settings)
-    candidates = tuple(a.candidate(a is winner, a.reason if a is winner else _loser_reason(a, winner)) for a in asked)
+    candidates = tuple(
+        a.candidate(a is winner, a.reason if a is winner else _loser_reason(a, winner))
+        for a in asked
+    )
     setting = settings.to_change("platform", _SETTING)
     return winner.offer, Decision("platform", winner.offer.name, reason, candidates, setting)
 
@@ -126,7 +140,9 @@ def _ask(offer: Offer, settings: Settings, machine: Machine) -> _Asked:
         evidence = ask(offer, machine)
     except ProbeFailed as failure:
         if offer.name != config.platform and not config.strict:
-            report(_left_out(offer, str(failure), 4 if quarantined(offer.provider) else 1))  # for what it has done now
+            report(
+                _left_out(offer, str(failure), 4 if quarantined(offer.provider) else 1)
+            )  # for what it has done now
         return _Asked(offer, None, str(failure), failed=True)
     return _Asked(offer, evidence, evidence.reason)
 
@@ -150,7 +166,9 @@ def _winner(asked: Sequence[_Asked], settings: Settings) -> tuple[_Asked, str]:
     out_of_tree = [a for a in available if not a.offer.built_in]
     if len(out_of_tree) > 1:
         first, *others = [a.offer.name for a in out_of_tree]
-        names = " and ".join(f"{a.offer.name} ({a.offer.provider}: {a.reason})" for a in out_of_tree)
+        names = " and ".join(
+            f"{a.offer.name} ({a.offer.provider}: {a.reason})" for a in out_of_tree
+        )
         raise PlatformConflictError(
             f"{len(out_of_tree)} out-of-tree platforms are available: {names}. Choose by {PLATFORM}={first}, "
             f"--platform {first} or OpgraftConfig(platform={first!r}), likewise {' and '.join(others)}."
@@ -158,17 +176,23 @@ def _winner(asked: Sequence[_Asked], settings: Settings) -> tuple[_Asked, str]:
     if out_of_tree:
         return out_of_tree[0], f"the one out-of-tree platform available; {out_of_tree[0].reason}"
     if not available:
-        raise PlatformError("no platform is available: " + "; ".join(f"{a.offer.name}: {a.reason}" for a in asked))
+        raise PlatformError(
+            "no platform is available: " + "; ".join(f"{a.offer.name}: {a.reason}" for a in asked)
+        )
     best = max(available, key=lambda a: _priority(a.offer))
     return best, f"no out-of-tree platform available; {best.reason}"
 
 
 def _remedy(asked: _Asked) -> str:
-    return f"To use it: {asked.evidence.remedy}. " if asked.evidence and asked.evidence.remedy else ""
+    return (
+        f"To use it: {asked.evidence.remedy}. " if asked.evidence and asked.evidence.remedy else ""
+    )
 
 
 def _loser_reason(asked: _Asked, winner: _Asked) -> str:
-    return f"{asked.reason}, but {winner.offer.name} comes first" if asked.available else asked.reason
+    return (
+        f"{asked.reason}, but {winner.offer.name} comes first" if asked.available else asked.reason
+    )
 
 
 def _priority(built_in: Offer) -> int:
@@ -179,7 +203,9 @@ def _priority(built_in: Offer) -> int:
 def _raise_first_failure(asked: Sequence[_Asked]) -> None:
     failed = next((a for a in asked if a.failed), None)
     if failed:
-        raise PlatformError(f"strict mode: platform {failed.offer.name} of {failed.offer.provider}: {failed.reason}")
+        raise PlatformError(
+            f"strict mode: platform {failed.offer.name} of {failed.offer.provider}: {failed.reason}"
+        )
 
 
 def _select(settings: Settings, machine: Machine) -> PlatformSelection:

@@ -23,10 +23,16 @@ from opgraft.plugins import discovery
 from opgraft.testing.isolation import isolated_host
 from warm.interpreter import warm_interpreter
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # which its library reads when it is imported, here and in processes to come
-os.environ.setdefault("SYMPY_CACHE_SIZE", "100000")  # of 1000 as is, compilers work out the same sizes over and over
+os.environ["HF_HUB_OFFLINE"] = (
+    "1"  # which its library reads when it is imported, here and in processes to come
+)
+os.environ.setdefault(
+    "SYMPY_CACHE_SIZE", "100000"
+)  # of 1000 as is, compilers work out the same sizes over and over
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a shell starts in the background, and its children
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as of what a shell starts in the background, and its children
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as of what 'nohup' starts
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -57,10 +63,14 @@ gc.disable()  # while modules are imported and items made, which all stay
 
 def pytest_collection_finish() -> None:
     """Register the catalogue before any test, and spare the collector what stays to the end: items and libraries."""
-    importlib.import_module("opgraft.ops")  # not above: a process that only hands out tests needs no torch
+    importlib.import_module(
+        "opgraft.ops"
+    )  # not above: a process that only hands out tests needs no torch
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000)  # of 700 as is, a tenth of all time goes into looking through what compilers keep
+    gc.set_threshold(
+        20_000
+    )  # of 700 as is, a tenth of all time goes into looking through what compilers keep
     gc.enable()
 
 
@@ -78,14 +88,20 @@ _numbers = itertools.count()
 
 
 @pytest.fixture(autouse=True)
-def fresh_host(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def fresh_host(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
     """A reset host, whose registry forgets afterwards what the test declared."""
     for name in os.environ:
         if name.startswith("OPGRAFT_"):
             monkeypatch.delenv(name)
     written = str(tmp_path_factory.getbasetemp())
-    monkeypatch.setenv("PYTEST_DEBUG_TEMPROOT", written)  # pytests that tests run tidy up where no other one does
-    monkeypatch.setenv("XDG_STATE_HOME", f"{written}/states/{next(_numbers)}")  # no quarantine outlives its test
+    monkeypatch.setenv(
+        "PYTEST_DEBUG_TEMPROOT", written
+    )  # pytests that tests run tidy up where no other one does
+    monkeypatch.setenv(
+        "XDG_STATE_HOME", f"{written}/states/{next(_numbers)}"
+    )  # no quarantine outlives its test
 
     def scan_without_foreign_plugins() -> discovery.Discovery:
         entries = [entry if isinstance(entry, str) else written for entry in sys.path]
@@ -120,11 +136,15 @@ class Site:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text)
         if not isinstance(entry_points, str):
-            entry_points = "\n".join(f"[{group}]\n" + "\n".join(lines) for group, lines in entry_points.items())
+            entry_points = "\n".join(
+                f"[{group}]\n" + "\n".join(lines) for group, lines in entry_points.items()
+            )
         info = self.folder / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir(parents=True)
         needed = "".join(f"Requires-Dist: {line}\n" for line in requires)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needed}")
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needed}"
+        )
         (info / "entry_points.txt").write_text(entry_points + "\n")
         (info / "INSTALLER").write_text("pip\n")
         written = [self.folder / path for path in files] + sorted(info.iterdir())
@@ -135,13 +155,22 @@ class Site:
         digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
         return f"{file.relative_to(self.folder)},sha256={digest},{len(content)}\n"
 
-    def plugin(self, name: str, source: str, *, requires: Sequence[str] = ("opgraft",), version: str = "1.0") -> None:
+    def plugin(
+        self,
+        name: str,
+        source: str,
+        *,
+        requires: Sequence[str] = ("opgraft",),
+        version: str = "1.0",
+    ) -> None:
         """Install a distribution ``name`` with one module that is a plugin of the same name."""
         module = name.replace("-", "_")
         points = {"opgraft.plugins": [f"{module} = {module}"]}
         self.install(name, {f"{module}.py": source}, points, requires=requires, version=version)
 
-    def platform(self, name: str, *, probe: str, platform: str = "", plugin: str | None = None) -> None:
+    def platform(
+        self, name: str, *, probe: str, platform: str = "", plugin: str | None = None
+    ) -> None:
         """Install a distribution that offers the platform ``name``, and a plugin where its source is given."""
         files = {
             f"{name}_device.py": f"from opgraft import Evidence, PlatformSpec\ndef probe(machine):\n    {probe}\n"
@@ -239,7 +268,9 @@ def _command_line(python: str, site: Site, folder: Path) -> Cli:
         if _FOREIGN:
             environ.setdefault("OPGRAFT_PLUGINS_DISABLE", ",".join(_FOREIGN))
         command = [python, "-m", "opgraft", *arguments]
-        return subprocess.run(command, env=environ, cwd=folder, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            command, env=environ, cwd=folder, capture_output=True, text=True, check=False
+        )
 
     return run
 
@@ -250,7 +281,12 @@ def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api")
     with playwright.sync_playwright() as driver:
         own = driver.chromium.executable_path
-        path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome") or own
+        path = (
+            shutil.which("chromium")
+            or shutil.which("chromium-browser")
+            or shutil.which("google-chrome")
+            or own
+        )
         if not Path(path).is_file():
             pytest.skip("no Chromium: apt-get install chromium, or playwright install chromium")
         with driver.chromium.launch(executable_path=path) as running:

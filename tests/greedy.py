@@ -18,7 +18,9 @@ def greedy_tokens(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     longest = len(prompt) + count
     blocks = -(-longest // BLOCK)
     layers = attention_layers(model)
-    caches = {name: torch.zeros(layer.kv_cache_shape(blocks, BLOCK)) for name, layer in layers.items()}
+    caches = {
+        name: torch.zeros(layer.kv_cache_shape(blocks, BLOCK)) for name, layer in layers.items()
+    }
     table, options = torch.arange(blocks)[None], {"block_size": BLOCK, "max_context_len": longest}
     done, new, tokens = 0, list(prompt), []
     for _ in range(count):

@@ -61,11 +61,20 @@ class Norm(nn.Module):
 class Mamba(nn.Module):
     def __init__(self, hidden: int, heads: int, head: int, state: int, width: int) -> None:
         super().__init__()
-        self.heads, self.head, self.state, self.width, inner = heads, head, state, width, heads * head
+        self.heads, self.head, self.state, self.width, inner = (
+            heads,
+            head,
+            state,
+            width,
+            heads * head,
+        )
         self.rank = max(64, hidden // 16)
         self.in_proj, self.out_proj = linear(hidden, 2 * inner), linear(inner, hidden)
         self.conv1d = nn.Conv1d(inner, inner, width, groups=inner, bias=False)
-        self.bcdt_proj, self.dt_proj = linear(inner, self.rank + 2 * state), linear(self.rank, heads)
+        self.bcdt_proj, self.dt_proj = (
+            linear(inner, self.rank + 2 * state),
+            linear(self.rank, heads),
+        )
         self.A_log, self.D, self.dt_bias = (nn.Parameter(torch.zeros(heads)) for _ in range(3))
         self.B_norm_weight, self.C_norm_weight = (nn.Parameter(torch.ones(state)) for _ in range(2))
         self.dt_norm_weight = nn.Parameter(torch.ones(self.rank))
@@ -91,8 +100,14 @@ class Attention(nn.Module):
     def __init__(self, hidden: int, heads: int, kv_heads: int, head: int, before: int) -> None:
         super().__init__()
         self.sizes, self.head, self.before = [heads, kv_heads, kv_heads], head, before
-        self.qkv_proj, self.o_proj = linear(hidden, sum(self.sizes) * head), linear(heads * head, hidden)
-        self.q_weight, self.k_weight = nn.Parameter(torch.ones(heads, head)), nn.Parameter(torch.ones(kv_heads, head))
+        self.qkv_proj, self.o_proj = (
+            linear(hidden, sum(self.sizes) * head),
+            linear(heads * head, hidden),
+        )
+        self.q_weight, self.k_weight = (
+            nn.Parameter(torch.ones(heads, head)),
+            nn.Parameter(torch.ones(kv_heads, head)),
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
         tokens = len(hidden)
@@ -116,14 +131,22 @@ def rotated(x: Tensor) -> Tensor:
 class Layer(nn.Module):
     def __init__(self, config: Any, number: int) -> None:
         super().__init__()
-        hidden, head, inner = config.hidden_size, config.hidden_size_per_head, config.intermediate_size
+        hidden, head, inner = (
+            config.hidden_size,
+            config.hidden_size_per_head,
+            config.intermediate_size,
+        )
         before = 10**9 if number in config.full_attention_idx else config.attention_window_size
         self.mixer: nn.Module = (
             Attention(hidden, config.num_attention_heads, config.num_key_value_heads, head, before)
             if number % config.mamba_step == config.mamba_step // 2
-            else Mamba(hidden, config.mamba_num_heads, head, config.mamba_d_state, config.mamba_d_conv)
+            else Mamba(
+                hidden, config.mamba_num_heads, head, config.mamba_d_state, config.mamba_d_conv
+            )
         )
-        self.mlp = nn.ModuleDict({"gate_up_proj": linear(hidden, 2 * inner), "down_proj": linear(inner, hidden)})
+        self.mlp = nn.ModuleDict(
+            {"gate_up_proj": linear(hidden, 2 * inner), "down_proj": linear(inner, hidden)}
+        )
         self.pre_mixer_norm, self.pre_mlp_norm = Norm(hidden, 1.0), Norm(hidden, 1.0)
         self.post_mixer_norm, self.post_mlp_norm = Norm(hidden, 1 / 5), Norm(hidden, 1 / 5**1.5)
 
@@ -138,15 +161,21 @@ class Plamo2(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        layers = nn.ModuleDict({"layers": nn.ModuleList(Layer(config, n) for n in range(config.num_hidden_layers))})
+        layers = nn.ModuleDict(
+            {"layers": nn.ModuleList(Layer(config, n) for n in range(config.num_hidden_layers))}
+        )
         embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.model = nn.ModuleDict({"embed_tokens": embedding, "layers": layers, "norm": Norm(config.hidden_size, 1.0)})
+        self.model = nn.ModuleDict(
+            {"embed_tokens": embedding, "layers": layers, "norm": Norm(config.hidden_size, 1.0)}
+        )
 
     def forward(self, tokens: Tensor, use_cache: bool = False) -> SimpleNamespace:
         x = self.model["embed_tokens"](tokens[0])
         for layer in self.model["layers"]["layers"]:
             x = layer(x)
-        return SimpleNamespace(logits=(self.model["norm"](x) @ self.model["embed_tokens"].weight.T)[None])
+        return SimpleNamespace(
+            logits=(self.model["norm"](x) @ self.model["embed_tokens"].weight.T)[None]
+        )
 
 
 def plamo2(folder: Path, **more: Any) -> Plamo2:

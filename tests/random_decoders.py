@@ -79,7 +79,12 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama 3, with biases, tied": (
         "Llama",
-        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "rope_parameters": LLAMA3},
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": LLAMA3,
+        },
     ),
     "mistral": ("Mistral", {"sliding_window": 5, "head_dim": 16}),
     "qwen2": ("Qwen2", {}),
@@ -87,7 +92,10 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {}),
     "gemma": ("Gemma", {"head_dim": 16}),
     "gemma2": ("Gemma2", GEMMA),
-    "gemma3": ("Gemma3", {**GEMMA, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "gemma3": (
+        "Gemma3",
+        {**GEMMA, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
     "granite": ("Granite", GRANITE),
     "olmo2": ("Olmo2", {}),
     "deepseek v2": ("DeepseekV2", LATENT),
@@ -97,15 +105,26 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek v2, with experts": (
         "DeepseekV2",
-        {**LATENT, **DEEPSEEK_EXPERTS, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7},
+        {
+            **LATENT,
+            **DEEPSEEK_EXPERTS,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 1.7,
+        },
     ),
     "deepseek v3, with experts": (
         "DeepseekV3",
         {**LATENT, **DEEPSEEK_EXPERTS, "q_lora_rank": 20, "first_k_dense_replace": 2},
     ),
-    "deepseek v3, halves rotated": ("DeepseekV3", {**LATENT, "rope_interleave": False, "v_head_dim": 24}),
+    "deepseek v3, halves rotated": (
+        "DeepseekV3",
+        {**LATENT, "rope_interleave": False, "v_head_dim": 24},
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 5}),
-    "qwen3_moe": ("Qwen3Moe", {**ROUTED, "moe_intermediate_size": 24, "mlp_only_layers": [1], "norm_topk_prob": True}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**ROUTED, "moe_intermediate_size": 24, "mlp_only_layers": [1], "norm_topk_prob": True},
+    ),
     "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
     "gpt_oss": ("GptOss", {**ROUTED, "sliding_window": 5, "rope_parameters": YARN_UNTRUNCATED}),
 }
@@ -113,7 +132,9 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def written(family: str, folder: Path, **values: Any) -> Any:
     """A model of transformers with random weights, whose checkpoint is in ``folder``."""
-    config_class = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")
+    config_class = getattr(
+        transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    )
     config = config_class(**{**SIZES, "num_key_value_heads": 2, **values})
     return saved(getattr(transformers, f"{family}ForCausalLM")(config), folder)
 
@@ -135,14 +156,23 @@ THROUGH_TRANSFORMERS: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "smollm3": {},
     "starcoder2": {"sliding_window": 5},
-    "cohere2": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+    "cohere2": {
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    },
 }
 """Decoders that are not written, by the ``model_type`` of transformers."""
 
 
 def through_transformers(kind: str, folder: Path, **more: Any) -> Any:
     """A model of transformers that none of the written families is, whose checkpoint is in ``folder``."""
-    values = {**SIZES, "num_key_value_heads": 2, "head_dim": 12, **THROUGH_TRANSFORMERS[kind], **more}
+    values = {
+        **SIZES,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        **THROUGH_TRANSFORMERS[kind],
+        **more,
+    }
     config = transformers.AutoConfig.for_model(kind, **values)
     return saved(transformers.AutoModelForCausalLM.from_config(config), folder)
 
@@ -173,7 +203,14 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("Mamba", {"state_size": 5, "time_step_rank": 4, "use_bias": True}),
     "mamba2": (
         "Mamba2",
-        {"state_size": 6, "num_heads": 6, "head_dim": 16, "n_groups": 2, "chunk_size": 4, "tie_word_embeddings": True},
+        {
+            "state_size": 6,
+            "num_heads": 6,
+            "head_dim": 16,
+            "n_groups": 2,
+            "chunk_size": 4,
+            "tie_word_embeddings": True,
+        },
     ),
     "plamo2": ("Plamo2", {}),
 }

@@ -32,8 +32,12 @@ IMPORTED = (
 class Ranks:
     """Processes over gloo that are one tensor group, unless ``sizes`` says otherwise."""
 
-    def __init__(self, size: int, *, path: Sequence[str] = (), plugins: str = "", **sizes: int) -> None:
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("OPGRAFT_")}
+    def __init__(
+        self, size: int, *, path: Sequence[str] = (), plugins: str = "", **sizes: int
+    ) -> None:
+        environ = {
+            name: value for name, value in os.environ.items() if not name.startswith("OPGRAFT_")
+        }
         environ["OPGRAFT_PLUGINS"] = plugins
         self.job = (tuple(path), environ, sizes or {"tensor": size})
         self.size = size
@@ -70,7 +74,9 @@ class Ranks:
                 self._start()
                 raise TimeoutError(f"rank {rank} does not answer")
             answers.append(pickle.loads(end.recv_bytes()))  # noqa: S301  # of our own process
-        failed = [f"rank {rank}: {answer}" for rank, (good, answer) in enumerate(answers) if not good]
+        failed = [
+            f"rank {rank}: {answer}" for rank, (good, answer) in enumerate(answers) if not good
+        ]
         if failed:
             raise AssertionError("\n".join(failed))
         return [answer for _, answer in answers]
@@ -87,7 +93,12 @@ class Ranks:
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._end(10)
 
 

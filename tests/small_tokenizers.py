@@ -17,6 +17,8 @@ def trained_tokenizer() -> Any:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator([TEXT] * 9, trainer)
     return tokenizer

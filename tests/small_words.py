@@ -8,7 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-WORDS = ["the", "a", "cat", "dog", "sleeps", "runs", "on", "mat", "in", "sun", "bread", "bakes", "well"]
+WORDS = [
+    "the",
+    "a",
+    "cat",
+    "dog",
+    "sleeps",
+    "runs",
+    "on",
+    "mat",
+    "in",
+    "sun",
+    "bread",
+    "bakes",
+    "well",
+]
 TEMPLATE = "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}"
 
 
@@ -27,7 +41,12 @@ def word_llama(folder: Path, *, chats: bool = False, **values: Any) -> Path:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     tokenizer = word_tokenizer()
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     special = {"num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 2}
     config = transformers.LlamaConfig(vocab_size=len(tokenizer), **{**sizes, **special, **values})
     transformers.LlamaForCausalLM(config).save_pretrained(folder)

@@ -11,7 +11,9 @@ REPOSITORY = Path(__file__).parents[1]
 FOLDERS = {"core": "opgraft", "platforms": "opgraft.platforms", "plugins": "opgraft.plugins"}
 
 MODULES = {
-    ".".join([package, *path.relative_to(REPOSITORY / folder).with_suffix("").parts]).removesuffix(".__init__"): path
+    ".".join([package, *path.relative_to(REPOSITORY / folder).with_suffix("").parts]).removesuffix(
+        ".__init__"
+    ): path
     for folder, package in FOLDERS.items()
     for path in sorted((REPOSITORY / folder).rglob("*.py"))
 }
@@ -29,7 +31,9 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return (
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
 
 
 def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -44,14 +48,22 @@ def texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Line and value of each string that is not documentation."""
     documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in documentation
+        ):
             yield node.lineno, node.value
 
 
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Line and text of each docstring, those below assignments included."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             yield node.lineno, node.value.value
 
 

@@ -21,17 +21,35 @@ def parameters_of(function: Any) -> str:
         if parameter.kind is parameter.KEYWORD_ONLY and not named:
             parameters.append("*")
         named = named or parameter.kind in (parameter.VAR_POSITIONAL, parameter.KEYWORD_ONLY)
-        stars = "*" if parameter.kind is parameter.VAR_POSITIONAL else "**" * (parameter.kind is parameter.VAR_KEYWORD)
-        kind = "" if parameter.annotation is parameter.empty else f": {annotation(parameter.annotation)}"
+        stars = (
+            "*"
+            if parameter.kind is parameter.VAR_POSITIONAL
+            else "**" * (parameter.kind is parameter.VAR_KEYWORD)
+        )
+        kind = (
+            ""
+            if parameter.annotation is parameter.empty
+            else f": {annotation(parameter.annotation)}"
+        )
         equals = " = " if kind else "="
-        default = "" if parameter.default is parameter.empty else f"{equals}{value(parameter.default)}"
+        default = (
+            "" if parameter.default is parameter.empty else f"{equals}{value(parameter.default)}"
+        )
         parameters.append(f"{stars}{parameter.name}{kind}{default}")
-    returned = "" if signature.return_annotation in (signature.empty, "None") else signature.return_annotation
+    returned = (
+        ""
+        if signature.return_annotation in (signature.empty, "None")
+        else signature.return_annotation
+    )
     return f"({', '.join(parameters)})" + (f" -> {annotation(returned)}" if returned else "")
 
 
 def value(default: Any) -> str:
-    return default.__qualname__ if isinstance(default, type) or inspect.isfunction(default) else repr(default)
+    return (
+        default.__qualname__
+        if isinstance(default, type) or inspect.isfunction(default)
+        else repr(default)
+    )
 
 
 def annotation(kind: Any) -> str:
@@ -70,7 +88,9 @@ def marked(text: str) -> str:
 def filled(text: str, indent: str = "") -> str:
     """Fill one paragraph of lines that fit, none of which begins like a list or a heading."""
     kept = re.sub(r" (?=([-+*>#]|\d+\.)( |$))", "\0", " ".join(text.split()))
-    lines = textwrap.wrap(kept, 116, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(
+        kept, 116, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
     return "\n".join(lines).replace("\0", " ")
 
 
@@ -83,13 +103,18 @@ def broken(line: str) -> str:
     if len(line) <= 88:
         return line
     head, _, rest = line.partition("(")
-    inside, bracket, returned = rest.rpartition(") -> ") if ") -> " in rest else (rest[:-1], ")", "")
+    inside, bracket, returned = (
+        rest.rpartition(") -> ") if ") -> " in rest else (rest[:-1], ")", "")
+    )
     parameters = re.split(r", (?=[\w*]+(?:[:=,]|$))", inside)
-    return "\n".join([f"{head}(", *(f"    {parameter}," for parameter in parameters), f"{bracket}{returned}"])
+    return "\n".join(
+        [f"{head}(", *(f"    {parameter}," for parameter in parameters), f"{bracket}{returned}"]
+    )
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(
-        f"| {' | '.join(cell.replace('|', '/') for cell in line)} |".replace("| --- ", "|---") for line in lines
+        f"| {' | '.join(cell.replace('|', '/') for cell in line)} |".replace("| --- ", "|---")
+        for line in lines
     )

@@ -30,7 +30,11 @@ SIDES = {
 """Side of the benchmark to its label, and the class of its bars."""
 
 COSTS = (
-    ("Call of a replaced op, over a plain module", "call replaced op / plain module", "call op / plain module"),
+    (
+        "Call of a replaced op, over a plain module",
+        "call replaced op / plain module",
+        "call op / plain module",
+    ),
     (
         "Construction of a replaced op, over a plain module",
         "construct replaced op / plain module",
@@ -81,7 +85,11 @@ class Bar:
     highest: float
 
     def __str__(self) -> str:
-        spread = f" (rounds from {self.lowest:.2f} to {self.highest:.2f})" if self.lowest < self.highest else ""
+        spread = (
+            f" (rounds from {self.lowest:.2f} to {self.highest:.2f})"
+            if self.lowest < self.highest
+            else ""
+        )
         return f"{self.label} {self.value:.2f}{spread}"
 
 
@@ -92,7 +100,9 @@ def groups_of(data: Mapping[str, Any]) -> dict[str, list[Bar]]:
     for (model, dtype), heading in MODELS.items():
         for side, (label, style) in SIDES.items():
             speed = speeds[model, dtype, side]
-            groups[heading].append(Bar(label, style, speed["median"], speed["lowest"], speed["highest"]))
+            groups[heading].append(
+                Bar(label, style, speed["median"], speed["lowest"], speed["highest"])
+            )
     return groups
 
 
@@ -114,7 +124,10 @@ def costs(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Figure:
     groups = {
         heading: [
             Bar(label, style, measured[row], measured[row], measured[row])
-            for label, style, row in (("opgraft", "best", own), (f"vLLM {theirs['machine']['vllm']}", "other", other))
+            for label, style, row in (
+                ("opgraft", "best", own),
+                (f"vLLM {theirs['machine']['vllm']}", "other", other),
+            )
         ]
         for heading, own, other in COSTS
     }
@@ -139,7 +152,10 @@ def engine(data: Mapping[str, Any]) -> Figure:
                 for name, (label, style) in ENGINES.items()
                 if (speed := speeds.get((task, dtype, name)))
             ]
-    machine, clock = data["machine"], {"cpu_seconds": "CPU time", "seconds": "wall time"}[data["clock"]]
+    machine, clock = (
+        data["machine"],
+        {"cpu_seconds": "CPU time", "seconds": "wall time"}[data["clock"]],
+    )
     return chart(
         "SmolLM2: times as fast as vLLM on the same CPU",
         groups,
@@ -175,7 +191,9 @@ def chart(title: str, groups: Mapping[str, Sequence[Bar]], *notes: str) -> Figur
 
 def draw_bar(figure: Figure, bar: Bar, y: float, scale: float) -> None:
     middle = y + ROW / 2
-    figure.text(LABELS - 10, middle + 5, bar.label, "best-text" if bar.style == "best" else "", "end")
+    figure.text(
+        LABELS - 10, middle + 5, bar.label, "best-text" if bar.style == "best" else "", "end"
+    )
     figure.rectangle(LABELS, middle - BAR / 2, bar.value * scale, BAR, bar.style, 2)
     left, right = LABELS + bar.lowest * scale, LABELS + bar.highest * scale
     if bar.lowest < bar.highest:
@@ -194,7 +212,9 @@ STEPS = (
 
 def dispatch() -> Figure:
     """Draw how constructing an op comes to a kernel."""
-    told = "; ".join(f"{question} {answer}, changed by {setting}" for question, answer, setting in STEPS)
+    told = "; ".join(
+        f"{question} {answer}, changed by {setting}" for question, answer, setting in STEPS
+    )
     figure = Figure(
         "From RMSNorm(4096) to its kernel",
         f"Constructing an op asks four questions: {told}. The op that comes out runs AcmeRMSNorm.forward_oot at every "
@@ -217,7 +237,9 @@ def dispatch() -> Figure:
     figure.arrow(column / 2, y, dy=gap)
     y += gap
     figure.rectangle(0, y, WIDTH, 54, "chosen")
-    figure.text(14, y + 22, "norm(x) runs AcmeRMSNorm.forward_oot, as any method of a module", "best-text")
+    figure.text(
+        14, y + 22, "norm(x) runs AcmeRMSNorm.forward_oot, as any method of a module", "best-text"
+    )
     figure.text(14, y + 43, "norm.decision", "code")
     figure.text(122, y + 43, "has every candidate, its reason and its place", "muted")
     figure.height = y + 54
@@ -266,12 +288,16 @@ def grafting() -> Figure:
     figure.text(WIDTH / 2, 136, "ungraft", "code", "middle")
     figure.path(f"M{WIDTH - middle:g} 148H{middle:g}", "line")
     figure.path(f"M{middle:g} 148l8 -5v10z", "head")
-    figure.text(0, top + height + 26, "The parameters stay the same objects under the same names.", "muted")
+    figure.text(
+        0, top + height + 26, "The parameters stay the same objects under the same names.", "muted"
+    )
     figure.height = top + height + 36
     return figure
 
 
-def draw_tree(figure: Figure, x: float, y: float, tree: Sequence[tuple[int, str, str]], width: float) -> None:
+def draw_tree(
+    figure: Figure, x: float, y: float, tree: Sequence[tuple[int, str, str]], width: float
+) -> None:
     for row, (depth, name, kind) in enumerate(tree):
         base = y + 26 * row
         figure.text(x + 14 * depth, base, name, "code")
@@ -292,7 +318,11 @@ def figures() -> dict[str, str]:
         "dispatch": dispatch(),
         "grafting": grafting(),
     }
-    return {f"{name}-{theme}.svg": figure.render(theme) for name, figure in drawn.items() for theme in THEMES}
+    return {
+        f"{name}-{theme}.svg": figure.render(theme)
+        for name, figure in drawn.items()
+        for theme in THEMES
+    }
 
 
 def main() -> None:

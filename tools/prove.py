@@ -18,16 +18,23 @@ from opgraft.testing.proof import prove
 def main(names: list[str]) -> None:
     unknown = sorted(set(names) - set(SPECS))
     if unknown:
-        sys.exit(f"no functional form is called {', '.join(unknown)}; there are: {', '.join(sorted(SPECS))}")
+        sys.exit(
+            f"no functional form is called {', '.join(unknown)}; there are: {', '.join(sorted(SPECS))}"
+        )
     with set_config(OpgraftConfig(plugins=())):
         for family in FAMILIES:
             renew(family, set(names or SPECS))
-    print(f"{len(names or SPECS)} of {len(SPECS)} forms proved, written to {proof_records.FILE} beside their specs")
+    print(
+        f"{len(names or SPECS)} of {len(SPECS)} forms proved, written to {proof_records.FILE} beside their specs"
+    )
 
 
 def renew(family: ModuleType, names: set[str]) -> None:
     """Prove the forms of a family that are among ``names``, and write its file anew."""
-    file, specs = proof_records.file_of(family.__name__), {spec.functional.name: spec for spec in family.SPECS}
+    file, specs = (
+        proof_records.file_of(family.__name__),
+        {spec.functional.name: spec for spec in family.SPECS},
+    )
     records = {name: record for name, record in proof_records.read(file).items() if name in specs}
     for name in sorted(names & set(specs)):
         print(name, flush=True)

@@ -24,7 +24,9 @@ from opgraft.plugins.listing import FOLDER, SCHEMA, Listing, kept_versions, read
 from opgraft.version import __version__
 
 FILE = Path(__file__).parents[1] / "plugins" / FOLDER / f"{__version__}.json"
-_FAMILIES = tuple(f"opgraft.ops.{each.name}" for each in pkgutil.iter_modules(opgraft.ops.__path__) if each.ispkg)
+_FAMILIES = tuple(
+    f"opgraft.ops.{each.name}" for each in pkgutil.iter_modules(opgraft.ops.__path__) if each.ispkg
+)
 MODULES = (
     "opgraft",
     "opgraft.ops",
@@ -42,12 +44,21 @@ MODULES = (
 )
 """The modules whose names plugins may use, the one by which a name is known first."""
 _NAMES = {
-    "opgraft.ops.linear.weight_cache": ("WeightCache", "declaration", "fits", "requires_gradient", "watched"),
+    "opgraft.ops.linear.weight_cache": (
+        "WeightCache",
+        "declaration",
+        "fits",
+        "requires_gradient",
+        "watched",
+    ),
     hookspecs.__name__: tuple(hookspecs.RESULT_TYPES),
 }
 """Public names of modules where they are neither in ``__all__`` nor all that the module defines."""
 _DEPRECATED = {
-    **{former: f"import {present}; it goes with the next minor version" for former, present in MOVED.items()},
+    **{
+        former: f"import {present}; it goes with the next minor version"
+        for former, present in MOVED.items()
+    },
     "opgraft.binding.functional.form": f"use opgraft.{register_functional.__name__}; it goes with the next minor "
     "version",
 }
@@ -71,7 +82,10 @@ def text() -> str:
 
 
 def _since(name: str, earlier: list[Listing]) -> str:
-    return next((str(listing.names[name]["since"]) for listing in earlier if name in listing.names), __version__)
+    return next(
+        (str(listing.names[name]["since"]) for listing in earlier if name in listing.names),
+        __version__,
+    )
 
 
 def _names() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -80,7 +94,9 @@ def _names() -> Iterator[tuple[str, dict[str, Any]]]:
         for name in _public(module):
             value = getattr(module, name)
             row = _row(value, known)
-            same = known.setdefault(id(value), f"{module.__name__}.{name}") if callable(value) else ""
+            same = (
+                known.setdefault(id(value), f"{module.__name__}.{name}") if callable(value) else ""
+            )
             aliased = same not in ("", f"{module.__name__}.{name}")
             yield f"{module.__name__}.{name}", {"is": same} if aliased else row
             if isinstance(value, type) and not aliased:
@@ -93,7 +109,11 @@ def _public(module: ModuleType) -> list[str]:
     listed = _NAMES.get(module.__name__) or getattr(module, "__all__", None)
     if listed is not None:
         return list(listed)
-    own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+    own = [
+        name
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", "") == module.__name__
+    ]
     return [name for name in own if not name.startswith("_")]
 
 
@@ -111,10 +131,14 @@ def _members(cls: type, known: dict[int, str]) -> dict[str, dict[str, Any]]:
     told = {each for base in public for each in base.__mro__}
     own = [base for base in _ours(cls) if base not in told]
     found: dict[str, dict[str, Any]] = {}
-    for name, value in ((name, value) for base in reversed(own) for name, value in vars(base).items()):
+    for name, value in (
+        (name, value) for base in reversed(own) for name, value in vars(base).items()
+    ):
         if not name.startswith("_") and not isinstance(value, type):
             function = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
-            found[name] = {"signature": _signature(function)} if inspect.isfunction(function) else {}
+            found[name] = (
+                {"signature": _signature(function)} if inspect.isfunction(function) else {}
+            )
     return found
 
 
@@ -133,7 +157,10 @@ def _signature(value: Any) -> str:
     except (TypeError, ValueError):
         return ""
     empty = Parameter.empty
-    shown = [p.replace(annotation=empty, default=empty if p.default is empty else _DEFAULT) for p in parameters]
+    shown = [
+        p.replace(annotation=empty, default=empty if p.default is empty else _DEFAULT)
+        for p in parameters
+    ]
     return str(inspect.Signature(shown))
 
 

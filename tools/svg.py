@@ -66,10 +66,14 @@ class Figure:
 
     def text(self, x: float, y: float, words: str, style: str = "", anchor: str = "start") -> None:
         """Write one line whose base line is at ``y``; ``style`` names classes of the style sheet."""
-        attributes = f'x="{x:g}" y="{y:g}" text-anchor="{anchor}"' + (f' class="{style}"' if style else "")
+        attributes = f'x="{x:g}" y="{y:g}" text-anchor="{anchor}"' + (
+            f' class="{style}"' if style else ""
+        )
         self._elements.append(f"<text {attributes}>{escape(words)}</text>")
 
-    def rectangle(self, x: float, y: float, width: float, height: float, style: str, radius: float = 6) -> None:
+    def rectangle(
+        self, x: float, y: float, width: float, height: float, style: str, radius: float = 6
+    ) -> None:
         """Draw a box with round corners."""
         place = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
         self._elements.append(f'<rect {place} rx="{radius:g}" class="{style}"/>')

@@ -12,7 +12,9 @@ _TABLE = re.compile(r"(?<=^\| module of vLLM \| names \|\n\|---\|---\|\n)(\|.*\n
 
 
 def main() -> None:
-    sys.path.insert(0, str(BRIDGE / "src"))  # it is installed nowhere, as tests would see it in every process
+    sys.path.insert(
+        0, str(BRIDGE / "src")
+    )  # it is installed nowhere, as tests would see it in every process
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
@@ -20,8 +22,13 @@ def page(text: str) -> str:
     """Return the page with the table as it must be."""
     from opgraft_vllm_bridge.names import NAMES
 
-    rows = {module: " ".join(f"`{name}`" for name in sorted(names)) for module, names in sorted(NAMES.items())}
-    return _TABLE.sub(lambda _: "".join(f"| `{module}` | {names} |\n" for module, names in rows.items()), text)
+    rows = {
+        module: " ".join(f"`{name}`" for name in sorted(names))
+        for module, names in sorted(NAMES.items())
+    }
+    return _TABLE.sub(
+        lambda _: "".join(f"| `{module}` | {names} |\n" for module, names in rows.items()), text
+    )
 
 
 if __name__ == "__main__":

@@ -31,12 +31,16 @@ PLUGINS = {
     "vllm-swift": "0.3.2",
 }
 """Names of distributions to the versions that are read."""
-_TABLE = re.compile(r"(?<=^\| plugin \| uses \| answered \| platform \|\n\|---\|---\|---\|---\|\n)(\|.*\n)*", re.M)
+_TABLE = re.compile(
+    r"(?<=^\| plugin \| uses \| answered \| platform \|\n\|---\|---\|---\|---\|\n)(\|.*\n)*", re.M
+)
 _PLATFORM = "vllm.platform_plugins"
 
 
 def main() -> None:
-    sys.path.insert(0, str(BRIDGE / "src"))  # it is installed nowhere, as tests would see it in every process
+    sys.path.insert(
+        0, str(BRIDGE / "src")
+    )  # it is installed nowhere, as tests would see it in every process
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
@@ -49,8 +53,24 @@ def fetched(name: str) -> Path:
     """Return the folder of a plugin's files."""
     folder = CACHE / f"{name}-{PLUGINS[name]}"
     if not folder.is_dir():
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-        platform = ["--python-version", "3.12", "--platform", "manylinux_2_34_x86_64", "--dest", str(CACHE)]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary",
+            ":all:",
+        ]
+        platform = [
+            "--python-version",
+            "3.12",
+            "--platform",
+            "manylinux_2_34_x86_64",
+            "--dest",
+            str(CACHE),
+        ]
         subprocess.run([*pip, *platform, f"{name}=={PLUGINS[name]}"], check=True)  # noqa: S603  # our own words
         (wheel,) = CACHE.glob(f"{name.replace('-', '_')}-{PLUGINS[name]}-*.whl")
         zipfile.ZipFile(wheel).extractall(folder)
@@ -66,13 +86,24 @@ def _row(name: str, folder: Path) -> str:
     sys.path.insert(0, str(folder))
     try:
         sources = sources_of(*_modules(folder))
-        uses = {use.name: use for source in sources for uses in (source.uses, *source.bodies.values()) for use in uses}
+        uses = {
+            use.name: use
+            for source in sources
+            for uses in (source.uses, *source.bodies.values())
+            for use in uses
+        }
         answered = sum(lacking(use) is None for use in uses.values())
         told = "none"
         for point in distribution.entry_points.select(group=_PLATFORM):
-            apart = {each.attr for each in distribution.entry_points if each.module == point.module} - {point.attr}
-            first, *_ = [source for source in sources_of(point.module) if source.name == point.module]
-            classes = sorted(text.rpartition(".")[0] for text in first.texts if text.endswith("Platform"))
+            apart = {
+                each.attr for each in distribution.entry_points if each.module == point.module
+            } - {point.attr}
+            first, *_ = [
+                source for source in sources_of(point.module) if source.name == point.module
+            ]
+            classes = sorted(
+                text.rpartition(".")[0] for text in first.texts if text.endswith("Platform")
+            )
             missing = len(judge(point.module, *classes, apart=apart).missing)
             told = f"lacks {missing:,}" if missing else "loads"
     finally:

@@ -11,7 +11,12 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 from opgraft.models.files import find_checkpoint
 
-COMPUTED_KEYS = ("GGUF.", "general.architecture", "general.file_type", "general.quantization_version")
+COMPUTED_KEYS = (
+    "GGUF.",
+    "general.architecture",
+    "general.file_type",
+    "general.quantization_version",
+)
 """Keys that a writer writes by itself, or that are true of quantized files only."""
 
 
@@ -26,10 +31,15 @@ def write_safetensors(folder: Path, dtype: torch.dtype) -> Path:
     if not (target / "config.json").is_file():
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        source = {"pretrained_model_name_or_path": str(packaged().parent), "gguf_file": packaged().name}
+        source = {
+            "pretrained_model_name_or_path": str(packaged().parent),
+            "gguf_file": packaged().name,
+        }
         AutoTokenizer.from_pretrained(**source).save_pretrained(target)
         read = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype)
-        del read.config.quantization_config  # a plain model: transformers does not save one that it dequantized
+        del (
+            read.config.quantization_config
+        )  # a plain model: transformers does not save one that it dequantized
         made: Any = AutoModelForCausalLM.from_config  # which has no types
         plain = made(read.config, dtype=dtype)
         plain.load_state_dict(read.state_dict())

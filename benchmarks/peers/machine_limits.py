@@ -54,7 +54,10 @@ def taken(call: Callable[[], object], number: int) -> dict[str, float]:
     wall, cpu = time.perf_counter(), cpu_seconds()
     for _ in range(number):
         call()
-    return {"seconds": (time.perf_counter() - wall) / number, "cpu_seconds": (cpu_seconds() - cpu) / number}
+    return {
+        "seconds": (time.perf_counter() - wall) / number,
+        "cpu_seconds": (cpu_seconds() - cpu) / number,
+    }
 
 
 if __name__ == "__main__":

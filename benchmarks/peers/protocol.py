@@ -35,13 +35,22 @@ def serve(start: Callable[[str, str], Generate], package: str) -> None:
         task = json.loads(line)
         wall, cpu = time.perf_counter(), cpu_seconds()
         answer = generate(task["prompts"], task["max_tokens"])
-        result = {"seconds": time.perf_counter() - wall, "cpu_seconds": cpu_seconds() - cpu, **answer}
-        print(json.dumps({**result, "all_cpu_seconds": cpu_seconds(), "peak_bytes": peak_bytes()}), file=answers)
+        result = {
+            "seconds": time.perf_counter() - wall,
+            "cpu_seconds": cpu_seconds() - cpu,
+            **answer,
+        }
+        print(
+            json.dumps({**result, "all_cpu_seconds": cpu_seconds(), "peak_bytes": peak_bytes()}),
+            file=answers,
+        )
 
 
 def cpu_seconds() -> float:
     """Return the CPU time that this process has taken, with those that it started and what they waited for."""
-    fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in _children()]
+    fields = [
+        Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in _children()
+    ]
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     running = sum(int(ticks) for each in fields for ticks in each[11:15]) / os.sysconf("SC_CLK_TCK")
     return time.process_time() + ended.ru_utime + ended.ru_stime + running

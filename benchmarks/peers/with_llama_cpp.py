@@ -29,7 +29,9 @@ class Context:
         params.n_seq_max = sequences
         params.n_ctx = ROOM * (1 if sequences == 1 else 6)
         params.n_batch = params.n_ubatch = BATCH
-        params.n_threads = params.n_threads_batch = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))
+        params.n_threads = params.n_threads_batch = int(
+            os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)
+        )
         params.kv_unified = True
         self.context = llama_cpp.llama_init_from_model(model, params)
         self.vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
@@ -51,13 +53,17 @@ class Context:
         for index, (_, _, sequence, sampled) in enumerate(rows):
             if sampled:
                 logits = llama_cpp.llama_get_logits_ith(self.context, index)
-                chosen[sequence] = int(numpy.ctypeslib.as_array(logits, (self.vocabulary,)).argmax())
+                chosen[sequence] = int(
+                    numpy.ctypeslib.as_array(logits, (self.vocabulary,)).argmax()
+                )
         return chosen
 
 
 def start(checkpoint: str, dtype: str) -> Generate:
     llama_cpp.llama_backend_init()
-    model = llama_cpp.llama_model_load_from_file(checkpoint.encode(), llama_cpp.llama_model_default_params())
+    model = llama_cpp.llama_model_load_from_file(
+        checkpoint.encode(), llama_cpp.llama_model_default_params()
+    )
     contexts: dict[int, Context] = {}
 
     def generate(prompts: list[list[int]], max_tokens: int) -> Answer:
@@ -74,7 +80,9 @@ def start(checkpoint: str, dtype: str) -> Generate:
             last.update(context.compute(rows[first : first + BATCH]))
         outputs = [[last[sequence]] for sequence in range(len(prompts))]
         for done in range(max_tokens - 1):
-            step = [(tokens[-1], len(prompts[i]) + done, i, True) for i, tokens in enumerate(outputs)]
+            step = [
+                (tokens[-1], len(prompts[i]) + done, i, True) for i, tokens in enumerate(outputs)
+            ]
             for sequence, token in context.compute(step).items():
                 outputs[sequence].append(token)
         return {"tokens": outputs}

@@ -10,8 +10,20 @@ from protocol import Answer, Generate, serve
 
 
 def start(checkpoint: str, dtype: str) -> Generate:
-    settings = {"dtype": dtype, "max_model_len": 2560, "max_num_seqs": 128, "enable_prefix_caching": False}
-    llm = LLM(checkpoint, **{**settings, "cache.memory_bytes": 2 << 30, **json.loads(os.environ.get("SETTINGS", "{}"))})
+    settings = {
+        "dtype": dtype,
+        "max_model_len": 2560,
+        "max_num_seqs": 128,
+        "enable_prefix_caching": False,
+    }
+    llm = LLM(
+        checkpoint,
+        **{
+            **settings,
+            "cache.memory_bytes": 2 << 30,
+            **json.loads(os.environ.get("SETTINGS", "{}")),
+        },
+    )
 
     def generate(prompts: list[list[int]], max_tokens: int) -> Answer:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)

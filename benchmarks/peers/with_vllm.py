@@ -23,8 +23,12 @@ def start(checkpoint: str, dtype: str) -> Generate:
     )
 
     def generate(prompts: list[list[int]], max_tokens: int) -> Answer:
-        params = vllm.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        params = vllm.SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        )
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+        )
         return {"tokens": [list(output.outputs[0].token_ids) for output in outputs]}
 
     return generate

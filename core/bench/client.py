@@ -66,7 +66,9 @@ class Client:
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._session = aiohttp.ClientSession(
-            headers=headers, timeout=aiohttp.ClientTimeout(seconds), connector=aiohttp.TCPConnector(limit=0)
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(seconds),
+            connector=aiohttp.TCPConnector(limit=0),
         )
 
     async def __aenter__(self) -> Client:
@@ -87,7 +89,9 @@ class Client:
                 text = await response.text(errors="replace")
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
             why = str(error) or type(error).__name__
-            raise InputError(f"no server answers at {self.url} ({why}): start it, or check --url") from error
+            raise InputError(
+                f"no server answers at {self.url} ({why}): start it, or check --url"
+            ) from error
         if response.status != 200:
             raise HTTPError(
                 response.status,
@@ -107,7 +111,9 @@ class Client:
         try:
             async with self._session.post(f"{self.url}{path}", json=body) as response:
                 if response.status != 200:
-                    raise Broken(str(response.status), _message(await response.text(errors="replace")))
+                    raise Broken(
+                        str(response.status), _message(await response.text(errors="replace"))
+                    )
                 await _read(response, outcome)
         except Broken as failure:
             outcome.error, outcome.message = failure.kind, failure.message
@@ -161,4 +167,9 @@ def _message(answer: str) -> str:
 def _text(choice: Mapping[str, Any]) -> bool:
     """Tell whether a choice of a chunk has something of the answer."""
     delta = choice.get("delta") or {}
-    return bool(choice.get("text") or delta.get("content") or delta.get("reasoning_content") or delta.get("tool_calls"))
+    return bool(
+        choice.get("text")
+        or delta.get("content")
+        or delta.get("reasoning_content")
+        or delta.get("tool_calls")
+    )

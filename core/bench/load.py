@@ -95,7 +95,9 @@ async def run(
         return outcome
 
     if load.rate is not None:
-        return await _at_rate(send, prompts, arrivals(len(prompts), load.rate, load.poisson, load.seed))
+        return await _at_rate(
+            send, prompts, arrivals(len(prompts), load.rate, load.poisson, load.seed)
+        )
     return await _at_a_time(send, prompts, load.concurrency)
 
 
@@ -106,7 +108,9 @@ async def _at_rate(send: _Send, prompts: Sequence[Prompt], times: Sequence[float
         await asyncio.sleep(due - time.perf_counter())
         return await send(prompt, due)
 
-    return await asyncio.gather(*(one(prompt, start + at) for prompt, at in zip(prompts, times, strict=True)))
+    return await asyncio.gather(
+        *(one(prompt, start + at) for prompt, at in zip(prompts, times, strict=True))
+    )
 
 
 async def _at_a_time(send: _Send, prompts: Sequence[Prompt], concurrency: int) -> list[Outcome]:

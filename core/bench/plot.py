@@ -28,11 +28,16 @@ def draw(reports: Sequence[Report], title: str, file: Path) -> None:
         axis.set_title(f"{heading}, ms")
         for percent in PERCENTILES:
             spreads = [getattr(each, name) for each in reports]
-            values = [getattr(spread, f"p{percent}") * 1e3 if spread else float("nan") for spread in spreads]
+            values = [
+                getattr(spread, f"p{percent}") * 1e3 if spread else float("nan")
+                for spread in spreads
+            ]
             axis.plot(places, values, marker="o", label=f"p{percent}")
         axis.legend()
     for axis in axes:
-        axis.set_xticks(places, [each.load for each in reports], rotation=20 if len(reports) > 2 else 0)
+        axis.set_xticks(
+            places, [each.load for each in reports], rotation=20 if len(reports) > 2 else 0
+        )
         axis.set_ylim(bottom=0)
         axis.grid(axis="y", alpha=0.3)
     figure.savefig(file, format="png", dpi=_DOTS_PER_INCH)

@@ -39,7 +39,11 @@ class Prompt:
         """Return the prompt as a field of a request for a chat or a completion."""
         if not chat:
             return {"prompt": self.content}
-        as_messages = [{"role": "user", "content": self.content}] if isinstance(self.content, str) else self.content
+        as_messages = (
+            [{"role": "user", "content": self.content}]
+            if isinstance(self.content, str)
+            else self.content
+        )
         return {"messages": as_messages}
 
 
@@ -61,11 +65,15 @@ def read_prompts(file: Path, number: int) -> list[Prompt]:
     try:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"the prompts in {file} cannot be read ({error}): give a file of UTF-8 text") from error
+        raise InputError(
+            f"the prompts in {file} cannot be read ({error}): give a file of UTF-8 text"
+        ) from error
     if not lines:
         raise InputError(f"{file} has no prompts: put one on each line")
     if file.suffix == ".jsonl":
-        prompts = [_parsed(line, f"line {place} of {file}") for place, line in enumerate(lines, start=1)]
+        prompts = [
+            _parsed(line, f"line {place} of {file}") for place, line in enumerate(lines, start=1)
+        ]
     else:
         prompts = [Prompt(line) for line in lines]
     return list(islice(cycle(prompts), number))
@@ -79,9 +87,13 @@ def _parsed(line: str, where: str) -> Prompt:
     fields = found if isinstance(found, dict) else {"prompt": found}
     content, max_tokens = fields.get("messages", fields.get("prompt")), fields.get("max_tokens")
     if not content or not isinstance(content, list if "messages" in fields else str):
-        raise InputError(f"{where} is no prompt: write a string, or an object with 'prompt' or 'messages'")
+        raise InputError(
+            f"{where} is no prompt: write a string, or an object with 'prompt' or 'messages'"
+        )
     if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
-        raise InputError(f"{where} has max_tokens that are no count: write an integer from 1, or leave them out")
+        raise InputError(
+            f"{where} has max_tokens that are no count: write an integer from 1, or leave them out"
+        )
     return Prompt(content, max_tokens)
 
 

@@ -69,7 +69,10 @@ class Limits:
             "time_per_output_token": time_per_output_token(outcome),
             "end_to_end": outcome.seconds,
         }
-        return all(limit is None or (measured[name] or 0.0) <= limit for name, limit in asdict(self).items())
+        return all(
+            limit is None or (measured[name] or 0.0) <= limit
+            for name, limit in asdict(self).items()
+        )
 
 
 def time_to_first_token(outcome: Outcome) -> float | None:

@@ -21,11 +21,19 @@ class Branch:
     def around(self, kernel: Any) -> Callable[..., Any]:
         """Return the method that runs ``kernel`` where the test holds of the arguments."""
         prepare(self.otherwise.definition)
-        run, otherwise, supports = method_of(kernel), method_of(self.otherwise.definition), self.supports
+        run, otherwise, supports = (
+            method_of(kernel),
+            method_of(self.otherwise.definition),
+            self.supports,
+        )
 
         @functools.wraps(run)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return run(self, *args, **kwargs) if supports(*args, **kwargs) else otherwise(self, *args, **kwargs)
+            return (
+                run(self, *args, **kwargs)
+                if supports(*args, **kwargs)
+                else otherwise(self, *args, **kwargs)
+            )
 
         return forward
 

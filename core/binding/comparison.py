@@ -45,7 +45,9 @@ def obstacle_to_copies(values: Any) -> str:
     """Say why ``values`` cannot be copied for a second run, or return ""."""
     for _, leaf in leaves(values):
         if not isinstance(leaf, Tensor) and not _is_fixed(leaf):
-            return printable(f"an argument is a {type(leaf).__qualname__}, which two runs would share and may change")
+            return printable(
+                f"an argument is a {type(leaf).__qualname__}, which two runs would share and may change"
+            )
     tensors = tensors_within(values)
     if any(type(tensor) not in _PLAIN for tensor in tensors):
         return "an argument is of a class derived from Tensor"
@@ -82,16 +84,24 @@ def copied(value: Any, known: dict[int, Any]) -> Any:
         return type(value)(*(copied(each, known) for each in value))
     if type(value) in (tuple, list):
         return type(value)(copied(each, known) for each in value)
-    held = {key: copied(each, known) for key, each in value.items()} if isinstance(value, Mapping) else value
+    held = (
+        {key: copied(each, known) for key, each in value.items()}
+        if isinstance(value, Mapping)
+        else value
+    )
     if type(value) is dict:
         return held
     try:
-        return copy.deepcopy(value, known)  # which takes the copies of tensors that it holds from what is known
+        return copy.deepcopy(
+            value, known
+        )  # which takes the copies of tensors that it holds from what is known
     except Exception:  # of somebody's class
         return held
 
 
-def difference(place: str, got: Any, expected: Any, tolerance: Tolerance) -> tuple[float | None, str]:
+def difference(
+    place: str, got: Any, expected: Any, tolerance: Tolerance
+) -> tuple[float | None, str]:
     """Compare a leaf with the one that is expected.
 
     The relative tolerance is of the largest number in the row: sums cancel, and what is left of them has the error of
@@ -104,7 +114,11 @@ def difference(place: str, got: Any, expected: Any, tolerance: Tolerance) -> tup
     """
     if not isinstance(got, Tensor) or not isinstance(expected, Tensor):
         same = type(got) is type(expected) and (got is expected or bool(got == expected))
-        return (0.0, "") if same else (None, f"{place} is {description_of(got)}, expected {description_of(expected)}")
+        return (
+            (0.0, "")
+            if same
+            else (None, f"{place} is {description_of(got)}, expected {description_of(expected)}")
+        )
     if (got.shape, got.dtype, got.device) != (expected.shape, expected.dtype, expected.device):
         return None, f"{place} is {_form(got)}, expected {_form(expected)}"
     ours, theirs = _numbers(got), _numbers(expected)
@@ -123,7 +137,9 @@ def difference(place: str, got: Any, expected: Any, tolerance: Tolerance) -> tup
     if not outside.any():
         return error, ""
     index = [int(x) for x in torch.unravel_index(share.nan_to_num(torch.inf).argmax(), share.shape)]
-    found, right = (f"{x[tuple(index)].item():{'.6g' if x.is_floating_point() else ''}}" for x in (ours, theirs))
+    found, right = (
+        f"{x[tuple(index)].item():{'.6g' if x.is_floating_point() else ''}}" for x in (ours, theirs)
+    )
     return error, (
         f"{place}: {int(outside.sum())} of {outside.numel()} numbers are off by more than is allowed: at {index} of "
         f"{_form(expected)} it has {found}, expected {right}, allowed is {room[tuple(index)].item():.2g}"
@@ -163,14 +179,20 @@ def _numbers(x: Tensor) -> Tensor:
     return x.float() if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
-def arguments_of(run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_of(
+    run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return what an op is called with by the names of its parameters, parts of lists by theirs, without the op."""
     known = signature(run)
     try:
         given = known.bind(*args, **kwargs)
     except TypeError:  # of a static method, whose signature has no place for the op
         given = known.bind(*args[1:], **kwargs)
-    parts = {f"{name}{path}": leaf for name, each in given.arguments.items() for path, leaf in leaves(each)}
+    parts = {
+        f"{name}{path}": leaf
+        for name, each in given.arguments.items()
+        for path, leaf in leaves(each)
+    }
     return {name: leaf for name, leaf in parts.items() if not isinstance(leaf, nn.Module)}
 
 

@@ -87,14 +87,18 @@ class CustomOp(Replaceable, nn.Module):
             cls.op_class = cls
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        if cls.__specialisation__:  # replicas, copies and classes that torch derives from a specialisation
+        if (
+            cls.__specialisation__
+        ):  # replicas, copies and classes that torch derives from a specialisation
             return nn.Module.__new__(cls)
         binding = bind(cls)
         op: CustomOp = nn.Module.__new__(binding.specialisation)
         op.__dict__["_binding"] = binding
         return op
 
-    def __init__(self, *args: Any, enforce_enable: bool = False, compile_native: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, enforce_enable: bool = False, compile_native: bool = False, **kwargs: Any
+    ) -> None:
         """Bind the op.
 
         Args:
@@ -140,7 +144,10 @@ class CustomOp(Replaceable, nn.Module):
         """Return whether an instance constructed now would be enabled by ``custom_ops``."""
         state = host_state()
         name = op_name_of(cls, state)
-        return not cls.switchable or follow(cls, name, state.settings(), state.active)[0].enabled(name)[0]
+        return (
+            not cls.switchable
+            or follow(cls, name, state.settings(), state.active)[0].enabled(name)[0]
+        )
 
     @staticmethod
     def default_on() -> bool:
@@ -252,7 +259,9 @@ class PluggableLayer(CustomOp):
     ) -> Any:
         """Register as ``CustomOp.register_oot`` does; vLLM calls the class here ``_decorated_layer_cls``."""
         replacement = _decorated_layer_cls or _decorated_op_cls
-        return super().register_oot(replacement, name, priority=priority, when=when, supports=supports)
+        return super().register_oot(
+            replacement, name, priority=priority, when=when, supports=supports
+        )
 
     def idle(self) -> frozenset[str]:
         """Return the names of the children that a call does not run as things are, if no gradient is required.

@@ -52,7 +52,9 @@ class Replaceable:
             UnknownTargetError: plugins are loaded and nothing answers to ``name``.
         """
         first = _decorated_op_cls
-        target: str | type | None = name if name is not None else None if "__op_base__" in vars(cls) else cls
+        target: str | type | None = (
+            name if name is not None else None if "__op_base__" in vars(cls) else cls
+        )
         if isinstance(first, str) or (
             target is None and isinstance(first, type) and first in host_state().registry.targets()
         ):
@@ -74,7 +76,9 @@ class Replaceable:
             RegistrationError: a plugin, while it is loaded, takes back what another one has registered.
         """
         state, transaction = host_state(), ACTIVATING.get()
-        whose = next((known for known in state.registry.replacements if known.cls is replacement), None)
+        whose = next(
+            (known for known in state.registry.replacements if known.cls is replacement), None
+        )
         if transaction is not None and whose is not None and whose.provider != transaction.provider:
             raise RegistrationError(
                 f"plugin {transaction.plugin!r} unregisters {qualified(replacement)} at {whose.location}, which "
@@ -82,17 +86,25 @@ class Replaceable:
             )
         with state.lock:
             registry = state.registry
-            registry.replacements = [known for known in registry.replacements if known.cls is not replacement]
+            registry.replacements = [
+                known for known in registry.replacements if known.cls is not replacement
+            ]
             state.drop_superseded()
             state.invalidate()
 
 
-def _check_options(cls: object, target: object, priority: object, when: object, supports: object) -> None:
+def _check_options(
+    cls: object, target: object, priority: object, when: object, supports: object
+) -> None:
     """Reject options of a registration that are of another type than they must be."""
     if not isinstance(cls, type):
-        raise RegistrationError(f"register_oot got {reprlib.repr(cls)} as a replacement: use a class")
+        raise RegistrationError(
+            f"register_oot got {reprlib.repr(cls)} as a replacement: use a class"
+        )
     if not isinstance(target, (str, type)):
-        raise RegistrationError(f"register_oot got {reprlib.repr(target)} as a target: use a class or its name")
+        raise RegistrationError(
+            f"register_oot got {reprlib.repr(target)} as a target: use a class or its name"
+        )
     against = ""
     if not isinstance(priority, int) or isinstance(priority, bool):
         against = f"priority={priority!r:.80}: use an integer"
@@ -103,7 +115,9 @@ def _check_options(cls: object, target: object, priority: object, when: object, 
     elif supports is not None and not callable(supports):
         against = f"supports={supports!r:.80}: use a function of the arguments of a call"
     if against:  # only then is the class looked up in its source, which takes a millisecond
-        raise RegistrationError(f"{qualified(cls)} at {location_of(cls)} is registered with {against}")
+        raise RegistrationError(
+            f"{qualified(cls)} at {location_of(cls)} is registered with {against}"
+        )
 
 
 def _takes_one(function: Callable[..., Any]) -> bool:
@@ -117,7 +131,11 @@ def _takes_one(function: Callable[..., Any]) -> bool:
 
 
 def _declare(
-    cls: type, target: str | type, priority: int, when: Condition | None, supports: Callable[..., Any] | None
+    cls: type,
+    target: str | type,
+    priority: int,
+    when: Condition | None,
+    supports: Callable[..., Any] | None,
 ) -> None:
     state, discovery, transaction = host_state(), discover(), ACTIVATING.get()
     with state.lock:
@@ -136,7 +154,9 @@ def _declare(
         # No later pass looks for the target, so that a wrong name must be reported here.
         if resolved is None and state.plugins_loaded and transaction is None:
             state.registry.resolve_pending(new)
-        new.plugin = transaction.plugin if transaction else discovery.plugin_of(cls.__module__, provider)
+        new.plugin = (
+            transaction.plugin if transaction else discovery.plugin_of(cls.__module__, provider)
+        )
         record = state.plugins.get(new.plugin or "")
         new.platforms = record.platforms if record else new.platforms
         known, former = state.registry.add_replacement(new)
@@ -145,7 +165,9 @@ def _declare(
         if transaction is not None:
             transaction.undos.callback(state.activate(known))
         # What a plugin's module declares waits until the plugin is activated.
-        elif not discovery.has_plugin(provider) or (record and record.status is PluginStatus.ACTIVATED):
+        elif not discovery.has_plugin(provider) or (
+            record and record.status is PluginStatus.ACTIVATED
+        ):
             state.activate(known)
 
 

@@ -61,7 +61,9 @@ class FunctionalKernels(Mapping[str, Callable[..., Any]]):
                 module = import_module(self._functions)
             except ImportError as error:
                 why = (self.needs() if self.needs else None) or f"could not be imported: {error}"
-                raise MissingKernelError(f"the kernels in {self._functions} cannot run here: {why}") from error
+                raise MissingKernelError(
+                    f"the kernels in {self._functions} cannot run here: {why}"
+                ) from error
             self._functions = {name: getattr(module, name) for name in module.__all__}
         return self._functions
 
@@ -156,10 +158,20 @@ def takes_functional(native: object) -> bool:
 
 def with_functional(native: Any, functional: object) -> FunctionType:
     """Return a copy of ``native`` that calls the forms which ``functional`` has as attributes."""
-    copy = FunctionType(native.__code__, native.__globals__, native.__name__, native.__defaults__, native.__closure__)
+    copy = FunctionType(
+        native.__code__,
+        native.__globals__,
+        native.__name__,
+        native.__defaults__,
+        native.__closure__,
+    )
     copy.__kwdefaults__ = {**native.__kwdefaults__, _PARAMETER: functional}
     copy.__dict__.update(native.__dict__)
-    copy.__qualname__, copy.__module__, copy.__doc__ = native.__qualname__, native.__module__, native.__doc__
+    copy.__qualname__, copy.__module__, copy.__doc__ = (
+        native.__qualname__,
+        native.__module__,
+        native.__doc__,
+    )
     copy.__annotations__ = native.__annotations__
     return copy
 
@@ -170,5 +182,7 @@ def _as_method(function: Any) -> Any:
 
     signature = inspect.signature(function)
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    vars(method)["__signature__"] = signature.replace(parameters=[own, *signature.parameters.values()])
+    vars(method)["__signature__"] = signature.replace(
+        parameters=[own, *signature.parameters.values()]
+    )
     return method

@@ -110,10 +110,17 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the tables as plain data, ready for ``json.dumps``."""
-        return {"ops": [row.to_dict() for row in self.rows], "classes": [row.to_dict() for row in self.classes]}
+        return {
+            "ops": [row.to_dict() for row in self.rows],
+            "classes": [row.to_dict() for row in self.classes],
+        }
 
     def __str__(self) -> str:
-        ops = _printed_ops(self.rows) if self.rows else ["no module of this model is an op: see opgraft.graft"]
+        ops = (
+            _printed_ops(self.rows)
+            if self.rows
+            else ["no module of this model is an op: see opgraft.graft"]
+        )
         return "\n".join([*ops, *(["", *_printed_classes(self.classes)] if self.classes else [])])
 
 
@@ -121,12 +128,17 @@ def _printed_ops(rows: Sequence[ExplainedOp]) -> Iterator[str]:
     running = [row for row in rows if row.runs]
     yield from _counted(
         ("op", "class", "kernel", "provider"),
-        [((row.op, row.op_class, row.kernel, str(row.provider)), row.path or "(model)") for row in running],
+        [
+            ((row.op, row.op_class, row.kernel, str(row.provider)), row.path or "(model)")
+            for row in running
+        ],
     )
     yield ""
     for (kernel, reason), count in Counter((row.kernel, row.reason) for row in running).items():
         yield printable(f"{count} x {kernel}: {reason}")
-    resting = [(row.op_class, row.path.rpartition(".")[2], row.reason) for row in rows if not row.runs]
+    resting = [
+        (row.op_class, row.path.rpartition(".")[2], row.reason) for row in rows if not row.runs
+    ]
     for (cls, name, reason), count in Counter(resting).items():
         yield printable(f"{count} x {cls} as {name}: {reason}")
 
@@ -142,7 +154,13 @@ def _counted(names: Sequence[str], rows: Sequence[tuple[tuple[str, ...], str]]) 
     """Lay out rows of cells with their count and the first path of each."""
     first = dict(reversed(rows))
     counts = Counter(cells for cells, _ in rows)
-    return table([("count", *names, "the first"), *((str(n), *key, first[key]) for key, n in counts.items())], None)
+    return table(
+        [
+            ("count", *names, "the first"),
+            *((str(n), *key, first[key]) for key, n in counts.items()),
+        ],
+        None,
+    )
 
 
 def explain(model: nn.Module) -> Explanation:
@@ -188,11 +206,20 @@ def _rows(path: str, op: CustomOp, reached: bool) -> Iterator[ExplainedOp]:
         yield replace(row, reason=_SPARED, runs=False)
         return
     called = layer is None or layer.called
-    yield replace(row, reason=hidden_by(op) or row.reason) if called else replace(row, reason=_UNCALLED, runs=False)
+    yield (
+        replace(row, reason=hidden_by(op) or row.reason)
+        if called
+        else replace(row, reason=_UNCALLED, runs=False)
+    )
     for form in layer.forms() if layer else ():
         binding = binding_of(form)
         native = binding.kernel.winner.functional(form.name) is None
-        yield _row(path, binding.replacement.cls, binding, f"{form.name}.native" if native else binding.kernel_name)
+        yield _row(
+            path,
+            binding.replacement.cls,
+            binding,
+            f"{form.name}.native" if native else binding.kernel_name,
+        )
 
 
 def _row(path: str, cls: type, binding: Binding, kernel: str) -> ExplainedOp:
@@ -209,7 +236,9 @@ def _classes(objects: Iterable[tuple[str, Any]], owner: object = None) -> Iterat
         target = next((base for base in type(thing).__mro__ if base in names), None)
         if isinstance(thing, PluggableClass) and target is not None:
             provider, reason = _whose(type(thing), target)
-            yield ExplainedClass(path, names[target], type(thing).__qualname__, provider, reason, thing.remark(owner))
+            yield ExplainedClass(
+                path, names[target], type(thing).__qualname__, provider, reason, thing.remark(owner)
+            )
 
 
 def _whose(cls: type, target: type) -> tuple[Provider, str]:

@@ -83,14 +83,18 @@ class Functional(Generic[Arguments, Result]):
         self.bind_while_traced = bind_while_traced
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if is_dynamo_compiling():  # half the price of is_compiling(), which is true of tracers that run this as it is
+        if (
+            is_dynamo_compiling()
+        ):  # half the price of is_compiling(), which is true of tracers that run this as it is
             self.bind_while_traced()
             kernel, differentiable = self.traced
         else:
             kernel, differentiable = _bound(self)
         if differentiable is not None and gradient_required(args, kwargs):
             if not torch.compiler.is_compiling():
-                host_state().log_fallback(f"{kernel.__module__}.{kernel.__qualname__}", NEEDS_GRADIENT)
+                host_state().log_fallback(
+                    f"{kernel.__module__}.{kernel.__qualname__}", NEEDS_GRADIENT
+                )
             return differentiable(*args, **kwargs)
         return kernel(*args, **kwargs)
 
@@ -175,7 +179,10 @@ def _bind_function(form: Functional[Arguments, Result]) -> Bound[Arguments, Resu
     generation = host_state().generation
     kernel = binding_of(form).kernel.winner
     function = kernel.functional(form.name) or form.native
-    bound = (function, form.native if kernel.inference_only and function is not form.native else None)
+    bound = (
+        function,
+        form.native if kernel.inference_only and function is not form.native else None,
+    )
     state = host_state()
     with state.lock:
         # What changed meanwhile makes the choice stale: it serves this call and no other.
@@ -231,7 +238,11 @@ def _contiguous(result: Any) -> Any:
 
 def _refuse(form: Functional[..., Any], argument: str) -> None:
     pure = form.name.removesuffix("_")
-    instead = f"use torch.ops.opgraft.{pure}" if pure in FUNCTIONALS and pure != form.name else "give it detached"
+    instead = (
+        f"use torch.ops.opgraft.{pure}"
+        if pure in FUNCTIONALS and pure != form.name
+        else "give it detached"
+    )
     raise ValueError(
         f"{form.name}: {argument} requires a gradient, and {' and '.join(form.mutates)} would be written to in place "
         f"where a gradient is required: {instead}, or use torch.no_grad()"
@@ -247,7 +258,9 @@ def _no_backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
 
 
 def _save(form: Functional[..., Any], ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    if form.random and (value := dict(zip(signature(form.native).parameters, inputs, strict=False)).get(form.random)):
+    if form.random and (
+        value := dict(zip(signature(form.native).parameters, inputs, strict=False)).get(form.random)
+    ):
         raise ValueError(
             f"{form.name}: {form.random} is {value}, expected 0 where torch.ops.opgraft.{form.name} is differentiated: "
             "its backward computes the result again"
@@ -257,17 +270,25 @@ def _save(form: Functional[..., Any], ctx: Any, inputs: tuple[Any, ...], output:
     ctx.settings = [None if isinstance(value, Tensor) else (value,) for value in inputs]
 
 
-def _backward(native: Callable[..., Any], ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(
+    native: Callable[..., Any], ctx: Any, *gradients: Tensor | None
+) -> tuple[Tensor | None, ...]:
     """Compute the gradients by all arguments, by running the native definition again under autograd."""
     saved = iter(ctx.saved_tensors)
     needed = ctx.needs_input_grad  # shorter than the arguments where defaults were left out
     with _without_autocast(ctx.saved_tensors):
         with torch.enable_grad():
             # Views, as one tensor in the place of two arguments has two gradients, and theirs lead back to it.
-            arguments = [_view(next(saved)) if setting is None else setting[0] for setting in ctx.settings]
+            arguments = [
+                _view(next(saved)) if setting is None else setting[0] for setting in ctx.settings
+            ]
             result = native(*arguments)
         outputs = [result] if isinstance(result, Tensor) else list(result)
-        pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if g is not None and y.requires_grad]
+        pairs = [
+            (y, g)
+            for y, g in zip(outputs, gradients, strict=True)
+            if g is not None and y.requires_grad
+        ]
         variables = [x for x, needs in zip_longest(arguments, needed) if needs]
         found = iter(_gradients(pairs, variables))
     return tuple(next(found) if needs else None for needs in needed)
@@ -277,8 +298,12 @@ def _view(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
-def _gradients(pairs: Sequence[tuple[Tensor, Tensor]], variables: Sequence[Tensor]) -> Sequence[Tensor | None]:
+def _gradients(
+    pairs: Sequence[tuple[Tensor, Tensor]], variables: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
     if not pairs:
         return [None] * len(variables)
     outputs, upstream = zip(*pairs, strict=True)
-    return torch.autograd.grad(outputs, variables, upstream, allow_unused=True, create_graph=torch.is_grad_enabled())
+    return torch.autograd.grad(
+        outputs, variables, upstream, allow_unused=True, create_graph=torch.is_grad_enabled()
+    )

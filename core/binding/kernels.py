@@ -13,7 +13,13 @@ from opgraft.binding.shadow import Shadow
 from opgraft.decision import Candidate, Decision
 from opgraft.errors import MissingKernelError
 from opgraft.platform import DISPATCH_KEYS
-from opgraft.registry.op_classes import definer, kernel_methods, location_of, own_classes, told_apart
+from opgraft.registry.op_classes import (
+    definer,
+    kernel_methods,
+    location_of,
+    own_classes,
+    told_apart,
+)
 
 SWITCH = "OPGRAFT_CUSTOM_OPS or compilation_config.custom_ops (+op, -op)"
 """The ways to enable or disable an op, where no scope and no class says otherwise."""
@@ -114,19 +120,37 @@ class KernelChoice:
         """The kernels that would come before the winner and cannot run, and why."""
         order = declared_kernels(self.cls, self.chain)
         first = order.index(self.winner)
-        return [(kernel, why) for kernel, why in self.missing if self.enabled and order.index(kernel) < first]
+        return [
+            (kernel, why)
+            for kernel, why in self.missing
+            if self.enabled and order.index(kernel) < first
+        ]
 
     @property
     def decision(self) -> Decision:
         candidates = tuple(
-            Candidate(self._shown(kernel), kernel is self.winner, self._verdict(kernel), location=kernel.location)
+            Candidate(
+                self._shown(kernel),
+                kernel is self.winner,
+                self._verdict(kernel),
+                location=kernel.location,
+            )
             for kernel in self.found
-        ) + tuple(Candidate(self._shown(kernel), False, why, location=kernel.location) for kernel, why in self.missing)
+        ) + tuple(
+            Candidate(self._shown(kernel), False, why, location=kernel.location)
+            for kernel, why in self.missing
+        )
         state = "enabled" if self.enabled else "disabled"
         reason = f"{state}: {self.enabled_because}; dispatch chain {' > '.join(self.chain)}"
         switchable = getattr(self.cls, "switchable", True) and len(self.found) > 1
         setting = self.switch if switchable else ""
-        return Decision(f"kernel of {self.cls.__qualname__}", self._shown(self.winner), reason, candidates, setting)
+        return Decision(
+            f"kernel of {self.cls.__qualname__}",
+            self._shown(self.winner),
+            reason,
+            candidates,
+            setting,
+        )
 
     def _verdict(self, kernel: Kernel) -> str:
         if not self.enabled:
@@ -137,12 +161,18 @@ class KernelChoice:
         if kernel is self.winner:
             notes = ["the most derived definition for this chain"]
             if kernel.inference_only:
-                notes.append("without a backward, so forward_native runs where a gradient is required")
+                notes.append(
+                    "without a backward, so forward_native runs where a gradient is required"
+                )
             if kernel.fallback:
                 notes.append(kernel.fallback)
             if kernel.shadow:
                 notes.append(str(kernel.shadow))
-            if kernel.key != "native" and kernel.functions is None and definer(self.cls, "forward_native"):
+            if (
+                kernel.key != "native"
+                and kernel.functions is None
+                and definer(self.cls, "forward_native")
+            ):
                 notes.append(
                     f"its class brings no functional_{kernel.key}, so functional forms, if the op has any, run their "
                     "native definition"
@@ -182,7 +212,9 @@ def choose_kernel(
     found = [kernel for kernel in defined if kernel not in dict(missing)]
     # Sorted, not filtered: the decision shows the kernels that do not run, too.
     if not enabled:
-        found.sort(key=lambda kernel: not _runs_disabled(kernel, target or cls))  # stable: the class order stays
+        found.sort(
+            key=lambda kernel: not _runs_disabled(kernel, target or cls)
+        )  # stable: the class order stays
     if not found:
         lacking = "".join(f" {kernel} cannot run here: {why}." for kernel, why in missing)
         raise MissingKernelError(
@@ -220,7 +252,10 @@ def continuations(cls: type, chain: tuple[str, ...], enabled: bool) -> dict[str,
     ends, where there is no native definition, with the class's own ``forward``. ``forward`` is the most derived kernel,
     of a disabled op the native one.
     """
-    defined = [{k.method for k in _kernels(base, kernel_methods()) if not k.missing()} for base in own_classes(cls)]
+    defined = [
+        {k.method for k in _kernels(base, kernel_methods()) if not k.missing()}
+        for base in own_classes(cls)
+    ]
     methods = [f"forward_{key}" for key in chain]
 
     def first(names: Sequence[str], scopes: Sequence[set[str]]) -> str | None:

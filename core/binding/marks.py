@@ -53,7 +53,9 @@ def unmet_need(kernel: object) -> str | None:
         return f"{CHECK_RAISED} {described(error)} at {raised_at(error)}"
     if missing is None or isinstance(missing, str):
         return missing
-    wrong = TypeError(f"a value of type {type(missing).__name__}, expected a reason as str, or None")
+    wrong = TypeError(
+        f"a value of type {type(missing).__name__}, expected a reason as str, or None"
+    )
     return f"{CHECK_RAISED} {described(wrong)} at {location_of(check)}"
 
 
@@ -83,13 +85,17 @@ def inference_only(kernel: Function) -> Function:
         RegistrationError: it marks a static or class method, which does not know the op that it runs for.
     """
     if isinstance(kernel, (staticmethod, classmethod)):
-        raise RegistrationError(f"inference_only marks a method that takes self, not a {type(kernel).__name__}")
+        raise RegistrationError(
+            f"inference_only marks a method that takes self, not a {type(kernel).__name__}"
+        )
 
     @functools.wraps(kernel)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
         if gradient_required(args, kwargs, self):
             if not torch.compiler.is_compiling():
-                host_state().log_fallback(f"{self.op_class.__qualname__}.{kernel.__name__}", NEEDS_GRADIENT)
+                host_state().log_fallback(
+                    f"{self.op_class.__qualname__}.{kernel.__name__}", NEEDS_GRADIENT
+                )
             return self.forward_native(*args, **kwargs)
         return kernel(self, *args, **kwargs)
 
@@ -102,7 +108,9 @@ def is_inference_only(kernel: object) -> bool:
     return bool(getattr(kernel, _INFERENCE_ONLY, False))
 
 
-def gradient_required(args: Iterable[Any], kwargs: Mapping[str, Any], op: torch.nn.Module | None = None) -> bool:
+def gradient_required(
+    args: Iterable[Any], kwargs: Mapping[str, Any], op: torch.nn.Module | None = None
+) -> bool:
     """Return whether a call must be differentiable: with these arguments, and with the parameters of ``op``."""
     if transformed():
         return True
@@ -110,7 +118,9 @@ def gradient_required(args: Iterable[Any], kwargs: Mapping[str, Any], op: torch.
         return False
     if kwargs or op is not None:
         args = (*args, *kwargs.values(), *([] if op is None else op.parameters()))
-    for value in args:  # no generator, no call of another function: every eager call of a form comes by
+    for (
+        value
+    ) in args:  # no generator, no call of another function: every eager call of a form comes by
         if isinstance(value, Tensor):
             if value.requires_grad:
                 return True

@@ -55,8 +55,15 @@ class Setup:
 
     def change_to(self, here: Setup) -> str | None:
         """Say in which version this differs from another setup of the same machine, or ``None``."""
-        rows = [(name, getattr(self, name), getattr(here, name)) for name in ("driver", "torch", "opgraft")]
-        changed = [f"{name} {then or 'none'}, here is {now or 'none'}" for name, then, now in rows if then != now]
+        rows = [
+            (name, getattr(self, name), getattr(here, name))
+            for name in ("driver", "torch", "opgraft")
+        ]
+        changed = [
+            f"{name} {then or 'none'}, here is {now or 'none'}"
+            for name, then, now in rows
+            if then != now
+        ]
         return f"measured with {' and '.join(changed)}" if changed else None
 
 
@@ -119,7 +126,9 @@ class Measured:
     def verdict(self) -> str:
         """Quote the figures of the best candidate, and those of the best other one, if another one ran."""
         best = self.winner
-        others = sorted((each for each in self.candidates if each is not best), key=lambda each: each.mean)
+        others = sorted(
+            (each for each in self.candidates if each is not best), key=lambda each: each.mean
+        )
         times = ", ".join(f"{each.choice} {_time(each.mean)}" for each in (best, *others[:1]))
         shapes = f"{len(best.seconds)} shape{'s' if len(best.seconds) > 1 else ''}"
         return f"{times} in the mean of {shapes}{'' if others else '; no other ran'}"
@@ -131,7 +140,9 @@ class Measured:
         if of is not best:
             ratios = {shape: of.seconds[shape] / best.seconds[shape] for shape in best.seconds}
             text += f", {of.mean / best.mean:.2f} of the time of {best.choice}"
-            faster = [f"{ratio:.2f} at {shape}" for shape, ratio in ratios.items() if ratio < MARGIN]
+            faster = [
+                f"{ratio:.2f} at {shape}" for shape, ratio in ratios.items() if ratio < MARGIN
+            ]
             text += f", though {', '.join(faster)}" if faster else ""
         return text
 
@@ -158,23 +169,37 @@ def follow(
         The settings, with the choice if there is one, and the record of it; none where nobody asked.
     """
     custom_ops = CustomOpsSetting.parse(settings.config.compilation_config.custom_ops or ())
-    if name is None or settings.chosen_provider(name) or not custom_ops.leaves_to_measurements(name):
+    if (
+        name is None
+        or settings.chosen_provider(name)
+        or not custom_ops.leaves_to_measurements(name)
+    ):
         return settings, ()
     source = f"'auto' in custom_ops ({settings.origins['compilation_config.custom_ops']})"
     subject, found = subject_of(cls, name), _measured_here(cls, name, settings, active)
     if isinstance(found, str):
         return settings, (Decision(f"measurement of {subject}", None, f"{source}, but {found}"),)
     rows = (
-        *(Candidate(row.choice, row is found.winner, found.figures(row), row.provider) for row in found.candidates),
-        *(Candidate(row.choice, False, f"left out, as {row.reason}", row.provider) for row in found.left_out),
+        *(
+            Candidate(row.choice, row is found.winner, found.figures(row), row.provider)
+            for row in found.candidates
+        ),
+        *(
+            Candidate(row.choice, False, f"left out, as {row.reason}", row.provider)
+            for row in found.left_out
+        ),
     )
-    reason = f"{source}; measured {found.when} with {_threads(found.threads)}, {profile_path(settings)}"
+    reason = (
+        f"{source}; measured {found.when} with {_threads(found.threads)}, {profile_path(settings)}"
+    )
     change = f"OPGRAFT_PROVIDERS={name}=..., or measure anew by 'opgraft bench --tune {subject}'"
     decision = Decision(f"measurement of {subject}", found.chosen, reason, rows, change)
     return settings.with_provider(name, found.chosen, f"measured: {found.verdict}"), (decision,)
 
 
-def _measured_here(cls: type, name: str, settings: Settings, active: Sequence[Replacement]) -> Measured | str:
+def _measured_here(
+    cls: type, name: str, settings: Settings, active: Sequence[Replacement]
+) -> Measured | str:
     """Return what was measured of the candidates that an op has here, or say why that is not followed."""
     enabled, because = settings.enabled(name)
     if not enabled:  # a compiler fuses native definitions, of which no measurement tells
@@ -188,12 +213,17 @@ def _measured_here(cls: type, name: str, settings: Settings, active: Sequence[Re
     subject = subject_of(cls, name)
     if subject not in found:
         return f"it was not measured: 'opgraft bench --tune {subject}' does"
-    measured, own, platform = found[subject], discover().provider_of(cls.__module__), selected_platform().platform
+    measured, own, platform = (
+        found[subject],
+        discover().provider_of(cls.__module__),
+        selected_platform().platform,
+    )
     here = versions_here(cls, own, active, platform)
     then = {choice: version for choice, version in measured.versions.items() if choice != own.name}
     if then != here:
         return (
-            f"measured were {_listed(then)}, here are {_listed(here)}: 'opgraft bench --tune {subject}' measures them"
+            f"measured were {_listed(then)}, here are {_listed(here)}: "
+            f"'opgraft bench --tune {subject}' measures them"
         )
     threads = torch.get_num_threads()
     if platform.device_type == "cpu" and measured.threads != threads:
@@ -210,14 +240,18 @@ def subject_of(cls: type, name: str) -> str:
     return name if record is not None and record.cls is cls else cls.__qualname__
 
 
-def versions_here(cls: type, own: Provider, active: Sequence[Replacement], platform: Platform) -> dict[str, str | None]:
+def versions_here(
+    cls: type, own: Provider, active: Sequence[Replacement], platform: Platform
+) -> dict[str, str | None]:
     """Return the version of each provider whose replacement of an op applies here, and of the native definition."""
     here = [r for r in active if r.target is cls and objection_to(r, platform, None) is None]
     return {**{choice_name(r): r.provider.version for r in here}, NATIVE_CHOICE: own.version}
 
 
 def _listed(versions: Mapping[str, str | None]) -> str:
-    return ", ".join(f"{choice} {version or ''}".rstrip() for choice, version in sorted(versions.items()))
+    return ", ".join(
+        f"{choice} {version or ''}".rstrip() for choice, version in sorted(versions.items())
+    )
 
 
 def profile_path(settings: Settings) -> Path:
@@ -241,7 +275,9 @@ def _known(path: Path) -> dict[str, Measured] | str:
     if path not in known:
         known[path] = _rows_here(path)
         if isinstance(known[path], str):
-            logger.warning("%s", printable(f"custom_ops auto follows no measurements: {known[path]}"))
+            logger.warning(
+                "%s", printable(f"custom_ops auto follows no measurements: {known[path]}")
+            )
     rows: dict[str, Measured] | str = known[path]
     return rows
 
@@ -292,7 +328,15 @@ def read_profile(path: Path) -> Profile:
         }
     except FileNotFoundError:
         raise
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else described(error)
         raise InputError(
             f"the measurements {path} cannot be used: {why}: remove the file and tune anew, or name another by "
@@ -311,7 +355,9 @@ def written(profile: Profile) -> str:
 
 def _measured(row: Any) -> Measured:
     candidates = tuple(_timed(each) for each in row["candidates"])
-    left_out = tuple(LeftOut(_text(r["choice"]), _provider(r), _text(r["reason"])) for r in row["left_out"])
+    left_out = tuple(
+        LeftOut(_text(r["choice"]), _provider(r), _text(r["reason"])) for r in row["left_out"]
+    )
     shapes = {tuple(each.seconds) for each in candidates}
     ran = [each.choice for each in candidates]
     choices = [*ran, *(each.choice for each in left_out)]

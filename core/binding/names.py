@@ -19,7 +19,11 @@ def kin_of(cls: type, replacements: Sequence[Replacement]) -> list[Replacement]:
     """Return the replacements of other classes that the op name of ``cls`` switches too."""
     names = _names(host_state())
     name = _nearest(cls, names)
-    return [r for r in replacements if r.target and r.target is not cls and _nearest(r.target, names) == name]
+    return [
+        r
+        for r in replacements
+        if r.target and r.target is not cls and _nearest(r.target, names) == name
+    ]
 
 
 def _names(state: HostState) -> dict[type, str]:

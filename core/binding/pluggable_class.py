@@ -103,7 +103,9 @@ def _decide(cls: type) -> ReplacementChoice:
     check_names(settings, state.registry)
     check_loaded_with(settings, state)
     own = discover().provider_of(cls.__module__)
-    choice = choose_replacement(cls, name, own, active, platform, settings, kin_of(cls, active), absence_of)
+    choice = choose_replacement(
+        cls, name, own, active, platform, settings, kin_of(cls, active), absence_of
+    )
     record = state.registry.classes.get(name or "")
     # A scope is the word of this process alone.
     if record is not None and record.cls is cls and CURRENT_SCOPE.get() is None:

@@ -44,7 +44,10 @@ def profile() -> Iterator[None]:
 
 
 def _begin() -> None:
-    _set_call(CustomOp, _labelled(CustomOp.__call__, lambda op: _label(op.binding, op.binding.kernel_name)))
+    _set_call(
+        CustomOp,
+        _labelled(CustomOp.__call__, lambda op: _label(op.binding, op.binding.kernel_name)),
+    )
     for cls, label in ((Functional, _label_of_form), (ReplaceableFunction, _label_of_function)):
         _former[cls] = cls.__call__
         _set_call(cls, _labelled(_former[cls], label))

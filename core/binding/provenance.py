@@ -60,7 +60,9 @@ class Provenance:
     def __str__(self) -> str:
         where = f"in op {self.op}, " if self.op else ""
         change = f"; to go without it: {self.setting}" if self.setting else ""
-        return printable(f"raised {where}by {self.kernel} of {self.provider} at {self.location}{change}")
+        return printable(
+            f"raised {where}by {self.kernel} of {self.provider} at {self.location}{change}"
+        )
 
 
 def explain_exception(error: BaseException) -> Provenance | None:
@@ -105,7 +107,9 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     while following is not None and id(following) not in seen:
         yield following
         seen.add(id(following))
-        following = following.__cause__ or (None if following.__suppress_context__ else following.__context__)
+        following = following.__cause__ or (
+            None if following.__suppress_context__ else following.__context__
+        )
 
 
 def _of_op(places: list[Place]) -> Provenance | None:
@@ -119,11 +123,15 @@ def _of_op(places: list[Place]) -> Provenance | None:
     constructing = frame.f_code.co_name == "__init__"
     kernel = f"{choice.cls.__qualname__}.__init__" if constructing else binding.kernel_name
     provider = choice.provider if constructing else binding.provider
-    native = not replaced and (constructing or binding.kernel.winner.method in ("forward_native", "forward"))
+    native = not replaced and (
+        constructing or binding.kernel.winner.method in ("forward_native", "forward")
+    )
     plugin = (choice.winner.plugin or "") if choice.winner else ""
     setting = "" if native else choosing(choice.settings, choice.op_name, [NATIVE_CHOICE], plugin)
     location = _location(places) or binding.kernel.winner.location
-    return Provenance(choice.op_name or choice.target.__qualname__, kernel, provider, location, setting)
+    return Provenance(
+        choice.op_name or choice.target.__qualname__, kernel, provider, location, setting
+    )
 
 
 def _binding(frame: FrameType) -> Binding | None:
@@ -131,7 +139,14 @@ def _binding(frame: FrameType) -> Binding | None:
     code = frame.f_code
     own: Any = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
     # Not isinstance(), which asks the object.
-    kind = next((base for base in (CustomOp, ReplaceableFunction, Functional) if issubclass(type(own), base)), None)
+    kind = next(
+        (
+            base
+            for base in (CustomOp, ReplaceableFunction, Functional)
+            if issubclass(type(own), base)
+        ),
+        None,
+    )
     if kind is None or code not in _codes(type(own), kind):
         return None
     if kind is CustomOp:
@@ -151,7 +166,9 @@ def _codes(cls: type, base: type) -> Iterator[CodeType]:
     for each in cls.__mro__:
         if issubclass(each, base):
             for value in vars(each).values():
-                function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
+                function = (
+                    value.__func__ if isinstance(value, classmethod | staticmethod) else value
+                )
                 if isinstance(function, FunctionType):
                     yield function.__code__
                     yield inspect.unwrap(function).__code__
@@ -163,15 +180,23 @@ def _of_plugin(places: list[Place]) -> Provenance | None:
     module = str(frame.f_globals.get("__name__"))
     provider = discover().provider_of(module)
     offers = [each for each in discover().offers if not each.built_in and each.provider == provider]
-    offer = max(offers, key=lambda each: (f"{module}.".startswith(f"{each.module}."), each.module), default=None)
+    offer = max(
+        offers,
+        key=lambda each: (f"{module}.".startswith(f"{each.module}."), each.module),
+        default=None,
+    )
     if offer is None:
         return None
     ways = f"{PLUGINS_DISABLE}={offer.name}"
     setting = host_state().settings().to_change("plugins_disable", ways)
-    return Provenance("", frame.f_code.co_name, offer.provider, f"{frame.f_code.co_filename}:{line}", setting)
+    return Provenance(
+        "", frame.f_code.co_name, offer.provider, f"{frame.f_code.co_filename}:{line}", setting
+    )
 
 
 def _location(places: list[Place]) -> str:
     """Give ``file:line`` of the innermost code that is not torch's."""
-    own = [(f, n) for f, n in places if str(f.f_globals.get("__name__")).partition(".")[0] != "torch"]
+    own = [
+        (f, n) for f, n in places if str(f.f_globals.get("__name__")).partition(".")[0] != "torch"
+    ]
     return f"{own[-1][0].f_code.co_filename}:{own[-1][1]}" if own else ""

@@ -65,7 +65,9 @@ def _obstacle(op: CustomOp, new: Binding) -> str:
 def hidden_by(op: CustomOp) -> str:
     """Say what stands before the kernel that the op is bound to, or return ""."""
     if type(op) is not op.binding.specialisation:
-        return f"{type(op).__name__} was derived from the op by other code, such as a parametrization"
+        return (
+            f"{type(op).__name__} was derived from the op by other code, such as a parametrization"
+        )
     if "forward" in vars(op):
         return "its forward was replaced on the instance, which hides whatever its class binds"
     return ""

@@ -67,7 +67,11 @@ class ReplaceableFunction(Generic[Arguments, Result]):
             generation = host_state().generation
             forward = vars(bind(self.op_class).specialisation)["forward"]
             # With a test of arguments it is a method, of no instance here.
-            known = forward.__func__ if isinstance(forward, staticmethod) else functools.partial(forward, None)
+            known = (
+                forward.__func__
+                if isinstance(forward, staticmethod)
+                else functools.partial(forward, None)
+            )
             state = host_state()
             with state.lock:
                 if state.generation == generation:
@@ -90,7 +94,11 @@ def replaceable(
     if not isinstance(function, FunctionType):
         raise RegistrationError(f"opgraft.replaceable decorates a function, not {function!r:.80}")
     signature = inspect.signature(function)
-    untyped = [each.name for each in signature.parameters.values() if each.annotation is inspect.Parameter.empty]
+    untyped = [
+        each.name
+        for each in signature.parameters.values()
+        if each.annotation is inspect.Parameter.empty
+    ]
     if untyped or signature.return_annotation is inspect.Signature.empty:
         what = f"its parameter {untyped[0]!r}" if untyped else "its result"
         raise RegistrationError(
@@ -121,7 +129,9 @@ def replaces(
 
     def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         replacement = _op_of(reference.op_class, "forward_oot", function)
-        reference.op_class.register_oot(replacement, priority=priority, when=when, supports=supports)
+        reference.op_class.register_oot(
+            replacement, priority=priority, when=when, supports=supports
+        )
         return function
 
     return decorate
@@ -129,14 +139,18 @@ def replaces(
 
 def _op_of(base: type, method: str, function: Any) -> Any:
     """Make the op class whose kernel a function is; places of the class are those of the function."""
-    namespace = {name: getattr(function, name) for name in ("__module__", "__qualname__", "__doc__")}
+    namespace = {
+        name: getattr(function, name) for name in ("__module__", "__qualname__", "__doc__")
+    }
     namespace |= {method: staticmethod(function), "__wrapped__": function}
     return type(base)(function.__name__, (base,), namespace)
 
 
 def _find(name: str) -> ReplaceableFunction[..., Any]:
     registry = host_state().registry
-    found: Any = getattr(registry.ops[name].cls, "reference", None) if name in registry.ops else None
+    found: Any = (
+        getattr(registry.ops[name].cls, "reference", None) if name in registry.ops else None
+    )
     module, colon, attribute = name.partition(":")
     if colon:
         found = getattr(importlib.import_module(module), attribute, None)

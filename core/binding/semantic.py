@@ -45,7 +45,11 @@ def semantic(model: nn.Module, natives: Natives) -> Iterator[None]:
             if kind is not None:
                 changed.append((module, type(module)))  # type: ignore[arg-type]  # a class is for ops only
                 module.__class__ = kind
-        with _forms_registered(), captured_for_opgraft(), set_config(OpgraftConfig(), origin="capture"):
+        with (
+            _forms_registered(),
+            captured_for_opgraft(),
+            set_config(OpgraftConfig(), origin="capture"),
+        ):
             bound = host_state().current_caches().functions  # of this scope, so of this thread
             bound.update((form, (_as_node(form), None)) for form in FUNCTIONALS.values())
             yield
@@ -104,7 +108,11 @@ def _semantic_class(op: CustomOp, natives: Natives) -> type | None:
         forward: Any = with_functional(native, _RegisteredOps())
         if isinstance(inspect.getattr_static(kind, "forward_native", None), staticmethod):
             forward = staticmethod(forward)
-        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__specialisation__": True}
+        names = {
+            "__module__": kind.__module__,
+            "__qualname__": kind.__qualname__,
+            "__specialisation__": True,
+        }
         setattr(kind, _CACHE, type(kind)(kind.__name__, (kind,), {**names, "forward": forward}))
     made: type = vars(kind)[_CACHE]
     return made

@@ -99,16 +99,23 @@ class Shadow:
 
         return call
 
-    def of_form(self, name: str, run: Callable[..., Any], native: Callable[..., Any]) -> Callable[..., Any]:
+    def of_form(
+        self, name: str, run: Callable[..., Any], native: Callable[..., Any]
+    ) -> Callable[..., Any]:
         """Return the same of a functional form, always the same function."""
         with self._lock:
             return self._forms.setdefault(name, self.around(run, native))
 
-    def _is_due(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    def _is_due(
+        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> bool:
         """Count a call, and decide whether it is compared: by its number, so that ranks of a model do so together."""
         share, kinds = self.settings.share, None
         if self.settings.first_call:
-            kinds = run, *(leaf.dtype for _, leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            kinds = (
+                run,
+                *(leaf.dtype for _, leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)),
+            )
         with self._lock:
             number = self.calls
             self.calls += 1
@@ -118,7 +125,11 @@ class Shadow:
         return new or math.floor(number * share) > math.floor((number - 1) * share)
 
     def _watched(
-        self, run: Callable[..., Any], native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        run: Callable[..., Any],
+        native: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         copies: Any = ()
         try:
@@ -127,7 +138,9 @@ class Shadow:
                 known: dict[int, Tensor] = {}
                 copies = comparison.copied(args, known), comparison.copied(kwargs, known)
                 beyond = _Beyond(args, copies)
-        except Exception as error:  # the caller did not ask for copies, and shall not suffer by them
+        except (
+            Exception
+        ) as error:  # the caller did not ask for copies, and shall not suffer by them
             reason = f"copying its arguments raised {described(error)}"
         result = run(*args, **kwargs)
         if not reason:
@@ -137,15 +150,22 @@ class Shadow:
                     expected = None if reason else native(*copies[0], **copies[1])
                     reason = reason or beyond.change()
                     if not reason:
-                        given = comparison.arguments_of(run, args, kwargs), comparison.arguments_of(run, *copies)
+                        given = (
+                            comparison.arguments_of(run, args, kwargs),
+                            comparison.arguments_of(run, *copies),
+                        )
                         self._compare(*given, result, expected)
             except Exception as error:  # nor by the comparison
-                reason = f"its native definition, or the comparison with it, raised {described(error)}"
+                reason = (
+                    f"its native definition, or the comparison with it, raised {described(error)}"
+                )
         if reason:
             self._skip(reason)
         return result
 
-    def _compare(self, given: dict[str, Any], copies: dict[str, Any], result: Any, expected: Any) -> None:
+    def _compare(
+        self, given: dict[str, Any], copies: dict[str, Any], result: Any, expected: Any
+    ) -> None:
         """Compare results, and what was left in the arguments; report the first difference."""
         tensors = comparison.tensors_within((copies, expected))
         dtypes = {x.dtype.to_real() for x in tensors if x.is_floating_point() or x.is_complex()}
@@ -154,12 +174,21 @@ class Shadow:
         if [place for place, _ in ours] != [place for place, _ in theirs]:
             found = [f"the result has {len(ours)} parts, expected {len(theirs)}"]
         else:
-            left = [(f"the argument {n}", x, copies[n]) for n, x in given.items() if isinstance(x, Tensor)]
-            rows = [*((place, x, y) for (place, x), (_, y) in zip(ours, theirs, strict=True)), *left]
+            left = [
+                (f"the argument {n}", x, copies[n])
+                for n, x in given.items()
+                if isinstance(x, Tensor)
+            ]
+            rows = [
+                *((place, x, y) for (place, x), (_, y) in zip(ours, theirs, strict=True)),
+                *left,
+            ]
             found = [text for row in rows if (text := comparison.difference(*row, tolerance)[1])]
         drift = ""
         if found and not self.first_drift:
-            words = "; ".join(f"{name}: {comparison.description_of(leaf)}" for name, leaf in copies.items())
+            words = "; ".join(
+                f"{name}: {comparison.description_of(leaf)}" for name, leaf in copies.items()
+            )
             drift = printable(f"{'; '.join(found)}, where it was called with {words}")
         with self._lock:
             self.compared += 1
@@ -179,7 +208,9 @@ class Shadow:
             state = host_state()
             with state.lock:
                 state.invalidate()
-        whose = printable(f"{self.kernel} of {self.provider} differs from the native definition of op {self.op}: ")
+        whose = printable(
+            f"{self.kernel} of {self.provider} differs from the native definition of op {self.op}: "
+        )
         extra = {
             "event.name": "opgraft.shadow.drift",
             "opgraft.op": printable(self.op),
@@ -197,7 +228,9 @@ class Shadow:
     def __str__(self) -> str:
         if self.excluded:
             return f"no call is compared with the native definition: {self.excluded}"
-        parts = [f"{self.compared} of {self.calls} calls compared with the native definition, {self.drifted} differ"]
+        parts = [
+            f"{self.compared} of {self.calls} calls compared with the native definition, {self.drifted} differ"
+        ]
         parts += [f"{count} not compared: {reason}" for reason, count in self.skipped.items()]
         if self.traced:
             parts.append(f"compiled {self.traced} times, and what was compiled is not compared")
@@ -238,10 +271,20 @@ class ShadowReport:
             return "no kernel is watched: set shadow.share or shadow.first_call before ops are constructed"
         names = ("op", "kernel", "provider", "calls", "compared", "differ", "remark")
         cells = [
-            (r.op, r.kernel, r.provider, r.calls, r.compared, r.drifted, "demoted" if r.demoted else r.remark)
+            (
+                r.op,
+                r.kernel,
+                r.provider,
+                r.calls,
+                r.compared,
+                r.drifted,
+                "demoted" if r.demoted else r.remark,
+            )
             for r in self.rows
         ]
-        first = [printable(f"{row.kernel}: {row.first_drift}") for row in self.rows if row.first_drift]
+        first = [
+            printable(f"{row.kernel}: {row.first_drift}") for row in self.rows if row.first_drift
+        ]
         return "\n".join([*table([names, *cells]), *(["", *first] if first else [])])
 
 
@@ -280,7 +323,9 @@ def _obstacle(args: Any, kwargs: Any) -> str:
     if followed_or_transformed():
         return "something follows its operators, such as torch.func, a dispatch mode or a trace"
     devices = {leaf.device for _, leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-    modules = [torch.get_device_module(device) for device in devices if device.type not in ("cpu", "meta")]
+    modules = [
+        torch.get_device_module(device) for device in devices if device.type not in ("cpu", "meta")
+    ]
     if any(getattr(module, "is_current_stream_capturing", bool)() for module in modules):
         return "its device captures a graph"
     own = bool(args) and isinstance(args[0], nn.Module)  # the op itself, which is watched instead
@@ -296,17 +341,28 @@ class _Beyond:
     def __init__(self, args: tuple[Any, ...], copies: Any) -> None:
         op = args[0] if args and isinstance(args[0], nn.Module) else None
         own = itertools.chain(op.named_parameters(), op.named_buffers()) if op is not None else ()
-        self._own = [(name, tensor, version_of(tensor)) for name, tensor in own if not tensor.is_inference()]
+        self._own = [
+            (name, tensor, version_of(tensor)) for name, tensor in own if not tensor.is_inference()
+        ]
         devices = {leaf.device for _, leaf in leaves(copies) if isinstance(leaf, Tensor)}
-        self._devices = [(torch.get_device_module(d), d) for d in devices if d.type not in ("cpu", "meta")]
+        self._devices = [
+            (torch.get_device_module(d), d) for d in devices if d.type not in ("cpu", "meta")
+        ]
         self._states = self._generators()
 
     def _generators(self) -> list[Tensor]:
-        return [torch.get_rng_state(), *(module.get_rng_state(device) for module, device in self._devices)]
+        return [
+            torch.get_rng_state(),
+            *(module.get_rng_state(device) for module, device in self._devices),
+        ]
 
     def change(self) -> str:
         """Say what has changed since, by which two runs may differ, or return ""."""
         if not all(map(torch.equal, self._states, self._generators())):
             return _RANDOM
         written = [name for name, tensor, version in self._own if version_of(tensor) != version]
-        return f"it writes to {', '.join(written)} of its own, which a second run would find changed" if written else ""
+        return (
+            f"it writes to {', '.join(written)} of its own, which a second run would find changed"
+            if written
+            else ""
+        )

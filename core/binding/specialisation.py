@@ -14,7 +14,14 @@ from typing import Any, TypeVar
 
 from opgraft.binding.branches import Branch, method_of
 from opgraft.binding.derivation import prepare
-from opgraft.binding.kernels import OWN_FORWARD, SWITCH, Kernel, KernelChoice, choose_kernel, continuations
+from opgraft.binding.kernels import (
+    OWN_FORWARD,
+    SWITCH,
+    Kernel,
+    KernelChoice,
+    choose_kernel,
+    continuations,
+)
 from opgraft.binding.marks import CHECK_RAISED, SWITCH_RAISED, is_inference_only
 from opgraft.binding.measurements import follow
 from opgraft.binding.names import check_names, kin_of, op_name_of
@@ -83,7 +90,11 @@ class Binding:
     def provider(self) -> Provider:
         """The provider of the kernel: where a replacement inherits it, that of the class that answers for it."""
         inherited = self.owner in self.replacement.target.__mro__
-        return discover().provider_of(self.owner.__module__) if inherited else self.replacement.provider
+        return (
+            discover().provider_of(self.owner.__module__)
+            if inherited
+            else self.replacement.provider
+        )
 
     @property
     def decision(self) -> Decision:
@@ -91,7 +102,9 @@ class Binding:
         kernel = self.kernel.decision
         parts = (self.replacement.decision, *self.background)
         reason = f"{kernel.reason}; class {self.replacement.decision.reason}"
-        return Decision(self.subject, kernel.chosen, reason, kernel.candidates, kernel.setting, parts)
+        return Decision(
+            self.subject, kernel.chosen, reason, kernel.candidates, kernel.setting, parts
+        )
 
     @property
     def subject(self) -> str:
@@ -99,7 +112,11 @@ class Binding:
         target, name = self.replacement.target, self.replacement.op_name
         record = host_state().registry.ops.get(name or "")
         variant = record is not None and record.cls is not target
-        return f"{target.__qualname__}, a variant of op {name}" if variant else f"op {name or target.__qualname__}"
+        return (
+            f"{target.__qualname__}, a variant of op {name}"
+            if variant
+            else f"op {name or target.__qualname__}"
+        )
 
 
 def bind(cls: type) -> Binding:
@@ -110,10 +127,14 @@ def bind(cls: type) -> Binding:
             ``load_plugins``, ``choose_replacement`` and ``choose_kernel``.
     """
     state = host_state()
-    known: Binding | None = state.current_caches().constructed.get(cls) if state.plugins_loaded else None
+    known: Binding | None = (
+        state.current_caches().constructed.get(cls) if state.plugins_loaded else None
+    )
     if known is not None:  # as every construction but the first
         return known
-    return with_plugins(lambda: _cached(lambda caches: caches.constructed, cls, lambda: _decide(cls)))
+    return with_plugins(
+        lambda: _cached(lambda caches: caches.constructed, cls, lambda: _decide(cls))
+    )
 
 
 def bind_exact(target: type, cls: type, enforce: bool = False) -> Binding:
@@ -126,7 +147,9 @@ def bind_exact(target: type, cls: type, enforce: bool = False) -> Binding:
     ``enforce`` enables the op whatever the settings say.
     """
     key = (target, cls)
-    binding = with_plugins(lambda: _cached(lambda caches: caches.existing, key, lambda: _decide_exact(target, cls)))
+    binding = with_plugins(
+        lambda: _cached(lambda caches: caches.existing, key, lambda: _decide_exact(target, cls))
+    )
     # What was disabled because its class is gone stays so: enforcing is a word about settings.
     if enforce and (binding.kernel.enabled or _gone(target, cls)[1] is None):
         return enforced(binding)
@@ -164,7 +187,11 @@ def _gone(target: type, cls: type) -> tuple[Replacement, str | None]:
         undeclared = Replacement(cls, qualified(target), target, provider)
         return undeclared, why if discover().has_plugin(provider) else None
     wanted = state.settings().chosen_provider(op_name_of(target, state))
-    against = objection_to(known[-1], platform, wanted) if known[-1] in state.active else _inactive(known[-1], state)
+    against = (
+        objection_to(known[-1], platform, wanted)
+        if known[-1] in state.active
+        else _inactive(known[-1], state)
+    )
     return known[-1], against and f"this op was saved as {cls.__qualname__}, and {against}"
 
 
@@ -186,9 +213,17 @@ def enforced(binding: Binding) -> Binding:
     """Return the same choice of class, with the op enabled whatever the settings say."""
     choice = binding.replacement
     because = "enforce_enable=True"
-    kernel = choose_kernel(choice.cls, binding.kernel.chain, True, because, choice.target, "enforce_enable")
+    kernel = choose_kernel(
+        choice.cls, binding.kernel.chain, True, because, choice.target, "enforce_enable"
+    )
     kernel = _shadowed(choice, kernel, host_state().settings())
-    return Binding(choice, kernel, specialise(kernel, _branch(choice, kernel)), binding.background, enforced=True)
+    return Binding(
+        choice,
+        kernel,
+        specialise(kernel, _branch(choice, kernel)),
+        binding.background,
+        enforced=True,
+    )
 
 
 _NO_SHADOW = (
@@ -203,7 +238,11 @@ def _shadowed(choice: ReplacementChoice, kernel: KernelChoice, settings: Setting
     Where an earlier comparison has demoted the kernel, the native definition is chosen.
     """
     wanted = settings.config.shadow
-    native = _native(choice, kernel) if kernel.enabled and (wanted.share or wanted.first_call) else kernel.winner
+    native = (
+        _native(choice, kernel)
+        if kernel.enabled and (wanted.share or wanted.first_call)
+        else kernel.winner
+    )
     if native == kernel.winner:
         return kernel
     state, key = host_state(), (choice.target, kernel.cls, kernel.winner, wanted)
@@ -212,7 +251,9 @@ def _shadowed(choice: ReplacementChoice, kernel: KernelChoice, settings: Setting
         if shadow is None:
             excluded = "" if choice.target.repeatable else _NO_SHADOW  # type: ignore[attr-defined]  # of a CustomOp
             name = choice.op_name or choice.target.__qualname__
-            provider = choice.own if kernel.winner.owner in choice.target.__mro__ else choice.provider
+            provider = (
+                choice.own if kernel.winner.owner in choice.target.__mro__ else choice.provider
+            )
             watched = choice.target, name, str(kernel.winner), provider, native.definition
             shadow = state.shadows[key] = Shadow(*watched, wanted, excluded)
     if shadow.demotion is not None:
@@ -231,7 +272,9 @@ def _native(choice: ReplacementChoice, kernel: KernelChoice) -> Kernel:
     return native
 
 
-def _demoted(kernel: KernelChoice, native: Kernel, because: str, settings: Settings) -> KernelChoice:
+def _demoted(
+    kernel: KernelChoice, native: Kernel, because: str, settings: Settings
+) -> KernelChoice:
     found = (native, *(each for each in kernel.found if each != native))
     switch = settings.to_change("shadow.demote", "OPGRAFT_SHADOW_DEMOTE or shadow.demote")
     return replace(kernel, found=found, enabled=False, enabled_because=because, switch=switch)
@@ -255,11 +298,15 @@ def _branch(choice: ReplacementChoice, kernel: KernelChoice) -> Branch | None:
     supports = choice.winner.supports if choice.winner else None
     if supports is None or kernel.winner.owner in choice.target.__mro__:
         return None
-    own = choose_kernel(choice.target, kernel.chain, kernel.enabled, kernel.enabled_because, choice.target)
+    own = choose_kernel(
+        choice.target, kernel.chain, kernel.enabled, kernel.enabled_because, choice.target
+    )
     return Branch(supports, own.winner)
 
 
-def _cached(cache: Callable[[Caches], dict[Key, Binding]], key: Key, decide: Callable[[], Binding]) -> Binding:
+def _cached(
+    cache: Callable[[Caches], dict[Key, Binding]], key: Key, decide: Callable[[], Binding]
+) -> Binding:
     """Return the binding kept under ``key`` for the active scope; keep a new one only if nothing changed meanwhile."""
     state = host_state()
     known = cache(state.current_caches()).get(key)
@@ -288,13 +335,21 @@ def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
     own = discover().provider_of(cls.__module__)
     if only is None:
         kin = kin_of(cls, active)
-        choice = choose_replacement(cls, name, own, active, selection.platform, settings, kin, absence_of)
+        choice = choose_replacement(
+            cls, name, own, active, selection.platform, settings, kin, absence_of
+        )
     else:  # an existing op keeps its class, whatever providers asks for
-        choice = ReplacementChoice(cls, own, name, tuple((r, None) for r in only), next(iter(only), None))
+        choice = ReplacementChoice(
+            cls, own, name, tuple((r, None) for r in only), next(iter(only), None)
+        )
     enabled, because, switch = _enabled(choice, settings)
-    kernel = choose_kernel(choice.cls, effective_chain(selection.platform), enabled, because, cls, switch)
+    kernel = choose_kernel(
+        choice.cls, effective_chain(selection.platform), enabled, because, cls, switch
+    )
     _report_broken_checks(kernel)
-    kernel = _shadowed(choice, replace(kernel, left_to_compiler=_left(choice, kernel, settings)), settings)
+    kernel = _shadowed(
+        choice, replace(kernel, left_to_compiler=_left(choice, kernel, settings)), settings
+    )
     background = (*measured, plugins_decision(state.plugins.values(), settings), selection.decision)
     binding = Binding(choice, kernel, specialise(kernel, _branch(choice, kernel)), background)
     record = state.registry.ops.get(name or "")
@@ -311,7 +366,9 @@ def _report_broken_checks(kernel: KernelChoice) -> None:
     """Log once each kernel that is not used because the check of what it needs is at fault."""
     for skipped, why in kernel.passed_over:
         if why.startswith(CHECK_RAISED):
-            logger.warning_once("%s", printable(f"{skipped} at {skipped.location} is not used: {why}"))
+            logger.warning_once(
+                "%s", printable(f"{skipped} at {skipped.location} is not used: {why}")
+            )
 
 
 def _enabled(choice: ReplacementChoice, settings: Settings) -> tuple[bool, str, str]:
@@ -327,7 +384,9 @@ def _enabled(choice: ReplacementChoice, settings: Settings) -> tuple[bool, str, 
         return *_says(cls, owner), ""
     if not choice.target.switchable:  # type: ignore[attr-defined]  # of a CustomOp
         return True, "this op is not switched by custom_ops", ""
-    return *settings.enabled(choice.op_name), settings.to_change("compilation_config.custom_ops", SWITCH)
+    return *settings.enabled(choice.op_name), settings.to_change(
+        "compilation_config.custom_ops", SWITCH
+    )
 
 
 def _left(choice: ReplacementChoice, kernel: KernelChoice, settings: Settings) -> bool:
@@ -368,12 +427,18 @@ def specialise(choice: KernelChoice, branch: Branch | None = None) -> Any:
         return cache[key]
 
 
-def _specialisation(op_class: type, kernel: Kernel, further: dict[str, str | None], branch: Branch | None) -> type:
+def _specialisation(
+    op_class: type, kernel: Kernel, further: dict[str, str | None], branch: Branch | None
+) -> type:
     raw = kernel.definition
     prepare(raw)
     if isinstance(raw, staticmethod) and is_inference_only(raw.__func__):
-        raise RegistrationError(f"{kernel} at {kernel.location} is inference_only and static: let it take self")
-    own_forward = next((vars(base)["forward"] for base in own_classes(op_class) if "forward" in vars(base)), None)
+        raise RegistrationError(
+            f"{kernel} at {kernel.location} is inference_only and static: let it take self"
+        )
+    own_forward = next(
+        (vars(base)["forward"] for base in own_classes(op_class) if "forward" in vars(base)), None
+    )
     watched = raw
     if kernel.shadow and not kernel.shadow.excluded:
         prepare(kernel.shadow.native)

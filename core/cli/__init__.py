@@ -18,16 +18,28 @@ from opgraft.version import __version__
 
 _COMMANDS = {
     "bench": ("opgraft.cli.bench", "Measure how fast things run."),
-    "cache": ("opgraft.cli.cache", "Look at the cache of compiled code, carry it to other machines, or empty it."),
+    "cache": (
+        "opgraft.cli.cache",
+        "Look at the cache of compiled code, carry it to other machines, or empty it.",
+    ),
     "chat": ("opgraft.cli.chat", "Chat with MODEL in the terminal, or over the lines of stdin."),
-    "conformance": ("opgraft.cli.conformance", "Put PLUGIN before every check of the conformance kit."),
+    "conformance": (
+        "opgraft.cli.conformance",
+        "Put PLUGIN before every check of the conformance kit.",
+    ),
     "detect": ("opgraft.cli.detect", "Show which platform this machine gets, and why."),
     "env": ("opgraft.cli.env", "Print versions, hardware, plugins and settings for a bug report."),
     "new": ("opgraft.cli.new", "Make a plugin to begin with."),
     "ops": ("opgraft.cli.ops", "Show the op catalogue, and which kernel an op gets."),
-    "plan": ("opgraft.cli.plan", "Say how MODEL may be split over devices, and how fast it is at best."),
+    "plan": (
+        "opgraft.cli.plan",
+        "Say how MODEL may be split over devices, and how fast it is at best.",
+    ),
     "plugins": ("opgraft.cli.plugins", "Show installed plugins, and check that they work."),
-    "run": ("opgraft.cli.run", "Answer every PROMPT with MODEL, or embed it where MODEL is an encoder."),
+    "run": (
+        "opgraft.cli.run",
+        "Answer every PROMPT with MODEL, or embed it where MODEL is an encoder.",
+    ),
     "serve": ("opgraft.cli.serve", "Serve MODEL over HTTP, with OpenAI's interface."),
     "verify": (
         "opgraft.cli.verify",
@@ -36,7 +48,9 @@ _COMMANDS = {
 }
 
 
-@click.group(cls=LazyGroup, table=_COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=LazyGroup, table=_COMMANDS, context_settings={"help_option_names": ["-h", "--help"]}
+)
 @click.version_option(__version__, prog_name="opgraft")
 def cli() -> None:
     """Host plugins that graft device kernels onto PyTorch models.
@@ -49,10 +63,14 @@ def main() -> NoReturn:
     """Run the console script: an error becomes one message on stderr and its exit code."""
     _open_standard_streams()
     faulthandler.enable()  # a plugin that crashes the process is named by its file
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # by torch, where nobody needs it
+    warnings.filterwarnings(
+        "ignore", "Failed to initialize NumPy"
+    )  # by torch, where nobody needs it
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal of another encoding must not end a command
+            stream.reconfigure(
+                errors="backslashreplace"
+            )  # a terminal of another encoding must not end a command
     sys.exit(_run(sys.argv[1:]))
 
 
@@ -63,7 +81,9 @@ def _open_standard_streams() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # which takes the lowest number that is free
-            setattr(sys, name, open(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))  # noqa: SIM115  # it stays
+            mode = "r" if number == 0 else "w"
+            stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115  # it stays
+            setattr(sys, name, stream)
 
 
 def _run(arguments: Sequence[str]) -> int:

@@ -52,7 +52,9 @@ def measure_answers(llm: LLM, prompts: Sequence[str], params: SamplingParams) ->
     outputs, seconds = timed(lambda: _ask(llm, prompts, params))
     _expect_answers(outputs)
     numbers = torch.stack([logits[str(output.prompt_token_ids)] for output in first])
-    return Measurement(numbers, [output.outputs[0].token_ids for output in outputs], _tokens(outputs), seconds)
+    return Measurement(
+        numbers, [output.outputs[0].token_ids for output in outputs], _tokens(outputs), seconds
+    )
 
 
 def answer_prompts(
@@ -112,7 +114,11 @@ def _ask(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[Reque
 
 
 def _expect_answers(outputs: Sequence[RequestOutput]) -> None:
-    failed = [str(output.outputs[0].error) for output in outputs if output.outputs[0].finish_reason == "error"]
+    failed = [
+        str(output.outputs[0].error)
+        for output in outputs
+        if output.outputs[0].finish_reason == "error"
+    ]
     if failed:
         raise RequestError(f"{len(failed)} of {len(outputs)} prompts failed: {failed[0]}")
 
@@ -127,7 +133,9 @@ def show_stream(llm: LLM, output: RequestOutput) -> None:
     answer = output.outputs[0]
     with interrupts_noted() as interrupted:
         try:
-            while not (output.finished or interrupted()):  # asked in each step, those without a token too
+            while not (
+                output.finished or interrupted()
+            ):  # asked in each step, those without a token too
                 llm.engine.step()
                 _show(answer.text[shown:])
                 shown = len(answer.text)
@@ -161,12 +169,21 @@ def print_kernels(llm: LLM) -> None:
     explained = llm.explain()
     running = [row for row in explained.rows if row.runs]
     counts = Counter((row.op or row.op_class, f"{row.kernel} of {row.provider}") for row in running)
-    print_table(("count", "op", "implementation"), [(count, *key) for key, count in counts.most_common()])
-    told = [row for row in explained.classes if row.remark or row.provider != discover().provider_of(__name__)]
+    print_table(
+        ("count", "op", "implementation"), [(count, *key) for key, count in counts.most_common()]
+    )
+    told = [
+        row
+        for row in explained.classes
+        if row.remark or row.provider != discover().provider_of(__name__)
+    ]
     parts = Counter((row.name, f"{row.cls} of {row.provider}", row.remark) for row in told)
     if parts:
         echo()
-        print_table(("count", "part", "implementation", ""), [(count, *key) for key, count in parts.most_common()])
+        print_table(
+            ("count", "part", "implementation", ""),
+            [(count, *key) for key, count in parts.most_common()],
+        )
 
 
 def _speed(outputs: Sequence[RequestOutput], seconds: float) -> str:

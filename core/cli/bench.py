@@ -6,8 +6,14 @@ import click
 from opgraft.cli.group import LazyGroup
 
 _COMMANDS = {
-    "serve": ("opgraft.cli.bench_serve", "Put load on a server with OpenAI's interface, and measure it."),
-    "--tune": ("opgraft.cli.bench_tune", "Measure which kernel of each op is fastest on this machine."),
+    "serve": (
+        "opgraft.cli.bench_serve",
+        "Put load on a server with OpenAI's interface, and measure it.",
+    ),
+    "--tune": (
+        "opgraft.cli.bench_tune",
+        "Measure which kernel of each op is fastest on this machine.",
+    ),
 }
 
 

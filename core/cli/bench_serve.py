@@ -27,24 +27,80 @@ _ABOVE_ZERO = click.FloatRange(min=0, min_open=True)
 @click.command("serve")
 @click.option("--url", required=True, help="Of the server, such as http://127.0.0.1:8000.")
 @click.option("--model", help="That is asked for. [default: the first that the server lists]")
-@click.option("--api-key-file", type=click.Path(path_type=Path), help="A file whose first line is the key to send.")
-@click.option("--chat", is_flag=True, help="Ask for chats instead of completions.")
-@click.option("--dataset", type=click.Path(path_type=Path), help="A file of prompts: JSONL, or a text in each line.")
-@click.option("--words", type=_COUNT, default=100, show_default=True, help="Of random prompts, without --dataset.")
-@click.option("--requests", type=_COUNT, default=64, show_default=True, help="That are measured, for each load.")
-@click.option("--rate", "rates", type=_ABOVE_ZERO, multiple=True, help="Requests per second; may be repeated.")
-@click.option("--concurrency", "at_a_time", type=_COUNT, multiple=True, help="Requests at a time; may be repeated.")
 @click.option(
-    "--arrivals", type=click.Choice(["poisson", "constant"]), default="poisson", show_default=True, help="Under --rate."
+    "--api-key-file",
+    type=click.Path(path_type=Path),
+    help="A file whose first line is the key to send.",
+)
+@click.option("--chat", is_flag=True, help="Ask for chats instead of completions.")
+@click.option(
+    "--dataset",
+    type=click.Path(path_type=Path),
+    help="A file of prompts: JSONL, or a text in each line.",
+)
+@click.option(
+    "--words",
+    type=_COUNT,
+    default=100,
+    show_default=True,
+    help="Of random prompts, without --dataset.",
+)
+@click.option(
+    "--requests",
+    type=_COUNT,
+    default=64,
+    show_default=True,
+    help="That are measured, for each load.",
+)
+@click.option(
+    "--rate", "rates", type=_ABOVE_ZERO, multiple=True, help="Requests per second; may be repeated."
+)
+@click.option(
+    "--concurrency",
+    "at_a_time",
+    type=_COUNT,
+    multiple=True,
+    help="Requests at a time; may be repeated.",
+)
+@click.option(
+    "--arrivals",
+    type=click.Choice(["poisson", "constant"]),
+    default="poisson",
+    show_default=True,
+    help="Under --rate.",
 )
 @click.option("--max-tokens", type=_COUNT, default=128, show_default=True, help="Of an answer.")
-@click.option("--ignore-eos", is_flag=True, help="Have answers always that long, where the server knows 'ignore_eos'.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of random prompts and arrivals.")
-@click.option("--warm-up", type=click.IntRange(min=0), default=4, show_default=True, help="Requests not measured.")
-@click.option("--timeout", type=_ABOVE_ZERO, default=600, show_default=True, help="Seconds that a request may take.")
-@click.option("--limit-first-token", type=_ABOVE_ZERO, help="Milliseconds to the first token, for goodput.")
-@click.option("--limit-per-token", type=_ABOVE_ZERO, help="Milliseconds per output token, for goodput.")
-@click.option("--limit-end-to-end", type=_ABOVE_ZERO, help="Milliseconds of a whole request, for goodput.")
+@click.option(
+    "--ignore-eos",
+    is_flag=True,
+    help="Have answers always that long, where the server knows 'ignore_eos'.",
+)
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Of random prompts and arrivals."
+)
+@click.option(
+    "--warm-up",
+    type=click.IntRange(min=0),
+    default=4,
+    show_default=True,
+    help="Requests not measured.",
+)
+@click.option(
+    "--timeout",
+    type=_ABOVE_ZERO,
+    default=600,
+    show_default=True,
+    help="Seconds that a request may take.",
+)
+@click.option(
+    "--limit-first-token", type=_ABOVE_ZERO, help="Milliseconds to the first token, for goodput."
+)
+@click.option(
+    "--limit-per-token", type=_ABOVE_ZERO, help="Milliseconds per output token, for goodput."
+)
+@click.option(
+    "--limit-end-to-end", type=_ABOVE_ZERO, help="Milliseconds of a whole request, for goodput."
+)
 @click.option("--plot", type=click.Path(path_type=Path), help="A PNG to write; needs matplotlib.")
 @json_option
 def command(as_json: bool, plot: Path | None, **options: Any) -> int:
@@ -56,7 +112,10 @@ def command(as_json: bool, plot: Path | None, **options: Any) -> int:
     model, reports = asyncio.run(_measured(options))
     url = options["url"]
     if as_json:
-        print_json("opgraft.bench.serve/1", {"url": url, "model": model, **_given(options), "loads": _dicts(reports)})
+        print_json(
+            "opgraft.bench.serve/1",
+            {"url": url, "model": model, **_given(options), "loads": _dicts(reports)},
+        )
     else:
         echo(f"url    {printable(url)}")
         echo(f"model  {printable(model)}")
@@ -66,7 +125,9 @@ def command(as_json: bool, plot: Path | None, **options: Any) -> int:
         try:
             plotting.draw(reports, printable(f"{model} at {url}"), plot)
         except OSError as error:
-            raise InputError(f"the plot cannot be written ({error}): give another file by --plot") from error
+            raise InputError(
+                f"the plot cannot be written ({error}): give another file by --plot"
+            ) from error
     return int(any(report.errors for report in reports))
 
 
@@ -74,7 +135,9 @@ def _import(module: str) -> Any:
     try:
         return importlib.import_module(f"opgraft.bench.{module}")
     except ImportError as error:
-        raise InputError(f"a load test cannot be made ({error}): pip install 'opgraft[bench]'") from error
+        raise InputError(
+            f"a load test cannot be made ({error}): pip install 'opgraft[bench]'"
+        ) from error
 
 
 async def _measured(options: dict[str, Any]) -> tuple[str, list[Report]]:
@@ -93,7 +156,9 @@ async def _measured(options: dict[str, Any]) -> tuple[str, list[Report]]:
             measured = prompts[options["warm_up"] :]
             with progress_bar(f"requests ended, {load.label}", len(measured)) as ended:
                 outcomes = await load_module.run(client, question, measured, load, ended)
-            reports.append(report_module.report(load.label, outcomes, _limits(options, report_module.Limits)))
+            reports.append(
+                report_module.report(load.label, outcomes, _limits(options, report_module.Limits))
+            )
     return model, reports
 
 
@@ -125,7 +190,10 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options that another run needs to be the same."""
     names = ("chat", "words", "requests", "arrivals", "max_tokens", "ignore_eos", "seed", "warm_up")
     dataset = options["dataset"]
-    return {"dataset": None if dataset is None else str(dataset), **{name: options[name] for name in names}}
+    return {
+        "dataset": None if dataset is None else str(dataset),
+        **{name: options[name] for name in names},
+    }
 
 
 def _dicts(reports: Sequence[Report]) -> list[dict[str, Any]]:
@@ -140,9 +208,13 @@ def _show(report: Report) -> None:
         f"{report.prompt_tokens_per_second:.1f} prompt tokens/s, {report.output_tokens_per_second:.1f} output tokens/s"
     )
     if report.errors:
-        print_wrapped("errors: " + ", ".join(f"{kind}: {count}" for kind, count in report.errors.items()))
+        print_wrapped(
+            "errors: " + ", ".join(f"{kind}: {count}" for kind, count in report.errors.items())
+        )
         print_wrapped(f"  {kind}: {message}" for kind, message in sorted(report.messages.items()))
-    rows = [[name, *_cells(getattr(report, key))] for key, name in _import("report").LATENCIES.items()]
+    rows = [
+        [name, *_cells(getattr(report, key))] for key, name in _import("report").LATENCIES.items()
+    ]
     print_table(["milliseconds", "mean", "p50", "p90", "p99"], rows)
 
 

@@ -10,7 +10,15 @@ import click
 import torch
 from opgraft.binding.measurements import Measured, profile_path
 from opgraft.cli.completion import op_names
-from opgraft.cli.output import SettingsCommand, echo, json_option, print_json, print_table, print_wrapped, with_settings
+from opgraft.cli.output import (
+    SettingsCommand,
+    echo,
+    json_option,
+    print_json,
+    print_table,
+    print_wrapped,
+    with_settings,
+)
 from opgraft.plugins.host import load_plugins
 from opgraft.plugins.selection import current_platform
 from opgraft.serving.progress import progress_bar
@@ -24,7 +32,13 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in tuning.DTYPES}
 
 @click.command("--tune", cls=SettingsCommand)
 @click.argument("ops", nargs=-1, shell_complete=op_names)
-@click.option("--dtype", "dtypes", type=click.Choice(list(_DTYPES)), multiple=True, help="Of inputs; may be repeated.")
+@click.option(
+    "--dtype",
+    "dtypes",
+    type=click.Choice(list(_DTYPES)),
+    multiple=True,
+    help="Of inputs; may be repeated.",
+)
 @click.option(
     "--seconds",
     type=click.FloatRange(min=0, min_open=True),
@@ -82,12 +96,18 @@ def _show(
     file: tuning.ProfileFile,
 ) -> None:
     if measured:
-        print_table(("op", "best", "why"), [(op, row.chosen, row.verdict) for op, row in measured.items()])
+        print_table(
+            ("op", "best", "why"), [(op, row.chosen, row.verdict) for op, row in measured.items()]
+        )
     for op, reasons in failed.items():
         print_wrapped(f"{op}: {choice} was left out: {why}" for choice, why in reasons.items())
     print_wrapped(f"{op} was not measured: {why}" for op, why in left_out.items())
     if not measured:
-        echo("nothing was measured: no op that was asked for has two kernels here of which one runs")
+        echo(
+            "nothing was measured: no op that was asked for has two kernels here of which one runs"
+        )
         return
-    print_wrapped(f"{len(measured)} ops measured on {file.setup.device}, written to {printable(str(file.path))}")
+    print_wrapped(
+        f"{len(measured)} ops measured on {file.setup.device}, written to {printable(str(file.path))}"
+    )
     echo("OPGRAFT_CUSTOM_OPS=auto follows it")

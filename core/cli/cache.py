@@ -7,7 +7,10 @@ from opgraft.cli.group import LazyGroup
 
 _COMMANDS = {
     "info": ("opgraft.cli.cache_info", "Show where the cache is, and what it holds."),
-    "export": ("opgraft.cli.cache_export", "Write all entries to a file, for machines of the same kind."),
+    "export": (
+        "opgraft.cli.cache_export",
+        "Write all entries to a file, for machines of the same kind.",
+    ),
     "import": ("opgraft.cli.cache_import", "Take the entries of such a file."),
     "clear": ("opgraft.cli.cache_clear", "Remove all entries of the cache."),
 }

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import click
-from opgraft.cli.output import SettingsCommand, json_option, print_json, print_wrapped, with_settings
+from opgraft.cli.output import (
+    SettingsCommand,
+    json_option,
+    print_json,
+    print_wrapped,
+    with_settings,
+)
 from opgraft.compilation.cache import CompilationCache
 from opgraft.state import host_state
 

@@ -5,13 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-from opgraft.cli.output import SettingsCommand, json_option, print_json, print_wrapped, with_settings
+from opgraft.cli.output import (
+    SettingsCommand,
+    json_option,
+    print_json,
+    print_wrapped,
+    with_settings,
+)
 from opgraft.compilation.bundles import export_entries, read_key
 from opgraft.compilation.cache import CompilationCache
 from opgraft.state import host_state
 
 key_option = click.option(
-    "--key", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="The key that signs the bundle."
+    "--key",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The key that signs the bundle.",
 )
 
 
@@ -31,4 +40,6 @@ def command(file: str, key: Path | None, as_json: bool) -> None:
     if as_json:
         print_json("opgraft.cache.export/1", bundle.to_dict())
     else:
-        print_wrapped(f"{file}: {bundle.entries} entries, {bundle.nbytes:,} bytes, SHA-256 {bundle.sha256}")
+        print_wrapped(
+            f"{file}: {bundle.entries} entries, {bundle.nbytes:,} bytes, SHA-256 {bundle.sha256}"
+        )

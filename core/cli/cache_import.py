@@ -6,7 +6,13 @@ from pathlib import Path
 
 import click
 from opgraft.cli.cache_export import key_option
-from opgraft.cli.output import SettingsCommand, json_option, print_json, print_wrapped, with_settings
+from opgraft.cli.output import (
+    SettingsCommand,
+    json_option,
+    print_json,
+    print_wrapped,
+    with_settings,
+)
 from opgraft.compilation.bundles import import_entries, read_key
 from opgraft.compilation.cache import CompilationCache
 from opgraft.state import host_state
@@ -15,7 +21,11 @@ from opgraft.state import host_state
 @click.command("import", cls=SettingsCommand)
 @click.argument("file")
 @key_option
-@click.option("--sha256", metavar="DIGEST", help="The digest of the bundle, as 'opgraft cache export' has told it.")
+@click.option(
+    "--sha256",
+    metavar="DIGEST",
+    help="The digest of the bundle, as 'opgraft cache export' has told it.",
+)
 @json_option
 @with_settings
 def command(file: str, key: Path | None, sha256: str | None, as_json: bool) -> None:

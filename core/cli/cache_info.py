@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import click
-from opgraft.cli.output import SettingsCommand, json_option, print_json, print_wrapped, with_settings
+from opgraft.cli.output import (
+    SettingsCommand,
+    json_option,
+    print_json,
+    print_wrapped,
+    with_settings,
+)
 from opgraft.compilation.cache import CompilationCache
 from opgraft.compilation.shared_folder import count_entries
 from opgraft.errors import InputError
@@ -21,7 +27,9 @@ def command(as_json: bool) -> None:
     if as_json:
         print_json("opgraft.cache.info/1", {**figures.to_dict(), "shared": shared})
         return
-    print_wrapped(f"{figures.folder}: {figures.entries} entries, {figures.nbytes:,} of {figures.limit:,} bytes")
+    print_wrapped(
+        f"{figures.folder}: {figures.entries} entries, {figures.nbytes:,} of {figures.limit:,} bytes"
+    )
     if shared is not None:
         held = f"{url}: {shared['entries']} entries"
         print_wrapped(f"shared: {shared['problem'] or held}")

@@ -26,8 +26,19 @@ _KEYS = "/clear begins a new chat, /exit or Ctrl-D ends it, Ctrl-C ends an answe
 @click.command("chat", cls=SettingsCommand)
 @click.argument("model")
 @click.option("--system", metavar="TEXT", help="Told to the model before the chat.")
-@click.option("--max-tokens", type=click.IntRange(1), default=_MOST_TOKENS, show_default=True, help="Of an answer.")
-@click.option("--temperature", type=click.FloatRange(0), default=0.0, help="Of answers [default: 0, the likeliest].")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1),
+    default=_MOST_TOKENS,
+    show_default=True,
+    help="Of an answer.",
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0),
+    default=0.0,
+    help="Of answers [default: 0, the likeliest].",
+)
 @with_model_settings
 def command(model: str, system: str | None, max_tokens: int, temperature: float) -> None:
     """Chat with MODEL in the terminal, or over the lines of stdin.
@@ -38,7 +49,9 @@ def command(model: str, system: str | None, max_tokens: int, temperature: float)
         raise click.UsageError("MODEL names the model: leave --model.name out")
     llm = open_llm(model)
     if llm.embeds:
-        raise RequestError(f"{model} is an encoder, and embeds texts: 'opgraft run MODEL TEXT…' compares them")
+        raise RequestError(
+            f"{model} is an encoder, and embeds texts: 'opgraft run MODEL TEXT…' compares them"
+        )
     if not llm.chats:
         raise RequestError(
             f"{model} has no chat template, so how it was taught to chat is not known: 'opgraft run MODEL PROMPT' "
@@ -108,7 +121,9 @@ def _lines() -> Iterator[str]:
         sys.stdin.reconfigure(errors="replace")
     while line := sys.stdin.readline(_LONGEST_LINE + 1):
         if len(line) > _LONGEST_LINE:
-            raise RequestError(f"a line of stdin has more than {_LONGEST_LINE:,} characters: break it")
+            raise RequestError(
+                f"a line of stdin has more than {_LONGEST_LINE:,} characters: break it"
+            )
         yield line.strip()
 
 

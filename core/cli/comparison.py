@@ -59,7 +59,9 @@ class Comparison:
     def largest_difference(self) -> float:
         """The largest absolute difference of the numbers."""
         one, other = self.plain.numbers, self.grafted.numbers
-        return torch.where(one == other, 0, (one - other).abs()).max().item()  # infinite ones may be equal
+        return (
+            torch.where(one == other, 0, (one - other).abs()).max().item()
+        )  # infinite ones may be equal
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as plain data."""
@@ -75,7 +77,10 @@ class Comparison:
         compared = ("the same" if self.same_answers else "others", f"{self.largest_difference:.1e}")
         rows = [
             (name, f"{each.seconds:.2f} s", f"{each.tokens / each.seconds:.1f}", *more)
-            for name, each, more in (("plain", self.plain, ("", "")), ("grafted", self.grafted, compared))
+            for name, each, more in (
+                ("plain", self.plain, ("", "")),
+                ("grafted", self.grafted, compared),
+            )
         ]
         print_table(("model", "time", "tokens per second", "answers", "difference"), rows)
 
@@ -85,7 +90,10 @@ def native_config() -> OpgraftConfig:
     load_plugins()
     state = host_state()
     targets = [replacement.target for replacement in state.active if replacement.target is not None]
-    owners = {op_name_of(target, state): discover().provider_of(target.__module__).name for target in targets}
+    owners = {
+        op_name_of(target, state): discover().provider_of(target.__module__).name
+        for target in targets
+    }
     return OpgraftConfig(
         compilation_config=CompilationConfig(custom_ops=["none"]),
         providers={name: owner for name, owner in owners.items() if name is not None},

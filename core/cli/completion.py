@@ -50,7 +50,11 @@ def _choices(names: tuple[str, ...]) -> Completion:
 
 
 COMPLETIONS = {
-    **{field.name: _choices(field.bounds.choices) for field in FIELDS.values() if field.bounds.choices},
+    **{
+        field.name: _choices(field.bounds.choices)
+        for field in FIELDS.values()
+        if field.bounds.choices
+    },
     **{field.name: flag_words for field in FIELDS.values() if field.kind.metavar == "FLAG"},
     "platform": platform_names,
     "plugins": plugin_names,

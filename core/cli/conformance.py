@@ -29,10 +29,21 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.command("conformance", cls=SettingsCommand)
 @click.argument("plugin")
 @click.option("--json", "json_file", metavar="FILE", type=_FILE, help="Write the evidence to FILE.")
-@click.option("--html", "page_file", metavar="FILE", type=_FILE, help="Write a report for browsers to FILE.")
+@click.option(
+    "--html", "page_file", metavar="FILE", type=_FILE, help="Write a report for browsers to FILE."
+)
 @click.option("--docs", metavar="URL", help="The report links to the documentation there.")
-@click.option("--baseline", metavar="FILE", type=_FILE, help="Fail only on what passed in this earlier evidence.")
-@click.option("--resume", is_flag=True, help="Go on with the evidence in the FILE of --json, or with what is kept.")
+@click.option(
+    "--baseline",
+    metavar="FILE",
+    type=_FILE,
+    help="Fail only on what passed in this earlier evidence.",
+)
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Go on with the evidence in the FILE of --json, or with what is kept.",
+)
 @with_settings
 def command(
     plugin: str,
@@ -50,7 +61,9 @@ def command(
     """
     before = evidence.read(baseline) if baseline else None
     if docs is not None and not docs.startswith(("http://", "https://", "file://")):
-        raise InputError(f"--docs is {docs!r}: name an address that begins with https://, http:// or file://")
+        raise InputError(
+            f"--docs is {docs!r}: name an address that begins with https://, http:// or file://"
+        )
     earlier = json_file or evidence.kept_file(subject_of(plugin))
     found = evidence.read(earlier) if resume and earlier and earlier.exists() else Evidence()
     run = Run(plugin, found, json_file, brief=False)
@@ -70,7 +83,9 @@ def report(found: Evidence, regressions: list[dict[str, Any]] | None) -> None:
         if evidence.key_of(outcome) not in new:
             print_wrapped(f"failed: {_name(outcome)}: {outcome['reason']}")
     for outcome in regressions or ():
-        print_wrapped(f"regression: {_name(outcome)} passed before, now {outcome['status']}: {outcome['reason']}")
+        print_wrapped(
+            f"regression: {_name(outcome)} passed before, now {outcome['status']}: {outcome['reason']}"
+        )
     about, counts = found.about, found.counted()
     where = f"{about['plugin']} {about['provider']['version']} on {about['platform']} ({about['device']})"
     print_wrapped(f"{where}: {', '.join(f'{count} {status}' for status, count in counts.items())}")
@@ -121,7 +136,9 @@ class Run:
             try:
                 done = json.dumps([list(key) for key in self.found.outcomes])
                 given = (self.plugin, str(self.brief), done)
-                ended = isolated(__name__, "examine", *given, limits=Limits(TIME_LIMIT), heard=self.hear)
+                ended = isolated(
+                    __name__, "examine", *given, limits=Limits(TIME_LIMIT), heard=self.hear
+                )
             except KeyboardInterrupt:
                 told = f"{len(self.found.outcomes)} of {self.found.cases} questions answered"
                 same = " with the same --json" if self.file is not None else ""
@@ -132,13 +149,17 @@ class Run:
                 return
             if not self.asked:
                 raise PluginError(str(ended.crash))
-            self.hear({"outcome": {**self.asked, **_CRASHED, "reason": printable(str(ended.crash))}})
+            self.hear(
+                {"outcome": {**self.asked, **_CRASHED, "reason": printable(str(ended.crash))}}
+            )
 
     def hear(self, told: dict[str, Any]) -> None:
         """Take note of what the child tells."""
         if "about" in told:
             if self.found.about:
-                self.found.expect_same(told["about"], self.file or evidence.kept_file(self._subject))
+                self.found.expect_same(
+                    told["about"], self.file or evidence.kept_file(self._subject)
+                )
             self.found.about, self.found.cases = told["about"], told["cases"]
         elif "asked" in told:
             self.asked = told["asked"]
@@ -181,7 +202,9 @@ def examine(plugin: str, brief: str, done: str) -> None:
             asked = {"op": case.op, "check": case.check, "dtype": case.dtype}
             if tuple(asked.values()) not in known:
                 tell({"asked": asked})
-                with watching.watched(f"{case} of {judged.provider}", None):  # nobody to confine: it is on trial
+                with watching.watched(
+                    f"{case} of {judged.provider}", None
+                ):  # nobody to confine: it is on trial
                     outcome = judged.judge(case)
                 tell({"outcome": outcome.to_dict()})
 
@@ -190,7 +213,11 @@ def _about(judged: Any) -> dict[str, Any]:
     """Return what the answers are about: plugin, platform, device and versions, the day, and what was asked."""
     torch = importlib.import_module("torch")
     selected = importlib.import_module("opgraft.plugins.selection").current_platform()
-    versions = {"opgraft": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    versions = {
+        "opgraft": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     return {
         "plugin": judged.plugin,
         "provider": judged.provider.to_dict(),

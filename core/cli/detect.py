@@ -7,7 +7,14 @@ from pathlib import Path
 
 import click
 from opgraft.cli.offers import problem_lines, problems
-from opgraft.cli.output import SettingsCommand, echo, json_option, print_json, print_wrapped, with_settings
+from opgraft.cli.output import (
+    SettingsCommand,
+    echo,
+    json_option,
+    print_json,
+    print_wrapped,
+    with_settings,
+)
 from opgraft.decision import NOT_PROBED, Candidate, Decision
 from opgraft.machine.machine import Machine
 from opgraft.plugins.hardware import unclaimed_hardware
@@ -20,8 +27,15 @@ _FOLDER = click.Path(file_okay=False)  # which shells complete
 
 @click.command("detect", cls=SettingsCommand)
 @click.option("--all", "show_all", is_flag=True, help="Show every candidate with its evidence.")
-@click.option("--root", metavar="DIR", type=_FOLDER, help="Look at a recorded machine instead of this one.")
-@click.option("--record", metavar="DIR", type=_FOLDER, help="Write down what the probes read, for a bug report.")
+@click.option(
+    "--root", metavar="DIR", type=_FOLDER, help="Look at a recorded machine instead of this one."
+)
+@click.option(
+    "--record",
+    metavar="DIR",
+    type=_FOLDER,
+    help="Write down what the probes read, for a bug report.",
+)
 @json_option
 @with_settings
 def command(show_all: bool, root: str | None, record: str | None, as_json: bool) -> None:

@@ -21,7 +21,15 @@ from opgraft.state import host_state
 from opgraft.text import printable
 from opgraft.version import __version__
 
-_PACKAGES = ("torch", "numpy", "transformers", "safetensors", "pluggy", "importlib-metadata", "click")
+_PACKAGES = (
+    "torch",
+    "numpy",
+    "transformers",
+    "safetensors",
+    "pluggy",
+    "importlib-metadata",
+    "click",
+)
 _FURTHER_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_DEVICE_BACKEND_AUTOLOAD")
 
 
@@ -72,13 +80,19 @@ def _plugins() -> dict[str, str]:
         status, reason = admission(offer, settings)
         verdict = f"{status}: {reason}" if reason else status
         rows[f"{KINDS[offer.group]} {offer.name}"] = f"{offer.provider} ({offer.value}): {verdict}"
-    return {**rows, **{f"ignored {problem.provider}": problem.reason for problem in discover().problems}}
+    return {
+        **rows,
+        **{f"ignored {problem.provider}": problem.reason for problem in discover().problems},
+    }
 
 
 def _settings() -> dict[str, str]:
     """List every setting with its value and where that comes from."""
     try:
-        return {name: f"{value or '(not set)'} ({origin})" for name, value, origin in host_state().settings().rows()}
+        return {
+            name: f"{value or '(not set)'} ({origin})"
+            for name, value, origin in host_state().settings().rows()
+        }
     except ConfigError as error:
         return {"error": str(error)}
 
@@ -95,8 +109,14 @@ def _platform(scrubber: Scrubber) -> dict[str, str]:
         return {"error": scrubber.value(str(error))}
     rows = {"selected": scrubber.value(f"{decision.chosen}: {decision.reason}")}
     for candidate in decision.candidates:
-        evidence = "; ".join(map(scrubber.sentence, candidate.evidence.lines())) if candidate.evidence else ""
-        rows[candidate.name] = f"{scrubber.value(candidate.reason)}{f' ({evidence})' if evidence else ''}"
+        evidence = (
+            "; ".join(map(scrubber.sentence, candidate.evidence.lines()))
+            if candidate.evidence
+            else ""
+        )
+        rows[candidate.name] = (
+            f"{scrubber.value(candidate.reason)}{f' ({evidence})' if evidence else ''}"
+        )
     return rows
 
 

@@ -29,7 +29,15 @@ _SUBJECT = ("plugin", "provider", "platform", "device", "versions", "brief")
 
 _FURTHER = ("ops", "checks", "date")
 
-_ABOUT = {"provider": dict, "platform": str, "device": str, "versions": dict, "ops": dict, "checks": dict, "date": str}
+_ABOUT = {
+    "provider": dict,
+    "platform": str,
+    "device": str,
+    "versions": dict,
+    "ops": dict,
+    "checks": dict,
+    "date": str,
+}
 _OUTCOME = {"op": str, "check": str, "status": str, "reason": str}
 
 Key = tuple[str, str, str | None]
@@ -76,7 +84,9 @@ class Evidence:
                 op, check, dtype = key
                 gone = {"status": "missing", "reason": "it is not asked any more"}
                 told = now or gone
-                found.append({"op": op, "check": check, "dtype": dtype, **{k: told[k] for k in gone}})
+                found.append(
+                    {"op": op, "check": check, "dtype": dtype, **{k: told[k] for k in gone}}
+                )
         return found
 
     def to_dict(self, regressions: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
@@ -99,8 +109,13 @@ class Evidence:
         """
         changed = [name for name in _SUBJECT if self.about.get(name) != about.get(name)]
         if changed:
-            told = "; ".join(f"{name} was {self.about.get(name)!r} and is {about.get(name)!r}" for name in changed)
-            raise InputError(f"{path} cannot be gone on with: {told}. Run without --resume to begin anew.")
+            told = "; ".join(
+                f"{name} was {self.about.get(name)!r} and is {about.get(name)!r}"
+                for name in changed
+            )
+            raise InputError(
+                f"{path} cannot be gone on with: {told}. Run without --resume to begin anew."
+            )
 
 
 def key_of(outcome: Mapping[str, Any]) -> Key:
@@ -138,9 +153,13 @@ def read(path: Path) -> Evidence:
         if data["schema"] != SCHEMA:
             raise ValueError(f"its schema is {data['schema']!r}, expected {SCHEMA!r}")
         outcomes: Iterable[Mapping[str, Any]] = data["outcomes"]
-        about = {name: data[name] for name in _SUBJECT} | {name: data[name] for name in _FURTHER if name in data}
+        about = {name: data[name] for name in _SUBJECT} | {
+            name: data[name] for name in _FURTHER if name in data
+        }
         found = Evidence(about, int(data["cases"]))
-        if any(not isinstance(found.about.get(name, kind()), kind) for name, kind in _ABOUT.items()):
+        if any(
+            not isinstance(found.about.get(name, kind()), kind) for name, kind in _ABOUT.items()
+        ):
             raise ValueError("what it is about has a value of another type")
         if not {"name", "version"} <= found.about["provider"].keys():
             raise ValueError("its provider has no name or no version")
@@ -150,9 +169,18 @@ def read(path: Path) -> Evidence:
             found.add(outcome)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         why = f"{type(error).__name__}: {error}"
-        raise InputError(f"{path} holds no evidence that 'opgraft conformance --json' writes: {why}") from error
+        raise InputError(
+            f"{path} holds no evidence that 'opgraft conformance --json' writes: {why}"
+        ) from error
     return found
 
 
@@ -163,7 +191,9 @@ def shipped(module: str) -> dict[str, Any] | None:
     """
     found = importlib.util.find_spec(module.partition(".")[0])
     places = (found and found.submodule_search_locations) or ()
-    return next((_summary(file) for place in places if (file := Path(place) / SHIPPED).is_file()), None)
+    return next(
+        (_summary(file) for place in places if (file := Path(place) / SHIPPED).is_file()), None
+    )
 
 
 def keep(name: str, data: Mapping[str, Any]) -> Path | None:
@@ -189,7 +219,9 @@ def kept(name: str) -> dict[str, Any] | None:
 def kept_file(name: str) -> Path | None:
     """Return the file in which evidence about a distribution or a built-in platform is kept, if the user has a home."""
     with suppress(RuntimeError):
-        return state_home() / "opgraft" / "conformance" / f"{urllib.parse.quote(name, safe='')}.json"
+        return (
+            state_home() / "opgraft" / "conformance" / f"{urllib.parse.quote(name, safe='')}.json"
+        )
     return None
 
 
@@ -198,7 +230,10 @@ def _summary(file: Path) -> dict[str, Any]:
         evidence = read(file)
     except InputError as error:
         return {"file": str(file), "problem": str(error)}
-    about = {name: evidence.about.get(name) for name in ("provider", "platform", "device", "versions", "date")}
+    about = {
+        name: evidence.about.get(name)
+        for name in ("provider", "platform", "device", "versions", "date")
+    }
     return {
         "file": str(file),
         **about,

@@ -37,7 +37,9 @@ class LazyGroup(click.Group):
         return command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        named = args and args[0] in self.table  # a command may be called like an option, as --tune is
+        named = (
+            args and args[0] in self.table
+        )  # a command may be called like an option, as --tune is
         return super().parse_args(ctx, ["--", *args] if named else args)
 
     def resolve_command(
@@ -53,9 +55,15 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, summary) for name, (_, summary) in self.table.items()])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        from click.shell_completion import CompletionItem  # click itself imports it for completion only
+        from click.shell_completion import (
+            CompletionItem,
+        )  # click itself imports it for completion only
 
-        commands = [(name, summary) for name, (_, summary) in self.table.items() if name.startswith(incomplete)]
+        commands = [
+            (name, summary)
+            for name, (_, summary) in self.table.items()
+            if name.startswith(incomplete)
+        ]
         options = click.Command.shell_complete(self, ctx, incomplete)
         return [*(CompletionItem(name, help=summary) for name, summary in commands), *options]
 

@@ -78,7 +78,9 @@ def examined(module: str, function: str, *arguments: str, limits: Limits | None 
     limits, left_out = limits or Limits(), list[Finding]()
     while True:
         without = [finding.provider.name for finding in left_out if finding.provider]
-        outcome = isolated(module, function, *arguments, limits=limits, given=_going_without(without))
+        outcome = isolated(
+            module, function, *arguments, limits=limits, given=_going_without(without)
+        )
         crash = outcome.crash
         if crash is None or crash.provider is None or crash.provider.name in without:
             return replace(outcome, crash=crash and _advised(crash), left_out=tuple(left_out))
@@ -94,11 +96,20 @@ def _tried(outcome: Outcome, crash: Finding, limits: Limits) -> Finding:
     if outcome.late:
         return _confined(crash)
     for provider in dict.fromkeys((crash.provider, *reversed(outcome.begun))):
-        linger, given = str(min(_LINGER, outcome.seconds)), {"plugins": provider.name if provider else ""}
+        linger, given = (
+            str(min(_LINGER, outcome.seconds)),
+            {"plugins": provider.name if provider else ""},
+        )
         alone = isolated(__name__, "load_alone", linger, limits=limits, given=given)
         if alone.guilty:
-            later = Finding(f"{provider}, some time after it was loaded alone, {alone.end}", provider, exit_code=4)
-            return _confined(alone.crash if alone.crash and alone.crash.provider == provider else later)
+            later = Finding(
+                f"{provider}, some time after it was loaded alone, {alone.end}",
+                provider,
+                exit_code=4,
+            )
+            return _confined(
+                alone.crash if alone.crash and alone.crash.provider == provider else later
+            )
     words = f"{crash.message}; it is not in quarantine, as neither it nor one before it does so when it is loaded alone"
     return _advised(replace(crash, message=words))
 
@@ -110,7 +121,9 @@ def _confined(crash: Finding) -> Finding:
 
 def _advised(crash: Finding) -> Finding:
     name = crash.provider.name if crash.provider else "<name>"
-    return replace(crash, message=f"{crash.message}. {PLUGINS_DISABLE}={name} goes without a plugin.")
+    return replace(
+        crash, message=f"{crash.message}. {PLUGINS_DISABLE}={name} goes without a plugin."
+    )
 
 
 def _going_without(names: Sequence[str]) -> dict[str, str]:
@@ -137,21 +150,36 @@ def isolated(
     ``heard`` is called with what the function hands to ``tell`` meanwhile. ``given`` settings stand above the others.
     """
     limits = limits or Limits()
-    settings = {name: text for name, text, origin in host_state().settings().rows() if origin == COMMAND_LINE}
+    settings = {
+        name: text
+        for name, text, origin in host_state().settings().rows()
+        if origin == COMMAND_LINE
+    }
     scope = CURRENT_SCOPE.get()
     file = scope.file.path if scope and scope.file else None
     above = {**settings, **(given or {})}
-    call = {"module": module, "function": function, "arguments": arguments, "seconds": limits.seconds}
+    call = {
+        "module": module,
+        "function": function,
+        "arguments": arguments,
+        "seconds": limits.seconds,
+    }
     data = {**call, "given": above, "file": file}
     began, lines = time.monotonic(), _Lines(heard)
     try:
         ended = run_child(_CHILD, (), data, limits.seconds, os.environ, limits.memory, lines)
     except ChildError as error:
-        return Outcome(crash=Finding(f"the plugins cannot be tried in a process of their own: {error}", exit_code=4))
+        return Outcome(
+            crash=Finding(
+                f"the plugins cannot be tried in a process of their own: {error}", exit_code=4
+            )
+        )
     last, end = _last_line(ended.reply), _end_in_words(ended, limits)
     provider = Provider(**last["provider"]) if last.get("provider") else None
     place = _place(ended.output, provider) if provider else None
-    crash = Finding(f"{last.get('what', 'loading the plugins')} {end}", provider, place, exit_code=4)
+    crash = Finding(
+        f"{last.get('what', 'loading the plugins')} {end}", provider, place, exit_code=4
+    )
     return Outcome(
         last.get("result"),
         None if "result" in last else crash,
@@ -191,14 +219,21 @@ def tell(data: Any) -> None:
 def _last_line(reply: str) -> Mapping[str, Any]:
     try:
         return dict(json.loads(reply.splitlines()[-1]))
-    except (IndexError, ValueError, TypeError, RecursionError):  # nothing was written, or plugins wrote to it too
+    except (
+        IndexError,
+        ValueError,
+        TypeError,
+        RecursionError,
+    ):  # nothing was written, or plugins wrote to it too
         return {}
 
 
 def _end_in_words(ended: Ended, limits: Limits) -> str:
     if ended.memory:
         most = f"{limits.memory / 2**30:.1f} GiB that it may have"
-        end = f"took {ended.memory / 2**30:.1f} GiB of memory, more than the {most}, and was stopped"
+        end = (
+            f"took {ended.memory / 2**30:.1f} GiB of memory, more than the {most}, and was stopped"
+        )
     elif ended.status is None:
         end = f"did not come back within {limits.seconds:g} s"
     elif ended.status < 0:
@@ -210,9 +245,14 @@ def _end_in_words(ended: Ended, limits: Limits) -> str:
 
 def _place(output: str, provider: Provider) -> str | None:
     """Return where in the code of ``provider`` the stack stood that Python wrote down at last, the main thread's."""
-    tops = {offer.module.partition(".")[0] for offer in discover().offers if offer.provider == provider}
+    tops = {
+        offer.module.partition(".")[0] for offer in discover().offers if offer.provider == provider
+    }
     frames = _FRAME.findall(_DUMP.split(output)[-1].rpartition("(most recent call first):")[2])
-    return next((f"{file}:{line}" for file, line in frames if tops & {Path(file).stem, *Path(file).parts}), None)
+    return next(
+        (f"{file}:{line}" for file, line in frames if tops & {Path(file).stem, *Path(file).parts}),
+        None,
+    )
 
 
 def answer(

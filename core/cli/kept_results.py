@@ -56,7 +56,9 @@ def key() -> str | None:
             "python": [sys.version, sys.executable, sys.path],
             "installed": sorted(_installed()),
             "opgraft": sorted(_states(_own_files())),
-            "offers": [_described(distribution) for distribution in discover().distributions.values()],
+            "offers": [
+                _described(distribution) for distribution in discover().distributions.values()
+            ],
             "problems": list(map(str, discover().problems)),
             "objections": [objection(offer, settings) for offer in discover().offers],
             "settings": list(settings.rows()),
@@ -83,7 +85,12 @@ def look_up(key: str) -> Kept | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        logger.warning("%s", printable(f"the kept result {path} cannot be used and is made anew: {described(error)}"))
+        logger.warning(
+            "%s",
+            printable(
+                f"the kept result {path} cannot be used and is made anew: {described(error)}"
+            ),
+        )
         return None
 
 
@@ -99,7 +106,10 @@ def keep(key: str, report: Mapping[str, Any]) -> None:
         for old in sorted(path.parent.iterdir(), key=os.path.getmtime, reverse=True)[_MOST:]:
             old.unlink()
     except OSError as error:
-        logger.info("%s", printable(f"the result is not kept, as {path} cannot be written: {described(error)}"))
+        logger.info(
+            "%s",
+            printable(f"the result is not kept, as {path} cannot be written: {described(error)}"),
+        )
 
 
 def _path(key: str) -> Path | None:
@@ -133,7 +143,9 @@ def _described(distribution: Distribution) -> list[Any]:
     record = text_of(distribution, "RECORD")
     if record is None or is_editable(distribution):
         raise ValueError(f"nothing tells when {distribution.name} changes")
-    files = (str(distribution.locate_file(row[0])) for row in csv.reader(record.splitlines()) if row)
+    files = (
+        str(distribution.locate_file(row[0])) for row in csv.reader(record.splitlines()) if row
+    )
     return [_digest(record.encode()), list(_states(files))]
 
 

@@ -10,7 +10,9 @@ from opgraft.text import described
 
 def load_all() -> OpgraftError | None:
     """Load the plugins with the whole catalogue known; returns what went wrong instead of raising it."""
-    from opgraft.plugins.host import load_plugins  # so that commands can be described without pluggy
+    from opgraft.plugins.host import (
+        load_plugins,
+    )  # so that commands can be described without pluggy
 
     try:
         importlib.import_module("opgraft.ops")

@@ -54,7 +54,11 @@ def show_neighbours(
         print_json("opgraft.embeddings/1", {**data, **compared, **llm.explain().to_dict()})
         return
     for text, other in list(zip(texts, neighbours, strict=True))[:_SHOWN]:
-        beside = f"-> {printable(texts[other])}" if len(texts) > 1 else "(there is no other text to compare it with)"
+        beside = (
+            f"-> {printable(texts[other])}"
+            if len(texts) > 1
+            else "(there is no other text to compare it with)"
+        )
         echo(f"{printable(text)}\n  {beside}")
     if len(texts) > _SHOWN:
         echo(f"and {len(texts) - _SHOWN} more, which --json has all of")

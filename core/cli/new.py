@@ -13,7 +13,9 @@ from opgraft.cli.output import json_option, print_json, print_wrapped
 from opgraft.errors import InputError
 from opgraft.plugins.discovery import discover
 
-_TEMPLATE = Path(__file__).resolve().parents[1] / "template"  # links, as of editable installs, copier refuses
+_TEMPLATE = (
+    Path(__file__).resolve().parents[1] / "template"
+)  # links, as of editable installs, copier refuses
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 
 
@@ -45,7 +47,9 @@ def command(name: str | None, from_vllm: Path | None, output: Path, as_json: boo
         _port(from_vllm, name, output, as_json)
         return
     if name is None:
-        raise click.UsageError("a new plugin needs a NAME; one of vLLM is ported by --from-vllm PATH")
+        raise click.UsageError(
+            "a new plugin needs a NAME; one of vLLM is ported by --from-vllm PATH"
+        )
     folder = _folder(output, _named(name))
     files = _render(name, folder)
     if as_json:
@@ -58,7 +62,9 @@ def command(name: str | None, from_vllm: Path | None, output: Path, as_json: boo
 def _folder(output: Path, name: str) -> Path:
     folder = output / f"opgraft-{name.replace('_', '-')}"
     if folder.exists():
-        raise InputError(f"{folder} is there already: remove it, or choose another name or --output")
+        raise InputError(
+            f"{folder} is there already: remove it, or choose another name or --output"
+        )
     return folder
 
 
@@ -68,7 +74,9 @@ def _port(path: Path, name: str | None, output: Path, as_json: bool) -> None:
         from opgraft.porting.port import GUIDE, port
         from opgraft.porting.source import read_source
     except ImportError as error:
-        raise InputError(f"a plugin cannot be ported ({error}): pip install 'opgraft[new]'") from error
+        raise InputError(
+            f"a plugin cannot be ported ({error}): pip install 'opgraft[new]'"
+        ) from error
     ported = port(read_source(path))
     folder = _folder(output, _spelled(name or ported.name))
     if folder.resolve().is_relative_to(path.resolve()):
@@ -79,14 +87,21 @@ def _port(path: Path, name: str | None, output: Path, as_json: bool) -> None:
         raise InputError(f"{folder} cannot be written: {error.strerror}") from error
     if as_json:
         uncovered = [vars(one) for one in ported.uncovered]
-        print_json("opgraft.new/1", {"folder": str(folder), "files": sorted(ported.files), "uncovered": uncovered})
+        print_json(
+            "opgraft.new/1",
+            {"folder": str(folder), "files": sorted(ported.files), "uncovered": uncovered},
+        )
         return
     print_wrapped(f"written: {folder} ({len(ported.files)} files)")
     if ported.uncovered:
-        print_wrapped(f"without a counterpart in opgraft ({len(ported.uncovered)}), code marked by a comment:")
+        print_wrapped(
+            f"without a counterpart in opgraft ({len(ported.uncovered)}), code marked by a comment:"
+        )
     for one in ported.uncovered:
         print_wrapped(f"  {one}")
-    print_wrapped(f"next: read {folder / GUIDE}; cd {folder} && pip install -e . && opgraft plugins doctor")
+    print_wrapped(
+        f"next: read {folder / GUIDE}; cd {folder} && pip install -e . && opgraft plugins doctor"
+    )
 
 
 def _write(files: Mapping[str, bytes], origin: Path, folder: Path) -> None:
@@ -111,7 +126,9 @@ def _named(name: str) -> str:
     """
     taken = {offer.name for offer in discover().offers}
     if _spelled(name).replace("-", "_") in taken:
-        raise InputError(f"an installed platform or plugin is called {name.replace('-', '_')!r}: choose another name")
+        raise InputError(
+            f"an installed platform or plugin is called {name.replace('-', '_')!r}: choose another name"
+        )
     return name
 
 
@@ -133,7 +150,9 @@ def _render(name: str, folder: Path) -> list[str]:
     try:
         import copier  # which takes as long to import as everything else here
     except ImportError as error:
-        raise InputError(f"a plugin cannot be made ({error}): pip install 'opgraft[new]'") from error
+        raise InputError(
+            f"a plugin cannot be made ({error}): pip install 'opgraft[new]'"
+        ) from error
     try:
         copier.run_copy(str(_TEMPLATE), folder, data={"name": name}, defaults=True, quiet=True)
     except OSError as error:

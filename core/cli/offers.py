@@ -51,7 +51,11 @@ def admission(offer: Offer, settings: Settings) -> tuple[str, str]:
         against = objection(offer, settings)
     except ConfigError as error:  # of the lockfile, without which nothing is admitted
         against = str(error)
-    return ("rejected", against) if against else ("selected" if offer.group == PLUGIN_GROUP else "eligible", "")
+    return (
+        ("rejected", against)
+        if against
+        else ("selected" if offer.group == PLUGIN_GROUP else "eligible", "")
+    )
 
 
 def problems(further: Iterable[Problem] = ()) -> list[dict[str, Any]]:
@@ -90,7 +94,10 @@ def misspelt_groups() -> Iterator[Problem]:
             near = _meant(group)
             if group not in (*KINDS, *BRIDGE_GROUPS) and near:
                 meant = " or ".join(map(repr, near))
-                yield Problem(provider, f"nothing reads its entry-point group {group!r}: did you mean {meant}?")
+                yield Problem(
+                    provider,
+                    f"nothing reads its entry-point group {group!r}: did you mean {meant}?",
+                )
 
 
 def plugins_of_vllm() -> Iterator[Problem]:

@@ -8,7 +8,13 @@ from typing import Any
 import click
 from opgraft.binding.names import op_name_of
 from opgraft.cli.completion import op_names
-from opgraft.cli.output import SettingsCommand, json_option, print_json, print_wrapped, with_settings
+from opgraft.cli.output import (
+    SettingsCommand,
+    json_option,
+    print_json,
+    print_wrapped,
+    with_settings,
+)
 from opgraft.errors import InputError, near_matches
 from opgraft.ops import CustomOp
 from opgraft.plugins.host import load_plugins
@@ -57,7 +63,9 @@ def command(name: str, as_json: bool) -> None:
     for form in forms:
         print_wrapped(f"  {form.call} runs {form.function} at {form.location}")
     for replacement in inactive:
-        print_wrapped(f"  declared but not active: {replacement.cls.__qualname__} at {replacement.location}")
+        print_wrapped(
+            f"  declared but not active: {replacement.cls.__qualname__} at {replacement.location}"
+        )
     for package in packages:
         print_wrapped(f"  not installed: {package} has kernels for this op on this platform")
 
@@ -66,7 +74,9 @@ def _unknown(name: str) -> str:
     """Describe a name that nothing answers to; a class of a plugin that was not imported has a name nobody knows."""
     near = " or ".join(map(repr, near_matches(name, inventory.known_names())))
     records = [r for r in host_state().plugins.values() if r.status is not PluginStatus.ACTIVATED]
-    unread = "; ".join(f"plugin {r.name} of {r.provider} is {r.status.value}: {r.reason}" for r in records)
+    unread = "; ".join(
+        f"plugin {r.name} of {r.provider} is {r.status.value}: {r.reason}" for r in records
+    )
     hint = f" Classes of plugins that are not active are not known: {unread}." if unread else ""
     doctor = " 'opgraft plugins doctor' checks the plugins." if unread else ""
     return f"no op is called {name!r}: {f'did you mean {near}? ' if near else ''}{_ALL_NAMES}{hint}{doctor}"
@@ -80,4 +90,8 @@ def _inactive(target: type) -> list[Replacement]:
 
 def _as_dict(replacement: Replacement) -> dict[str, Any]:
     provider = replacement.provider.to_dict()
-    return {"class": replacement.cls.__qualname__, "provider": provider, "location": replacement.location}
+    return {
+        "class": replacement.cls.__qualname__,
+        "provider": provider,
+        "location": replacement.location,
+    }

@@ -6,7 +6,15 @@ import sys
 from typing import Any
 
 import click
-from opgraft.cli.output import SettingsCommand, echo, json_option, print_json, print_table, print_wrapped, with_settings
+from opgraft.cli.output import (
+    SettingsCommand,
+    echo,
+    json_option,
+    print_json,
+    print_table,
+    print_wrapped,
+    with_settings,
+)
 from opgraft.ops import CustomOp
 from opgraft.plugins.host import load_plugins
 from opgraft.plugins.selection import current_platform
@@ -15,7 +23,9 @@ from opgraft.testing.inventory import DeclaredPlatform, KernelHere
 
 
 @click.command("list", cls=SettingsCommand)
-@click.option("--details", is_flag=True, help="Add the kernels per platform, and what was proved of each op.")
+@click.option(
+    "--details", is_flag=True, help="Add the kernels per platform, and what was proved of each op."
+)
 @json_option
 @with_settings
 def command(details: bool, as_json: bool) -> None:
@@ -25,12 +35,20 @@ def command(details: bool, as_json: bool) -> None:
     """
     load_plugins()
     ops = {name: CustomOp.op_registry[name] for name in sorted(CustomOp.op_registry)}
-    here = {cls: inventory.kernel_here(cls) for op in ops.values() for cls in (op, *inventory.variants_of(op))}
+    here = {
+        cls: inventory.kernel_here(cls)
+        for op in ops.values()
+        for cls in (op, *inventory.variants_of(op))
+    }
     if as_json:
         _print_as_json(ops, here)
     else:
         print_wrapped(f"platform: {current_platform().name}")
-        rows = [_cells(name, cls, here) for name, op in ops.items() for cls in (op, *inventory.variants_of(op))]
+        rows = [
+            _cells(name, cls, here)
+            for name, op in ops.items()
+            for cls in (op, *inventory.variants_of(op))
+        ]
         header = ("op", "class", "kernel", "provider", "reason")
         columns = len(header) if any(row[-1] for row in rows) else len(header) - 1
         print_table(header[:columns], [row[:columns] for row in rows])
@@ -48,7 +66,13 @@ def _cells(name: str, cls: type, here: dict[type, KernelHere]) -> tuple[str, ...
     if row.error:
         return label, cls.__qualname__, inventory.CONFLICT, "", ""
     state = "" if row.enabled else ", disabled"
-    return label, row.op_class or "", f"{row.key}{state}", row.provider.name if row.provider else "", row.reason or ""
+    return (
+        label,
+        row.op_class or "",
+        f"{row.key}{state}",
+        row.provider.name if row.provider else "",
+        row.reason or "",
+    )
 
 
 def _print_details(ops: dict[str, type]) -> None:
@@ -70,10 +94,14 @@ def _print_as_json(ops: dict[str, type], here: dict[type, KernelHere]) -> None:
     platforms = inventory.declared_platforms()
     unknown = {platform.name: platform.unknown for platform in platforms if platform.unknown}
     rows = [_as_dict(name, cls, here, platforms) for name, cls in ops.items()]
-    print_json("opgraft.ops.list/2", {"platform": current_platform().name, "ops": rows, "unknown": unknown})
+    print_json(
+        "opgraft.ops.list/2", {"platform": current_platform().name, "ops": rows, "unknown": unknown}
+    )
 
 
-def _as_dict(name: str, op: type, here: dict[type, KernelHere], platforms: list[DeclaredPlatform]) -> dict[str, Any]:
+def _as_dict(
+    name: str, op: type, here: dict[type, KernelHere], platforms: list[DeclaredPlatform]
+) -> dict[str, Any]:
     def row(cls: type) -> dict[str, Any]:
         kernels = inventory.kernel_keys(cls, platforms)
         return {"target": cls.__qualname__, **here[cls].to_dict(), "kernels": kernels}

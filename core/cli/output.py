@@ -13,12 +13,22 @@ from types import MappingProxyType
 from typing import Any
 
 import click
-from opgraft.config import FIELDS, Field, config_from_fields, parse_text, read_file, set_config, text_of
+from opgraft.config import (
+    FIELDS,
+    Field,
+    config_from_fields,
+    parse_text,
+    read_file,
+    set_config,
+    text_of,
+)
 from opgraft.environment import CONFIG, VARIABLES
 from opgraft.errors import OpgraftError
 from opgraft.text import WIDTH, printable, table
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON of a versioned schema instead of text.")
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON of a versioned schema instead of text."
+)
 
 COMMAND_LINE = "the command line"
 """The origin of settings that are given as options."""
@@ -50,7 +60,9 @@ class SettingsCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, those of each section under a heading."""
-        rows: dict[str, list[tuple[str, str]]] = {heading: [] for heading in ("Options", *_GROUPS.values(), "Host")}
+        rows: dict[str, list[tuple[str, str]]] = {
+            heading: [] for heading in ("Options", *_GROUPS.values(), "Host")
+        }
         settings = {_parameter(name): name for name in FIELDS}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -62,9 +74,14 @@ class SettingsCommand(click.Command):
             if found:
                 with formatter.section(heading):
                     formatter.write_dl(found)
-        if any(isinstance(parameter, click.Option) and parameter.hidden for parameter in self.get_params(ctx)):
+        if any(
+            isinstance(parameter, click.Option) and parameter.hidden
+            for parameter in self.get_params(ctx)
+        ):
             formatter.write_paragraph()
-            formatter.write_text("All other settings are options, too: 'opgraft serve --help' lists them.")
+            formatter.write_text(
+                "All other settings are options, too: 'opgraft serve --help' lists them."
+            )
 
 
 def with_settings(
@@ -124,7 +141,9 @@ def _help(field: Field) -> str:
     return f"{field.help}{bounds} [default: {default}]"
 
 
-def _complete(name: str, context: click.Context, parameter: click.Parameter, incomplete: str) -> list[Any]:
+def _complete(
+    name: str, context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[Any]:
     """Complete the value of a setting for a shell."""
     from opgraft.cli.completion import COMPLETIONS  # which nothing else needs
 
@@ -167,7 +186,11 @@ def print_json(schema: str, data: dict[str, Any]) -> None:
 def print_error(error: Exception, told: Any) -> None:
     """Print an error as JSON, with the ``Provenance`` that is told of it, or ``None``."""
     message = error.format_message() if isinstance(error, click.ClickException) else str(error)
-    fault = {"type": type(error).__name__, "message": message, "exit_code": getattr(error, "exit_code", 1)}
+    fault = {
+        "type": type(error).__name__,
+        "message": message,
+        "exit_code": getattr(error, "exit_code", 1),
+    }
     fault["provenance"] = told and told.to_dict()
     print_json("opgraft.error/1", {"error": fault})
 

@@ -40,7 +40,9 @@ _SIZES = ("tensor", "pipeline", "data", "expert")
 
 def _with_figures(command: Any) -> Any:
     for name, (_, text) in reversed(_FIGURES.items()):
-        command = click.option(f"--{name.replace('_', '-')}", name, metavar="QUANTITY", help=text)(command)
+        command = click.option(f"--{name.replace('_', '-')}", name, metavar="QUANTITY", help=text)(
+            command
+        )
     return command
 
 
@@ -54,16 +56,34 @@ def _with_sizes(command: Any) -> Any:
 @click.command("plan", cls=SettingsCommand)
 @click.argument("model")
 @click.option("--devices", type=click.IntRange(1, 4096), required=True, help="How many there are.")
-@click.option("--device", metavar="NAME", help="A device whose figures are known, such as h100 or v5e.")
+@click.option(
+    "--device", metavar="NAME", help="A device whose figures are known, such as h100 or v5e."
+)
 @_with_figures
-@click.option("--linked", type=click.IntRange(1), help="Devices of a host [default: 8, or as known].")
+@click.option(
+    "--linked", type=click.IntRange(1), help="Devices of a host [default: 8, or as known]."
+)
 @_with_sizes
-@click.option("--batch", type=click.IntRange(1), default=16, show_default=True, help="Sequences that run at once.")
-@click.option("--context", type=click.IntRange(1), default=4096, show_default=True, help="Tokens of each.")
+@click.option(
+    "--batch",
+    type=click.IntRange(1),
+    default=16,
+    show_default=True,
+    help="Sequences that run at once.",
+)
+@click.option(
+    "--context", type=click.IntRange(1), default=4096, show_default=True, help="Tokens of each."
+)
 @json_option
 @with_model_settings
 def command(
-    model: str, devices: int, device: str | None, batch: int, context: int, as_json: bool, **options: Any
+    model: str,
+    devices: int,
+    device: str | None,
+    batch: int,
+    context: int,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Say how MODEL may be split over devices, and how fast it is at best.
 
@@ -108,14 +128,18 @@ def _print_as_text(
     )
     if fitting:
         print_table(
-            ("split", "weights", "cache tokens", "sent per token", "step", "tokens/s"), [_cells(row) for row in fitting]
+            ("split", "weights", "cache tokens", "sent per token", "step", "tokens/s"),
+            [_cells(row) for row in fitting],
         )
     if refused:
         echo()
         reasons: dict[str, list[str]] = {}
         for row in refused:
             reasons.setdefault(row.reason, []).append(row.name)
-        print_table(("does not fit", "why"), [("; ".join(names), reason) for reason, names in reasons.items()])
+        print_table(
+            ("does not fit", "why"),
+            [("; ".join(names), reason) for reason, names in reasons.items()],
+        )
 
 
 def _cells(row: Fitting) -> tuple[str, ...]:
@@ -152,7 +176,9 @@ def _print_as_json(
                     "weight_bytes": row.weight_bytes,
                     "cache_tokens": row.cache_tokens,
                     "sent_bytes_per_step": row.sent,
-                    "sent_bytes_per_token": {kind: nbytes / row.batch for kind, nbytes in row.sent.items()},
+                    "sent_bytes_per_token": {
+                        kind: nbytes / row.batch for kind, nbytes in row.sent.items()
+                    },
                     "stages": [dataclasses.asdict(stage) for stage in row.stages],
                     "step_seconds": row.step,
                     "tokens_per_second": row.tokens_per_second,

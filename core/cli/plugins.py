@@ -6,12 +6,27 @@ import click
 from opgraft.cli.group import LazyGroup
 
 _COMMANDS = {
-    "list": ("opgraft.cli.plugins_list", "List installed platforms and plugins, and whether the settings admit them."),
-    "show": ("opgraft.cli.plugins_show", "Show a plugin or a platform, by --load what becomes of it too."),
-    "compat": ("opgraft.cli.plugins_compat", "Show which names of opgraft a plugin uses, and what became of them."),
-    "lock": ("opgraft.cli.plugins_lock", "Write down what is installed, so that nothing else is imported."),
+    "list": (
+        "opgraft.cli.plugins_list",
+        "List installed platforms and plugins, and whether the settings admit them.",
+    ),
+    "show": (
+        "opgraft.cli.plugins_show",
+        "Show a plugin or a platform, by --load what becomes of it too.",
+    ),
+    "compat": (
+        "opgraft.cli.plugins_compat",
+        "Show which names of opgraft a plugin uses, and what became of them.",
+    ),
+    "lock": (
+        "opgraft.cli.plugins_lock",
+        "Write down what is installed, so that nothing else is imported.",
+    ),
     "release": ("opgraft.cli.plugins_release", "Have a plugin that is in quarantine tried again."),
-    "check": ("opgraft.cli.plugins_check", "Put a plugin before the checks that tell most, in less than a minute."),
+    "check": (
+        "opgraft.cli.plugins_check",
+        "Put a plugin before the checks that tell most, in less than a minute.",
+    ),
     "doctor": ("opgraft.cli.plugins_doctor", "Load everything and report what is wrong."),
 }
 

@@ -8,7 +8,14 @@ from collections import Counter
 import click
 from opgraft.cli.completion import offer_names
 from opgraft.cli.offers import shown_offers
-from opgraft.cli.output import SettingsCommand, json_option, print_json, print_table, print_wrapped, with_settings
+from opgraft.cli.output import (
+    SettingsCommand,
+    json_option,
+    print_json,
+    print_table,
+    print_wrapped,
+    with_settings,
+)
 from opgraft.errors import InputError, close_matches
 from opgraft.plugins.compat import CHANGED, GONE, examine
 from opgraft.plugins.listing import read_listing
@@ -18,7 +25,13 @@ from opgraft.version import __version__
 
 @click.command("compat", cls=SettingsCommand)
 @click.argument("plugin", shell_complete=offer_names)
-@click.option("--against", metavar="VERSION", default=__version__, show_default=True, help="Or FILE.json of a listing.")
+@click.option(
+    "--against",
+    metavar="VERSION",
+    default=__version__,
+    show_default=True,
+    help="Or FILE.json of a listing.",
+)
 @json_option
 @with_settings
 def command(plugin: str, against: str, as_json: bool) -> None:
@@ -30,7 +43,9 @@ def command(plugin: str, against: str, as_json: bool) -> None:
     offers = [offer for offer in shown_offers() if not offer.built_in and offer.answers_to(plugin)]
     if not offers:
         known = {offer.name for offer in shown_offers() if not offer.built_in}
-        raise InputError(f"no installed plugin is called {plugin!r}: {close_matches(plugin, known)}")
+        raise InputError(
+            f"no installed plugin is called {plugin!r}: {close_matches(plugin, known)}"
+        )
     there = read_listing(against)
     found = examine(offers, read_listing(__version__), there)
     required = list(checked_requirements(offers[0], there.version))
@@ -44,11 +59,15 @@ def command(plugin: str, against: str, as_json: bool) -> None:
         }
         print_json("opgraft.plugins.compat/1", data)
     else:
-        cells = [(row.name, row.status, len(row.locations), row.locations[0]) for row in found.names]
+        cells = [
+            (row.name, row.status, len(row.locations), row.locations[0]) for row in found.names
+        ]
         print_table(("name", "status", "uses", "the first"), cells)
         for row in found.names:
             if row.reason:
-                print_wrapped(f"{row.status}: {row.name} at {', '.join(row.locations)}: {row.reason}")
+                print_wrapped(
+                    f"{row.status}: {row.name} at {', '.join(row.locations)}: {row.reason}"
+                )
         print_wrapped(map(_told, required))
         if not required:
             print_wrapped("it requires no version of opgraft or torch: every one imports it")

@@ -13,7 +13,14 @@ from opgraft.cli import kept_results
 from opgraft.cli.isolation import TIME_LIMIT, Limits, examined
 from opgraft.cli.loading import load_all
 from opgraft.cli.offers import as_dicts, metadata_findings, plugins_of_vllm
-from opgraft.cli.output import SettingsCommand, echo, json_option, print_json, print_wrapped, with_settings
+from opgraft.cli.output import (
+    SettingsCommand,
+    echo,
+    json_option,
+    print_json,
+    print_wrapped,
+    with_settings,
+)
 from opgraft.decision import Provider
 from opgraft.finding import Finding
 from opgraft.plugins.metadata import Problem
@@ -49,11 +56,18 @@ def command(no_cache: bool, time_limit: float, memory_limit: float | None, as_js
     """
     key = kept_results.key()
     kept = kept_results.look_up(key) if key and not no_cache else None
-    limits = Limits(time_limit) if memory_limit is None else Limits(time_limit, int(memory_limit * 2**30))
+    limits = (
+        Limits(time_limit)
+        if memory_limit is None
+        else Limits(time_limit, int(memory_limit * 2**30))
+    )
     report = {**kept.report} if kept else _report(limits)
     if key and not kept and _exit_code(report) < _FAILED:
         kept_results.keep(key, report)
-    report |= {"notes": report["notes"] + as_dicts(plugins_of_vllm()), "cached": kept and kept.since}
+    report |= {
+        "notes": report["notes"] + as_dicts(plugins_of_vllm()),
+        "cached": kept and kept.since,
+    }
     if as_json:
         print_json("opgraft.plugins.doctor/2", report)
     else:
@@ -68,7 +82,9 @@ def _report(limits: Limits) -> dict[str, Any]:
     lost = [finding for finding in (*outcome.left_out, outcome.crash) if finding is not None]
     by_provider = {str(finding.provider): finding.message for finding in lost}
     for row in report["plugins"]:
-        said = by_provider.get(_in_words(row["provider"]))  # on the deny list of the child, and failed all the same
+        said = by_provider.get(
+            _in_words(row["provider"])
+        )  # on the deny list of the child, and failed all the same
         row |= {"status": PluginStatus.FAILED.value, "reason": said} if said else {}
     return report | {"findings": [finding.to_dict() for finding in lost] + report["findings"]}
 
@@ -79,7 +95,9 @@ def _exit_code(report: Mapping[str, Any]) -> int:
 
 def _print(report: Mapping[str, Any]) -> None:
     for row in report["plugins"]:
-        reason = f": {row['reason']}" if row["reason"] and not _told(row, report["findings"]) else ""
+        reason = (
+            f": {row['reason']}" if row["reason"] and not _told(row, report["findings"]) else ""
+        )
         print_wrapped(f"{row['name']} ({_in_words(row['provider'])}): {row['status']}{reason}")
     for finding in report["findings"]:
         print_wrapped(f"finding: {Finding.from_dict(finding)}")
@@ -87,15 +105,23 @@ def _print(report: Mapping[str, Any]) -> None:
         print_wrapped(f"seen: {_in_words(note['provider'])}: {note['reason']}")
     if not report["findings"]:
         active = sum(row["status"] == PluginStatus.ACTIVATED.value for row in report["plugins"])
-        rest = "; why a platform is not there: opgraft detect --all" if active < len(report["plugins"]) else ""
+        rest = (
+            "; why a platform is not there: opgraft detect --all"
+            if active < len(report["plugins"])
+            else ""
+        )
         echo(f"{active} of {len(report['plugins'])} plugins active, nothing wrong{rest}")
     if report["cached"]:
-        echo(f"as of {report['cached']}, since when nothing has changed: --no-cache loads everything again")
+        echo(
+            f"as of {report['cached']}, since when nothing has changed: --no-cache loads everything again"
+        )
 
 
 def _told(row: Mapping[str, Any], findings: Iterable[Mapping[str, Any]]) -> bool:
     """Tell whether one of the findings is the end of this very plugin."""
-    record = PluginRecord(row["name"], "", Provider(**row["provider"]), PluginStatus(row["status"]), row["reason"])
+    record = PluginRecord(
+        row["name"], "", Provider(**row["provider"]), PluginStatus(row["status"]), row["reason"]
+    )
     end = end_of(record)
     return any(finding["message"] in (row["reason"], end and end.message) for finding in findings)
 
@@ -109,7 +135,9 @@ def examine() -> dict[str, Any]:
     error = load_all()
     findings = found(host_state().plugins.values(), loaded=error is None)
     # In strict mode it is one plugin's, which has a finding.
-    if error is not None and str(error).removeprefix("strict mode: ") not in {f.message for f in findings}:
+    if error is not None and str(error).removeprefix("strict mode: ") not in {
+        f.message for f in findings
+    }:
         findings.append(Finding(str(error), exit_code=error.exit_code))
     records = host_state().plugins.values()
     notes = [Problem(r.provider, f"plugin {r.name} {note}") for r in records for note in r.notes]
@@ -127,7 +155,9 @@ def found(records: Iterable[PluginRecord], *, loaded: bool) -> list[Finding]:
     """
     outcomes = [finding for record in records for finding in findings_of(record)]
     checked = importlib.import_module("opgraft.testing.diagnosis").diagnose() if loaded else []
-    return list(dict.fromkeys([*metadata_findings(), *host_state().platform_findings, *outcomes, *checked]))
+    return list(
+        dict.fromkeys([*metadata_findings(), *host_state().platform_findings, *outcomes, *checked])
+    )
 
 
 def _as_dict(record: PluginRecord) -> dict[str, Any]:

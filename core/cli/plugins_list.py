@@ -14,7 +14,14 @@ from opgraft.cli.offers import (
     problems,
     shown_offers,
 )
-from opgraft.cli.output import SettingsCommand, json_option, print_json, print_table, print_wrapped, with_settings
+from opgraft.cli.output import (
+    SettingsCommand,
+    json_option,
+    print_json,
+    print_table,
+    print_wrapped,
+    with_settings,
+)
 from opgraft.plugins.discovery import Offer
 from opgraft.plugins.requirements import check_admission
 from opgraft.state import host_state
@@ -32,11 +39,16 @@ def command(as_json: bool) -> None:
     check_admission(settings)
     rows = [(offer, *admission(offer, settings)) for offer in shown_offers()]
     if as_json:
-        offers = [{**as_dict(offer), "status": status, "reason": reason} for offer, status, reason in rows]
+        offers = [
+            {**as_dict(offer), "status": status, "reason": reason} for offer, status, reason in rows
+        ]
         found = {"problems": problems(misspelt_groups()), "notes": as_dicts(plugins_of_vllm())}
         print_json("opgraft.plugins.list/2", {"offers": offers, **found})
         return
-    cells = [(KINDS[offer.group], offer.name, _marked(offer), status, reason) for offer, status, reason in rows]
+    cells = [
+        (KINDS[offer.group], offer.name, _marked(offer), status, reason)
+        for offer, status, reason in rows
+    ]
     print_table(("kind", "name", "provider", "status", "reason"), cells)
     for problem in problem_lines(misspelt_groups()):
         print_wrapped(f"ignored: {problem}")

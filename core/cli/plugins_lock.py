@@ -7,7 +7,13 @@ from pathlib import Path
 
 import click
 from opgraft.cli.offers import as_dicts
-from opgraft.cli.output import SettingsCommand, json_option, print_json, print_wrapped, with_settings
+from opgraft.cli.output import (
+    SettingsCommand,
+    json_option,
+    print_json,
+    print_wrapped,
+    with_settings,
+)
 from opgraft.environment import LOCKFILE
 from opgraft.plugins.locking import ALLOW_EDITABLE, lock_installed, write_rows
 from opgraft.plugins.requirements import check_allow_list
@@ -17,8 +23,17 @@ _FILE = click.Path(dir_okay=False)
 
 
 @click.command("lock", cls=SettingsCommand)
-@click.option("--output", metavar="FILE", type=_FILE, default="opgraft.lock", show_default=True, help="The lockfile.")
-@click.option(ALLOW_EDITABLE, is_flag=True, help="Lock editable installs too, whose source is not compared.")
+@click.option(
+    "--output",
+    metavar="FILE",
+    type=_FILE,
+    default="opgraft.lock",
+    show_default=True,
+    help="The lockfile.",
+)
+@click.option(
+    ALLOW_EDITABLE, is_flag=True, help="Lock editable installs too, whose source is not compared."
+)
 @json_option
 @with_settings
 def command(output: str, allow_editable: bool, as_json: bool) -> None:

@@ -20,15 +20,21 @@ def command(name: str, as_json: bool) -> None:
     plugin or probe that ended or held up the process which tried it is in quarantine: it is not used until it changes
     or is released.
     """
-    distributions = dict.fromkeys(offer.provider.name for offer in shown_offers() if offer.answers_to(name)) or [name]
+    distributions = dict.fromkeys(
+        offer.provider.name for offer in shown_offers() if offer.answers_to(name)
+    ) or [name]
     released = []
     for distribution in distributions:
         try:
             released += [distribution] if release(distribution) else []
         except OSError as error:
-            raise InputError(f"the record of {distribution!r} cannot be removed: {error}") from error
+            raise InputError(
+                f"the record of {distribution!r} cannot be removed: {error}"
+            ) from error
     if not released:
-        raise InputError(f"{name!r} is not in quarantine: 'opgraft plugins list' shows what is, with the reason")
+        raise InputError(
+            f"{name!r} is not in quarantine: 'opgraft plugins list' shows what is, with the reason"
+        )
     if as_json:
         print_json("opgraft.plugins.release/1", {"released": released})
     else:

@@ -19,7 +19,14 @@ from opgraft.cli.offers import (
     problem_lines,
     shown_offers,
 )
-from opgraft.cli.output import SettingsCommand, echo, json_option, print_json, print_wrapped, with_settings
+from opgraft.cli.output import (
+    SettingsCommand,
+    echo,
+    json_option,
+    print_json,
+    print_wrapped,
+    with_settings,
+)
 from opgraft.cli.plugins_doctor import found
 from opgraft.errors import InputError, close_matches
 from opgraft.finding import Finding
@@ -34,7 +41,11 @@ _EVIDENCE = {"evidence": "evidence", "judged": "judged on this machine"}
 
 @click.command("show", cls=SettingsCommand)
 @click.argument("name", shell_complete=offer_names)
-@click.option("--load", is_flag=True, help="Load the plugins, in a child process, and show what became of this one.")
+@click.option(
+    "--load",
+    is_flag=True,
+    help="Load the plugins, in a child process, and show what became of this one.",
+)
 @json_option
 @with_settings
 def command(name: str, load: bool, as_json: bool) -> None:
@@ -63,7 +74,9 @@ def command(name: str, load: bool, as_json: bool) -> None:
         for finding in report["findings"]:
             print_wrapped(f"finding: {Finding.from_dict(finding)}")
         if not load:
-            print_wrapped(f"to load it, and see what becomes of it: opgraft plugins show {name} --load")
+            print_wrapped(
+                f"to load it, and see what becomes of it: opgraft plugins show {name} --load"
+            )
     if report["error"]:
         click.echo(f"error: {printable(report['error'])}", err=True)
     sys.exit(exit_code)
@@ -86,14 +99,20 @@ def _refusal(offer: Offer) -> Finding | None:
     status, reason = admission(offer, host_state().settings())
     if offer.group != PLUGIN_GROUP or status != PluginStatus.REJECTED.value:
         return None
-    return end_of(PluginRecord(offer.name, offer.value, offer.provider, PluginStatus.REJECTED, reason))
+    return end_of(
+        PluginRecord(offer.name, offer.value, offer.provider, PluginStatus.REJECTED, reason)
+    )
 
 
 def _loaded(name: str, offers: Sequence[Offer]) -> dict[str, Any]:
     """Report what becomes of plugins and platforms in a child process that loads all."""
     outcome = examined(__name__, "examine", name)
     providers = {offer.provider for offer in offers}
-    lost = [finding for finding in (*outcome.left_out, outcome.crash) if finding and finding.concerns(providers)]
+    lost = [
+        finding
+        for finding in (*outcome.left_out, outcome.crash)
+        if finding and finding.concerns(providers)
+    ]
     if outcome.result is None or lost:
         return _report([_metadata(offer) for offer in offers], [], next(iter(lost), outcome.crash))
     report: dict[str, Any] = outcome.result
@@ -106,15 +125,21 @@ def examine(name: str) -> dict[str, Any]:
     offers = _answering(name)
     findings = _findings(offers, loaded=error is None)
     details = [{**_metadata(offer), **_outcome(offer)} for offer in offers]
-    return _report(details, findings, Finding(str(error), exit_code=error.exit_code) if error else None)
+    return _report(
+        details, findings, Finding(str(error), exit_code=error.exit_code) if error else None
+    )
 
 
-def _report(offers: list[dict[str, Any]], findings: list[Finding], error: Finding | None) -> dict[str, Any]:
+def _report(
+    offers: list[dict[str, Any]], findings: list[Finding], error: Finding | None
+) -> dict[str, Any]:
     return {
         "offers": offers,
         "findings": [finding.to_dict() for finding in findings],
         "error": error and error.message,
-        "exit_code": max((finding.exit_code for finding in (*findings, error) if finding), default=0),
+        "exit_code": max(
+            (finding.exit_code for finding in (*findings, error) if finding), default=0
+        ),
     }
 
 
@@ -129,7 +154,9 @@ def _findings(offers: Sequence[Offer], *, loaded: bool) -> list[Finding]:
 def _print_details(details: dict[str, Any]) -> None:
     for key, value in details.items():
         if key == "traceback":
-            print_wrapped((value or "").splitlines(), indent="  | ")  # which no line of it can forge
+            print_wrapped(
+                (value or "").splitlines(), indent="  | "
+            )  # which no line of it can forge
         elif key in ("evidence", "judged") and value:
             print_wrapped(f"{_EVIDENCE[key]}: {_evidence_in_words(value)}")
         elif value:
@@ -152,9 +179,9 @@ def _evidence_in_words(shown: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in shown["versions"].items())
     whole = "" if shown["complete"] else ", not all asked"
     day = f", {shown['date']}" if shown["date"] else ""
-    return (
-        f"{counts}{whole}; {_in_words(shown['provider'])} on {shown['platform']} ({shown['device']}), {versions}{day}"
-    )
+    provider = _in_words(shown["provider"])
+    device = f"{shown['platform']} ({shown['device']})"
+    return f"{counts}{whole}; {provider} on {device}, {versions}{day}"
 
 
 def _replacement(row: dict[str, Any]) -> str:

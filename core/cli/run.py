@@ -40,11 +40,30 @@ _MEASURED = OpgraftConfig(cache=CacheConfig(prefix_reuse=False))
 @click.argument("model")
 @click.argument("prompts", metavar="[PROMPT]...", nargs=-1)
 @click.option("--input", "input_file", metavar="FILE", help="UTF-8 text, one PROMPT per line.")
-@click.option("--compare", is_flag=True, help="Also run native definitions only; report differences and speeds.")
-@click.option("--compile", "compiled", is_flag=True, help="Compile the steps: -O2, where no level or mode is set.")
-@click.option("--matmul-precision", type=click.Choice(_PRECISIONS), default="highest", show_default=True)
-@click.option("--max-tokens", type=click.IntRange(1), default=MOST_TOKENS, show_default=True, help="Of an answer.")
-@click.option("--temperature", type=click.FloatRange(0), help="Of answers [default: 0, the likeliest tokens].")
+@click.option(
+    "--compare",
+    is_flag=True,
+    help="Also run native definitions only; report differences and speeds.",
+)
+@click.option(
+    "--compile",
+    "compiled",
+    is_flag=True,
+    help="Compile the steps: -O2, where no level or mode is set.",
+)
+@click.option(
+    "--matmul-precision", type=click.Choice(_PRECISIONS), default="highest", show_default=True
+)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1),
+    default=MOST_TOKENS,
+    show_default=True,
+    help="Of an answer.",
+)
+@click.option(
+    "--temperature", type=click.FloatRange(0), help="Of answers [default: 0, the likeliest tokens]."
+)
 @json_option
 @with_model_settings
 def command(
@@ -97,7 +116,9 @@ def _sample(model: str) -> tuple[str, ...]:
         InputError: the model is none, and answers prompts.
     """
     if generates(engine_config(model, None, {}).resolved()):
-        raise InputError(f'{model!r} answers a prompt, and none is given: opgraft run MODEL "…", or --input FILE')
+        raise InputError(
+            f'{model!r} answers a prompt, and none is given: opgraft run MODEL "…", or --input FILE'
+        )
     return _SAMPLE
 
 
@@ -108,11 +129,15 @@ def read_lines(file: Path) -> tuple[str, ...]:
         InputError: it cannot be read, is not UTF-8, has no text, or more than anybody waits for.
     """
     try:
-        with open(file, "rb", opener=without_waiting) as opened:  # a pipe that nobody writes to is empty
+        with open(
+            file, "rb", opener=without_waiting
+        ) as opened:  # a pipe that nobody writes to is empty
             os.set_blocking(opened.fileno(), True)
             content = opened.read(_LARGEST_INPUT + 1)
         if len(content) > _LARGEST_INPUT:
-            raise InputError(f"the input file {file} has more than {_LARGEST_INPUT:,} bytes: split it")
+            raise InputError(
+                f"the input file {file} has more than {_LARGEST_INPUT:,} bytes: split it"
+            )
         text = content.decode()
     except OSError as error:
         raise InputError(f"the input file {file} cannot be read: {error.strerror}") from error
@@ -124,7 +149,9 @@ def read_lines(file: Path) -> tuple[str, ...]:
     if not lines:
         raise InputError(f"the input file {file} is empty: write one sentence per line")
     if len(lines) > _MOST_LINES:
-        raise InputError(f"the input file {file} has {len(lines):,} lines, more than {_MOST_LINES:,}: split it")
+        raise InputError(
+            f"the input file {file} has {len(lines):,} lines, more than {_MOST_LINES:,}: split it"
+        )
     return lines
 
 

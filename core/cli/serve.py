@@ -44,7 +44,13 @@ _SHAPES_KEPT = "64"
 
 @click.command("serve", cls=SettingsCommand)
 @click.argument("model")
-@click.option("--api-key", "api_keys", metavar="KEY", multiple=True, help="That clients must send; may be repeated.")
+@click.option(
+    "--api-key",
+    "api_keys",
+    metavar="KEY",
+    multiple=True,
+    help="That clients must send; may be repeated.",
+)
 @functools.partial(with_settings, short=_SHORT, hidden=())
 def command(model: str, api_keys: tuple[str, ...]) -> None:
     """Serve MODEL over HTTP, with OpenAI's interface, until a SIGTERM or SIGINT.
@@ -89,7 +95,9 @@ def _server() -> Any:
     try:
         return importlib.import_module("opgraft.server.run")
     except ImportError as error:
-        raise InputError(f"the server cannot be imported ({error}): pip install 'opgraft[serve]'") from error
+        raise InputError(
+            f"the server cannot be imported ({error}): pip install 'opgraft[serve]'"
+        ) from error
 
 
 def _show(service: Service, url: str) -> None:

@@ -77,7 +77,9 @@ def grafted(name: str, prompt: str | None, tokens: int) -> Pair:
     """
     weights = open_weights(name)
     if weights.is_gguf:
-        raise InputError(f"{weights.path} is a GGUF file, which transformers has no class for: leave --graft out")
+        raise InputError(
+            f"{weights.path} is a GGUF file, which transformers has no class for: leave --graft out"
+        )
     config, transformers = read_config(weights), import_extra("transformers")
     folder = weights.path if weights.path.is_dir() else weights.path.parent
     try:
@@ -133,7 +135,9 @@ def _token_ids(name: str, prompt: str | None, tokens: int) -> Tensor:
         return torch.randint(size, (tokens,), generator=torch.Generator().manual_seed(0))
     tokenizer = find_tokenizer(weights)
     if tokenizer is None:
-        raise InputError(f"{weights.path} has no tokenizer for the prompt: leave it out, for --tokens random tokens")
+        raise InputError(
+            f"{weights.path} has no tokenizer for the prompt: leave it out, for --tokens random tokens"
+        )
     ids = torch.tensor(tokenizer.encode(prompt))
     if len(ids) < 2:
         raise InputError(f"the prompt is {len(ids)} tokens long: give one of two tokens at least")
@@ -165,7 +169,13 @@ def _decoder_steps(model: Any, ids: Tensor, config: OpgraftConfig) -> Sequence[S
     steps = []
     for start, end in ((0, len(ids) - 1), (len(ids) - 1, len(ids))):
         batch = AttentionBatch.of_sequences(
-            [end - start], [end], table, caches, block_size=size, max_context_len=len(ids), device=device
+            [end - start],
+            [end],
+            table,
+            caches,
+            block_size=size,
+            max_context_len=len(ids),
+            device=device,
         )
         batch = dataclasses.replace(batch, states=kept)
         steps.append(Step(_called(ids[start:end], positions[start:end]), batch))

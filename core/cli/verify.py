@@ -30,8 +30,19 @@ _WHOLE = "(model)"
 @click.command("verify", cls=SettingsCommand)
 @click.argument("model")
 @click.argument("prompt", required=False)
-@click.option("--graft", "as_graft", is_flag=True, help="Take the model's own class in transformers, and graft it.")
-@click.option("--tokens", type=click.IntRange(2), default=16, show_default=True, help="Random ones, without PROMPT.")
+@click.option(
+    "--graft",
+    "as_graft",
+    is_flag=True,
+    help="Take the model's own class in transformers, and graft it.",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(2),
+    default=16,
+    show_default=True,
+    help="Random ones, without PROMPT.",
+)
 @click.option(
     "--save",
     "folder",
@@ -43,7 +54,9 @@ _WHOLE = "(model)"
 )
 @json_option
 @with_model_settings
-def command(model: str, prompt: str | None, as_graft: bool, tokens: int, folder: Path, as_json: bool) -> None:
+def command(
+    model: str, prompt: str | None, as_graft: bool, tokens: int, folder: Path, as_json: bool
+) -> None:
     """Compare each op of MODEL with native definitions, on the same inputs, and name the first that departs.
 
     MODEL is as for 'opgraft run', or module:function, of a function that returns a PyTorch model and what to call it
@@ -53,7 +66,9 @@ def command(model: str, prompt: str | None, as_graft: bool, tokens: int, folder:
         raise click.UsageError("MODEL names the model: leave --model.name out")
     made = _is_function(model)
     if made and (prompt is not None or as_graft):
-        raise click.UsageError(f"{model} makes a model and its inputs: leave PROMPT and --graft out")
+        raise click.UsageError(
+            f"{model} makes a model and its inputs: leave PROMPT and --graft out"
+        )
     pair = made_by(model) if made else (grafted if as_graft else as_it_runs)(model, prompt, tokens)
     found = verify(pair.native, pair.grafted, pair.steps)
     script = write_case(found.departure, folder, model, pair.paths) if found.departure else None
@@ -66,7 +81,9 @@ def command(model: str, prompt: str | None, as_graft: bool, tokens: int, folder:
 
 def _is_function(model: str) -> bool:
     module, colon, function = model.partition(":")
-    named = colon and function.isidentifier() and all(part.isidentifier() for part in module.split("."))
+    named = (
+        colon and function.isidentifier() and all(part.isidentifier() for part in module.split("."))
+    )
     return bool(named) and not Path(model).exists()
 
 
@@ -77,7 +94,8 @@ def _print_as_json(model: str, found: Verification, script: Path | None) -> None
         "platform": selected_platform().platform.name,
         "places": [_row(place) for place in found.places],
         "unreached": list(found.unreached),
-        "departure": departure and {**_row(departure.place), "inputs": list(departure.inputs), "script": str(script)},
+        "departure": departure
+        and {**_row(departure.place), "inputs": list(departure.inputs), "script": str(script)},
     }
     print_json("opgraft.verify/1", data)
 
@@ -100,7 +118,9 @@ def _print_as_text(found: Verification, script: Path | None) -> None:
     rows = [(len(places), name, _worst(places), _state(places)) for name, places in grouped.items()]
     print_table(("modules", "op", "largest error", "result"), rows)
     if found.unreached:
-        print_wrapped(f"not compared, as the native model calls nothing there: {', '.join(found.unreached)}")
+        print_wrapped(
+            f"not compared, as the native model calls nothing there: {', '.join(found.unreached)}"
+        )
     if found.departure:
         _print_departure(found.departure, script)
 

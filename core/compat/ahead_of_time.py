@@ -41,8 +41,13 @@ def write_package(module: fx.GraphModule, example: Sequence[Any], file: Path) ->
     import torch._inductor.package as packaging  # as long to import as torch itself
 
     write: Any = vars(packaging)["package_aoti"]
-    options = {**_OPTIONS, **({f"aot_inductor.{_LINES}": False} if hasattr(config.aot_inductor, _LINES) else {})}
-    files: Any = trusting_processor(lambda: torch._inductor.aot_compile(module, tuple(example), options=options))
+    options = {
+        **_OPTIONS,
+        **({f"aot_inductor.{_LINES}": False} if hasattr(config.aot_inductor, _LINES) else {}),
+    }
+    files: Any = trusting_processor(
+        lambda: torch._inductor.aot_compile(module, tuple(example), options=options)
+    )
     write(str(file), files)
 
 
@@ -74,7 +79,9 @@ def _quietly(compile: Callable[[], Result]) -> Result:
     """Compile without the warning of torch's about a class of its own that Inductor has copied, of which users know
     nothing."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
+        warnings.filterwarnings(
+            "ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning
+        )
         return compile()
 
 
@@ -116,10 +123,14 @@ class Package:
         return results
 
     def _found_layouts(self) -> list[tuple[Any, ...]]:
-        return [(each.dtype, each.device, tuple(each.shape), each.stride()) for each in self._tensors]
+        return [
+            (each.dtype, each.device, tuple(each.shape), each.stride()) for each in self._tensors
+        ]
 
     def _expect_same_layouts(self) -> None:
-        for name, before, now in zip(self._constants, self._layouts, self._found_layouts(), strict=True):
+        for name, before, now in zip(
+            self._constants, self._layouts, self._found_layouts(), strict=True
+        ):
             if now != before:
                 raise CompilationError(
                     f"the tensor {name} of the model was {_told(*before)}, and is {_told(*now)}, as by .to() or .data: "
@@ -139,7 +150,9 @@ def places_of(tensors: Sequence[Tensor]) -> tuple[list[int], list[tuple[int, ...
     return list(map(Tensor.data_ptr, tensors)), list(map(Tensor.stride, tensors))
 
 
-def _told(dtype: torch.dtype, device: torch.device, shape: tuple[int, ...], strides: tuple[int, ...]) -> str:
+def _told(
+    dtype: torch.dtype, device: torch.device, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> str:
     return f"{dtype} of shape {shape} and strides {strides} on {device}"
 
 

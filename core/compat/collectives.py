@@ -10,7 +10,9 @@ from torch import distributed as dist
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Gather into one tensor; ``all_gather_into_tensor`` until torch 2.12."""
 
-reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+reduce_scatter_single: Any = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 """Reduce and scatter one tensor; ``reduce_scatter_tensor`` until torch 2.12."""
 
 
@@ -20,6 +22,8 @@ def time_limit(process_group: dist.ProcessGroup) -> float:
     Only the backend of a group has it, and only by a private name.
     """
     try:
-        return float(process_group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+        return float(
+            process_group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        )
     except (AttributeError, RuntimeError):
         return dist.default_pg_timeout.total_seconds()

@@ -45,7 +45,11 @@ def tracing_in(fake_mode: Any) -> AbstractContextManager[Any]:
     """
     guards: Any = getattr(torch, "_guards", None)
     context = getattr(guards, "TracingContext", None)
-    return guards.tracing(context(fake_mode)) if context is not None and fake_mode is not None else nullcontext()
+    return (
+        guards.tracing(context(fake_mode))
+        if context is not None and fake_mode is not None
+        else nullcontext()
+    )
 
 
 def returns_new_memory(node: fx.Node) -> bool:
@@ -98,4 +102,6 @@ def changed_settings() -> dict[str, Any]:
     # Whoever changes a setting for a while leaves it set to the default.
     names = entries.keys() - _WRITTEN
     changed = {name: getattr(config, name) for name in names if not config._is_default(name)}
-    return {name: value for name, value in sorted(changed.items()) if value != entries[name].default}
+    return {
+        name: value for name, value in sorted(changed.items()) if value != entries[name].default
+    }

@@ -88,4 +88,8 @@ def watched() -> bool:
     That is autocast, ``torch.func``, a dispatch mode such as a FLOP counter, ``torch.jit.trace``, and forward-mode
     differentiation, whose tangents the operators drop in silence.
     """
-    return bool(torch.is_autocast_enabled("cpu") or tracing.followed_or_transformed() or not _onednn_enabled())
+    return bool(
+        torch.is_autocast_enabled("cpu")
+        or tracing.followed_or_transformed()
+        or not _onednn_enabled()
+    )

@@ -22,7 +22,9 @@ _kept: list[torch.library.Library] = []
 def why_not() -> str:
     """Say why there can be no such device in this process, "" where there can be, or is one already."""
     if _set_up is None or _no_functions is None or _wrap is None:
-        return f"torch {torch.__version__} takes the guard of a device in C++ only: take a later one"
+        return (
+            f"torch {torch.__version__} takes the guard of a device in C++ only: take a later one"
+        )
     taken = torch._C._get_privateuse1_backend_name()
     if not _kept and taken != "privateuseone":
         return f"another backend, {taken}, has the only place that torch keeps for one from outside"

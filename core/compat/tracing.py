@@ -29,7 +29,9 @@ def followed() -> bool:
     That is ``torch.func``, as ``vmap``, a dispatch mode such as that of ``make_fx`` or a FLOP counter, and
     ``torch.jit.trace``. None of them has a public name by which to ask.
     """
-    return cannot_tell is not None or _transform() is not None or _modes() > 0 or _trace() is not None
+    return (
+        cannot_tell is not None or _transform() is not None or _modes() > 0 or _trace() is not None
+    )
 
 
 def constant_while_tracing(function: Function) -> Function:

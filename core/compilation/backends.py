@@ -78,7 +78,9 @@ class _OfSizes:
 
 def _built(module: fx.GraphModule, backend: str) -> Runner:
     compiler = backend_of(backend)
-    example: list[Tensor] = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+    example: list[Tensor] = [
+        node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"
+    ]
     mode = next((x.fake_mode for x in example if isinstance(x, Tensor)), None)  # type: ignore[attr-defined]
     try:
         with tracing_in(mode), torch.no_grad():
@@ -100,7 +102,9 @@ def backend_of(name: str) -> Callable[..., Any]:
     """
     try:
         return lookup(name)
-    except Exception as error:  # the class of it is private to torch, and entry points raise anything
+    except (
+        Exception
+    ) as error:  # the class of it is private to torch, and entry points raise anything
         raise ConfigError(
             f"compilation_config.backend is {name!r}, which cannot be used here ({described(error)}): "
             f"{close_matches(name, known_backends())}"

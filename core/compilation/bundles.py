@@ -90,7 +90,11 @@ def environment() -> dict[str, str]:
 
 
 def export_entries(
-    cache: CompilationCache, file: str, key: bytes | None = None, *, only: Collection[str] | None = None
+    cache: CompilationCache,
+    file: str,
+    key: bytes | None = None,
+    *,
+    only: Collection[str] | None = None,
 ) -> Bundle:
     """Write entries of a cache to a bundle. Who reads it meanwhile finds the former bundle of that name, if any.
 
@@ -160,13 +164,19 @@ def import_entries(
                 entries = _contents(archive, cache.limit)
                 _expect_environment(file, json.loads(archive.read(_INDEX))["environment"])
                 if only is not None and entries.keys() != {*only}:
-                    raise InputError(f"{file} has other entries than {', '.join(only)}: export these anew")
+                    raise InputError(
+                        f"{file} has other entries than {', '.join(only)}: export these anew"
+                    )
                 taken = sum(_taken(cache, archive, name, files) for name, files in entries.items())
         except InputError:
             raise
         except (OSError, CacheEntryError) as error:
-            raise InputError(f"the folder {cache.folder} takes no entry of {file}: {described(error)}") from error
-        except Exception as error:  # of an archive that another one wrote, whatever reading that raises
+            raise InputError(
+                f"the folder {cache.folder} takes no entry of {file}: {described(error)}"
+            ) from error
+        except (
+            Exception
+        ) as error:  # of an archive that another one wrote, whatever reading that raises
             raise InputError(f"{file} is damaged: {described(error)}: export it anew") from error
     return Bundle(file, len(entries), taken, nbytes, digest, signed)
 
@@ -241,18 +251,26 @@ def _taken(cache: CompilationCache, archive: zipfile.ZipFile, key: str, files: l
     return True
 
 
-def _expect_meant(file: str, copy: IO[bytes], digest: str, key: bytes | None, sha256: str | None) -> bool:
+def _expect_meant(
+    file: str, copy: IO[bytes], digest: str, key: bytes | None, sha256: str | None
+) -> bool:
     """See that a bundle is the one that the user means, and tell whether its signature says so."""
     copy.seek(len(_MAGIC))
     signature = copy.read(len(_UNSIGNED))
     if sha256 is not None and not hmac.compare_digest(sha256.lower().encode(), digest.encode()):
-        raise InputError(f"{file} has the SHA-256 {digest}, expected {sha256}: it is damaged or another one")
+        raise InputError(
+            f"{file} has the SHA-256 {digest}, expected {sha256}: it is damaged or another one"
+        )
     if key is None:
         return False
     if signature == _UNSIGNED:
-        raise InputError(f"{file} is not signed: export it with --key, or name its digest by --sha256")
+        raise InputError(
+            f"{file} is not signed: export it with --key, or name its digest by --sha256"
+        )
     if not hmac.compare_digest(signature, _signature(copy, key)):
-        raise InputError(f"{file} was not signed with this key, or has changed since: nothing of it is taken")
+        raise InputError(
+            f"{file} was not signed with this key, or has changed since: nothing of it is taken"
+        )
     return True
 
 
@@ -278,7 +296,9 @@ def _signature(file: IO[bytes], key: bytes) -> bytes:
     return signature.hexdigest().encode()
 
 
-def _copied(source: IO[bytes], target: IO[bytes], begun: bytes = b"", limit: int | None = None) -> tuple[str, int]:
+def _copied(
+    source: IO[bytes], target: IO[bytes], begun: bytes = b"", limit: int | None = None
+) -> tuple[str, int]:
     """Copy a file of which the first bytes were read, or the beginning of one of more than ``limit`` bytes.
 
     Returns the digest of what was copied, and how many bytes it has.
@@ -297,7 +317,9 @@ def _header(file: str, source: IO[bytes]) -> bytes:
     """Read the header of a bundle, before anything else of it."""
     header = source.read(_HEADER)
     if len(header) < _HEADER or not header.startswith(_MAGIC):
-        raise InputError(f"{file} is no bundle of compiled code: 'opgraft cache export' writes them")
+        raise InputError(
+            f"{file} is no bundle of compiled code: 'opgraft cache export' writes them"
+        )
     return header
 
 

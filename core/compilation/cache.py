@@ -51,7 +51,12 @@ class CacheFigures(NamedTuple):
 
     def to_dict(self) -> dict[str, str | int]:
         """Return the totals as plain data."""
-        return {"folder": self.folder, "entries": self.entries, "bytes": self.nbytes, "limit": self.limit}
+        return {
+            "folder": self.folder,
+            "entries": self.entries,
+            "bytes": self.nbytes,
+            "limit": self.limit,
+        }
 
 
 class CompilationCache:
@@ -74,7 +79,11 @@ class CompilationCache:
             ConfigError: its folder cannot be used.
         """
         try:
-            folder = Path(settings.cache_folder) if settings.cache_folder else cache_home() / "opgraft" / "compiled"
+            folder = (
+                Path(settings.cache_folder)
+                if settings.cache_folder
+                else cache_home() / "opgraft" / "compiled"
+            )
             return cls(folder.expanduser(), settings.cache_bytes, make=make)
         except RuntimeError as error:
             raise ConfigError(
@@ -114,7 +123,9 @@ class CompilationCache:
         try:
             lock = self._lock(key)
         except OSError as error:
-            raise CacheEntryError(f"the folder {self.folder} takes no file: {described(error)}") from error
+            raise CacheEntryError(
+                f"the folder {self.folder} takes no file: {described(error)}"
+            ) from error
         try:
             yield
         finally:
@@ -129,7 +140,9 @@ class CompilationCache:
                 fcntl.flock(lock, fcntl.LOCK_EX | at_once)
                 if os.path.samestat(os.fstat(lock), path.stat()):
                     return lock
-            except FileNotFoundError:  # removed while this waited: nobody else would wait for this one
+            except (
+                FileNotFoundError
+            ):  # removed while this waited: nobody else would wait for this one
                 pass
             except BaseException:
                 os.close(lock)
@@ -148,7 +161,9 @@ class CompilationCache:
         try:
             sums = json.loads(read_regular(entry / SUMS, _LARGEST))
             if sums.keys() | {SUMS} != {path.name for path in entry.iterdir()}:
-                raise CacheEntryError("it is damaged: its files are others than those that have checksums")
+                raise CacheEntryError(
+                    "it is damaged: its files are others than those that have checksums"
+                )
             for name, expected in sums.items():
                 if _sum(entry / name) != expected:
                     raise CacheEntryError(f"{name} of it is damaged")
@@ -171,7 +186,9 @@ class CompilationCache:
             description: dict[str, Any] = {}
             yield folder, description
             (folder / ENTRY).write_text(json.dumps(description))
-            (folder / SUMS).write_text(json.dumps({path.name: _sum(path) for path in sorted(folder.iterdir())}))
+            (folder / SUMS).write_text(
+                json.dumps({path.name: _sum(path) for path in sorted(folder.iterdir())})
+            )
             self.discard(key)
             folder.rename(self.folder / key)
         finally:
@@ -205,7 +222,11 @@ class CompilationCache:
         """Return the keys of which there is something, or something that ends so."""
         if not self.folder.exists():
             return set()
-        found = {path.stem for path in self.folder.iterdir() if path.suffix in (endings or ("", _LOCK, _WRITING))}
+        found = {
+            path.stem
+            for path in self.folder.iterdir()
+            if path.suffix in (endings or ("", _LOCK, _WRITING))
+        }
         return {key for key in found if KEY.fullmatch(key)}
 
     def _entries(self) -> list[tuple[int, int, str]]:

@@ -46,7 +46,11 @@ Way = tuple[str, bool, str]
 
 DYNAMO: Way = ("Dynamo", True, "it reads the model's bytecode: torch.export, strict")
 WAYS: tuple[Way, ...] = (
-    ("torch.export", False, "it runs the model's Python on tensors without values, the fastest way to a graph"),
+    (
+        "torch.export",
+        False,
+        "it runs the model's Python on tensors without values, the fastest way to a graph",
+    ),
     DYNAMO,
 )
 """The ways to a graph in the order in which they are tried: name, whether export is strict, what it does."""
@@ -69,7 +73,9 @@ def _named(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
     call = inspect.signature(forward)
     known = [each for each in call.parameters.values() if each.kind is not each.VAR_KEYWORD]
     further = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kwargs if name not in call.parameters
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
+        for name in kwargs
+        if name not in call.parameters
     ]
     if not further or len(known) == len(call.parameters):
         yield
@@ -108,9 +114,15 @@ def _captured(model: nn.Module, example: Example, ways: Sequence[Way], shapes: A
     )
 
 
-def _linear(self: Linear, input: Tensor, residual: Tensor | None = None, *, functional: Any = NATIVE) -> Tensor:
+def _linear(
+    self: Linear, input: Tensor, residual: Tensor | None = None, *, functional: Any = NATIVE
+) -> Tensor:
     """Map by the form, or by the operator over a weight that is packed."""
-    given: dict[str, Any] = {"activation": self.activation, "residual": residual, "kernel": functional.linear}
+    given: dict[str, Any] = {
+        "activation": self.activation,
+        "residual": residual,
+        "kernel": functional.linear,
+    }
     return self.quant_method.apply(self, input, self.bias, **given)
 
 
@@ -122,7 +134,12 @@ def _decision(model: nn.Module, name: str, why: str, failed: Sequence[tuple[str,
     tried = {name, *dict(failed)}
     rest = tuple(Candidate(way, False, "not needed") for way, _, _ in WAYS if way not in tried)
     reason = f"{', '.join(dict(failed))} cannot capture it" if failed else why
-    return Decision(f"capture of {type(model).__name__}", name, reason, (Candidate(name, True, why), *rejected, *rest))
+    return Decision(
+        f"capture of {type(model).__name__}",
+        name,
+        reason,
+        (Candidate(name, True, why), *rejected, *rest),
+    )
 
 
 def _dynamic_shapes(model: nn.Module, example: Example) -> Any:
@@ -133,7 +150,11 @@ def _dynamic_shapes(model: nn.Module, example: Example) -> Any:
         ConfigError: the sizes are to be within bounds, and the dynamic size has no name, or others.
     """
     if example.dynamic_shapes is not None:
-        return _bounded(example.dynamic_shapes, example.sizes) if example.sizes else example.dynamic_shapes
+        return (
+            _bounded(example.dynamic_shapes, example.sizes)
+            if example.sizes
+            else example.dynamic_shapes
+        )
     batch = _within(Dim(BATCH), example.sizes) if example.sizes else Dim(BATCH)
     try:
         arguments = inspect.signature(model.forward).bind(*example.args, **example.kwargs).arguments
@@ -161,7 +182,13 @@ def _within(dim: Any, sizes: range) -> Any:
         ConfigError: it has no name, or bounds that leave out some of the sizes.
     """
     low, high = getattr(dim, "min", None), getattr(dim, "max", None)
-    if low is None or high is None or not isinstance(dim, Dim) or sizes[0] < low or sizes[-1] > high:
+    if (
+        low is None
+        or high is None
+        or not isinstance(dim, Dim)
+        or sizes[0] < low
+        or sizes[-1] > high
+    ):
         raise ConfigError(
             f"compilation_config.compile_ranges has {sizes[0]}-{sizes[-1]}, and dynamic_shapes say {dim} of the size: "
             "name it there, by torch.export.Dim, and leave the range within its bounds"
@@ -192,14 +219,22 @@ def _over_parameters(model: nn.Module, program: ExportedProgram, decision: Decis
     nodes = list(program.graph.nodes)
     given = [spec for spec in specs.values() if spec.kind is InputKind.USER_INPUT]
     tensors = [place for place, spec in enumerate(given) if isinstance(spec.arg, TensorArgument)]
-    constants = {place: spec.arg.value for place, spec in enumerate(given) if isinstance(spec.arg, ConstantArgument)}
+    constants = {
+        place: spec.arg.value
+        for place, spec in enumerate(given)
+        if isinstance(spec.arg, ConstantArgument)
+    }
     if len(tensors) + len(constants) < len(given):
-        raise CompilationError("an input of the model is neither a tensor nor a constant: give it as one of these")
+        raise CompilationError(
+            "an input of the model is neither a tensor nor a constant: give it as one of these"
+        )
     held: dict[str, Tensor] = {}
     names = {given[place].arg.name for place in tensors}
     for node in (node for node in nodes if node.op == "placeholder" and node.name in names):
         copies[node] = graph.node_copy(node)
-    for node in (node for node in nodes if node.op == "placeholder" and node.name not in names and node.users):
+    for node in (
+        node for node in nodes if node.op == "placeholder" and node.name not in names and node.users
+    ):
         target = str(specs[node.name].target)
         held[target] = _held(model, program, target)
         copies[node] = graph.get_attr(target)
@@ -211,7 +246,15 @@ def _over_parameters(model: nn.Module, program: ExportedProgram, decision: Decis
     spec = program.call_spec
     module = fx.GraphModule(held, graph)
     bounds = _bounds(program)
-    signature = Signature(tuple(tensors), constants, spec.in_spec, spec.out_spec, _expected_of(module), bounds, results)
+    signature = Signature(
+        tuple(tensors),
+        constants,
+        spec.in_spec,
+        spec.out_spec,
+        _expected_of(module),
+        bounds,
+        results,
+    )
     return Captured(module, signature, decision)
 
 

@@ -46,7 +46,11 @@ class AllReduceRMSNorm(GraphPass):
         order = {node: place for place, node in enumerate(module.graph.nodes)}
         for node, name, given in semantic_calls(module.graph, *_NORMS):
             summands = [given.pop(each) for each in ("x", "residual") if each in given]
-            reduced = max((each for each in summands if _is_all_reduce(each)), key=order.__getitem__, default=None)
+            reduced = max(
+                (each for each in summands if _is_all_reduce(each)),
+                key=order.__getitem__,
+                default=None,
+            )
             if reduced is None or given.pop("variance_size", None) is not None:
                 continue
             others = [each for each in summands if each is not reduced]
@@ -54,7 +58,11 @@ class AllReduceRMSNorm(GraphPass):
                 left.append("the sum over ranks alone is read, too")
                 continue
             before = order[reduced]
-            if any(order[each] > before for each in (*others, *given.values()) if isinstance(each, fx.Node)):
+            if any(
+                order[each] > before
+                for each in (*others, *given.values())
+                if isinstance(each, fx.Node)
+            ):
                 left.append(LATER)
                 continue
             fused = _FUSED[name.removeprefix(_AFTER_SUM)].name
@@ -70,7 +78,12 @@ class AllReduceRMSNorm(GraphPass):
 
 
 def _join(
-    graph: fx.Graph, reduced: fx.Node, norm: fx.Node, name: str, arguments: Mapping[str, Any], has_sum: bool
+    graph: fx.Graph,
+    reduced: fx.Node,
+    norm: fx.Node,
+    name: str,
+    arguments: Mapping[str, Any],
+    has_sum: bool,
 ) -> list[fx.Node]:
     """Put one form in the place of a sum over ranks and a norm, which returns a sum besides if it ``has_sum``.
 
@@ -79,7 +92,9 @@ def _join(
     scaled = _returns_scales(name)
     with graph.inserting_before(reduced):
         fused = graph.call_function(getattr(_opgraft, name).default, (), dict(arguments))
-        parts = [graph.call_function(operator.getitem, (fused, place)) for place in range(2 + scaled)]
+        parts = [
+            graph.call_function(operator.getitem, (fused, place)) for place in range(2 + scaled)
+        ]
     if has_sum or scaled:
         for user in list(norm.users):
             parts[user.args[1]].meta.update(user.meta)  # type: ignore[index]
@@ -110,7 +125,9 @@ class SequenceParallelism(GraphPass):
         rows = _Rows(module.graph, get_tp_group().world_size)
         for node, name, given in semantic_calls(module.graph, *_NORMS):
             summands = [each for each in ("x", "residual") if each in given]
-            if not any(rows.are_apart(given[each]) or _is_sum_of_rows(given[each]) for each in summands):
+            if not any(
+                rows.are_apart(given[each]) or _is_sum_of_rows(given[each]) for each in summands
+            ):
                 continue
             if not _has_rows_apart(name, given):
                 left.append("one scale is computed of all rows")
@@ -153,7 +170,9 @@ class _Rows:
         if whole in self.parts:
             return self.parts[whole]
         summed = _is_sum_of_rows(whole)
-        source, target = (whole.args[0], "reduce_scatter_rows") if summed else (whole, "rows_of_rank")
+        source, target = (
+            (whole.args[0], "reduce_scatter_rows") if summed else (whole, "rows_of_rank")
+        )
         with self.graph.inserting_before(whole if summed else reader):
             part = self._called(target, source, self.world_size)
             self.sizes[part] = self._size(source)
@@ -194,7 +213,9 @@ def _is_sum_of_rows(node: object) -> bool:
     if not isinstance(node, fx.Node) or not _is_all_reduce(node) or node.args[1] != "tensor":
         return False
     shape = node.meta["val"].shape
-    return len(shape) > 1 and not (isinstance(shape[0], int) and shape[0] < get_tp_group().world_size)
+    return len(shape) > 1 and not (
+        isinstance(shape[0], int) and shape[0] < get_tp_group().world_size
+    )
 
 
 def _has_rows_apart(name: str, given: Mapping[str, Any]) -> bool:

@@ -35,7 +35,9 @@ from opgraft.text import described
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from opgraft.compilation.shared_folder import SharedFolder  # with what few need: zip files, keys, fsspec
+    from opgraft.compilation.shared_folder import (
+        SharedFolder,
+    )  # with what few need: zip files, keys, fsspec
 
 _UNKEPT = "the cache of compiled code: nothing is kept: %s"
 
@@ -60,12 +62,20 @@ class Compiled:
         decision: how it was captured.
     """
 
-    def __init__(self, model: nn.Module, signature: Signature, codes: Mapping[range, Code], decision: Decision) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        signature: Signature,
+        codes: Mapping[range, Code],
+        decision: Decision,
+    ) -> None:
         self.model = model
         code = codes[ALL_SIZES]
         self.graph, self.passes = code.graph, code.passes
         self.sizes = {each[0]: own for each, own in codes.items() if len(each) == 1}
-        self.ranges = {each: own for each, own in codes.items() if len(each) > 1 and each != ALL_SIZES}
+        self.ranges = {
+            each: own for each, own in codes.items() if len(each) > 1 and each != ALL_SIZES
+        }
         self._signature, self._decision, self.backend = signature, decision, decision.chosen
         self._check = InputCheck(signature.expected, signature.bounds)
         self._code, self._codes = code, codes
@@ -96,7 +106,9 @@ class Compiled:
                 f"{type(self.model).__name__} is in training mode, and was compiled in evaluation mode: call "
                 "model.eval(), or train the model itself"
             )
-        return self._signature.out_spec.unflatten(self._computed(self._signature.tensors(args, kwargs)))
+        return self._signature.out_spec.unflatten(
+            self._computed(self._signature.tensors(args, kwargs))
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise CompilationError(
@@ -127,7 +139,9 @@ class Compiled:
         smallest = self._check.smallest
         own = {*self.sizes, *(each[0] for each in self.ranges), *self._code.recorded}
         combined = [{name: size} for name in [*smallest][:1] for size in sorted(own, reverse=True)]
-        combined += [{name: size} for name, size in smallest.items()]  # the memory of the largest serves the others
+        combined += [
+            {name: size} for name, size in smallest.items()
+        ]  # the memory of the largest serves the others
         for sizes in (*combined, *([smallest] if len(smallest) != 1 else [])):
             cut = of_sizes(tensors, signature.expected, sizes)
             expect_alike(self.model, eager, self._computed, cut, sizes)
@@ -139,16 +153,27 @@ class Compiled:
             CacheEntryError: a part of it cannot be written.
         """
         written = [
-            ([sizes.start, sizes.stop], write_code(code, f"values-{sizes.start}-{sizes.stop}", folder))
+            (
+                [sizes.start, sizes.stop],
+                write_code(code, f"values-{sizes.start}-{sizes.stop}", folder),
+            )
             for sizes, code in self._codes.items()
         ]
-        return {"backend": self._decision.chosen, "signature": write_signature(self._signature), "codes": written}
+        return {
+            "backend": self._decision.chosen,
+            "signature": write_signature(self._signature),
+            "codes": written,
+        }
 
     def _computed(self, tensors: list[Tensor]) -> list[Any]:
         self._check.check(tensors)
         if self._written:
             expect_apart(tensors, self._signature.expected)
-        code = self._code if len(self._codes) == 1 else self._of_size(self._check.size_of(tensors) or 0)
+        code = (
+            self._code
+            if len(self._codes) == 1
+            else self._of_size(self._check.size_of(tensors) or 0)
+        )
         self._places.expect_unchanged()
         given = [x if x.is_contiguous() else x.contiguous() for x in tensors]
         with torch.no_grad():
@@ -195,7 +220,9 @@ def compile(
     """
     expect_module("compile", model)
     if not isinstance(args, tuple):
-        raise TypeError(f"compile was given args of type {type(args).__name__}, expected a tuple, as (x,)")
+        raise TypeError(
+            f"compile was given args of type {type(args).__name__}, expected a tuple, as (x,)"
+        )
     for path, module in model.named_modules():
         if module.training:
             part = f"{path} of {type(model).__name__}" if path else type(model).__name__
@@ -204,7 +231,10 @@ def compile(
             )
     load_plugins()
     with (
-        set_config(OpgraftConfig(compilation_config=config or CompilationConfig()), origin="opgraft.compile"),
+        set_config(
+            OpgraftConfig(compilation_config=config or CompilationConfig()),
+            origin="opgraft.compile",
+        ),
         set_config(_defaults(), origin="the default of opgraft.compile"),
     ):
         return _compiled(model, Example.of(args, kwargs or {}, dynamic_shapes))
@@ -228,7 +258,9 @@ def _compiled(model: nn.Module, example: Example) -> Any:
         return _verified(_built(model, example, settings), example)
     if settings.cache and not settings.dump_graphs:
         return _cached(model, example, settings, CompilationCache.of(settings))
-    if settings.executed_otherwise:  # where equal pieces have one code, which would be many packages
+    if (
+        settings.executed_otherwise
+    ):  # where equal pieces have one code, which would be many packages
         return _verified(_built(model, example, settings), example)
     with temporary() as packages:
         return _verified(_built(model, example, settings, packages), example)
@@ -242,12 +274,16 @@ def _verified(compiled: Compiled, example: Example) -> Compiled:
     return compiled
 
 
-def _cached(model: nn.Module, example: Example, settings: CompilationConfig, cache: CompilationCache) -> Compiled:
+def _cached(
+    model: nn.Module, example: Example, settings: CompilationConfig, cache: CompilationCache
+) -> Compiled:
     """Take a compiled model from the cache or, where it has none that can be used, compile and keep it."""
     if settings.user_passes:
         from opgraft.compilation.passes import passes_of
 
-        passes_of(settings.user_passes, settings.pass_config)  # which imports them: the key has their sources
+        passes_of(
+            settings.user_passes, settings.pass_config
+        )  # which imports them: the key has their sources
     key = key_of(model, example, settings, Sources(cache.folder / INDEX))
     packages = Packages(cache, key.of_code, _remote(settings))
     compiled = _kept(model, example, settings, packages, key)
@@ -263,9 +299,13 @@ def _remote(settings: CompilationConfig) -> SharedFolder | None:
     return SharedFolder.of(settings.cache_remote, settings.cache_key)
 
 
-def _kept(model: nn.Module, example: Example, settings: CompilationConfig, packages: Packages, key: Key) -> Compiled:
+def _kept(
+    model: nn.Module, example: Example, settings: CompilationConfig, packages: Packages, key: Key
+) -> Compiled:
     """Do so by packages that the cache has or gets."""
-    if settings.executed_otherwise:  # of which the cache has the code of pieces, and no entry of its own
+    if (
+        settings.executed_otherwise
+    ):  # of which the cache has the code of pieces, and no entry of its own
         compiled = _built(model, example, settings, packages)
         if compiled.unkept:
             logger.warning(_UNKEPT, compiled.unkept)
@@ -315,7 +355,9 @@ def _taken_or_made(
 
 
 @without_collections()
-def _restored(model: nn.Module, example: Example, key: str, packages: Packages, absent: str) -> Compiled:
+def _restored(
+    model: nn.Module, example: Example, key: str, packages: Packages, absent: str
+) -> Compiled:
     """Return what an entry holds.
 
     Raises:
@@ -326,7 +368,10 @@ def _restored(model: nn.Module, example: Example, key: str, packages: Packages, 
         if entry is not None:
             folder, description = entry
             signature = read_signature(description["signature"], example)
-            codes = {range(*sizes): read_code(model, code, folder, packages) for sizes, code in description["codes"]}
+            codes = {
+                range(*sizes): read_code(model, code, folder, packages)
+                for sizes, code in description["codes"]
+            }
             backend = description["backend"]
     except Exception as error:  # of another form; whatever reading that raises
         raise CacheEntryError(f"its entry could not be used: {described(error)}") from error
@@ -346,7 +391,9 @@ def _built(
     cached: str = "",
 ) -> Compiled:
     """Capture a model, and generate code for any size, for ``compile_sizes`` and ranges; ``cached`` says why."""
-    from opgraft.compilation.generation import codes_of  # as long to import as an entry of the cache to load
+    from opgraft.compilation.generation import (
+        codes_of,
+    )  # as long to import as an entry of the cache to load
 
     captured, codes = codes_of(model, example, settings, packages)
     setting, backend = "compilation_config.backend", settings.backend
@@ -364,10 +411,18 @@ def _specialised(codes: Mapping[range, Code]) -> tuple[Decision, ...]:
     names = [str(each[0]) if len(each) == 1 else f"{each[0]}-{each[-1]}" for each in own]
     by = tuple(
         Candidate(
-            name, True, "compilation_config.compile_sizes" if len(each) == 1 else "compilation_config.compile_ranges"
+            name,
+            True,
+            "compilation_config.compile_sizes"
+            if len(each) == 1
+            else "compilation_config.compile_ranges",
         )
         for name, each in zip(names, own, strict=True)
     )
     reason = "a call runs that of its size, else that of its range, else that for any size"
     setting = "compilation_config.compile_sizes and compile_ranges"
-    return (Decision("sizes with code of their own", ", ".join(names), reason, by, setting),) if own else ()
+    return (
+        (Decision("sizes with code of their own", ", ".join(names), reason, by, setting),)
+        if own
+        else ()
+    )

@@ -20,7 +20,13 @@ from typing import Any
 
 import torch
 from opgraft.compat.content import content_of
-from opgraft.compilation.python_code import code_digest, functions_of, globals_of, is_covered, is_own
+from opgraft.compilation.python_code import (
+    code_digest,
+    functions_of,
+    globals_of,
+    is_covered,
+    is_own,
+)
 from opgraft.errors import CompilationError
 from opgraft.registry.op_classes import qualified
 from torch import Tensor, nn
@@ -94,7 +100,9 @@ class Descriptions:
             return self._by_class(value)
         if isinstance(value, (list, tuple)):
             return [*map(self.of, value)]
-        if isinstance(value, (dict, Mapping)):  # the first of which is what most are, and sooner found
+        if isinstance(
+            value, (dict, Mapping)
+        ):  # the first of which is what most are, and sooner found
             return sorted([(str(key), self.of(each)) for key, each in value.items()], key=_FIRST)
         if isinstance(value, type):
             return self._class(value)
@@ -125,8 +133,12 @@ class Descriptions:
             if not mine and getattr(attribute, "__module__", None) == base.__module__:
                 continue  # as most are: nobody has put another one in place
             functions = () if isinstance(attribute, type) else tuple(functions_of(attribute))
-            own += [[name, self.of(each)] for each in functions if self._is_own(str(each.__module__))]
-            if mine and not (functions or name.startswith(("__", "_abc_")) or isinstance(attribute, _DESCRIPTORS)):
+            own += [
+                [name, self.of(each)] for each in functions if self._is_own(str(each.__module__))
+            ]
+            if mine and not (
+                functions or name.startswith(("__", "_abc_")) or isinstance(attribute, _DESCRIPTORS)
+            ):
                 own.append([name, self.of(attribute)])
         self._bases[base] = own
         return own
@@ -136,13 +148,22 @@ class Descriptions:
         inner = getattr(value, "__func__", value)
         self.modules.add(str(inner.__module__))
         code = getattr(inner, "__code__", None)
-        cells = [each.cell_contents for each in getattr(inner, "__closure__", None) or () if _is_filled(each)]
+        cells = [
+            each.cell_contents
+            for each in getattr(inner, "__closure__", None) or ()
+            if _is_filled(each)
+        ]
         beside = [getattr(inner, name, None) for name in ("__defaults__", "__kwdefaults__")]
         beside += [cells, getattr(value, "__self__", None)]
         if isinstance(inner, FunctionType) and self._is_own(str(inner.__module__)):
             beside.append(dict(globals_of(inner)))
         told = [self.of(each) for each in beside]
-        return [str(inner.__module__), value.__qualname__, "" if code is None else code_digest(code), *told]
+        return [
+            str(inner.__module__),
+            value.__qualname__,
+            "" if code is None else code_digest(code),
+            *told,
+        ]
 
     def _state(self, value: Any) -> Iterator[Any]:
         """Yield the description of what an object is made of, as far as it tells pickle."""
@@ -154,12 +175,17 @@ class Descriptions:
             yield self.of(vars(value))
         elif kind.__module__.partition(".")[0] in _OWN:
             if dataclasses.is_dataclass(value):
-                yield [[each.name, self.of(getattr(value, each.name))] for each in dataclasses.fields(value)]
+                yield [
+                    [each.name, self.of(getattr(value, each.name))]
+                    for each in dataclasses.fields(value)
+                ]
             elif isinstance(value, torch.export.Dim):
                 yield self.of(vars(value))
         else:
             try:
-                parts = value.__reduce_ex__(4)  # by 5, arrays give away their memory in place of their content
+                parts = value.__reduce_ex__(
+                    4
+                )  # by 5, arrays give away their memory in place of their content
             except Exception:  # whatever a class raises that cannot be pickled
                 self._by_class(value)
                 return
@@ -173,7 +199,11 @@ class Descriptions:
         """Digest the content of a tensor; empty where it has none that could be read."""
         try:
             return hashlib.sha256(content_of(tensor)).hexdigest()
-        except (RuntimeError, TypeError, NotImplementedError):  # of one without memory, or of a layout of its own
+        except (
+            RuntimeError,
+            TypeError,
+            NotImplementedError,
+        ):  # of one without memory, or of a layout of its own
             self._by_class(tensor)
             return ""
 
@@ -188,7 +218,9 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
     found = [("", model)]
     for path, module in found:  # which grows
         prefix = f"{path}." if path else ""
-        found += [(prefix + name, each) for name, each in module._modules.items() if each is not None]
+        found += [
+            (prefix + name, each) for name, each in module._modules.items() if each is not None
+        ]
         if len(found) > _MOST_MODULES or len(path) > _LONGEST_PATH:
             raise CompilationError(
                 f"{type(model).__name__} has no end of modules, as one is a part of itself: {path[:80]}...: take it out"

@@ -32,13 +32,18 @@ def write_signature(signature: Signature) -> dict[str, Any]:
     constants = (*signature.constants.values(), *signature.results.values())
     unwritable = [value for value in constants if not isinstance(value, _PLAIN)]
     if unwritable:
-        raise CacheEntryError(f"a constant of the call, a {type(unwritable[0]).__name__}, cannot be written")
+        raise CacheEntryError(
+            f"a constant of the call, a {type(unwritable[0]).__name__}, cannot be written"
+        )
     try:
         out_spec = structure_to_text(signature.out_spec)
     except Exception as error:  # of a container that tells no name, whatever torch raises
-        raise CacheEntryError(f"the structure of the result cannot be written: {described(error)}") from error
+        raise CacheEntryError(
+            f"the structure of the result cannot be written: {described(error)}"
+        ) from error
     expected = [
-        [each.name, str(each.dtype), str(each.device), each.sizes, each.is_written] for each in signature.expected
+        [each.name, str(each.dtype), str(each.device), each.sizes, each.is_written]
+        for each in signature.expected
     ]
     return {
         "inputs": signature.inputs,
@@ -53,14 +58,22 @@ def write_signature(signature: Signature) -> dict[str, Any]:
 def read_signature(description: Mapping[str, Any], example: Example) -> Signature:
     """Undo ``write_signature`` for an example that the graph was captured with, or one like it."""
     expected = tuple(
-        Expected(name, getattr(torch, dtype.removeprefix("torch.")), torch.device(device), tuple(sizes), written)
+        Expected(
+            name,
+            getattr(torch, dtype.removeprefix("torch.")),
+            torch.device(device),
+            tuple(sizes),
+            written,
+        )
         for name, dtype, device, sizes, written in description["expected"]
     )
     in_spec = flattened((example.args, dict(example.kwargs)))[1]
     out_spec = structure_of_text(description["out_spec"])
     bounds = {name: (low, high) for name, (low, high) in description["bounds"].items()}
     inputs, constants, results = (description[name] for name in ("inputs", "constants", "results"))
-    return Signature(tuple(inputs), dict(constants), in_spec, out_spec, expected, bounds, dict(results))
+    return Signature(
+        tuple(inputs), dict(constants), in_spec, out_spec, expected, bounds, dict(results)
+    )
 
 
 def write_code(code: Code, name: str, folder: Path) -> dict[str, Any]:
@@ -79,7 +92,9 @@ def write_code(code: Code, name: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def read_code(model: nn.Module, description: Mapping[str, Any], folder: Path, packages: Packages) -> Code:
+def read_code(
+    model: nn.Module, description: Mapping[str, Any], folder: Path, packages: Packages
+) -> Code:
     """Undo ``write_code`` for the tensors of a model.
 
     Raises:
@@ -90,7 +105,9 @@ def read_code(model: nn.Module, description: Mapping[str, Any], folder: Path, pa
     for each in lowerings:
         chosen = forms[each.form.name][1]
         if each.chosen != chosen:
-            raise CacheEntryError(f"the kernel of {each.form.name} was {chosen} and is {each.chosen}")
+            raise CacheEntryError(
+                f"the kernel of {each.form.name} was {chosen} and is {each.chosen}"
+            )
     values: dict[str, Tensor] = {}
     if description["values"]:
         values = torch.load(folder / description["values"], weights_only=True)

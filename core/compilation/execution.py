@@ -72,7 +72,11 @@ def executed(
     if whole and recorded:
         expect_recordable(captured.module)
         run = Replayed(run, captured.module, batch, recorded)
-    reason = f"recorded for batches of {', '.join(map(str, recorded))}" if recorded else "nothing is recorded"
+    reason = (
+        f"recorded for batches of {', '.join(map(str, recorded))}"
+        if recorded
+        else "nothing is recorded"
+    )
     setting = "compilation_config.graph_mode" if recorded else "compilation_config.splitting_ops"
     decision = Decision("execution of the graph", told, reason, by, setting)
     return Execution(_copied(run) if recorded else run, forms, recorded, decision)
@@ -89,7 +93,10 @@ def _expect_tensors(module: fx.GraphModule) -> None:
 
 def _cuts(names: Sequence[str], pieces: Pieces) -> tuple[Candidate, ...]:
     counts = Counter(piece.cut for piece in pieces.pieces)
-    reasons = {name: f"{counts[name]} cuts" if counts[name] else "the graph does not call it" for name in names}
+    reasons = {
+        name: f"{counts[name]} cuts" if counts[name] else "the graph does not call it"
+        for name in names
+    }
     return tuple(Candidate(name, bool(counts[name]), reason) for name, reason in reasons.items())
 
 

@@ -65,11 +65,16 @@ def generate(
     full = settings.mode == CompilationMode.FULL
     passes = passes_of(settings.user_passes, settings.pass_config) if full else []
     if sizes != ALL_SIZES and folder is not None:
-        folder = folder / (f"size-{sizes[0]}" if len(sizes) == 1 else f"sizes-{sizes[0]}-{sizes[-1]}")
+        folder = folder / (
+            f"size-{sizes[0]}" if len(sizes) == 1 else f"sizes-{sizes[0]}-{sizes[-1]}"
+        )
     reports = run_passes(passes, graph, model, folder, sizes)
     joint = tuple(part for node in graph.graph.nodes for part in node.meta.get(PARTS, ()))
     move_joint(joint)
-    tensors = (*(attribute_of(graph, node) for node in graph.graph.nodes if node.op == "get_attr"), *joint)
+    tensors = (
+        *(attribute_of(graph, node) for node in graph.graph.nodes if node.op == "get_attr"),
+        *joint,
+    )
     keys, unkept = list[str](), list[str]()
 
     def build(lowered: fx.GraphModule) -> Runner:
@@ -84,16 +89,29 @@ def generate(
     if settings.executed_otherwise:
         execution = executed(captured, settings, build, sizes)
         lowerings, why = lowerings_of(execution.forms), "".join(unkept[:1])
-        return Code(graph, reports, lowerings, execution.run, tensors, joint, execution=execution, unkept=why)
+        return Code(
+            graph,
+            reports,
+            lowerings,
+            execution.run,
+            tensors,
+            joint,
+            execution=execution,
+            unkept=why,
+        )
     lowered, forms = lower(graph)
     run = build(lowered)
     packaged = _packaged(model, lowered, keys[0]) if keys and not unkept else None
-    return Code(graph, reports, lowerings_of(forms), run, tensors, joint, packaged, unkept="".join(unkept))
+    return Code(
+        graph, reports, lowerings_of(forms), run, tensors, joint, packaged, unkept="".join(unkept)
+    )
 
 
 def _packaged(model: nn.Module, lowered: fx.GraphModule, key: str) -> Packaged:
     origins = origins_of(model, lowered)
-    tensors = {str(n.target): attribute_of(lowered, n) for n in lowered.graph.nodes if n.op == "get_attr"}
+    tensors = {
+        str(n.target): attribute_of(lowered, n) for n in lowered.graph.nodes if n.op == "get_attr"
+    }
     values = {name: tensors[name] for name, origin in origins.items() if origin[0] == "value"}
     return Packaged(key, origins, values)
 
@@ -111,4 +129,8 @@ def _of_sizes(example: Example, signature: Signature, sizes: range) -> Example:
     size = sizes[0] if len(sizes) == 1 else max(sizes[0], 2)  # compilers take 1 for a constant
     cut = of_sizes([flat[place] for place in signature.inputs], signature.expected, {batch: size})
     args, kwargs = signature.filled(flat, cut)
-    return Example(args, kwargs, ()) if len(sizes) == 1 else Example(args, kwargs, example.dynamic_shapes, sizes)
+    return (
+        Example(args, kwargs, ())
+        if len(sizes) == 1
+        else Example(args, kwargs, example.dynamic_shapes, sizes)
+    )

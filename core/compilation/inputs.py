@@ -53,7 +53,11 @@ class Expected(NamedTuple):
         Raises:
             CompilationError: it is no term in one symbol.
         """
-        return {dim: _term(size, self.name) for dim, size in enumerate(self.sizes) if isinstance(size, str)}
+        return {
+            dim: _term(size, self.name)
+            for dim, size in enumerate(self.sizes)
+            if isinstance(size, str)
+        }
 
 
 def _term(size: str, name: str) -> Term:
@@ -96,7 +100,10 @@ class Signature(NamedTuple):
     def completed(self, computed: Sequence[Any]) -> list[Any]:
         """Return what is computed with the constants among the results in their places."""
         rest = iter(computed)
-        return [self.results[n] if n in self.results else next(rest) for n in range(self.out_spec.num_leaves)]
+        return [
+            self.results[n] if n in self.results else next(rest)
+            for n in range(self.out_spec.num_leaves)
+        ]
 
     def batch(self, setting: str) -> str:
         """Return the name of the one dynamic size, which a setting needs.
@@ -167,7 +174,9 @@ class Signature(NamedTuple):
 
 def _is_same(found: Any, known: Any) -> bool:
     """Tell whether a constant is what it was: of its type too, as 2.0 makes other dtypes than 2."""
-    return type(found) is type(known) and bool(found == known or (found != found and known != known))
+    return type(found) is type(known) and bool(
+        found == known or (found != found and known != known)
+    )
 
 
 class InputCheck:
@@ -181,7 +190,11 @@ class InputCheck:
     def __init__(self, expected: Sequence[Expected], bounds: Mapping[str, tuple[int, int]]) -> None:
         self.expected = expected
         self.bounds = bounds
-        places = ((at, dim, term) for at, each in enumerate(self.expected) for dim, term in each.dynamic.items())
+        places = (
+            (at, dim, term)
+            for at, each in enumerate(self.expected)
+            for dim, term in each.dynamic.items()
+        )
         self._batch = next(places, None)
         self._known: set[tuple[Any, ...]] = set()
 
@@ -211,7 +224,9 @@ class InputCheck:
 
     def _examine(self, tensors: Sequence[Tensor], gradients: bool, autocast: bool) -> None:
         if autocast:
-            raise CompilationError("a compiled model was called under autocast, but its dtypes are fixed: leave that")
+            raise CompilationError(
+                "a compiled model was called under autocast, but its dtypes are fixed: leave that"
+            )
         if gradients and any(x.requires_grad for x in tensors):
             raise CompilationError(
                 "a compiled model was called with a tensor that requires a gradient, and has none: use torch.no_grad()"
@@ -221,14 +236,18 @@ class InputCheck:
             if x.layout is not torch.strided:
                 raise _unfit(expected, f"a tensor of the layout {x.layout}", str(torch.strided))
             if (x.dtype, x.device.type) != (expected.dtype, expected.device.type):
-                raise _unfit(expected, f"{x.dtype} on {x.device}", f"{expected.dtype} on {expected.device}")
+                raise _unfit(
+                    expected, f"{x.dtype} on {x.device}", f"{expected.dtype} on {expected.device}"
+                )
             if 0 in x.shape or not _fits(x, expected, symbols):
                 sizes = ", ".join(map(str, expected.sizes))
                 raise _unfit(expected, f"the shape {tuple(x.shape)}", f"[{sizes}], none of them 0")
         for name, (low, high) in self.bounds.items():
             if not low <= symbols.get(name, low) <= high:
                 expected = next(each for each in self.expected if name in symbols_of([each]))
-                raise _unfit(expected, f"the size {symbols[name]}", f"{low} to {high}, as dynamic_shapes say")
+                raise _unfit(
+                    expected, f"the size {symbols[name]}", f"{low} to {high}, as dynamic_shapes say"
+                )
 
 
 def expect_apart(tensors: Sequence[Tensor], expected: Sequence[Expected]) -> None:
@@ -250,7 +269,9 @@ def _share_memory(x: Tensor, y: Tensor) -> bool:
     low, high = sorted((x, y), key=Tensor.data_ptr)
     distance, item = high.data_ptr() - low.data_ptr(), low.element_size()
     places = sorted(zip(low.stride(), low.shape, strict=True), reverse=True)
-    if x.device != y.device or distance >= item * (1 + sum(stride * (size - 1) for stride, size in places)):
+    if x.device != y.device or distance >= item * (
+        1 + sum(stride * (size - 1) for stride, size in places)
+    ):
         return False
     alike = (low.shape, low.stride(), item) == (high.shape, high.stride(), high.element_size())
     return not alike or (distance % item == 0 and _reaches(distance // item, places))

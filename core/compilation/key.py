@@ -24,7 +24,15 @@ from opgraft.state import host_state
 from opgraft.version import __version__
 from torch import nn
 
-_OF_THE_CACHE = ("cache", "cache_folder", "cache_bytes", "cache_remote", "cache_key", "dump_graphs", "level")
+_OF_THE_CACHE = (
+    "cache",
+    "cache_folder",
+    "cache_bytes",
+    "cache_remote",
+    "cache_key",
+    "dump_graphs",
+    "level",
+)
 """Settings of compilation that do not change what is compiled, or change it through others."""
 
 _OF_CODE = ("versions", "platform", "threads", "compilers", "variables", "providers", "example")
@@ -53,7 +61,9 @@ class Key(NamedTuple):
 
 
 @without_collections()
-def key_of(model: nn.Module, example: Example, settings: CompilationConfig, sources: Sources) -> Key:
+def key_of(
+    model: nn.Module, example: Example, settings: CompilationConfig, sources: Sources
+) -> Key:
     """Return the key of a model.
 
     Args:
@@ -69,8 +79,16 @@ def key_of(model: nn.Module, example: Example, settings: CompilationConfig, sour
     names = descriptions.modules | {name.partition(":")[0] for name in settings.user_passes}
     parts = {
         "versions": [__version__, torch.__version__, torch.version.git_version, sys.version],
-        "platform": [platform.name, str(platform.capability()), torch.backends.cpu.get_cpu_capability()],
-        "threads": [torch.get_num_threads(), torch.get_float32_matmul_precision(), str(torch.get_default_dtype())],
+        "platform": [
+            platform.name,
+            str(platform.capability()),
+            torch.backends.cpu.get_cpu_capability(),
+        ],
+        "threads": [
+            torch.get_num_threads(),
+            torch.get_float32_matmul_precision(),
+            str(torch.get_default_dtype()),
+        ],
         "compilers": [
             *(torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled),
             given.of(changed_settings()),
@@ -82,7 +100,9 @@ def key_of(model: nn.Module, example: Example, settings: CompilationConfig, sour
         "model": described,
         "sources": sorted(sources.modules(names)),
         "weights": list(_weights(modules)),
-        "example": [given.of(each) for each in (example.args, dict(example.kwargs), example.dynamic_shapes)],
+        "example": [
+            given.of(each) for each in (example.args, dict(example.kwargs), example.dynamic_shapes)
+        ],
     }
     sources.keep()
     return Key(parts, frozenset(descriptions.incomplete))
@@ -121,7 +141,12 @@ def _modules(modules: Mapping[str, nn.Module], descriptions: Descriptions) -> It
         held = vars(module)
         own = {name: held[name] for name in held.keys() - _NOT_OF_MODULES}
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        yield [path, descriptions.of(type(module)), descriptions.of(own), hooks and descriptions.of(hooks)]
+        yield [
+            path,
+            descriptions.of(type(module)),
+            descriptions.of(own),
+            hooks and descriptions.of(hooks),
+        ]
 
 
 _NOT_OF_MODULES = {

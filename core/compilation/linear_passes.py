@@ -54,7 +54,8 @@ def _gated(product: fx.Node) -> tuple[str, tuple[Any, ...], dict[str, Any], dict
     act, settings = called
     inner = settings.pop("x")
     gated = semantic_call(inner, "linear")
-    if gated is None or any(len(node.users) > 1 for node in (product.args[0], product.args[1], inner)):  # type: ignore[union-attr]
+    used_once: Any = (product.args[0], product.args[1], inner)
+    if gated is None or any(len(node.users) > 1 for node in used_once):
         return None
     gate, up = gated[1], other[1]
     plain = all(each["activation"] == "none" and each["residual"] is None for each in (gate, up))
@@ -70,19 +71,25 @@ def _joint_layer(model: nn.Module, gate: dict[str, Any], up: dict[str, Any]) -> 
     layer = model.get_submodule(paths[0][0])
     if not isinstance(layer, GatedMLP) or layer.joined != (paths[0][2], paths[1][2]):
         return None
-    if "act_and_mul" in layer.idle():  # as where somebody provides a kernel for the activation alone
+    if (
+        "act_and_mul" in layer.idle()
+    ):  # as where somebody provides a kernel for the activation alone
         return None
     return None if layer.joint_parameter("weight")[0] is None else paths[0][0]
 
 
-def _joint_of_layer(module: fx.GraphModule, model: nn.Module, path: str, name: str) -> fx.Node | None:
+def _joint_of_layer(
+    module: fx.GraphModule, model: nn.Module, path: str, name: str
+) -> fx.Node | None:
     """Give a graph a joint parameter of a layer; ``None`` if it has none."""
     layer: Any = model.get_submodule(path)
     tensor, parts = layer.joint_parameter(name)
     return None if tensor is None else _held(module, tensor, parts, ("joint", path, name))
 
 
-def _held(module: fx.GraphModule, tensor: nn.Parameter, parts: Sequence[Tensor], origin: Origin) -> fx.Node:
+def _held(
+    module: fx.GraphModule, tensor: nn.Parameter, parts: Sequence[Tensor], origin: Origin
+) -> fx.Node:
     """Give a graph a parameter over the memory of others, and return the node that stands for it."""
     number = sum(name.startswith("joint_") for name, _ in module.named_parameters(recurse=False))
     module.register_parameter(f"joint_{number}", tensor)
@@ -103,7 +110,9 @@ class JointLinears(GraphPass):
         groups: dict[fx.Node, list[tuple[fx.Node, str]]] = {}
         for node, _, given in semantic_calls(module.graph, "linear"):
             path = _layer_of(given)
-            if path is not None and not isinstance(model.get_submodule(path.rpartition(".")[0]), JointLayer):
+            if path is not None and not isinstance(
+                model.get_submodule(path.rpartition(".")[0]), JointLayer
+            ):
                 groups.setdefault(given["x"], []).append((node, path))
         joined = [_joined(module, model, x, group) for x, group in groups.items() if len(group) > 1]
         return Outcome.of(sum(joined), ["weights cannot lie together"] * joined.count(False))
@@ -119,7 +128,9 @@ def _layer_of(given: dict[str, Any]) -> str | None:
     return path if ours and name == "weight" else None
 
 
-def _joined(module: fx.GraphModule, model: nn.Module, x: fx.Node, group: Sequence[tuple[fx.Node, str]]) -> bool:
+def _joined(
+    module: fx.GraphModule, model: nn.Module, x: fx.Node, group: Sequence[tuple[fx.Node, str]]
+) -> bool:
     """Compute the linear maps of a group by one; false where their weights cannot lie together."""
     paths = [path for _, path in group]
     layers: list[Any] = [model.get_submodule(path) for path in paths]
@@ -128,7 +139,12 @@ def _joined(module: fx.GraphModule, model: nn.Module, x: fx.Node, group: Sequenc
         return False
     with module.graph.inserting_before(group[0][0]):
         placed = [
-            _held(module, tensors[name], [getattr(each, name) for each in layers], ("together", name, *paths))
+            _held(
+                module,
+                tensors[name],
+                [getattr(each, name) for each in layers],
+                ("together", name, *paths),
+            )
             if name in tensors
             else None
             for name in ("weight", "bias")
@@ -137,6 +153,8 @@ def _joined(module: fx.GraphModule, model: nn.Module, x: fx.Node, group: Sequenc
         for (node, _), layer in zip(group, layers, strict=True):
             end = start + layer.weight.shape[0]
             part = module.graph.call_function(_aten.slice.Tensor, (joint, -1, start, end))
-            node.replace_all_uses_with(module.graph.call_function(_aten.contiguous.default, (part,)))
+            node.replace_all_uses_with(
+                module.graph.call_function(_aten.contiguous.default, (part,))
+            )
             start = end
     return True

@@ -68,12 +68,25 @@ class Lowering(NamedTuple):
     def decision(self) -> Decision:
         """The choice, with its reasons."""
         kernel, binding = self._kernel, self.binding
-        why = "the form of the kernel that is bound" if kernel else "no provider's kernel comes as this form here"
-        candidate = Candidate(self.chosen, True, why, binding.provider, location_of(kernel or self.form.native))
+        why = (
+            "the form of the kernel that is bound"
+            if kernel
+            else "no provider's kernel comes as this form here"
+        )
+        candidate = Candidate(
+            self.chosen, True, why, binding.provider, location_of(kernel or self.form.native)
+        )
         nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
         kernels, classes = binding.kernel.decision, binding.replacement.decision
         subject = f"lowering of {self.form.name}"
-        return Decision(subject, self.chosen, f"{nodes}; {why}", (candidate,), kernels.setting, (kernels, classes))
+        return Decision(
+            subject,
+            self.chosen,
+            f"{nodes}; {why}",
+            (candidate,),
+            kernels.setting,
+            (kernels, classes),
+        )
 
     @property
     def _kernel(self) -> Callable[..., Any] | None:
@@ -90,7 +103,10 @@ def lowerings_of(counts: Mapping[str, int]) -> tuple[Lowering, ...]:
         import opgraft.functional  # noqa: F401  # registers those that models seldom have
     for name in counts:
         _target(FUNCTIONALS[name])
-    return tuple(Lowering(FUNCTIONALS[name], count, binding_of(FUNCTIONALS[name])) for name, count in counts.items())
+    return tuple(
+        Lowering(FUNCTIONALS[name], count, binding_of(FUNCTIONALS[name]))
+        for name, count in counts.items()
+    )
 
 
 def _target(form: Functional[..., Any]) -> Callable[..., Any]:
@@ -118,7 +134,9 @@ def _as_op(form: Functional[..., Any], kernel: Callable[..., Any]) -> Callable[.
             return _contiguous(kernel(*args, **kwargs))
 
         # The name says whose it is, the same in every process.
-        whose = hashlib.sha256(f"{kernel.__module__}.{kernel.__qualname__}".encode()).hexdigest()[:8]
+        whose = hashlib.sha256(f"{kernel.__module__}.{kernel.__qualname__}".encode()).hexdigest()[
+            :8
+        ]
         name = f"{form.name}_of_{whose}"
         direct_register_custom_op(name, run, form.mutates, form.fake)
         _KERNELS[form.name, kernel] = getattr(torch.ops.opgraft, name).default

@@ -57,7 +57,11 @@ def run_passes(
                 f"the pass {each.name} ({type(each).__module__}.{type(each).__qualname__}) breaks the graph of "
                 f"{type(model).__name__}: {described(error)}. Next: correct it, or leave it out"
             ) from error
-        reports.append(PassReport(each.name, digest, matched, replaced, (before, len(module.graph.nodes)), tuple(left)))
+        reports.append(
+            PassReport(
+                each.name, digest, matched, replaced, (before, len(module.graph.nodes)), tuple(left)
+            )
+        )
         _dump(dump, len(reports), each.name, module)
     return tuple(reports)
 
@@ -65,7 +69,9 @@ def run_passes(
 def _expect_same_ends(graph: fx.Graph, known: Iterable[fx.Node]) -> None:
     """Refuse a graph that takes other inputs than before, or in another order, or has not one output."""
     for ends in ("placeholder", "output"):
-        before, after = ([node for node in nodes if node.op == ends] for nodes in (known, graph.nodes))
+        before, after = (
+            [node for node in nodes if node.op == ends] for nodes in (known, graph.nodes)
+        )
         if before != after:
             raise ValueError(f"its {ends} nodes are {after} after it, and were {before} before")
 
@@ -73,7 +79,9 @@ def _expect_same_ends(graph: fx.Graph, known: Iterable[fx.Node]) -> None:
 def _state(node: fx.Node) -> tuple[str, Any]:
     """Describe the arguments of a node, and what it returns; of the output, what is returned from the graph."""
     returned = (
-        fx.node.map_arg(node.args, lambda each: each.meta["val"]) if node.op == "output" else node.meta.get("val")
+        fx.node.map_arg(node.args, lambda each: each.meta["val"])
+        if node.op == "output"
+        else node.meta.get("val")
     )
     return str((node.args, node.kwargs)), layout_of(returned)
 
@@ -100,7 +108,9 @@ def _propagate(module: fx.GraphModule, known: Mapping[fx.Node, tuple[str, Any]])
         if node not in known:
             fresh.add(node)
         elif _state(node)[1] != returned:
-            raise ValueError(f"{node.name} returns {_state(node)[1]} after it, and returned {returned} before")
+            raise ValueError(
+                f"{node.name} returns {_state(node)[1]} after it, and returned {returned} before"
+            )
 
 
 def _dump(folder: Path | None, number: int, name: str, module: fx.GraphModule) -> None:
@@ -110,4 +120,6 @@ def _dump(folder: Path | None, number: int, name: str, module: fx.GraphModule) -
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{number:02}-{name}.txt").write_text(f"{module.graph}\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"graphs cannot be written to the folder {folder}: {error.strerror}") from error
+        raise ConfigError(
+            f"graphs cannot be written to the folder {folder}: {error.strerror}"
+        ) from error

@@ -74,7 +74,9 @@ def layout_of(value: Any) -> Any:
     """
     if isinstance(value, Tensor):
         sizes, strides = (tuple(map(str, each)) for each in (value.shape, value.stride()))
-        strides = tuple("any" if size == "1" else stride for size, stride in zip(sizes, strides, strict=True))
+        strides = tuple(
+            "any" if size == "1" else stride for size, stride in zip(sizes, strides, strict=True)
+        )
         return (value.dtype, str(value.device), sizes, strides)
     if isinstance(value, (tuple, list)):
         return tuple(layout_of(each) for each in value)

@@ -48,7 +48,9 @@ class Packages:
         remote: the folder that other caches share with this one.
     """
 
-    def __init__(self, cache: CompilationCache, environment: Any, remote: SharedFolder | None = None) -> None:
+    def __init__(
+        self, cache: CompilationCache, environment: Any, remote: SharedFolder | None = None
+    ) -> None:
         self.cache, self.environment, self.remote = cache, environment, remote
         self.made: list[str] = []
 
@@ -101,8 +103,15 @@ class Packages:
         Raises:
             CacheEntryError: it cannot be loaded.
         """
-        held = {str(node.target): attribute_of(graph, node) for node in graph.graph.nodes if node.op == "get_attr"}
-        return loaded(self.file_of(key), {name: value for name, value in held.items() if isinstance(value, Tensor)})
+        held = {
+            str(node.target): attribute_of(graph, node)
+            for node in graph.graph.nodes
+            if node.op == "get_attr"
+        }
+        return loaded(
+            self.file_of(key),
+            {name: value for name, value in held.items() if isinstance(value, Tensor)},
+        )
 
     def _usable(self, key: str) -> bool:
         try:
@@ -114,8 +123,13 @@ class Packages:
 def _expect_tensors(graph: fx.GraphModule) -> None:
     """Refuse results that are constants or sizes, which code in a package would return as tensors."""
     (end,) = (node for node in graph.graph.nodes if node.op == "output")
-    if not all(isinstance(each, fx.Node) and isinstance(each.meta.get("val"), Tensor) for each in end.args[0]):
-        raise CacheEntryError("the model returns something besides tensors, which its code would not")
+    if not all(
+        isinstance(each, fx.Node) and isinstance(each.meta.get("val"), Tensor)
+        for each in end.args[0]
+    ):
+        raise CacheEntryError(
+            "the model returns something besides tensors, which its code would not"
+        )
 
 
 def nodes_of(graph: fx.GraphModule) -> Iterator[list[str]]:

@@ -10,7 +10,11 @@ from typing import Any, ClassVar
 import torch
 from opgraft import functional as _functional  # noqa: F401  # registers every form, of which passes make nodes
 from opgraft.compat.graphs import returns_new_memory
-from opgraft.compilation.collective_passes import AllReduceRMSNorm, AsyncTensorParallelism, SequenceParallelism
+from opgraft.compilation.collective_passes import (
+    AllReduceRMSNorm,
+    AsyncTensorParallelism,
+    SequenceParallelism,
+)
 from opgraft.compilation.graph_pass import LATER, PASSED_OVER, GraphPass, Outcome
 from opgraft.compilation.linear_passes import GatedProduct, JointLinears
 from opgraft.compilation.nodes import OPERATOR, has_kernel, layout_of, semantic_calls
@@ -55,9 +59,15 @@ def _changes_nothing(node: fx.Node) -> bool:
     if not isinstance(target, OPERATOR) or target.namespace != "aten" or not node.args:
         return False
     name, source = target.name().removeprefix("aten::").partition(".")[0], node.args[0]
-    if name not in _ALIASING or not isinstance(source, fx.Node) or True in (*node.args[2:], node.kwargs.get("copy")):
+    if (
+        name not in _ALIASING
+        or not isinstance(source, fx.Node)
+        or True in (*node.args[2:], node.kwargs.get("copy"))
+    ):
         return False
-    return "val" in node.meta and bool(layout_of(node.meta["val"]) == layout_of(source.meta.get("val")))
+    return "val" in node.meta and bool(
+        layout_of(node.meta["val"]) == layout_of(source.meta.get("val"))
+    )
 
 
 class Copies(GraphPass):
@@ -71,12 +81,18 @@ class Copies(GraphPass):
         for node in needless:
             node.replace_all_uses_with(node.args[0])
         kept = len(copies) - len(needless)
-        return Outcome.of(len(needless), ["somebody else reads the memory, or it is laid out otherwise"] * kept)
+        return Outcome.of(
+            len(needless), ["somebody else reads the memory, or it is laid out otherwise"] * kept
+        )
 
 
 def _is_needless(copy: fx.Node) -> bool:
     source = copy.args[0]
-    if not isinstance(source, fx.Node) or set(source.users) != {copy} or not returns_new_memory(source):
+    if (
+        not isinstance(source, fx.Node)
+        or set(source.users) != {copy}
+        or not returns_new_memory(source)
+    ):
         return False
     return bool(layout_of(copy.meta.get("val")) == layout_of(source.meta.get("val")))
 
@@ -97,15 +113,23 @@ class AddRMSNorm(GraphPass):
             summed = given.pop("x")
             if not _is_sum(summed):
                 continue
-            if any(order.get(each, -1) > order.get(summed, -1) for each in given.values() if isinstance(each, fx.Node)):
+            if any(
+                order.get(each, -1) > order.get(summed, -1)
+                for each in given.values()
+                if isinstance(each, fx.Node)
+            ):
                 left.append(LATER)
                 continue
             if has_kernel(name) and not has_kernel(f"fused_add_{name}"):
                 left.append(PASSED_OVER)
                 continue
             with module.graph.inserting_before(summed):
-                both = module.graph.call_function(self._fused[name], (*summed.args, *given.values()))
-                normed, total = (module.graph.call_function(operator.getitem, (both, place)) for place in (0, 1))
+                both = module.graph.call_function(
+                    self._fused[name], (*summed.args, *given.values())
+                )
+                normed, total = (
+                    module.graph.call_function(operator.getitem, (both, place)) for place in (0, 1)
+                )
             total.meta.update(summed.meta)  # by which the sum that it is a part of is known
             norm.replace_all_uses_with(normed)
             summed.replace_all_uses_with(total)
@@ -115,7 +139,12 @@ class AddRMSNorm(GraphPass):
 
 def _is_sum(node: object) -> bool:
     """Tell whether a node adds two tensors of one layout, neither of them scaled."""
-    if not isinstance(node, fx.Node) or node.target is not _aten.add.Tensor or node.kwargs or len(node.args) != 2:
+    if (
+        not isinstance(node, fx.Node)
+        or node.target is not _aten.add.Tensor
+        or node.kwargs
+        or len(node.args) != 2
+    ):
         return False
     if not all(isinstance(each, fx.Node) for each in node.args):
         return False
@@ -155,8 +184,13 @@ def passes_of(names: Sequence[str], switches: Mapping[str, bool]) -> list[GraphP
     known = [each.name for each in BUILT_IN]
     for name in switches:
         if name not in known:
-            raise ConfigError(f"compilation_config.pass_config has {name!r}: {close_matches(name, known)}")
-    return [*(each() for each in BUILT_IN if switches.get(each.name, each.is_default)), *map(_user_pass, names)]
+            raise ConfigError(
+                f"compilation_config.pass_config has {name!r}: {close_matches(name, known)}"
+            )
+    return [
+        *(each() for each in BUILT_IN if switches.get(each.name, each.is_default)),
+        *map(_user_pass, names),
+    ]
 
 
 def _user_pass(name: str) -> GraphPass:
@@ -169,7 +203,11 @@ def _user_pass(name: str) -> GraphPass:
             "class as module:Class"
         ) from error
     if isinstance(made, GraphPass) and not isinstance(getattr(made, "name", None), str):
-        raise ConfigError(f"compilation_config.user_passes has {name!r}, whose name is no text: give the class a name")
+        raise ConfigError(
+            f"compilation_config.user_passes has {name!r}, whose name is no text: give the class a name"
+        )
     if not isinstance(made, GraphPass):
-        raise ConfigError(f"compilation_config.user_passes has {name!r}, which is no opgraft.GraphPass: derive it so")
+        raise ConfigError(
+            f"compilation_config.user_passes has {name!r}, which is no opgraft.GraphPass: derive it so"
+        )
     return made

@@ -81,12 +81,16 @@ class Pieces:
         places = {node: place for place, node in enumerate([*self._given, *held, *made])}
         self._values: list[Any] = [None] * len(self._given)
         self._values += [attribute_of(graph, node) for node in held] + [None] * len(made)
-        self._returned = [places[each] if isinstance(each, fx.Node) else None for each in end.args[0]]
+        self._returned = [
+            places[each] if isinstance(each, fx.Node) else None for each in end.args[0]
+        ]
         self._constants = [each for each in end.args[0] if not isinstance(each, fx.Node)]
         kept = {*self._returned, *(places[node] for node in held)}
         parts: list[_Part] = []
         for piece, run in reversed([*zip(self.pieces, runs, strict=True)]):
-            inputs, outputs = (tuple(places[node] for node in each) for each in (piece.inputs, piece.outputs))
+            inputs, outputs = (
+                tuple(places[node] for node in each) for each in (piece.inputs, piece.outputs)
+            )
             parts.append(_Part(run, inputs, outputs, tuple({*inputs} - kept)))
             kept |= {*inputs}
         self._parts = parts[::-1]

@@ -50,7 +50,11 @@ def globals_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
             value = function.__globals__[name]
             yield name, value
             if isinstance(value, ModuleType) and is_own(value.__name__):
-                yield from ((f"{name}.{other}", vars(value)[other]) for other in names if other in vars(value))
+                yield from (
+                    (f"{name}.{other}", vars(value)[other])
+                    for other in names
+                    if other in vars(value)
+                )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -71,5 +75,9 @@ def _instructions(code: CodeType) -> Iterator[str]:
         yield each.co_code.hex()
         yield repr(each.co_names)
         for constant in each.co_consts:
-            if not isinstance(constant, CodeType):  # sets have an order of their own in each process
-                yield repr(sorted(constant, key=repr) if isinstance(constant, frozenset) else constant)
+            if not isinstance(
+                constant, CodeType
+            ):  # sets have an order of their own in each process
+                yield repr(
+                    sorted(constant, key=repr) if isinstance(constant, frozenset) else constant
+                )

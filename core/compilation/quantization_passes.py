@@ -33,7 +33,11 @@ class _QuantizedResult(GraphPass):
             if source is None:
                 continue
             made, form, arguments = source
-            if any(order.get(each, 0) > order[made] for each in given.values() if isinstance(each, fx.Node)):
+            if any(
+                order.get(each, 0) > order[made]
+                for each in given.values()
+                if isinstance(each, fx.Node)
+            ):
                 left.append(f"a scale is computed after {form}")
                 continue
             if (has_kernel(form) or has_kernel(name)) and not has_kernel(f"{form}_{name}"):
@@ -90,7 +94,11 @@ class AttentionQuantFP8(GraphPass):
             moved = _moved(given["x"])
             attention: Any = moved[0].args[0] if moved else given["x"]
             called = semantic_call(attention, self._form)
-            if called is None or len(attention.users) > 1 or tuple(given["group_shape"]) != (-1, -1):
+            if (
+                called is None
+                or len(attention.users) > 1
+                or tuple(given["group_shape"]) != (-1, -1)
+            ):
                 continue
             arguments = called[1]
             if arguments.pop("dropout_p"):
@@ -104,7 +112,11 @@ class AttentionQuantFP8(GraphPass):
                 left.append(f"a scale is computed after {self._form}")
                 continue
             _quantize_before(
-                module.graph, fused, {**arguments, "output_scale": scale, "dtype": given["dtype"]}, moved, node
+                module.graph,
+                fused,
+                {**arguments, "output_scale": scale, "dtype": given["dtype"]},
+                moved,
+                node,
             )
             replaced += 1
         return Outcome.of(replaced, left)
@@ -126,7 +138,11 @@ def _moved(x: Any) -> list[fx.Node]:
 
 
 def _quantize_before(
-    graph: fx.Graph, name: str, arguments: Mapping[str, Any], moved: Sequence[fx.Node], quantized: fx.Node
+    graph: fx.Graph,
+    name: str,
+    arguments: Mapping[str, Any],
+    moved: Sequence[fx.Node],
+    quantized: fx.Node,
 ) -> None:
     """Quantise what is computed before its elements are moved, and move the quantised ones."""
     with graph.inserting_before(quantized):
@@ -142,7 +158,9 @@ def _merge_equal(graph: fx.Graph, quantizers: Sequence[str]) -> None:
     """Quantise a tensor once that several layers quantise alike."""
     first: dict[Any, fx.Node] = {}
     for node, name, given in semantic_calls(graph, *quantizers):
-        kept = first.setdefault((name, *map(str, given.items())), node)  # nodes have names of their own
+        kept = first.setdefault(
+            (name, *map(str, given.items())), node
+        )  # nodes have names of their own
         if kept is not node:
             node.replace_all_uses_with(kept)
             graph.erase_node(node)
@@ -160,7 +178,9 @@ def _source_of(x: object, forms: tuple[str, ...]) -> tuple[fx.Node, str, dict[st
     return (made, *called) if isinstance(made, fx.Node) else None
 
 
-def _join(graph: fx.Graph, made: fx.Node, quantized: fx.Node, name: str, arguments: Mapping[str, Any]) -> None:
+def _join(
+    graph: fx.Graph, made: fx.Node, quantized: fx.Node, name: str, arguments: Mapping[str, Any]
+) -> None:
     """Put one form in the place of two, of which the first may return a sum besides, and the second a scale."""
     with graph.inserting_before(made):
         fused = graph.call_function(getattr(_opgraft, name).default, (), dict(arguments))
@@ -169,7 +189,10 @@ def _join(graph: fx.Graph, made: fx.Node, quantized: fx.Node, name: str, argumen
         quantized.replace_all_uses_with(fused)
         return
     with graph.inserting_after(fused):
-        parts = [graph.call_function(operator.getitem, (fused, place)) for place in range(1 + tupled + has_sum)]
+        parts = [
+            graph.call_function(operator.getitem, (fused, place))
+            for place in range(1 + tupled + has_sum)
+        ]
     if not tupled:
         quantized.replace_all_uses_with(parts[0])
     for user in list(quantized.users) if tupled else ():

@@ -31,7 +31,11 @@ class _Norm:
 
     def is_like(self, other: _Norm) -> bool:
         """Tell whether one form can compute both; literals are compared."""
-        return (self.name, self.eps, _sizes(self.x)[-1]) == (other.name, other.eps, _sizes(other.x)[-1])
+        return (self.name, self.eps, _sizes(self.x)[-1]) == (
+            other.name,
+            other.eps,
+            _sizes(other.x)[-1],
+        )
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,11 @@ def _join_by_position(graph: fx.Graph) -> Outcome:
         heads = [given.pop("query"), given.pop("key")]
         found = [_norm_of(_apart(each)) for each in heads]
         norms = [each[0] for each in found if each is not None and not each[1]]
-        if len(norms) < 2 or not norms[0].is_like(norms[1]) or _sizes(norms[0].x)[-1] != str(given["head_size"]):
+        if (
+            len(norms) < 2
+            or not norms[0].is_like(norms[1])
+            or _sizes(norms[0].x)[-1] != str(given["head_size"])
+        ):
             continue
         if not _is_free(name, norms[0]):
             left.append(PASSED_OVER)
@@ -119,10 +127,15 @@ def _join_by_row(graph: fx.Graph) -> Outcome:
     return Outcome.of(replaced, left)
 
 
-def _replace(graph: fx.Graph, query: _Rotated, key: _Rotated, tables: dict[Any, tuple[fx.Node, fx.Node]]) -> None:
+def _replace(
+    graph: fx.Graph, query: _Rotated, key: _Rotated, tables: dict[Any, tuple[fx.Node, fx.Node]]
+) -> None:
     """Put the form in the place of two norms and two rotations; ``tables`` are those that the graph has already."""
     with graph.inserting_before(query.node):
-        heads = [_swapped(graph, each.norm.x) if each.normed_by_heads else each.norm.x for each in (query, key)]
+        heads = [
+            _swapped(graph, each.norm.x) if each.normed_by_heads else each.norm.x
+            for each in (query, key)
+        ]
         if query.kind not in tables:
             tables[query.kind] = _table(graph, query)
         table, positions = tables[query.kind]
@@ -136,7 +149,9 @@ def _replace(graph: fx.Graph, query: _Rotated, key: _Rotated, tables: dict[Any, 
         parts = _joined(graph, (query.norm, key.norm), heads, given)
         for place, each in enumerate((query, key)):
             if each.by_heads:
-                parts[place] = _laid_out(graph, _swapped(graph, parts[place]), each.node.meta["val"])
+                parts[place] = _laid_out(
+                    graph, _swapped(graph, parts[place]), each.node.meta["val"]
+                )
             each.node.replace_all_uses_with(parts[place])
 
 
@@ -147,7 +162,9 @@ def _joined(graph: fx.Graph, norms: Any, heads: Any, given: dict[str, Any]) -> l
     gemma = {"one_plus_weight": query.name == "gemma_rms_norm"}
     tensors = (given["positions"], *heads, given["head_size"], given["cos_sin_cache"])
     settings = {"is_neox_style": given["is_neox_style"], **gemma}
-    both = graph.call_function(_opgraft.qk_norm_rope.default, (*tensors, *weights.values()), settings)
+    both = graph.call_function(
+        _opgraft.qk_norm_rope.default, (*tensors, *weights.values()), settings
+    )
     return [graph.call_function(operator.getitem, (both, place)) for place in (0, 1)]
 
 
@@ -183,7 +200,10 @@ def _norm_of(x: Any, readers: int = 1) -> tuple[_Norm, bool] | None:
 def _calls(node: Any, *names: str) -> bool:
     """Tell whether a node calls one of torch's operators of these names."""
     target = node.target if isinstance(node, fx.Node) else None
-    return isinstance(target, OPERATOR) and target.name().removeprefix("aten::").partition(".")[0] in names
+    return (
+        isinstance(target, OPERATOR)
+        and target.name().removeprefix("aten::").partition(".")[0] in names
+    )
 
 
 def _apart(x: Any) -> Any:
@@ -206,13 +226,19 @@ def _rotated(node: Any) -> _Rotated | None:
 
 def _rotated_by_operators(node: Any) -> _Rotated | None:
     """Find ``x · cos + cat(-second half of x, first half of x) · sin``, of heads before tokens."""
-    if node.target is not _aten.add.Tensor or node.kwargs or not all(_calls(each, "mul") for each in node.args):
+    if (
+        node.target is not _aten.add.Tensor
+        or node.kwargs
+        or not all(_calls(each, "mul") for each in node.args)
+    ):
         return None
     (x, cos), (turned, sin) = (each.args for each in node.args)
     found = _norm_of(x, 3)
     if found is None or not _turns(turned, x):
         return None
-    rows = [each.args[0] for each in (cos, sin) if _calls(each, "unsqueeze") and each.args[1:] == (1,)]
+    rows = [
+        each.args[0] for each in (cos, sin) if _calls(each, "unsqueeze") and each.args[1:] == (1,)
+    ]
     batch, *others = (_sizes(x)[dim] for dim in (0, -2, -1))
     if len(_sizes(x)) != 4 or len(rows) != 2 or not all(map(_repeats, rows)):
         return None
@@ -238,7 +264,9 @@ def _repeats(x: Any) -> bool:
     """Tell whether the last dimension is twice the same, as it is made by what computes each element alike."""
     while _calls(x, *_ELEMENTWISE) and not any(isinstance(each, fx.Node) for each in x.args[1:]):
         x = x.args[0]
-    return _calls(x, "cat") and x.args[1:] == (-1,) and len({*x.args[0]}) == 1 and len(x.args[0]) == 2
+    return (
+        _calls(x, "cat") and x.args[1:] == (-1,) and len({*x.args[0]}) == 1 and len(x.args[0]) == 2
+    )
 
 
 def _swapped_source(x: Any) -> Any:
@@ -256,7 +284,11 @@ def _swapped(graph: fx.Graph, x: fx.Node) -> fx.Node:
 def _laid_out(graph: fx.Graph, x: fx.Node, wanted: Tensor) -> fx.Node:
     """Copy the rotated heads, swapped, where those that were there lay one after another."""
     view = wanted.new_empty(wanted.transpose(1, 2).shape).transpose(1, 2)
-    return x if layout_of(view) == layout_of(wanted) else graph.call_function(_aten.contiguous.default, (x,))
+    return (
+        x
+        if layout_of(view) == layout_of(wanted)
+        else graph.call_function(_aten.contiguous.default, (x,))
+    )
 
 
 def _table(graph: fx.Graph, rotated: _Rotated) -> tuple[fx.Node, fx.Node]:
@@ -270,7 +302,9 @@ def _table(graph: fx.Graph, rotated: _Rotated) -> tuple[fx.Node, fx.Node]:
 
     x, tables = rotated.norm.x, [rotated.cos, rotated.sin]
     given = x.meta["val"].shape
-    rows = [size(tables[0], dim, known) for dim, known in enumerate(tables[0].meta["val"].shape[:-1])]
+    rows = [
+        size(tables[0], dim, known) for dim, known in enumerate(tables[0].meta["val"].shape[:-1])
+    ]
     if rotated.by_heads:
         tables = [call(_aten.slice.Tensor, each, -1, 0, given[-1] // 2) for each in tables]
     table = call(_aten.cat.default, tables, -1)

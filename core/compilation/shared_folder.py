@@ -39,7 +39,9 @@ class SharedFolder:
         try:
             return cls(url, read_key(Path(key).expanduser()))
         except (InputError, RuntimeError) as error:
-            raise ConfigError(f"compilation_config.cache_key cannot be used: {described(error)}") from error
+            raise ConfigError(
+                f"compilation_config.cache_key cannot be used: {described(error)}"
+            ) from error
 
     def __init__(self, url: str, key: bytes) -> None:
         self.url = url.rstrip("/")
@@ -88,4 +90,7 @@ def count_entries(url: str) -> int:
         names = [name.rpartition("/")[2] for name in system.ls(path, detail=False)]
     except Exception as error:  # whatever file systems raise
         raise InputError(f"the folder {url} cannot be read: {described(error)}") from error
-    return sum(name.endswith(_SUFFIX) and KEY.fullmatch(name.removesuffix(_SUFFIX)) is not None for name in names)
+    return sum(
+        name.endswith(_SUFFIX) and KEY.fullmatch(name.removesuffix(_SUFFIX)) is not None
+        for name in names
+    )

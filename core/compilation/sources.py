@@ -65,7 +65,11 @@ class Sources:
             module = sys.modules.get(name)
             file, folders = getattr(module, "__file__", None), [*getattr(module, "__path__", ())]
             files = [each for folder in folders for each in _below(folder)]
-            found = self._digest(os.pathsep.join(folders), files) if files else self._module(module, file)
+            found = (
+                self._digest(os.pathsep.join(folders), files)
+                if files
+                else self._module(module, file)
+            )
             self._packages[name] = found
         return self._packages[name]
 
@@ -135,7 +139,9 @@ def _below(folder: str) -> Iterator[tuple[str, Stat]]:
 def _named(module: Any) -> Iterator[str]:
     """Yield the modules that a module names, and those of what it names."""
     for value in list(vars(module).values()):
-        name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+        name = (
+            value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+        )
         if isinstance(name, str):
             yield name
 

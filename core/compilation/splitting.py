@@ -90,7 +90,9 @@ def _cut(node: fx.Node, names: Collection[str]) -> str:
 def _is_exchanged(node: fx.Node) -> bool:
     """Tell whether a node has tensors for results; what it computes of sizes, each piece computes for itself."""
     value = node.meta.get("val")
-    return isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and any(isinstance(x, Tensor) for x in value))
+    return isinstance(value, Tensor) or (
+        isinstance(value, (tuple, list)) and any(isinstance(x, Tensor) for x in value)
+    )
 
 
 def _sizes(module: fx.GraphModule) -> dict[str, fx.Node]:
@@ -104,7 +106,9 @@ def _sizes(module: fx.GraphModule) -> dict[str, fx.Node]:
     return found
 
 
-def _piece(module: fx.GraphModule, nodes: Sequence[fx.Node], cut: str, sizes: Mapping[str, fx.Node]) -> Piece:
+def _piece(
+    module: fx.GraphModule, nodes: Sequence[fx.Node], cut: str, sizes: Mapping[str, fx.Node]
+) -> Piece:
     """Make a graph of some nodes of another; ``sizes`` are those of ``_sizes``."""
     given = _given(module, nodes, sizes)
     graph = fx.Graph()
@@ -115,8 +119,12 @@ def _piece(module: fx.GraphModule, nodes: Sequence[fx.Node], cut: str, sizes: Ma
 
     def copied(node: fx.Node) -> fx.Node:
         name = _size_of(node, sizes)
-        if name and name not in known:  # whatever tensor the graph has it from, so that equal pieces are alike
-            place, dim = next(_dimensions(name, {each: each.meta["val"] for each in known.values()}))
+        if (
+            name and name not in known
+        ):  # whatever tensor the graph has it from, so that equal pieces are alike
+            place, dim = next(
+                _dimensions(name, {each: each.meta["val"] for each in known.values()})
+            )
             known[name] = graph.call_function(torch.ops.aten.sym_size.int, (place, dim))
             known[name].meta = {"val": node.meta["val"]}
         elif not name and node not in known:
@@ -126,13 +134,21 @@ def _piece(module: fx.GraphModule, nodes: Sequence[fx.Node], cut: str, sizes: Ma
     for node in nodes:
         copied(node)
     inside = {*nodes}
-    outputs = tuple(n for n in nodes if isinstance(n.meta["val"], Tensor) and any(u not in inside for u in n.users))
+    outputs = tuple(
+        n
+        for n in nodes
+        if isinstance(n.meta["val"], Tensor) and any(u not in inside for u in n.users)
+    )
     graph.output(tuple(known[node] for node in outputs))
     mark_written(graph)
-    return Piece(fx.GraphModule(module, graph), tuple(given), outputs, cut, "\n".join(_lines(module, graph)))
+    return Piece(
+        fx.GraphModule(module, graph), tuple(given), outputs, cut, "\n".join(_lines(module, graph))
+    )
 
 
-def _given(module: fx.GraphModule, nodes: Sequence[fx.Node], sizes: Mapping[str, fx.Node]) -> list[fx.Node]:
+def _given(
+    module: fx.GraphModule, nodes: Sequence[fx.Node], sizes: Mapping[str, fx.Node]
+) -> list[fx.Node]:
     """Return what nodes read that others compute; last, inputs of the graph for sizes that none of these has."""
     inside, given, named = {*nodes}, dict[fx.Node, Tensor](), set[str]()
 
@@ -149,8 +165,17 @@ def _given(module: fx.GraphModule, nodes: Sequence[fx.Node], sizes: Mapping[str,
     for node in nodes:
         for each in node.all_input_nodes:
             gather(each)
-    words = {word for value in given.values() for size in value.shape for word in re.findall(r"\w+", str(size))}
-    missing = [node for name, node in sizes.items() if name in words | named and not any(_dimensions(name, given))]
+    words = {
+        word
+        for value in given.values()
+        for size in value.shape
+        for word in re.findall(r"\w+", str(size))
+    }
+    missing = [
+        node
+        for name, node in sizes.items()
+        if name in words | named and not any(_dimensions(name, given))
+    ]
     return [*given, *missing]
 
 

@@ -36,11 +36,15 @@ class StaticGraph(PluggableClass):
         outputs: what the code returns, tensors in memory that each ``replay`` writes to, and constants.
     """
 
-    def __init__(self, run: Runner, inputs: Sequence[Tensor], before: StaticGraph | None = None) -> None:
+    def __init__(
+        self, run: Runner, inputs: Sequence[Tensor], before: StaticGraph | None = None
+    ) -> None:
         self.inputs = inputs
         self._run = run
         self._graph: Any = None
-        self.outputs: Sequence[Any] = run(*inputs)  # which also makes what code makes when it is first called
+        self.outputs: Sequence[Any] = run(
+            *inputs
+        )  # which also makes what code makes when it is first called
         kind = current_platform().graph_class
         if kind is not None:
             self._graph = kind()
@@ -71,13 +75,17 @@ class Replayed:
         sizes: ascending.
     """
 
-    def __init__(self, run: Runner, module: fx.GraphModule, batch: str, sizes: Sequence[int]) -> None:
+    def __init__(
+        self, run: Runner, module: fx.GraphModule, batch: str, sizes: Sequence[int]
+    ) -> None:
         self.sizes = sizes
         self._run = run
         given = [node for node in module.graph.nodes if node.op == "placeholder"]
         (end,) = (node for node in module.graph.nodes if node.op == "output")
         self._given = [_Extent(node.meta["val"], bool(node.meta.get(HELD))) for node in given]
-        self._returned = [_Extent(each.meta["val"]) if isinstance(each, fx.Node) else None for each in end.args[0]]
+        self._returned = [
+            _Extent(each.meta["val"]) if isinstance(each, fx.Node) else None for each in end.args[0]
+        ]
         plain = ((place, each.plain.get(batch)) for place, each in enumerate(self._given))
         self._batch = next(((place, dim) for place, dim in plain if dim is not None), None)
         if any(each.names - {batch} for each in (*self._given, *self._returned) if each):
@@ -100,7 +108,9 @@ class Replayed:
         graph = self._graphs.get(size)
         if graph is None:
             inputs = [each.enlarged(x, size) for each, x in zip(self._given, tensors, strict=True)]
-            graph = self._graphs[size] = StaticGraph(self._run, inputs, next(iter(self._graphs.values()), None))
+            graph = self._graphs[size] = StaticGraph(
+                self._run, inputs, next(iter(self._graphs.values()), None)
+            )
         for each, static, x in zip(self._given, graph.inputs, tensors, strict=True):
             if static is not x:
                 each.part(static, batch).copy_(x)
@@ -124,18 +134,26 @@ class _Extent:
     def __init__(self, value: Tensor, held: bool = False) -> None:
         import sympy  # which an engine that compiles nothing starts without
 
-        terms = {dim: sympy.sympify(str(size)) for dim, size in enumerate(value.shape) if not isinstance(size, int)}
+        terms = {
+            dim: sympy.sympify(str(size))
+            for dim, size in enumerate(value.shape)
+            if not isinstance(size, int)
+        }
         self.names = {str(symbol) for term in terms.values() for symbol in term.free_symbols}
         self.plain = {str(term): dim for dim, term in terms.items() if term.is_symbol}
         self.is_shared = any(term.has(sympy.floor) for term in terms.values())
         self._held = held
-        self._terms = {dim: sympy.lambdify([*term.free_symbols], term) for dim, term in terms.items()}
+        self._terms = {
+            dim: sympy.lambdify([*term.free_symbols], term) for dim, term in terms.items()
+        }
 
     def enlarged(self, x: Tensor, size: int) -> Tensor:
         """Return memory for such a tensor of a batch, zeros where it is larger; a tensor that is held itself."""
         if self._held:
             return x
-        return x.new_zeros([self._terms[dim](size) if dim in self._terms else n for dim, n in enumerate(x.shape)])
+        return x.new_zeros(
+            [self._terms[dim](size) if dim in self._terms else n for dim, n in enumerate(x.shape)]
+        )
 
     def part(self, x: Tensor, batch: int) -> Tensor:
         """Return the rows of a batch of a tensor for a larger one."""

@@ -19,7 +19,9 @@ from torch import Tensor, fx, nn
 def origins_of(model: nn.Module, graph: fx.GraphModule) -> dict[str, Origin]:
     """Say of each tensor of a graph where the model has it."""
     modules: dict[str, Any] = modules_of(model)
-    handles = {int(module._packed.handle): path for path, module in modules.items() if _is_packed(module)}
+    handles = {
+        int(module._packed.handle): path for path, module in modules.items() if _is_packed(module)
+    }
     found: dict[str, Origin] = {}
     for node in graph.graph.nodes:
         if node.op != "get_attr":
@@ -29,7 +31,9 @@ def origins_of(model: nn.Module, graph: fx.GraphModule) -> dict[str, Origin]:
             found[str(node.target)] = node.meta[JOINT]
         elif _held(modules, str(node.target)) is tensor:
             found[str(node.target)] = ("model", str(node.target))
-        elif any(user.target is torch.ops.opgraft.packed_only_linear.default for user in node.users):
+        elif any(
+            user.target is torch.ops.opgraft.packed_only_linear.default for user in node.users
+        ):
             found[str(node.target)] = ("packed", handles[int(tensor)])
         else:
             found[str(node.target)] = ("value",)
@@ -79,7 +83,9 @@ def tensors_of(
 
 def move_joint(parts: Iterable[Tensor]) -> None:
     """Have the memory that parameters were put into together moved to huge pages, after the first output."""
-    move_to_huge_pages((range(p.data_ptr(), p.data_ptr() + p.nbytes) for p in parts if p.is_cpu), wait=1.0)
+    move_to_huge_pages(
+        (range(p.data_ptr(), p.data_ptr() + p.nbytes) for p in parts if p.is_cpu), wait=1.0
+    )
 
 
 class Places:
@@ -91,7 +97,9 @@ class Places:
         joint: parameters over whose memory they have joint tensors, which must stay where it is.
     """
 
-    def __init__(self, model: nn.Module, used: Iterable[Tensor], joint: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self, model: nn.Module, used: Iterable[Tensor], joint: Iterable[nn.Parameter]
+    ) -> None:
         self._kind = type(model).__name__
         known = {id(tensor) for tensor in used}
         held = [

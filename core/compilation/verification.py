@@ -22,13 +22,18 @@ TOLERANCE = {
 """By dtype, the largest difference that counts as rounding, over the largest value of the result."""
 
 
-def of_sizes(tensors: Sequence[Tensor], expected: Sequence[Expected], sizes: Mapping[str, int]) -> list[Tensor]:
+def of_sizes(
+    tensors: Sequence[Tensor], expected: Sequence[Expected], sizes: Mapping[str, int]
+) -> list[Tensor]:
     """Return inputs of other dynamic sizes, by name, made of the rows of those that are given."""
     cut = list(tensors)
     for place, each in enumerate(expected):
         for dim, term in each.dynamic.items():
             if term.name in sizes:
-                rows = torch.arange(term.size(sizes[term.name]), device=cut[place].device) % cut[place].shape[dim]
+                rows = (
+                    torch.arange(term.size(sizes[term.name]), device=cut[place].device)
+                    % cut[place].shape[dim]
+                )
                 cut[place] = cut[place].index_select(dim, rows)
     return cut
 
@@ -60,10 +65,14 @@ def expect_alike(
         for buffer, values in before:
             buffer.copy_(values)
     for expected, found in zip(*results, strict=True):
-        if not (_close(found, expected) if isinstance(expected, Tensor) else bool(found == expected)):
+        if not (
+            _close(found, expected) if isinstance(expected, Tensor) else bool(found == expected)
+        ):
             advice = ""
             if sizes:
-                advice = "where it branches on that size, name by dynamic_shapes the sizes that vary; "
+                advice = (
+                    "where it branches on that size, name by dynamic_shapes the sizes that vary; "
+                )
             raise CompilationError(
                 f"{type(model).__name__} compiled differs from the model itself{_where(sizes)}, by more than rounding: "
                 f"{advice}where it draws random numbers, or its code does otherwise the next time, it has no graph; "
@@ -72,7 +81,10 @@ def expect_alike(
 
 
 def _results(
-    model: nn.Module, run: Callable[[list[Tensor]], Sequence[Any]], tensors: list[Tensor], sizes: Mapping[str, int]
+    model: nn.Module,
+    run: Callable[[list[Tensor]], Sequence[Any]],
+    tensors: list[Tensor],
+    sizes: Mapping[str, int],
 ) -> Sequence[Any]:
     try:
         return run(tensors)
@@ -93,8 +105,12 @@ def _close(found: Tensor, expected: Tensor) -> bool:
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
     limit = TOLERANCE.get(expected.dtype, 0)
-    if expected.dtype.is_floating_point and expected.itemsize == 1:  # of which torch computes nothing
+    if (
+        expected.dtype.is_floating_point and expected.itemsize == 1
+    ):  # of which torch computes nothing
         found, expected = found.float(), expected.float()
     finite = expected[expected.isfinite()] if expected.is_floating_point() else expected
-    largest = float(finite.abs().max()) if finite.numel() and finite.dtype is not torch.bool else 0.0
+    largest = (
+        float(finite.abs().max()) if finite.numel() and finite.dtype is not torch.bool else 0.0
+    )
     return torch.allclose(found, expected, rtol=0, atol=limit * largest, equal_nan=True)

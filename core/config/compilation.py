@@ -42,7 +42,11 @@ def _mode(value: Any) -> Any:
 
 _MODES = f"one of {', '.join(CompilationMode.__members__)} or a number from 0 to 3"
 KINDS["CompilationMode"] = Kind(
-    "MODE", _MODES, lambda value: isinstance(value, CompilationMode), lambda text, source: text, _mode
+    "MODE",
+    _MODES,
+    lambda value: isinstance(value, CompilationMode),
+    lambda text, source: text,
+    _mode,
 )
 
 
@@ -122,13 +126,17 @@ class CompilationConfig(Section):
         default=(),
         variable="OPGRAFT_CUSTOM_OPS",
     )
-    backend: str | None = setting("the torch.compile backend that models are meant for", default="inductor")
+    backend: str | None = setting(
+        "the torch.compile backend that models are meant for", default="inductor"
+    )
     mode: CompilationMode | None = setting("how models are compiled", default=CompilationMode.NONE)
     user_passes: Sequence[str] = setting(
-        "passes over the graph that run after opgraft's own, as module:Class; for the mode FULL", default=()
+        "passes over the graph that run after opgraft's own, as module:Class; for the mode FULL",
+        default=(),
     )
     dump_graphs: str | None = setting(
-        "folder for the graph before the first pass and after each, as text; for the mode FULL", unset="none"
+        "folder for the graph before the first pass and after each, as text; for the mode FULL",
+        unset="none",
     )
     fail_on_recompile: bool = setting(
         "a program that a device compiles while requests run fails their step, instead of a warning; on devices whose "
@@ -143,23 +151,29 @@ class CompilationConfig(Section):
         unset="as the other settings say",
     )
     compile_sizes: Sequence[int] = setting(
-        "sizes of the batch that have code of their own, beside that for any size; for the mode FULL", default=()
+        "sizes of the batch that have code of their own, beside that for any size; for the mode FULL",
+        default=(),
     )
     compile_ranges: Sequence[str] = setting(
         "ranges of sizes of the batch, as 2-16, that have code of their own, but for compile_sizes; for the mode FULL",
         default=(),
     )
     pass_config: Mapping[str, bool] = setting(
-        "passes of opgraft, each to true or false, over their defaults; for the mode FULL", default={}
+        "passes of opgraft, each to true or false, over their defaults; for the mode FULL",
+        default={},
     )
     cache: bool = setting(
-        "keep the code that the mode FULL has inductor generate, for processes to come", default=False
+        "keep the code that the mode FULL has inductor generate, for processes to come",
+        default=False,
     )
     cache_folder: str | None = setting(
-        "folder of that code, of this user alone", unset="opgraft/compiled in XDG_CACHE_HOME or ~/.cache"
+        "folder of that code, of this user alone",
+        unset="opgraft/compiled in XDG_CACHE_HOME or ~/.cache",
     )
     cache_bytes: int = setting(
-        "bytes that the folder may take; what was not used for longest goes", default=1 << 30, minimum=1
+        "bytes that the folder may take; what was not used for longest goes",
+        default=1 << 30,
+        minimum=1,
     )
     cache_remote: str | None = setting(
         "folder that caches of machines of one kind share, a URL of fsspec or a path: what a cache has not is taken "
@@ -167,7 +181,8 @@ class CompilationConfig(Section):
         unset="none",
     )
     cache_key: str | None = setting(
-        "file of the key that signs what is in cache_remote; nothing else of it is taken", unset="none"
+        "file of the key that signs what is in cache_remote; nothing else of it is taken",
+        unset="none",
     )
     tuning_file: str | None = setting(
         "file of measurements that 'opgraft bench --tune' writes and custom_ops auto follows",
@@ -192,9 +207,14 @@ class CompilationConfig(Section):
         super().__post_init__()
         if self.custom_ops is not None:
             object.__setattr__(self, "custom_ops", CustomOpsSetting.parse(self.custom_ops).tokens)
-        for name, sizes in ("compile_sizes", self.compile_sizes), ("capture_sizes", self.capture_sizes):
+        for name, sizes in (
+            ("compile_sizes", self.compile_sizes),
+            ("capture_sizes", self.capture_sizes),
+        ):
             if any(not 1 <= size < _MOST for size in sizes or ()):
-                raise ConfigError(f"compilation_config.{name} is {sizes}: use sizes of at least 1, and below {_MOST}")
+                raise ConfigError(
+                    f"compilation_config.{name} is {sizes}: use sizes of at least 1, and below {_MOST}"
+                )
         _expect_apart(self.ranges)
 
     @property
@@ -219,7 +239,9 @@ class CompilationConfig(Section):
         """The sizes of the batch that static graphs are recorded for, ascending; none without a ``graph_mode``."""
         if self.graph_mode in (None, "none"):
             return ()
-        return tuple(sorted({*(CAPTURE_SIZES if self.capture_sizes is None else self.capture_sizes)}))
+        return tuple(
+            sorted({*(CAPTURE_SIZES if self.capture_sizes is None else self.capture_sizes)})
+        )
 
     def expect_followed(self) -> None:
         """Refuse settings of the compiler that the mode does not use.
@@ -332,7 +354,9 @@ class CustomOpsSetting:
         off = frozenset(token[1:] for token in tokens if token[0] == "-")
         if on & off:
             name = min(on & off)
-            raise ConfigError(f"custom_ops has both '+{name}' and '-{name}' (got {tokens}): keep one of them")
+            raise ConfigError(
+                f"custom_ops has both '+{name}' and '-{name}' (got {tokens}): keep one of them"
+            )
         default = True if "all" in tokens else False if "none" in tokens else None
         return cls(tokens, default, on, off, "auto" in tokens)
 

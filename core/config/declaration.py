@@ -15,7 +15,10 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from opgraft.errors import ConfigError, close_matches
 
-FLAG_WORDS = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
+FLAG_WORDS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
 """The spellings of a flag."""
 
 _DECLARED = "opgraft_setting"
@@ -47,7 +50,9 @@ def setting(
         variable: its environment variable, where that has an older name than the rule gives.
     """
     bounds = Bounds(choices, minimum, above, maximum, instead)
-    return dataclasses.field(default=None, metadata={_DECLARED: (help, default, unset, bounds, variable)})
+    return dataclasses.field(
+        default=None, metadata={_DECLARED: (help, default, unset, bounds, variable)}
+    )
 
 
 class Bounds(NamedTuple):
@@ -70,7 +75,9 @@ class Bounds(NamedTuple):
 
     def __str__(self) -> str:
         limits = {"at least": self.minimum, "above": self.above, "at most": self.maximum}
-        return " and ".join(f"{word} {limit}" for word, limit in limits.items() if limit is not None)
+        return " and ".join(
+            f"{word} {limit}" for word, limit in limits.items() if limit is not None
+        )
 
 
 class Kind(NamedTuple):
@@ -173,7 +180,9 @@ def own_fields(cls: type[Section]) -> Mapping[str, Field]:
     """Return the settings that a section declares itself, by attribute."""
     if cls not in _FIELDS:
         attributes = dataclasses.fields(cls)  # type: ignore[arg-type]  # every subclass is a dataclass
-        _FIELDS[cls] = {a.name: _field(cls.section, a) for a in attributes if _DECLARED in a.metadata}
+        _FIELDS[cls] = {
+            a.name: _field(cls.section, a) for a in attributes if _DECLARED in a.metadata
+        }
     return _FIELDS[cls]
 
 
@@ -188,7 +197,9 @@ def subsections(cls: type[Section]) -> Mapping[str, type[Section]]:
     """Return the classes of the sections within a section, by attribute."""
     if cls not in _SUBSECTIONS:
         made: dict[str, Any] = {a.name: a.default_factory for a in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        _SUBSECTIONS[cls] = {n: c for n, c in made.items() if isinstance(c, type) and issubclass(c, Section)}
+        _SUBSECTIONS[cls] = {
+            n: c for n, c in made.items() if isinstance(c, type) and issubclass(c, Section)
+        }
     return _SUBSECTIONS[cls]
 
 
@@ -212,8 +223,13 @@ def values_of(section: Section) -> Iterator[tuple[Field, Any]]:
 def made_of(cls: type[_S], values: Mapping[str, Any], classes: Mapping[str, type[Section]]) -> _S:
     """Make a section of values by dotted name that have been checked, with sections of the given ``classes``."""
     attributes = {attribute: values.get(field.name) for attribute, field in own_fields(cls).items()}
-    inner = {name: made_of(classes.get(name, kind), values, classes) for name, kind in subsections(cls).items()}
-    section = cls.__new__(cls)  # without __init__, which would check what was checked when its layer was made
+    inner = {
+        name: made_of(classes.get(name, kind), values, classes)
+        for name, kind in subsections(cls).items()
+    }
+    section = cls.__new__(
+        cls
+    )  # without __init__, which would check what was checked when its layer was made
     vars(section).update(attributes | inner)
     return section
 
@@ -222,7 +238,9 @@ def parse_flag(text: str, source: str) -> bool:
     try:
         return FLAG_WORDS[text.strip().lower()]
     except KeyError:
-        raise ConfigError(f"{source}={text!r} is not a flag: use one of {', '.join(FLAG_WORDS)}") from None
+        raise ConfigError(
+            f"{source}={text!r} is not a flag: use one of {', '.join(FLAG_WORDS)}"
+        ) from None
 
 
 def _parse_number(number: type, words: str, text: str, source: str) -> Any:
@@ -248,7 +266,9 @@ def without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} stands in one object twice")
+        raise ValueError(
+            f"{next(n for n in names if names.count(n) > 1)!r} stands in one object twice"
+        )
     return content
 
 
@@ -260,7 +280,10 @@ def _parse_list(text: str, source: str) -> Any:
 
 def _parse_numbers(text: str, source: str) -> Any:
     parts = _parse_list(text, source)
-    return [_parse_number(int, "an integer", each, source) if isinstance(each, str) else each for each in parts]
+    return [
+        _parse_number(int, "an integer", each, source) if isinstance(each, str) else each
+        for each in parts
+    ]
 
 
 def _parse_pairs(text: str, source: str) -> dict[str, str]:
@@ -278,9 +301,13 @@ def _parse_flags(text: str, source: str) -> Any:
 
 
 def _parse_mapping(text: str, source: str) -> Any:
-    found = _parse_json(text, source) if text.lstrip().startswith("{") else _parse_pairs(text, source)
+    found = (
+        _parse_json(text, source) if text.lstrip().startswith("{") else _parse_pairs(text, source)
+    )
     if not all(isinstance(value, str) and key and value for key, value in found.items()):
-        raise ConfigError(f"{source} is {text!r}: use key=value pairs separated by commas, or a JSON object of them")
+        raise ConfigError(
+            f"{source} is {text!r}: use key=value pairs separated by commas, or a JSON object of them"
+        )
     return found
 
 
@@ -308,29 +335,49 @@ def _are_numbers(value: Any) -> bool:
 
 
 def _maps_texts(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(text, str) for pair in value.items() for text in pair)
+    return isinstance(value, dict) and all(
+        isinstance(text, str) for pair in value.items() for text in pair
+    )
 
 
 def _maps_flags(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(k, str) and isinstance(v, bool) for k, v in value.items())
+    return isinstance(value, dict) and all(
+        isinstance(k, str) and isinstance(v, bool) for k, v in value.items()
+    )
 
 
 KINDS: dict[str, Kind] = {
     "str": Kind("NAME", "a string", _is(str), lambda text, source: text),
     "bool": Kind("FLAG", "true or false", _is(bool), parse_flag),
-    "int": Kind("INTEGER", "an integer", _is(int), functools.partial(_parse_number, int, "an integer")),
-    "float": Kind("NUMBER", "a number", _is(int, float), functools.partial(_parse_number, float, "a number")),
+    "int": Kind(
+        "INTEGER", "an integer", _is(int), functools.partial(_parse_number, int, "an integer")
+    ),
+    "float": Kind(
+        "NUMBER", "a number", _is(int, float), functools.partial(_parse_number, float, "a number")
+    ),
     "Sequence[str]": Kind("LIST", "a list of strings", _are_texts, _parse_list, _as_tuple),
-    "Sequence[int]": Kind("INTEGERS", "a list of integers", _are_numbers, _parse_numbers, _as_tuple),
-    "Mapping[str, str]": Kind("MAPPING", "a mapping of strings to strings", _maps_texts, _parse_mapping, _as_dict),
-    "Mapping[str, bool]": Kind("FLAGS", "a mapping of strings to true or false", _maps_flags, _parse_flags, _as_dict),
+    "Sequence[int]": Kind(
+        "INTEGERS", "a list of integers", _are_numbers, _parse_numbers, _as_tuple
+    ),
+    "Mapping[str, str]": Kind(
+        "MAPPING", "a mapping of strings to strings", _maps_texts, _parse_mapping, _as_dict
+    ),
+    "Mapping[str, bool]": Kind(
+        "FLAGS", "a mapping of strings to true or false", _maps_flags, _parse_flags, _as_dict
+    ),
 }
 """By annotation, without ``| None``."""
 
 
 def _kind(name: str, annotation: Any) -> Kind:
-    text = annotation.__name__ if isinstance(annotation, type) and annotation in (str, bool, int, float) else annotation
+    text = (
+        annotation.__name__
+        if isinstance(annotation, type) and annotation in (str, bool, int, float)
+        else annotation
+    )
     text = re.sub(r"\b[a-z]+(\.[a-z]+)*\.", "", str(text)).removesuffix(" | None")
     if text not in KINDS:
-        raise ConfigError(f"the setting {name} is declared as {annotation}: {close_matches(text, KINDS)}")
+        raise ConfigError(
+            f"the setting {name} is declared as {annotation}: {close_matches(text, KINDS)}"
+        )
     return KINDS[text]

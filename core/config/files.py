@@ -49,7 +49,9 @@ def read_file(path: str) -> ConfigFile:
     for name, value in _fields(_content(path, text)):
         origin = f"{path}, line {_line(text, name)}"
         if name in seen:
-            raise ConfigError(f"{origin}: {name} stands in the file twice, in its section and outside: take one out")
+            raise ConfigError(
+                f"{origin}: {name} stands in the file twice, in its section and outside: take one out"
+            )
         seen.add(name)
         try:
             layers.append((origin, _layer(name, value)))
@@ -61,7 +63,9 @@ def read_file(path: str) -> ConfigFile:
 def _layer(name: str, value: Any) -> OpgraftConfig:
     sections = subsections(OpgraftConfig)
     if name in sections:
-        raise ConfigError(f"{name} is {'null' if value is None else repr(value)}, but it is a section: give it fields")
+        raise ConfigError(
+            f"{name} is {'null' if value is None else repr(value)}, but it is a section: give it fields"
+        )
     if isinstance(value, dict) and name not in FIELDS and "." not in name:
         raise ConfigError(f"unknown section {name!r}: {close_matches(name, sections)}")
     check_known(name)
@@ -78,7 +82,9 @@ def _content(path: str, text: str) -> Mapping[str, Any]:
         elif path.lower().endswith(".json"):
             content = json.loads(text, object_pairs_hook=without_duplicates)
         else:
-            raise ConfigError(f"the config file {path} is neither .json nor .toml: name it by what it holds")
+            raise ConfigError(
+                f"the config file {path} is neither .json nor .toml: name it by what it holds"
+            )
     except (ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise

@@ -30,7 +30,9 @@ CURRENT_SCOPE: ContextVar[Scope | None] = ContextVar("opgraft_scope", default=No
 
 
 @contextmanager
-def set_config(config: OpgraftConfig, *, origin: str = "set_config", file: ConfigFile | None = None) -> Iterator[None]:
+def set_config(
+    config: OpgraftConfig, *, origin: str = "set_config", file: ConfigFile | None = None
+) -> Iterator[None]:
     """Use ``config`` for what is constructed within the block, over enclosing scopes, the environment and defaults.
 
     A ``file`` takes the place of that of ``OPGRAFT_CONFIG``, and so stands below the environment.

@@ -20,12 +20,18 @@ class ModelConfig(Section):
 
     section: ClassVar[str] = "model"
 
-    name: str | None = setting("the checkpoint: a folder, a file, or the name of a packaged model", unset="none")
+    name: str | None = setting(
+        "the checkpoint: a folder, a file, or the name of a packaged model", unset="none"
+    )
     dtype: str = setting(
-        "dtype of weights and activations; auto takes the checkpoint's", default="auto", choices=DTYPES
+        "dtype of weights and activations; auto takes the checkpoint's",
+        default="auto",
+        choices=DTYPES,
     )
     max_model_len: int | None = setting(
-        "longest context in tokens, at most that which the model was made for", minimum=1, unset="the checkpoint's"
+        "longest context in tokens, at most that which the model was made for",
+        minimum=1,
+        unset="the checkpoint's",
     )
     seed: int = setting("seed of random numbers", default=0, minimum=0, maximum=2**63 - 1)
     implementation: str = setting(
@@ -39,7 +45,8 @@ class ModelConfig(Section):
         default=False,
     )
     part: str | None = setting(
-        "name in the checkpoint's config of the part that is the model, such as text_config", unset="the whole"
+        "name in the checkpoint's config of the part that is the model, such as text_config",
+        unset="the whole",
     )
 
 
@@ -51,9 +58,14 @@ class CacheConfig(Section):
 
     block_size: int = setting("tokens in a block of the cache", default=32, minimum=1)
     memory_share: float | None = setting(
-        "share of the free memory that the cache takes", above=0, maximum=1, unset="0.9 of a device's, 0.25 of a host's"
+        "share of the free memory that the cache takes",
+        above=0,
+        maximum=1,
+        unset="0.9 of a device's, 0.25 of a host's",
     )
-    memory_bytes: int | None = setting("bytes that the cache takes, instead of a share", minimum=1, unset="the share")
+    memory_bytes: int | None = setting(
+        "bytes that the cache takes, instead of a share", minimum=1, unset="the share"
+    )
     num_blocks: int | None = setting(
         "blocks of the cache, instead of memory_bytes", minimum=1, unset="as memory allows"
     )
@@ -82,7 +94,9 @@ class SchedulerConfig(Section):
 
     max_num_seqs: int = setting("requests that run at once, at most", default=256, minimum=1)
     max_num_batched_tokens: int = setting("tokens of a step, at most", default=2048, minimum=1)
-    chunked_prefill: bool = setting("process long prompts in chunks beside other requests", default=True)
+    chunked_prefill: bool = setting(
+        "process long prompts in chunks beside other requests", default=True
+    )
     policy: str = setting(
         "order of requests: first come, first served, or by the priority that each is given",
         default="fcfs",
@@ -121,7 +135,9 @@ class ParallelConfig(Section):
         choices=("fail", "move"),
     )
     least_replicas: int = setting(
-        "replicas that must be left, or be starting again; with fewer the engine has stopped", default=1, minimum=1
+        "replicas that must be left, or be starting again; with fewer the engine has stopped",
+        default=1,
+        minimum=1,
     )
     expert: int = setting("ranks that share the experts of a layer", default=1, minimum=1)
     executor: str | None = setting(
@@ -152,14 +168,22 @@ class ParallelConfig(Section):
         default=0,
         minimum=0,
     )
-    ray_cpus: int = setting("processors that Ray reserves for a worker, and threads of it", default=1, minimum=1)
+    ray_cpus: int = setting(
+        "processors that Ray reserves for a worker, and threads of it", default=1, minimum=1
+    )
     redundant_experts: int = setting(
-        "places for experts of a layer beyond one for each, on all ranks together", default=0, minimum=0
+        "places for experts of a layer beyond one for each, on all ranks together",
+        default=0,
+        minimum=0,
     )
     expert_balance_steps: int | None = setting(
-        "steps after which experts are placed anew by the tokens that they computed", minimum=1, unset="never"
+        "steps after which experts are placed anew by the tokens that they computed",
+        minimum=1,
+        unset="never",
     )
-    expert_moves: int = setting("experts that change their place between two steps, at most", default=4, minimum=2)
+    expert_moves: int = setting(
+        "experts that change their place between two steps, at most", default=4, minimum=2
+    )
     data_rank: int | None = field(default=None, repr=False)
     meeting: str | None = field(default=None, repr=False)
 
@@ -176,7 +200,9 @@ class LoadConfig(Section):
     section: ClassVar[str] = "load"
 
     format: str = setting(
-        "format of the checkpoint; auto tells by its files", default="auto", choices=("auto", "safetensors", "gguf")
+        "format of the checkpoint; auto tells by its files",
+        default="auto",
+        choices=("auto", "safetensors", "gguf"),
     )
     device: str | None = setting("device that weights are loaded to", unset="the platform's")
     progress: bool = setting("show a progress bar on stderr", default=True)
@@ -189,8 +215,12 @@ class QuantizationSettings(Section):
     section: ClassVar[str] = "quantization"
 
     method: str | None = setting("name of a quantization method", unset="the checkpoint's")
-    skip: Sequence[str] = setting("prefixes, or patterns with *, of layers that stay as they are", default=())
-    by_prefix: Mapping[str, str] = setting("prefix or pattern of layers to the method that they take", default={})
+    skip: Sequence[str] = setting(
+        "prefixes, or patterns with *, of layers that stay as they are", default=()
+    )
+    by_prefix: Mapping[str, str] = setting(
+        "prefix or pattern of layers to the method that they take", default={}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,8 +235,12 @@ class ShadowConfig(Section):
         minimum=0,
         maximum=1,
     )
-    first_call: bool = setting("compare the first call of each kernel with each choice of dtypes", default=False)
-    demote: bool = setting("an op whose kernel differs runs its native definition from then on", default=False)
+    first_call: bool = setting(
+        "compare the first call of each kernel with each choice of dtypes", default=False
+    )
+    demote: bool = setting(
+        "an op whose kernel differs runs its native definition from then on", default=False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,72 +249,111 @@ class ServerConfig(Section):
 
     section: ClassVar[str] = "server"
 
-    host: str = setting("address to listen on; 0.0.0.0 for all of this machine's", default="127.0.0.1")
-    port: int = setting("port to listen on; 0 takes a free one", default=8000, minimum=0, maximum=65535)
-    model_name: str | None = setting("name of the model for clients", unset="the last part of MODEL")
-    api_key_file: str | None = setting("file of API keys, one a line; clients must send one", unset="none")
-    allowed_hosts: Sequence[str] = setting(
-        "names, besides localhost, by which a server without keys on a local address may be asked", default=()
+    host: str = setting(
+        "address to listen on; 0.0.0.0 for all of this machine's", default="127.0.0.1"
     )
-    cors_origins: Sequence[str] = setting("origins whose pages may call the server from a browser", default=())
+    port: int = setting(
+        "port to listen on; 0 takes a free one", default=8000, minimum=0, maximum=65535
+    )
+    model_name: str | None = setting(
+        "name of the model for clients", unset="the last part of MODEL"
+    )
+    api_key_file: str | None = setting(
+        "file of API keys, one a line; clients must send one", unset="none"
+    )
+    allowed_hosts: Sequence[str] = setting(
+        "names, besides localhost, by which a server without keys on a local address may be asked",
+        default=(),
+    )
+    cors_origins: Sequence[str] = setting(
+        "origins whose pages may call the server from a browser", default=()
+    )
     max_waiting_requests: int = setting(
         "sequences that wait for their first token, at most; further requests get the status 429",
         default=1024,
         minimum=1,
     )
     max_waiting_tokens: int = setting(
-        "tokens of the prompts of these, at most; further requests get the status 429", default=1 << 20, minimum=1
+        "tokens of the prompts of these, at most; further requests get the status 429",
+        default=1 << 20,
+        minimum=1,
     )
     max_connections: int = setting(
-        "connections that are open at once, at most; further ones get the status 503", default=4096, minimum=1
+        "connections that are open at once, at most; further ones get the status 503",
+        default=4096,
+        minimum=1,
     )
-    max_body_bytes: int = setting("bytes of the body of a request, at most", default=4 << 20, minimum=1)
+    max_body_bytes: int = setting(
+        "bytes of the body of a request, at most", default=4 << 20, minimum=1
+    )
     max_total_body_bytes: int = setting(
         "bytes of the bodies of all requests that are being answered, at most; further ones get the status 429",
         default=64 << 20,
         minimum=1,
     )
-    max_prompt_tokens: int | None = setting("tokens of a prompt, at most", minimum=1, unset="as the context allows")
+    max_prompt_tokens: int | None = setting(
+        "tokens of a prompt, at most", minimum=1, unset="as the context allows"
+    )
     max_prompt_characters: int | None = setting(
         "characters of each prompt of a request, at most; longer ones are not tokenized",
         minimum=1,
         unset="64 for a token of the context",
     )
     max_output_tokens: int | None = setting(
-        "tokens that a request may ask for, all its answers together, at most", minimum=1, unset="the context for each"
+        "tokens that a request may ask for, all its answers together, at most",
+        minimum=1,
+        unset="the context for each",
     )
     max_answers: int = setting(
         "answers that a request may ask for: its prompts times n, at most", default=128, minimum=1
     )
-    max_inputs: int = setting("texts that a request for embeddings may have", default=2048, minimum=1)
-    max_stops: int = setting(
-        "strings or tokens that a request may list in stop, stop_token_ids and bad_words each", default=64, minimum=0
+    max_inputs: int = setting(
+        "texts that a request for embeddings may have", default=2048, minimum=1
     )
-    max_logit_bias: int = setting("tokens that a request may list in logit_bias", default=300, minimum=0)
-    max_logprobs: int = setting("log-probabilities of a token that a request may ask for", default=20, minimum=0)
+    max_stops: int = setting(
+        "strings or tokens that a request may list in stop, stop_token_ids and bad_words each",
+        default=64,
+        minimum=0,
+    )
+    max_logit_bias: int = setting(
+        "tokens that a request may list in logit_bias", default=300, minimum=0
+    )
+    max_logprobs: int = setting(
+        "log-probabilities of a token that a request may ask for", default=20, minimum=0
+    )
     max_total_logprobs: int = setting(
         "log-probabilities that a request may ask for in all: one and the likeliest for each token of its answers, and "
         "of the prompts that they echo",
         default=1 << 18,
         minimum=0,
     )
-    head_seconds: float = setting("seconds in which the head of a request must have come", default=10, above=0)
-    body_seconds: float = setting("seconds in which the body of a request must have come", default=30, above=0)
+    head_seconds: float = setting(
+        "seconds in which the head of a request must have come", default=10, above=0
+    )
+    body_seconds: float = setting(
+        "seconds in which the body of a request must have come", default=30, above=0
+    )
     read_seconds: float = setting(
         "seconds in which a client that has stopped reading must read on, until its connection is closed",
         default=60,
         above=0,
     )
-    request_seconds: float | None = setting("seconds after which a request is aborted", above=0, unset="never")
+    request_seconds: float | None = setting(
+        "seconds after which a request is aborted", above=0, unset="never"
+    )
     step_seconds: float = setting(
         "seconds after which a step that has not ended is taken to hang: the server ends with the exit code 5",
         default=600,
         above=0,
     )
     drain_seconds: float = setting(
-        "seconds that running requests have after a SIGTERM, until they are aborted", default=30, minimum=0
+        "seconds that running requests have after a SIGTERM, until they are aborted",
+        default=30,
+        minimum=0,
     )
     keep_alive_seconds: float = setting(
-        "seconds for which an idle connection stays open; longer than a proxy keeps it", default=75, above=0
+        "seconds for which an idle connection stays open; longer than a proxy keeps it",
+        default=75,
+        above=0,
     )
     log_prompts: bool = setting("write prompts and answers to the log", default=False)

@@ -18,7 +18,16 @@ from opgraft.config.compilation import (
     CustomOpsSetting,
     is_packaged,
 )
-from opgraft.config.declaration import Field, Section, all_fields, made_of, own_fields, setting, subsections, values_of
+from opgraft.config.declaration import (
+    Field,
+    Section,
+    all_fields,
+    made_of,
+    own_fields,
+    setting,
+    subsections,
+    values_of,
+)
 from opgraft.config.sections import (
     CacheConfig,
     LoadConfig,
@@ -54,7 +63,9 @@ class OpgraftConfig(Section):
             classes.
     """
 
-    platform: str | None = setting("the platform to use; decided once per process", unset="detected")
+    platform: str | None = setting(
+        "the platform to use; decided once per process", unset="detected"
+    )
     plugins: Sequence[str] | None = setting(
         "allow list of plugins, by entry-point or distribution name; empty allows none, each named must become active",
         unset="all",
@@ -66,10 +77,12 @@ class OpgraftConfig(Section):
         default=False,
     )
     check_values: bool | None = setting(
-        "ops check values such as positions on accelerators too, and wait for the device to do so", default=False
+        "ops check values such as positions on accelerators too, and wait for the device to do so",
+        default=False,
     )
     cpu_keep_memory: bool | None = setting(
-        "on the CPU platform freed memory stays with the process; needs glibc, cannot be taken back", default=False
+        "on the CPU platform freed memory stays with the process; needs glibc, cannot be taken back",
+        default=False,
     )
     providers: Mapping[str, str] | None = setting(
         "op name to the plugin or distribution whose replacement is used; opgraft keeps the op's own class, native "
@@ -86,7 +99,9 @@ class OpgraftConfig(Section):
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig, kw_only=True)
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig, kw_only=True)
     load: LoadConfig = dataclasses.field(default_factory=LoadConfig, kw_only=True)
-    quantization: QuantizationSettings = dataclasses.field(default_factory=QuantizationSettings, kw_only=True)
+    quantization: QuantizationSettings = dataclasses.field(
+        default_factory=QuantizationSettings, kw_only=True
+    )
     shadow: ShadowConfig = dataclasses.field(default_factory=ShadowConfig, kw_only=True)
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig, kw_only=True)
 
@@ -177,9 +192,15 @@ class Settings:
         if op_name in setting.off:
             return False, f"'-{op_name}' in custom_ops ({origin})"
         if setting.default is not None:
-            return setting.default, f"{'all' if setting.default else 'none'!r} in custom_ops ({origin})"
+            return (
+                setting.default,
+                f"{'all' if setting.default else 'none'!r} in custom_ops ({origin})",
+            )
         if self.leaves_to_compiler(op_name):
-            return False, f"custom_ops defaults to 'none': backend inductor compiles (mode {compilation.mode!s})"
+            return (
+                False,
+                f"custom_ops defaults to 'none': backend inductor compiles (mode {compilation.mode!s})",
+            )
         return True, "custom_ops defaults to 'all'"
 
     def leaves_to_compiler(self, op_name: str | None) -> bool:
@@ -196,10 +217,18 @@ def text_of(value: Any) -> str:
     """Return the value of a setting as the command line takes it; empty where it is not set."""
     if value is None:
         return ""
-    return value.name if isinstance(value, enum.Enum) else value if isinstance(value, str) else json.dumps(value)
+    return (
+        value.name
+        if isinstance(value, enum.Enum)
+        else value
+        if isinstance(value, str)
+        else json.dumps(value)
+    )
 
 
-def resolve(layers: Iterable[tuple[str, OpgraftConfig]], scopes: Iterable[tuple[str, OpgraftConfig]] = ()) -> Settings:
+def resolve(
+    layers: Iterable[tuple[str, OpgraftConfig]], scopes: Iterable[tuple[str, OpgraftConfig]] = ()
+) -> Settings:
     """Merge layers, lowest first, each with the words that name its origin, over the built-in defaults.
 
     Those of ``scopes`` stand above the other ``layers``.
@@ -227,10 +256,15 @@ def resolve(layers: Iterable[tuple[str, OpgraftConfig]], scopes: Iterable[tuple[
     for section in sections:
         for field in own_fields(section).values():
             if field.name not in values:
-                values[field.name], origins[field.name] = field.kind.prepare(field.default), "default"
+                values[field.name], origins[field.name] = (
+                    field.kind.prepare(field.default),
+                    "default",
+                )
     config = made_of(OpgraftConfig, values, classes)
     _check_contradictions(config, origins)
-    scoped = {field.name for _, layer in within for field, value in values_of(layer) if value is not None}
+    scoped = {
+        field.name for _, layer in within for field, value in values_of(layer) if value is not None
+    }
     return Settings(config, origins, frozenset(scoped))
 
 
@@ -239,7 +273,9 @@ def _fill_by_level(values: dict[str, Any], origins: dict[str, str]) -> None:
     name, section = "compilation_config.level", "compilation_config"
     if name not in values:
         return
-    native = {f"+{op}" for op, choice in values.get("providers", {}).items() if choice == NATIVE_CHOICE}
+    native = {
+        f"+{op}" for op, choice in values.get("providers", {}).items() if choice == NATIVE_CHOICE
+    }
     for attribute, value in LEVELS[values[name]].items():
         if attribute == "custom_ops":  # an op that is chosen by hand is not the level's to enable
             value = tuple(token for token in value if token not in native)
@@ -270,7 +306,9 @@ def config_from_fields(values: Mapping[str, Any]) -> OpgraftConfig:
     sections = {}
     for section, cls in subsections(OpgraftConfig).items():
         prefix = f"{section}."
-        sections[section] = cls(**{n.removeprefix(prefix): v for n, v in values.items() if n.startswith(prefix)})
+        sections[section] = cls(
+            **{n.removeprefix(prefix): v for n, v in values.items() if n.startswith(prefix)}
+        )
     return OpgraftConfig(**{n: v for n, v in values.items() if "." not in n}, **sections)  # type: ignore[arg-type]
 
 
@@ -282,7 +320,11 @@ def check_known(name: str) -> None:
     """
     if name not in FIELDS:
         inner = [known for known in FIELDS if known.rpartition(".")[2] == name]
-        meant = f"did you mean {' or '.join(map(repr, inner))}?" if inner else close_matches(name, FIELDS)
+        meant = (
+            f"did you mean {' or '.join(map(repr, inner))}?"
+            if inner
+            else close_matches(name, FIELDS)
+        )
         raise ConfigError(f"unknown setting {name!r}: {meant}")
 
 
@@ -305,7 +347,9 @@ def parse_text(name: str, text: str, source: str = "") -> Any:
         config_from_fields({name: value})
     except ConfigError as error:
         words = str(error)
-        named = f"--{words}" if words.startswith(name) else f"{option}: {words}"  # an option has its name already
+        named = (
+            f"--{words}" if words.startswith(name) else f"{option}: {words}"
+        )  # an option has its name already
         raise ConfigError(f"{source}: {words}" if source else named) from error
     return value
 
@@ -372,5 +416,9 @@ def _check_contradictions(config: OpgraftConfig, origins: Mapping[str, str]) -> 
     for names, holds, reason in _RULES:
         if not holds(config):
             values = {field.name: value for field, value in values_of(config)}
-            stated = ", ".join(f"{name} = {text_of(values[name])} ({origins[name]})" for name in names)
-            raise ConfigError(f"settings contradict each other: {stated}. {reason[0].upper()}{reason[1:]}.")
+            stated = ", ".join(
+                f"{name} = {text_of(values[name])} ({origins[name]})" for name in names
+            )
+            raise ConfigError(
+                f"settings contradict each other: {stated}. {reason[0].upper()}{reason[1:]}."
+            )

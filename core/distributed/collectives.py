@@ -101,11 +101,31 @@ def _all_rows(x: Tensor, rows: int, world_size: int, kind: str) -> Tensor:
 
 for _name, _signature, _run, _fake in (
     ("all_reduce", "(Tensor x, str kind) -> Tensor", _all_reduce, _summed),
-    ("all_gather", "(Tensor x, int dim, int world_size, str kind) -> Tensor", _all_gather, _gathered),
-    ("reduce_scatter", "(Tensor x, int dim, int world_size, str kind) -> Tensor", _reduce_scatter, _part),
+    (
+        "all_gather",
+        "(Tensor x, int dim, int world_size, str kind) -> Tensor",
+        _all_gather,
+        _gathered,
+    ),
+    (
+        "reduce_scatter",
+        "(Tensor x, int dim, int world_size, str kind) -> Tensor",
+        _reduce_scatter,
+        _part,
+    ),
     # Along the first dimension, of which each rank has an equal part: the last ones are padded.
-    ("reduce_scatter_rows", "(Tensor x, int world_size, str kind) -> Tensor", _reduce_scatter_rows, _part_of_rows),
-    ("rows_of_rank", "(Tensor x, int world_size, str kind) -> Tensor", _rows_of_rank, _part_of_rows),
+    (
+        "reduce_scatter_rows",
+        "(Tensor x, int world_size, str kind) -> Tensor",
+        _reduce_scatter_rows,
+        _part_of_rows,
+    ),
+    (
+        "rows_of_rank",
+        "(Tensor x, int world_size, str kind) -> Tensor",
+        _rows_of_rank,
+        _part_of_rows,
+    ),
     (
         "all_gather_rows",
         "(Tensor x, SymInt rows, int world_size, str kind) -> Tensor",

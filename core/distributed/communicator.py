@@ -31,7 +31,9 @@ class Communicator(PluggableClass):
     use_all_gather: ClassVar[bool] = True
     """Gather logits on every rank; where false on the first one only, and the others get none."""
 
-    def __init__(self, process_group: dist.ProcessGroup, ranks: Sequence[int], rank: int, name: str) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup, ranks: Sequence[int], rank: int, name: str
+    ) -> None:
         self.process_group = process_group
         self.ranks = tuple(ranks)
         self.rank = rank
@@ -72,7 +74,9 @@ class Communicator(PluggableClass):
                 f"reduce_scatter: {self.world_size} ranks do not divide dimension {dim} of shape {tuple(x.shape)}"
             )
         # The backend cuts along the first dimension only.
-        parts = torch.cat(x.chunk(self.world_size, dim)) if dim not in (0, -x.dim()) else x.contiguous()
+        parts = (
+            torch.cat(x.chunk(self.world_size, dim)) if dim not in (0, -x.dim()) else x.contiguous()
+        )
         out = parts.new_empty((parts.shape[0] // self.world_size, *parts.shape[1:]))
         reduce_scatter_single(out, parts, group=self.process_group)
         return out
@@ -86,7 +90,9 @@ class Communicator(PluggableClass):
             received: how many come from each rank.
         """
         out = x.new_empty((sum(received), *x.shape[1:]))
-        dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=self.process_group)
+        dist.all_to_all_single(
+            out, x.contiguous(), list(received), list(sent), group=self.process_group
+        )
         return out
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
@@ -99,7 +105,9 @@ class Communicator(PluggableClass):
         """Send ``x`` to rank ``dst`` of the group, which receives it."""
         dist.send(x.contiguous(), self.ranks[dst], group=self.process_group)
 
-    def recv(self, size: Sequence[int], dtype: torch.dtype, device: torch.device | str, src: int) -> Tensor:
+    def recv(
+        self, size: Sequence[int], dtype: torch.dtype, device: torch.device | str, src: int
+    ) -> Tensor:
         """Receive what rank ``src`` of the group sends, of this size and dtype."""
         out = torch.empty(tuple(size), dtype=dtype, device=device)
         dist.recv(out, self.ranks[src], group=self.process_group)

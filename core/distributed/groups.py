@@ -102,7 +102,9 @@ class ParallelGroup:
         """
         self._other().send(x, dst)
 
-    def recv(self, size: Sequence[int], dtype: torch.dtype, device: torch.device | str, src: int) -> Tensor:
+    def recv(
+        self, size: Sequence[int], dtype: torch.dtype, device: torch.device | str, src: int
+    ) -> Tensor:
         """Receive what rank ``src`` of the group sends, of this size and dtype.
 
         Raises:
@@ -127,7 +129,9 @@ class ParallelGroup:
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         """Return the ``value`` of rank ``src`` of the group, which can be pickled."""
-        return value if self.communicator is None else self.communicator.broadcast_object(value, src)
+        return (
+            value if self.communicator is None else self.communicator.broadcast_object(value, src)
+        )
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return the ``value`` of each rank, which can be pickled, in their order."""

@@ -84,7 +84,11 @@ def _groups(layout: ParallelLayout, timeout: timedelta) -> dict[str, ParallelGro
                 made[ranks] = dist.new_group(list(ranks), timeout=timeout, group_desc=kind)
             if own in ranks:
                 process_group, place = made.get(ranks), ranks.index(own)
-                communicator = Communicator(process_group, ranks, place, kind) if process_group is not None else None
+                communicator = (
+                    Communicator(process_group, ranks, place, kind)
+                    if process_group is not None
+                    else None
+                )
                 found[kind] = ParallelGroup(kind, ranks, own, communicator)
     return found
 
@@ -95,7 +99,9 @@ def destroy_distributed() -> None:
     for group in known.groups.values():
         if group.communicator is not None:
             group.communicator.destroy()
-            del group.communicator.process_group  # with the last one that has it, others see that this rank has left
+            del (
+                group.communicator.process_group
+            )  # with the last one that has it, others see that this rank has left
     host_state().parallelism = None
     if known.joined and dist.is_initialized():
         dist.destroy_process_group()

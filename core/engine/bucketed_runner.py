@@ -91,7 +91,9 @@ class BucketedModelRunner(ModelRunner):
         super().load_model()
         self._expect_programs()
         limits, longest = self.opgraft_config.scheduler, self.model.max_position
-        self.decodes = decode_buckets(-(-limits.max_num_seqs // DECODE_STEP) * DECODE_STEP, DECODE_STEP)
+        self.decodes = decode_buckets(
+            -(-limits.max_num_seqs // DECODE_STEP) * DECODE_STEP, DECODE_STEP
+        )
         self.prompts = prefill_buckets(min(limits.max_num_batched_tokens, longest))
         self.width = -(-longest // self.layout.block_size)
         self.firsts = [group[0] for group in self.layout.groups]
@@ -119,7 +121,9 @@ class BucketedModelRunner(ModelRunner):
         for number, shape in enumerate(shapes, 1):
             since = perf_counter()
             self._explained(self._build, shape)
-            logger.info("program %d of %d, %s: %.1f s", number, len(shapes), shape, perf_counter() - since)
+            logger.info(
+                "program %d of %d, %s: %.1f s", number, len(shapes), shape, perf_counter() - since
+            )
         self._explained(self._build_copies)
         self.known = self.compilations()
         logger.info("%d programs in %.1f s", self.known - before, perf_counter() - started)
@@ -148,7 +152,10 @@ class BucketedModelRunner(ModelRunner):
         unpadded = [name for name, layer in self.layout.layers.items() if not layer.takes_padding]
         if self.opgraft_config.model.batch_invariant:
             why = "model.batch_invariant is set, and each shape computes in an order of its own: unset it"
-        elif self.opgraft_config.compilation_config.mode in (CompilationMode.DYNAMO_TRACE_ONCE, CompilationMode.FULL):
+        elif self.opgraft_config.compilation_config.mode in (
+            CompilationMode.DYNAMO_TRACE_ONCE,
+            CompilationMode.FULL,
+        ):
             why = "compilation_config.mode, or level, has opgraft capture the model: set the mode to NONE"
         elif self.opgraft_config.parallel.pipeline > 1:
             why = "parallel.pipeline is above 1, and a program has the whole model: set it to 1"
@@ -159,7 +166,9 @@ class BucketedModelRunner(ModelRunner):
         elif unpadded:
             why = f"the attention layer {unpadded[0]!r} does not take padded batches: its takes_padding is False"
         if why:
-            raise ConfigError(f"this device computes by programs of fixed shapes, which do not go with this: {why}")
+            raise ConfigError(
+                f"this device computes by programs of fixed shapes, which do not go with this: {why}"
+            )
 
     def _decode(self, sequences: int) -> StepShape:
         return StepShape(sequences, 1, self.width, len(self.firsts))
@@ -170,9 +179,15 @@ class BucketedModelRunner(ModelRunner):
     def _arguments(self, shape: StepShape) -> tuple[StepModule, Tensor, list[Tensor]]:
         """Return a module of a shape, and what it is called with where a step has no sequence."""
         places = {id(cache): place for place, cache in enumerate(self.tensors)}
-        groups = [{name: places[id(self.caches[name])] for name in group} for group in self.layout.groups]
+        groups = [
+            {name: places[id(self.caches[name])] for name in group} for group in self.layout.groups
+        ]
         module = StepModule(self.model, groups, shape, self.layout.block_size)
-        return module, shape.empty(self.scratch, self.layout.block_size).to(self.device), self.tensors
+        return (
+            module,
+            shape.empty(self.scratch, self.layout.block_size).to(self.device),
+            self.tensors,
+        )
 
     @_as_compiled
     def _build(self, shape: StepShape) -> None:
@@ -189,7 +204,9 @@ class BucketedModelRunner(ModelRunner):
     def _compiled(self, module: torch.nn.Module, inputs: Tensor, caches: Sequence[Tensor]) -> Any:
         self.built += 1
         operators = [self.operators_of(cache) for cache in caches]
-        return StepGraph(compiled(exported(module, inputs, caches), self.backend, operators, self.whole))
+        return StepGraph(
+            compiled(exported(module, inputs, caches), self.backend, operators, self.whole)
+        )
 
     def _explained(self, build: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -216,7 +233,9 @@ class BucketedModelRunner(ModelRunner):
         super()._add(new)
 
     @_as_compiled
-    def _compute(self, sequences: Sequence[Scheduled], started: float, *, continues: bool) -> StepResult:
+    def _compute(
+        self, sequences: Sequence[Scheduled], started: float, *, continues: bool
+    ) -> StepResult:
         """Start the programs of a step one after another, and take the tokens of all."""
         launched = [self._launch(part) for part in self._parts(sequences)]
         prepared = perf_counter()
@@ -227,10 +246,18 @@ class BucketedModelRunner(ModelRunner):
         if names:
             self.sampling.select(names)
             plain = self._takes_likeliest(launched[0][2].shape[1]) and bool((tokens >= 0).all())
-            sampled = Sampled(tokens) if plain else self._sampled([(len(names), each) for names, _, each in launched])
+            sampled = (
+                Sampled(tokens)
+                if plain
+                else self._sampled([(len(names), each) for names, _, each in launched])
+            )
             result = self._take(sampled, names)
         self._expect_known_programs()
-        seconds = {"inputs": prepared - started, "model": computed - prepared, "sample": perf_counter() - computed}
+        seconds = {
+            "inputs": prepared - started,
+            "model": computed - prepared,
+            "sample": perf_counter() - computed,
+        }
         return dataclasses.replace(result, seconds=seconds)
 
     def _parts(self, sequences: Sequence[Scheduled]) -> list[list[Scheduled]]:
@@ -246,7 +273,9 @@ class BucketedModelRunner(ModelRunner):
         part = sorted(part, key=lambda each: not each.samples)
         prompt = part[0].count > 1
         shape = (
-            self._prompt(self.prompts.lookup(part[0].count)) if prompt else self._decode(self.decodes.lookup(len(part)))
+            self._prompt(self.prompts.lookup(part[0].count))
+            if prompt
+            else self._decode(self.decodes.lookup(len(part)))
         )
         inputs = self.batch.inputs(part)
         packed = shape.padded(inputs, self.firsts, self.scratch, self.layout.block_size)
@@ -276,7 +305,9 @@ class BucketedModelRunner(ModelRunner):
             "values"
         )
         if self.opgraft_config.compilation_config.fail_on_recompile:
-            raise RecompilationError(f"{message}. Unset compilation_config.fail_on_recompile to go on with a warning")
+            raise RecompilationError(
+                f"{message}. Unset compilation_config.fail_on_recompile to go on with a warning"
+            )
         logger.warning("%s", message)
 
 

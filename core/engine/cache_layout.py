@@ -27,7 +27,13 @@ def cache_dtype(setting: str, model: torch.dtype) -> torch.dtype:
     Raises:
         ConfigError: it is another floating-point dtype than the model's.
     """
-    dtype = CODES[setting] if setting in CODES else model if setting == "auto" else getattr(torch, setting)
+    dtype = (
+        CODES[setting]
+        if setting in CODES
+        else model
+        if setting == "auto"
+        else getattr(torch, setting)
+    )
     if dtype.is_floating_point and dtype != model:
         raise ConfigError(
             f"cache.dtype is {setting}, and the model computes in {str(model).removeprefix('torch.')}, which keys and "
@@ -103,7 +109,9 @@ class CacheLayout:
         by_window = _by_window(layers)
         size = min(map(len, by_window.values()), default=1)
         groups = [
-            (window, names[i : i + size]) for window, names in by_window.items() for i in range(0, len(names), size)
+            (window, names[i : i + size])
+            for window, names in by_window.items()
+            for i in range(0, len(names), size)
         ]
         windows = [window for window, _ in groups]
         return cls(layers, [names for _, names in groups], windows, block_size, dtype, states or {})
@@ -125,7 +133,9 @@ class CacheLayout:
     def sizes(self) -> CacheSizes:
         """Return the layout in numbers."""
         counts = Counter(layer.sliding_window for layer in self.layers.values())
-        return CacheSizes(self.windows, counts, self.block_size, self.bytes_per_block, self.bytes_per_state)
+        return CacheSizes(
+            self.windows, counts, self.block_size, self.bytes_per_block, self.bytes_per_state
+        )
 
     @property
     def bytes_per_block(self) -> int:
@@ -144,9 +154,14 @@ class CacheLayout:
     def allocate(self, num_blocks: int, device: torch.device) -> dict[str, Tensor]:
         """Return the cache of each layer. The memory is not written to until tokens are."""
         homes = self._homes(num_blocks)
-        tensors = {home: torch.empty(home[1], dtype=self.dtype, device=device) for home in set(homes.values())}
+        tensors = {
+            home: torch.empty(home[1], dtype=self.dtype, device=device)
+            for home in set(homes.values())
+        }
         if device.type == HOST:
-            expect_huge_pages(range(each.data_ptr(), each.data_ptr() + each.nbytes) for each in tensors.values())
+            expect_huge_pages(
+                range(each.data_ptr(), each.data_ptr() + each.nbytes) for each in tensors.values()
+            )
         return {name: tensors[home] for name, home in homes.items()}
 
     @property
@@ -157,9 +172,14 @@ class CacheLayout:
     def allocate_states(self, num_states: int, device: torch.device) -> dict[torch.dtype, Tensor]:
         """Return for each dtype a tensor with so many slots, in which the states of all layers are side by side."""
         sizes = self._state_sizes()
-        return {dtype: torch.zeros(num_states, size, dtype=dtype, device=device) for dtype, size in sizes.items()}
+        return {
+            dtype: torch.zeros(num_states, size, dtype=dtype, device=device)
+            for dtype, size in sizes.items()
+        }
 
-    def states_of_layers(self, slots: Mapping[torch.dtype, Tensor]) -> dict[str, tuple[Tensor, ...]]:
+    def states_of_layers(
+        self, slots: Mapping[torch.dtype, Tensor]
+    ) -> dict[str, tuple[Tensor, ...]]:
         """Return the tensors of each layer, parts of those that ``allocate_states`` has made."""
         taken = dict.fromkeys(slots, 0)
         parts: dict[str, tuple[Tensor, ...]] = {}

@@ -24,7 +24,9 @@ class Room(NamedTuple):
     num_states: int
 
 
-def smallest_room(ranks: Sequence[CacheSizes], config: OpgraftConfig, cache_bytes: Callable[[], list[int]]) -> Room:
+def smallest_room(
+    ranks: Sequence[CacheSizes], config: OpgraftConfig, cache_bytes: Callable[[], list[int]]
+) -> Room:
     """Return what the caches of all ranks have room for, each with the layers that it has.
 
     Args:
@@ -37,8 +39,12 @@ def smallest_room(ranks: Sequence[CacheSizes], config: OpgraftConfig, cache_byte
     """
     there = cache(cache_bytes)
     rooms = [room_for(sizes, config, partial(_at, there, rank)) for rank, sizes in enumerate(ranks)]
-    blocks = [room.num_blocks for sizes, room in zip(ranks, rooms, strict=True) if sizes.bytes_per_block]
-    states = [room.num_states for sizes, room in zip(ranks, rooms, strict=True) if sizes.bytes_per_state]
+    blocks = [
+        room.num_blocks for sizes, room in zip(ranks, rooms, strict=True) if sizes.bytes_per_block
+    ]
+    states = [
+        room.num_states for sizes, room in zip(ranks, rooms, strict=True) if sizes.bytes_per_state
+    ]
     return Room(min(blocks, default=0), min(states, default=0))
 
 

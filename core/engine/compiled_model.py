@@ -37,7 +37,11 @@ class CompiledModel:
     """
 
     def __init__(
-        self, model: Any, layers: Mapping[str, AttentionLayer], settings: CompilationConfig, strict: bool = False
+        self,
+        model: Any,
+        layers: Mapping[str, AttentionLayer],
+        settings: CompilationConfig,
+        strict: bool = False,
     ) -> None:
         self.nodes = AttentionNodes(layers)
         self.settings = settings
@@ -45,21 +49,27 @@ class CompiledModel:
         self.strict = strict
         self._model = self._graph = model
         self._plans = (
-            isinstance(model, HasPlan) and settings.mode is CompilationMode.FULL and not _is_asked_for(settings)
+            isinstance(model, HasPlan)
+            and settings.mode is CompilationMode.FULL
+            and not _is_asked_for(settings)
         )
         for layer in layers.values():
             layer.is_node = True
 
     def __call__(self, input_ids: Tensor, positions: Tensor, *inputs_embeds: Tensor) -> Tensor:
         """Return what the model does, as a rule hidden states; the first two arguments are ``[tokens]``, int64."""
-        hidden: Tensor | None = self._model.planned(input_ids, positions, *inputs_embeds) if self._plans else None
+        hidden: Tensor | None = (
+            self._model.planned(input_ids, positions, *inputs_embeds) if self._plans else None
+        )
         if hidden is not None:
             return hidden
         with self.nodes.entered():
             computed: Tensor = self._graph(input_ids, positions, *inputs_embeds)
         return computed
 
-    def warm_up(self, device: torch.device, empty: Callable[[int], Sequence[Tensor]] = lambda size: ()) -> None:
+    def warm_up(
+        self, device: torch.device, empty: Callable[[int], Sequence[Tensor]] = lambda size: ()
+    ) -> None:
         """Compile.
 
         Args:

@@ -51,7 +51,9 @@ class Draft:
         request.computing = self
         self.batch.append(request)
         fields = request.request_id, start, count, new_blocks, samples, token
-        self.sequences.append(tuple.__new__(Scheduled, fields))  # half the time of a call of the class
+        self.sequences.append(
+            tuple.__new__(Scheduled, fields)
+        )  # half the time of a call of the class
         self.budget -= count
 
     def admit(self, request: Request, count: int, blocks: Blocks, state: int) -> None:
@@ -126,7 +128,9 @@ class Drafts:
     def make(self, draft: Draft, moves: tuple[StateMove, ...]) -> Step:
         """Make a step of a draft, which is computed from now on."""
         removed = tuple(self.removed)
-        draft.step = Step(removed, tuple(draft.added), tuple(draft.copies), tuple(draft.sequences), moves)
+        draft.step = Step(
+            removed, tuple(draft.added), tuple(draft.copies), tuple(draft.sequences), moves
+        )
         self._drafts.append(draft)
         self.removed = []  # not before: an interrupt must not lose whom nobody removes
         return draft.step
@@ -143,7 +147,10 @@ class Drafts:
 
     def forget(self) -> None:
         """Forget the steps that are computed; what they were to remove is left for the next one."""
-        self.removed = [*(name for draft in self._drafts for name in draft.step.removed), *self.removed]
+        self.removed = [
+            *(name for draft in self._drafts for name in draft.step.removed),
+            *self.removed,
+        ]
         self._drafts.clear()
 
 

@@ -74,7 +74,9 @@ class EngineCore:
             the context is longer than the model was made for, or the devices cannot compute the split.
     """
 
-    def __init__(self, opgraft_config: OpgraftConfig | None = None, starting: Starting = nullcontext) -> None:
+    def __init__(
+        self, opgraft_config: OpgraftConfig | None = None, starting: Starting = nullcontext
+    ) -> None:
         given = opgraft_config or host_state().settings().config
         self.opgraft_config = given.resolved()
         expect_compilable(self.opgraft_config)
@@ -95,14 +97,20 @@ class EngineCore:
     def _prepare(self) -> None:
         ranks = self._cache_sizes()
         self.max_model_len = self._context()
-        room = smallest_room(ranks, self.opgraft_config, lambda: self.executor.call_all("cache_bytes"))
+        room = smallest_room(
+            ranks, self.opgraft_config, lambda: self.executor.call_all("cache_bytes")
+        )
         self.executor.call_all("expect_memory", *room)
         reuse, kinds = self.opgraft_config.cache.prefix_reuse, ranks[0].kinds
-        self.cache = KVCacheManager(kinds, room.num_blocks, ranks[0].block_size, reuse, room.num_states)
+        self.cache = KVCacheManager(
+            kinds, room.num_blocks, ranks[0].block_size, reuse, room.num_states
+        )
         self._expect_room(max(sizes.bytes_per_block for sizes in ranks))
         self.executor.call_all("allocate_cache", *room)
         fits, depth = self.executor.call("context_fits"), self.executor.depth
-        self.scheduler = Scheduler(self.opgraft_config.scheduler, self.cache, self.max_model_len, fits, depth)
+        self.scheduler = Scheduler(
+            self.opgraft_config.scheduler, self.cache, self.max_model_len, fits, depth
+        )
         self.counters = self.scheduler.counters
 
     def _cache_sizes(self) -> list[CacheSizes]:
@@ -120,7 +128,10 @@ class EngineCore:
         return ranks
 
     def _context(self) -> int:
-        asked, trained = self.opgraft_config.model.max_model_len, self.executor.call("trained_context")
+        asked, trained = (
+            self.opgraft_config.model.max_model_len,
+            self.executor.call("trained_context"),
+        )
         if asked is not None and trained is not None and asked > trained:
             raise ConfigError(
                 f"model.max_model_len is {asked}, and {self.opgraft_config.model.name} was made for contexts of up to "
@@ -128,11 +139,15 @@ class EngineCore:
             )
         longest = self.executor.call("max_context")
         if longest is None:
-            raise ConfigError("the checkpoint does not say how long a context may be: set model.max_model_len")
+            raise ConfigError(
+                "the checkpoint does not say how long a context may be: set model.max_model_len"
+            )
         return int(longest)
 
     def _expect_room(self, bytes_per_block: int) -> None:
-        needed = self.cache.most_blocks(self.max_model_len, self.opgraft_config.scheduler.max_num_batched_tokens)
+        needed = self.cache.most_blocks(
+            self.max_model_len, self.opgraft_config.scheduler.max_num_batched_tokens
+        )
         there = self.cache.pool.num_blocks
         if needed > there:
             raise ConfigError(
@@ -145,7 +160,11 @@ class EngineCore:
     @property
     def cache_tokens(self) -> int:
         """Return how many tokens of long sequences the cache holds."""
-        full = sum(kind.sliding_window is None for kind in self.cache.kinds) or len(self.cache.kinds) or 1
+        full = (
+            sum(kind.sliding_window is None for kind in self.cache.kinds)
+            or len(self.cache.kinds)
+            or 1
+        )
         return self.cache.pool.num_blocks // full * self.cache.block_size
 
     def capacity(self) -> str:
@@ -277,7 +296,9 @@ class EngineCore:
     def explain(self) -> Explanation:
         """Tell which kernel runs each op of the model, and of which classes the parts of the engine are, and why."""
         explained: Explanation = self.executor.call("explain")
-        return explained.within(scheduler=self.scheduler, kv_cache_manager=self.cache, executor=self.executor)
+        return explained.within(
+            scheduler=self.scheduler, kv_cache_manager=self.cache, executor=self.executor
+        )
 
     def check_health(self) -> None:
         """Raise where the engine cannot go on.
@@ -300,7 +321,9 @@ class EngineCore:
     def _step_failed(self, batch: Sequence[Request], error: BaseException) -> list[EngineOutput]:
         self.counters.failed_steps += 1
         told = explain_exception(error)
-        message = f"the step of {_named(batch)} failed: {described(error)}{f' ({told})' if told else ''}"
+        message = (
+            f"the step of {_named(batch)} failed: {described(error)}{f' ({told})' if told else ''}"
+        )
         if self.opgraft_config.scheduler.on_step_error == "stop":
             self._stopped = error
             message += "; the engine stops"
@@ -331,11 +354,23 @@ class EngineCore:
             logprobs, prompt_logprobs = result.logprobs, result.prompt_logprobs
             tokens = result.tokens
             if errors or left:
-                tokens = {name: token for name, token in tokens.items() if name not in errors and name not in left}
+                tokens = {
+                    name: token
+                    for name, token in tokens.items()
+                    if name not in errors and name not in left
+                }
             news = [  # by half the time of a call of the class
                 tuple.__new__(
                     EngineOutput,
-                    (name, token, finished.get(name), None, logprobs.get(name), prompt_logprobs.get(name), False),
+                    (
+                        name,
+                        token,
+                        finished.get(name),
+                        None,
+                        logprobs.get(name),
+                        prompt_logprobs.get(name),
+                        False,
+                    ),
                 )
                 for name, token in tokens.items()
             ]

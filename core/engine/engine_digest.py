@@ -23,8 +23,12 @@ def engine_digest() -> dict[str, str]:
         OpgraftError: the platform, a plugin asked for by name or a setting prevents a choice.
     """
     state, rows = host_state(), process_rows()
-    rows |= {f"kernel of {name}": _kernel(record.cls) for name, record in state.registry.ops.items()}
-    rows |= {f"class of {name}": _class(record.cls) for name, record in state.registry.classes.items()}
+    rows |= {
+        f"kernel of {name}": _kernel(record.cls) for name, record in state.registry.ops.items()
+    }
+    rows |= {
+        f"class of {name}": _class(record.cls) for name, record in state.registry.classes.items()
+    }
     return rows
 
 
@@ -43,7 +47,9 @@ def _class(target: type) -> str:
         return "conflict"
 
 
-def expect_same_digest(engine: Mapping[str, str], own: Mapping[str, str], rank: int, other: str = ENGINE) -> None:
+def expect_same_digest(
+    engine: Mapping[str, str], own: Mapping[str, str], rank: int, other: str = ENGINE
+) -> None:
     """Refuse to compute where a rank differs from the process of the engine, or from another rank.
 
     Args:
@@ -55,7 +61,11 @@ def expect_same_digest(engine: Mapping[str, str], own: Mapping[str, str], rank: 
     Raises:
         EngineError: they differ.
     """
-    known = [name for name in {**engine, **own} if not name.startswith(_OF_MODULES) or (name in engine and name in own)]
+    known = [
+        name
+        for name in {**engine, **own}
+        if not name.startswith(_OF_MODULES) or (name in engine and name in own)
+    ]
     theirs, ours = ({name: rows[name] for name in known if name in rows} for rows in (engine, own))
     found = differences(theirs, ours, other, f"rank {rank}")
     if not found:

@@ -122,7 +122,9 @@ class Executor(PluggableClass, ABC):
         Raises:
             EngineError: they can never be started again.
         """
-        raise EngineError(f"the workers of {type(self).__name__} cannot be started again: start the engine anew")
+        raise EngineError(
+            f"the workers of {type(self).__name__} cannot be started again: start the engine anew"
+        )
 
     @property
     def is_restarting(self) -> bool:

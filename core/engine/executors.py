@@ -69,7 +69,9 @@ def _join(opgraft_config: OpgraftConfig) -> None:
             "parallel.executor is external, and no launcher has started this process beside others: start it by "
             "torchrun --nproc-per-node N, or leave the setting out"
         )
-    init_distributed(parallel.tensor, parallel.pipeline, parallel.data, timeout=parallel.step_seconds)
+    init_distributed(
+        parallel.tensor, parallel.pipeline, parallel.data, timeout=parallel.step_seconds
+    )
     try:
         load_plugins()
         with set_config(opgraft_config, origin="the engine"):

@@ -42,7 +42,9 @@ class ExpertBalancer:
     """
 
     def __init__(self, model: nn.Module, every: int, most: int) -> None:
-        found = (layer for layer in model.modules() if isinstance(layer, FusedMoE) and layer.records)
+        found = (
+            layer for layer in model.modules() if isinstance(layer, FusedMoE) and layer.records
+        )
         self.layers = [(layer, layer.placement) for layer in found if layer.placement is not None]
         for layer, placement in self.layers:
             _expect_movable(layer, placement)
@@ -80,7 +82,9 @@ class ExpertBalancer:
 
     def loads(self) -> list[list[int]]:
         """Return the tokens that each expert of each layer computed on all ranks since the last placement."""
-        gathered = get_ep_group().all_gather(torch.stack([placement.loads for _, placement in self.layers]), dim=1)
+        gathered = get_ep_group().all_gather(
+            torch.stack([placement.loads for _, placement in self.layers]), dim=1
+        )
         sums = []
         for (_, placement), row in zip(self.layers, gathered.tolist(), strict=True):
             totals = [0] * placement.num_experts
@@ -95,13 +99,19 @@ class ExpertBalancer:
             placement.loads.zero_()
             placed = place_by_load(loads, len(placement.experts), placement.ranks)
             target = nearest(placement.experts, placed)
-            before, after = (heaviest_rank(loads, each, placement.ranks) for each in (placement.experts, target))
+            before, after = (
+                heaviest_rank(loads, each, placement.ranks) for each in (placement.experts, target)
+            )
             if after < before:
-                self.waiting.extend((number, together) for together in moves(placement.experts, target))
+                self.waiting.extend(
+                    (number, together) for together in moves(placement.experts, target)
+                )
 
     def _move(self, step: float) -> int:
         self._set_pace(step)
-        started = perf_counter()  # after the ranks have met: waiting for one that is late is no reason to send less
+        started = (
+            perf_counter()
+        )  # after the ranks have met: waiting for one that is late is no reason to send less
         made, left = 0, self._bytes
         while left > 0 and self.waiting and made + len(self.waiting[0][1]) <= self.most:
             number, together = self.waiting[0]
@@ -118,7 +128,9 @@ class ExpertBalancer:
     def _set_pace(self, step: float) -> None:
         """Choose how much is sent now, the same on all ranks, by the former pause and what a step took in seconds."""
         percent = ceil(100 * self._pause / step)  # 0 before the first pause only
-        longest = int(get_ep_group().all_gather(self.layers[0][1].loads.new_tensor([percent])).max())
+        longest = int(
+            get_ep_group().all_gather(self.layers[0][1].loads.new_tensor([percent])).max()
+        )
         if longest > 100 * LONG:
             self._bytes = max(LEAST_BYTES, self._bytes // 2)
         elif 0 < longest < 100 * SHORT:
@@ -147,12 +159,19 @@ class _Transfer:
         is_complete: all weights are where they are to be written.
     """
 
-    def __init__(self, layer: FusedMoE, placement: ExpertPlacement, together: Sequence[Move]) -> None:
+    def __init__(
+        self, layer: FusedMoE, placement: ExpertPlacement, together: Sequence[Move]
+    ) -> None:
         self._layer, self._placement, self._together = layer, placement, together
         self._weights = layer.quant_method.expert_tensors(layer)
         places = [place for place, _ in together]
-        self._sources = places[::-1] if len(together) == 2 else [placement.experts.index(together[0][1])]
-        ranks = [(source // placement.per_rank, place // placement.per_rank) for source, place in self._routes]
+        self._sources = (
+            places[::-1] if len(together) == 2 else [placement.experts.index(together[0][1])]
+        )
+        ranks = [
+            (source // placement.per_rank, place // placement.per_rank)
+            for source, place in self._routes
+        ]
         self._travels = ranks[0][0] != ranks[0][1]  # there and back, if there are two
         self._number = self._offset = 0
         self._arrived: dict[int, list[Tensor]] = {
@@ -163,7 +182,10 @@ class _Transfer:
 
     @property
     def _routes(self) -> list[tuple[int, int]]:
-        return [(source, place) for source, (place, _) in zip(self._sources, self._together, strict=True)]
+        return [
+            (source, place)
+            for source, (place, _) in zip(self._sources, self._together, strict=True)
+        ]
 
     @property
     def is_complete(self) -> bool:
@@ -178,12 +200,16 @@ class _Transfer:
         part = slice(self._offset, min(self._offset + most, size))
         for source, place in self._routes:
             if self._is_here(source):
-                group.send(_bytes_at(weight, self._here(source))[part], place // self._placement.per_rank)
+                group.send(
+                    _bytes_at(weight, self._here(source))[part], place // self._placement.per_rank
+                )
             elif self._is_here(place):
                 rank = source // self._placement.per_rank
                 arriving = group.recv((part.stop - part.start,), torch.uint8, weight.device, rank)
                 self._arrived[place][self._number][part] = arriving
-        self._number, self._offset = (self._number + 1, 0) if part.stop == size else (self._number, part.stop)
+        self._number, self._offset = (
+            (self._number + 1, 0) if part.stop == size else (self._number, part.stop)
+        )
         return (part.stop - part.start) * len(self._together)
 
     def finish(self) -> None:

@@ -44,7 +44,9 @@ class InProcessExecutor(Executor):
             EngineError: there is no worker, before the start or after the shutdown.
         """
         if self.worker is None:
-            shut_down = "the engine was shut down, or not started, and has no worker: make a new one"
+            shut_down = (
+                "the engine was shut down, or not started, and has no worker: make a new one"
+            )
             raise EngineError(self._lost or shut_down)
         return getattr(self.worker, method)(*args)
 
@@ -87,7 +89,10 @@ class InProcessExecutor(Executor):
             yield
         except Exception as error:
             world = get_world_group()
-            if self.worker is not None and get_tp_group().world_size * get_pp_group().world_size > agreeing:
+            if (
+                self.worker is not None
+                and get_tp_group().world_size * get_pp_group().world_size > agreeing
+            ):
                 self._lost = (
                     f"rank {world.rank} of {world.world_size} has failed ({described(error)}), and has left "
                     "the others, which would have waited for it: start all processes anew"

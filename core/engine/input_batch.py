@@ -132,7 +132,9 @@ class InputBatch:
         self.states = states or {}
         self._max_blocks = max_blocks
         self._sender = Sender(device)
-        self._tokens = Staging((3 + len(groups)) * max_num_batched_tokens + 2 * max_num_seqs, torch.int64)
+        self._tokens = Staging(
+            (3 + len(groups)) * max_num_batched_tokens + 2 * max_num_seqs, torch.int64
+        )
         self._bounds = Staging(2 * max_num_seqs + 1, torch.int32)
         self._tables = [torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32) for _ in groups]
         self._selected = [torch.empty_like(table).flatten() for table in self._tables]
@@ -182,7 +184,10 @@ class InputBatch:
                 written.extend(new_blocks[group])
                 sequence.blocks[group].extend(new_blocks[group])
             if written:
-                table.put_(torch.frombuffer(places, dtype=torch.int64), torch.frombuffer(written, dtype=torch.int32))
+                table.put_(
+                    torch.frombuffer(places, dtype=torch.int64),
+                    torch.frombuffer(written, dtype=torch.int32),
+                )
 
     def inputs(self, scheduled: Sequence[Scheduled], *, continues: bool = False) -> Inputs:
         """Return the tensors of a step; ``continues`` as of ``AttentionBatch``."""
@@ -191,11 +196,19 @@ class InputBatch:
         ends, lengths = list(accumulate(counts)), list(map(add, starts, counts))
         sampled = [end - 1 for end in compress(ends, samples)]
         ids, positions, slots = _of_tokens(sequences, starts, counts, self.block_size)
-        contexts = chain.from_iterable(map(_contexts, sequences, starts, lengths)) if self.fits_context else ()
+        contexts = (
+            chain.from_iterable(map(_contexts, sequences, starts, lengths))
+            if self.fits_context
+            else ()
+        )
         rows = [each.row for each in sequences]
-        self._tokens.write([*ids, *positions, *sampled, *contexts, *chain.from_iterable(slots), *rows])
+        self._tokens.write(
+            [*ids, *positions, *sampled, *contexts, *chain.from_iterable(slots), *rows]
+        )
         self._bounds.write([0, *ends, *lengths])
-        arrived = self._arrive(names, _Shape(ends[-1], len(rows), len(sampled), -(-max(lengths) // self.block_size)))
+        arrived = self._arrive(
+            names, _Shape(ends[-1], len(rows), len(sampled), -(-max(lengths) // self.block_size))
+        )
         batch = AttentionBatch(
             arrived.query_start_loc,
             arrived.seq_lens,
@@ -236,7 +249,13 @@ class InputBatch:
     def _sizes(self, shape: _Shape) -> list[int]:
         """Return the sizes of what is sent: ids, positions, sampled rows, contexts, slots of each group."""
         tokens = shape.tokens
-        return [tokens, tokens, shape.sampled, tokens * self.fits_context, *[tokens] * len(self.groups)]
+        return [
+            tokens,
+            tokens,
+            shape.sampled,
+            tokens * self.fits_context,
+            *[tokens] * len(self.groups),
+        ]
 
     def _cut(self, shape: _Shape) -> _Memory:
         size, sequences, width = sum(self._sizes(shape)), shape.sequences, shape.width
@@ -247,11 +266,25 @@ class InputBatch:
 
     def _sent(self, memory: _Memory) -> _Arrived:
         sequences, send = memory.shape.sequences, self._sender.send
-        ids, positions, sampled, contexts, *slots = send(memory.sent).split_with_sizes(self._sizes(memory.shape))
+        ids, positions, sampled, contexts, *slots = send(memory.sent).split_with_sizes(
+            self._sizes(memory.shape)
+        )
         bounds, pages = send(memory.bounds), dict[str, LayerPages]()
-        for caches, its_slots, table in zip(self.groups, slots, map(send, memory.tables), strict=True):
-            pages.update((name, LayerPages(cache, table, its_slots)) for name, cache in caches.items())
-        return _Arrived(ids, positions, sampled, contexts, bounds[: sequences + 1], bounds[sequences + 1 :], pages)
+        for caches, its_slots, table in zip(
+            self.groups, slots, map(send, memory.tables), strict=True
+        ):
+            pages.update(
+                (name, LayerPages(cache, table, its_slots)) for name, cache in caches.items()
+            )
+        return _Arrived(
+            ids,
+            positions,
+            sampled,
+            contexts,
+            bounds[: sequences + 1],
+            bounds[sequences + 1 :],
+            pages,
+        )
 
 
 def _of_tokens(
@@ -261,14 +294,22 @@ def _of_tokens(
     groups = range(len(sequences[0].blocks))
     if max(counts) == 1:  # none is computed of a prompt
         ids = [each.tokens[start] for each, start in zip(sequences, starts, strict=True)]
-        places = [(each.blocks, *divmod(start, block_size)) for each, start in zip(sequences, starts, strict=True)]
+        places = [
+            (each.blocks, *divmod(start, block_size))
+            for each, start in zip(sequences, starts, strict=True)
+        ]
         return (
             ids,
             starts,
-            [[blocks[i][block] * block_size + offset for blocks, block, offset in places] for i in groups],
+            [
+                [blocks[i][block] * block_size + offset for blocks, block, offset in places]
+                for i in groups
+            ],
         )
     parts = [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
-    ids_of = [each.tokens[part.start : part.stop] for each, part in zip(sequences, parts, strict=True)]
+    ids_of = [
+        each.tokens[part.start : part.stop] for each, part in zip(sequences, parts, strict=True)
+    ]
     return (
         chain.from_iterable(ids_of),
         chain.from_iterable(parts),
@@ -276,7 +317,9 @@ def _of_tokens(
     )
 
 
-def _slots(sequences: Sequence[_Sequence], parts: Sequence[range], group: int, block_size: int) -> Iterator[range]:
+def _slots(
+    sequences: Sequence[_Sequence], parts: Sequence[range], group: int, block_size: int
+) -> Iterator[range]:
     """Yield the slots of parts of sequences, block by block."""
     for sequence, part in zip(sequences, parts, strict=True):
         blocks = sequence.blocks[group]

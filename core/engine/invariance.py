@@ -18,7 +18,9 @@ def make_batch_invariant(model: nn.Module, block_size: int) -> None:
         ConfigError: some layers have no such way to compute; it lists them.
     """
     problems = [
-        f"{path} ({reason})" for path, layer in model.named_modules() if (reason := _obstacle(layer, block_size))
+        f"{path} ({reason})"
+        for path, layer in model.named_modules()
+        if (reason := _obstacle(layer, block_size))
     ]
     if problems:
         listed = "; ".join(problems[:MOST_LISTED])
@@ -43,5 +45,7 @@ def _obstacle(layer: nn.Module, block_size: int) -> str | None:
         return None
     if isinstance(layer, HasWeightMethod):
         return compute_rows_alike(layer)
-    matrices = [name for name, parameter in layer.named_parameters(recurse=False) if parameter.dim() > 1]
+    matrices = [
+        name for name, parameter in layer.named_parameters(recurse=False) if parameter.dim() > 1
+    ]
     return f"{type(layer).__name__} with its own {', '.join(matrices)}" if matrices else None

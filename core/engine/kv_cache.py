@@ -146,12 +146,18 @@ class KVCacheManager(PluggableClass):
         """
         if not self.prefix_reuse:
             return self.no_prefix
-        if self.states and request.num_preemptions and (left := self._left(request, self.states)) is not None:
+        if (
+            self.states
+            and request.num_preemptions
+            and (left := self._left(request, self.states)) is not None
+        ):
             return left
         count = (request.num_tokens - 1) // self.block_size
         self._hash(request, count)
         hashes = request.block_hashes[:count]
-        found = [self.pool.lookup((kind, digest) for digest in hashes) for kind in range(len(self.kinds))]
+        found = [
+            self.pool.lookup((kind, digest) for digest in hashes) for kind in range(len(self.kinds))
+        ]
         length, state = self._covered(found, count), None
         while self.states and length and (state := self.states.find(hashes[length - 1])) is None:
             length = self._covered(found, length - 1)
@@ -178,19 +184,38 @@ class KVCacheManager(PluggableClass):
         if not rest or (state := states.find(digest)) is None:
             return None
         kinds = range(len(self.kinds))
-        partial = [block for block in self.pool.lookup((kind, digest) for kind in kinds) if block is not None]
-        found = [self.pool.lookup((kind, each) for each in request.block_hashes[:full]) for kind in kinds]
-        if len(partial) < len(kinds) or any(map(self.pool.references, partial)) or self._covered(found, full) < full:
+        partial = [
+            block
+            for block in self.pool.lookup((kind, digest) for kind in kinds)
+            if block is not None
+        ]
+        found = [
+            self.pool.lookup((kind, each) for each in request.block_hashes[:full]) for kind in kinds
+        ]
+        if (
+            len(partial) < len(kinds)
+            or any(map(self.pool.references, partial))
+            or self._covered(found, full) < full
+        ):
             return None
         return self._prefix(request.num_tokens - 1, found, partial, state)
 
     def _prefix(
-        self, num_tokens: int, found: Sequence[Sequence[int | None]], partial: Sequence[int], state: int | None
+        self,
+        num_tokens: int,
+        found: Sequence[Sequence[int | None]],
+        partial: Sequence[int],
+        state: int | None,
     ) -> Prefix:
         """Return the beginning of so many tokens with those of its blocks that are needed, all of which were found."""
         full = num_tokens // self.block_size
-        kept = [blocks[first:full] for blocks, first in zip(found, self._first_kept(num_tokens), strict=True)]
-        return Prefix(num_tokens, [[b for b in blocks if b is not None] for blocks in kept], partial, state)
+        kept = [
+            blocks[first:full]
+            for blocks, first in zip(found, self._first_kept(num_tokens), strict=True)
+        ]
+        return Prefix(
+            num_tokens, [[b for b in blocks if b is not None] for blocks in kept], partial, state
+        )
 
     def _covered(self, found: Sequence[Sequence[int | None]], length: int) -> int:
         """Return the most blocks, at most ``length``, of which each kind has found those that are needed.
@@ -230,12 +255,18 @@ class KVCacheManager(PluggableClass):
 
     def fits(self, request: Request, prefix: Prefix, chunk: int, reserve: int) -> bool:
         """Tell whether the whole sequence so far fits after ``prefix``, and leaves ``reserve`` blocks free."""
-        in_use = sum(self.pool.references(block) > 0 for blocks in prefix.blocks for block in blocks)
+        in_use = sum(
+            self.pool.references(block) > 0 for blocks in prefix.blocks for block in blocks
+        )
         needed = self.most_blocks(request.num_tokens, chunk) - in_use
         if needed + reserve <= self.pool.num_free:
             return True
         full = prefix.num_tokens // self.block_size
-        longer = [(kind, each) for each in request.block_hashes[full : full + 1] for kind in range(len(self.kinds))]
+        longer = [
+            (kind, each)
+            for each in request.block_hashes[full : full + 1]
+            for kind in range(len(self.kinds))
+        ]
         absent = [key for key in longer if not self.pool.holds(key)]
         self._lack = _Lack(request, needed, self.pool.revived, absent)
         return False
@@ -259,7 +290,11 @@ class KVCacheManager(PluggableClass):
         for blocks in prefix.blocks:
             self.pool.share(blocks)
         adopted = prefix.state is not None
-        own = list(map(self.pool.adopt, prefix.partial)) if adopted else self.pool.allocate(len(prefix.partial))
+        own = (
+            list(map(self.pool.adopt, prefix.partial))
+            if adopted
+            else self.pool.allocate(len(prefix.partial))
+        )
         full = prefix.num_tokens // self.block_size
         tables = [_Table(full - len(blocks), blocks) for blocks in prefix.blocks]
         for table, block in zip(tables, own, strict=False):
@@ -302,7 +337,11 @@ class KVCacheManager(PluggableClass):
         for kind, table in enumerate(self._tables[request.request_id]):
             for index in range(first, last):
                 self.pool.keep(table.blocks[index], (kind, request.block_hashes[index]))
-        if self.states and start < len(request.prompt) and not request.num_computed % self.block_size:
+        if (
+            self.states
+            and start < len(request.prompt)
+            and not request.num_computed % self.block_size
+        ):
             self.states.keep(request.request_id, request.block_hashes[last - 1])
 
     def chunk(self, request: Request, start: int, count: int) -> int:
@@ -317,7 +356,9 @@ class KVCacheManager(PluggableClass):
 
     def discard(self, request: Request) -> None:
         """Have nothing of a sequence found any more that failed by what it computed: NaN is in its blocks, perhaps."""
-        self.pool.discard((kind, digest) for kind in range(len(self.kinds)) for digest in request.block_hashes)
+        self.pool.discard(
+            (kind, digest) for kind in range(len(self.kinds)) for digest in request.block_hashes
+        )
         if self.states:
             self.states.pool.discard(request.block_hashes)
 
@@ -341,7 +382,9 @@ class KVCacheManager(PluggableClass):
         hashes = request.block_hashes
         for index in range(len(hashes), count):
             before = hashes[-1] if hashes else _root(request)
-            tokens = array("q", request.tokens(index * self.block_size, (index + 1) * self.block_size))
+            tokens = array(
+                "q", request.tokens(index * self.block_size, (index + 1) * self.block_size)
+            )
             hashes.append(sha256(b"block" + before + tokens.tobytes()).digest())
 
 
@@ -355,5 +398,7 @@ def _root(request: Request) -> bytes:
     if salt is not None:
         root = sha256(b"salt" + salt.encode("utf-8", "surrogatepass")).digest()
     return (
-        sha256(b"rotation" + root + array("q", request.rotation).tobytes()).digest() if any(request.rotation) else root
+        sha256(b"rotation" + root + array("q", request.rotation).tobytes()).digest()
+        if any(request.rotation)
+        else root
     )

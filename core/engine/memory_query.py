@@ -24,7 +24,9 @@ class MemoryQuery(PluggableClass):
     def is_of_host(self) -> bool:
         """Tell whether the memory is that of the host, which is everybody's."""
         platform = current_platform()
-        return self.device.type == HOST and (platform.device_type != HOST or HOST in platform.dispatch_chain)
+        return self.device.type == HOST and (
+            platform.device_type != HOST or HOST in platform.dispatch_chain
+        )
 
     def free(self) -> int | None:
         """Return the bytes that are free; ``None`` where that is not known, as for a device of another platform."""

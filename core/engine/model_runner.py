@@ -76,7 +76,9 @@ class ModelRunner(PluggableClass):
             ConfigError: it cannot be compiled, or not here.
         """
         layout = self.layout
-        self.compiled = compiled_as_set(self.model, layout.layers, layout.states, self.opgraft_config)
+        self.compiled = compiled_as_set(
+            self.model, layout.layers, layout.states, self.opgraft_config
+        )
         if self.compiled is not None:
             self.compiled.warm_up(self.device, *(() if self.link is None else (self.link.empty,)))
 
@@ -116,8 +118,14 @@ class ModelRunner(PluggableClass):
     @torch.inference_mode()
     def encode(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Compute the hidden states ``[tokens, hidden_size]`` of each of some sequences, without a cache."""
-        if isinstance(self.model, TransformersModel) and self.model.examination.uncached and len(sequences) > 1:
-            return [states for each in sequences for states in self.encode([each])]  # its layers know of no batch
+        if (
+            isinstance(self.model, TransformersModel)
+            and self.model.examination.uncached
+            and len(sequences) > 1
+        ):
+            return [
+                states for each in sequences for states in self.encode([each])
+            ]  # its layers know of no batch
         lengths = [len(each) for each in sequences]
         ids = torch.tensor(list(chain.from_iterable(sequences)), device=self.device)
         positions = torch.tensor(list(chain.from_iterable(map(range, lengths))), device=self.device)
@@ -151,7 +159,10 @@ class ModelRunner(PluggableClass):
                 self._take_part(started)
             return StepResult({})
         if errors:  # of the last stage, which nevertheless computes what the others do
-            sequences = [each._replace(samples=each.samples and each.request_id not in errors) for each in sequences]
+            sequences = [
+                each._replace(samples=each.samples and each.request_id not in errors)
+                for each in sequences
+            ]
         try:
             result = self._compute(sequences, started, continues=not step.added)
         finally:  # sampling may fail on one rank alone, and the ranks count steps alike
@@ -159,7 +170,9 @@ class ModelRunner(PluggableClass):
                 self.balancer.after_step(started)
         if not errors:
             return result
-        return dataclasses.replace(result, errors={**errors, **result.errors}, refused=errors.keys() | result.refused)
+        return dataclasses.replace(
+            result, errors={**errors, **result.errors}, refused=errors.keys() | result.refused
+        )
 
     def _take_part(self, started: float) -> None:
         """Run the model on no tokens, as replicas that share its experts run it now."""
@@ -168,7 +181,9 @@ class ModelRunner(PluggableClass):
         if self.balancer is not None:
             self.balancer.after_step(started)
 
-    def _compute(self, sequences: Sequence[Scheduled], started: float, *, continues: bool) -> StepResult:
+    def _compute(
+        self, sequences: Sequence[Scheduled], started: float, *, continues: bool
+    ) -> StepResult:
         """Run the model on the sequences of a step and, on the last stage, sample; a subclass may do so in another way.
 
         Args:
@@ -189,10 +204,16 @@ class ModelRunner(PluggableClass):
         logits = self._logits_of(hidden, inputs, sequences) if self._samples else None
         computed = perf_counter()
         result = self._sample(logits, inputs.sampled)
-        seconds = {"inputs": prepared - started, "model": computed - arrived, "sample": perf_counter() - computed}
+        seconds = {
+            "inputs": prepared - started,
+            "model": computed - arrived,
+            "sample": perf_counter() - computed,
+        }
         return dataclasses.replace(result, seconds=seconds)
 
-    def _logits_of(self, hidden: Tensor, inputs: Inputs, sequences: Sequence[Scheduled]) -> Tensor | None:
+    def _logits_of(
+        self, hidden: Tensor, inputs: Inputs, sequences: Sequence[Scheduled]
+    ) -> Tensor | None:
         if self._prompt_logprobs:
             self._take_prompt_logprobs(hidden, sequences)
         return self._logits(hidden, inputs) if inputs.sampled else None
@@ -205,11 +226,22 @@ class ModelRunner(PluggableClass):
         """
         limits = self.opgraft_config.scheduler
         kinds, longest = len(self.layout.groups), self.model.max_position
-        sizes = limits.max_num_seqs, limits.max_num_batched_tokens, longest, self.layout.block_size, kinds
+        sizes = (
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+            longest,
+            self.layout.block_size,
+            kinds,
+        )
         step = largest_step(*sizes)
-        self.allocate_cache(sum(len(blocks) for new in step.added for blocks in new.blocks), len(step.added))
+        self.allocate_cache(
+            sum(len(blocks) for new in step.added for blocks in new.blocks), len(step.added)
+        )
         seen = [free()]
-        hooks = [each.register_forward_hook(lambda *_: seen.append(free())) for each in self.model.modules()]
+        hooks = [
+            each.register_forward_hook(lambda *_: seen.append(free()))
+            for each in self.model.modules()
+        ]
         try:
             self.execute(step)
             seen.append(free())
@@ -297,12 +329,17 @@ class ModelRunner(PluggableClass):
         errors = {str(request_id): error for request_id, error in sampled.errors.items()}
         for request_id in errors:
             del tokens[request_id]
-        astray = {str(request_id): error for request_id, error in self.sampling.extend(tokens.items()).items()}
+        astray = {
+            str(request_id): error
+            for request_id, error in self.sampling.extend(tokens.items()).items()
+        }
         for request_id in astray:
             del tokens[request_id]
         refused = {str(request_id) for request_id in sampled.refused} | astray.keys()
         logprobs = {str(request_id): found for request_id, found in sampled.logprobs.items()}
-        return StepResult(tokens, logprobs, errors | astray, self._ended_prompts(names), refused=refused)
+        return StepResult(
+            tokens, logprobs, errors | astray, self._ended_prompts(names), refused=refused
+        )
 
     def _ended_prompts(self, names: tuple[str, ...]) -> dict[str, list[TokenLogprobs]]:
         """Return the log-probabilities of the prompts that end with this step, and forget them."""

@@ -24,7 +24,9 @@ def expect_portable(request: Request) -> None:
             "logits_processors",
         )
     try:
-        _Elsewhere(io.BytesIO(pickle.dumps((request.request_id, request.params, request.bad_words)))).load()
+        _Elsewhere(
+            io.BytesIO(pickle.dumps((request.request_id, request.params, request.bad_words)))
+        ).load()
     except Exception as error:  # whatever its classes raise
         raise RequestError(
             f"request {request.request_id!r} cannot be sent to the process of the model ({described(error)}): use "
@@ -37,5 +39,7 @@ class _Elsewhere(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "__main__":
-            raise pickle.UnpicklingError(f"{name} is a class of the script, which that process does not have")
+            raise pickle.UnpicklingError(
+                f"{name} is a class of the script, which that process does not have"
+            )
         return super().find_class(module, name)

@@ -77,7 +77,9 @@ class ProcessExecutor(RemoteExecutor):
 
     def _local_ranks(self) -> list[tuple[int, int]]:
         size, parallel = self.layout.world, self.opgraft_config.parallel
-        first, replicas = (0, 1) if parallel.data_rank is None else (parallel.data_rank * size, parallel.data)
+        first, replicas = (
+            (0, 1) if parallel.data_rank is None else (parallel.data_rank * size, parallel.data)
+        )
         return [(first + rank, replicas * size) for rank in range(size)]
 
 
@@ -146,7 +148,9 @@ class LocalProcess(WorkerLink):
             return super().progress()
 
     def stack(self) -> str:
-        if self.progress() == Progress(0, "starting"):  # it may not know the signal yet, and would end
+        if self.progress() == Progress(
+            0, "starting"
+        ):  # it may not know the signal yet, and would end
             return ""
         self.process.send_signal(signal.SIGUSR1)
         time.sleep(_STACK_SECONDS)
@@ -167,8 +171,12 @@ def _variables(size: int) -> dict[str, str]:
     share = max(1, torch.get_num_threads() // size)
     wanted = {"OMP_NUM_THREADS": str(share)}
     if sys.platform == "linux":
-        wanted["GLOO_SOCKET_IFNAME"] = "lo"  # where others would be asked for the address of this host's name
-    threads = os.environ.get("OMP_NUM_THREADS", f"{share}, as {size} ranks share {torch.get_num_threads()}")
+        wanted["GLOO_SOCKET_IFNAME"] = (
+            "lo"  # where others would be asked for the address of this host's name
+        )
+    threads = os.environ.get(
+        "OMP_NUM_THREADS", f"{share}, as {size} ranks share {torch.get_num_threads()}"
+    )
     logger.info("%d ranks on this host start; threads of each: %s", size, threads)
     return {name: value for name, value in wanted.items() if name not in os.environ}
 

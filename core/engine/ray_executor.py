@@ -67,12 +67,19 @@ class RayExecutor(RemoteExecutor):
             _tell(placement.ranks, self.layout.tensor)
             # A worker sees the device alone that Ray has reserved for it.
             nodes = [each.where.node for each in placement.ranks]
-            local = [(0, 1)] * len(links) if device else local_ranks(nodes, parallel.data_rank or 0, replicas)
+            local = (
+                [(0, 1)] * len(links)
+                if device
+                else local_ranks(nodes, parallel.data_rank or 0, replicas)
+            )
             return Started(links, local, meeting, undo.pop_all().close)
 
     def _linked(self, ray: Any, placed: Sequence[Placed]) -> list[WorkerLink]:
         """Have the actors connect, and return the links to them."""
-        token, seconds = secrets.token_bytes(_TOKEN_BYTES), self.opgraft_config.parallel.start_seconds
+        token, seconds = (
+            secrets.token_bytes(_TOKEN_BYTES),
+            self.opgraft_config.parallel.start_seconds,
+        )
         with socket.create_server(
             (ray.util.get_node_ip_address(), 0), backlog=len(CHANNELS) * len(placed)
         ) as listening:
@@ -82,7 +89,10 @@ class RayExecutor(RemoteExecutor):
                 for rank, each in enumerate(placed)
             ]
             found = _connections(ray, listening, token, running, seconds)
-        return [RayLink(rank, connections, ray, placed[rank], running[rank]) for rank, connections in enumerate(found)]
+        return [
+            RayLink(rank, connections, ray, placed[rank], running[rank])
+            for rank, connections in enumerate(found)
+        ]
 
 
 class RayLink(WorkerLink):
@@ -98,7 +108,14 @@ class RayLink(WorkerLink):
 
     telling_seconds = 4.0  # Ray has to notice that a host is lost
 
-    def __init__(self, rank: int, connections: Sequence[socket.socket], ray: Any, placed: Placed, running: Any) -> None:
+    def __init__(
+        self,
+        rank: int,
+        connections: Sequence[socket.socket],
+        ray: Any,
+        placed: Placed,
+        running: Any,
+    ) -> None:
         calls, beside, told = map(Channel, connections)
         super().__init__(rank, calls, beside)
         told.limit(_ANSWER_SECONDS)
@@ -161,7 +178,11 @@ class RayLink(WorkerLink):
 def _variables(cpus: int) -> dict[str, str]:
     """Return the variables of an actor: its threads, those of ours, which plugins may read, and what else decides."""
     ours = {name: value for name, value in os.environ.items() if name.startswith("OPGRAFT_")}
-    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(cpus)), **ours, **deciding_variables()}
+    return {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(cpus)),
+        **ours,
+        **deciding_variables(),
+    }
 
 
 def _connections(
@@ -181,15 +202,21 @@ def _connections(
             while len(found) < len(CHANNELS) * len(running):
                 _expect_running(ray, running)
                 if time.monotonic() > deadline:
-                    missing = sorted({rank for rank in range(len(running)) if (rank, 1) not in found})
-                    raise EngineError(f"the workers of ranks {missing} have not connected within {seconds:g} s")
+                    missing = sorted(
+                        {rank for rank in range(len(running)) if (rank, 1) not in found}
+                    )
+                    raise EngineError(
+                        f"the workers of ranks {missing} have not connected within {seconds:g} s"
+                    )
                 for place, connection in door.greeted(0.2):
                     if place in found or place[0] >= len(running) or place[1] >= len(CHANNELS):
                         connection.close()
                     else:
                         found[place] = connection
         undo.pop_all()
-    return [[found[rank, number] for number in range(len(CHANNELS))] for rank in range(len(running))]
+    return [
+        [found[rank, number] for number in range(len(CHANNELS))] for rank in range(len(running))
+    ]
 
 
 def _close_all(found: Mapping[tuple[int, int], socket.socket]) -> None:
@@ -213,7 +240,9 @@ def _expect_running(ray: Any, running: Sequence[Any]) -> None:
             reason = "it has ended"
         except Exception as error:  # whatever Ray raises
             reason = printable(described(error))
-        raise EngineError(f"the worker of rank {list(running).index(ended[0])} does not start: {reason}")
+        raise EngineError(
+            f"the worker of rank {list(running).index(ended[0])} does not start: {reason}"
+        )
 
 
 class Door:
@@ -246,7 +275,9 @@ class Door:
             is_whole = len(said) == _GREETING_BYTES
             if is_whole and self._is_known(bytes(said)):
                 self._forget(connection)
-                found.append(((int.from_bytes(said[-4:], "little"), said[_TOKEN_BYTES]), connection))
+                found.append(
+                    ((int.from_bytes(said[-4:], "little"), said[_TOKEN_BYTES]), connection)
+                )
             elif is_whole or piece == b"" or time.monotonic() > deadline:
                 self._forget(connection)
                 connection.close()
@@ -257,7 +288,9 @@ class Door:
     def _is_known(self, said: bytes) -> bool:
         if hmac.compare_digest(said[:_TOKEN_BYTES], self._token):
             return True
-        logger.warning("a connection to the engine came without the secret of its workers, and was refused")
+        logger.warning(
+            "a connection to the engine came without the secret of its workers, and was refused"
+        )
         return False
 
     def _forget(self, connection: socket.socket) -> None:
@@ -282,7 +315,10 @@ def _said(connection: socket.socket, size: int) -> bytes:
 def _tell(placed: Sequence[Placed], tensor: int) -> None:
     hosts = [each.where.node for each in placed]
     for rank, each in enumerate(placed):
-        devices = ", ".join(f"{kind} {' '.join(ids)}" for kind, ids in each.where.devices.items()) or "processors"
+        devices = (
+            ", ".join(f"{kind} {' '.join(ids)}" for kind, ids in each.where.devices.items())
+            or "processors"
+        )
         place = f"process {each.where.process} of {each.where.address}"
         logger.info("rank %d is %s, with %s", rank, printable(place), printable(devices))
     shards = [hosts[first : first + tensor] for first in range(0, len(hosts), tensor)]

@@ -75,7 +75,9 @@ class Placement:
         return group
 
     def _actor(self, number: int, needs: Mapping[str, float], environ: Mapping[str, str]) -> Any:
-        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, number)
+        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            self._group, number
+        )
         devices = {name: count for name, count in needs.items() if name not in ("CPU", "GPU")}
         return (
             self._ray.remote(RayWorker)
@@ -99,12 +101,16 @@ class Placement:
                 "the versions of this one"
             ) from error
         here = self._ray.get_runtime_context().get_node_id()
-        places = [Placed(actor, Where(*where)) for actor, where in zip(self._actors, found, strict=True)]
+        places = [
+            Placed(actor, Where(*where)) for actor, where in zip(self._actors, found, strict=True)
+        ]
         return sorted(places, key=lambda placed: order_of(placed.where, here))
 
     def end(self) -> None:
         """End the actors, and give back what was reserved for them. Further calls do nothing."""
-        if self._ray.is_initialized():  # else Ray, which ends first at the interpreter's exit, has ended them
+        if (
+            self._ray.is_initialized()
+        ):  # else Ray, which ends first at the interpreter's exit, has ended them
             for actor in self._actors:
                 kill(self._ray, actor)
             if self._group is not None:

@@ -53,7 +53,9 @@ class RayWorker:
         found = {kind: tuple(ids) for kind, ids in context.get_accelerator_ids().items() if ids}
         return Where(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), found)
 
-    def run(self, rank: int, engine: tuple[str, int], token: bytes, address: str, seconds: float) -> None:
+    def run(
+        self, rank: int, engine: tuple[str, int], token: bytes, address: str, seconds: float
+    ) -> None:
         """Connect to the engine, and be the process of a worker until the engine closes the connections.
 
         Args:

@@ -91,7 +91,14 @@ class RemoteExecutor(Executor):
             digest = engine_digest()
         self._expect_greetings()
         for rank, local in enumerate(started.local_ranks):
-            told = self.opgraft_config, *self._job_of(rank), *local, started.meeting, writes_json(), digest
+            told = (
+                self.opgraft_config,
+                *self._job_of(rank),
+                *local,
+                started.meeting,
+                writes_json(),
+                digest,
+            )
             self.workers.begin(rank, encoded(WorkerJob(*told)))
         self.call_all("init_device")
 
@@ -105,7 +112,9 @@ class RemoteExecutor(Executor):
         silent, deadline = dict(enumerate(self.workers.links)), time.monotonic() + limit
         with self.workers.or_interrupted():
             while silent:
-                found = self.workers.reply(max(0.0, deadline - time.monotonic()), Channel.receive_bytes)
+                found = self.workers.reply(
+                    max(0.0, deadline - time.monotonic()), Channel.receive_bytes
+                )
                 if found is None:
                     raise self.workers.ended(hanging(list(silent.values()), 0, limit), at_once=True)
                 rank, said = found
@@ -153,7 +162,9 @@ class RemoteExecutor(Executor):
             deadline = time.monotonic() + limit
             while len(replies) < self.layout.world:
                 left = deadline - time.monotonic()
-                if not self._take_reply(max(0.0, min(left, _SETTLE_SECONDS) if _failures(replies) else left)):
+                if not self._take_reply(
+                    max(0.0, min(left, _SETTLE_SECONDS) if _failures(replies) else left)
+                ):
                     self._out_of_step(number, replies, limit)
             del self._awaited[number]
             return self._results(replies)
@@ -261,7 +272,9 @@ class RemoteExecutor(Executor):
     def _out_of_step(self, number: int, replies: Replies, limit: float) -> NoReturn:
         """End all and raise the first failure, or that ranks hang; those that have failed are waited for in vain."""
         failed = _failures(replies)
-        reason = self._left_behind(replies) if failed else hanging(self.workers.links, number, limit)
+        reason = (
+            self._left_behind(replies) if failed else hanging(self.workers.links, number, limit)
+        )
         error = self.workers.ended(reason, at_once=True)
         raise failed[0][1] if failed else error
 

@@ -68,7 +68,9 @@ class RemoteWorkers:
         grammars: those that they know.
     """
 
-    def __init__(self, started: Started = _NONE, seconds: float = 0.0, restarts_left: int = 0) -> None:
+    def __init__(
+        self, started: Started = _NONE, seconds: float = 0.0, restarts_left: int = 0
+    ) -> None:
         self.links, self._started = tuple(started.links), started
         self.reason = ""
         self.restarts_left = restarts_left
@@ -109,7 +111,11 @@ class RemoteWorkers:
 
     def error(self) -> EngineError:
         """Return the error that says why they are there no more."""
-        advice = "workers start again with the next request" if self.can_restart else "start the engine or server anew"
+        advice = (
+            "workers start again with the next request"
+            if self.can_restart
+            else "start the engine or server anew"
+        )
         return EngineError(f"{self.reason}; {advice}")
 
     def note(self, reason: str) -> None:
@@ -123,7 +129,9 @@ class RemoteWorkers:
         how = dead.ended(dead.telling_seconds) or "as far as its channels tell"
         whose = f"rank {dead.rank}" if len(self.links) > 1 else "the worker"
         stage = printable(dead.progress().stage)
-        self.note(f"the process of {whose} has ended, {how}; last stage: {stage}. What it wrote to stderr may say why")
+        self.note(
+            f"the process of {whose} has ended, {how}; last stage: {stage}. What it wrote to stderr may say why"
+        )
 
     def post(self, number: int, data: memoryview) -> None:
         """Send a call, which ``encoded`` has made ready, to all of them.
@@ -155,7 +163,9 @@ class RemoteWorkers:
         except OSError as error:
             raise self._ended_by(link, error) from error
 
-    def reply(self, seconds: float, read: Callable[[Channel], Any] = Channel.receive) -> tuple[int, Any] | None:
+    def reply(
+        self, seconds: float, read: Callable[[Channel], Any] = Channel.receive
+    ) -> tuple[int, Any] | None:
         """Wait for a reply, and return the rank that it is of and what it says; ``None`` where none has come in time.
 
         Args:

@@ -95,13 +95,17 @@ class Request:
         _expect_type("priority", priority, int, "an integer, the lowest for what comes first")
         _expect_type("cache_salt", cache_salt, str | None, "a text, or None")
         if not prompt:
-            raise RequestError(f"request {request_id!r} has an empty prompt: give it at least one token")
+            raise RequestError(
+                f"request {request_id!r} has an empty prompt: give it at least one token"
+            )
         self.request_id = request_id
         self.prompt = list(prompt)
         self.output: list[int] = []
         self.params = params
         self.eos = frozenset(eos)
-        self.ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos)
+        self.ends = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else self.eos
+        )
         self.priority = priority
         self.cache_salt = cache_salt
         self.bad_words = tuple(map(tuple, bad_words))

@@ -28,15 +28,24 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max
+    )
 
 
 def _integer(minimum: int, note: str = "") -> _Rule:
-    return _Rule(lambda v: _is_integer(v) and v >= minimum, f"an integer of at least {minimum}{note}")
+    return _Rule(
+        lambda v: _is_integer(v) and v >= minimum, f"an integer of at least {minimum}{note}"
+    )
 
 
 def _optional_integer(note: str) -> _Rule:
-    return _Rule(lambda v: v is None or (_is_integer(v) and v >= 0), f"None or an integer of at least 0{note}")
+    return _Rule(
+        lambda v: v is None or (_is_integer(v) and v >= 0),
+        f"None or an integer of at least 0{note}",
+    )
 
 
 def _number(minimum: float, maximum: float, note: str = "") -> _Rule:
@@ -58,7 +67,8 @@ def _is_unicode(value: Any) -> bool:
 
 def _is_bias(value: Any) -> bool:
     return isinstance(value, dict) and all(
-        _is_integer(token) and token >= 0 and _is_number(bias) and -100 <= bias <= 100 for token, bias in value.items()
+        _is_integer(token) and token >= 0 and _is_number(bias) and -100 <= bias <= 100
+        for token, bias in value.items()
     )
 
 
@@ -74,19 +84,31 @@ _RULES: Mapping[str, _Rule] = {
         f"0 for greedy decoding, or a number of at least {COLDEST}",
     ),
     "top_k": _integer(0, ", where 0 keeps every token, or -1 for the same"),
-    "top_p": _Rule(lambda v: _is_number(v) and 0 < v <= 1, "a number above 0 and at most 1, where 1 keeps every token"),
+    "top_p": _Rule(
+        lambda v: _is_number(v) and 0 < v <= 1,
+        "a number above 0 and at most 1, where 1 keeps every token",
+    ),
     "min_p": _number(0, 1, ", where 0 keeps every token"),
     "presence_penalty": _number(-2, 2),
     "frequency_penalty": _number(-2, 2),
-    "repetition_penalty": _number(0.001, 1000, ", where 1 is no penalty"),  # others overflow in half precision
+    "repetition_penalty": _number(
+        0.001, 1000, ", where 1 is no penalty"
+    ),  # others overflow in half precision
     "seed": _optional_integer(", where None draws other numbers for each request"),
     "stop": _tuple_of(_is_text, "strings that are not empty, as every text ends with an empty one"),
     "allowed_token_ids": _Rule(
-        lambda v: v is None or (isinstance(v, tuple) and v != () and all(_is_integer(t) and t >= 0 for t in v)),
+        lambda v: (
+            v is None
+            or (isinstance(v, tuple) and v != () and all(_is_integer(t) and t >= 0 for t in v))
+        ),
         "None or a list of token ids, integers of at least 0, one at least",
     ),
-    "stop_token_ids": _tuple_of(lambda v: _is_integer(v) and v >= 0, "token ids, integers of at least 0"),
-    "bad_words": _tuple_of(_is_unicode, "strings that are not empty, and have no halves of surrogate pairs"),
+    "stop_token_ids": _tuple_of(
+        lambda v: _is_integer(v) and v >= 0, "token ids, integers of at least 0"
+    ),
+    "bad_words": _tuple_of(
+        _is_unicode, "strings that are not empty, and have no halves of surrogate pairs"
+    ),
     "logit_bias": _Rule(_is_bias, "a mapping of token ids to numbers from -100 to 100"),
     "min_tokens": _integer(0),
     "max_tokens": _Rule(
@@ -94,8 +116,12 @@ _RULES: Mapping[str, _Rule] = {
         "an integer of at least 1, or None for as many as the context holds",
     ),
     "ignore_eos": _FLAG,
-    "logprobs": _optional_integer(", where None gives none and 0 the sampled token's alone, and -1 all"),
-    "prompt_logprobs": _optional_integer(", where None gives none and 0 the prompt's own tokens' alone, and -1 all"),
+    "logprobs": _optional_integer(
+        ", where None gives none and 0 the sampled token's alone, and -1 all"
+    ),
+    "prompt_logprobs": _optional_integer(
+        ", where None gives none and 0 the prompt's own tokens' alone, and -1 all"
+    ),
     "logits_processors": _tuple_of(callable, "callables"),
     "skip_special_tokens": _FLAG,
     "include_stop_str_in_output": _FLAG,
@@ -189,14 +215,19 @@ class SamplingParams:
 
     def _take_words_of_vllm(self) -> None:
         """Keep what vLLM says in other words as it is said here."""
-        for name, kept in (("top_k", 0), ("logprobs", sys.maxsize), ("prompt_logprobs", sys.maxsize)):
+        for name, kept in (
+            ("top_k", 0),
+            ("logprobs", sys.maxsize),
+            ("prompt_logprobs", sys.maxsize),
+        ):
             if getattr(self, name) == -1:
                 object.__setattr__(self, name, kept)
         if self.structured_outputs is None:
             return
         if self.structured_output is not None:
             raise _refused(
-                "structured_output and structured_outputs are both given: leave one out", "structured_output"
+                "structured_output and structured_outputs are both given: leave one out",
+                "structured_output",
             )
         object.__setattr__(self, "structured_output", _of_vllm(self.structured_outputs))
         object.__setattr__(self, "structured_outputs", None)
@@ -218,7 +249,11 @@ def _refused(message: str, field: str) -> RequestError:
 
 def _of_vllm(given: Any) -> Any:
     """Return a structured output of vLLM's form, in which kinds that are not asked for are None."""
-    found = given if isinstance(given, Mapping) else {kind: getattr(given, kind, None) for kind in KINDS}
+    found = (
+        given
+        if isinstance(given, Mapping)
+        else {kind: getattr(given, kind, None) for kind in KINDS}
+    )
     return {kind: value for kind, value in found.items() if value is not None}
 
 

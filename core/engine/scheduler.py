@@ -93,7 +93,10 @@ class Scheduler(PluggableClass):
         expect_servable(request, self._requests, self.config, self.cache, self.max_model_len)
         if request.arrival < 0:
             request.arrival = next(self._arrivals)
-        request.rank = (request.priority if self.config.policy == "priority" else 0, request.arrival)
+        request.rank = (
+            request.priority if self.config.policy == "priority" else 0,
+            request.arrival,
+        )
         request.rotation = self._rotation(request)
         self._requests[request.request_id] = request
         insort(self.waiting, request, key=_rank)
@@ -119,7 +122,9 @@ class Scheduler(PluggableClass):
         for request in requests:
             if self._requests.get(request.request_id) is request:
                 del self._requests[request.request_id]
-        self.waiting = [each for each in self.waiting if self._requests.get(each.request_id) is each]
+        self.waiting = [
+            each for each in self.waiting if self._requests.get(each.request_id) is each
+        ]
 
     def schedule(self) -> Step | None:
         """Choose the tokens of the next step: of those that run, then of those that wait.
@@ -128,7 +133,9 @@ class Scheduler(PluggableClass):
         """
         draft = Draft(self.config.max_num_batched_tokens, self._part_of(len(self.running)))
         if self.fits:
-            for request in [each for each in self.running if not each.computing and self._is_outgrown(each)]:
+            for request in [
+                each for each in self.running if not each.computing and self._is_outgrown(each)
+            ]:
                 self._rotate_anew(request)
         made_way = self._make_way(draft)
         if self._schedule_running(draft):
@@ -137,11 +144,15 @@ class Scheduler(PluggableClass):
         if self.steps and not draft.batch:
             return None
         self.counters.prompt_tokens += draft.prompt_tokens
-        self.counters.decode_tokens += self.config.max_num_batched_tokens - draft.budget - draft.prompt_tokens
+        self.counters.decode_tokens += (
+            self.config.max_num_batched_tokens - draft.budget - draft.prompt_tokens
+        )
         moves = self.cache.states.take_moves() if self.cache.states else ()
         return self.steps.make(draft, moves)
 
-    def update(self, step: Step, tokens: Mapping[str, int], failed: Collection[str] = ()) -> list[Request]:
+    def update(
+        self, step: Step, tokens: Mapping[str, int], failed: Collection[str] = ()
+    ) -> list[Request]:
         """Take the tokens that a step has sampled, the first of those that are computed; return who finishes by them.
 
         Args:
@@ -234,7 +245,11 @@ class Scheduler(PluggableClass):
                 continue
             budget = draft.budget_of(request) if draft.kept else draft.budget
             missing = request.num_tokens - request.num_computed
-            count = 1 if missing == 1 and budget else self._count(request, request.num_computed, missing, budget)
+            count = (
+                1
+                if missing == 1 and budget
+                else self._count(request, request.num_computed, missing, budget)
+            )
             if not count:
                 continue
             while (new_blocks := self.cache.extend(request, count)) is None:
@@ -260,7 +275,10 @@ class Scheduler(PluggableClass):
         while (prefix := self._prefix_if_room(first)) is None and worse:
             self._preempt(worse.pop())
         if prefix is not None and self.config.chunked_prefill:
-            draft.kept, draft.kept_for = min(first.num_tokens - prefix.num_tokens, draft.budget), first.rank[0]
+            draft.kept, draft.kept_for = (
+                min(first.num_tokens - prefix.num_tokens, draft.budget),
+                first.rank[0],
+            )
         return len(self.running) < before
 
     def _admit(self, draft: Draft, most: int) -> None:
@@ -293,11 +311,17 @@ class Scheduler(PluggableClass):
             return None
         if self.cache.states and not self.cache.states.num_free + len(without):
             return None
-        reserve = self._reserve() - sum(self.cache.num_held(each) + len(self.cache.kinds) for each in without)
+        reserve = self._reserve() - sum(
+            self.cache.num_held(each) + len(self.cache.kinds) for each in without
+        )
         if self.cache.still_lacks(request, reserve):
             return None
         prefix = self._prefix(request)
-        return prefix if self.cache.fits(request, prefix, self.config.max_num_batched_tokens, reserve) else None
+        return (
+            prefix
+            if self.cache.fits(request, prefix, self.config.max_num_batched_tokens, reserve)
+            else None
+        )
 
     def _start(self, request: Request, prefix: Prefix, count: int, draft: Draft) -> None:
         _take_out(self.waiting, request)
@@ -330,7 +354,11 @@ class Scheduler(PluggableClass):
 
     def _awaits_parent(self, request: Request) -> bool:
         parent = self._requests.get(request.parent) if request.parent else None
-        return parent is not None and parent.status == "running" and parent.num_computed < len(parent.prompt)
+        return (
+            parent is not None
+            and parent.status == "running"
+            and parent.num_computed < len(parent.prompt)
+        )
 
     def _prefix(self, request: Request) -> Prefix:
         """Return what need not be computed of a request: the parent's prompt, or what else the cache has."""
@@ -341,7 +369,11 @@ class Scheduler(PluggableClass):
         if parent is not None and parent.status == "running" and not request.output:
             # an id may have been given anew, to another prompt
             same = (parent.rotation, parent.cache_salt) == (request.rotation, request.cache_salt)
-            same = same and parent.num_computed >= len(parent.prompt) and parent.prompt == request.prompt
+            same = (
+                same
+                and parent.num_computed >= len(parent.prompt)
+                and parent.prompt == request.prompt
+            )
             shared = self.cache.common_prefix(request, parent) if same else None
         return shared or self.cache.longest_prefix(request)
 

@@ -11,7 +11,11 @@ from opgraft.errors import RequestError
 
 
 def expect_servable(
-    request: Request, known: Mapping[str, Request], config: SchedulerConfig, cache: KVCacheManager, max_model_len: int
+    request: Request,
+    known: Mapping[str, Request],
+    config: SchedulerConfig,
+    cache: KVCacheManager,
+    max_model_len: int,
 ) -> None:
     """Refuse a request that can never be served; one that passes fits when it runs alone, whatever it samples.
 
@@ -25,9 +29,15 @@ def expect_servable(
     Raises:
         RequestError: its id is in use, or prompt, cache and limits do not fit.
     """
-    name, prompt, limit = f"request {request.request_id!r}", len(request.prompt), config.max_num_batched_tokens
+    name, prompt, limit = (
+        f"request {request.request_id!r}",
+        len(request.prompt),
+        config.max_num_batched_tokens,
+    )
     if request.request_id in known:
-        raise RequestError(f"{name} is added, and one of that id runs or waits: give each an id of its own")
+        raise RequestError(
+            f"{name} is added, and one of that id runs or waits: give each an id of its own"
+        )
     if prompt >= max_model_len:
         raise RequestError(
             f"{name} has a prompt of {prompt} tokens, and the context holds {max_model_len}, prompt and "

@@ -54,7 +54,9 @@ class StageLink:
         """Return what a later stage receives for so many tokens, as zeros; nothing on the first."""
         if self.group.is_first_rank:
             return ()
-        return (torch.zeros(self.shape[0], tokens, self.shape[2], dtype=self.dtype, device=self.device),)
+        return (
+            torch.zeros(self.shape[0], tokens, self.shape[2], dtype=self.dtype, device=self.device),
+        )
 
     def receive(self) -> Tensor | None:
         """Return what the stage before passes on, ``[streams, tokens, hidden_size]``; ``None`` on the first."""
@@ -99,10 +101,18 @@ class StageLink:
         if not self._owed:
             return
         self._owed = False
-        said = str(error) if isinstance(error, StageError) else f"{described(error)} (in stage {self._place})"
+        said = (
+            str(error)
+            if isinstance(error, StageError)
+            else f"{described(error)} (in stage {self._place})"
+        )
         text = said.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-        self.group.send(torch.ones(self._size, dtype=self.dtype, device=self.device), self._place + 1)
-        self.group.send(torch.tensor(list(text), dtype=torch.uint8, device=self.device), self._place + 1)
+        self.group.send(
+            torch.ones(self._size, dtype=self.dtype, device=self.device), self._place + 1
+        )
+        self.group.send(
+            torch.tensor(list(text), dtype=torch.uint8, device=self.device), self._place + 1
+        )
 
 
 def of_last_stage(compute: Callable[[], StepResult]) -> StepResult:
@@ -116,7 +126,9 @@ def of_last_stage(compute: Callable[[], StepResult]) -> StepResult:
     except Exception as error:
         failed = error
     said = None if failed is None else described(failed)
-    shared: tuple[StepResult, str | None] = group.broadcast_object((result, said), group.world_size - 1)
+    shared: tuple[StepResult, str | None] = group.broadcast_object(
+        (result, said), group.world_size - 1
+    )
     if shared[1] is not None:
         raise failed or StageError(shared[1])
     return shared[0]

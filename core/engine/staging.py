@@ -25,7 +25,9 @@ class Staging:
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         self._code = _CODES[dtype]
-        self._memory = memoryview(array(self._code, bytes(size * dtype.itemsize)))  # so it stays where it is
+        self._memory = memoryview(
+            array(self._code, bytes(size * dtype.itemsize))
+        )  # so it stays where it is
         self.tensor = torch.frombuffer(self._memory, dtype=dtype)
 
     def write(self, values: Iterable[int]) -> None:
@@ -56,7 +58,11 @@ class Sender:
         """Return a tensor of the host on the device."""
         if self.stays:
             return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True) if self._pins else tensor.to(self._device)
+        return (
+            tensor.pin_memory().to(self._device, non_blocking=True)
+            if self._pins
+            else tensor.to(self._device)
+        )
 
 
 def _has_pinned_memory() -> bool:

@@ -33,7 +33,11 @@ class StepShape:
     groups: int
 
     def __str__(self) -> str:
-        return f"{self.sequences} sequences" if self.tokens == 1 else f"a prompt of {self.tokens} tokens"
+        return (
+            f"{self.sequences} sequences"
+            if self.tokens == 1
+            else f"a prompt of {self.tokens} tokens"
+        )
 
     @property
     def rows(self) -> int:
@@ -43,9 +47,19 @@ class StepShape:
     def sizes(self) -> list[int]:
         """Return the integers of each input: ids, positions, slots, tables, bounds, lengths, sampled rows."""
         slots, tables = self.groups * self.rows, self.groups * self.sequences * self.width
-        return [self.rows, self.rows, slots, tables, self.sequences + 1, self.sequences, self.sequences]
+        return [
+            self.rows,
+            self.rows,
+            slots,
+            tables,
+            self.sequences + 1,
+            self.sequences,
+            self.sequences,
+        ]
 
-    def padded(self, inputs: Inputs, groups: Sequence[str], scratch: int, block_size: int) -> Tensor:
+    def padded(
+        self, inputs: Inputs, groups: Sequence[str], scratch: int, block_size: int
+    ) -> Tensor:
         """Return the inputs of a step, padded to this shape, as one tensor of int32.
 
         Rows of padding write to a block that no sequence has, and are of sequences without tokens.
@@ -96,7 +110,9 @@ class StepModule(nn.Module):
         block_size: tokens in a block.
     """
 
-    def __init__(self, model: Any, groups: Sequence[Mapping[str, int]], shape: StepShape, block_size: int) -> None:
+    def __init__(
+        self, model: Any, groups: Sequence[Mapping[str, int]], shape: StepShape, block_size: int
+    ) -> None:
         super().__init__()
         self.model = model
         self.groups = groups
@@ -115,7 +131,9 @@ class StepModule(nn.Module):
             vocabulary]``.
         """
         shape = self.shape
-        ids, positions, slots, tables, bounds, lengths, sampled = packed.split_with_sizes(shape.sizes)
+        ids, positions, slots, tables, bounds, lengths, sampled = packed.split_with_sizes(
+            shape.sizes
+        )
         by_group = zip(
             self.groups,
             slots.long().view(shape.groups, -1),
@@ -128,7 +146,13 @@ class StepModule(nn.Module):
             for name, place in group.items()
         }
         batch = AttentionBatch(
-            bounds, lengths, shape.tokens, shape.width * self.block_size, pages, self.block_size, continues=True
+            bounds,
+            lengths,
+            shape.tokens,
+            shape.width * self.block_size,
+            pages,
+            self.block_size,
+            continues=True,
         )
         with attending(batch):
             hidden = self.model(ids.long(), positions.long())
@@ -248,7 +272,11 @@ def peak_bytes(program: GraphModule) -> int:
 
 def _bytes_made(node: Node) -> int:
     schema = getattr(node.target, "_schema", None)
-    if node.op != "call_function" or schema is None or any(each.alias_info for each in schema.returns):
+    if (
+        node.op != "call_function"
+        or schema is None
+        or any(each.alias_info for each in schema.returns)
+    ):
         return 0
     made = node.meta.get("val")
     tensors = made if isinstance(made, (tuple, list)) else [made]

@@ -43,7 +43,9 @@ class Worker(PluggableClass):
         local_size: the number of workers of this host.
     """
 
-    def __init__(self, opgraft_config: OpgraftConfig, local_rank: int = 0, local_size: int = 1) -> None:
+    def __init__(
+        self, opgraft_config: OpgraftConfig, local_rank: int = 0, local_size: int = 1
+    ) -> None:
         self.opgraft_config = opgraft_config
         self.local_rank = local_rank
         self.local_size = local_size
@@ -84,7 +86,9 @@ class Worker(PluggableClass):
         self.memory = MemoryQuery(self.device)
         platform.manual_seed(self.opgraft_config.model.seed)
         if self.device.index is not None:
-            self.opgraft_config = replace(self.opgraft_config, load=replace(load, device=str(self.device)))
+            self.opgraft_config = replace(
+                self.opgraft_config, load=replace(load, device=str(self.device))
+            )
         self.runner = ModelRunner(self.opgraft_config, self.device)
 
     def _own_device(self) -> str:
@@ -139,7 +143,10 @@ class Worker(PluggableClass):
 
     def context_fits(self) -> tuple[ContextFit, ...]:
         """Return which ropes of the model depend on the length of the context, and how."""
-        return tuple(ContextFit(rope.trained_positions, rope.gradual) for rope in self.runner.model.fitted_ropes)
+        return tuple(
+            ContextFit(rope.trained_positions, rope.gradual)
+            for rope in self.runner.model.fitted_ropes
+        )
 
     def cache_bytes(self) -> int:
         """Return the bytes that the cache may take: as set, or a share of the memory that is free now.
@@ -156,11 +163,17 @@ class Worker(PluggableClass):
         free = self._free_memory()
         if self.memory.is_of_host:
             return int(free * (cache.memory_share or HOST_SHARE)) // self.local_size
-        return max(0, int(free * (cache.memory_share or DEVICE_SHARE)) // self._sharing() - self._peak())
+        return max(
+            0, int(free * (cache.memory_share or DEVICE_SHARE)) // self._sharing() - self._peak()
+        )
 
     def _sharing(self) -> int:
         """Return the number of workers of this host that share the memory of this one's device."""
-        return self.local_size if self.memory.is_of_host or current_platform().device_count() < 2 else 1
+        return (
+            self.local_size
+            if self.memory.is_of_host or current_platform().device_count() < 2
+            else 1
+        )
 
     def _free_memory(self) -> int:
         """Return the bytes that are free on the device, which may be another than the platform's."""
@@ -214,7 +227,9 @@ class Worker(PluggableClass):
         self.runner.compile_model()
         self._paged = True
 
-    def embed(self, sequences: Sequence[Sequence[int]], pooling: Sequence[str], normalize: bool) -> list[list[float]]:
+    def embed(
+        self, sequences: Sequence[Sequence[int]], pooling: Sequence[str], normalize: bool
+    ) -> list[list[float]]:
         """Return a vector for each of some sequences, computed whole and without a cache.
 
         Args:
@@ -223,7 +238,9 @@ class Worker(PluggableClass):
             normalize: make the vectors of unit length.
         """
         states = self.runner.encode(sequences)
-        mask = pad_sequence([torch.ones(len(rows), device=rows.device) for rows in states], batch_first=True)
+        mask = pad_sequence(
+            [torch.ones(len(rows), device=rows.device) for rows in states], batch_first=True
+        )
         vectors = pooled(pad_sequence(states, batch_first=True), mask, pooling)
         return (functional.normalize(vectors, dim=-1) if normalize else vectors).tolist()
 
@@ -237,7 +254,11 @@ class Worker(PluggableClass):
         if self.runner.compiled is not None:
             others["attention_nodes"] = self.runner.compiled.nodes
         return explained.within(
-            worker=self, memory_query=self.memory, model_runner=self.runner, sampler=self.runner.sampler, **others
+            worker=self,
+            memory_query=self.memory,
+            model_runner=self.runner,
+            sampler=self.runner.sampler,
+            **others,
         )
 
     def execute(self, step: Step) -> StepResult:

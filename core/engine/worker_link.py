@@ -147,7 +147,12 @@ class WorkerLink(ABC):
 def greeting() -> bytes:
     """Return what a worker says first, in plain text: objects that come later are read by the same versions only."""
     python = ".".join(platform.python_version_tuple()[:2])
-    versions = {"protocol": PROTOCOL, "opgraft": __version__, "python": python, "torch": torch.__version__}
+    versions = {
+        "protocol": PROTOCOL,
+        "opgraft": __version__,
+        "python": python,
+        "torch": torch.__version__,
+    }
     return json.dumps(versions).encode()
 
 
@@ -181,11 +186,15 @@ def hanging(workers: Sequence[WorkerLink], number: int, seconds: float) -> str:
         number: of the call.
         seconds: for which it has been waited.
     """
-    progress = {worker: worker.progress() for worker in workers}  # before the signal for the stack, which may wake it
+    progress = {
+        worker: worker.progress() for worker in workers
+    }  # before the signal for the stack, which may wake it
     behind = [worker for worker in workers if progress[worker].finished <= number]
     waiting = [worker for worker in behind if waits_for_others(worker.stack())]
     stuck = [worker for worker in behind if worker not in waiting] or behind or workers
-    names = ", ".join(f"rank {worker.rank} ({printable(progress[worker].stage)})" for worker in stuck)
+    names = ", ".join(
+        f"rank {worker.rank} ({printable(progress[worker].stage)})" for worker in stuck
+    )
     others = ", ".join(f"rank {worker.rank}" for worker in waiting if worker not in stuck)
     return (
         f"{names} did not come to the end of a call within {seconds:g} seconds{f', and {others} wait' * bool(others)}: "
@@ -219,4 +228,6 @@ def end_workers(workers: Sequence[WorkerLink], patience: float = END_SECONDS) ->
 def _running(workers: Sequence[WorkerLink], seconds: float) -> list[WorkerLink]:
     """Wait for the ends of workers, all together for so many seconds, and return those that still run."""
     deadline = time.monotonic() + seconds
-    return [worker for worker in workers if worker.ended(max(0.0, deadline - time.monotonic())) is None]
+    return [
+        worker for worker in workers if worker.ended(max(0.0, deadline - time.monotonic())) is None
+    ]

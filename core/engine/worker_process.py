@@ -19,7 +19,14 @@ from opgraft.engine.model_runner import gather_on_first_rank
 from opgraft.engine.sampling import Grammar, GrammarTokens
 from opgraft.engine.step import step_of
 from opgraft.engine.worker import Worker
-from opgraft.engine.worker_link import EXECUTE_PARTS, STAGES_OF_START, Meeting, WorkerJob, greeting, output_rank
+from opgraft.engine.worker_link import (
+    EXECUTE_PARTS,
+    STAGES_OF_START,
+    Meeting,
+    WorkerJob,
+    greeting,
+    output_rank,
+)
 from opgraft.engine.worker_progress import Progress, ProgressRecord
 from opgraft.errors import EngineError
 from opgraft.logger import logger, write_json
@@ -44,7 +51,9 @@ class SharedGrammars:
         """Return a grammar by its name."""
         return self._known[name]
 
-    def take(self, name: int, spec: Any, tokens: Sequence[Any] | None, forgotten: Sequence[int]) -> None:
+    def take(
+        self, name: int, spec: Any, tokens: Sequence[Any] | None, forgotten: Sequence[int]
+    ) -> None:
         """Compile a grammar and forget others.
 
         Args:
@@ -63,7 +72,9 @@ class SharedGrammars:
         self._known[name] = Grammar(spec, self._tokens)  # type: ignore[arg-type]  # tokens come with the first
 
 
-def main(calls_file: int, beside_file: int, record_file: int, slots_file: int, tokens_file: int) -> None:
+def main(
+    calls_file: int, beside_file: int, record_file: int, slots_file: int, tokens_file: int
+) -> None:
     """Be the process of a worker until the other end of both sockets is closed; end then, even in a step that hangs.
 
     Signals are for the process that asks, which finishes its requests first.
@@ -71,7 +82,9 @@ def main(calls_file: int, beside_file: int, record_file: int, slots_file: int, t
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     for file in (calls_file, beside_file, record_file, slots_file, tokens_file):
-        os.set_inheritable(file, False)  # a child that had them would keep the engine from seeing the end of this one
+        os.set_inheritable(
+            file, False
+        )  # a child that had them would keep the engine from seeing the end of this one
     record = ProgressRecord(record_file)
     record.answer_signals(record_file)
     serve_calls(calls_file, beside_file, record.write, shared=(slots_file, tokens_file))
@@ -96,9 +109,15 @@ def serve_calls(
     """
     grammars = SharedGrammars()
     beside = Channel(socket.socket(fileno=beside_file))
-    threading.Thread(target=_take_grammars, args=(beside, grammars, ends_process), daemon=True).start()
+    threading.Thread(
+        target=_take_grammars, args=(beside, grammars, ends_process), daemon=True
+    ).start()
     connection = socket.socket(fileno=calls_file)
-    calls = SharedChannel(connection, grammars.named, *shared) if shared else ReadAhead(connection, grammars.named)
+    calls = (
+        SharedChannel(connection, grammars.named, *shared)
+        if shared
+        else ReadAhead(connection, grammars.named)
+    )
     try:
         calls.send_encoded(framed(greeting()))
         job: WorkerJob = calls.receive()
@@ -123,7 +142,9 @@ class WorkerCalls:
         self._job = job
         self._tell = note
         self._worker: Worker | None = None
-        self._answers = job.rank % (job.layout.pipeline * job.layout.tensor) == output_rank(job.layout)
+        self._answers = job.rank % (job.layout.pipeline * job.layout.tensor) == output_rank(
+            job.layout
+        )
         self._finished = self._steps = 0
         self._note("starting")
 
@@ -134,7 +155,9 @@ class WorkerCalls:
         if method == EXECUTE_PARTS:
             method, arguments = "execute", (step_of(*arguments),)
         self._steps += method == "execute"
-        self._note(f"step {self._steps}" if method == "execute" else STAGES_OF_START.get(method, method))
+        self._note(
+            f"step {self._steps}" if method == "execute" else STAGES_OF_START.get(method, method)
+        )
         result = getattr(self._worker, method)(*arguments)
         return result if everyone or self._answers else UNANSWERED
 
@@ -158,7 +181,9 @@ class WorkerCalls:
             limit = parallel.start_seconds + parallel.step_seconds
             patience = timedelta(seconds=limit)
             sizes = job.layout.tensor, job.layout.pipeline, job.layout.data
-            init_distributed(*sizes, rank=job.rank, store=_store(job.meeting, patience), timeout=limit)
+            init_distributed(
+                *sizes, rank=job.rank, store=_store(job.meeting, patience), timeout=limit
+            )
             gather_on_first_rank()
         return Worker(job.opgraft_config, job.local_rank, job.local_size)
 
@@ -187,7 +212,9 @@ def _take_grammars(beside: Channel, grammars: SharedGrammars, exits: bool) -> No
 
 
 def _answer(
-    channel: Channel, function: Callable[..., Any], note_end: Callable[[int], None] = lambda number: None
+    channel: Channel,
+    function: Callable[..., Any],
+    note_end: Callable[[int], None] = lambda number: None,
 ) -> None:
     """Call a function with each message that comes, and send its number and outcome, until the other end is closed.
 

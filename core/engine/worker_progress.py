@@ -93,4 +93,6 @@ def thread_name(process: int | str) -> str:
 def waits_for_others(stack: str) -> bool:
     """Tell whether a stack, with the name of its thread in the first line, is that of a rank in a collective."""
     name, *lines = stack.splitlines() or [""]
-    return name == WAITS or any(_COLLECTIVES in line for line in lines if line.lstrip().startswith("File"))
+    return name == WAITS or any(
+        _COLLECTIVES in line for line in lines if line.lstrip().startswith("File")
+    )

@@ -46,12 +46,24 @@ from torch import Tensor, nn
 
 _TANH_SCALE = math.sqrt(2.0 / math.pi)
 
-_ACTIVATIONS: tuple[tuple[str, type[nn.Module], dict[str, Any], Callable[[Tensor], Tensor]], ...] = (
+_ACTIVATIONS: tuple[
+    tuple[str, type[nn.Module], dict[str, Any], Callable[[Tensor], Tensor]], ...
+] = (
     ("GELU", GELU, {}, F.gelu),
     ("GELU by erf", GELU, {}, lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2.0)))),
     ("GELU, tanh form", GELU, {"approximate": "tanh"}, partial(F.gelu, approximate="tanh")),
-    ("GELU of GPT-2", NewGELU, {}, lambda x: 0.5 * x * (1 + torch.tanh(_TANH_SCALE * (x + 0.044715 * x**3)))),
-    ("fast GELU", FastGELU, {}, lambda x: 0.5 * x * (1 + torch.tanh(_TANH_SCALE * x * (1 + 0.044715 * x**2)))),
+    (
+        "GELU of GPT-2",
+        NewGELU,
+        {},
+        lambda x: 0.5 * x * (1 + torch.tanh(_TANH_SCALE * (x + 0.044715 * x**3))),
+    ),
+    (
+        "fast GELU",
+        FastGELU,
+        {},
+        lambda x: 0.5 * x * (1 + torch.tanh(_TANH_SCALE * x * (1 + 0.044715 * x**2))),
+    ),
     ("quick GELU", QuickGELU, {}, lambda x: x * torch.sigmoid(1.702 * x)),
     ("SiLU", SiLU, {}, F.silu),
     ("ReLU", ReLU, {}, F.relu),
@@ -72,7 +84,10 @@ def builtin_adapters(dtypes: Dtypes = UNKNOWN) -> tuple[Adapter, ...]:
         Adapter("torch.nn.GELU", GELU, _gelu),
         Adapter("torch.nn.SiLU", SiLU, partial(_elementwise, nn.SiLU)),
         Adapter("torch.nn.ReLU", ReLU, partial(_elementwise, nn.ReLU)),
-        *(Adapter(name, op, partial(leaves.activation, form, kwargs)) for name, op, kwargs, form in _ACTIVATIONS),
+        *(
+            Adapter(name, op, partial(leaves.activation, form, kwargs))
+            for name, op, kwargs, form in _ACTIVATIONS
+        ),
         *(Adapter(norm.name, norm.op, partial(leaves.norm, norm)) for norm in NORMS),
         Adapter("gated RMS norm", RMSNormGated, once_per_kind(partial(gated_norm, dtypes.usual))),
         Adapter("transposed linear", TransposedLinear, once_per_kind(transposed_linear)),
@@ -86,7 +101,11 @@ def _linear(module: nn.Module) -> Mapping[str, Any] | None:
     if type(module) is not nn.Linear:
         return None
     out_features, in_features = module.weight.shape
-    return {"in_features": in_features, "out_features": out_features, "bias": module.bias is not None}
+    return {
+        "in_features": in_features,
+        "out_features": out_features,
+        "bias": module.bias is not None,
+    }
 
 
 def _layer_norm(module: nn.Module) -> Mapping[str, Any] | None:
@@ -112,7 +131,11 @@ def _rms_norm(dtypes: Dtypes, module: nn.Module) -> Mapping[str, Any] | None:
             raise LeaveAlone("eps=None depends on the dtype of the input, which no weight tells")
         # torch computes half types in float32 and takes that type's eps
         eps = torch.finfo(torch.promote_types(module.weight.dtype, torch.float32)).eps
-    return {"hidden_size": module.normalized_shape[0], "eps": eps, "has_weight": module.weight is not None}
+    return {
+        "hidden_size": module.normalized_shape[0],
+        "eps": eps,
+        "has_weight": module.weight is not None,
+    }
 
 
 def _gelu(module: nn.Module) -> Mapping[str, Any] | None:
@@ -140,7 +163,9 @@ class _Leaves:
 
     def norm(self, norm: Norm, module: nn.Module) -> Mapping[str, Any] | None:
         expression = self._expression(module)
-        found = None if isinstance(expression, NotExpressible) else norm.settings(module, expression)
+        found = (
+            None if isinstance(expression, NotExpressible) else norm.settings(module, expression)
+        )
         if found is None:
             return None
         check_interface(type(module))
@@ -150,12 +175,20 @@ class _Leaves:
     def refuse(self, module: nn.Module) -> None:
         if not module._modules or module._parameters:
             expression = self._expression(module)
-            why = f": {expression}" if isinstance(expression, NotExpressible) and str(expression) else ""
+            why = (
+                f": {expression}"
+                if isinstance(expression, NotExpressible) and str(expression)
+                else ""
+            )
             raise LeaveAlone(f"no adapter recognises it{why}")
 
 
 def _attempt(module: nn.Module) -> Expression | NotExpressible:
-    tensors = {name for name, value in (*module._parameters.items(), *module._buffers.items()) if value is not None}
+    tensors = {
+        name
+        for name, value in (*module._parameters.items(), *module._buffers.items())
+        if value is not None
+    }
     if type(module).__module__.startswith("torch.") or module._modules:
         return NotExpressible()
     if tensors - {"weight", "bias"} or module._buffers:
@@ -165,4 +198,6 @@ def _attempt(module: nn.Module) -> Expression | NotExpressible:
     except NotExpressible as verdict:
         return verdict
     except Exception as error:  # whatever code of the model's author raises when it is traced
-        return NotExpressible(f"tracing it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        return NotExpressible(
+            f"tracing it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        )

@@ -26,7 +26,18 @@ REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 _SDPA = "sdpa"
 _SDPA_MODULE = "transformers.integrations.sdpa_attention"
 _OURS = frozenset(
-    ("module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal", "args", "kwargs")
+    (
+        "module",
+        "query",
+        "key",
+        "value",
+        "attention_mask",
+        "dropout",
+        "scaling",
+        "is_causal",
+        "args",
+        "kwargs",
+    )
 )
 
 
@@ -51,7 +62,9 @@ def check(module: nn.Module) -> None:
     if obstacle:
         raise LeaveAlone(obstacle)
     forward = plain_forward(module)
-    if "position_bias" in _flat(forward.__code__.co_consts):  # where the names of keyword arguments stand
+    if "position_bias" in _flat(
+        forward.__code__.co_consts
+    ):  # where the names of keyword arguments stand
         raise LeaveAlone("it adds a position bias, which the attention op does not take")
     if forward.__globals__[REGISTRY][_SDPA].__module__ != _SDPA_MODULE:
         raise LeaveAlone(f"other code has registered its own {_SDPA!r} attention")
@@ -76,7 +89,9 @@ class _Registry(Mapping[str, Callable[..., Any]]):
     replaced: Callable[..., Any]
     replacement: Callable[..., Any]
 
-    def get_interface(self, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+    def get_interface(
+        self, attn_implementation: str, default: Callable[..., Any]
+    ) -> Callable[..., Any]:
         return self._known(self.registry.get_interface(attn_implementation, default))
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
@@ -103,7 +118,9 @@ SUBSTITUTION = Substitution(REGISTRY, CHILD, _with_op)
 
 def _features_of(sdpa: Callable[..., Any]) -> tuple[str, ...]:
     """List the arguments by which transformers' function is asked for what the op was not made for."""
-    return tuple(sorted((set(inspect.signature(sdpa).parameters) | {"softcap", "output_attentions"}) - _OURS))
+    return tuple(
+        sorted((set(inspect.signature(sdpa).parameters) | {"softcap", "output_attentions"}) - _OURS)
+    )
 
 
 def attention(
@@ -136,7 +153,16 @@ def attention(
         return sdpa(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
     causal: bool = getattr(module, "is_causal", True) if is_causal is None else is_causal
     groups: int = getattr(module, "num_key_value_groups", 1)
-    out = _attend(op, query, key, value, attention_mask, causal, groups, {"dropout_p": dropout, "scale": scaling})
+    out = _attend(
+        op,
+        query,
+        key,
+        value,
+        attention_mask,
+        causal,
+        groups,
+        {"dropout_p": dropout, "scale": scaling},
+    )
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -152,11 +178,17 @@ def _attend(
 ) -> torch.Tensor:
     """Attend over ``(batch, heads, queries, size)``, with ``groups`` heads of the query to each key-value head."""
     length = query.shape[2]
-    if mask is not None or length == 1:  # not by "and": under torch.compile a comparison of sizes is no bool
+    if (
+        mask is not None or length == 1
+    ):  # not by "and": under torch.compile a comparison of sizes is no bool
         causal = False
-    if causal and key.shape[2] > length:  # a static cache, empty but for this prompt: no query sees the rest
+    if (
+        causal and key.shape[2] > length
+    ):  # a static cache, empty but for this prompt: no query sees the rest
         key, value = key[:, :, :length], value[:, :, :length]
-    if groups > 1 and mask is None and key.shape[-1] == value.shape[-1] <= 256:  # as far as fused kernels share heads
+    if (
+        groups > 1 and mask is None and key.shape[-1] == value.shape[-1] <= 256
+    ):  # as far as fused kernels share heads
         options["enable_gqa"] = True
     elif groups > 1 and length == 1 and not torch.compiler.is_compiling():
         return _attend_one_token(op, query, key, value, mask, groups, options)

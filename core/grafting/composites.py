@@ -62,7 +62,11 @@ class _Composites:
             for act, activated in _activation_children(module, child_form(up, "x")):
                 if expression == child_form(down, activated):
                     check_interface(type(module))
-                    layers = {"up": getattr(module, up), "act": getattr(module, act), "down": getattr(module, down)}
+                    layers = {
+                        "up": getattr(module, up),
+                        "act": getattr(module, act),
+                        "down": getattr(module, down),
+                    }
                     return {**layers, "names": (up, act, down)}
         return None
 
@@ -90,7 +94,11 @@ class _Composites:
                     check_interface(type(module))
                     layers = {"linear": getattr(module, linear), "norm": getattr(module, norm)}
                     names = (linear, norm, dropout or "dropout")
-                    return {**layers, "dropout": dropout and getattr(module, dropout), "names": names}
+                    return {
+                        **layers,
+                        "dropout": dropout and getattr(module, dropout),
+                        "names": names,
+                    }
         return None
 
     def _expression(self, module: nn.Module) -> Expression | None:
@@ -125,17 +133,27 @@ def _attempt(module: nn.Module) -> Expression | None:
         return None
     try:
         return composition_of(module)
-    except Exception:  # that it is no composite, or whatever code of the model's author raises when it is traced
+    except (
+        Exception
+    ):  # that it is no composite, or whatever code of the model's author raises when it is traced
         return None
 
 
 def _is_candidate(module: nn.Module) -> bool:
     """Tell whether a module is small enough, and plain enough in what it takes, for its forward to be traced."""
     children = list(module.children())
-    tensors = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
-    if type(module).__module__.startswith("torch.") or tensors or not 0 < len(children) <= _MOST_CHILDREN:
+    tensors = [
+        t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None
+    ]
+    if (
+        type(module).__module__.startswith("torch.")
+        or tensors
+        or not 0 < len(children) <= _MOST_CHILDREN
+    ):
         return False
-    return len(arguments_of(module)) in (1, 2) and any(isinstance(child, Linear) for child in children)
+    return len(arguments_of(module)) in (1, 2) and any(
+        isinstance(child, Linear) for child in children
+    )
 
 
 def arguments_of(module: nn.Module) -> list[str]:
@@ -148,7 +166,9 @@ def arguments_of(module: nn.Module) -> list[str]:
 def _layers(module: nn.Module) -> list[str]:
     """Return the children that are linear ops, or may be what other code put in the place of linear layers."""
     return [
-        name for name, child in module.named_children() if isinstance(child, Linear) or not isinstance(child, CustomOp)
+        name
+        for name, child in module.named_children()
+        if isinstance(child, Linear) or not isinstance(child, CustomOp)
     ]
 
 
@@ -163,7 +183,9 @@ def _linear(module: nn.Module, name: str) -> Linear:
     return child
 
 
-def _activations(module: nn.Module, argument: Expression) -> Iterator[tuple[str, str | None, Expression]]:
+def _activations(
+    module: nn.Module, argument: Expression
+) -> Iterator[tuple[str, str | None, Expression]]:
     """Yield each activation of an argument: what it is, by which child if it is one, and its form."""
     for activation, form in activated_form(argument).items():
         yield activation, None, form
@@ -171,7 +193,9 @@ def _activations(module: nn.Module, argument: Expression) -> Iterator[tuple[str,
         yield epilogue_of(getattr(module, name)) or "", name, form
 
 
-def _activation_children(module: nn.Module, argument: Expression) -> Iterator[tuple[str, Expression]]:
+def _activation_children(
+    module: nn.Module, argument: Expression
+) -> Iterator[tuple[str, Expression]]:
     """Yield the form that each child that is an activation makes of an argument, with the name of the child."""
     for name, child in module.named_children():
         if epilogue_of(child) is not None:

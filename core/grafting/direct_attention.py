@@ -30,7 +30,9 @@ def calls_attention(module: nn.Module) -> bool:
     forward = plain_forward(module)
     if is_attached(module) or is_attention(module) or not isinstance(forward, FunctionType):
         return False
-    return _FUNCTION in forward.__code__.co_names and forward.__module__.partition(".")[0] != "torch"
+    return (
+        _FUNCTION in forward.__code__.co_names and forward.__module__.partition(".")[0] != "torch"
+    )
 
 
 def check(module: nn.Module) -> None:
@@ -60,7 +62,9 @@ def _name(module: nn.Module) -> str | None:
     for instruction, following in pairwise(dis.get_instructions(forward.__code__)):
         if instruction.opname == "LOAD_GLOBAL":
             found = forward.__globals__.get(instruction.argval)
-            if found is F.scaled_dot_product_attention or (found is F and following.argval == _FUNCTION):
+            if found is F.scaled_dot_product_attention or (
+                found is F and following.argval == _FUNCTION
+            ):
                 return str(instruction.argval)
     return None
 
@@ -70,12 +74,20 @@ def _with_op(op: nn.Module, found: Any) -> Any:
     if not isinstance(found, ModuleType):
         return partial(attention, op, found)
     copied = ModuleType(found.__name__, found.__doc__)
-    copied.__dict__.update(vars(found), scaled_dot_product_attention=partial(attention, op, getattr(found, _FUNCTION)))
+    copied.__dict__.update(
+        vars(found), scaled_dot_product_attention=partial(attention, op, getattr(found, _FUNCTION))
+    )
     return copied
 
 
 def attention(
-    op: nn.Module, function: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    op: nn.Module,
+    function: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> Tensor:
     """Attend by ``op`` over ``[batch, heads, sequence, size]``; what has other dimensions goes to torch's function."""
     alike = query.dim() == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]

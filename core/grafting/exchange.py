@@ -94,7 +94,9 @@ def install(op: nn.Module, module: nn.Module, path: str) -> None:
     Raises:
         WeightError: the op has a hook for weights that are loaded, which raised.
     """
-    attributes = {name: getattr(op, name, value) for name, value in _public_attributes(module).items()}
+    attributes = {
+        name: getattr(op, name, value) for name, value in _public_attributes(module).items()
+    }
     op.__dict__[_KEPT] = Original(module, tuple(_share(op, module)), attributes)
     if has_post_load_hook(op):
         call_post_load_hook(path, op)
@@ -116,7 +118,11 @@ def check_restorable(op: nn.Module) -> None:
             f"{name} was given the class {type(op).__name__} by other code, such as fully_shard, which stays with the "
             "op: take that back first, or ungraft before it"
         )
-    foreign = [f"{key} is a {type(p).__name__}" for key, p in op._parameters.items() if type(p) not in _PLAIN]
+    foreign = [
+        f"{key} is a {type(p).__name__}"
+        for key, p in op._parameters.items()
+        if type(p) not in _PLAIN
+    ]
     if foreign and (op._forward_hooks or op._forward_pre_hooks):
         raise GraftError(
             f"the {foreign[0]} of {name}, whose hooks stay with the op: it was parallelized while grafted, as by "
@@ -151,10 +157,13 @@ def put_back(op: nn.Module, sharing: bool = False) -> nn.Module:
             "stands: take back what changed it, such as a parametrization, before ungrafting"
         )
     for row in kept.shared:
-        present = {name: tensor is not None for name, tensor in getattr(row.owner, row.registry).items()}
+        present = {
+            name: tensor is not None for name, tensor in getattr(row.owner, row.registry).items()
+        }
         if not sharing or present != row.names:
             row.owner.__dict__[row.registry] = {
-                name: held[_join(row.path, name)] if present else None for name, present in row.names.items()
+                name: held[_join(row.path, name)] if present else None
+                for name, present in row.names.items()
             }
     for name, before in kept.attributes.items():
         now = getattr(op, name, before)
@@ -190,7 +199,9 @@ def _take_children(op: nn.Module, module: nn.Module) -> None:
 def _copy_attributes(op: nn.Module, module: nn.Module) -> None:
     """Give the op the module's public attributes that it lacks, for code that reads them."""
     present = set(dir(op))
-    op.__dict__.update({name: value for name, value in _public_attributes(module).items() if name not in present})
+    op.__dict__.update(
+        {name: value for name, value in _public_attributes(module).items() if name not in present}
+    )
 
 
 def _public_attributes(module: nn.Module) -> dict[str, Any]:
@@ -198,9 +209,17 @@ def _public_attributes(module: nn.Module) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for cls in [cls for cls in reversed(type(module).__mro__) if cls not in nn.Module.__mro__]:
         members = vars(cls).items()
-        values |= {name: value for name, value in members if not (isroutine(value) or isdatadescriptor(value))}
+        values |= {
+            name: value
+            for name, value in members
+            if not (isroutine(value) or isdatadescriptor(value))
+        }
     values |= vars(module)
-    return {name: value for name, value in values.items() if not name.startswith("_") and name != "training"}
+    return {
+        name: value
+        for name, value in values.items()
+        if not name.startswith("_") and name != "training"
+    }
 
 
 def _share(op: nn.Module, module: nn.Module) -> Iterator[Shared]:
@@ -215,10 +234,16 @@ def _share(op: nn.Module, module: nn.Module) -> Iterator[Shared]:
             yield Shared(path, owner, registry, names)
             owner._non_persistent_buffers_set |= part._non_persistent_buffers_set
             part._non_persistent_buffers_set = owner._non_persistent_buffers_set
-            own = {name: tensor for kind in _REGISTRIES for name, tensor in getattr(part, kind).items()}
-            for name in [name for name, present in names.items() if not present and own.get(name) is not None]:
+            own = {
+                name: tensor for kind in _REGISTRIES for name, tensor in getattr(part, kind).items()
+            }
+            for name in [
+                name for name, present in names.items() if not present and own.get(name) is not None
+            ]:
                 del tensors[name]  # it would hide what the op has under that name
-            tensors.update({n: t for n, t in getattr(part, registry).items() if tensors.get(n) is None})
+            tensors.update(
+                {n: t for n, t in getattr(part, registry).items() if tensors.get(n) is None}
+            )
             part.__dict__[registry] = tensors
 
 
@@ -240,7 +265,9 @@ def _check_fit(op: nn.Module, module: nn.Module) -> None:
     ours, theirs = _persistent(op), _persistent(module)
     if ours.keys() != theirs.keys():
         differing = ", ".join(sorted(ours.keys() ^ theirs.keys()))
-        raise LeaveAlone(f"{type(op).__name__} does not have the same parameters: they differ in {differing}")
+        raise LeaveAlone(
+            f"{type(op).__name__} does not have the same parameters: they differ in {differing}"
+        )
     for name, tensor in theirs.items():
         if ours[name].shape != tensor.shape:
             shapes = f"{tuple(ours[name].shape)} instead of {tuple(tensor.shape)}"

@@ -38,8 +38,14 @@ class _Sizes(NamedTuple):
     def small(self) -> _Sizes:
         """Return small sizes of which those are equal that are equal here, rows of gate and up among them."""
         intermediate = 24
-        hidden = {self.intermediate: intermediate, 2 * self.intermediate: 2 * intermediate}.get(self.hidden, 16)
-        of_others = {self.hidden: hidden, self.intermediate: intermediate, 2 * self.intermediate: 2 * intermediate}
+        hidden = {self.intermediate: intermediate, 2 * self.intermediate: 2 * intermediate}.get(
+            self.hidden, 16
+        )
+        of_others = {
+            self.hidden: hidden,
+            self.intermediate: intermediate,
+            2 * self.intermediate: 2 * intermediate,
+        }
         return _Sizes(of_others.get(self.experts, 3), hidden, intermediate)
 
     def numbers(self) -> tuple[int, ...]:
@@ -59,7 +65,9 @@ def experts_adapter() -> Adapter:
     return Adapter("experts", Experts, partial(_experts, once_per_kind(_activation_of, _kind_of)))
 
 
-def _experts(activation_of: Callable[[nn.Module], str | None], module: nn.Module) -> Mapping[str, Any] | None:
+def _experts(
+    activation_of: Callable[[nn.Module], str | None], module: nn.Module
+) -> Mapping[str, Any] | None:
     """Return the arguments for ``Experts`` if a module computes them.
 
     Raises:
@@ -73,7 +81,9 @@ def _experts(activation_of: Callable[[nn.Module], str | None], module: nn.Module
     _check_method()
     activation = activation_of(module)
     if activation is None:
-        raise LeaveAlone(f"it computes something else than fused_experts with {', '.join(ACTIVATIONS)}")
+        raise LeaveAlone(
+            f"it computes something else than fused_experts with {', '.join(ACTIVATIONS)}"
+        )
     return {
         "num_experts": layout.sizes.experts,
         "hidden_size": layout.sizes.hidden,
@@ -104,7 +114,11 @@ def _layout_of(module: nn.Module) -> _Layout | None:
     """Read the layout off the shapes of the parameters, ``None`` if they are not those of experts."""
     held = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
     children = {name for name, child in module._modules.items() if child is not None}
-    if held.keys() not in ({*_WEIGHTS}, {*_WEIGHTS, *_BIASES}) or children - {_ACTIVATION} or module._buffers:
+    if (
+        held.keys() not in ({*_WEIGHTS}, {*_WEIGHTS, *_BIASES})
+        or children - {_ACTIVATION}
+        or module._buffers
+    ):
         return None
     up, down = (held[name].shape for name in _WEIGHTS)
     if len(up) != 3 or len(down) != 3:
@@ -131,9 +145,15 @@ def _check_implementation(module: nn.Module) -> None:
 def _check_method() -> None:
     """Raise ``LeaveAlone`` where the weight method that is active may look for weights that a model does not have."""
     method = maybe_get_oot_by_class(UnquantizedFusedMoEMethod)
-    own = [name for name in _OF_WEIGHTS if getattr(method, name) is not getattr(UnquantizedFusedMoEMethod, name)]
+    own = [
+        name
+        for name in _OF_WEIGHTS
+        if getattr(method, name) is not getattr(UnquantizedFusedMoEMethod, name)
+    ]
     if own:
-        raise LeaveAlone(f"{method.__qualname__} defines {own[0]}, and may keep weights in a form of its own")
+        raise LeaveAlone(
+            f"{method.__qualname__} defines {own[0]}, and may keep weights in a form of its own"
+        )
 
 
 class _Trial(NamedTuple):
@@ -160,7 +180,13 @@ def _computes(module: nn.Module, layout: _Layout, activation: str) -> bool:
     """Return whether a module computes on random tokens what the functional form does, in training too."""
     generator = torch.Generator().manual_seed(0)
     return all(
-        _agrees(_small(module, layout.sizes, trial.dtype, generator, training), trial, layout, activation, generator)
+        _agrees(
+            _small(module, layout.sizes, trial.dtype, generator, training),
+            trial,
+            layout,
+            activation,
+            generator,
+        )
         for training, trial in product((False, True), _TRIALS)
     )
 
@@ -172,9 +198,14 @@ def _small(
     smaller = dict(zip(sizes.numbers(), sizes.small().numbers(), strict=True))
     twin = detached(module)
     held = vars(twin)
-    held.update({k: smaller[v] for k, v in held.items() if type(v) is int and v in smaller}, training=training)
+    held.update(
+        {k: smaller[v] for k, v in held.items() if type(v) is int and v in smaller},
+        training=training,
+    )
     held["_parameters"] = {
-        name: tensor if tensor is None else _random(generator, dtype, *(smaller[size] for size in tensor.shape)) / 2
+        name: tensor
+        if tensor is None
+        else _random(generator, dtype, *(smaller[size] for size in tensor.shape)) / 2
         for name, tensor in module._parameters.items()
     }
     return twin
@@ -184,9 +215,13 @@ def _random(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tens
     return torch.randn(*shape, device="cpu", dtype=torch.float32, generator=generator).to(dtype)
 
 
-def _agrees(module: nn.Module, trial: _Trial, layout: _Layout, activation: str, generator: torch.Generator) -> bool:
+def _agrees(
+    module: nn.Module, trial: _Trial, layout: _Layout, activation: str, generator: torch.Generator
+) -> bool:
     weights = [module._parameters[name] for name in _WEIGHTS]
-    w13, w2 = (weight.mT if layout.transposed else weight for weight in weights if weight is not None)
+    w13, w2 = (
+        weight.mT if layout.transposed else weight for weight in weights if weight is not None
+    )
     biases = [module._parameters.get(name) for name in _BIASES]
     x = _random(generator, w13.dtype, trial.tokens, w13.shape[2]) * trial.scale
     shares, ids = torch.rand(trial.tokens, len(w13), generator=generator).topk(trial.top_k)
@@ -200,4 +235,8 @@ def _agrees(module: nn.Module, trial: _Trial, layout: _Layout, activation: str, 
     tolerance = 0.05 if w13.dtype in (torch.bfloat16, torch.float16) else 1e-5
     alike = isinstance(found, Tensor) and (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
     scale = float(wanted.abs().max())
-    return alike and not changed_attribute(module, before) and bool(((found - wanted).abs() <= tolerance * scale).all())
+    return (
+        alike
+        and not changed_attribute(module, before)
+        and bool(((found - wanted).abs() <= tolerance * scale).all())
+    )

@@ -120,7 +120,10 @@ def result_dtype(
     shapes = [parameter.shape for parameter in module.parameters()]
     width = width or (shapes[0][-1] if shapes else 8)
     x = torch.empty(2, 3, width, dtype=dtype, device="meta")
-    weights = {name: torch.empty(p.shape, dtype=weight_dtype, device="meta") for name, p in module.named_parameters()}
+    weights = {
+        name: torch.empty(p.shape, dtype=weight_dtype, device="meta")
+        for name, p in module.named_parameters()
+    }
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of dtypes that differ
         out = torch.func.functional_call(_in_mode(module, False), weights, (x,))
@@ -147,7 +150,11 @@ class _TestsOfDtypes(fx.Tracer):
         if target not in (operator.eq, operator.ne) or len(args) != 2:
             return super().to_bool(obj)
         asked, dtype = sorted(args, key=lambda part: isinstance(part, torch.dtype))
-        if not isinstance(dtype, torch.dtype) or not isinstance(asked, fx.Node) or asked.args[1:] != ("dtype",):
+        if (
+            not isinstance(dtype, torch.dtype)
+            or not isinstance(asked, fx.Node)
+            or asked.args[1:] != ("dtype",)
+        ):
             return super().to_bool(obj)
         parameter = self._parameters.get(str(asked.args[0]))
         if parameter is None:
@@ -247,7 +254,11 @@ def _pow(a: Expression, exponent: float) -> Expression:
         raise NotExpressible("it raises to a power that is no constant")
     factors = _factors(a)
     whole = float(exponent).is_integer() or len(factors) == 1
-    return _product(*((base, n * exponent) for base, n in factors)) if whole else _product((a, exponent))
+    return (
+        _product(*((base, n * exponent) for base, n in factors))
+        if whole
+        else _product((a, exponent))
+    )
 
 
 def _div(a: Expression, other: Expression) -> Expression:
@@ -267,7 +278,11 @@ def _add(a: Expression, other: Expression) -> Expression:
     if not terms:
         return constant
     constant = _rounded(constant)
-    return terms[0] if len(terms) == 1 and not constant else ("sum", constant, tuple(sorted(terms, key=repr)))
+    return (
+        terms[0]
+        if len(terms) == 1 and not constant
+        else ("sum", constant, tuple(sorted(terms, key=repr)))
+    )
 
 
 def _sub(a: Expression, other: Expression) -> Expression:
@@ -281,7 +296,12 @@ def _mean(a: Expression, dim: Any, keepdim: bool = False) -> Expression:
 
 
 def _var(
-    a: Expression, dim: Any, unbiased: bool = True, keepdim: bool = False, *, correction: int | None = None
+    a: Expression,
+    dim: Any,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    correction: int | None = None,
 ) -> Expression:
     if (correction if correction is not None else unbiased) != 0:
         raise NotExpressible("it takes the unbiased variance")
@@ -289,7 +309,11 @@ def _var(
 
 
 def _layer_norm(
-    input: Expression, normalized_shape: Any, weight: Expression = None, bias: Expression = None, eps: float = 1e-5
+    input: Expression,
+    normalized_shape: Any,
+    weight: Expression = None,
+    bias: Expression = None,
+    eps: float = 1e-5,
 ) -> Expression:
     if len(normalized_shape) != 1:
         raise NotExpressible(f"it normalises over {len(normalized_shape)} dimensions")
@@ -297,7 +321,9 @@ def _layer_norm(
     normed = _mul(centred, _pow(_add(("mean", _pow(centred, 2)), eps), -0.5))
     normed = normed if weight is None else _mul(normed, weight)
     normed = normed if bias is None else _add(normed, bias)
-    return normed if weight is not None or bias is not None else ("rows", normalized_shape[0], normed)
+    return (
+        normed if weight is not None or bias is not None else ("rows", normalized_shape[0], normed)
+    )
 
 
 def _to(a: Expression, dtype: Any = None, other: Any = None) -> Expression:
@@ -358,7 +384,11 @@ _RULES: list[tuple[Callable[..., Expression], tuple[str, ...], tuple[Callable[..
     (_relu, ("relu",), (F.relu, torch.relu)),
     *(
         (_function(name), (name,), (getattr(torch, name), *more))
-        for name, more in (("tanh", (F.tanh,)), ("sigmoid", (F.sigmoid,)), ("erf", (torch.special.erf,)))
+        for name, more in (
+            ("tanh", (F.tanh,)),
+            ("sigmoid", (F.sigmoid,)),
+            ("erf", (torch.special.erf,)),
+        )
     ),
 ]
 _CASTS = ("to", "type_as", "float")

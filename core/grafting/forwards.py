@@ -126,7 +126,11 @@ def _derived(cls: Any, substitutions: tuple[Substitution, ...]) -> Any:
 
     There is one for all instances, for as long as there are some.
     """
-    present = (each for each in type.__subclasses__(cls) if vars(each).get("opgraft_substitutions") == substitutions)
+    present = (
+        each
+        for each in type.__subclasses__(cls)
+        if vars(each).get("opgraft_substitutions") == substitutions
+    )
     return next(present, None) or _derive(cls, substitutions)
 
 
@@ -168,7 +172,9 @@ def _bind_forward(module: Any) -> None:
     """Give an instance its forward: the code of its class, with a namespace of its own, in the same decorators."""
     forward = plain_forward(module)
     wanted, namespace = set(_names(forward.__code__)), forward.__globals__
-    own: dict[str, Any] = {key: value for key, value in namespace.items() if key in wanted or key == "__builtins__"}
+    own: dict[str, Any] = {
+        key: value for key, value in namespace.items() if key in wanted or key == "__builtins__"
+    }
     for row in module.opgraft_substitutions:
         own[row.name] = row.substitute(module._modules[row.child], namespace[row.name])
     module.__dict__[_FORWARD] = _made_anew(_decorated_forward(module), own)
@@ -193,7 +199,9 @@ def _made_anew(function: FunctionType, namespace: dict[str, Any]) -> FunctionTyp
         copied, namespace = CellType(_made_anew(inner, namespace)), function.__globals__
         cells = zip(closure or (), _enclosed(function), strict=True)
         closure = tuple(copied if content is inner else cell for cell, content in cells)
-    made = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, closure)
+    made = FunctionType(
+        function.__code__, namespace, function.__name__, function.__defaults__, closure
+    )
     made.__kwdefaults__ = function.__kwdefaults__
     return made
 

@@ -25,11 +25,18 @@ def gated_norm(dtype: torch.dtype | None, module: nn.Module) -> Mapping[str, Any
     if not arguments:
         return None
     size = len(module.get_parameter("weight"))
-    calls = [(rows, gated) for rows in SHAPES for gated in (True, False) if gated or arguments[1].default is None]
+    calls = [
+        (rows, gated)
+        for rows in SHAPES
+        for gated in (True, False)
+        if gated or arguments[1].default is None
+    ]
     first = traced_module(module, ("weight",), *_inputs(size, *calls[0]))
     if first is None:
         return None
-    found = {call: traced_module(module, ("weight",), *_inputs(size, *call)) for call in calls[1:]} | {calls[0]: first}
+    found = {
+        call: traced_module(module, ("weight",), *_inputs(size, *call)) for call in calls[1:]
+    } | {calls[0]: first}
     for call in [call for call, expression in found.items() if expression is None]:
         if not refuses(module, ("weight",), *_inputs(size, *call)):
             return None
@@ -46,14 +53,26 @@ def gated_norm(dtype: torch.dtype | None, module: nn.Module) -> Mapping[str, Any
 def _arguments(module: nn.Module) -> list[inspect.Parameter]:
     """Return the arguments of a forward that takes an input and a gate, if the module has one weight only."""
     weight = module._parameters.get("weight")
-    tensors = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
-    if weight is None or len(tensors) != 1 or module._modules or weight.dim() != 1 or len(weight) == 1:
+    tensors = [
+        t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None
+    ]
+    if (
+        weight is None
+        or len(tensors) != 1
+        or module._modules
+        or weight.dim() != 1
+        or len(weight) == 1
+    ):
         return []
     arguments = list(inspect.signature(type(module).forward).parameters.values())[1:]
     if len(arguments) != 2 or any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in arguments):
         return []
     first, second = (p.default for p in arguments)
-    return arguments if first is inspect.Parameter.empty and second in (None, inspect.Parameter.empty) else []
+    return (
+        arguments
+        if first is inspect.Parameter.empty and second in (None, inspect.Parameter.empty)
+        else []
+    )
 
 
 def _inputs(size: int, rows: Shape, gated: bool) -> list[Shape]:
@@ -63,7 +82,10 @@ def _inputs(size: int, rows: Shape, gated: bool) -> list[Shape]:
 def _settings(expression: Expression, size: int) -> Iterator[tuple[float, int | None, bool, str]]:
     """Yield every eps, group size, place of the gate and activation that the expression may have."""
     epsilons = dict.fromkeys(c for c in constants_of(expression) if 0 < c < 1)
-    groups = [None, *dict.fromkeys(shape[-1] for shape in _views(expression) if size % shape[-1] == 0)]
+    groups = [
+        None,
+        *dict.fromkeys(shape[-1] for shape in _views(expression) if size % shape[-1] == 0),
+    ]
     yield from product(epsilons, groups, (False, True), ("silu", "sigmoid"))
 
 
@@ -77,10 +99,17 @@ def _views(expression: Expression) -> Iterator[tuple[int, ...]]:
 
 @functools.lru_cache(maxsize=256)
 def _form(
-    size: int, call: tuple[Shape, bool], eps: float, group_size: int | None, before: bool, activation: str
+    size: int,
+    call: tuple[Shape, bool],
+    eps: float,
+    group_size: int | None,
+    before: bool,
+    activation: str,
 ) -> Expression:
     def form(parameters: Mapping[str, Tensor], x: Tensor, z: Tensor | None = None) -> Tensor:
-        return rms_norm_gated.native(x, parameters["weight"], z, eps, group_size, before, activation)
+        return rms_norm_gated.native(
+            x, parameters["weight"], z, eps, group_size, before, activation
+        )
 
     return traced_function(form, {"weight": (size,)}, *_inputs(size, *call))
 
@@ -94,4 +123,6 @@ def _check_dtype(module: nn.Module, dtype: torch.dtype | None) -> None:
         with torch.no_grad():
             returned = functional_call(copy.copy(module), parameters, (x, x)).dtype
         if returned != given:
-            raise LeaveAlone(f"with a weight of {weight.dtype} it makes {returned} of {given}, the op {given}")
+            raise LeaveAlone(
+                f"with a weight of {weight.dtype} it makes {returned} of {given}, the op {given}"
+            )

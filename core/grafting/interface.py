@@ -7,14 +7,24 @@ from inspect import isdatadescriptor, isroutine
 from opgraft.adapter import LeaveAlone
 from torch import nn
 
-_REPLACEABLE = ("__init__", "forward", "extra_repr", "reset_parameters", "__repr__", "__annotate_func__")
+_REPLACEABLE = (
+    "__init__",
+    "forward",
+    "extra_repr",
+    "reset_parameters",
+    "__repr__",
+    "__annotate_func__",
+)
 """The names that a class may define without another module noticing when an op takes the place of its instance."""
 
 
 def check_interface(cls: type[nn.Module]) -> None:
     """Raise ``LeaveAlone`` if a class offers more than its forward, or changes what ``nn.Module`` does."""
     members = {
-        name: value for base in cls.__mro__ if base not in nn.Module.__mro__ for name, value in vars(base).items()
+        name: value
+        for base in cls.__mro__
+        if base not in nn.Module.__mro__
+        for name, value in vars(base).items()
     }
     further = sorted(
         name
@@ -24,4 +34,6 @@ def check_interface(cls: type[nn.Module]) -> None:
         and name not in _REPLACEABLE
     )
     if further:
-        raise LeaveAlone(f"its class defines more than its forward, which an op does not have: {', '.join(further)}")
+        raise LeaveAlone(
+            f"its class defines more than its forward, which an op does not have: {', '.join(further)}"
+        )

@@ -33,16 +33,29 @@ class Norm:
 
     def settings(self, module: nn.Module, expression: Expression) -> Mapping[str, Any] | None:
         """Give the arguments for ``op`` if the expression is this formula with some eps over a module's parameters."""
-        if tuple(name for name in ("weight", "bias") if module._parameters.get(name) is not None) != self.parameters:
+        if (
+            tuple(name for name in ("weight", "bias") if module._parameters.get(name) is not None)
+            != self.parameters
+        ):
             return None
         size, expression = _size_of(module, expression)
-        eps = next((c for c in constants_of(expression) if c > 0 and norm_form(self.formula, c) == expression), None)
+        eps = next(
+            (
+                c
+                for c in constants_of(expression)
+                if c > 0 and norm_form(self.formula, c) == expression
+            ),
+            None,
+        )
         if eps is not None and self.op is UnscaledRMSNorm:
             return {"eps": eps}
         if eps is None or size is None:
             return None
         if self.op is LayerNorm:
-            affine = {"elementwise_affine": bool(self.parameters), "bias": "bias" in self.parameters}
+            affine = {
+                "elementwise_affine": bool(self.parameters),
+                "bias": "bias" in self.parameters,
+            }
             return {"normalized_shape": (size,), "eps": eps, **affine}
         return {"hidden_size": size, "eps": eps}
 
@@ -69,14 +82,18 @@ def _layer(x: Tensor, eps: float) -> Tensor:
 NORMS = (
     Norm("RMS norm", RMSNorm, lambda x, weight, bias, eps: weight * _rms(x, eps)),
     Norm("RMS norm without weight", UnscaledRMSNorm, lambda x, weight, bias, eps: _rms(x, eps), ()),
-    Norm("Gemma's RMS norm", GemmaRMSNorm, lambda x, weight, bias, eps: (1 + weight) * _rms(x, eps)),
+    Norm(
+        "Gemma's RMS norm", GemmaRMSNorm, lambda x, weight, bias, eps: (1 + weight) * _rms(x, eps)
+    ),
     Norm(
         "layer norm",
         LayerNorm,
         lambda x, weight, bias, eps: weight * _layer(x, eps) + bias,
         ("weight", "bias"),
     ),
-    Norm("layer norm without bias", LayerNorm, lambda x, weight, bias, eps: weight * _layer(x, eps)),
+    Norm(
+        "layer norm without bias", LayerNorm, lambda x, weight, bias, eps: weight * _layer(x, eps)
+    ),
     Norm("layer norm without weight", LayerNorm, lambda x, weight, bias, eps: _layer(x, eps), ()),
 )
 
@@ -109,9 +126,15 @@ def check_dtypes(module: nn.Module, op: type[nn.Module], dtypes: Dtypes) -> None
     if usual not in (None, weight.dtype):
         narrower = torch.promote_types(weight.dtype, usual) != weight.dtype
         if narrower or result_dtype(module, usual, weight.dtype) != usual:
-            raise LeaveAlone(f"{given} {usual}: the op would return another dtype, or round otherwise")
+            raise LeaveAlone(
+                f"{given} {usual}: the op would return another dtype, or round otherwise"
+            )
     widest = dtypes.widest or weight.dtype
-    if torch.promote_types(widest, weight.dtype) == weight.dtype or type(module).__module__.startswith("torch."):
+    if torch.promote_types(widest, weight.dtype) == weight.dtype or type(
+        module
+    ).__module__.startswith("torch."):
         return
     if op is LayerNorm or result_dtype(module, widest, weight.dtype) != widest:
-        raise LeaveAlone(f"{given} {widest} too, which the op may not take, or not turn into {weight.dtype}")
+        raise LeaveAlone(
+            f"{given} {widest} too, which the op may not take, or not turn into {weight.dtype}"
+        )

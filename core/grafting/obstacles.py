@@ -45,7 +45,11 @@ def obstacle_of(module: nn.Module) -> str | None:
         return "its forward was set on the instance"
     if vars(module).get("_compiled_call_impl"):
         return "it was compiled in place"
-    foreign = [f"{name} is a {type(p).__name__}" for name, p in module._parameters.items() if type(p) not in _PLAIN]
+    foreign = [
+        f"{name} is a {type(p).__name__}"
+        for name, p in module._parameters.items()
+        if type(p) not in _PLAIN
+    ]
     if foreign:
         return f"its {foreign[0]}, which kernels may not take"
     hooks = [name for name in _HOOKS if vars(module).get(name)]

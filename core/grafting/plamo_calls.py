@@ -28,8 +28,15 @@ def _convolved(
     return y.view(batch, tokens, channels).mT, None if conv_state is None else last
 
 
-def _convolved_step(op: Any, conv_state: Tensor, weight: Tensor, xBC: Tensor) -> tuple[Tensor, Tensor] | None:  # noqa: N803  # the letters of the paper
-    y = convolved_step(op, xBC.to(conv_state.dtype), conv_state, weight[:, 0].to(conv_state.dtype), None, "silu")
+def _convolved_step(
+    op: Any,
+    conv_state: Tensor,
+    weight: Tensor,
+    xBC: Tensor,  # noqa: N803  # the letters of the paper
+) -> tuple[Tensor, Tensor] | None:
+    y = convolved_step(
+        op, xBC.to(conv_state.dtype), conv_state, weight[:, 0].to(conv_state.dtype), None, "silu"
+    )
     return None if y is None else (y, conv_state)
 
 
@@ -54,10 +61,16 @@ def _scanned(
     if not dt_softplus or seq_idx is not None:
         return None
     batch, tokens, heads, size = x.shape
-    before = x.new_zeros(batch, heads, size, B.shape[-1], dtype=torch.float32) if ssm_state is None else ssm_state
+    before = (
+        x.new_zeros(batch, heads, size, B.shape[-1], dtype=torch.float32)
+        if ssm_state is None
+        else ssm_state
+    )
     by_token = (each.flatten(0, 1) for each in (B, C))
     where = bounds(x, batch, tokens)
-    y, last = op(x.flatten(0, 1), dt.flatten(0, 1), A, *by_token, where, before, D, z.flatten(0, 1), dt_bias)
+    y, last = op(
+        x.flatten(0, 1), dt.flatten(0, 1), A, *by_token, where, before, D, z.flatten(0, 1), dt_bias
+    )
     if writes and ssm_state is not None:
         last = ssm_state.copy_(last)
     y = y.view(x.shape)
@@ -90,7 +103,9 @@ def _for_convolution(random: Random, options: Options, batch: int, tokens: int) 
     return [state, random.tokens(6, 1, 4), random.tokens(batch, tokens, 6).mT, None], {}
 
 
-def _for_step_of_convolution(random: Random, options: Options, batch: int, tokens: int) -> Arguments:
+def _for_step_of_convolution(
+    random: Random, options: Options, batch: int, tokens: int
+) -> Arguments:
     return [random.tokens(batch, 6, 3), random.tokens(6, 1, 4), random.tokens(batch, 6, 1)], {}
 
 
@@ -101,7 +116,12 @@ def _for_scan(random: Random, options: Options, batch: int, tokens: int) -> Argu
     x, z = (random.tokens(batch, tokens, HEADS, SIZE) for _ in range(2))
     b, c = (random.tokens(batch, tokens, GROUPS, STATES) for _ in range(2))
     args = [x, random.tokens(batch, tokens, HEADS), -random.weights(HEADS).exp(), b, c]
-    weights = {"D": random.weights(HEADS), "z": z, "dt_bias": random.weights(HEADS), "dt_softplus": True}
+    weights = {
+        "D": random.weights(HEADS),
+        "z": z,
+        "dt_bias": random.weights(HEADS),
+        "dt_softplus": True,
+    }
     state = random.weights(batch, HEADS, SIZE, STATES) if options["state"] else None
     final = {"return_final_states": options["final"], "seq_idx": None, "ssm_state": state}
     return args, {"chunk_size": 16, **weights, **final}
@@ -110,8 +130,18 @@ def _for_scan(random: Random, options: Options, batch: int, tokens: int) -> Argu
 def _for_step(random: Random, options: Options, batch: int, tokens: int) -> Arguments:
     x, z = (random.tokens(batch, HEADS, SIZE) for _ in range(2))
     b, c = (random.tokens(batch, GROUPS, STATES) for _ in range(2))
-    args = [random.weights(batch, HEADS, SIZE, STATES), x, random.tokens(batch, HEADS), -random.weights(HEADS).exp()]
-    weights = {"D": random.weights(HEADS), "z": z, "dt_bias": random.weights(HEADS), "dt_softplus": True}
+    args = [
+        random.weights(batch, HEADS, SIZE, STATES),
+        x,
+        random.tokens(batch, HEADS),
+        -random.weights(HEADS).exp(),
+    ]
+    weights = {
+        "D": random.weights(HEADS),
+        "z": z,
+        "dt_bias": random.weights(HEADS),
+        "dt_softplus": True,
+    }
     return [*args, b, c], weights
 
 

@@ -116,13 +116,19 @@ class Plan:
 
     def report(self, applied: bool) -> GraftReport:
         """Put the plan in words, before it is ``applied`` or after."""
-        changes = sorted((e for e in self.entries if not isinstance(e, LeftAlone)), key=lambda e: isinstance(e, Call))
+        changes = sorted(
+            (e for e in self.entries if not isinstance(e, LeftAlone)),
+            key=lambda e: isinstance(e, Call),
+        )
         replaced = tuple(replaced_by(e.op, *_labels(e), e.adapter, e.provider) for e in changes)
         left_alone = tuple(entry for entry in self.entries if isinstance(entry, LeftAlone))
         return GraftReport(replaced, left_alone, tuple(self._notes()), applied)
 
     def _notes(self) -> Iterator[str]:
-        ops: list[Any] = [*(each.op for each in self.exchanges()), *(each.op for each in self.calls())]
+        ops: list[Any] = [
+            *(each.op for each in self.exchanges()),
+            *(each.op for each in self.calls()),
+        ]
         counts = {
             _PASSED_OVER: sum(type(exchange.module) is nn.Linear for exchange in self.exchanges()),
             _FALLING_BACK: sum(fallback_of(op.forward) is not None for op in ops),
@@ -141,7 +147,9 @@ def plan_of(model: nn.Module) -> Plan:
     planner = _Planner(model)
     entries = planner.below(model, "")
     if not model._modules and not attention.is_attention(model):
-        entries.append(_left_alone("", model, "it is the model itself, which has no parent to be replaced in"))
+        entries.append(
+            _left_alone("", model, "it is the model itself, which has no parent to be replaced in")
+        )
     entries += planner.calls_of(model, "")
     return Plan(tuple(entries), tuple(planner.places))
 
@@ -167,7 +175,9 @@ class _Planner:
             if child is None:
                 continue
             if child not in self.becomes:
-                self.becomes[child] = child  # a module that stands in several places is planned once
+                self.becomes[child] = (
+                    child  # a module that stands in several places is planned once
+                )
                 entries += self._entries_of(child, _join(path, name))
             if self.becomes[child] is not child:
                 self.places.append(Place(parent, name, self.becomes[child]))
@@ -201,13 +211,18 @@ class _Planner:
         try:
             exchange = self._exchange(module, path, below)
         except LeaveAlone as verdict:
-            own = [] if attention.is_attention(module) else [_left_alone(path, module, str(verdict))]
+            own = (
+                [] if attention.is_attention(module) else [_left_alone(path, module, str(verdict))]
+            )
             return [*below, *own, *self.calls_of(module, path)]
         if exchange is None:
             return [*below, *self.calls_of(module, path)]
         self.becomes[module] = exchange.op
         remaining = set(exchange.op.modules())
-        return [*(row for row in below if isinstance(row, Call) and row.module in remaining), exchange]
+        return [
+            *(row for row in below if isinstance(row, Call) and row.module in remaining),
+            exchange,
+        ]
 
     def _exchange(self, module: nn.Module, path: str, below: list[Entry]) -> Exchange | None:
         """Plan the op that takes a module's place, ``None`` for a module of modules that no adapter knows.
@@ -229,7 +244,8 @@ class _Planner:
         else:
             return None
         with self._reporting(
-            f"class {adapter.op.__qualname__} for adapter {adapter.name!r} of {provider}", OpgraftError
+            f"class {adapter.op.__qualname__} for adapter {adapter.name!r} of {provider}",
+            OpgraftError,
         ):
             op = build_op(adapter.op, arguments, view, self.device)
         inside = tuple(entry for entry in below if isinstance(entry, Exchange))
@@ -240,7 +256,9 @@ class _Planner:
         children = {name: child and self.becomes[child] for name, child in module._modules.items()}
         if children == module._modules:
             return module
-        view: nn.Module = object.__new__(type(module))  # nobody has the arguments of its constructor
+        view: nn.Module = object.__new__(
+            type(module)
+        )  # nobody has the arguments of its constructor
         view.__dict__.update(vars(module), _modules=children)
         return view
 
@@ -273,7 +291,9 @@ class _Planner:
             with self._reporting(f"class {ApplyRotaryEmb.__name__}", OpgraftError):
                 op = rotary.op_of(module, name)
             if op.binding.kernel.winner.method == "forward_native":
-                raise LeaveAlone("here apply_rotary_emb is its native definition, which is no faster")
+                raise LeaveAlone(
+                    "here apply_rotary_emb is its native definition, which is no faster"
+                )
         except LeaveAlone as verdict:
             return LeftAlone(_join(path, name), name, str(verdict))
         return Call(path, module, name, rotary.ADAPTER, self.own, op, rotary.substitution_of(name))
@@ -301,7 +321,9 @@ class _Planner:
         except (Exception, SystemExit) as error:
             reason = f"{what} raised {described(error)}"
             if self.strict:
-                raise GraftError(f"strict mode: {reason}. OPGRAFT_STRICT=0 leaves such modules as they are.") from error
+                raise GraftError(
+                    f"strict mode: {reason}. OPGRAFT_STRICT=0 leaves such modules as they are."
+                ) from error
             raise LeaveAlone(reason) from error
 
 
@@ -334,4 +356,6 @@ def _dtypes_of(model: nn.Module) -> Dtypes:
             elements[parameter.dtype] += parameter.numel()
     if not elements:
         return Dtypes()
-    return Dtypes(max(elements, key=elements.__getitem__), functools.reduce(torch.promote_types, elements))
+    return Dtypes(
+        max(elements, key=elements.__getitem__), functools.reduce(torch.promote_types, elements)
+    )

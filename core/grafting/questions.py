@@ -67,7 +67,9 @@ class NoQuestions(TorchFunctionMode):
 
 
 def _only_tensors(found: Any) -> bool:
-    return isinstance(found, Tensor) or (isinstance(found, (tuple, list)) and all(isinstance(t, Tensor) for t in found))
+    return isinstance(found, Tensor) or (
+        isinstance(found, (tuple, list)) and all(isinstance(t, Tensor) for t in found)
+    )
 
 
 def _refused(size: Any, *args: Any) -> Any:
@@ -90,7 +92,9 @@ def _made(cls: type[int], questions: NoQuestions, size: int) -> Any:
     return made
 
 
-_ARITHMETIC = {f"__{side}{name}__" for name in ("add", "sub", "mul", "floordiv", "mod") for side in ("", "r")}
+_ARITHMETIC = {
+    f"__{side}{name}__" for name in ("add", "sub", "mul", "floordiv", "mod") for side in ("", "r")
+}
 _KEPT = {"__getattribute__", "__doc__", "__sizeof__"}
 _ASKING = {name for name, value in vars(int).items() if callable(value)} - _ARITHMETIC - _KEPT
 _Unknown: Any = type(

@@ -8,7 +8,12 @@ from opgraft.binding.arguments import expect_module
 from opgraft.errors import GraftError
 from opgraft.grafting import exchange, forwards
 from opgraft.grafting.exchange import install, original_of, put_back
-from opgraft.grafting.forwards import permanent_substitutions, restore_forward, substitute, substitutions_of
+from opgraft.grafting.forwards import (
+    permanent_substitutions,
+    restore_forward,
+    substitute,
+    substitutions_of,
+)
 from opgraft.grafting.obstacles import is_sharded
 from opgraft.grafting.plan import Plan, plan_of
 from opgraft.grafting.report import GraftReport
@@ -66,7 +71,9 @@ def graft(model: nn.Module, *, dry_run: bool = False) -> GraftReport:
 def _apply(plan: Plan, undo: ExitStack) -> None:
     """Carry out a plan; ``undo`` takes it back."""
     for place in plan.places:
-        undo.callback(place.parent._modules.__setitem__, place.name, place.parent._modules[place.name])
+        undo.callback(
+            place.parent._modules.__setitem__, place.name, place.parent._modules[place.name]
+        )
         place.parent._modules[place.name] = place.op
     for row in plan.exchanges():
         undo.callback(put_back, row.op)
@@ -101,7 +108,9 @@ def ungraft(model: nn.Module) -> None:
     _restore_children(model, {}, is_sharded(model))
 
 
-def _restore_children(parent: nn.Module, restored: dict[nn.Module, nn.Module], sharing: bool) -> None:
+def _restore_children(
+    parent: nn.Module, restored: dict[nn.Module, nn.Module], sharing: bool
+) -> None:
     restore_forward(parent, permanent_substitutions(parent))
     for name, child in list(parent._modules.items()):
         if child is None:

@@ -83,7 +83,11 @@ class GraftReport:
     def counts(self) -> tuple[Count, ...]:
         """Count the ops that each implementation serves, those inside composites too, the most frequent first."""
         counter = Counter((row.op, row.implementation, row.provider) for row in self.replaced)
-        counter.update((part.op, part.implementation, part.provider) for row in self.replaced for part in row.parts)
+        counter.update(
+            (part.op, part.implementation, part.provider)
+            for row in self.replaced
+            for part in row.parts
+        )
         return tuple(Count(*key, count) for key, count in counter.most_common())
 
     def to_dict(self) -> dict[str, Any]:
@@ -96,13 +100,18 @@ class GraftReport:
         }
 
     def __str__(self) -> str:
-        return "\n".join([self.tables(), *("\n" + textwrap.fill(note, WIDTH) for note in self.notes)])
+        return "\n".join(
+            [self.tables(), *("\n" + textwrap.fill(note, WIDTH) for note in self.notes)]
+        )
 
     def tables(self, width: int | None = WIDTH) -> str:
         """Return the report as text, without the notes, in tables that fit ``width``; ``None``: a line per row."""
         verb = "replaced" if self.applied else "would be replaced"
         head = [f"{len(self.replaced)} modules {verb}, {len(self.left_alone)} left alone"]
-        served = [(str(row.count), row.op, f"{row.implementation} of {row.provider}") for row in self.counts()]
+        served = [
+            (str(row.count), row.op, f"{row.implementation} of {row.provider}")
+            for row in self.counts()
+        ]
         if served:
             head += ["", *table([("count", "op", "implementation"), *served], width)]
         stayed = Counter((row.source, row.reason) for row in self.left_alone).most_common()
@@ -112,16 +121,27 @@ class GraftReport:
         return "\n".join(head)
 
 
-def replaced_by(op: nn.Module, path: str, source: str, adapter: str, provider: Provider) -> Replaced:
+def replaced_by(
+    op: nn.Module, path: str, source: str, adapter: str, provider: Provider
+) -> Replaced:
     """Describe an op in the place of a ``source``; ``provider`` answers for what is no ``CustomOp``."""
     idle = {
-        layer.get_submodule(name) for layer in op.modules() if isinstance(layer, Composite) for name in layer.idle()
+        layer.get_submodule(name)
+        for layer in op.modules()
+        if isinstance(layer, Composite)
+        for name in layer.idle()
     }
-    inside = [(name, part) for name, part in op.named_modules() if part is not op and isinstance(part, CustomOp)]
+    inside = [
+        (name, part)
+        for name, part in op.named_modules()
+        if part is not op and isinstance(part, CustomOp)
+    ]
     parts = tuple(Part(name, *_served(part)) for name, part in inside if part not in idle)
     if not isinstance(op, CustomOp):
         name = type(op).__name__
-        return Replaced(path, source, adapter, name, f"{type(op).__qualname__}.forward", provider, parts)
+        return Replaced(
+            path, source, adapter, name, f"{type(op).__qualname__}.forward", provider, parts
+        )
     return Replaced(path, source, adapter, *_served(op), parts)
 
 

@@ -28,7 +28,9 @@ def function_of(module: nn.Module) -> str | None:
     if CHILD in module._modules or not isinstance(forward, FunctionType):
         return None
     names = [name for name in forward.__code__.co_names if _HINT in name]
-    return next((name for name in names if isinstance(forward.__globals__.get(name), FunctionType)), None)
+    return next(
+        (name for name in names if isinstance(forward.__globals__.get(name), FunctionType)), None
+    )
 
 
 def check(module: nn.Module, name: str, model: nn.Module) -> None:
@@ -41,10 +43,14 @@ def check(module: nn.Module, name: str, model: nn.Module) -> None:
         raise LeaveAlone(effect)
     rotation = _rotation_of(module, name)
     if rotation is None:
-        raise LeaveAlone(f"{name} computes something else than apply_rotary_emb on a query and a key")
+        raise LeaveAlone(
+            f"{name} computes something else than apply_rotary_emb on a query and a key"
+        )
     tables = [part for part in model.modules() if _makes_tables(part, type(module).__module__)]
     if not tables or not all(rotation.repeats(table) for part in tables for table in _tables(part)):
-        raise LeaveAlone("nothing in the model shows that its cosines and sines have each number twice")
+        raise LeaveAlone(
+            "nothing in the model shows that its cosines and sines have each number twice"
+        )
 
 
 def op_of(module: nn.Module, name: str) -> ApplyRotaryEmb:
@@ -63,7 +69,9 @@ def _rotation_of(module: nn.Module, name: str) -> Rotation | None:
 
 
 def _with_op(op: Any, function: Function) -> Function:
-    rotation = rotation_of(function)  # ``None`` for a model that was unpickled beside another version of its file
+    rotation = rotation_of(
+        function
+    )  # ``None`` for a model that was unpickled beside another version of its file
     return function if rotation is None else functools.partial(_rotate, op, function, rotation)
 
 
@@ -93,7 +101,9 @@ def _makes_tables(module: nn.Module, file: str) -> bool:
     if type(module).__module__ != file or not frequencies:
         return False
     try:
-        inspect.signature(module.forward).bind(None, None, **_calls(module)[0])  # as ``_tables`` calls it
+        inspect.signature(module.forward).bind(
+            None, None, **_calls(module)[0]
+        )  # as ``_tables`` calls it
     except TypeError:
         return False
     return True
@@ -101,7 +111,9 @@ def _makes_tables(module: nn.Module, file: str) -> bool:
 
 def _calls(module: nn.Module) -> list[Mapping[str, Any]]:
     """Give the keyword arguments of one call for each type of layer that a module has frequencies for."""
-    kinds = [kind for kind in getattr(module, "layer_types", ()) if f"{kind}_inv_freq" in module._buffers]
+    kinds = [
+        kind for kind in getattr(module, "layer_types", ()) if f"{kind}_inv_freq" in module._buffers
+    ]
     return [{"layer_type": kind} for kind in kinds] or [{}]
 
 

@@ -66,7 +66,9 @@ class Rotation:
     def apply(self, op: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate heads by ``op``; the arguments fit."""
         size, half = cos.shape[-1], cos.shape[-1] // 2
-        cos, sin = (table[..., ::2] if self.table_in_pairs else table[..., :half] for table in (cos, sin))
+        cos, sin = (
+            table[..., ::2] if self.table_in_pairs else table[..., :half] for table in (cos, sin)
+        )
         rotated, rest = x[..., :size], x[..., size:]
         if self.to_halves:
             rotated = torch.cat((rotated[..., ::2], rotated[..., 1::2]), dim=-1)
@@ -86,7 +88,9 @@ def rotation_of(function: Function) -> Rotation | None:
     """Find the way in which a function rotates heads, ``None`` if it is none of those known."""
     for rotation in _FULL:
         if _computes(function, rotation, 8):
-            partial = Rotation(rotation.interleaved, rotation.to_halves, rotation.table_in_pairs, True)
+            partial = Rotation(
+                rotation.interleaved, rotation.to_halves, rotation.table_in_pairs, True
+            )
             return partial if _computes(function, partial, 12) else rotation
     return None
 
@@ -117,10 +121,14 @@ def _computes(function: Function, rotation: Rotation, head_size: int) -> bool:
     generator = torch.Generator().manual_seed(0)
     op = _Native(rotation.is_neox_style())
     for dtype, rows, batch, tokens in _TRIALS:
-        random = functools.partial(torch.randn, dtype=torch.float32, device="cpu", generator=generator)
+        random = functools.partial(
+            torch.randn, dtype=torch.float32, device="cpu", generator=generator
+        )
         query, key = (random(rows, n, tokens, head_size) for n in (4, 2))
         angles = random(batch, tokens, 4)
-        angles = angles.repeat_interleave(2, -1) if rotation.table_in_pairs else angles.repeat(1, 1, 2)
+        angles = (
+            angles.repeat_interleave(2, -1) if rotation.table_in_pairs else angles.repeat(1, 1, 2)
+        )
         query, key, cos, sin = (t.to(dtype) for t in (query, key, angles.cos(), angles.sin()))
         try:
             with NoQuestions():
@@ -129,7 +137,9 @@ def _computes(function: Function, rotation: Rotation, head_size: int) -> bool:
         except Exception:  # whatever a function of another kind raises
             return False
         tolerance = 0.1 if dtype in (torch.bfloat16, torch.float16) else 1e-5
-        if len(found) != 2 or not all(_agree(a, b, tolerance) for a, b in zip(found, wanted, strict=True)):
+        if len(found) != 2 or not all(
+            _agree(a, b, tolerance) for a, b in zip(found, wanted, strict=True)
+        ):
             return False
     return True
 
@@ -142,7 +152,9 @@ class _Native(nn.Module):
         self.is_neox_style = is_neox_style
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return ApplyRotaryEmb.forward_native(ApplyRotaryEmb(is_neox_style=self.is_neox_style), x, cos, sin)
+        return ApplyRotaryEmb.forward_native(
+            ApplyRotaryEmb(is_neox_style=self.is_neox_style), x, cos, sin
+        )
 
 
 def _agree(found: Any, wanted: Tensor, tolerance: float) -> bool:

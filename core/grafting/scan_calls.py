@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 from opgraft.grafting.scan_forms import Arguments, Form, Options, Random
-from opgraft.ops import CausalConv1d, CausalConv1dUpdate, MambaChunkScan, SelectiveScan, SelectiveStateUpdate
+from opgraft.ops import (
+    CausalConv1d,
+    CausalConv1dUpdate,
+    MambaChunkScan,
+    SelectiveScan,
+    SelectiveStateUpdate,
+)
 from opgraft.ops.state_space.causal_conv import ACTIVATIONS
 from opgraft.ops.state_space.selective_scan import step_sizes
 from torch import Tensor
@@ -50,7 +56,12 @@ def slots(x: Tensor) -> Tensor:
 
 
 def _convolved(
-    op: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **others: Any
+    op: Any,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: Any = None,
+    **others: Any,
 ) -> Tensor | None:
     if activation != op.activation or _is_packed(others):
         return None
@@ -71,7 +82,12 @@ def convolved_step(
 ) -> Tensor | None:
     """Convolve one token; the state may have one input more than the convolution looks back to."""
     more = conv_state.shape[-1] - weight.shape[1] + 1
-    if hidden_states.shape[-1] != 1 or more not in (0, 1) or activation != op.activation or _is_packed(others):
+    if (
+        hidden_states.shape[-1] != 1
+        or more not in (0, 1)
+        or activation != op.activation
+        or _is_packed(others)
+    ):
         return None
     x = hidden_states[..., 0]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -158,7 +174,11 @@ def _scanned_chunks(
     batch, tokens, heads, size = hidden_states.shape
     x = hidden_states.float().flatten(0, 1)
     steps = step_sizes(dt.float(), dt_bias, dt_softplus).clamp(*dt_limit).flatten(0, 1)
-    given = x.new_zeros(batch, heads, size, B.shape[-1]) if initial_states is None else initial_states.float()
+    given = (
+        x.new_zeros(batch, heads, size, B.shape[-1])
+        if initial_states is None
+        else initial_states.float()
+    )
     y, final = op(x, steps, A, B.flatten(0, 1), C.flatten(0, 1), bounds(x, batch, tokens), given, D)
     y = y.view(hidden_states.shape)
     return (y, final) if return_final_states else y
@@ -169,7 +189,9 @@ def _for_convolution(random: Random, options: Options, batch: int, tokens: int) 
     return [x, random.tokens(6, 4)], {"bias": random.tokens(6), "activation": options["activation"]}
 
 
-def _for_step_of_convolution(random: Random, options: Options, batch: int, tokens: int) -> Arguments:
+def _for_step_of_convolution(
+    random: Random, options: Options, batch: int, tokens: int
+) -> Arguments:
     (_, weight), kwargs = _for_convolution(random, options, batch, 1)
     return [random.tokens(batch, 6, 1), random.tokens(batch, 6, options["state"]), weight], kwargs
 
@@ -177,7 +199,12 @@ def _for_step_of_convolution(random: Random, options: Options, batch: int, token
 def _for_scan(random: Random, options: Options, batch: int, tokens: int) -> Arguments:
     x, dt, z = (random.tokens(batch, tokens, 6).mT for _ in range(3))
     b, c = (random.tokens(batch, tokens, 3).mT for _ in range(2))
-    settings = {"z": z, "delta_bias": random.weights(6), "delta_softplus": True, "return_last_state": True}
+    settings = {
+        "z": z,
+        "delta_bias": random.weights(6),
+        "delta_softplus": True,
+        "return_last_state": True,
+    }
     return [x, dt, -random.weights(6, 3).exp(), b, c], {"D": random.weights(6), **settings}
 
 
@@ -212,7 +239,12 @@ def _for_scan_of_chunks(random: Random, options: Options, batch: int, tokens: in
         "dt_limit": (0.1, 0.7),
     }
     states = random.weights(batch, heads, size, n)
-    return args, {"chunk_size": 16, **weights, "initial_states": states, "return_final_states": True}
+    return args, {
+        "chunk_size": 16,
+        **weights,
+        "initial_states": states,
+        "return_final_states": True,
+    }
 
 
 def _activation(options: Options) -> dict[str, Any]:
@@ -224,7 +256,14 @@ _CONVOLUTION = {"activation": (None, "silu")}
 
 FORMS = (
     Form(
-        "causal_conv1d", "conv1d_fn", CausalConv1d, _activation, _convolved, _for_convolution, _CONVOLUTION, ("bias",)
+        "causal_conv1d",
+        "conv1d_fn",
+        CausalConv1d,
+        _activation,
+        _convolved,
+        _for_convolution,
+        _CONVOLUTION,
+        ("bias",),
     ),
     Form(
         "causal_conv1d_update",

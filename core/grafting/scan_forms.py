@@ -84,7 +84,9 @@ class Form:
     def draw(self, dtype: torch.dtype, options: Options, batch: int, tokens: int) -> Arguments:
         """Draw the arguments of a call with such options, always the same ones."""
         args, kwargs = self.arguments(Random(dtype), options, batch, tokens)
-        return args, {name: value for name, value in kwargs.items() if options.get(name) is not False}
+        return args, {
+            name: value for name, value in kwargs.items() if options.get(name) is not False
+        }
 
     def native(self, options: Options) -> Any:
         """Return the native definition with such options, whatever kernels are bound here."""

@@ -38,7 +38,11 @@ def functions_of(module: nn.Module) -> Iterator[str]:
         return
     for name in forward.__code__.co_names:
         found = forward.__globals__.get(name)
-        if _forms(name) and isinstance(found, FunctionType) and _CHILD.format(name) not in module._modules:
+        if (
+            _forms(name)
+            and isinstance(found, FunctionType)
+            and _CHILD.format(name) not in module._modules
+        ):
             yield name
 
 
@@ -74,13 +78,17 @@ def _forms(name: str) -> list[Form]:
 
 
 def _with_op(op: nn.Module, function: _Function) -> _Function:
-    form = form_of(function)  # ``None`` for a model that was unpickled beside another version of its file
+    form = form_of(
+        function
+    )  # ``None`` for a model that was unpickled beside another version of its file
     return function if form is None else functools.partial(_by_op, op, function, form.call)
 
 
 def _by_op(op: nn.Module, function: _Function, call: _Function, *args: Any, **kwargs: Any) -> Any:
     """Do what the file's function does, by the op where it takes the call and no gradient is required."""
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (*args, *kwargs.values())):
+    if torch.is_grad_enabled() and any(
+        isinstance(t, Tensor) and t.requires_grad for t in (*args, *kwargs.values())
+    ):
         return function(*args, **kwargs)
     made = call(op, *args, **kwargs)
     return function(*args, **kwargs) if made is None else made
@@ -89,8 +97,12 @@ def _by_op(op: nn.Module, function: _Function, call: _Function, *args: Any, **kw
 def _other_implementation(function: FunctionType) -> str:
     """Name another function that a decorator may call in the place of what it decorates, "" if there is none."""
     plain = inspect.unwrap(function)
-    held = [cell.cell_contents for cell in function.__closure__ or ()] if plain is not function else []
-    others = [each for each in held if callable(each) and not isinstance(each, type) and each is not plain]
+    held = (
+        [cell.cell_contents for cell in function.__closure__ or ()] if plain is not function else []
+    )
+    others = [
+        each for each in held if callable(each) and not isinstance(each, type) and each is not plain
+    ]
     return f"{others[0].__module__}.{others[0].__name__}" if others else ""
 
 
@@ -116,7 +128,9 @@ def _computes(function: _Function, form: Form) -> bool:
         return False
     calls = [*product((torch.float32,), _SIZES), *product(_TOLERANCES, _SIZES[:1])]
     trials = product(calls, form.trials(function))
-    return all(_agrees(function, form, dtype, options, *sizes) for (dtype, sizes), options in trials)
+    return all(
+        _agrees(function, form, dtype, options, *sizes) for (dtype, sizes), options in trials
+    )
 
 
 def _named(function: _Function) -> list[str]:
@@ -132,8 +146,12 @@ def _reads_others(function: _Function) -> bool:
     return any(instruction.argval in rest for instruction in dis.get_instructions(function))
 
 
-def _agrees(function: _Function, form: Form, dtype: torch.dtype, options: Options, batch: int, tokens: int) -> bool:
-    (args, kwargs), (own_args, own_kwargs) = (form.draw(dtype, options, batch, tokens) for _ in range(2))
+def _agrees(
+    function: _Function, form: Form, dtype: torch.dtype, options: Options, batch: int, tokens: int
+) -> bool:
+    (args, kwargs), (own_args, own_kwargs) = (
+        form.draw(dtype, options, batch, tokens) for _ in range(2)
+    )
     wanted = form.call(form.native(options), *own_args, **own_kwargs)
     try:
         with torch.no_grad():
@@ -152,4 +170,6 @@ def _tensors(values: list[Any]) -> list[Tensor]:
 
 def _agree(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
     alike = (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
-    return alike and torch.allclose(found, wanted, atol=tolerance * max(1.0, float(wanted.abs().max())), rtol=tolerance)
+    return alike and torch.allclose(
+        found, wanted, atol=tolerance * max(1.0, float(wanted.abs().max())), rtol=tolerance
+    )

@@ -10,23 +10,55 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from functools import partial
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 _WRITES = frozenset(
-    ("STORE_ATTR", "DELETE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR", "STORE_GLOBAL", "DELETE_GLOBAL", "PRINT_EXPR")
+    (
+        "STORE_ATTR",
+        "DELETE_ATTR",
+        "STORE_SUBSCR",
+        "DELETE_SUBSCR",
+        "STORE_GLOBAL",
+        "DELETE_GLOBAL",
+        "PRINT_EXPR",
+    )
 )
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 _CONTAINERS = (list, dict, set, deque)
 _OF_DICTIONARIES = frozenset(("clear", "pop", "popitem", "setdefault", "update"))
-_OF_CONTAINERS = (_OF_DICTIONARIES | {"append", "appendleft", "extend", "extendleft", "insert"}) - {*dir(Tensor)}
-_IN_PLACE = frozenset(name for name in dir(Tensor) if name.endswith("_") and not name.endswith("__"))
+_OF_CONTAINERS = (_OF_DICTIONARIES | {"append", "appendleft", "extend", "extendleft", "insert"}) - {
+    *dir(Tensor)
+}
+_IN_PLACE = frozenset(
+    name for name in dir(Tensor) if name.endswith("_") and not name.endswith("__")
+)
 _SPECIAL = frozenset(f"__{what}{of}__" for what in ("set", "del") for of in ("attr", "item"))
-_ACTING = (print, setattr, delattr, exec, eval, compile, open, input, globals, breakpoint, __import__)
+_ACTING = (
+    print,
+    setattr,
+    delattr,
+    exec,
+    eval,
+    compile,
+    open,
+    input,
+    globals,
+    breakpoint,
+    __import__,
+)
 """Builtins that act, or run code that cannot be read here."""
 
 _IMPORTABLE = frozenset(("torch", "math", "typing"))
@@ -34,7 +66,17 @@ _IMPORTABLE = frozenset(("torch", "math", "typing"))
 
 _HARMLESS = (
     *(type(None), int, float, complex, str, bytes, tuple, frozenset, range, Enum, MappingProxyType),
-    *(type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, property, staticmethod, classmethod, partial),
+    *(
+        type,
+        ModuleType,
+        FunctionType,
+        MethodType,
+        BuiltinFunctionType,
+        property,
+        staticmethod,
+        classmethod,
+        partial,
+    ),
 )
 """Types of what does not change, or is looked into."""
 
@@ -52,7 +94,9 @@ class _Reference(NamedTuple):
 def side_effect_of(module: nn.Module) -> str:
     """Say what the code of a forward does besides returning a result, "" if nothing can be seen."""
     forward = inspect.getattr_static(type(module), "forward")
-    return _first("its forward", _effects(_Reference("forward", forward, type(module)), vars(module), set()))
+    return _first(
+        "its forward", _effects(_Reference("forward", forward, type(module)), vars(module), set())
+    )
 
 
 def side_effect_of_function(function: FunctionType) -> str:
@@ -72,7 +116,11 @@ def _effects(reference: _Reference, attributes: Mapping[str, Any], seen: set[Any
         return
     seen.add(function)
     of_torch = _is_torchs(function)
-    further = [*_enclosed(function)] if of_torch else [*_references(function, reference.scope, attributes)]
+    further = (
+        [*_enclosed(function)]
+        if of_torch
+        else [*_references(function, reference.scope, attributes)]
+    )
     if not of_torch:
         for name, found, _ in further:
             if any(found is each for each in _ACTING) or _keeps(found, function):
@@ -89,7 +137,9 @@ def _writes(function: FunctionType) -> Iterator[str]:
         name, opname = instruction.argval, instruction.opname
         if opname in _WRITES or (opname == "STORE_DEREF" and name in enclosed):
             yield f"writes to {name if isinstance(name, str) else 'an element'}"
-        if opname in _ATTRIBUTE and (name in _OF_CONTAINERS or name in _IN_PLACE or name in _SPECIAL):
+        if opname in _ATTRIBUTE and (
+            name in _OF_CONTAINERS or name in _IN_PLACE or name in _SPECIAL
+        ):
             yield f"changes {last}"
         if opname == "IMPORT_NAME" and name.partition(".")[0] not in _IMPORTABLE:
             yield f"imports {name} when it runs, and may do anything with it"
@@ -103,18 +153,26 @@ def _keeps(found: Any, function: FunctionType) -> bool:
         return _keeps(found.__self__, function)
     if isinstance(found, dict) and not isinstance(found, defaultdict):
         return not _OF_DICTIONARIES.isdisjoint(_names(function))
-    return isinstance(found, Tensor) or not (isinstance(found, _HARMLESS) or _is_torchs(type(found)))
+    return isinstance(found, Tensor) or not (
+        isinstance(found, _HARMLESS) or _is_torchs(type(found))
+    )
 
 
-def _references(function: FunctionType, scope: type | None, attributes: Mapping[str, Any]) -> Iterator[_Reference]:
+def _references(
+    function: FunctionType, scope: type | None, attributes: Mapping[str, Any]
+) -> Iterator[_Reference]:
     """Find what a function refers to: in its file, around it, in its defaults, its class and its instance."""
     yield from _globals(function)
     yield from _enclosed(function)
     names = inspect.signature(function, follow_wrapped=False).parameters.values()
     yield from (_Reference(p.name, p.default, None) for p in names if p.default is not p.empty)
     for name in _names(function):
-        if name in attributes:  # what an instance has besides functions is compared, before and after
-            yield from [_Reference(name, attributes[name], None)] if _plain(attributes[name]) else []
+        if (
+            name in attributes
+        ):  # what an instance has besides functions is compared, before and after
+            yield from (
+                [_Reference(name, attributes[name], None)] if _plain(attributes[name]) else []
+            )
         elif scope is not None:
             own = [base for base in scope.__mro__ if name in vars(base) and not _is_torchs(base)]
             own = own if "super" in _names(function) else own[:1]
@@ -128,8 +186,13 @@ def _globals(function: FunctionType) -> Iterator[_Reference]:
         name, opname = instruction.argval, instruction.opname
         if opname in _GLOBAL:
             found, scope = function.__globals__.get(name, _builtin(name)), None
-        elif opname in _ATTRIBUTE and isinstance(found, (ModuleType, type)) and not _is_torchs(found):
-            found, scope = inspect.getattr_static(found, name, None), found if isinstance(found, type) else None
+        elif (
+            opname in _ATTRIBUTE and isinstance(found, (ModuleType, type)) and not _is_torchs(found)
+        ):
+            found, scope = (
+                inspect.getattr_static(found, name, None),
+                found if isinstance(found, type) else None,
+            )
         else:
             found = None
             continue
@@ -164,7 +227,11 @@ def _names(function: FunctionType) -> Iterator[str]:
 
 def written_global(function: FunctionType) -> str:
     """Name what a function writes to in the namespace of its file, "" if there is nothing."""
-    written = (i.argval for i in _instructions(function.__code__) if i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"))
+    written = (
+        i.argval
+        for i in _instructions(function.__code__)
+        if i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")
+    )
     return next(written, "")
 
 
@@ -179,7 +246,10 @@ def changed_attribute(module: nn.Module, since: nn.Module) -> str:
     """Name an attribute of ``module`` that differs from that of the copy ``since``, "" if there is none."""
     names = sorted(vars(module).keys() | vars(since).keys())
     # `_copied` stands for a missing attribute, as no module holds it.
-    return next((n for n in names if not _same(vars(module).get(n, _copied), vars(since).get(n, _copied))), "")
+    return next(
+        (n for n in names if not _same(vars(module).get(n, _copied), vars(since).get(n, _copied))),
+        "",
+    )
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -218,14 +288,20 @@ def _copied_object(value: Any) -> Any:
     except Exception:  # a lock, perhaps, which nobody can copy
         return value
     if twin is not value:
-        held = {name: copy.copy(part) for name, part in vars(value).items() if isinstance(part, _CONTAINERS)}
+        held = {
+            name: copy.copy(part)
+            for name, part in vars(value).items()
+            if isinstance(part, _CONTAINERS)
+        }
         twin.__dict__.update(held)
     return twin
 
 
 def _is_object(value: Any) -> bool:
     """Return whether a value is an object with attributes that is neither a tensor nor a module."""
-    return isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, (nn.Module, Tensor))
+    return isinstance(getattr(value, "__dict__", None), dict) and not isinstance(
+        value, (nn.Module, Tensor)
+    )
 
 
 def _same(value: Any, other: Any) -> bool:

@@ -40,7 +40,9 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float64)
 _FEW = 4
 
 
-def traced_module(module: nn.Module, parameters: tuple[str, ...], *arguments: Shape) -> Expression | None:
+def traced_module(
+    module: nn.Module, parameters: tuple[str, ...], *arguments: Shape
+) -> Expression | None:
     """Return the expression of a forward; ``None`` if it has none, another one in training, or does more than compute.
 
     The arguments, of the given shapes, are ``"argument 0"`` and so on; the parameters have their names. The expression
@@ -73,9 +75,16 @@ def kind_of(module: nn.Module) -> Hashable:
 
     For as long as the module and its attributes live.
     """
-    settings = [(k, type(v), v if isinstance(v, _SETTING) else id(v)) for k, v in vars(module).items() if k not in _OWN]
+    settings = [
+        (k, type(v), v if isinstance(v, _SETTING) else id(v))
+        for k, v in vars(module).items()
+        if k not in _OWN
+    ]
     tensors = [
-        (name, None if tensor is None else (type(tensor), tensor.shape, tensor.dtype, tensor.device))
+        (
+            name,
+            None if tensor is None else (type(tensor), tensor.shape, tensor.dtype, tensor.device),
+        )
         for name, tensor in (*module._parameters.items(), *module._buffers.items())
     ]
     return type(module), *settings, *tensors, *module._modules.items()
@@ -120,7 +129,11 @@ def refuses(module: nn.Module, parameters: tuple[str, ...], *arguments: Shape) -
     zeros = {name: torch.zeros(module.get_parameter(name).shape) for name in parameters}
     try:
         with torch.no_grad():
-            _call(detached(module), zeros, *(torch.zeros(*(min(n, _FEW) for n in rows), n) for *rows, n in arguments))
+            _call(
+                detached(module),
+                zeros,
+                *(torch.zeros(*(min(n, _FEW) for n in rows), n) for *rows, n in arguments),
+            )
     except Exception:  # whatever code of the model's author raises
         return True
     return False
@@ -141,10 +154,15 @@ def traced_function(
 
     def of_seeds(*seeds: Tensor) -> Tensor:
         # Made while it is traced, tensors of any size take no memory.
-        tensors = [seed.new_empty(shape) for seed, shape in zip(seeds, (*shapes.values(), *arguments), strict=True)]
+        tensors = [
+            seed.new_empty(shape)
+            for seed, shape in zip(seeds, (*shapes.values(), *arguments), strict=True)
+        ]
         return function(dict(zip(shapes, tensors, strict=False)), *tensors[len(shapes) :])
 
-    graph = make_fx(of_seeds, tracing_mode="fake")(*(torch.empty(0, dtype=dtype) for _ in names)).graph
+    graph = make_fx(of_seeds, tracing_mode="fake")(
+        *(torch.empty(0, dtype=dtype) for _ in names)
+    ).graph
     values: dict[fx.Node, Expression] = {}
     for seed, name in zip(graph.find_nodes(op="placeholder"), names, strict=True):
         values.update(dict.fromkeys((seed, *seed.users), name))
@@ -179,7 +197,11 @@ def _value(node: fx.Node, values: dict[fx.Node, Expression], dtype: torch.dtype)
         if name == "squeeze" and shape[-1:] == former[-1:]:  # over which means are taken
             return args[0]
         return _view(args[0], _grouped(former), _grouped(shape))
-    if name == "_to_copy" and kwargs.keys() == {"dtype"} and kwargs["dtype"] in (torch.float32, dtype):
+    if (
+        name == "_to_copy"
+        and kwargs.keys() == {"dtype"}
+        and kwargs["dtype"] in (torch.float32, dtype)
+    ):
         return args[0]  # as in ``expressions``, casts to float32 and back do nothing
     if name in _MATRICES:
         return _MATRICES[name](*args, **kwargs)
@@ -199,7 +221,11 @@ def _view(a: Expression, former: tuple[int, ...], shape: tuple[int, ...]) -> Exp
         return a
     if len(shape) > len(former) or a[0] not in ("view", "product"):
         return ("view", shape, a)
-    factors = [a] if a[0] == "view" else [base for base, exponent in a[2] if exponent == 1 and base[0] == "view"]
+    factors = (
+        [a]
+        if a[0] == "view"
+        else [base for base, exponent in a[2] if exponent == 1 and base[0] == "view"]
+    )
     if not factors:
         return ("view", shape, a)
     rest = METHODS["mul"](a, product_form(*(METHODS["pow"](factor, -1) for factor in factors)))

@@ -18,9 +18,19 @@ _PARAMETERS = ("weight", "bias")
 def transposed_linear(module: nn.Module) -> Mapping[str, Any] | None:
     """Return the arguments for ``TransposedLinear`` if a module computes it."""
     weight, bias = (module._parameters.get(name) for name in _PARAMETERS)
-    if weight is None or bias is None or module._modules or len(module._parameters) != 2 or module._buffers:
+    if (
+        weight is None
+        or bias is None
+        or module._modules
+        or len(module._parameters) != 2
+        or module._buffers
+    ):
         return None
-    if type(module).__module__.startswith("torch.") or weight.dim() != 2 or bias.shape != weight.shape[1:]:
+    if (
+        type(module).__module__.startswith("torch.")
+        or weight.dim() != 2
+        or bias.shape != weight.shape[1:]
+    ):
         return None
     if not all(_agrees(module, (*rows, weight.shape[0])) for rows in SHAPES):
         return None
@@ -37,4 +47,6 @@ def _agrees(module: nn.Module, x: Shape) -> bool:
 @functools.lru_cache(maxsize=256)
 def _form(weight: Shape, bias: Shape, x: Shape) -> Expression:
     shapes = {"weight": weight, "bias": bias}
-    return traced_function(lambda parameters, x: F.linear(x, parameters["weight"].t(), parameters["bias"]), shapes, x)
+    return traced_function(
+        lambda parameters, x: F.linear(x, parameters["weight"].t(), parameters["bias"]), shapes, x
+    )

@@ -88,7 +88,9 @@ class SharedChannel(ReadAhead):
         tokens: descriptor of the pipe that tokens come by.
     """
 
-    def __init__(self, connection: socket.socket, named: Callable[[Any], Any], file: int, tokens: int) -> None:
+    def __init__(
+        self, connection: socket.socket, named: Callable[[Any], Any], file: int, tokens: int
+    ) -> None:
         super().__init__(connection, named)
         self._memory = mmap.mmap(file, SLOTS * SLOT_BYTES)
         self._tokens = tokens

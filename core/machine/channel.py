@@ -35,11 +35,17 @@ class Channel:
         named: the object of a name that ``send`` at the other end gave.
     """
 
-    def __init__(self, connection: socket.socket, named: Callable[[Any], Any] = lambda name: name) -> None:
+    def __init__(
+        self, connection: socket.socket, named: Callable[[Any], Any] = lambda name: name
+    ) -> None:
         self._connection = connection
         self._named = named
         self._came = bytearray()
-        self._sending, self._receiving, self._hanging_up = threading.Lock(), threading.Lock(), threading.Lock()
+        self._sending, self._receiving, self._hanging_up = (
+            threading.Lock(),
+            threading.Lock(),
+            threading.Lock(),
+        )
 
     def limit(self, seconds: float) -> None:
         """Have a send, and each read of a receive, fail with ``TimeoutError`` after so many seconds."""
@@ -155,7 +161,9 @@ class ReadAhead(Channel):
         named: see ``Channel``.
     """
 
-    def __init__(self, connection: socket.socket, named: Callable[[Any], Any] = lambda name: name) -> None:
+    def __init__(
+        self, connection: socket.socket, named: Callable[[Any], Any] = lambda name: name
+    ) -> None:
         super().__init__(connection, named)
         self._read: SimpleQueue[bytes | None] = SimpleQueue()
         threading.Thread(target=self._read_on, name="opgraft-reading", daemon=True).start()

@@ -28,7 +28,9 @@ _LARGEST_REPLY = 1 << 24  # bytes
 _KEPT_OUTPUT = 1 << 14  # bytes, of which the last line is quoted
 _LOOK_AGAIN = 0.05  # seconds; a child may have ended although its own children hold its pipes open
 _PIECE = 1 << 16
-_PARTING = 0.5  # seconds in which a child ends all that it has started, before its group is ended by force
+_PARTING = (
+    0.5  # seconds in which a child ends all that it has started, before its group is ended by force
+)
 _CHILDREN = "/proc/{0}/task/{0}/children"
 """The file that names the children of a process, which kernels without ``CONFIG_PROC_CHILDREN`` lack."""
 
@@ -56,7 +58,12 @@ class Ended:
         """
         import signal
 
-        return not self.starved and self.status not in (1, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
+        return not self.starved and self.status not in (
+            1,
+            -signal.SIGTERM,
+            -signal.SIGINT,
+            -signal.SIGHUP,
+        )
 
     def complaint(self) -> str:
         """Say how it ended, with the last line that it printed."""
@@ -66,7 +73,9 @@ class Ended:
         return f"its process ended with status {self.status}{f': {lines[-1]}' if lines else ''}"
 
 
-def ask_child(code: str, arguments: Sequence[str] = (), data: Any = None, time_limit: float = 10.0) -> Any:
+def ask_child(
+    code: str, arguments: Sequence[str] = (), data: Any = None, time_limit: float = 10.0
+) -> Any:
     """Run ``code`` in a new interpreter; returns what it writes to ``reply_to`` as JSON. See ``run_child``.
 
     Raises:
@@ -77,7 +86,11 @@ def ask_child(code: str, arguments: Sequence[str] = (), data: Any = None, time_l
     ended = run_child(code, arguments, data, time_limit)
     fault = LostChildError if ended.died else ChildError
     if ended.status is None:
-        why = "; this machine is too busy: it waited for a processor for most of that" if ended.starved else ""
+        why = (
+            "; this machine is too busy: it waited for a processor for most of that"
+            if ended.starved
+            else ""
+        )
         raise fault(f"it gave no answer within {time_limit:g} s and was stopped{why}")
     if ended.status != 0 or not ended.reply:
         raise fault(ended.complaint())
@@ -128,7 +141,9 @@ def run_child(
             _stream(child.stdin) as question,
         ):
             watch = _MemoryWatch(child.pid, memory_limit)
-            answer, printed = _exchange(child, reply, output, question, handed_over, deadline, watch, heard)
+            answer, printed = _exchange(
+                child, reply, output, question, handed_over, deadline, watch, heard
+            )
             # Before its pipes close, which would end it otherwise.
             status = _wait(child, 0.0 if watch.exceeded else deadline.left())
             starved = status is None and not watch.exceeded and deadline.starved(child.pid)
@@ -145,7 +160,9 @@ def _start(
     import subprocess  # costs 10 ms, which detection should not pay where no child is asked
 
     # Isolated: neither variables nor the working folder decide what is imported before the preface sets the path.
-    kept = ("-X", f"pycache_prefix={sys.pycache_prefix}") if sys.pycache_prefix else ()  # which is a variable, too
+    kept = (
+        ("-X", f"pycache_prefix={sys.pycache_prefix}") if sys.pycache_prefix else ()
+    )  # which is a variable, too
     preface = (GUARDIAN + code, _search_path(), " ".join(map(str, ends)))
     command = [sys.executable, "-I", *kept, "-c", *preface, *arguments]
     return subprocess.Popen(  # noqa: S603  # our own interpreter
@@ -160,12 +177,16 @@ def _start(
 
 
 def _search_path() -> str:
-    return json.dumps([entry for entry in sys.path if isinstance(entry, str)])  # as imports look there
+    return json.dumps(
+        [entry for entry in sys.path if isinstance(entry, str)]
+    )  # as imports look there
 
 
 def _minimal_environment() -> dict[str, str]:
     """Return the variables of this process that an interpreter needs; torch must load no device backend in it."""
-    return {name: os.environ[name] for name in NEEDED if name in os.environ} | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    return {name: os.environ[name] for name in NEEDED if name in os.environ} | {
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"
+    }
 
 
 def _stream(stream: IO[bytes] | None) -> IO[bytes]:
@@ -192,12 +213,19 @@ def _exchange(
     with selectors.DefaultSelector() as selector:
         for stream in received:
             selector.register(stream, selectors.EVENT_READ)
-        os.set_blocking(question.fileno(), False)  # the child may read nothing while it fills its own pipes
+        os.set_blocking(
+            question.fileno(), False
+        )  # the child may read nothing while it fills its own pipes
         selector.register(question, selectors.EVENT_WRITE)
         open_streams = set(received)
         while open_streams and (left_over := deadline.left()) > 0 and not watch.look():
-            ended = child.poll() is not None  # before the pipes are looked at: what it wrote last is still in them
-            ready = [key.fileobj for key, _ in selector.select(0 if ended else min(_LOOK_AGAIN, left_over))]
+            ended = (
+                child.poll() is not None
+            )  # before the pipes are looked at: what it wrote last is still in them
+            ready = [
+                key.fileobj
+                for key, _ in selector.select(0 if ended else min(_LOOK_AGAIN, left_over))
+            ]
             if question in ready:
                 left = left[_written(question, left) :]
                 if not left:
@@ -253,7 +281,11 @@ class _MemoryWatch:
         if self.limit is not None:
             try:
                 resident = int(_of_worker(self.pid, "statm")[1]) * os.sysconf("SC_PAGE_SIZE")
-            except (OSError, ValueError, IndexError):  # it has ended, or this system has no such file
+            except (
+                OSError,
+                ValueError,
+                IndexError,
+            ):  # it has ended, or this system has no such file
                 return 0
             self.exceeded = resident if resident > self.limit else 0
         return self.exceeded
@@ -304,7 +336,10 @@ def _first_child(pid: int) -> int:
         return int(children.read().split()[0])
     others = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
     for each in sorted(others, key=lambda other: (other < pid, other)):  # mostly the next
-        with suppress(OSError, IndexError), open(f"/proc/{each}/stat", encoding="ascii", errors="replace") as file:
+        with (
+            suppress(OSError, IndexError),
+            open(f"/proc/{each}/stat", encoding="ascii", errors="replace") as file,
+        ):
             if int(file.read().rpartition(")")[2].split()[1]) == pid:
                 return each
     raise ProcessLookupError(f"{pid} has no child")

@@ -50,12 +50,20 @@ class Device:
     def __post_init__(self) -> None:
         texts = (self.capability, self.pci_address, self.driver)
         numbers = (self.memory, self.numa_node)
-        if not isinstance(self.name, str) or not all(text is None or isinstance(text, str) for text in texts):
-            raise TypeError(f"a Device has a name, capability, pci_address or driver that is no string: {self!r:.300}")
+        if not isinstance(self.name, str) or not all(
+            text is None or isinstance(text, str) for text in texts
+        ):
+            raise TypeError(
+                f"a Device has a name, capability, pci_address or driver that is no string: {self!r:.300}"
+            )
         if not all(number is None or isinstance(number, int) for number in numbers):
-            raise TypeError(f"a Device has a memory (bytes) or numa_node that is no integer: {self!r:.300}")
+            raise TypeError(
+                f"a Device has a memory (bytes) or numa_node that is no integer: {self!r:.300}"
+            )
         if not all(number is None or 0 <= number < _LARGEST for number in numbers):
-            raise ValueError(f"a Device has a memory (bytes) or numa_node that none has: {self!r:.300}")
+            raise ValueError(
+                f"a Device has a memory (bytes) or numa_node that none has: {self!r:.300}"
+            )
 
     def __str__(self) -> str:
         memory = _size(self.memory) if self.memory else None
@@ -84,13 +92,19 @@ class Evidence:
 
     def __post_init__(self) -> None:
         if not isinstance(self.available, bool):
-            raise TypeError(f"Evidence takes True or False for available, got {reprlib.repr(self.available)}")
+            raise TypeError(
+                f"Evidence takes True or False for available, got {reprlib.repr(self.available)}"
+            )
         for name, text in (("reason", self.reason), ("remedy", self.remedy)):
             if not isinstance(text, str):
                 raise TypeError(f"Evidence takes a string for {name}, got {reprlib.repr(text)}")
         for name, kind, items in (("devices", Device, self.devices), ("facts", Fact, self.facts)):
-            if not isinstance(items, (tuple, list)) or not all(isinstance(item, kind) for item in items):
-                raise TypeError(f"Evidence takes opgraft.{kind.__name__} in {name}, got {reprlib.repr(items)}")
+            if not isinstance(items, (tuple, list)) or not all(
+                isinstance(item, kind) for item in items
+            ):
+                raise TypeError(
+                    f"Evidence takes opgraft.{kind.__name__} in {name}, got {reprlib.repr(items)}"
+                )
             if len(items) > _MOST:
                 raise ValueError(f"Evidence takes {_MOST:,} {name} at most, got {len(items):,}")
 
@@ -143,7 +157,9 @@ class Sighting:
 
     def lines(self) -> Iterator[str]:
         """Yield what was found and what serves it, in words."""
-        yield printable(f"hardware found, no plugin installed: {self.count} x {self.kind} ({self.source})")
+        yield printable(
+            f"hardware found, no plugin installed: {self.count} x {self.kind} ({self.source})"
+        )
         yield printable(f"  to use it: {self.remedy}")
 
     def __str__(self) -> str:

@@ -73,7 +73,9 @@ class Machine:
             data = json.loads(text)
             return cls.from_dict(root, {**data, "packages": _texts(data["packages"])})
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise InputError(f"{root} is no recorded machine: {RECORD} cannot be used ({error!r})") from error
+            raise InputError(
+                f"{root} is no recorded machine: {RECORD} cannot be used ({error!r})"
+            ) from error
 
     @classmethod
     def from_dict(cls, root: Path, data: Mapping[str, Any]) -> Machine:
@@ -97,7 +99,9 @@ class Machine:
         return {
             "environ": self.variables(),
             "packages": None if self.packages is None else dict(self.packages),
-            "torch": {"version": build.version, "backends": dict(build.backends)} if build else None,
+            "torch": {"version": build.version, "backends": dict(build.backends)}
+            if build
+            else None,
             "denied": sorted(self.denied),
         }
 
@@ -128,7 +132,10 @@ class Machine:
             folder, _, name = place.rpartition("/")
             outside = bool(folder) and self._leads_out(folder)
             if not outside and (name == ".." or os.path.islink(place)):
-                outside = os.path.commonpath((os.path.realpath(place), self._real_root or os.sep)) != self._real_root
+                outside = (
+                    os.path.commonpath((os.path.realpath(place), self._real_root or os.sep))
+                    != self._real_root
+                )
             self._outside[place] = outside
         return outside
 
@@ -151,7 +158,9 @@ class Machine:
     def read(self, path: str) -> str | None:
         """Read the text of a file, at most 1 MiB of it, or ``None`` where it cannot be read."""
         try:
-            handle = os.open(self._inside(path), os.O_RDONLY | os.O_NONBLOCK)  # a pipe must not block the probe
+            handle = os.open(
+                self._inside(path), os.O_RDONLY | os.O_NONBLOCK
+            )  # a pipe must not block the probe
         except (OSError, ValueError):
             return None
         try:
@@ -215,7 +224,9 @@ def masked(data: Any, variables: Mapping[str, str]) -> Any:
     """
     values: dict[str, str] = {}
     patterns: dict[str, str] = {}
-    for name in sorted(variables, key=lambda name: bool(_SECRET.search(name))):  # which count where values are equal
+    for name in sorted(
+        variables, key=lambda name: bool(_SECRET.search(name))
+    ):  # which count where values are equal
         value, secret = variables[name], _SECRET.search(name)
         if len(value) < (_SHORTEST_SECRET if secret else _SHORTEST_VALUE):
             continue
@@ -224,7 +235,9 @@ def masked(data: Any, variables: Mapping[str, str]) -> Any:
             patterns[value] = re.escape(value) if secret else rf"(?<!\w){re.escape(value)}(?!\w)"
     if not values:
         return data
-    pattern = re.compile("|".join(patterns[value] for value in sorted(values, key=len, reverse=True)))
+    pattern = re.compile(
+        "|".join(patterns[value] for value in sorted(values, key=len, reverse=True))
+    )
     return mapped(data, lambda text: pattern.sub(lambda found: values[found[0]], text))
 
 
@@ -239,7 +252,9 @@ def mapped(data: Any, change: Callable[[str], str]) -> Any:
 
 def _texts(value: Any) -> dict[str, str]:
     """Return a JSON object that maps names to strings, as environments and versions are."""
-    if not isinstance(value, dict) or not all(isinstance(text, str) and "\0" not in text for text in value.values()):
+    if not isinstance(value, dict) or not all(
+        isinstance(text, str) and "\0" not in text for text in value.values()
+    ):
         raise ValueError(f"{value!r:.80} does not map names to strings")
     if any("=" in name or "\0" in name for name in value):
         raise ValueError("a name has '=' in it")

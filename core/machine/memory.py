@@ -53,8 +53,12 @@ def expect_huge_pages(blocks: Iterable[range]) -> None:
     madvise = ctypes.CDLL(None).madvise
     spans = list(map(_pages, _joined(blocks)))
     for pages in spans:
-        madvise(ctypes.c_void_p(pages.start), ctypes.c_size_t(pages.stop - pages.start), _MADV_HUGEPAGE)
-    _move(list(chain.from_iterable(spans)))  # those that hold the head that the C library writes before each block
+        madvise(
+            ctypes.c_void_p(pages.start), ctypes.c_size_t(pages.stop - pages.start), _MADV_HUGEPAGE
+        )
+    _move(
+        list(chain.from_iterable(spans))
+    )  # those that hold the head that the C library writes before each block
 
 
 def move_to_huge_pages(blocks: Iterable[range], wait: float = 0) -> Thread | None:
@@ -82,7 +86,9 @@ def move_to_huge_pages(blocks: Iterable[range], wait: float = 0) -> Thread | Non
 
 
 def _has_huge_pages() -> bool:
-    return _HUGE_PAGES_SETTING.is_file() and "[never]" not in _HUGE_PAGES_SETTING.read_text(encoding="ascii")
+    return _HUGE_PAGES_SETTING.is_file() and "[never]" not in _HUGE_PAGES_SETTING.read_text(
+        encoding="ascii"
+    )
 
 
 def _joined(blocks: Iterable[range]) -> Iterator[range]:
@@ -98,7 +104,9 @@ def _joined(blocks: Iterable[range]) -> Iterator[range]:
 
 def _pages(span: range) -> range:
     """Return the addresses of the huge pages that a span fills."""
-    return range(-(-span.start // _HUGE_PAGE) * _HUGE_PAGE, span.stop // _HUGE_PAGE * _HUGE_PAGE, _HUGE_PAGE)
+    return range(
+        -(-span.start // _HUGE_PAGE) * _HUGE_PAGE, span.stop // _HUGE_PAGE * _HUGE_PAGE, _HUGE_PAGE
+    )
 
 
 def _mostly_filled(blocks: Iterable[range]) -> list[int]:
@@ -112,6 +120,8 @@ def _mostly_filled(blocks: Iterable[range]) -> list[int]:
 
 def _move(pages: Sequence[int], wait: float = 0) -> None:
     time.sleep(wait)
-    madvise = ctypes.CDLL(None).madvise  # of one page each, as the first that cannot be moved ends a call
+    madvise = ctypes.CDLL(
+        None
+    ).madvise  # of one page each, as the first that cannot be moved ends a call
     for page in pages:
         madvise(ctypes.c_void_p(page), ctypes.c_size_t(_HUGE_PAGE), _MADV_COLLAPSE)

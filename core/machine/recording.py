@@ -62,10 +62,14 @@ class RecordingMachine(Machine):
     def __init__(self, machine: Machine) -> None:
         environ = _SeenVariables(machine.environ)
         super().__init__(machine.root, environ, machine.packages, machine.torch, machine.denied)
-        object.__setattr__(self, "seen", Seen(environ))  # a machine is frozen; what was seen of it grows
+        object.__setattr__(
+            self, "seen", Seen(environ)
+        )  # a machine is frozen; what was seen of it grows
 
     def variables(self) -> dict[str, str]:
-        return without_secrets(self.seen.variables.variables)  # told to a child process, which is not recorded
+        return without_secrets(
+            self.seen.variables.variables
+        )  # told to a child process, which is not recorded
 
     def read(self, path: str) -> str | None:
         text = self.seen.files[path] = super().read(path)
@@ -109,7 +113,9 @@ class RecordingMachine(Machine):
         made: list[Path] = []
         try:
             if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
-                raise InputError(f"{folder} exists and is not empty: give a new folder for the recording")
+                raise InputError(
+                    f"{folder} exists and is not empty: give a new folder for the recording"
+                )
             made += [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
             folder.mkdir(parents=True, exist_ok=True)
             try:
@@ -133,8 +139,12 @@ class RecordingMachine(Machine):
         for path, text in files.items():
             _place(folder, path).write_text(scrubber.file(path, text), encoding="utf-8")
         for path, target in links.items():
-            if not os.path.lexists(_place(folder, path)):  # as it is where something below the link was read
-                _place(folder, path).symlink_to(target or "./")  # "" is the last part of a target such as "x/"
+            if not os.path.lexists(
+                _place(folder, path)
+            ):  # as it is where something below the link was read
+                _place(folder, path).symlink_to(
+                    target or "./"
+                )  # "" is the last part of a target such as "x/"
         # What was only listed becomes an empty file; backwards, so that a folder comes after what lies in it.
         for path in sorted(self.seen.listed, reverse=True):
             if not os.path.lexists(_place(folder, path)):
@@ -144,7 +154,9 @@ class RecordingMachine(Machine):
         data = {  # after the files: a variable may name a device by the first digits of an id that stands there
             "environ": {name: scrubber.value(variables.variables[name]) for name in names},
             "packages": self.seen.packages,
-            "torch": {"version": build.version, "backends": dict(build.backends)} if build else None,
+            "torch": {"version": build.version, "backends": dict(build.backends)}
+            if build
+            else None,
             "denied": sorted(self.seen.denied),
         }
         _place(folder, RECORD).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

@@ -129,7 +129,9 @@ def _start_of_value(line: str) -> int:
     separator = re.search(r"[:=]", line)
     if separator:
         return separator.end()
-    word = re.search(r"(?i)(?:serial|unique_id)\w*(?:[ \t](?:number|no\.?|id)(?![^ \t]))?", line[:200])
+    word = re.search(
+        r"(?i)(?:serial|unique_id)\w*(?:[ \t](?:number|no\.?|id)(?![^ \t]))?", line[:200]
+    )
     return word.end() if word else len(line)
 
 
@@ -139,14 +141,20 @@ def _homes() -> list[str]:
         found = {str(Path.home()), os.environ.get("HOME", "").rstrip("/")}
     except RuntimeError:
         return []
-    return sorted((home for home in found if home.startswith("/") and home.strip("/")), key=len, reverse=True)
+    return sorted(
+        (home for home in found if home.startswith("/") and home.strip("/")), key=len, reverse=True
+    )
 
 
 def _host() -> re.Pattern[str] | None:
     """Return the pattern that finds the host's name; none where it is a number or too short to tell a machine."""
     full = socket.gethostname()
-    names = [name for name in (full, full.partition(".")[0]) if len(name) > 2 and not name.isdigit()]
-    return re.compile(rf"(?<![\w-])(?:{'|'.join(map(re.escape, names))})(?![\w-])") if names else None
+    names = [
+        name for name in (full, full.partition(".")[0]) if len(name) > 2 and not name.isdigit()
+    ]
+    return (
+        re.compile(rf"(?<![\w-])(?:{'|'.join(map(re.escape, names))})(?![\w-])") if names else None
+    )
 
 
 def _shown_host(match: re.Match[str]) -> str:

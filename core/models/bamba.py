@@ -38,7 +38,10 @@ class BambaForCausalLM(HybridForCausalLM):
         self, config: Any, quant_config: QuantizationConfig | None, prefix: str
     ) -> tuple[list[HybridLayer], float]:
         """Return a layer for each of the config's ``layers_block_type``."""
-        expect_mixers(config, *(f"mamba_{name}" for name in ("d_state", "d_conv", "n_groups", "n_heads", "d_head")))
+        expect_mixers(
+            config,
+            *(f"mamba_{name}" for name in ("d_state", "d_conv", "n_groups", "n_heads", "d_head")),
+        )
         expect_unlimited(config)
         family, kinds = Family(), config.layers_block_type
         longest, attends = self.opgraft_config.model.max_model_len, ["full_attention"] * len(kinds)

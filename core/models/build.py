@@ -46,7 +46,9 @@ def load_model(opgraft_config: OpgraftConfig) -> Model:
     _expect_ranks(resolved.parallel)
     weights = open_weights(name)
     _expect_format(resolved.load.format, weights)
-    model = _constructed(resolved, weights, _usable_device(resolved.load.device or current_platform().device_type))
+    model = _constructed(
+        resolved, weights, _usable_device(resolved.load.device or current_platform().device_type)
+    )
     expect_huge_pages(_addresses(model))  # before anything is written to them
     loaded = load_weights(
         model,
@@ -87,7 +89,11 @@ def _constructed(resolved: OpgraftConfig, weights: Weights, device: torch.device
     _expect_stages(cls)
     _expect_embedding(cls, config, weights.tensors)
     with _defaults(dtype_of(resolved, config), device):
-        others = {"config": config, "quant_config": quantization_config(resolved, cls)} if is_older(cls) else {}
+        others = (
+            {"config": config, "quant_config": quantization_config(resolved, cls)}
+            if is_older(cls)
+            else {}
+        )
         model = construct(cls, opgraft_config=resolved, **others)
     expect_patterns_used(model)
     return model
@@ -119,7 +125,9 @@ def _tell_of_scales(name: str, ignored: Sequence[str]) -> None:
 
 def _name(resolved: OpgraftConfig) -> str:
     if resolved.model.name is None:
-        raise ModelError("no model is named: set model.name to a checkpoint's folder or file, or to a name")
+        raise ModelError(
+            "no model is named: set model.name to a checkpoint's folder or file, or to a name"
+        )
     return resolved.model.name
 
 
@@ -140,7 +148,9 @@ def _expect_ranks(parallel: ParallelConfig) -> None:
     groups = parallelism().groups
     for kind in ("tensor", "pipeline", "data", "expert"):
         size, ranks = getattr(parallel, kind), groups[kind].world_size
-        alone = kind == "data" and parallel.data_rank is not None and ranks == 1  # an engine with its own experts
+        alone = (
+            kind == "data" and parallel.data_rank is not None and ranks == 1
+        )  # an engine with its own experts
         if size not in (1, ranks) and not alone:
             raise DistributedError(
                 f"parallel.{kind} is {size}, and the {kind} group of this process has {ranks}: call "
@@ -201,7 +211,9 @@ def _expect_embedding(cls: type[Model], config: Any, tensors: Mapping[str, LazyT
 def _expect_format(name: str | None, weights: Weights) -> None:
     found = "gguf" if weights.is_gguf else "safetensors"
     if name not in (None, "auto", found):
-        raise CheckpointError(f"load.format is {name!r}, and {weights.path} has its weights as {found}")
+        raise CheckpointError(
+            f"load.format is {name!r}, and {weights.path} has its weights as {found}"
+        )
 
 
 def dtype_of(opgraft_config: OpgraftConfig, config: Any) -> torch.dtype:

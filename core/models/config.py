@@ -19,7 +19,9 @@ LOCAL_ONLY: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": 
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _MOST_LAYERS = 4096
-_IMPLEMENTATIONS = frozenset(f"{part}_implementation{end}" for part in ("attn", "experts") for end in ("", "_internal"))
+_IMPLEMENTATIONS = frozenset(
+    f"{part}_implementation{end}" for part in ("attn", "experts") for end in ("", "_internal")
+)
 _LOCAL = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 """The implementations that transformers itself has; it may fetch others."""
 
@@ -38,7 +40,11 @@ def read_config(weights: Weights, *, plain: bool = False) -> Any:
         InputError: transformers is not installed.
     """
     file = weights.path if weights.is_gguf else _folder(weights) / "config.json"
-    values = config_values(weights.metadata, weights.stored, file) if weights.is_gguf else check_config(file)
+    values = (
+        config_values(weights.metadata, weights.stored, file)
+        if weights.is_gguf
+        else check_config(file)
+    )
     _expect_plausible(values, file)
     if (found := own_config(values, file) or (plain_config(values) if plain else None)) is not None:
         return found
@@ -52,7 +58,9 @@ def read_config(weights: Weights, *, plain: bool = False) -> Any:
         version = f"transformers {transformers.__version__}"
         _refuse_code(file, error, version)
         _refuse_unknown(file, values.get("model_type"), transformers)
-        raise CheckpointError(f"{version} cannot read the configuration in {file}: {described(error)}") from error
+        raise CheckpointError(
+            f"{version} cannot read the configuration in {file}: {described(error)}"
+        ) from error
 
 
 def _expect_plausible(values: Mapping[str, Any], file: Path) -> None:
@@ -93,7 +101,9 @@ def load_tokenizer(weights: Weights) -> Any:
     except Exception as error:  # as above
         version = f"transformers {transformers.__version__}"
         _refuse_code(_folder(weights) / "tokenizer_config.json", error, version)
-        raise CheckpointError(f"{version} cannot load the tokenizer of {weights.path}: {described(error)}") from error
+        raise CheckpointError(
+            f"{version} cannot load the tokenizer of {weights.path}: {described(error)}"
+        ) from error
 
 
 def check_config(file: Path) -> dict[str, Any]:
@@ -103,11 +113,17 @@ def check_config(file: Path) -> dict[str, Any]:
         CheckpointError: it is missing, broken, or names an implementation that transformers may fetch from a hub.
     """
     if not file.is_file():
-        raise CheckpointError(f"{file.parent} has no config.json: it is no Hugging Face checkpoint folder")
+        raise CheckpointError(
+            f"{file.parent} has no config.json: it is no Hugging Face checkpoint folder"
+        )
     config = read_json(file)
     names = config.get("architectures")
-    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise CheckpointError(f"{file}: architectures is {names!r:.200}, expected a list of class names")
+    if names is not None and not (
+        isinstance(names, list) and all(isinstance(name, str) for name in names)
+    ):
+        raise CheckpointError(
+            f"{file}: architectures is {names!r:.200}, expected a list of class names"
+        )
     for key, value in _settings(config):
         if key.lstrip("_") in _IMPLEMENTATIONS and value not in _LOCAL:
             raise CheckpointError(
@@ -123,7 +139,12 @@ def _refuse_code(file: Path, error: Exception, version: str) -> None:
     Raises:
         CheckpointError: the file names code.
     """
-    if isinstance(error, ValueError) and file.suffix == ".json" and file.is_file() and "auto_map" in read_json(file):
+    if (
+        isinstance(error, ValueError)
+        and file.suffix == ".json"
+        and file.is_file()
+        and "auto_map" in read_json(file)
+    ):
         raise CheckpointError(
             f"{file} needs Python code of its own (auto_map), which is refused: it would run with your rights. Use a "
             f"checkpoint whose architecture {version} knows."

@@ -44,7 +44,9 @@ def _parameters(cls: type) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(cls.__init__).parameters  # type: ignore[misc]  # of a class, not of an instance
 
 
-def construct(cls: type[_T], *, opgraft_config: OpgraftConfig, prefix: str = "", **others: Any) -> _T:
+def construct(
+    cls: type[_T], *, opgraft_config: OpgraftConfig, prefix: str = "", **others: Any
+) -> _T:
     """Construct a model or a part of one by ``cls(opgraft_config=…, prefix=…)``, adapting an older signature.
 
     A class without a parameter ``opgraft_config`` is handed what its parameters name: ``prefix``, the sections
@@ -65,11 +67,16 @@ def construct(cls: type[_T], *, opgraft_config: OpgraftConfig, prefix: str = "",
             DeprecationWarning,
             stacklevel=2,
         )
-        return make(**_older_arguments(name, parameters, opgraft_config, {"prefix": prefix, **others}))
+        return make(
+            **_older_arguments(name, parameters, opgraft_config, {"prefix": prefix, **others})
+        )
 
 
 def _older_arguments(
-    name: str, parameters: Mapping[str, inspect.Parameter], config: OpgraftConfig, given: Mapping[str, Any]
+    name: str,
+    parameters: Mapping[str, inspect.Parameter],
+    config: OpgraftConfig,
+    given: Mapping[str, Any],
 ) -> dict[str, Any]:
     resolved = config.resolved()
     arguments = {}

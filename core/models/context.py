@@ -31,7 +31,9 @@ def trained_context(config: Any) -> int | None:
 
 def _extended(rope: Mapping[str, Any], longest: int) -> int:
     factor = rope.get("factor")
-    if rope.get("rope_type", rope.get("type")) not in _EXTENDING or not isinstance(factor, int | float):
+    if rope.get("rope_type", rope.get("type")) not in _EXTENDING or not isinstance(
+        factor, int | float
+    ):
         return 0
     trained = rope.get("original_max_position_embeddings")
     return int((trained if isinstance(trained, int) else longest) * factor)

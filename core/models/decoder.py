@@ -31,7 +31,11 @@ from opgraft.ops.embedding import LogitsProcessor, VocabParallelEmbedding
 from opgraft.ops.layernorm import GemmaRMSNorm, RMSNorm
 from opgraft.ops.linear import QKVParallelLinear, RowParallelLinear
 from opgraft.ops.linear.quantization_config import QuantizationConfig
-from opgraft.ops.rotary import DynamicNTKScalingRotaryEmbedding, Phi3LongRoPEScaledRotaryEmbedding, get_rope
+from opgraft.ops.rotary import (
+    DynamicNTKScalingRotaryEmbedding,
+    Phi3LongRoPEScaledRotaryEmbedding,
+    get_rope,
+)
 from opgraft.text import described
 from torch import Tensor, nn
 
@@ -95,17 +99,29 @@ class DecoderAttention(nn.Module):
             **own,
         )
         heads, kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-        self.sizes = [heads * shape.head_size, kv_heads * shape.head_size, kv_heads * shape.head_size]
+        self.sizes = [
+            heads * shape.head_size,
+            kv_heads * shape.head_size,
+            kv_heads * shape.head_size,
+        ]
         self.head_size = shape.head_size
         self.qk_norm = family.qk_norm
         if family.qk_norm == "each":
-            self.q_norm: nn.Module = HeadNorms(heads, shape.head_size, shape.eps, self.qkv_proj.first_head)
-            self.k_norm: nn.Module = HeadNorms(kv_heads, shape.head_size, shape.eps, self.qkv_proj.first_kv_head)
+            self.q_norm: nn.Module = HeadNorms(
+                heads, shape.head_size, shape.eps, self.qkv_proj.first_head
+            )
+            self.k_norm: nn.Module = HeadNorms(
+                kv_heads, shape.head_size, shape.eps, self.qkv_proj.first_kv_head
+            )
         elif family.qk_norm:
             norm = GemmaRMSNorm if family.gemma_norm else RMSNorm
             whole = family.qk_norm == "whole"
-            self.q_norm = norm(shape.num_heads * shape.head_size if whole else shape.head_size, shape.eps)
-            self.k_norm = norm(shape.num_kv_heads * shape.head_size if whole else shape.head_size, shape.eps)
+            self.q_norm = norm(
+                shape.num_heads * shape.head_size if whole else shape.head_size, shape.eps
+            )
+            self.k_norm = norm(
+                shape.num_kv_heads * shape.head_size if whole else shape.head_size, shape.eps
+            )
         self.rotary_emb = rope
         self.attn = Attention(
             heads,
@@ -131,7 +147,9 @@ class DecoderAttention(nn.Module):
     def _normalised(self, norm: nn.Module, x: Tensor, replicas: int = 1) -> Tensor:
         """Normalise heads, of which ``replicas`` ranks after one another have the same."""
         if self.qk_norm != "whole":
-            heads: Tensor = norm(x.reshape(*x.shape[:-1], x.shape[-1] // self.head_size, self.head_size))
+            heads: Tensor = norm(
+                x.reshape(*x.shape[:-1], x.shape[-1] // self.head_size, self.head_size)
+            )
             return heads.flatten(-2)
         size = get_tensor_model_parallel_world_size()
         if size == 1:
@@ -167,12 +185,19 @@ class DecoderLayer(nn.Module):
         )
         self.mlp: nn.Module = feed_forward(shape, family, layer, quant_config, f"{prefix}.mlp")
         norm = GemmaRMSNorm if family.gemma_norm else RMSNorm
-        self.norms = (family.before_attention, family.after_attention, family.before_mlp, family.after_mlp)
+        self.norms = (
+            family.before_attention,
+            family.after_attention,
+            family.before_mlp,
+            family.after_mlp,
+        )
         for name in filter(None, self.norms):
             self.add_module(name, norm(shape.hidden_size, shape.eps))
         self.residual_scale = shape.residual_scale
 
-    def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return the output of the feed-forward layer and the residual stream that it is still to be added to.
 
         Args:
@@ -190,11 +215,19 @@ class DecoderLayer(nn.Module):
         """Return the parts of the layer, where there are no others."""
         before_attention, after_attention, before_mlp, after_mlp = self.norms
         attention, mlp = self.self_attn, self.mlp
-        if type(self) is not DecoderLayer or type(attention) is not DecoderAttention or type(mlp) is not DecoderMLP:
+        if (
+            type(self) is not DecoderLayer
+            or type(attention) is not DecoderAttention
+            or type(mlp) is not DecoderMLP
+        ):
             return None
         if after_attention or after_mlp or attention.qk_norm or self.residual_scale != 1.0:
             return None
-        if before_attention is None or before_mlp is None or isinstance(attention.rotary_emb, _FITTED):
+        if (
+            before_attention is None
+            or before_mlp is None
+            or isinstance(attention.rotary_emb, _FITTED)
+        ):
             return None
         return DecoderParts(
             before_attention=self._modules[before_attention],
@@ -208,7 +241,9 @@ class DecoderLayer(nn.Module):
             down_proj=mlp.down_proj,
         )
 
-    def _enter(self, name: str | None, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _enter(
+        self, name: str | None, hidden_states: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         if name is None:
             total = hidden_states if residual is None else hidden_states + residual
             return total, total
@@ -228,10 +263,18 @@ class DecoderModel(DecoderStack):
     """The stack of a decoder: token ids to hidden states."""
 
     def __init__(
-        self, shape: DecoderShape, family: Family, quant_config: QuantizationConfig | None, prefix: str, stage: Stage
+        self,
+        shape: DecoderShape,
+        family: Family,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+        stage: Stage,
     ) -> None:
         ropes = {name: rope_of(shape, parameters) for name, parameters in shape.ropes.items()}
-        sizes, rope = (shape.vocab_size, shape.hidden_size), [ropes[layer.rope] for layer in shape.layers]
+        sizes, rope = (
+            (shape.vocab_size, shape.hidden_size),
+            [ropes[layer.rope] for layer in shape.layers],
+        )
         super().__init__(
             stage,
             embedding=lambda: VocabParallelEmbedding(
@@ -241,15 +284,21 @@ class DecoderModel(DecoderStack):
             layer=lambda number: DecoderLayer(
                 shape, family, number, rope[number], quant_config, f"{prefix}.layers.{number}"
             ),
-            norm=lambda: (GemmaRMSNorm if family.gemma_norm else RMSNorm)(shape.hidden_size, shape.eps),
+            norm=lambda: (GemmaRMSNorm if family.gemma_norm else RMSNorm)(
+                shape.hidden_size, shape.eps
+            ),
         )
         self.fitted_ropes = [rope for rope in ropes.values() if isinstance(rope, _FITTED)]
         self.max_position = shape.max_position
         self.plan = DecoderPlan()
         # transformers keeps the scale in the dtype of the weights, and so it was in training
-        self.embedding_scale = float(torch.tensor(shape.embedding_scale, dtype=torch.get_default_dtype(), device="cpu"))
+        self.embedding_scale = float(
+            torch.tensor(shape.embedding_scale, dtype=torch.get_default_dtype(), device="cpu")
+        )
 
-    def forward(self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None
+    ) -> Tensor:
         """Return the hidden states ``[tokens, hidden_size]`` after the last norm, or what the next stage is given.
 
         Args:
@@ -273,10 +322,14 @@ class DecoderModel(DecoderStack):
     ) -> Tensor | None:
         """Return what a call does, where the plan computes all layers in one; ``None`` where it does not."""
         hidden_states, residual = self._scaled(input_ids, inputs_embeds)
-        computed = self.plan.run(self.layers, positions, hidden_states) if residual is None else None
+        computed = (
+            self.plan.run(self.layers, positions, hidden_states) if residual is None else None
+        )
         return None if computed is None else self.left(computed[0], computed[1], compiled=False)
 
-    def _scaled(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _scaled(
+        self, input_ids: Tensor | None, inputs_embeds: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         hidden_states, residual = self.entered(input_ids, inputs_embeds)
         if self.embedding_scale != 1.0 and residual is None:
             hidden_states = hidden_states * self.embedding_scale
@@ -294,7 +347,11 @@ class DecoderModel(DecoderStack):
             for rope in self.fitted_ropes:
                 rope.fit_tokens(positions, batch.context_lens)
             return
-        length = int(positions.max()) + 1 if batch is None else batch.max_context_len or self.max_position
+        length = (
+            int(positions.max()) + 1
+            if batch is None
+            else batch.max_context_len or self.max_position
+        )
         for rope in self.fitted_ropes:
             rope.fit_context(length)
 
@@ -308,9 +365,13 @@ def rope_of(shape: DecoderShape, parameters: Mapping[str, Any]) -> Any:
     sizes = (shape.head_size, shape.max_position)
     halves = shape.latent is None or not shape.latent.interleaved
     try:
-        rope = get_rope(*sizes, halves, rope_parameters=parameters, model_positions=shape.model_positions)
+        rope = get_rope(
+            *sizes, halves, rope_parameters=parameters, model_positions=shape.model_positions
+        )
     except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"the config describes a rope that cannot be made: {described(error)}") from error
+        raise ModelError(
+            f"the config describes a rope that cannot be made: {described(error)}"
+        ) from error
     rows = len(getattr(rope, "cos_sin_cache", range(shape.max_position)))
     if rows < shape.max_position:
         raise ModelError(
@@ -357,6 +418,8 @@ class DecoderForCausalLM(StagedForCausalLM):
         self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None
     ) -> Tensor | None:
         """Return what ``forward`` does, where a ``DecoderPlan`` computes all layers in one call; else ``None``."""
-        if self.model.plan.declines(self.model.layers, positions, self.dtype):  # else ids would be looked up in vain
+        if self.model.plan.declines(
+            self.model.layers, positions, self.dtype
+        ):  # else ids would be looked up in vain
             return None
         return self.model.planned(input_ids, positions, inputs_embeds)

@@ -13,7 +13,12 @@ from opgraft.models.deepseek_experts import RoutedShape
 from opgraft.models.given import LARGEST_SIZE, Given
 from opgraft.ops.fused_moe.placement import ALONE, ExpertSharing
 
-ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+ACTIVATIONS = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
 """Names of gated activations in configs, to those of the ops."""
 
 
@@ -114,7 +119,9 @@ class DecoderShape:
     sharing: ExpertSharing = ALONE
 
     @classmethod
-    def of(cls, config: Any, family: Family, max_position: int | None = None, **others: Any) -> DecoderShape:
+    def of(
+        cls, config: Any, family: Family, max_position: int | None = None, **others: Any
+    ) -> DecoderShape:
         """Read a config of ``transformers``.
 
         Args:
@@ -150,9 +157,13 @@ class DecoderShape:
             output_bias=bias if family.output_bias is None else family.output_bias,
             mlp_bias=bool(given("mlp_bias", False)),
             tied=bool(given("tie_word_embeddings", False)),
-            embedding_scale=hidden**0.5 if family.scaled_embedding else given("embedding_multiplier", 1.0),
+            embedding_scale=hidden**0.5
+            if family.scaled_embedding
+            else given("embedding_multiplier", 1.0),
             residual_scale=given("residual_multiplier", 1.0),
-            attention_scale=_latent_scale(latent, ropes) if latent else _attention_scale(given, head_size),
+            attention_scale=_latent_scale(latent, ropes)
+            if latent
+            else _attention_scale(given, head_size),
             attention_soft_cap=given("attn_logit_softcapping", None),
             logits_scale=1.0 / _logits_scaling(given),
             logits_soft_cap=given("final_logit_softcapping", None),
@@ -171,9 +182,13 @@ def _expect_written(given: Given) -> None:
         ModelError: the config asks for it.
     """
     if given("use_bidirectional_attention", False):
-        raise ModelError(f"{given.name}: use_bidirectional_attention is set, and decoders attend causally only")
+        raise ModelError(
+            f"{given.name}: use_bidirectional_attention is set, and decoders attend causally only"
+        )
     if given("clip_qkv", None) is not None:
-        raise ModelError(f"{given.name}: clip_qkv is set, and queries, keys and values are not clipped here")
+        raise ModelError(
+            f"{given.name}: clip_qkv is set, and queries, keys and values are not clipped here"
+        )
 
 
 def _head_size(given: Given, hidden: int, heads: int, kv_heads: int) -> int:
@@ -182,7 +197,9 @@ def _head_size(given: Given, hidden: int, heads: int, kv_heads: int) -> int:
             f"{given.name}: num_attention_heads is {heads}, which num_key_value_heads, {kv_heads}, does not divide"
         )
     if given("head_dim", None) is None and hidden % heads:
-        raise ModelError(f"{given.name}: hidden_size is {hidden}, which num_attention_heads, {heads}, does not divide")
+        raise ModelError(
+            f"{given.name}: hidden_size is {hidden}, which num_attention_heads, {heads}, does not divide"
+        )
     return given.size("head_dim", hidden // heads)
 
 
@@ -200,20 +217,29 @@ def _longest(given: Given, max_position: int | None) -> int:
 def _logits_scaling(given: Given) -> float:
     value = given("logits_scaling", 1.0)
     if not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ModelError(f"{given.name}: logits_scaling is {value!r:.40}, expected a number above 0")
+        raise ModelError(
+            f"{given.name}: logits_scaling is {value!r:.40}, expected a number above 0"
+        )
     return float(value)
 
 
 def _activation(given: Given) -> str:
     name = given("hidden_activation", None) or given("hidden_act")
     if name not in ACTIVATIONS:
-        raise ModelError(f"{given.name}: the activation {name!r} is none of {', '.join(ACTIVATIONS)}")
+        raise ModelError(
+            f"{given.name}: the activation {name!r} is none of {', '.join(ACTIVATIONS)}"
+        )
     return ACTIVATIONS[name]
 
 
-def _layers(given: Given, family: Family) -> tuple[tuple[LayerShape, ...], Mapping[str, Mapping[str, Any]]]:
+def _layers(
+    given: Given, family: Family
+) -> tuple[tuple[LayerShape, ...], Mapping[str, Mapping[str, Any]]]:
     """Read the kinds of layers, each of which may have a rope of its own."""
-    count, windowed = given.size("num_hidden_layers"), family.windowed and given("sliding_window", None)
+    count, windowed = (
+        given.size("num_hidden_layers"),
+        family.windowed and given("sliding_window", None),
+    )
     usual = "sliding_attention" if windowed else "full_attention"
     kinds = given("layer_types", None) or [usual] * count
     if len(kinds) != count or not set(kinds) <= {"sliding_attention", "full_attention"}:
@@ -221,13 +247,23 @@ def _layers(given: Given, family: Family) -> tuple[tuple[LayerShape, ...], Mappi
             f"{given.name}: layer_types has {len(kinds)} entries of {', '.join(sorted(set(kinds)))}, expected "
             f"{count} of full_attention and sliding_attention"
         )
-    parameters = given("rope_parameters", None) or {"rope_type": "default", "rope_theta": given("rope_theta", 10000.0)}
-    by_kind = parameters if all(isinstance(parameters.get(kind), Mapping) for kind in kinds) else {"": parameters}
+    parameters = given("rope_parameters", None) or {
+        "rope_type": "default",
+        "rope_theta": given("rope_theta", 10000.0),
+    }
+    by_kind = (
+        parameters
+        if all(isinstance(parameters.get(kind), Mapping) for kind in kinds)
+        else {"": parameters}
+    )
     trained = given("original_max_position_embeddings", None)
     extra = {} if trained is None else {"original_max_position_embeddings": trained}
     ropes = {kind: {**extra, **rope} for kind, rope in by_kind.items() if isinstance(rope, Mapping)}
     layers = tuple(
-        LayerShape(given.size("sliding_window") if kind == "sliding_attention" else None, kind if kind in ropes else "")
+        LayerShape(
+            given.size("sliding_window") if kind == "sliding_attention" else None,
+            kind if kind in ropes else "",
+        )
         for kind in kinds
     )
     return layers, ropes

@@ -54,9 +54,13 @@ class ExpertsShape:
             ModelError: the config lacks a size, or asks for what is not written.
         """
         if (activation := given("hidden_act")) != "silu":
-            raise ModelError(f"experts have the activation {activation!r}, expected 'silu': no other is written")
+            raise ModelError(
+                f"experts have the activation {activation!r}, expected 'silu': no other is written"
+            )
         if (given("swiglu_alpha", 1.702), given("swiglu_limit", 7.0)) != (1.702, 7.0):
-            raise ModelError("swiglu_alpha and swiglu_limit are not 1.702 and 7.0: no others are written")
+            raise ModelError(
+                "swiglu_alpha and swiglu_limit are not 1.702 and 7.0: no others are written"
+            )
         step, dense = given.size("decoder_sparse_step", 1), given("mlp_only_layers", None) or ()
         numbers = range(given.size("num_hidden_layers"))
         return cls(
@@ -64,15 +68,21 @@ class ExpertsShape:
             top_k=given.size("num_experts_per_tok"),
             hidden_size=given.size("hidden_size"),
             intermediate_size=given.first_size("moe_intermediate_size", "intermediate_size"),
-            renormalize=given("norm_topk_prob", False) if family.renormalize is None else family.renormalize,
-            layers=frozenset(number for number in numbers if number not in dense and (number + 1) % step == 0),
+            renormalize=given("norm_topk_prob", False)
+            if family.renormalize is None
+            else family.renormalize,
+            layers=frozenset(
+                number for number in numbers if number not in dense and (number + 1) % step == 0
+            ),
         )
 
 
 def expert_sharing(opgraft_config: OpgraftConfig) -> ExpertSharing:
     """Return the way in which ranks share experts, as the section ``parallel`` says."""
     parallel = opgraft_config.resolved().parallel
-    return ExpertSharing(parallel.expert, parallel.redundant_experts, parallel.expert_balance_steps is not None)
+    return ExpertSharing(
+        parallel.expert, parallel.redundant_experts, parallel.expert_balance_steps is not None
+    )
 
 
 class DecoderExperts(nn.Module):
@@ -96,7 +106,11 @@ class DecoderExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.gate = ReplicatedLinear(
-            shape.hidden_size, shape.num_experts, bias=family.has_bias, prefix=f"{prefix}.gate", return_bias=False
+            shape.hidden_size,
+            shape.num_experts,
+            bias=family.has_bias,
+            prefix=f"{prefix}.gate",
+            return_bias=False,
         )
         self.experts = FusedMoE(
             shape.num_experts,

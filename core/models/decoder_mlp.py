@@ -62,7 +62,11 @@ class DecoderMLP(nn.Module):
 
 
 def feed_forward(
-    shape: DecoderShape, family: Family, layer: int, quant_config: QuantizationConfig | None, prefix: str
+    shape: DecoderShape,
+    family: Family,
+    layer: int,
+    quant_config: QuantizationConfig | None,
+    prefix: str,
 ) -> nn.Module:
     """Construct the feed-forward layer of one layer: dense, or of experts."""
     if family.experts is not None and shape.experts is not None and layer in shape.experts.layers:
@@ -70,6 +74,13 @@ def feed_forward(
     routed = shape.routed
     if routed is None or layer < routed.first_layer:
         return DecoderMLP(shape, quant_config, prefix)
-    sizes: dict[str, Any] = {"intermediate_size": routed.shared * routed.intermediate_size, "reduce_results": False}
-    shared = DecoderMLP(shape, quant_config, f"{prefix}.shared_experts", **sizes) if routed.shared else None
+    sizes: dict[str, Any] = {
+        "intermediate_size": routed.shared * routed.intermediate_size,
+        "reduce_results": False,
+    }
+    shared = (
+        DecoderMLP(shape, quant_config, f"{prefix}.shared_experts", **sizes)
+        if routed.shared
+        else None
+    )
     return DeepseekExperts(routed, shared, quant_config, prefix, shape.sharing)

@@ -28,7 +28,9 @@ class DeepseekV2ForCausalLM(DecoderForCausalLM):
         # Behind the last layer checkpoints have those that predict further tokens in training.
         count = self.stage.num_layers
         further = 0 if self.config is None else Given(self.config).count("num_nextn_predict_layers")
-        self.ignored_weights = [f"model.layers.{number}.*" for number in range(count, count + further)]
+        self.ignored_weights = [
+            f"model.layers.{number}.*" for number in range(count, count + further)
+        ]
 
 
 @PluggableClass.register("DeepseekV3ForCausalLM")

@@ -50,7 +50,9 @@ class RoutedShape:
         first = given("first_k_dense_replace", 0)
         if first >= given("num_hidden_layers"):
             return None
-        method = given("topk_method", "noaux_tc")  # transformers' class for V3 has no such attribute
+        method = given(
+            "topk_method", "noaux_tc"
+        )  # transformers' class for V3 has no such attribute
         if method not in METHODS or given("moe_layer_freq", 1) != 1:
             raise ModelError(
                 f"topk_method is {method!r:.40} and moe_layer_freq {given('moe_layer_freq', 1)!r:.40}, expected one of "
@@ -67,7 +69,8 @@ class RoutedShape:
             num_groups=given.size("n_group") if grouped else 0,
             kept_groups=given.size("topk_group") if grouped else 0,
             scaling=given("routed_scaling_factor", 1.0),
-            renormalize=method == "noaux_tc" and bool(given("norm_topk_prob", True)),  # V2 has it and never did
+            renormalize=method == "noaux_tc"
+            and bool(given("norm_topk_prob", True)),  # V2 has it and never did
             by_sigmoid=method == "noaux_tc",
         )
 
@@ -101,7 +104,9 @@ class DeepseekExperts(nn.Module):
             prefix=f"{prefix}.gate",
             return_bias=False,
         )
-        bias = nn.Parameter(torch.empty(shape.num_experts, dtype=torch.float32), requires_grad=False)
+        bias = nn.Parameter(
+            torch.empty(shape.num_experts, dtype=torch.float32), requires_grad=False
+        )
         self.gate.register_parameter("e_score_correction_bias", bias if shape.by_sigmoid else None)
         self.shared_experts = shared
         self.experts = FusedMoE(

@@ -30,8 +30,12 @@ def architecture_config(opgraft_config: OpgraftConfig, *, plain: bool = False) -
     """
     model = opgraft_config.model
     if model.name is None:
-        raise ModelError("a model is constructed and model.name, which checkpoint has its config, is not set")
-    return part(read_config(open_weights(model.name), plain=plain and model.part is None), model.part)
+        raise ModelError(
+            "a model is constructed and model.name, which checkpoint has its config, is not set"
+        )
+    return part(
+        read_config(open_weights(model.name), plain=plain and model.part is None), model.part
+    )
 
 
 def part(config: Any, name: str | None) -> Any:
@@ -46,13 +50,17 @@ def part(config: Any, name: str | None) -> Any:
     kind = import_extra("transformers").PreTrainedConfig
     if not isinstance(found, kind):
         parts = [known for known, value in vars(config).items() if isinstance(value, kind)]
-        raise ModelError(f"{type(config).__name__} has no part {name!r}: {close_matches(name, parts)}")
+        raise ModelError(
+            f"{type(config).__name__} has no part {name!r}: {close_matches(name, parts)}"
+        )
     return found
 
 
 def part_of(opgraft_config: OpgraftConfig, name: str) -> OpgraftConfig:
     """Return the configuration of a part of the model, such as ``"text_config"``, to construct it with."""
-    return dataclasses.replace(opgraft_config, model=dataclasses.replace(opgraft_config.model, part=name))
+    return dataclasses.replace(
+        opgraft_config, model=dataclasses.replace(opgraft_config.model, part=name)
+    )
 
 
 def quantization_config(opgraft_config: OpgraftConfig, model: Any) -> QuantizationConfig | None:
@@ -65,7 +73,11 @@ def quantization_config(opgraft_config: OpgraftConfig, model: Any) -> Quantizati
         CheckpointError: the checkpoint cannot be read.
     """
     resolved = opgraft_config.resolved()
-    own = {} if resolved.model.name is None else checkpoint_quantization(open_weights(resolved.model.name))
+    own = (
+        {}
+        if resolved.model.name is None
+        else checkpoint_quantization(open_weights(resolved.model.name))
+    )
     return choose_quantization(resolved.quantization, own, model.packed_modules_mapping)
 
 
@@ -79,11 +91,19 @@ def checkpoint_quantization(weights: Weights) -> Mapping[str, Any]:
         CheckpointError: the checkpoint cannot be read, or says it in no way that is known.
     """
     if weights.is_gguf:
-        types = {name: tensor.quantization for name, tensor in weights.tensors.items() if tensor.quantization}
+        types = {
+            name: tensor.quantization
+            for name, tensor in weights.tensors.items()
+            if tensor.quantization
+        }
         return {"quant_method": "gguf", "types": types}
     file = (weights.path if weights.path.is_dir() else weights.path.parent) / "config.json"
     values = check_config(file)
-    found = values.get("quantization_config") or values.get("compression_config") or _beside(file.parent)
+    found = (
+        values.get("quantization_config")
+        or values.get("compression_config")
+        or _beside(file.parent)
+    )
     if not isinstance(found, dict) or (found and not isinstance(found.get("quant_method"), str)):
         raise CheckpointError(
             f"{file}: quantization_config is {found!r:.200}, expected settings with a quant_method, such as 'gptq'"

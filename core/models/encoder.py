@@ -37,17 +37,24 @@ ACTIVATIONS: Mapping[str, type[nn.Module]] = {
 class EncoderEmbeddings(nn.Module):
     """The sum of the embeddings of words, positions and token types, normalised."""
 
-    def __init__(self, config: Any, first_position: int, quant_config: QuantizationConfig | None, prefix: str) -> None:
+    def __init__(
+        self, config: Any, first_position: int, quant_config: QuantizationConfig | None, prefix: str
+    ) -> None:
         super().__init__()
         self.word_embeddings = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.word_embeddings"
+            config.vocab_size,
+            config.hidden_size,
+            quant_config=quant_config,
+            prefix=f"{prefix}.word_embeddings",
         )
         self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
         self.LayerNorm = LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.first_position = first_position
 
-    def forward(self, input_ids: Tensor, positions: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, token_type_ids: Tensor | None = None
+    ) -> Tensor:
         """Return ``[tokens, hidden_size]``; all three are ``[tokens]``, token types are 0 where they are not given."""
         types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
         words: Tensor = self.word_embeddings(input_ids)
@@ -86,7 +93,9 @@ class SequenceAttention(nn.Module):
 
 def sequence_attention(model: nn.Module) -> dict[str, SequenceAttention]:
     """Return the attention layers of an encoder by their prefixes; of other models none."""
-    return {layer.prefix: layer for layer in model.modules() if isinstance(layer, SequenceAttention)}
+    return {
+        layer.prefix: layer for layer in model.modules() if isinstance(layer, SequenceAttention)
+    }
 
 
 class EncoderSelfAttention(nn.Module):
@@ -123,7 +132,11 @@ class EncoderOutput(nn.Module):
         shard: InputShard | None = None,
     ) -> None:
         super().__init__()
-        others: Any = {"quant_config": quant_config, "prefix": f"{prefix}.dense", "return_bias": False}
+        others: Any = {
+            "quant_config": quant_config,
+            "prefix": f"{prefix}.dense",
+            "return_bias": False,
+        }
         if shard is not None:
             others["shard"] = shard
         self.dense = RowParallelLinear(input_size, config.hidden_size, **others)
@@ -142,7 +155,11 @@ class EncoderAttention(nn.Module):
         super().__init__()
         self.self = EncoderSelfAttention(config, quant_config, f"{prefix}.self")
         self.output = EncoderOutput(
-            config, config.hidden_size, quant_config, f"{prefix}.output", self.self.qkv.uneven_output()
+            config,
+            config.hidden_size,
+            quant_config,
+            f"{prefix}.output",
+            self.self.qkv.uneven_output(),
         )
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -181,7 +198,9 @@ class EncoderLayer(nn.Module):
         super().__init__()
         self.attention = EncoderAttention(config, quant_config, f"{prefix}.attention")
         self.intermediate = EncoderIntermediate(config, quant_config, f"{prefix}.intermediate")
-        self.output = EncoderOutput(config, config.intermediate_size, quant_config, f"{prefix}.output")
+        self.output = EncoderOutput(
+            config, config.intermediate_size, quant_config, f"{prefix}.output"
+        )
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         attended = self.attention(hidden_states)
@@ -195,7 +214,8 @@ class EncoderStack(nn.Module):
     def __init__(self, config: Any, quant_config: QuantizationConfig | None, prefix: str) -> None:
         super().__init__()
         self.layer = nn.ModuleList(
-            EncoderLayer(config, quant_config, f"{prefix}.layer.{number}") for number in range(config.num_hidden_layers)
+            EncoderLayer(config, quant_config, f"{prefix}.layer.{number}")
+            for number in range(config.num_hidden_layers)
         )
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -245,7 +265,9 @@ class BertModel(Model):
         config = self.config or architecture_config(opgraft_config)
         _expect_encoder(config)
         quant_config = quantization_config(opgraft_config, self)
-        self.max_position = min(self.max_position, config.max_position_embeddings - self.first_position(config))
+        self.max_position = min(
+            self.max_position, config.max_position_embeddings - self.first_position(config)
+        )
         self.embeddings = EncoderEmbeddings(
             config, self.first_position(config), quant_config, joined(prefix, "embeddings")
         )
@@ -256,7 +278,9 @@ class BertModel(Model):
         """Return the row of the position embeddings that the first token takes."""
         return 0
 
-    def forward(self, input_ids: Tensor, positions: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, token_type_ids: Tensor | None = None
+    ) -> Tensor:
         """Return the hidden states ``[tokens, hidden_size]`` of ids and positions ``[tokens]``.
 
         The tokens are those of the current ``AttentionBatch``, or of one sequence where there is none.

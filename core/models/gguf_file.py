@@ -51,7 +51,9 @@ class _Mapped:
             with open(self._path, "rb", opener=without_waiting) as file:
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:  # the latter for an empty file
-            raise CheckpointError(f"{self._path} is no whole GGUF file ({error}): download or save it again") from error
+            raise CheckpointError(
+                f"{self._path} is no whole GGUF file ({error}): download or save it again"
+            ) from error
 
     def header_bytes(self) -> memoryview:
         return memoryview(self._data)
@@ -63,7 +65,9 @@ class _Mapped:
         self._read += math.prod(map(len, bounds))
         numpy = import_extra("numpy")
         whole = numpy.frombuffer(self._data, numpy.uint8, row.end - row.begin, row.begin)
-        part = whole.reshape(*row.shape[:-1], width)[tuple(slice(one.start, one.stop) for one in bounds)]
+        part = whole.reshape(*row.shape[:-1], width)[
+            tuple(slice(one.start, one.stop) for one in bounds)
+        ]
         return numpy.array(part, order="C")
 
 
@@ -85,7 +89,9 @@ class _Stored(StoredTensor):
     """The numbers of a tensor; float32 where they are made from blocks."""
 
     def __init__(self, file: _Mapped, row: Row) -> None:
-        super().__init__(row.shape, PLAIN.get(row.type, torch.float32), None if row.type in PLAIN else row.type)
+        super().__init__(
+            row.shape, PLAIN.get(row.type, torch.float32), None if row.type in PLAIN else row.type
+        )
         self._blocks = _Blocks(file, row)
         gguf = import_extra("gguf")
         self._type = gguf.GGMLQuantizationType[row.type]
@@ -103,7 +109,9 @@ class _Stored(StoredTensor):
         if not self.quantization:
             return blocks.view(self.dtype)
         start = columns.start - first * self._values
-        return torch.from_numpy(_dequantize(blocks.numpy(), self._type))[..., start : start + len(columns)]
+        return torch.from_numpy(_dequantize(blocks.numpy(), self._type))[
+            ..., start : start + len(columns)
+        ]
 
 
 def _dequantize(blocks: Any, kind: Any) -> Any:
@@ -134,7 +142,15 @@ def open_gguf(path: Path) -> GGUFFile:
     file = _Mapped(path)
     header = read_header(path, file.header_bytes())
     types = sorted({row.type for row in header.rows} - set(PLAIN))
-    problems = [f"tensors of type {name}, which gguf cannot read" for name in types if not _is_readable(name)]
+    problems = [
+        f"tensors of type {name}, which gguf cannot read"
+        for name in types
+        if not _is_readable(name)
+    ]
     if problems:
-        raise CheckpointError.listing(f"{path} cannot be loaded", problems, "take a file in another quantization")
-    return GGUFFile(header.metadata, {row.name: LazyTensor(_Stored(file, row)) for row in header.rows})
+        raise CheckpointError.listing(
+            f"{path} cannot be loaded", problems, "take a file in another quantization"
+        )
+    return GGUFFile(
+        header.metadata, {row.name: LazyTensor(_Stored(file, row)) for row in header.rows}
+    )

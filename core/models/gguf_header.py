@@ -29,7 +29,19 @@ _SMALLEST_ROW = 24
 
 _STRING, _ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _ARRAYS = {**_SCALARS, 7: "B"}  # the codes of struct are those of array, but for flags
 
 
@@ -61,7 +73,9 @@ class _Cursor:
 
     def take(self, length: int) -> memoryview:
         if length > len(self.data) - self.place:
-            raise ValueError(f"it ends at byte {len(self.data)}, within a header that needs {length} more")
+            raise ValueError(
+                f"it ends at byte {len(self.data)}, within a header that needs {length} more"
+            )
         self.place += length
         return self.data[self.place - length : self.place]
 
@@ -112,7 +126,9 @@ class _Cursor:
 
 def _code(codes: Mapping[int, str], kind: int) -> str:
     if kind not in codes:
-        raise ValueError(f"type {kind} of a value is not known here (arrays of arrays are not read)")
+        raise ValueError(
+            f"type {kind} of a value is not known here (arrays of arrays are not read)"
+        )
     return codes[kind]
 
 
@@ -131,7 +147,9 @@ def read_header(path: Path, data: memoryview) -> Header:
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"general.alignment is {alignment!r:.50}, expected a power of two")
     except ValueError as error:
-        raise CheckpointError(f"{path} is no whole GGUF file ({error}): download or save it again") from error
+        raise CheckpointError(
+            f"{path} is no whole GGUF file ({error}): download or save it again"
+        ) from error
     start = -(-cursor.place // alignment) * alignment
     rows, problems = [], [f"tensor {name!r:.200} occurs {n} times" for name, n in _repeated(infos)]
     for name, shape, kind, offset in infos:
@@ -140,7 +158,9 @@ def read_header(path: Path, data: memoryview) -> Header:
         problems += [f"tensor {name!r:.200}: {problem}"] if problem else []
     problems += _misplaced(rows, start, len(data), alignment, complete=not problems)
     if problems:
-        raise CheckpointError.listing(f"{path} is no sound GGUF file", problems, "download or save it again")
+        raise CheckpointError.listing(
+            f"{path} is no sound GGUF file", problems, "download or save it again"
+        )
     return Header(metadata, tuple(rows))
 
 
@@ -149,7 +169,9 @@ def _begin(cursor: _Cursor) -> tuple[int, int]:
         raise ValueError("it does not begin with GGUF")
     version = cursor.number("I")
     if version not in _VERSIONS:
-        raise ValueError(f"version {version} is not read here (known: {', '.join(map(str, _VERSIONS))}, little-endian)")
+        raise ValueError(
+            f"version {version} is not read here (known: {', '.join(map(str, _VERSIONS))}, little-endian)"
+        )
     return cursor.counts()
 
 
@@ -166,7 +188,9 @@ def _pairs(cursor: _Cursor, count: int) -> dict[str, Any]:
 def _info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     name, dimensions = cursor.text(), cursor.number("I")
     if dimensions > _MOST_DIMENSIONS:
-        raise ValueError(f"tensor {name!r:.200} has {dimensions} dimensions, at most {_MOST_DIMENSIONS} are possible")
+        raise ValueError(
+            f"tensor {name!r:.200} has {dimensions} dimensions, at most {_MOST_DIMENSIONS} are possible"
+        )
     shape = tuple(cursor.number("Q") for _ in range(dimensions))
     return name, shape[::-1], cursor.number("I"), cursor.number("Q")
 
@@ -184,11 +208,16 @@ def _row(name: str, shape: tuple[int, ...], kind: int, begin: int) -> tuple[Row 
         return None, f"its type {kind} is not known to gguf"
     block, size = gguf.GGML_QUANT_SIZES[known]
     if not shape or shape[-1] % block:
-        return None, f"rows of {shape[-1] if shape else 0} are no whole blocks of {known.name} ({block} values)"
+        return (
+            None,
+            f"rows of {shape[-1] if shape else 0} are no whole blocks of {known.name} ({block} values)",
+        )
     return Row(name, known.name, shape, begin, begin + math.prod(shape) // block * size), ""
 
 
-def _misplaced(rows: list[Row], start: int, size: int, alignment: int, *, complete: bool) -> Iterator[str]:
+def _misplaced(
+    rows: list[Row], start: int, size: int, alignment: int, *, complete: bool
+) -> Iterator[str]:
     """Yield what is wrong with the places of the tensors; holes only where all rows could be read."""
     ordered = sorted(rows, key=lambda row: (row.begin, row.end))
     yield from cut_short([(row.name, row.end) for row in ordered], size)

@@ -34,7 +34,10 @@ class Family:
     architecture: str
     permuted: bool = False
     norm_offset: bool = False
-    norms: tuple[tuple[str, str], ...] = (("attn_norm", "input_layernorm"), ("ffn_norm", "post_attention_layernorm"))
+    norms: tuple[tuple[str, str], ...] = (
+        ("attn_norm", "input_layernorm"),
+        ("ffn_norm", "post_attention_layernorm"),
+    )
     reads: tuple[str, ...] = ()
     blocks_of_27b: int | None = None
 
@@ -45,7 +48,10 @@ _SANDWICH = (
     ("ffn_norm", "pre_feedforward_layernorm"),
     ("post_ffw_norm", "post_feedforward_layernorm"),
 )
-_POST = (("post_attention_norm", "post_attention_layernorm"), ("post_ffw_norm", "post_feedforward_layernorm"))
+_POST = (
+    ("post_attention_norm", "post_attention_layernorm"),
+    ("post_ffw_norm", "post_feedforward_layernorm"),
+)
 _CAPPED = ("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 _SCALED = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
 _GEMMA2 = Family("gemma2", "Gemma2ForCausalLM", False, True, _SANDWICH, _CAPPED, 46)
@@ -57,7 +63,9 @@ FAMILIES: Mapping[str, Family] = {
     "phi3": Family("phi3", "Phi3ForCausalLM", reads=("attention.sliding_window",)),
     "gemma": Family("gemma", "GemmaForCausalLM", norm_offset=True),
     "gemma2": _GEMMA2,
-    "gemma3": replace(_GEMMA2, model_type="gemma3_text", architecture="Gemma3ForCausalLM", blocks_of_27b=62),
+    "gemma3": replace(
+        _GEMMA2, model_type="gemma3_text", architecture="Gemma3ForCausalLM", blocks_of_27b=62
+    ),
     "granite": Family("granite", "GraniteForCausalLM", permuted=True, reads=_SCALED),
     "olmo2": Family("olmo2", "Olmo2ForCausalLM", norms=_POST),
 }
@@ -105,7 +113,14 @@ _ROPE = {
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
-_READ = {*_CONFIG, *_ROPE, "rope.scale_linear", "rope.scaling.type", "rope.dimension_count", "attention.value_length"}
+_READ = {
+    *_CONFIG,
+    *_ROPE,
+    "rope.scale_linear",
+    "rope.scaling.type",
+    "rope.dimension_count",
+    "attention.value_length",
+}
 _HARMLESS = {"rope.scaling.finetuned", "tensor_data_layout", "pooling_type"}
 """Keys that change nothing in the model."""
 
@@ -128,7 +143,11 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 """Keys that change the model, unless they have one of these values."""
 
 _ROPE_FREQS = "rope_freqs.weight"
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 _TOKENS = {
     "tokenizer.ggml.bos_token_id": "bos_token_id",
     "tokenizer.ggml.eos_token_id": "eos_token_id",
@@ -151,7 +170,9 @@ def family_of(metadata: Mapping[str, Any], file: object) -> Family:
     return FAMILIES[name]
 
 
-def config_values(metadata: Mapping[str, Any], tensors: Mapping[str, LazyTensor], file: object) -> dict[str, Any]:
+def config_values(
+    metadata: Mapping[str, Any], tensors: Mapping[str, LazyTensor], file: object
+) -> dict[str, Any]:
     """Return the settings of a file by their names in ``config.json``.
 
     Raises:
@@ -166,11 +187,17 @@ def config_values(metadata: Mapping[str, Any], tensors: Mapping[str, LazyTensor]
     found = {name: given[key] for key, name in names.items() if key in given}
     found |= {name: metadata[key] for key, name in _TOKENS.items() if key in metadata}
     wrong = [
-        f"{key} is {value!r:.50}" for key, value in {**numbers, **found}.items() if type(value) not in (int, float)
+        f"{key} is {value!r:.50}"
+        for key, value in {**numbers, **found}.items()
+        if type(value) not in (int, float)
     ]
     if wrong:
-        raise CheckpointError.listing(f"{file} has settings that are no numbers", wrong, "take another file")
-    found |= {_SCALES[key]: given[key] or None for key in _CAPPED if key in family.reads and key in given}
+        raise CheckpointError.listing(
+            f"{file} has settings that are no numbers", wrong, "take another file"
+        )
+    found |= {
+        _SCALES[key]: given[key] or None for key in _CAPPED if key in family.reads and key in given
+    }
     problems = [*_unread(given, family), *_contradictions(given, family, tensors)]
     if problems:
         raise CheckpointError.listing(
@@ -192,7 +219,9 @@ def _unread(given: Mapping[str, Any], family: Family) -> Iterator[str]:
             yield f"{key!r:.80} is {given[key]!r:.50}"
 
 
-def _contradictions(given: Mapping[str, Any], family: Family, tensors: Mapping[str, LazyTensor]) -> Iterator[str]:
+def _contradictions(
+    given: Mapping[str, Any], family: Family, tensors: Mapping[str, LazyTensor]
+) -> Iterator[str]:
     """Yield the settings whose values are those of no model that is written here."""
     head = _head_size(given)
     if given.get("attention.value_length", head) != head:
@@ -233,24 +262,40 @@ def _rope(given: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> dict[s
 
     A factor without a type is a linear one, as in llama.cpp.
     """
-    head, factor = _head_size(given), given.get("rope.scaling.factor") or given.get("rope.scale_linear") or 1
+    head, factor = (
+        _head_size(given),
+        given.get("rope.scaling.factor") or given.get("rope.scale_linear") or 1,
+    )
     part = given.get("rope.dimension_count", head)
     values = {} if part == head else {"partial_rotary_factor": part / head}
     kind = given.get("rope.scaling.type", "linear")
     if _ROPE_FREQS in tensors:
-        return {**values, "rope_scaling": {"rope_type": "llama3", "factor": _factor(tensors[_ROPE_FREQS]), **_LLAMA3}}
+        return {
+            **values,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": _factor(tensors[_ROPE_FREQS]),
+                **_LLAMA3,
+            },
+        }
     if kind == "yarn":
         found = {name: given[key] for key, name in _ROPE.items() if key in given}
         return {**values, "rope_scaling": {"rope_type": kind, **found}}
     scaled = kind == "linear" and factor != 1
-    return {**values, "rope_scaling": {"rope_type": kind, "factor": float(factor)}} if scaled else values
+    return (
+        {**values, "rope_scaling": {"rope_type": kind, "factor": float(factor)}}
+        if scaled
+        else values
+    )
 
 
 def _factor(frequencies: LazyTensor) -> float:
     return float(frequencies[...].max())
 
 
-def _unread_frequencies(given: Mapping[str, Any], family: Family, frequencies: LazyTensor) -> Iterator[str]:
+def _unread_frequencies(
+    given: Mapping[str, Any], family: Family, frequencies: LazyTensor
+) -> Iterator[str]:
     """Yield why divisors of the rope's frequencies are not those of Llama 3.1 and later, which the config can hold.
 
     Those are 1 for short waves, the factor for long ones and between them in between: arXiv:2407.21783 and the rope
@@ -258,10 +303,19 @@ def _unread_frequencies(given: Mapping[str, Any], family: Family, frequencies: L
     """
     head, base = _head_size(given), given.get("rope.freq_base", 10000.0)
     scaled = given.get("rope.scaling.type", "none") != "none" or "rope.scaling.factor" in given
-    if family.model_type != "llama" or scaled or tuple(frequencies.shape) != (head // 2,) or not head:
+    if (
+        family.model_type != "llama"
+        or scaled
+        or tuple(frequencies.shape) != (head // 2,)
+        or not head
+    ):
         yield f"the tensor {_ROPE_FREQS} of shape {list(frequencies.shape)}, beside another rope than Llama's"
         return
-    turns = _LLAMA3["original_max_position_embeddings"] / (2 * math.pi) / base ** (torch.arange(0, head, 2) / head)
+    turns = (
+        _LLAMA3["original_max_position_embeddings"]
+        / (2 * math.pi)
+        / base ** (torch.arange(0, head, 2) / head)
+    )
     low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
     share = ((turns - low) / (high - low)).clamp(0, 1)
     expected = 1 / ((1 - share) / _factor(frequencies) + share)
@@ -273,18 +327,28 @@ def _biases(metadata: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> d
     """Return the biases of a llama, which the metadata does not tell of."""
     if metadata["general.architecture"] != "llama":
         return {}
-    return {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
+    return {
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+    }
 
 
-def renamed(metadata: Mapping[str, Any], tensors: Mapping[str, LazyTensor], file: object) -> dict[str, LazyTensor]:
+def renamed(
+    metadata: Mapping[str, Any], tensors: Mapping[str, LazyTensor], file: object
+) -> dict[str, LazyTensor]:
     """Return the tensors under the names of transformers, rows in its order. Names that are not known stay.
 
     Raises:
         CheckpointError: the architecture is not known.
     """
     family = family_of(metadata, file)
-    kept = {name: tensor for name, tensor in tensors.items() if name != _ROPE_FREQS}  # that one is in the config
-    return {_name(name, family): _converted(name, tensor, family, metadata) for name, tensor in kept.items()}
+    kept = {
+        name: tensor for name, tensor in tensors.items() if name != _ROPE_FREQS
+    }  # that one is in the config
+    return {
+        _name(name, family): _converted(name, tensor, family, metadata)
+        for name, tensor in kept.items()
+    }
 
 
 def _name(name: str, family: Family) -> str:
@@ -295,17 +359,23 @@ def _name(name: str, family: Family) -> str:
     inner = {**_INNER, **dict(family.norms)}
     if family.architecture == "Phi3ForCausalLM":
         inner["ffn_up"] = "mlp.gate_up_proj"
-    return f"model.layers.{found[1]}.{inner[found[2]]}.{kind}" if found and found[2] in inner else name
+    return (
+        f"model.layers.{found[1]}.{inner[found[2]]}.{kind}" if found and found[2] in inner else name
+    )
 
 
-def _converted(name: str, tensor: LazyTensor, family: Family, metadata: Mapping[str, Any]) -> LazyTensor:
+def _converted(
+    name: str, tensor: LazyTensor, family: Family, metadata: Mapping[str, Any]
+) -> LazyTensor:
     part = name.rpartition(".")[0].rpartition(".")[2]
     if family.norm_offset and part.endswith("norm"):
         return LazyTensor(_Shifted(tensor))
     if family.permuted and part in ("attn_q", "attn_k"):
         heads = metadata.get(f"{metadata['general.architecture']}.attention.head_count")
         if part == "attn_k":
-            heads = metadata.get(f"{metadata['general.architecture']}.attention.head_count_kv", heads)
+            heads = metadata.get(
+                f"{metadata['general.architecture']}.attention.head_count_kv", heads
+            )
         if type(heads) is not int or heads < 1 or tensor.shape[0] % (2 * heads):
             raise CheckpointError(
                 f"tensor {name!r:.200} has {tensor.shape[0]} rows, which {heads!r:.50} heads do not divide"

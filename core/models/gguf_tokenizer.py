@@ -50,7 +50,11 @@ def byte_level_tokenizer(metadata: Mapping[str, Any], file: Path) -> Any | None:
         InputError: tokenizers is not installed.
     """
     pre = metadata.get("tokenizer.ggml.pre")
-    if metadata.get("tokenizer.ggml.model") != "gpt2" or not isinstance(pre, str) or pre not in _SPLITS:
+    if (
+        metadata.get("tokenizer.ggml.model") != "gpt2"
+        or not isinstance(pre, str)
+        or pre not in _SPLITS
+    ):
         return None
     tokenizers = import_extra("tokenizers")
     try:
@@ -65,16 +69,28 @@ def byte_level_tokenizer(metadata: Mapping[str, Any], file: Path) -> Any | None:
             bool(metadata.get("tokenizer.ggml.add_bos_token")),
             bool(metadata.get("tokenizer.ggml.add_eos_token")),
         )
-        _surround(tokenizer, special.get("bos_token") if begin else None, special.get("eos_token") if end else None)
-    except Exception as error:  # the library raises plain exceptions, and damaged values nearly anything
-        raise CheckpointError(f"{file}: its tokenizer is damaged: {described(error)}. Download it again.") from error
+        _surround(
+            tokenizer,
+            special.get("bos_token") if begin else None,
+            special.get("eos_token") if end else None,
+        )
+    except (
+        Exception
+    ) as error:  # the library raises plain exceptions, and damaged values nearly anything
+        raise CheckpointError(
+            f"{file}: its tokenizer is damaged: {described(error)}. Download it again."
+        ) from error
     return tokenizer
 
 
 def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
     """Return the special tokens that a file names by their ids."""
     tokens = metadata["tokenizer.ggml.tokens"]
-    return {name: tokens[metadata[key]] for name, key in SPECIAL_TOKENS.items() if metadata.get(key) is not None}
+    return {
+        name: tokens[metadata[key]]
+        for name, key in SPECIAL_TOKENS.items()
+        if metadata.get(key) is not None
+    }
 
 
 def _surround(tokenizer: Any, begin: str | None, end: str | None) -> None:
@@ -100,7 +116,9 @@ def _merging(metadata: Mapping[str, Any]) -> Any:
 
 def _spelled(token: str) -> str:
     """Spell a token in the alphabet of bytes."""
-    byte_level = import_extra("tokenizers").pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    byte_level = import_extra("tokenizers").pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
     return "".join(piece for piece, _ in byte_level.pre_tokenize_str(token))
 
 

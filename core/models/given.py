@@ -42,7 +42,9 @@ class Given:
         """
         value = self(name, *default)
         if type(value) is not int or not 1 <= value <= LARGEST_SIZE:
-            raise ModelError(f"{self.name}: {name} is {value!r:.40}, expected an integer from 1 to {LARGEST_SIZE}")
+            raise ModelError(
+                f"{self.name}: {name} is {value!r:.40}, expected an integer from 1 to {LARGEST_SIZE}"
+            )
         return value
 
     def count(self, name: str) -> int:
@@ -61,7 +63,9 @@ class Given:
         """
         value = self(name)
         if type(value) not in (int, float) or not 0 <= value < math.inf:
-            raise ModelError(f"{self.name}: {name} is {value!r:.40}, expected a number from 0, like 1e-5")
+            raise ModelError(
+                f"{self.name}: {name} is {value!r:.40}, expected a number from 0, like 1e-5"
+            )
         return float(value)
 
     def first_size(self, *names: str) -> int:

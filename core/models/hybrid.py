@@ -35,7 +35,9 @@ class HybridLayer(nn.Module):
         eps: of the norms.
     """
 
-    def __init__(self, mixer: nn.Module, mlp: nn.Module | None, hidden_size: int, eps: float) -> None:
+    def __init__(
+        self, mixer: nn.Module, mlp: nn.Module | None, hidden_size: int, eps: float
+    ) -> None:
         super().__init__()
         self.mixer = mixer
         self.mixer_norm = RMSNorm(hidden_size, eps)
@@ -43,7 +45,9 @@ class HybridLayer(nn.Module):
         if mlp is not None:
             self.mlp_norm = RMSNorm(hidden_size, eps)
 
-    def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return the output of the last part, and the residual stream that it is still to be added to.
 
         Args:
@@ -69,7 +73,9 @@ class HybridLayer(nn.Module):
         return mixed
 
 
-def normalised(norm: nn.Module, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+def normalised(
+    norm: nn.Module, hidden_states: Tensor, residual: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return the norm of ``[tokens, hidden_size]`` added to the residual stream, if there is one, and the stream."""
     if residual is None:
         return norm(hidden_states), hidden_states
@@ -80,7 +86,9 @@ def normalised(norm: nn.Module, hidden_states: Tensor, residual: Tensor | None) 
 class HybridModel(DecoderStack):
     """The stack: token ids to hidden states."""
 
-    def forward(self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None
+    ) -> Tensor:
         """Return the hidden states ``[tokens, hidden_size]`` after the last norm, or what the next stage is given.
 
         Args:
@@ -115,7 +123,9 @@ class HybridForCausalLM(StagedForCausalLM, ABC):
         made = iter(layers)
         self.model = HybridModel(
             self.stage,
-            embedding=lambda: VocabParallelEmbedding(*sizes, quant_config=quant_config, prefix=f"{path}.embed_tokens"),
+            embedding=lambda: VocabParallelEmbedding(
+                *sizes, quant_config=quant_config, prefix=f"{path}.embed_tokens"
+            ),
             tied=config.tie_word_embeddings,
             layer=lambda number: next(made),
             norm=lambda: RMSNorm(config.hidden_size, eps),
@@ -180,11 +190,15 @@ class Lfm2ForCausalLM(HybridForCausalLM):
         for number in self.stage.layers:
             path = f"{prefix}.{number}"
             if config.layer_types[number] == "conv":
-                conv = ShortConv(config, config.hidden_size, number, None, None, quant_config, f"{path}.conv")
+                conv = ShortConv(
+                    config, config.hidden_size, number, None, None, quant_config, f"{path}.conv"
+                )
                 mixer: nn.Module = conv
             else:
                 rope = ropes[shape.layers[number].rope]
-                mixer = DecoderAttention(shape, family, number, rope, quant_config, f"{path}.self_attn")
+                mixer = DecoderAttention(
+                    shape, family, number, rope, quant_config, f"{path}.self_attn"
+                )
             mlp = DecoderMLP(shape, quant_config, f"{path}.feed_forward")
             layers.append(HybridLayer(mixer, mlp, shape.hidden_size, shape.eps))
         return layers, shape.eps

@@ -8,7 +8,12 @@ from opgraft.distributed import get_tensor_model_parallel_world_size
 from opgraft.models.decoder_config import DecoderShape, LatentShape
 from opgraft.ops.latent_attention import MLAModules, MultiHeadLatentAttentionWrapper
 from opgraft.ops.layernorm import RMSNorm
-from opgraft.ops.linear import ColumnParallelLinear, MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from opgraft.ops.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.linear.sharding import divide
 from torch import nn
@@ -69,7 +74,9 @@ def latent_attention(
     )
 
 
-def _queries(shape: DecoderShape, latent: LatentShape, linear: dict[str, Any], prefix: str) -> dict[str, Any]:
+def _queries(
+    shape: DecoderShape, latent: LatentShape, linear: dict[str, Any], prefix: str
+) -> dict[str, Any]:
     """Make the modules that differ with the way in which queries come about, by their names."""
     hidden, rank = shape.hidden_size, latent.q_lora_rank
     rows = latent.kv_lora_rank + latent.qk_rope_head_dim
@@ -77,14 +84,25 @@ def _queries(shape: DecoderShape, latent: LatentShape, linear: dict[str, Any], p
     if rank is None:
         name = "kv_a_proj_with_mqa"
         return {
-            "q_proj": ColumnParallelLinear(hidden, width, bias=False, prefix=f"{prefix}.q_proj", **linear),
-            name: ReplicatedLinear(hidden, rows, bias=shape.qkv_bias, prefix=f"{prefix}.{name}", **linear),
+            "q_proj": ColumnParallelLinear(
+                hidden, width, bias=False, prefix=f"{prefix}.q_proj", **linear
+            ),
+            name: ReplicatedLinear(
+                hidden, rows, bias=shape.qkv_bias, prefix=f"{prefix}.{name}", **linear
+            ),
         }
     name = "fused_qkv_a_proj"
     return {
         name: MergedColumnParallelLinear(
-            hidden, [rank, rows], bias=shape.qkv_bias, prefix=f"{prefix}.{name}", disable_tp=True, **linear
+            hidden,
+            [rank, rows],
+            bias=shape.qkv_bias,
+            prefix=f"{prefix}.{name}",
+            disable_tp=True,
+            **linear,
         ),
         "q_a_layernorm": RMSNorm(rank, LATENT_EPS),
-        "q_b_proj": ColumnParallelLinear(rank, width, bias=False, prefix=f"{prefix}.q_b_proj", **linear),
+        "q_b_proj": ColumnParallelLinear(
+            rank, width, bias=False, prefix=f"{prefix}.q_b_proj", **linear
+        ),
     }

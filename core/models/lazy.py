@@ -28,7 +28,9 @@ class StoredTensor(ABC):
         quantization: the name of the format of its blocks, as ``"Q4_1"``; None where it is plain numbers.
     """
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, quantization: str | None = None) -> None:
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, quantization: str | None = None
+    ) -> None:
         self.shape = torch.Size(shape)
         self.dtype = dtype
         self.quantization = quantization
@@ -95,7 +97,9 @@ class LazyTensor:
             raise IndexError(f"dimension {dim} of a tensor of shape {tuple(self.shape)}")
         dim %= self.ndim
         if not 0 <= start <= start + length <= self.shape[dim]:
-            raise IndexError(f"[{start}, {start + length}) of dimension {dim}, which has {self.shape[dim]}")
+            raise IndexError(
+                f"[{start}, {start + length}) of dimension {dim}, which has {self.shape[dim]}"
+            )
         bounds = list(self._bounds)
         bounds[dim] = bounds[dim][start : start + length]
         return LazyTensor(self._stored, tuple(bounds))
@@ -111,7 +115,9 @@ class LazyTensor:
         columns, total, size = self._bounds[-1], self._stored.shape[-1], stored.shape[-1]
         first, last = columns.start * size, columns.stop * size
         if first % total or last % total:
-            raise IndexError(f"columns [{columns.start}, {columns.stop}) cut a block of {self.quantization}")
+            raise IndexError(
+                f"columns [{columns.start}, {columns.stop}) cut a block of {self.quantization}"
+            )
         return LazyTensor(stored, (*self._bounds[:-1], range(first // total, last // total)))
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -151,7 +157,9 @@ class LazyTensor:
         if function is torch.Tensor.copy_ and not isinstance(arguments[0], cls):
             arguments[1].copy_to(arguments[0])
             return arguments[0]
-        return function(*map(_read, arguments), **{key: _read(value) for key, value in (options or {}).items()})
+        return function(
+            *map(_read, arguments), **{key: _read(value) for key, value in (options or {}).items()}
+        )
 
 
 def _read(value: Any) -> Any:

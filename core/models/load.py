@@ -15,7 +15,12 @@ from opgraft.errors import CheckpointError, OpgraftError, WeightError
 from opgraft.machine.memory import release_free_memory
 from opgraft.models.names import IGNORED, ShardId, Target, Targets, WeightsMapper, is_ignored
 from opgraft.ops.embedding.vocab import ParallelLMHead, VocabParallelEmbedding
-from opgraft.ops.weights import LoadedTensor, call_post_load_hook, default_weight_loader, has_post_load_hook
+from opgraft.ops.weights import (
+    LoadedTensor,
+    call_post_load_hook,
+    default_weight_loader,
+    has_post_load_hook,
+)
 from opgraft.state import host_state
 from opgraft.text import described
 from rich.console import Console
@@ -67,11 +72,18 @@ def load_weights(
     """
     start = time.perf_counter()
     targets = Targets(model)
-    plan, left, unexpected, twice = _plan(targets, weights, mapper or WeightsMapper(), (*IGNORED, *ignored))
+    plan, left, unexpected, twice = _plan(
+        targets, weights, mapper or WeightsMapper(), (*IGNORED, *ignored)
+    )
     missing = targets.missing([target for target, _ in plan])
     ways = _ways_to_tie(model)
-    problems = [f"{name!r:.200} is missing" + (ways.get(name) or _near(name, unexpected)) for name in missing]
-    problems += [f"{name!r:.200} has no place" + _near(name, targets.by_source) for name in unexpected]
+    problems = [
+        f"{name!r:.200} is missing" + (ways.get(name) or _near(name, unexpected))
+        for name in missing
+    ]
+    problems += [
+        f"{name!r:.200} has no place" + _near(name, targets.by_source) for name in unexpected
+    ]
     problems += [problem for target, loaded in plan if (problem := _misfit(target, loaded))]
     problems += [
         f"{second!r:.200} differs from {first!r:.200}, and the model has one parameter for both"
@@ -103,7 +115,10 @@ _Plan = list[tuple[Target, LoadedTensor]]
 
 
 def _plan(
-    targets: Targets, weights: Mapping[str, LoadedTensor], mapper: WeightsMapper, ignored: Sequence[str]
+    targets: Targets,
+    weights: Mapping[str, LoadedTensor],
+    mapper: WeightsMapper,
+    ignored: Sequence[str],
 ) -> tuple[_Plan, list[str], list[str], list[tuple[str, str]]]:
     """Return which target takes which tensor, in the model's order, and names: ignored, without a place, in pairs.
 
@@ -145,8 +160,16 @@ def _ways_to_tie(model: nn.Module) -> dict[str, str]:
     """Return what to call, by the weight of each head that is not tied to the embedding though the config says so."""
     if not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
         return {}
-    layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, VocabParallelEmbedding)}
-    heads = [path for path, layer in layers.items() if isinstance(layer, ParallelLMHead) and not layer.tied]
+    layers = {
+        path: layer
+        for path, layer in model.named_modules()
+        if isinstance(layer, VocabParallelEmbedding)
+    }
+    heads = [
+        path
+        for path, layer in layers.items()
+        if isinstance(layer, ParallelLMHead) and not layer.tied
+    ]
     embedding = next((path for path, layer in layers.items() if layer.looks_up), "embed_tokens")
     return {
         f"{head}.weight": ": the config ties it to the embedding (tie_word_embeddings), and the model does not: "
@@ -166,7 +189,9 @@ def _misfit(target: Target, loaded: LoadedTensor) -> str:
     narrow = wanted.is_floating_point and wanted.itemsize == 1
     other = dtype != wanted if narrow else dtype.is_floating_point != wanted.is_floating_point
     if other and not getattr(target.tensor, "converts", False):
-        return f"{target.source!r:.200} has {dtype}, the model has {wanted}, as its quantization says"
+        return (
+            f"{target.source!r:.200} has {dtype}, the model has {wanted}, as its quantization says"
+        )
     if _loader_of(target) is not None or target.tensor.shape == loaded.shape:
         return ""
     return f"{target.source!r:.200} has shape {list(loaded.shape)}, the model has {list(target.tensor.shape)}"
@@ -180,7 +205,10 @@ def _equal(first: LoadedTensor, second: LoadedTensor) -> bool:
     if not rows:
         return _same(first[...], second[...])
     step = max(1, _CHUNK // max(1, torch.Size(first.shape[1:]).numel()))
-    return all(_same(first[start : start + step], second[start : start + step]) for start in range(0, rows, step))
+    return all(
+        _same(first[start : start + step], second[start : start + step])
+        for start in range(0, rows, step)
+    )
 
 
 def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -218,7 +246,12 @@ def _fill(target: Target, loaded: LoadedTensor) -> list[str]:
         loader(target.tensor, loaded, *(() if target.shard_id is None else (target.shard_id,)))
     except WeightError as error:
         return [_refused(target, loaded, error.fault)]
-    except (OpgraftError, ValueError, IndexError, RuntimeError) as error:  # of torch, where a part does not fit
+    except (
+        OpgraftError,
+        ValueError,
+        IndexError,
+        RuntimeError,
+    ) as error:  # of torch, where a part does not fit
         return [_refused(target, loaded, described(error))]
     return []
 
@@ -260,7 +293,9 @@ class _Hooks:
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         self._modules = dict(model.named_modules())
-        self._waiting = {path for path, module in self._modules.items() if has_post_load_hook(module)}
+        self._waiting = {
+            path for path, module in self._modules.items() if has_post_load_hook(module)
+        }
         self._unfilled = Counter(path for name in names for path in _above(name))
 
     def filled(self, name: str) -> None:
@@ -292,6 +327,8 @@ def _above(name: str) -> Iterator[str]:
 def _bar(wanted: bool, total: int) -> Iterator[Callable[[], None]]:
     console = Console(stderr=True)
     columns = (TextColumn("loading weights"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True, disable=not (wanted and console.is_terminal)) as bar:
+    with Progress(
+        *columns, console=console, transient=True, disable=not (wanted and console.is_terminal)
+    ) as bar:
         task = bar.add_task("", total=total)
         yield lambda: bar.advance(task)

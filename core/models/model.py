@@ -59,9 +59,13 @@ class Model(PluggableClass, nn.Module):
         nn.Module.__init__(self)
         self.opgraft_config = opgraft_config
         named = opgraft_config.model.name is not None
-        self.config = architecture_config(opgraft_config, plain=self.plain_config) if named else None
+        self.config = (
+            architecture_config(opgraft_config, plain=self.plain_config) if named else None
+        )
         longest = (
-            None if self.config is None else getattr(self.config.get_text_config(), "max_position_embeddings", None)
+            None
+            if self.config is None
+            else getattr(self.config.get_text_config(), "max_position_embeddings", None)
         )
         self.max_position = opgraft_config.model.max_model_len or longest or sys.maxsize
         self.dtype = torch.get_default_dtype()
@@ -108,7 +112,9 @@ def model_class(architectures: Iterable[str], implementation: str = "auto") -> t
         if architecture in foreign:
             return known[foreign[architecture]]
     name, all_names = wanted[0] if wanted else "", {**known, **foreign}
-    near = close_matches(name, all_names if near_matches(name, all_names) else known)  # transformers has hundreds
+    near = close_matches(
+        name, all_names if near_matches(name, all_names) else known
+    )  # transformers has hundreds
     further = "transformers has no model of it either"
     if implementation == "opgraft":
         further = "any architecture of transformers runs with --model.implementation transformers"
@@ -125,8 +131,13 @@ def _classes_of_transformers() -> dict[str, str]:
     except ImportError:
         return {}
     bases = (name for names in auto.MODEL_MAPPING_NAMES.values() for name in _names(names))
-    decoders = (name for names in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in _names(names))
-    return {**dict.fromkeys(bases, "TransformersModel"), **dict.fromkeys(decoders, "TransformersForCausalLM")}
+    decoders = (
+        name for names in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in _names(names)
+    )
+    return {
+        **dict.fromkeys(bases, "TransformersModel"),
+        **dict.fromkeys(decoders, "TransformersForCausalLM"),
+    }
 
 
 def _names(names: str | Sequence[str]) -> Sequence[str]:

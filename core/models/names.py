@@ -114,7 +114,9 @@ class Targets:
             if isinstance(module, HasPartsElsewhere)
             for part in module.parts_elsewhere()
         }
-        self.by_source = {target.source: target for name in self.tensors for target in self._parts(name)}
+        self.by_source = {
+            target.source: target for name in self.tensors for target in self._parts(name)
+        }
 
     def _parts(self, name: str) -> Iterator[Target]:
         """Yield the whole, and the parts that a checkpoint may have in its place."""
@@ -127,7 +129,12 @@ class Targets:
             outer, _, layer_name = layer.rpartition(".")
             if name.startswith(prefix) and layer_name in table:
                 for part, shard_id in table[layer_name].items():
-                    yield Target(name, self.tensors[name], shard_id, ".".join(filter(None, (outer, part, last))))
+                    yield Target(
+                        name,
+                        self.tensors[name],
+                        shard_id,
+                        ".".join(filter(None, (outer, part, last))),
+                    )
 
     def is_elsewhere(self, name: str) -> bool:
         """Tell whether a tensor of that name is for other ranks."""
@@ -138,14 +145,22 @@ class Targets:
         """Return the names in the checkpoint of what ``found`` leaves unfilled."""
         whole = {id(target.tensor) for target in found if target.shard_id is None}
         parts = {(id(target.tensor), target.shard_id) for target in found}
-        packed = {id(target.tensor) for target in self.by_source.values() if target.shard_id is not None}
+        packed = {
+            id(target.tensor) for target in self.by_source.values() if target.shard_id is not None
+        }
         started = {tensor for tensor, _ in parts}
         missing: dict[tuple[int, ShardId | None], str] = {}
         for source, target in self.by_source.items():
             key = id(target.tensor)
             by_parts = target.shard_id is not None
-            if key not in whole and (key, target.shard_id) not in parts and by_parts == (key in packed):
-                missing.setdefault((key, target.shard_id), source + (" (a part)" if key in started else ""))
+            if (
+                key not in whole
+                and (key, target.shard_id) not in parts
+                and by_parts == (key in packed)
+            ):
+                missing.setdefault(
+                    (key, target.shard_id), source + (" (a part)" if key in started else "")
+                )
         return list(missing.values())
 
 

@@ -24,7 +24,12 @@ _LLAMA: Mapping[str, Any] = {
     "pad_token_id": None,
     "tie_word_embeddings": False,
 }
-_QWEN: Mapping[str, Any] = {**_LLAMA, "bos_token_id": None, "eos_token_id": None, "num_key_value_heads": 32}
+_QWEN: Mapping[str, Any] = {
+    **_LLAMA,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "num_key_value_heads": 32,
+}
 _WINDOWED = ("mistral",)
 """The others' ``sliding_window`` holds for no layer without ``use_sliding_window``."""
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -71,7 +76,13 @@ _SIZES = (
 )
 _OPTIONAL = ("head_dim", "num_key_value_heads", "sliding_window")
 _ROPES = ("default", "linear", "llama3")
-_UNUSUAL = ("auto_map", "layer_types", "partial_rotary_factor", "per_layer_config", "use_sliding_window")
+_UNUSUAL = (
+    "auto_map",
+    "layer_types",
+    "partial_rotary_factor",
+    "per_layer_config",
+    "use_sliding_window",
+)
 """Settings that transformers makes others of."""
 
 
@@ -103,8 +114,15 @@ def plain_config(given: Mapping[str, Any]) -> PlainConfig | None:
     if kind not in _DEFAULTS or any(given.get(name) for name in _UNUSUAL):
         return None
     values = {**_DEFAULTS[kind], **given}
-    rope, dtype = _rope(values), getattr(torch, str(values["dtype"] or values.get("torch_dtype")), None)
-    if rope is None or not isinstance(dtype, torch.dtype | None) or not _sound(values, _DEFAULTS[kind]):
+    rope, dtype = (
+        _rope(values),
+        getattr(torch, str(values["dtype"] or values.get("torch_dtype")), None),
+    )
+    if (
+        rope is None
+        or not isinstance(dtype, torch.dtype | None)
+        or not _sound(values, _DEFAULTS[kind])
+    ):
         return None
     heads = values["num_attention_heads"]
     values["num_key_value_heads"] = values["num_key_value_heads"] or heads
@@ -131,23 +149,33 @@ def own_config(given: Mapping[str, Any], where: object) -> PlainConfig | None:
     for name, value in usual.items():
         kinds = (int, float) if isinstance(value, float) else (type(value),)
         if value is not None and not name.endswith("_token_id") and type(values[name]) not in kinds:
-            raise CheckpointError(f"{where}: {name} is {values[name]!r:.80}, expected one like {value!r}")
+            raise CheckpointError(
+                f"{where}: {name} is {values[name]!r:.80}, expected one like {value!r}"
+            )
     dtype = None if values["dtype"] is None else getattr(torch, str(values["dtype"]), None)
     whole = values["full_attention_idx"] or []
-    if not isinstance(whole, list) or (values["dtype"] is not None and not isinstance(dtype, torch.dtype)):
+    if not isinstance(whole, list) or (
+        values["dtype"] is not None and not isinstance(dtype, torch.dtype)
+    ):
         raise CheckpointError(
             f"{where}: full_attention_idx is {whole!r:.80} and dtype {values['dtype']!r:.80}, expected a list of "
             "layers and the name of a dtype of torch"
         )
     architectures = [f"{kind.capitalize()}ForCausalLM"]  # checkpoints have two names for one
-    return PlainConfig({**values, "full_attention_idx": whole, "dtype": dtype, "architectures": architectures})
+    return PlainConfig(
+        {**values, "full_attention_idx": whole, "dtype": dtype, "architectures": architectures}
+    )
 
 
 def _sound(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
     """Tell whether the values are there, of the right types, and fit each other."""
     sizes = all(type(values.get(name)) is int and values[name] > 0 for name in _SIZES)
     optional = all(type(values[name]) in (int, type(None)) for name in _OPTIONAL if name in values)
-    same = all(type(values[name]) is type(usual) for name, usual in defaults.items() if isinstance(usual, bool | str))
+    same = all(
+        type(values[name]) is type(usual)
+        for name, usual in defaults.items()
+        if isinstance(usual, bool | str)
+    )
     fits = sizes and values["hidden_size"] % values["num_attention_heads"] == 0
     return fits and optional and same and type(values.get("rms_norm_eps")) is float
 

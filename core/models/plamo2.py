@@ -38,7 +38,9 @@ class Plamo2Layer(HybridLayer):
         _shift(self.after_mixer, AFTER_MIXER)
         _shift(self.after_mlp, AFTER_MLP)
 
-    def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return the output of the feed-forward layer, and the residual stream that it is still to be added to.
 
         Args:
@@ -112,20 +114,28 @@ class Plamo2ForCausalLM(HybridForCausalLM):
         """
         _expect_sizes(config)
         family = Family(qk_norm="each")
-        shape = DecoderShape.of(config, family, self.opgraft_config.model.max_model_len, **_as_decoder(config))
+        shape = DecoderShape.of(
+            config, family, self.opgraft_config.model.max_model_len, **_as_decoder(config)
+        )
         self.max_position = shape.max_position
         [rope] = [rope_of(shape, parameters) for parameters in shape.ropes.values()]
-        given = SimpleNamespace(model_config=SimpleNamespace(hf_config=config), quant_config=quant_config)
+        given = SimpleNamespace(
+            model_config=SimpleNamespace(hf_config=config), quant_config=quant_config
+        )
         layers: list[HybridLayer] = []
         for number in self.stage.layers:
             path = f"{prefix}.{number}"
             if attends(config, number):
-                mixer: nn.Module = DecoderAttention(shape, family, number, rope, quant_config, f"{path}.mixer")
+                mixer: nn.Module = DecoderAttention(
+                    shape, family, number, rope, quant_config, f"{path}.mixer"
+                )
             else:
                 mixer = Plamo2MambaMixer(given, prefix=f"{path}.mixer")
                 parameter: Any
                 for parameter in mixer.in_proj.parameters():
-                    parameter.weight_loader = _by_heads(parameter.weight_loader, config.mamba_num_heads)
+                    parameter.weight_loader = _by_heads(
+                        parameter.weight_loader, config.mamba_num_heads
+                    )
             mlp = DecoderMLP(shape, quant_config, f"{path}.mlp")
             layers.append(Plamo2Layer(mixer, mlp, shape.hidden_size, shape.eps))
         return layers, shape.eps

@@ -45,7 +45,9 @@ _NAMES = {
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
 }
-DTYPES: Mapping[str, torch.dtype] = {key: getattr(torch, name) for key, name in _NAMES.items() if hasattr(torch, name)}
+DTYPES: Mapping[str, torch.dtype] = {
+    key: getattr(torch, name) for key, name in _NAMES.items() if hasattr(torch, name)
+}
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,9 @@ class SafetensorsFile:
                 f"{self._path} is no whole safetensors file ({error}): download or save it again"
             ) from error
         except RuntimeError as error:  # torch's, which maps the file
-            raise CheckpointError(f"{self._path} cannot be mapped into memory: {described(error)}") from error
+            raise CheckpointError(
+                f"{self._path} cannot be mapped into memory: {described(error)}"
+            ) from error
 
     def read(self, name: str, bounds: Bounds, dtype: torch.dtype) -> torch.Tensor:
         """Read a part of one tensor."""
@@ -86,7 +90,9 @@ class SafetensorsFile:
         if not bounds:
             tensor: torch.Tensor = self._open.get_tensor(name)
             return tensor
-        part: torch.Tensor = self._open.get_slice(name)[tuple(slice(one.start, one.stop) for one in bounds)]
+        part: torch.Tensor = self._open.get_slice(name)[
+            tuple(slice(one.start, one.stop) for one in bounds)
+        ]
         return part
 
 
@@ -116,7 +122,9 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
         problems += [f"tensor {name!r:.200}: {problem}"] if problem else []
     problems += _misplaced(entries, data_bytes, complete=not problems)
     if problems:
-        raise CheckpointError.listing(f"{path} is no sound safetensors file", problems, "download or save it again")
+        raise CheckpointError.listing(
+            f"{path} is no sound safetensors file", problems, "download or save it again"
+        )
     file = SafetensorsFile(path)
     return {entry.name: LazyTensor(_Stored(file, entry)) for entry in entries}
 
@@ -136,7 +144,9 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
         if not isinstance(header, dict):
             raise ValueError("its header is no JSON object")
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no whole safetensors file ({error}): download or save it again") from error
+        raise CheckpointError(
+            f"{path} is no whole safetensors file ({error}): download or save it again"
+        ) from error
     return header, size - 8 - length
 
 
@@ -164,12 +174,17 @@ def _entry(name: str, row: object) -> tuple[Entry | None, str]:
     begin, end = offsets
     needed = math.prod(shape) * dtype.itemsize
     if end - begin != needed:
-        return None, f"the shape {shape!r:.100} in {row['dtype']} takes {needed} bytes, and it has {end - begin}"
+        return (
+            None,
+            f"the shape {shape!r:.100} in {row['dtype']} takes {needed} bytes, and it has {end - begin}",
+        )
     return Entry(name, dtype, tuple(shape), begin, end), ""
 
 
 def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 63 for size in value)
+    return isinstance(value, list) and all(
+        type(size) is int and 0 <= size < 1 << 63 for size in value
+    )
 
 
 def _misplaced(entries: list[Entry], data_bytes: int, *, complete: bool) -> Iterator[str]:
@@ -182,5 +197,11 @@ def _misplaced(entries: list[Entry], data_bytes: int, *, complete: bool) -> Iter
         elif two.begin > one.end and complete:
             yield f"{two.begin - one.end} bytes before tensor {two.name!r:.200} belong to no tensor"
     if complete:
-        edges = (ordered[0].begin, data_bytes - max(entry.end for entry in ordered)) if ordered else (0, data_bytes)
-        yield from (f"{edge} bytes at an edge of the data belong to no tensor" for edge in edges if edge > 0)
+        edges = (
+            (ordered[0].begin, data_bytes - max(entry.end for entry in ordered))
+            if ordered
+            else (0, data_bytes)
+        )
+        yield from (
+            f"{edge} bytes at an edge of the data belong to no tensor" for edge in edges if edge > 0
+        )

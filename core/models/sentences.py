@@ -53,17 +53,28 @@ class SentenceSettings:
 
 
 def _pooling_folder(index: Path, rows: list[dict[str, Any]], kinds: list[str]) -> str:
-    found = [str(row.get("path", "")) for row, kind in zip(rows, kinds, strict=True) if kind == "Pooling"]
+    found = [
+        str(row.get("path", "")) for row, kind in zip(rows, kinds, strict=True) if kind == "Pooling"
+    ]
     path = found[0] if found else "1_Pooling"
     if Path(path).is_absolute() or ".." in Path(path).parts:
-        raise CheckpointError(f"{index} has the path {path!r:.80}, which leads out of the checkpoint")
+        raise CheckpointError(
+            f"{index} has the path {path!r:.80}, which leads out of the checkpoint"
+        )
     return path
 
 
 def _max_tokens(folder: Path) -> int | None:
-    stated = (("sentence_bert_config.json", "max_seq_length"), ("tokenizer_config.json", "model_max_length"))
-    values = [read_json(folder / name).get(key) for name, key in stated if (folder / name).is_file()]
-    return min((value for value in values if type(value) is int and 0 < value < _NO_LIMIT), default=None)
+    stated = (
+        ("sentence_bert_config.json", "max_seq_length"),
+        ("tokenizer_config.json", "model_max_length"),
+    )
+    values = [
+        read_json(folder / name).get(key) for name, key in stated if (folder / name).is_file()
+    ]
+    return min(
+        (value for value in values if type(value) is int and 0 < value < _NO_LIMIT), default=None
+    )
 
 
 def _read_list(file: Path) -> list[dict[str, Any]]:

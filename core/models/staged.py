@@ -44,15 +44,23 @@ class DecoderStack(nn.Module):
         self.embed_tokens: Any = embedding() if stage.is_first or (stage.is_last and tied) else None
         self.layers = nn.ModuleList()
         for number in stage.layers:
-            self.layers.add_module(str(number), layer(number))  # by its number in the whole, as in checkpoints
+            self.layers.add_module(
+                str(number), layer(number)
+            )  # by its number in the whole, as in checkpoints
         self.norm: Any = norm() if stage.is_last else None
 
     def parts_elsewhere(self) -> Collection[str]:
         """Return the names of the parts that other stages have."""
-        parts = [f"layers.{number}" for number in range(self.stage.num_layers) if number not in self.stage.layers]
+        parts = [
+            f"layers.{number}"
+            for number in range(self.stage.num_layers)
+            if number not in self.stage.layers
+        ]
         return parts + [name for name in ("embed_tokens", "norm") if getattr(self, name) is None]
 
-    def entered(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def entered(
+        self, input_ids: Tensor | None, inputs_embeds: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the hidden states and the residual stream, if there is one, that the first layer is called with.
 
         Args:
@@ -77,7 +85,9 @@ class DecoderStack(nn.Module):
         """
         if not self.stage.is_last:
             return torch.stack((hidden_states, residual))
-        outputs = (self.norm if compiled else partial(call_uncompiled, self.norm))(hidden_states, residual)
+        outputs = (self.norm if compiled else partial(call_uncompiled, self.norm))(
+            hidden_states, residual
+        )
         return outputs[0]  # type: ignore[no-any-return]
 
 
@@ -102,19 +112,29 @@ class StagedForCausalLM(Model):
         return Stage.of(self, joined(prefix, "model.layers"), num_layers, heads)
 
     def head(
-        self, vocab_size: int, hidden_size: int, quant_config: QuantizationConfig | None, prefix: str, *, tied: bool
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+        *,
+        tied: bool,
     ) -> nn.Module | None:
         """Make the head of the stack, whose embedding has its weight where they are tied; ``None`` on other stages."""
         if not self.stage.is_last:
             return None
-        made = ParallelLMHead(vocab_size, hidden_size, quant_config=quant_config, prefix=joined(prefix, "lm_head"))
+        made = ParallelLMHead(
+            vocab_size, hidden_size, quant_config=quant_config, prefix=joined(prefix, "lm_head")
+        )
         return made.tie_weights(self.model.embed_tokens) if tied else made
 
     def parts_elsewhere(self) -> Collection[str]:
         """Return the names of the parts that other stages have, save those of the stack."""
         return () if self.stage.is_last else ("lm_head",)
 
-    def forward(self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None
+    ) -> Tensor:
         """Return hidden states ``[tokens, hidden_size]``, of which ``compute_logits`` makes logits.
 
         The tokens are those of the current ``AttentionBatch``, or of one sequence where there is none. A stage that is

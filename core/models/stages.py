@@ -63,7 +63,12 @@ class Stage:
         chosen = model.opgraft_config.resolved().parallel.stage_layers
         if chosen:
             _expect_whole(chosen, group.world_size, num_layers)
-        ends = [0, *accumulate(chosen or evenly(_bytes(model, layers, num_layers, heads), group.world_size))]
+        ends = [
+            0,
+            *accumulate(
+                chosen or evenly(_bytes(model, layers, num_layers, heads), group.world_size)
+            ),
+        ]
         return cls(range(*ends[group.rank_in_group :][:2]), num_layers)
 
 

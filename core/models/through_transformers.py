@@ -61,7 +61,9 @@ def examine(cls: type[nn.Module], config: Any) -> Examination:
         ModelError: it cannot be constructed or called so.
     """
     config = copy.deepcopy(config)
-    config._experts_implementation = "batched_mm"  # the shapes of others depend on which experts are chosen
+    config._experts_implementation = (
+        "batched_mm"  # the shapes of others depend on which experts are chosen
+    )
     with torch.device("meta"):
         mask = torch.zeros(1, 1, 2, 2)
         try:
@@ -132,13 +134,19 @@ def _uncached(model: Any, calls: Mapping[str, AttentionCall]) -> str:
             return f"{path}: {call.refused}"
     layers = getattr(config, "num_hidden_layers", None)
     if len(calls) != layers:
-        return f"{len(calls)} of {layers} layers call their attention through transformers' registry"
+        return (
+            f"{len(calls)} of {layers} layers call their attention through transformers' registry"
+        )
     usual = None if getattr(config, "sliding_window", None) is None else "sliding_attention"
     kinds = getattr(config, "layer_types", None) or [usual] * len(calls)
     for (path, call), kind in zip(calls.items(), kinds, strict=True):
         if kind not in _KINDS:
             return f"{path} is of the kind {kind!r}"
-        if kind and call.causal and (kind == "sliding_attention") != (call.sliding_window is not None):
+        if (
+            kind
+            and call.causal
+            and (kind == "sliding_attention") != (call.sliding_window is not None)
+        ):
             return f"{path} is of the kind {kind!r} and passes the window {call.sliding_window}"
     for path, module in model.named_modules():
         if isinstance(module, nn.Conv1d):
@@ -201,28 +209,51 @@ class TransformersModel(Model):
         """Replace layers, give memory to the rest, graft, and attach attention."""
         model.tie_weights()
         found = self.examination
-        base = next((f"{name}." for name, part in model.named_modules() if part is model.base_model and name), "")
-        plan = {base + path: style for path, style in (self.config.base_model_tp_plan or {}).items()}
+        base = next(
+            (
+                f"{name}."
+                for name, part in model.named_modules()
+                if part is model.base_model and name
+            ),
+            "",
+        )
+        plan = {
+            base + path: style for path, style in (self.config.base_model_tp_plan or {}).items()
+        }
         whole = {path: "attention has sinks" for path, call in found.calls.items() if call.sinks}
-        replacer = Replacer(model, plan, whole, quantization_config(self.opgraft_config, self), self.prefix)
+        replacer = Replacer(
+            model, plan, whole, quantization_config(self.opgraft_config, self), self.prefix
+        )
         ranks = {path: self._ranks(replacer, path, call) for path, call in found.calls.items()}
         replacer.embeddings(*self._cut(model))
         replacer.linears()
         undefined = list(materialise(model))
         if undefined:
-            raise ModelError(f"{type(model).__name__}: nothing computes the buffers {', '.join(undefined[:5])}")
+            raise ModelError(
+                f"{type(model).__name__}: nothing computes the buffers {', '.join(undefined[:5])}"
+            )
         elsewhere = tuple(f"{path}." for path in self._elsewhere)
-        attached = {} if found.uncached else {p: c for p, c in found.calls.items() if not p.startswith(elsewhere)}
+        attached = (
+            {}
+            if found.uncached
+            else {p: c for p, c in found.calls.items() if not p.startswith(elsewhere)}
+        )
         for path, call in attached.items():
             module = model.get_submodule(path)
             sinks = module._parameters[call.sinks] if call.sinks else None
             attach_layer(module, call.layer(ranks[path], sinks, joined(self.prefix, path)))
         grafted = graft(model)
         if not plan and get_tensor_model_parallel_world_size() > 1:
-            replacer.left.append(LeftAlone("", type(model).__name__, "its config has no plan: whole on every rank"))
+            replacer.left.append(
+                LeftAlone("", type(model).__name__, "its config has no plan: whole on every rank")
+            )
         if found.uncached:
-            replacer.left.append(LeftAlone("", type(model).__name__, f"it runs without a cache: {found.uncached}"))
-        return TransformersReport(tuple(replacer.cuts), tuple(replacer.left), tuple(attached), grafted)
+            replacer.left.append(
+                LeftAlone("", type(model).__name__, f"it runs without a cache: {found.uncached}")
+            )
+        return TransformersReport(
+            tuple(replacer.cuts), tuple(replacer.left), tuple(attached), grafted
+        )
 
     def _cut(self, model: Any) -> tuple[Any, Any]:
         """Leave out what other stages have; return the embedding and the head, as far as this one has them.
@@ -233,7 +264,10 @@ class TransformersModel(Model):
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         if get_pp_group().world_size == 1:
             return embedding, head
-        chain, paths = self.examination.chain, {module: path for path, module in model.named_modules()}
+        chain, paths = (
+            self.examination.chain,
+            {module: path for path, module in model.named_modules()},
+        )
         if chain.uncut:
             raise DistributedError(
                 f"{type(model).__name__} of transformers is not cut into stages: {chain.uncut}. Use parallel.tensor"
@@ -242,12 +276,20 @@ class TransformersModel(Model):
         heads = [f"{paths[each]}.weight" for each in (head, embedding) if each in paths]
         self.stage = stage = Stage.of(self, chain.path, len(layers), heads)
         self.gate = leave_out(layers, stage, chain.results, embedding.weight.shape[1])
-        looks_up = stage.is_first or (stage.is_last and head is not None and head.weight is embedding.weight)
-        absent = [each for each, has in ((embedding, looks_up), (head, stage.is_last)) if not has and each in paths]
+        looks_up = stage.is_first or (
+            stage.is_last and head is not None and head.weight is embedding.weight
+        )
+        absent = [
+            each
+            for each, has in ((embedding, looks_up), (head, stage.is_last))
+            if not has and each in paths
+        ]
         for module in absent:
             parent, _, name = paths[module].rpartition(".")
             model.get_submodule(parent)._modules[name] = nn.Module()
-        others = [f"{chain.path}.{number}" for number in range(len(layers)) if number not in stage.layers]
+        others = [
+            f"{chain.path}.{number}" for number in range(len(layers)) if number not in stage.layers
+        ]
         self._elsewhere = [*others, *map(paths.__getitem__, absent)]
         return (embedding if looks_up else None), (head if stage.is_last else None)
 
@@ -261,7 +303,9 @@ class TransformersModel(Model):
         call.check(ranks, path)
         return ranks
 
-    def forward(self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None
+    ) -> Tensor:
         """Return hidden states ``[tokens, hidden_size]`` of ids and positions ``[tokens]``.
 
         The tokens are those of the current ``AttentionBatch``, or of one sequence where there is none. A stage that is
@@ -277,12 +321,16 @@ class TransformersModel(Model):
             )
         if self.gate is not None:
             inputs_embeds = self.gate.enter(inputs_embeds)
-        given = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
+        given = (
+            {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
+        )
         options: dict[str, Any] = {name: x[None] for name, x in given.items() if x is not None}
         if self.takes_positions:
             options["position_ids"] = (positions + self.first_position)[None]
         if not found.uncached:
-            options["attention_mask"] = positions.new_empty(1, 1, 0, 0)  # with which transformers makes no masks
+            options["attention_mask"] = positions.new_empty(
+                1, 1, 0, 0
+            )  # with which transformers makes no masks
         output: Tensor = self.stack(**options, use_cache=False)[0]
         return output[0] if self.gate is None else self.gate.leave(output[0])
 
@@ -338,7 +386,9 @@ class TransformersForCausalLM(TransformersModel):
 
         All that transformers does behind the stack is done: scales, caps and further layers.
         """
-        logits: Tensor = self.behind_stack(inputs_embeds=hidden_states[None], use_cache=False).logits[0]
+        logits: Tensor = self.behind_stack(
+            inputs_embeds=hidden_states[None], use_cache=False
+        ).logits[0]
         return logits if logits.shape[-1] else None
 
 

@@ -63,7 +63,14 @@ class AttentionCall:
         if not self.causal:
             return MMEncoderAttention(heads, self.head_size, self.scale, kv_heads, prefix=prefix)
         return Attention(
-            heads, self.head_size, self.scale, kv_heads, self.sliding_window, self.soft_cap, sinks, prefix=prefix
+            heads,
+            self.head_size,
+            self.scale,
+            kv_heads,
+            self.sliding_window,
+            self.soft_cap,
+            sinks,
+            prefix=prefix,
         )
 
 
@@ -100,10 +107,20 @@ class Recorder:
             refused.append("it makes a mask of its own")
         if value.shape[-1] != size or key.shape[1] != value.shape[1]:
             refused.append("its values have other heads than its keys")
-        refused += [f"it passes {n}" for n, v in others.items() if isinstance(v, Tensor) and n not in _NOT_ASKED]
-        if not causal and (others.get("sliding_window") or others.get("softcap") or others.get("s_aux") is not None):
+        refused += [
+            f"it passes {n}"
+            for n, v in others.items()
+            if isinstance(v, Tensor) and n not in _NOT_ASKED
+        ]
+        if not causal and (
+            others.get("sliding_window") or others.get("softcap") or others.get("s_aux") is not None
+        ):
             refused.append("it is bidirectional with a window, a cap or sinks")
-        sinks = [name for name, p in module._parameters.items() if p is not None and p is others.get("s_aux")]
+        sinks = [
+            name
+            for name, p in module._parameters.items()
+            if p is not None and p is others.get("s_aux")
+        ]
         if module in self.calls:
             refused.append("it calls its attention function more than once")
         self.calls[module] = AttentionCall(
@@ -117,7 +134,9 @@ class Recorder:
             sinks=sinks[0] if sinks else None,
             refused=", ".join(refused),
         )
-        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+        return query.new_empty(
+            query.shape[0], query.shape[2], query.shape[1], value.shape[-1]
+        ), None
 
 
 class _Place(nn.Module):
@@ -135,7 +154,9 @@ class _Registry(Mapping[str, Callable[..., Any]]):
     registry: Any
     function: Callable[..., Any]
 
-    def get_interface(self, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+    def get_interface(
+        self, attn_implementation: str, default: Callable[..., Any]
+    ) -> Callable[..., Any]:
         return self.function
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
@@ -162,7 +183,13 @@ def attach_layer(module: nn.Module, layer: nn.Module) -> None:
 
 
 def _attend(
-    layer: nn.Module, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+    layer: nn.Module,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *_: Any,
+    **__: Any,
 ) -> tuple[Tensor, None]:
     """Attend over ``(1, heads, tokens, head size)``; return ``(1, tokens, heads, head size)``, and no weights."""
     rows = [x.transpose(1, 2) for x in (query, key, value)]

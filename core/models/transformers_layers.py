@@ -93,14 +93,20 @@ class Replacer:
                 self.put(path, module, self._linear(path, module))
         for pattern, style in self.plan.items():
             if style not in STYLES and style not in WHOLE and not style.startswith("embedding"):
-                self.left.append(LeftAlone(pattern, "plan", f"the style {style!r} is not served: whole on every rank"))
+                self.left.append(
+                    LeftAlone(
+                        pattern, "plan", f"the style {style!r} is not served: whole on every rank"
+                    )
+                )
 
     def _linear(self, path: str, linear: nn.Linear) -> nn.Module:
         served = STYLES.get(self.style(path) or "")
         reason = self._whole_because(path.rpartition(".")[0])
         cls, options = (ReplicatedLinear, {}) if reason or served is None else served
         if reason and served is not None:
-            self.left.append(LeftAlone(path, type(linear).__name__, f"whole on every rank: {reason}"))
+            self.left.append(
+                LeftAlone(path, type(linear).__name__, f"whole on every rank: {reason}")
+            )
         return cls(
             linear.in_features,
             linear.out_features,
@@ -132,16 +138,22 @@ class Replacer:
             self.untouched[head] = self.untouched[embedding] = reason
         for module in filter(None, (embedding, head)):
             if module in self.untouched:
-                self.left.append(LeftAlone(paths[module], type(module).__name__, self.untouched[module]))
+                self.left.append(
+                    LeftAlone(paths[module], type(module).__name__, self.untouched[module])
+                )
         replaced = None
         if plain and embedding not in self.untouched:
             replaced = self._vocabulary(VocabParallelEmbedding, paths[embedding], embedding.weight)
             self.put(paths[embedding], embedding, replaced)
         if outer and head not in self.untouched:
-            made: Any = self._vocabulary(ParallelLMHead, paths[head], head.weight, bias=head.bias is not None)
+            made: Any = self._vocabulary(
+                ParallelLMHead, paths[head], head.weight, bias=head.bias is not None
+            )
             self.put(paths[head], head, made.tie_weights(replaced) if tied else made)
 
-    def _vocabulary(self, cls: type[nn.Module], path: str, weight: Tensor, **options: Any) -> nn.Module:
+    def _vocabulary(
+        self, cls: type[nn.Module], path: str, weight: Tensor, **options: Any
+    ) -> nn.Module:
         return cls(
             *weight.shape,
             params_dtype=weight.dtype,
@@ -171,7 +183,9 @@ def materialise(model: nn.Module) -> Iterator[str]:
                     continue
                 if tensor not in made:
                     empty = torch.empty_like(tensor, device=torch.get_default_device())
-                    made[tensor] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
+                    made[tensor] = (
+                        nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
+                    )
                 registry[name] = made[tensor]
                 if name in module._non_persistent_buffers_set:
                     yield f"{path}.{name}"

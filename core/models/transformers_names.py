@@ -30,11 +30,15 @@ class TransformersNames(WeightsMapper):
     @classmethod
     def of(cls, model: Any) -> TransformersNames:
         """Return those of a model of transformers."""
-        transforms = import_extra("transformers.conversion_mapping").get_model_conversion_mapping(model)
+        transforms = import_extra("transformers.conversion_mapping").get_model_conversion_mapping(
+            model
+        )
         computing = tuple(one for one in transforms if hasattr(one, "operations"))
         renamings = tuple(one for one in transforms if one not in computing)
         known = frozenset(model.state_dict())
-        return cls(renamings=renamings, computing=computing, base=model.base_model_prefix, known=known)
+        return cls(
+            renamings=renamings, computing=computing, base=model.base_model_prefix, known=known
+        )
 
     def map(self, name: str) -> str:
         """Return the name in the model.

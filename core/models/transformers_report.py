@@ -35,7 +35,10 @@ class TransformersReport:
         """All that stayed as it was."""
         inside = f".{CHILD}."  # parts of our own layers
         rows = self.grafted.left_alone
-        return (*self.kept, *(row for row in rows if row.reason != _OURS and inside not in row.path))
+        return (
+            *self.kept,
+            *(row for row in rows if row.reason != _OURS and inside not in row.path),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, ready for ``json.dumps``."""

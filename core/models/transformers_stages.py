@@ -56,11 +56,19 @@ class LayerRecorder:
             for layer in layers:
                 layer.register_forward_hook(self._note, with_kwargs=True)
 
-    def _note(self, layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
+    def _note(
+        self, layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any], result: Any
+    ) -> None:
         named = dict(named)
         hidden_states, *rest = given or [named.pop("hidden_states", None)]
-        unnamed = ["a tensor without a name" for each in rest if isinstance(each, Tensor) and each is not self.mask]
-        others = [name for name, value in named.items() if name not in _SHARED and _has_tensor(value)]
+        unnamed = [
+            "a tensor without a name"
+            for each in rest
+            if isinstance(each, Tensor) and each is not self.mask
+        ]
+        others = [
+            name for name, value in named.items() if name not in _SHARED and _has_tensor(value)
+        ]
         self.calls.append(_Call(layer, hidden_states, (*unnamed, *others), result))
 
     def chain(self) -> LayerChain:
@@ -74,14 +82,23 @@ class LayerRecorder:
                 name = next(call.others[0] for call in calls if call.others)
                 reason = f"its layers take {name}, which only the first stage would know"
                 continue
-            results = [call.result[0] if isinstance(call.result, tuple) else call.result for call in calls]
-            if all(call.hidden_states is before for call, before in zip(calls[1:], results, strict=False)):
-                return LayerChain(path, len(calls[0].result) if isinstance(calls[0].result, tuple) else 0)
+            results = [
+                call.result[0] if isinstance(call.result, tuple) else call.result for call in calls
+            ]
+            if all(
+                call.hidden_states is before
+                for call, before in zip(calls[1:], results, strict=False)
+            ):
+                return LayerChain(
+                    path, len(calls[0].result) if isinstance(calls[0].result, tuple) else 0
+                )
         return LayerChain(uncut=reason)
 
 
 def _has_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) or (isinstance(value, list | tuple) and any(map(_has_tensor, value)))
+    return isinstance(value, Tensor) or (
+        isinstance(value, list | tuple) and any(map(_has_tensor, value))
+    )
 
 
 class Gate:
@@ -130,7 +147,9 @@ class _Elsewhere(nn.Module):
 
     def __init__(self, layer: nn.Module, gate: Gate, results: int, place: str) -> None:
         super().__init__()
-        self.__dict__.update({name: value for name, value in vars(layer).items() if not name.startswith("_")})
+        self.__dict__.update(
+            {name: value for name, value in vars(layer).items() if not name.startswith("_")}
+        )
         self.gate, self.results, self.place = gate, results, place
 
     def forward(self, *given: Any, **named: Any) -> Any:

@@ -40,13 +40,17 @@ def expect_rows(op: str, argument: str, x: Tensor) -> None:
 def expect_last_dim(op: str, argument: str, x: Tensor, expected: int) -> None:
     """Raise ``ValueError`` unless the last dimension of ``x`` is ``expected``."""
     if x.dim() == 0 or x.shape[-1] != expected:
-        raise ValueError(f"{op}: {argument} has shape {tuple(x.shape)}, expected a last dimension of {expected}")
+        raise ValueError(
+            f"{op}: {argument} has shape {tuple(x.shape)}, expected a last dimension of {expected}"
+        )
 
 
 def expect_same_shape(op: str, argument: str, x: Tensor, other: str, y: Tensor) -> None:
     """Raise ``ValueError`` unless ``x`` and ``y`` have one shape."""
     if x.shape != y.shape:
-        raise ValueError(f"{op}: {argument} has shape {tuple(x.shape)}, expected that of {other}, {tuple(y.shape)}")
+        raise ValueError(
+            f"{op}: {argument} has shape {tuple(x.shape)}, expected that of {other}, {tuple(y.shape)}"
+        )
 
 
 def expect_alike(op: str, argument: str, x: Tensor, other: str, y: Tensor) -> None:
@@ -100,7 +104,9 @@ def halves(op: str, argument: str, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return views of the halves of the last dimension, which must be even, of a floating-point ``x``."""
     expect_floating(op, argument, x)
     if x.dim() == 0 or x.shape[-1] % 2:
-        raise ValueError(f"{op}: {argument} has shape {tuple(x.shape)}, expected an even last dimension")
+        raise ValueError(
+            f"{op}: {argument} has shape {tuple(x.shape)}, expected an even last dimension"
+        )
     middle = x.shape[-1] // 2
     return x[..., :middle], x[..., middle:]
 
@@ -120,7 +126,9 @@ def expect_not_negative(op: str, argument: str, value: float) -> None:
 def expect_size(op: str, argument: str, value: object) -> None:
     """Raise ``ValueError`` unless a setting is a whole number that a dimension can have."""
     if not isinstance(value, (int, torch.SymInt)) or value < 0:
-        raise ValueError(f"{op}: {argument} is {value!r}, expected a whole number that is not negative")
+        raise ValueError(
+            f"{op}: {argument} is {value!r}, expected a whole number that is not negative"
+        )
 
 
 def expect_positive(op: str, argument: str, value: float) -> None:
@@ -131,7 +139,9 @@ def expect_positive(op: str, argument: str, value: float) -> None:
 
 def values_are_known(x: Tensor) -> bool:
     """Tell whether ``x`` has values to look at: not while something traces or transforms, nor as fake or ``meta``."""
-    return type(x) is Tensor and not (torch.compiler.is_compiling() or x.is_meta or tracing.followed())
+    return type(x) is Tensor and not (
+        torch.compiler.is_compiling() or x.is_meta or tracing.followed()
+    )
 
 
 def values_are_checked(x: Tensor) -> bool:
@@ -144,13 +154,17 @@ def expect_in_range(op: str, argument: str, x: Tensor, size: int) -> None:
     if x.numel() and values_are_checked(x):
         lowest, highest = (int(bound) for bound in x.aminmax())
         if lowest < 0 or highest >= size:
-            raise ValueError(f"{op}: {argument} reach from {lowest} to {highest}, expected 0 to {size - 1}")
+            raise ValueError(
+                f"{op}: {argument} reach from {lowest} to {highest}, expected 0 to {size - 1}"
+            )
 
 
 def expect_ascending(op: str, argument: str, bounds: Tensor, end: int) -> None:
     """Raise ``ValueError`` unless ``bounds`` is a vector that ascends from 0 to ``end``, where values are checked."""
     if bounds.dim() != 1:
-        raise ValueError(f"{op}: {argument} has shape {tuple(bounds.shape)}, expected one dimension")
+        raise ValueError(
+            f"{op}: {argument} has shape {tuple(bounds.shape)}, expected one dimension"
+        )
     if values_are_checked(bounds):
         values: list[int] = bounds.tolist()
         if not values or values[0] != 0 or values[-1] != end or values != sorted(values):

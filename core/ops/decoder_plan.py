@@ -64,7 +64,9 @@ class DecoderPlan(PluggableClass):
     to them what it did not foresee: hooks, replaced modules and methods, gradients, tracers.
     """
 
-    def run(self, layers: nn.ModuleList, positions: Tensor, hidden_states: Tensor) -> tuple[Tensor, Tensor] | None:
+    def run(
+        self, layers: nn.ModuleList, positions: Tensor, hidden_states: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
         """Return the output of the last layer and the residual stream that it is still to be added to.
 
         Args:

@@ -21,7 +21,9 @@ def on_triton(module: str) -> FunctionalKernels:
     Args:
         module: its dotted name. ``__all__`` names the kernels, each as the functional form that it computes.
     """
-    return _BY_MODULE.setdefault(module, FunctionalKernels(module, needs=triton_missing, inference_only=True))
+    return _BY_MODULE.setdefault(
+        module, FunctionalKernels(module, needs=triton_missing, inference_only=True)
+    )
 
 
 def triton_kernels() -> dict[str, Callable[..., Any]]:

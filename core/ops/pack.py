@@ -38,7 +38,11 @@ class _Places:
         for path, module in model.named_modules():
             prefix = f"{path}." if path else ""
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if type(tensor) in (nn.Parameter, Tensor) and tensor.is_cpu and tensor.layout is torch.strided:
+                if (
+                    type(tensor) in (nn.Parameter, Tensor)
+                    and tensor.is_cpu
+                    and tensor.layout is torch.strided
+                ):
                     self.homes[prefix + name] = home = tensor.untyped_storage().data_ptr()
                     self.residents[home].append(prefix + name)
             if isinstance(module, Composite):
@@ -79,7 +83,9 @@ def pack(model: nn.Module) -> PackReport:
     expect_module("pack", model)
     _expect_evaluation(model)
     places = _Places(model)
-    layers = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    layers = [
+        (path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)
+    ]
     reasons = {path: _reason(path, layer, places) for path, layer in layers}
     packable = [layer for path, layer in layers if reasons[path] is None]
     composites = _composites_over(model, packable)
@@ -93,7 +99,11 @@ def pack(model: nn.Module) -> PackReport:
             composite.process_weights_after_loading()
     return PackReport(
         tuple(Packed(path, sizes[layer]) for path, layer in layers if layer in sizes),
-        tuple(Plain(path, type(layer).__name__, reason) for path, layer in layers if (reason := reasons[path])),
+        tuple(
+            Plain(path, type(layer).__name__, reason)
+            for path, layer in layers
+            if (reason := reasons[path])
+        ),
     )
 
 
@@ -117,7 +127,9 @@ def unpack(model: nn.Module) -> None:
 
 def restore(model: nn.Module) -> Sequence[nn.Module]:
     """Unpack as ``unpack`` does, save that layers are not joined again; return those that were packed."""
-    found = [(path, module) for path, module in model.named_modules() if isinstance(module, PackedLinear)]
+    found = [
+        (path, module) for path, module in model.named_modules() if isinstance(module, PackedLinear)
+    ]
     for path, layer in found:
         if type(layer) is not layer.binding.specialisation:
             raise PackError(
@@ -158,7 +170,11 @@ def _binding_for(op: CustomOp) -> Binding:
 
 
 def _expect_evaluation(model: nn.Module) -> None:
-    training = [path for path, module in model.named_modules() if isinstance(module, Linear) and module.training]
+    training = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, Linear) and module.training
+    ]
     if training:
         first = repr(training[0]) if training[0] else "the model itself"
         raise PackError(
@@ -177,7 +193,9 @@ def _reason(path: str, layer: nn.Linear, places: _Places) -> str | None:
     weight = layer._parameters.get("weight")
     if weight is None:
         return "its weight is no parameter"
-    return obstacle(weight) or places.shared(f"{path}.weight".lstrip("."), weight) or _useless(weight)
+    return (
+        obstacle(weight) or places.shared(f"{path}.weight".lstrip("."), weight) or _useless(weight)
+    )
 
 
 def _foreign(layer: nn.Linear) -> str | None:

@@ -26,7 +26,10 @@ TOLERANCES: Mapping[torch.dtype, Tolerance] = {
 }
 """Absolute and relative tolerance against a reference in float64, by the dtype of the input."""
 
-HALF_NORM: Mapping[torch.dtype, Tolerance] = {torch.float16: (1e-2, 1e-2), torch.bfloat16: (1e-2, 1.6e-2)}
+HALF_NORM: Mapping[torch.dtype, Tolerance] = {
+    torch.float16: (1e-2, 1e-2),
+    torch.bfloat16: (1e-2, 1.6e-2),
+}
 """The tolerances in half types of norms and other ops that round more than once."""
 
 
@@ -46,7 +49,9 @@ class Layout(enum.Enum):
         elif self is Layout.ROWS:
             view = values.new_full((*lead, size + 5), math.nan)[..., 2 : size + 2]
         elif self is Layout.SWAPPED and len(lead) > 1:
-            view = torch.empty_like(values.transpose(0, 1), memory_format=torch.contiguous_format).transpose(0, 1)
+            view = torch.empty_like(
+                values.transpose(0, 1), memory_format=torch.contiguous_format
+            ).transpose(0, 1)
         else:
             return values
         return view.copy_(values)
@@ -144,19 +149,29 @@ class OpSpec:
         return {**TOLERANCES, **self.tolerances}[dtype]
 
     def arguments(
-        self, variant: str, dtype: torch.dtype, lead: Sequence[int], size: int, layout: Layout = Layout.PACKED
+        self,
+        variant: str,
+        dtype: torch.dtype,
+        lead: Sequence[int],
+        size: int,
+        layout: Layout = Layout.PACKED,
     ) -> Arguments:
         """Draw fresh arguments, the same for the same question."""
         draw = Draw((self.functional.name, variant, tuple(lead), size), dtype, layout)
         arguments = self.inputs(draw, lead, size)
         for name, value in self.variants[variant].items():
             arguments[name] = value(draw, lead, size) if callable(value) else value
-        return {name: placed(v, self.device) if isinstance(v, Tensor) else v for name, v in arguments.items()}
+        return {
+            name: placed(v, self.device) if isinstance(v, Tensor) else v
+            for name, v in arguments.items()
+        }
 
     def traffic(self, arguments: Arguments) -> int:
         """Count the bytes that a call must move at least: each tensor taken is read once, each result written once."""
         taken = [value for value in arguments.values() if isinstance(value, Tensor)]
-        made = tensors(self.functional.fake(**arguments)) or [arguments[name] for name in self.functional.mutates]
+        made = tensors(self.functional.fake(**arguments)) or [
+            arguments[name] for name in self.functional.mutates
+        ]
         return sum(t.numel() * t.element_size() for t in (*taken, *made))
 
 
@@ -177,7 +192,10 @@ def placed(x: Tensor, device: str) -> Tensor:
 
 def in_float64(arguments: Arguments) -> Arguments:
     """Return the arguments in the memory of the host, floating-point tensors in float64."""
-    return {name: _wide(value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+    return {
+        name: _wide(value) if isinstance(value, Tensor) else value
+        for name, value in arguments.items()
+    }
 
 
 def _wide(x: Tensor) -> Tensor:

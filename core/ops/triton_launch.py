@@ -88,7 +88,9 @@ def apart(x: Tensor, y: Tensor) -> bool:
         return False
     first, second = sorted((x, y), key=Tensor.data_ptr)
     distance = (second.data_ptr() - first.data_ptr()) // x.element_size()
-    if distance > sum((size - 1) * stride for size, stride in zip(first.shape, first.stride(), strict=True)):
+    if distance > sum(
+        (size - 1) * stride for size, stride in zip(first.shape, first.stride(), strict=True)
+    ):
         return True
     # Columns of one matrix, as query and key are in the result of one projection, take turns row by row.
     columns = x.dim() == y.dim() == 2 and x.stride(0) == y.stride(0)
@@ -122,11 +124,17 @@ def _launchable(arguments: Iterable[object]) -> bool:
     return True
 
 
-def launch(kernel: Any, programs: int, tile: Tile, first: Tensor, *others: Any, **constants: Any) -> None:
+def launch(
+    kernel: Any, programs: int, tile: Tile, first: Tensor, *others: Any, **constants: Any
+) -> None:
     """Run ``kernel``, whose first argument is ``first``, by that many programs of a tile each, on its device."""
     constants |= {"tile_rows": tile.rows, "tile_columns": tile.columns, "num_warps": tile.warps}
     index = first.device.index
-    if torch.compiler.is_compiling() or index is None or index == torch.accelerator.current_device_index():
+    if (
+        torch.compiler.is_compiling()
+        or index is None
+        or index == torch.accelerator.current_device_index()
+    ):
         kernel[(programs,)](first, *others, **constants)
     else:
         with torch.accelerator.device_index(index):  # Triton launches on the current device

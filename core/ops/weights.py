@@ -100,7 +100,9 @@ def set_weight_attrs(weight: Tensor, attributes: Mapping[str, Any] | None) -> No
     """
     for name, value in (attributes or {}).items():
         if hasattr(weight, name):
-            raise WeightError(f"a weight has the attribute {name!r} already: create_weights sets each once")
+            raise WeightError(
+                f"a weight has the attribute {name!r} already: create_weights sets each once"
+            )
         setattr(weight, name, value)
 
 

@@ -43,7 +43,11 @@ def _forward(
     *args: Any,
     **named: Any,
 ) -> Any:
-    key = structure, tuple(map(_shape, args)), tuple((name, _shape(value)) for name, value in named.items())
+    key = (
+        structure,
+        tuple(map(_shape, args)),
+        tuple((name, _shape(value)) for name, value in named.items()),
+    )
     if key not in known:
         before = [len(each) for each in noted]
         result = forward(*args, **named)
@@ -57,7 +61,9 @@ def _forward(
 
 def _structure(layer: nn.Module) -> Any:
     classes = tuple((name, type(module)) for name, module in layer.named_modules())
-    return classes, tuple((name, tensor.shape, tensor.dtype) for name, tensor in layer.named_parameters())
+    return classes, tuple(
+        (name, tensor.shape, tensor.dtype) for name, tensor in layer.named_parameters()
+    )
 
 
 def _shape(value: Any) -> Any:

@@ -16,7 +16,11 @@ from opgraft.text import described, printable
 
 def known_devices() -> dict[str, DeviceFigures]:
     """Return the devices that installed platforms know, by name; one that cannot be asked is logged and left out."""
-    return {each.name: each for offer in discover().of_group(PLATFORM_GROUP) for each in _devices_of(offer)}
+    return {
+        each.name: each
+        for offer in discover().of_group(PLATFORM_GROUP)
+        for each in _devices_of(offer)
+    }
 
 
 def _devices_of(offer: Offer) -> tuple[DeviceFigures, ...]:
@@ -24,7 +28,9 @@ def _devices_of(offer: Offer) -> tuple[DeviceFigures, ...]:
         spec: PlatformSpec = offer.load()
         return () if spec.devices is None else tuple(resolve_name(spec.devices))
     except Exception as error:  # of somebody's plugin
-        logger.warning("the devices of platform %s are not known: %s", printable(offer.name), described(error))
+        logger.warning(
+            "the devices of platform %s are not known: %s", printable(offer.name), described(error)
+        )
         return ()
 
 
@@ -55,7 +61,9 @@ def device_of(name: str | None, given: Mapping[str, float]) -> DeviceFigures:
 
 def _known(name: str) -> DeviceFigures:
     known = known_devices()
-    found = known.get(name.lower()) or next((known[each] for each in known if each.endswith(f"-{name.lower()}")), None)
+    found = known.get(name.lower()) or next(
+        (known[each] for each in known if each.endswith(f"-{name.lower()}")), None
+    )
     if found is None:
         near = near_matches(name.lower(), known)
         meant = f" (did you mean {' or '.join(near)}?)" if near else ""

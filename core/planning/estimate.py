@@ -56,7 +56,9 @@ def sent_bytes(transfers: Iterable[Transfer], layout: ParallelLayout) -> dict[st
     return sums
 
 
-def seconds_of(shard: Shard, step: ShardStep, layout: ParallelLayout, rank: int, device: DeviceFigures) -> Seconds:
+def seconds_of(
+    shard: Shard, step: ShardStep, layout: ParallelLayout, rank: int, device: DeviceFigures
+) -> Seconds:
     """Estimate the time of a rank's part of a step.
 
     Args:
@@ -73,7 +75,9 @@ def seconds_of(shard: Shard, step: ShardStep, layout: ParallelLayout, rank: int,
     return Seconds(
         weights=_roof(step.weights, device.bandwidth, flops),
         cache=_roof(step.cache, device.bandwidth, flops),
-        collectives=sum(times * _seconds(each, groups[each.kind], device) for each, times in collectives.items()),
+        collectives=sum(
+            times * _seconds(each, groups[each.kind], device) for each, times in collectives.items()
+        ),
         layers=shard.layers * device.layer_seconds,
     )
 

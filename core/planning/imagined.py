@@ -55,7 +55,11 @@ class ImaginedCommunicator(Communicator):
 
     def gather(self, x: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
         self._note("gather", x)
-        return torch.cat([x if x.dim() else x.reshape(1)] * self.world_size, dim) if self.rank == dst else None
+        return (
+            torch.cat([x if x.dim() else x.reshape(1)] * self.world_size, dim)
+            if self.rank == dst
+            else None
+        )
 
     def reduce_scatter(self, x: Tensor, dim: int = -1) -> Tensor:
         self._note("reduce_scatter", x)
@@ -72,7 +76,9 @@ class ImaginedCommunicator(Communicator):
     def send(self, x: Tensor, dst: int) -> None:
         self._note("send", x)
 
-    def recv(self, size: Sequence[int], dtype: torch.dtype, device: torch.device | str, src: int) -> Tensor:
+    def recv(
+        self, size: Sequence[int], dtype: torch.dtype, device: torch.device | str, src: int
+    ) -> Tensor:
         out = torch.empty(tuple(size), dtype=dtype, device=device)
         self._note("recv", out)
         return out
@@ -93,13 +99,19 @@ def imagined_rank(layout: ParallelLayout, rank: int) -> Iterator[Parallelism]:
 def _group(layout: ParallelLayout, kind: str, rank: int) -> ParallelGroup:
     ranks = next(ranks for ranks in layout.groups(kind) if rank in ranks)
     alone = len(ranks) == 1
-    return ParallelGroup(kind, ranks, rank, None if alone else ImaginedCommunicator(ranks, ranks.index(rank), kind))
+    return ParallelGroup(
+        kind, ranks, rank, None if alone else ImaginedCommunicator(ranks, ranks.index(rank), kind)
+    )
 
 
 def noted_by(parallelism: Parallelism) -> list[list[Transfer]]:
     """Return what each communicator of an imagined rank has noted, in lists that grow."""
     each = (group.communicator for group in parallelism.groups.values())
-    return [communicator.transfers for communicator in each if isinstance(communicator, ImaginedCommunicator)]
+    return [
+        communicator.transfers
+        for communicator in each
+        if isinstance(communicator, ImaginedCommunicator)
+    ]
 
 
 class ExpectedExchange:
@@ -113,7 +125,9 @@ class ExpectedExchange:
     def __init__(self, experts: int, local: int) -> None:
         self.experts, self.local = experts, local
 
-    def __call__(self, x: Tensor, topk_weights: Tensor, owners: Tensor, ids: Tensor, experts: Any) -> Tensor:
+    def __call__(
+        self, x: Tensor, topk_weights: Tensor, owners: Tensor, ids: Tensor, experts: Any
+    ) -> Tensor:
         """Exchange as many rows as are to be expected of ``x`` ``[tokens, hidden_size]``."""
         group = get_dp_group()
         size, topk = group.world_size, ids.shape[1]

@@ -94,7 +94,9 @@ class Shard:
             self._model: Any = describe_model(config)
             self._expect_exchange()
         self.dtype: torch.dtype = self._model.dtype
-        self.weight_bytes = sum(tensor.nbytes for tensor in (*self._model.parameters(), *self._model.buffers()))
+        self.weight_bytes = sum(
+            tensor.nbytes for tensor in (*self._model.parameters(), *self._model.buffers())
+        )
         dtype = cache_dtype(config.cache.dtype, self.dtype)
         layers, states = attention_layers(self._model), state_layers(self._model)
         self.cache = CacheLayout.of(layers, config.cache.block_size, dtype, states)
@@ -125,20 +127,28 @@ class Shard:
         """
         return ShardStep(
             weights=sum(_reading(self._model, rows, self._layout.data), Work()),
-            cache=sum(_attending(self.cache, rows, context), Work(2.0 * rows * self.cache.bytes_per_state)),
+            cache=sum(
+                _attending(self.cache, rows, context), Work(2.0 * rows * self.cache.bytes_per_state)
+            ),
             transfers=self._transfers(rows) if self._layout.world > 1 else (),
         )
 
     @torch.inference_mode()
     def _transfers(self, rows: int) -> tuple[Transfer, ...]:
         """Run a step, and return the collectives in it."""
-        with imagined_rank(self._layout, self._rank) as parallelism, set_config(_NATIVE), torch.device("meta"):
+        with (
+            imagined_rank(self._layout, self._rank) as parallelism,
+            set_config(_NATIVE),
+            torch.device("meta"),
+        ):
             link = _ImaginedLink.of(self._model, torch.device("meta"))
             if link is not None:
                 link.begin(rows)
             given = None if link is None else link.receive()
             with computed_once(self._model, parallelism):
-                hidden = self._model(torch.zeros(rows, dtype=torch.int64), torch.arange(rows), given)
+                hidden = self._model(
+                    torch.zeros(rows, dtype=torch.int64), torch.arange(rows), given
+                )
             if link is not None:
                 link.pass_on(hidden)
             if get_pp_group().is_last_rank and isinstance(self._model, HasLogits):
@@ -169,7 +179,10 @@ def _reading(model: nn.Module, rows: int, replicas: int) -> Iterator[Work]:
             yield Work(rows * nbytes / len(own[0]))
         elif isinstance(module, LinearBase):
             linear: Any = module  # whose sizes are those of subclasses
-            yield Work(nbytes, 2.0 * rows * linear.input_size_per_partition * linear.output_size_per_partition)
+            yield Work(
+                nbytes,
+                2.0 * rows * linear.input_size_per_partition * linear.output_size_per_partition,
+            )
         elif own:
             yield Work(nbytes, 2.0 * rows * elements)
 
@@ -181,7 +194,9 @@ def _routed(layer: FusedMoE, nbytes: int, rows: int, replicas: int) -> Work:
     touched = 1.0 - (1.0 - layer.top_k / layer.num_experts) ** tokens
     places = layer.num_experts + (0 if layer.placement is None else layer.placement.redundant)
     visits = tokens * layer.top_k * local / places
-    return Work(nbytes * touched, visits * 6.0 * moe.hidden_dim * moe.intermediate_size_per_partition)
+    return Work(
+        nbytes * touched, visits * 6.0 * moe.hidden_dim * moe.intermediate_size_per_partition
+    )
 
 
 def _attending(layout: CacheLayout, rows: int, context: int) -> Iterator[Work]:
@@ -189,4 +204,7 @@ def _attending(layout: CacheLayout, rows: int, context: int) -> Iterator[Work]:
     for layer in layout.layers.values():
         elements = prod(cache_shape(layer, 1, layout.block_size, layout.dtype)) / layout.block_size
         seen = rows * min(context, layer.sliding_window or context)
-        yield Work(seen * elements * layout.dtype.itemsize, 2.0 * seen * elements * layer.num_queries_per_kv)
+        yield Work(
+            seen * elements * layout.dtype.itemsize,
+            2.0 * seen * elements * layer.num_queries_per_kv,
+        )

@@ -13,7 +13,14 @@ from opgraft.device_figures import DeviceFigures
 from opgraft.distributed.layout import ParallelLayout
 from opgraft.engine.cache_room import room_for
 from opgraft.engine.worker import DEVICE_SHARE
-from opgraft.errors import CheckpointError, ConfigError, DistributedError, InputError, LayerError, OpgraftError
+from opgraft.errors import (
+    CheckpointError,
+    ConfigError,
+    DistributedError,
+    InputError,
+    LayerError,
+    OpgraftError,
+)
 from opgraft.models.files import open_weights, opened_once
 from opgraft.models.stages import evenly
 from opgraft.planning.estimate import Seconds, seconds_of, sent_bytes
@@ -55,7 +62,9 @@ class Split:
     def name(self) -> str:
         """The settings that make it, such as ``tensor 8, pipeline 2``."""
         sizes = {**dataclasses.asdict(self.layout), "expert": self.expert}
-        return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one device"
+        return (
+            ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one device"
+        )
 
 
 @dataclass(frozen=True)
@@ -126,7 +135,10 @@ class Planner:
     def least_devices(self, wanted: Wanted) -> int | None:
         """Return the least number of devices, more than are wanted, on which a split fits; ``None`` if none does."""
         whole = self._shard(Split(ParallelLayout()), 0)
-        cache = whole.cache.blocks(wanted.context) * whole.cache.bytes_per_block + whole.cache.bytes_per_state
+        cache = (
+            whole.cache.blocks(wanted.context) * whole.cache.bytes_per_block
+            + whole.cache.bytes_per_state
+        )
         needed = ceil((whole.weight_bytes + wanted.batch * cache) / self.device.memory)
         first = max(wanted.devices + 1, needed)
         open_sizes = dataclasses.replace(wanted, fixed={})
@@ -148,22 +160,32 @@ class Planner:
                 if any(sizes[name] != size for name, size in fixed.items() if name in sizes):
                     continue
                 experts = sorted({1, data * layout.tensor} if whole.experts else {1})
-                yield from (Split(layout, each) for each in experts if fixed.get("expert", each) == each)
+                yield from (
+                    Split(layout, each) for each in experts if fixed.get("expert", each) == each
+                )
 
     def _tried(self, split: Split, wanted: Wanted, whole: Shard) -> Fitting | Refused:
         reason = self._obstacle(split, wanted, whole)
-        return Refused(split.layout, split.expert, reason) if reason else self._fitting(split, wanted)
+        return (
+            Refused(split.layout, split.expert, reason) if reason else self._fitting(split, wanted)
+        )
 
     def _obstacle(self, split: Split, wanted: Wanted, whole: Shard) -> str:
         """Return why a split cannot be; empty where it fits."""
         layout = split.layout
         held = layout.world if split.expert > 1 else layout.tensor * layout.pipeline
         if whole.weight_bytes > held * self.device.memory:
-            there = f"{held} devices have {in_bytes(held * self.device.memory)}" if held > 1 else "a device has less"
+            there = (
+                f"{held} devices have {in_bytes(held * self.device.memory)}"
+                if held > 1
+                else "a device has less"
+            )
             return f"the weights take {in_bytes(whole.weight_bytes)}, and {there}"
         try:
             for rank in self._ranks(layout):
-                self._cache_tokens(self._shard(split, rank), wanted, ceil(wanted.batch / layout.data))
+                self._cache_tokens(
+                    self._shard(split, rank), wanted, ceil(wanted.batch / layout.data)
+                )
         except CheckpointError:
             raise
         except OpgraftError as error:
@@ -179,13 +201,17 @@ class Planner:
         rows = ceil(wanted.batch / (layout.data * layout.pipeline))
         ranks = self._ranks(layout)
         shards = [self._shard(split, rank) for rank in ranks]
-        tokens = [self._cache_tokens(shard, wanted, ceil(wanted.batch / layout.data)) for shard in shards]
+        tokens = [
+            self._cache_tokens(shard, wanted, ceil(wanted.batch / layout.data)) for shard in shards
+        ]
         steps = [shard.step(rows, wanted.context) for shard in shards]
         stages = tuple(
             seconds_of(shard, step, layout, rank, device)
             for shard, step, rank in zip(shards, steps, ranks, strict=True)
         )
-        step = max(sum(each.total for each in stages), layout.pipeline * max(each.total for each in stages))
+        step = max(
+            sum(each.total for each in stages), layout.pipeline * max(each.total for each in stages)
+        )
         sent = [sent_bytes(each.transfers, layout) for each in steps]
         return Fitting(
             layout,
@@ -204,7 +230,9 @@ class Planner:
         key = layout, split.expert, rank
         if key not in self._shards:
             sizes = {**dataclasses.asdict(layout), "expert": split.expert}
-            parallel = dataclasses.replace(self.config.parallel, **sizes, **self._stages(layout.pipeline))
+            parallel = dataclasses.replace(
+                self.config.parallel, **sizes, **self._stages(layout.pipeline)
+            )
             config = dataclasses.replace(self.config, parallel=parallel)
             self._shards[key] = Shard(config, layout, rank)
         return self._shards[key]
@@ -227,14 +255,20 @@ class Planner:
         left = self.device.memory - shard.weight_bytes
         memory = in_bytes(self.device.memory)
         if left <= 0:
-            raise ConfigError(f"the weights of a rank take {in_bytes(shard.weight_bytes)} of {memory}")
+            raise ConfigError(
+                f"the weights of a rank take {in_bytes(shard.weight_bytes)} of {memory}"
+            )
         cache = self.config.cache
         room = room_for(
             shard.cache.sizes(),
             self.config,
             lambda: cache.memory_bytes or int(left * (cache.memory_share or DEVICE_SHARE)),
         )
-        held = room.num_blocks // shard.cache.blocks(wanted.context) if shard.cache.layers else room.num_states
+        held = (
+            room.num_blocks // shard.cache.blocks(wanted.context)
+            if shard.cache.layers
+            else room.num_states
+        )
         if held < sequences:
             raise ConfigError(
                 f"the weights of a rank take {in_bytes(shard.weight_bytes)} of {memory}, and the cache in the rest has "
@@ -254,7 +288,11 @@ def expect_split(config: OpgraftConfig) -> None:
     Raises:
         ConfigError: it cannot.
     """
-    parallel = config.parallel if config.parallel.expert > 1 else dataclasses.replace(config.parallel, data=1)
+    parallel = (
+        config.parallel
+        if config.parallel.expert > 1
+        else dataclasses.replace(config.parallel, data=1)
+    )
     layout = ParallelLayout(parallel.tensor, parallel.pipeline, parallel.data)
     if layout.world == 1:
         return

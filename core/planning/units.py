@@ -9,7 +9,9 @@ from types import MappingProxyType
 
 from opgraft.errors import InputError
 
-_PREFIXES = {"": 1.0, "n": 1e-9, "u": 1e-6, "m": 1e-3} | {letter: 1e3**n for n, letter in enumerate("KMGTPE", 1)}
+_PREFIXES = {"": 1.0, "n": 1e-9, "u": 1e-6, "m": 1e-3} | {
+    letter: 1e3**n for n, letter in enumerate("KMGTPE", 1)
+}
 _PREFIXES |= {f"{letter}i": 1024.0**n for n, letter in enumerate("KMGTPE", 1)}
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*([a-zA-Z/]*)\s*")
 
@@ -24,7 +26,12 @@ UNITS: Mapping[str, Mapping[str, float]] = MappingProxyType(
 """Kind of quantity → its units, each with what one of it is."""
 
 EXAMPLES: Mapping[str, str] = MappingProxyType(
-    {"bytes": "80GiB", "bytes per second": "3.35TB/s", "operations per second": "989TFLOPS", "seconds": "3us"}
+    {
+        "bytes": "80GiB",
+        "bytes per second": "3.35TB/s",
+        "operations per second": "989TFLOPS",
+        "seconds": "3us",
+    }
 )
 
 

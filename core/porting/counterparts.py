@@ -80,7 +80,9 @@ _OTHERS: Mapping[str, Mapping[str, str]] = {
         _WEIGHT_METHODS: "LinearMethodBase UnquantizedLinearMethod",
         "opgraft.ops.weights": "set_weight_attrs",
     },
-    "vllm.model_executor.layers.quantization": {"opgraft.ops.linear.quantization_config": "QuantizationConfig"},
+    "vllm.model_executor.layers.quantization": {
+        "opgraft.ops.linear.quantization_config": "QuantizationConfig"
+    },
     "vllm.model_executor.layers.quantization.base_config": {
         _WEIGHT_METHODS: "QuantizeMethodBase",
         "opgraft.ops.linear.quantization_config": "QuantizationConfig",
@@ -89,7 +91,9 @@ _OTHERS: Mapping[str, Mapping[str, str]] = {
         _WEIGHT_METHODS: "UnquantizedEmbeddingMethod",
         "opgraft.ops.embedding.ranges": "DEFAULT_VOCAB_PADDING_SIZE pad_vocab_size",
     },
-    "vllm.model_executor.model_loader.weight_utils": {"opgraft.ops.weights": "default_weight_loader"},
+    "vllm.model_executor.model_loader.weight_utils": {
+        "opgraft.ops.weights": "default_weight_loader"
+    },
     "vllm.model_executor.utils": {"opgraft.ops.weights": "set_weight_attrs"},
     "vllm.platforms": {"opgraft": "Platform current_platform"},
     "vllm.platforms.interface": {"opgraft": "Platform"},

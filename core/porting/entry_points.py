@@ -38,10 +38,14 @@ class EntryPoints:
         """
         platforms, general = (dict(groups.get(group, {})) for group in (PLATFORMS, GENERAL))
         if len(platforms) > 1:
-            raise InputError(f"the plugin offers the platforms {', '.join(platforms)}: leave one of them, and port it")
+            raise InputError(
+                f"the plugin offers the platforms {', '.join(platforms)}: leave one of them, and port it"
+            )
         for name in (*platforms, *general):
             if not _NAME.fullmatch(name):
-                raise InputError(f"the entry point {name!r} is no name: use letters, digits, '_', '.' and '-'")
+                raise InputError(
+                    f"the entry point {name!r} is no name: use letters, digits, '_', '.' and '-'"
+                )
         return cls(platforms, general) if platforms or general else None
 
 
@@ -61,12 +65,17 @@ def read_toml(path: str, content: bytes) -> tuple[Any, EntryPoints | None]:
         document = tomlkit.parse(content)
         project = document.unwrap().get("project", {})
         groups = project.get("entry-points", {})
-        texts = {group: {str(name): str(value) for name, value in table.items()} for group, table in groups.items()}
+        texts = {
+            group: {str(name): str(value) for name, value in table.items()}
+            for group, table in groups.items()
+        }
     except (TOMLKitError, UnicodeDecodeError, AttributeError, RecursionError) as error:
         raise InputError(f"{path} cannot be read: {error}; mend it, and port again") from error
     for key in ("dependencies", "dynamic"):
         if not _is_texts(project.get(key, [])):
-            raise InputError(f"{path}: project.{key} is no list of texts: write one, and port again")
+            raise InputError(
+                f"{path}: project.{key} is no list of texts: write one, and port again"
+            )
     return document, EntryPoints.of(texts)
 
 
@@ -85,8 +94,13 @@ def moved_toml(document: Any, groups: Mapping[str, Mapping[str, str]]) -> str:
     elif "dependencies" not in document["project"].get("dynamic", ()):
         document["project"]["dependencies"] = [requirement()]
     text = tomlkit.dumps(document)
-    if tomlkit.parse(text).unwrap()["project"].get("entry-points") != document.unwrap()["project"]["entry-points"]:
-        raise InputError("pyproject.toml: entry points in dotted keys cannot be replaced: write them as tables")
+    if (
+        tomlkit.parse(text).unwrap()["project"].get("entry-points")
+        != document.unwrap()["project"]["entry-points"]
+    ):
+        raise InputError(
+            "pyproject.toml: entry points in dotted keys cannot be replaced: write them as tables"
+        )
     return text
 
 
@@ -99,7 +113,11 @@ def left_in_toml(document: Any, content: bytes, moved: bool) -> Iterator[tuple[i
     project = plain.get("project", {})
     if moved and "dependencies" in project.get("dynamic", ()):
         yield _lines(text, "dependencies")[0], "dynamic dependencies"
-    tables = [project.get("optional-dependencies"), plain.get("dependency-groups"), plain.get("build-system")]
+    tables = [
+        project.get("optional-dependencies"),
+        plain.get("dependency-groups"),
+        plain.get("build-system"),
+    ]
     values = [value for table in tables if isinstance(table, dict) for value in table.values()]
     lists = [each for each in [project.get("dependencies"), *values] if isinstance(each, list)]
     left = [line for lines in lists for line in lines if isinstance(line, str) and needs_vllm(line)]
@@ -146,7 +164,9 @@ def left_in_setup(content: bytes, moved: bool) -> Iterator[tuple[int, str]]:
     """
     tree = ast.parse(content)
     others: set[ast.AST] = set()
-    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_setup(node.func)):
+    for call in (
+        node for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_setup(node.func)
+    ):
         listed = next((each for each in call.keywords if each.arg == "install_requires"), None)
         if listed and isinstance(listed.value, ast.List) and moved:
             others.update(one for one in listed.value.elts if isinstance(one, ast.Constant))
@@ -155,9 +175,15 @@ def left_in_setup(content: bytes, moved: bool) -> Iterator[tuple[int, str]]:
         for each in call.keywords:
             if each.arg and not each.arg.endswith(("_require", "_requires")):
                 others.update(ast.walk(each.value))
-    others.update(key for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys if key)
+    others.update(
+        key for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys if key
+    )
     for node in set(ast.walk(tree)) - others:
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and needs_vllm(node.value):
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and needs_vllm(node.value)
+        ):
             yield node.lineno, node.value
 
 
@@ -184,16 +210,26 @@ class _Setup(cst.CSTTransformer):
         if keyword == "entry_points":
             self._read(argument.value)
             if self._new is not None:
-                return argument.with_changes(value=self._moved(cst.ensure_type(argument.value, cst.Dict)))
-        if keyword == "install_requires" and self._new is not None and isinstance(argument.value, cst.List):
-            kept = [one for one in argument.value.elements if not needs_vllm(_text(one.value) or "")]
+                return argument.with_changes(
+                    value=self._moved(cst.ensure_type(argument.value, cst.Dict))
+                )
+        if (
+            keyword == "install_requires"
+            and self._new is not None
+            and isinstance(argument.value, cst.List)
+        ):
+            kept = [
+                one for one in argument.value.elements if not needs_vllm(_text(one.value) or "")
+            ]
             added = cst.Element(cst.SimpleString(f'"{requirement()}"'))
             return argument.with_changes(value=argument.value.with_changes(elements=[*kept, added]))
         return argument
 
     def _read(self, value: cst.BaseExpression) -> None:
         if not isinstance(value, cst.Dict):
-            raise InputError("setup.py: entry_points is no dictionary that can be read without running it: write one")
+            raise InputError(
+                "setup.py: entry_points is no dictionary that can be read without running it: write one"
+            )
         for element in value.elements:
             group = _text(element.key) if isinstance(element, cst.DictElement) else None
             if group in (PLATFORMS, GENERAL) and isinstance(element, cst.DictElement):
@@ -201,11 +237,20 @@ class _Setup(cst.CSTTransformer):
 
     def _moved(self, value: cst.Dict) -> cst.Dict:
         theirs = (PLATFORMS, GENERAL)
-        kept = [e for e in value.elements if not (isinstance(e, cst.DictElement) and _text(e.key) in theirs)]
+        kept = [
+            e
+            for e in value.elements
+            if not (isinstance(e, cst.DictElement) and _text(e.key) in theirs)
+        ]
         made = [
             cst.DictElement(
                 cst.SimpleString(f'"{group}"'),
-                cst.List([cst.Element(cst.SimpleString(f'"{name} = {target}"')) for name, target in entries.items()]),
+                cst.List(
+                    [
+                        cst.Element(cst.SimpleString(f'"{name} = {target}"'))
+                        for name, target in entries.items()
+                    ]
+                ),
             )
             for group, entries in (self._new or {}).items()
         ]
@@ -213,14 +258,24 @@ class _Setup(cst.CSTTransformer):
 
 
 def _entries(group: str, value: cst.BaseExpression) -> Iterable[tuple[str, str]]:
-    lines = [_text(one.value) for one in value.elements] if isinstance(value, (cst.List, cst.Tuple)) else [_text(value)]
+    lines = (
+        [_text(one.value) for one in value.elements]
+        if isinstance(value, (cst.List, cst.Tuple))
+        else [_text(value)]
+    )
     for line in lines:
         if line is None or "=" not in line:
-            raise InputError(f"setup.py: the entry points of {group} are no texts such as 'name = module:function'")
+            raise InputError(
+                f"setup.py: the entry points of {group} are no texts such as 'name = module:function'"
+            )
         name, _, target = line.partition("=")
         yield name.strip(), target.strip()
 
 
 def _text(node: cst.CSTNode | None) -> str | None:
-    value = node.evaluated_value if isinstance(node, (cst.SimpleString, cst.ConcatenatedString)) else None
+    value = (
+        node.evaluated_value
+        if isinstance(node, (cst.SimpleString, cst.ConcatenatedString))
+        else None
+    )
     return value if isinstance(value, str) else None

@@ -79,7 +79,10 @@ def plugin_module(functions: Sequence[tuple[str, str]], scoped: bool) -> str:
         functions: modules and names.
         scoped: the plugin has a platform of its own, and applies there only.
     """
-    names = [f"{function}_{index}" if index else function for index, (_, function) in enumerate(functions)]
+    names = [
+        f"{function}_{index}" if index else function
+        for index, (_, function) in enumerate(functions)
+    ]
     imports = [
         f"from {module} import {function}" + (f" as {name}" if name != function else "")
         for (module, function), name in zip(functions, names, strict=True)
@@ -91,12 +94,19 @@ def plugin_module(functions: Sequence[tuple[str, str]], scoped: bool) -> str:
     )
 
 
-def guide(name: str, groups: Mapping[str, Mapping[str, str]], uncovered: Iterable[Uncovered]) -> str:
+def guide(
+    name: str, groups: Mapping[str, Mapping[str, str]], uncovered: Iterable[Uncovered]
+) -> str:
     """Return the text of ``PORTING.md``."""
     points = [
-        f"| `{group}` | `{key} = {value}` |" for group, entries in groups.items() for key, value in entries.items()
+        f"| `{group}` | `{key} = {value}` |"
+        for group, entries in groups.items()
+        for key, value in entries.items()
     ]
-    rows = [f"| `{_cell(one.file)}:{one.line}` | `{_cell(one.name)}` | {_cell(one.hint)} |" for one in uncovered]
+    rows = [
+        f"| `{_cell(one.file)}:{one.line}` | `{_cell(one.name)}` | {_cell(one.hint)} |"
+        for one in uncovered
+    ]
     head = [
         "Code stands below a comment `# opgraft: no counterpart`, an import in it; requirements are as they were.",
         "Lines are those of the original.",

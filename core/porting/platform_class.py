@@ -9,7 +9,9 @@ import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
 _BASES = frozenset({"vllm.platforms.Platform", "vllm.platforms.interface.Platform"})
-_READ = frozenset({"get_device_name", "get_device_total_memory", "manual_seed_all", "supported_dtypes"})
+_READ = frozenset(
+    {"get_device_name", "get_device_total_memory", "manual_seed_all", "supported_dtypes"}
+)
 """Methods of vLLM's ``Platform`` that the new members call."""
 _RENAMED = {
     "dist_backend": "distributed_backend",
@@ -53,7 +55,9 @@ class PlatformMembers:
 
     def __init__(self, name: str, cls: cst.ClassDef) -> None:
         self._name = name
-        self._methods = {one.name.value: one for one in _statements(cls) if isinstance(one, cst.FunctionDef)}
+        self._methods = {
+            one.name.value: one for one in _statements(cls) if isinstance(one, cst.FunctionDef)
+        }
         self._attributes = set(_attributes(cls))
 
     def uncalled(self) -> list[cst.FunctionDef]:
@@ -72,12 +76,20 @@ class PlatformMembers:
 
     def _made(self) -> Iterator[cst.BaseStatement]:
         lines = [f"name = {self._name!r}"]
-        lines += [f"{ours} = {theirs}" for theirs, ours in _RENAMED.items() if theirs in self._attributes]
+        lines += [
+            f"{ours} = {theirs}" for theirs, ours in _RENAMED.items() if theirs in self._attributes
+        ]
         dtypes = "(torch.float32, torch.bfloat16, torch.float16)"
         values = {
-            "name": "self.get_device_name(index)" if "get_device_name" in self._methods else "self.name",
-            "dtypes": "tuple(self.supported_dtypes)" if "supported_dtypes" in self._methods else dtypes,
-            "seed": "self.manual_seed_all(seed)" if "manual_seed_all" in self._methods else "torch.manual_seed(seed)",
+            "name": "self.get_device_name(index)"
+            if "get_device_name" in self._methods
+            else "self.name",
+            "dtypes": "tuple(self.supported_dtypes)"
+            if "supported_dtypes" in self._methods
+            else dtypes,
+            "seed": "self.manual_seed_all(seed)"
+            if "manual_seed_all" in self._methods
+            else "torch.manual_seed(seed)",
         }
         own = {*self._methods, *self._attributes}
         wanted = {name: text for name, text in _MEMBERS.items() if name not in own}
@@ -85,7 +97,10 @@ class PlatformMembers:
             wanted.pop("memory", None)  # abstract: making the platform says what is missing
         lines += [textwrap.dedent(text).strip("\n").format(**values) for text in wanted.values()]
         first, *rest = cst.parse_module("\n".join(lines)).body
-        above = [cst.EmptyLine(indent=False), cst.EmptyLine(comment=cst.Comment("# opgraft: what it asks for"))]
+        above = [
+            cst.EmptyLine(indent=False),
+            cst.EmptyLine(comment=cst.Comment("# opgraft: what it asks for")),
+        ]
         yield first.with_changes(leading_lines=above)
         for each in rest:
             spaced = isinstance(each, cst.FunctionDef)
@@ -103,7 +118,9 @@ def _statements(cls: cst.ClassDef) -> Iterator[cst.BaseStatement | cst.BaseSmall
 def _attributes(cls: cst.ClassDef) -> Iterator[str]:
     for statement in _statements(cls):
         if isinstance(statement, cst.Assign):
-            yield from filter(None, (get_full_name_for_node(each.target) for each in statement.targets))
+            yield from filter(
+                None, (get_full_name_for_node(each.target) for each in statement.targets)
+            )
         elif isinstance(statement, cst.AnnAssign):
             yield from filter(None, [get_full_name_for_node(statement.target)])
 
@@ -111,4 +128,6 @@ def _attributes(cls: cst.ClassDef) -> Iterator[str]:
 def _is_enum(statement: cst.CSTNode) -> bool:
     """Tell whether a line sets the kind of vLLM's platforms, which opgraft's have not."""
     first = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
-    return isinstance(first, cst.Assign) and get_full_name_for_node(first.targets[0].target) == "_enum"
+    return (
+        isinstance(first, cst.Assign) and get_full_name_for_node(first.targets[0].target) == "_enum"
+    )

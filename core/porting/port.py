@@ -49,17 +49,25 @@ def port(source: Source) -> Port:
     Raises:
         InputError: a file cannot be parsed, there are no entry points of vLLM, or they lead to no file of the plugin.
     """
-    trees = {path: _parsed(path, content) for path, content in source.files.items() if path.endswith(".py")}
+    trees = {
+        path: _parsed(path, content)
+        for path, content in source.files.items()
+        if path.endswith(".py")
+    }
     where, document, points = _entry_points(source, trees)
     name = next(iter({**points.platforms, **points.general}))
     made = Port(name, dict(source.files))
     groups = _groups(source, trees, points, made)
     for path, tree in trees.items():
         moved = path == where
-        rewritten = _rewritten(tree, path, next(iter(points.platforms), name), (PLATFORMS, GENERAL) if moved else ())
+        rewritten = _rewritten(
+            tree, path, next(iter(points.platforms), name), (PLATFORMS, GENERAL) if moved else ()
+        )
         made.uncovered += rewritten.uncovered
         code = moved_setup(rewritten.code, groups) if moved else rewritten.code
-        made.files[path] = code.encode(tree.encoding, errors="backslashreplace")  # comments that tell of escapes
+        made.files[path] = code.encode(
+            tree.encoding, errors="backslashreplace"
+        )  # comments that tell of escapes
     if where == "pyproject.toml":
         made.files[where] = moved_toml(document, groups).encode()
     made.uncovered += _requirements(source, document, where)
@@ -71,19 +79,27 @@ def port(source: Source) -> Port:
 
 def _parsed(path: str, content: bytes) -> cst.Module:
     try:
-        ast.parse(content, path)  # tells the line, and ends where nesting is deeper than anybody writes
+        ast.parse(
+            content, path
+        )  # tells the line, and ends where nesting is deeper than anybody writes
         return cst.parse_module(content)
     except SyntaxError as error:
-        raise InputError(f"{path}:{error.lineno}: cannot be parsed ({error.msg}): mend it, or remove it") from error
+        raise InputError(
+            f"{path}:{error.lineno}: cannot be parsed ({error.msg}): mend it, or remove it"
+        ) from error
     except (ValueError, RecursionError, MemoryError, cst.ParserSyntaxError) as error:
-        raise InputError(f"{path}: cannot be parsed ({type(error).__name__}): mend it, or remove it") from error
+        raise InputError(
+            f"{path}: cannot be parsed ({type(error).__name__}): mend it, or remove it"
+        ) from error
 
 
 def _rewritten(tree: cst.Module, path: str, platform: str, moved: Collection[str]) -> Rewritten:
     try:
         return rewrite(tree, path, platform, moved)
     except RecursionError as error:
-        raise InputError(f"{path}: an expression is nested too deeply to be ported: divide it") from error
+        raise InputError(
+            f"{path}: an expression is nested too deeply to be ported: divide it"
+        ) from error
 
 
 def _entry_points(source: Source, trees: Mapping[str, cst.Module]) -> tuple[str, Any, EntryPoints]:
@@ -112,7 +128,9 @@ def _groups(
         classes = sorted(set(_returned(trees[source.module(module) or ""], function)))
         if len(classes) != 1:
             told = "its function returns no path, or several, that can be read: write a PlatformSpec by hand"
-            made.uncovered.append(Uncovered(source.module(module) or "", 1, f"vllm.platform_plugins {name}", told))
+            made.uncovered.append(
+                Uncovered(source.module(module) or "", 1, f"vllm.platform_plugins {name}", told)
+            )
             continue
         _add(made, f"{package[1]}opgraft_device.py", device_module(module, function, classes[0]))
         groups["opgraft.platforms"] = {name: f"{package[0]}.opgraft_device:SPEC"}
@@ -121,7 +139,9 @@ def _groups(
         _package(source, module)
     if functions:
         package = _package(source, functions[0][0])
-        _add(made, f"{package[1]}opgraft_plugin.py", plugin_module(functions, bool(points.platforms)))
+        _add(
+            made, f"{package[1]}opgraft_plugin.py", plugin_module(functions, bool(points.platforms))
+        )
         groups["opgraft.plugins"] = {next(iter(points.general)): f"{package[0]}.opgraft_plugin"}
     return groups
 
@@ -138,9 +158,13 @@ def _package(source: Source, module: str) -> tuple[str, str]:
     top = module.partition(".")[0]
     path, own = source.module(top), source.module(module)
     if own is None:
-        raise InputError(f"an entry point names the module {module!r}, of which {source.root} has no file")
+        raise InputError(
+            f"an entry point names the module {module!r}, of which {source.root} has no file"
+        )
     if path is None or not path.endswith("/__init__.py"):
-        raise InputError(f"an entry point names {module!r}, whose top is no package: make it a folder with __init__.py")
+        raise InputError(
+            f"an entry point names {module!r}, whose top is no package: make it a folder with __init__.py"
+        )
     return top, path.removesuffix("__init__.py")
 
 
@@ -165,12 +189,21 @@ def _requirements(source: Source, document: Any, where: str) -> Iterator[Uncover
         elif path == "setup.py":
             left[path] = left_in_setup(content, where == path)
         elif path == "setup.cfg" or re.fullmatch(r"(.*/)?[\w-]*requirements[\w-]*\.txt", path):
-            lines = [_OPTION.sub("", line) for line in content.decode(errors="replace").splitlines()]
-            left[path] = [(number, line) for number, line in enumerate(lines, 1) if needs_vllm(line)]
+            lines = [
+                _OPTION.sub("", line) for line in content.decode(errors="replace").splitlines()
+            ]
+            left[path] = [
+                (number, line) for number, line in enumerate(lines, 1) if needs_vllm(line)
+            ]
     for path, found in left.items():
         for number, text in sorted(found):
             if needs_vllm(text):
-                yield Uncovered(path, number, "the requirement of vllm", "remove it; opgraft is what the port needs")
+                yield Uncovered(
+                    path,
+                    number,
+                    "the requirement of vllm",
+                    "remove it; opgraft is what the port needs",
+                )
             else:
                 told = f"no list that is written out: add {requirement()} where it is made, and leave vllm out"
                 yield Uncovered(path, number, text, told)

@@ -15,7 +15,12 @@ import libcst as cst
 from libcst.codemod import CodemodContext
 from libcst.codemod.visitors import AddImportsVisitor
 from libcst.helpers import get_full_name_for_node
-from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider, QualifiedNameSource
+from libcst.metadata import (
+    MetadataWrapper,
+    PositionProvider,
+    QualifiedNameProvider,
+    QualifiedNameSource,
+)
 from opgraft.porting.counterparts import PLATFORM, hint, home_of
 from opgraft.porting.platform_class import PlatformMembers, is_platform
 
@@ -49,7 +54,9 @@ def rewrite(tree: cst.Module, file: str, platform: str, moved: Collection[str] =
     wrapper = MetadataWrapper(tree)
     rewriter = _Rewriter(file, platform, moved)
     module = wrapper.visit(rewriter)
-    needed: list[tuple[str, str | None]] = [("__future__", "annotations")] if rewriter.postponed else []
+    needed: list[tuple[str, str | None]] = (
+        [("__future__", "annotations")] if rewriter.postponed else []
+    )
     if rewriter.members:
         needed += [("torch", None), ("opgraft", "DeviceCapability"), ("opgraft", "DeviceMemory")]
     context = CodemodContext()
@@ -121,7 +128,9 @@ class _Rewriter(cst.CSTTransformer):
     def visit_Import(self, node: cst.Import) -> bool:
         return False
 
-    def leave_SimpleStatementLine(self, original_node: cst.SimpleStatementLine, updated_node: Any) -> Any:
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: Any
+    ) -> Any:
         kept = self._kept(original_node, updated_node)
         if not kept:
             self._pending[-1] += updated_node.leading_lines
@@ -131,23 +140,43 @@ class _Rewriter(cst.CSTTransformer):
         others = [cst.SimpleStatementLine([small]) for small in kept[1:]]
         return cst.FlattenSentinel([updated_node.with_changes(body=kept[:1]), *others])
 
-    def leave_SimpleStatementSuite(self, original_node: cst.SimpleStatementSuite, updated_node: Any) -> Any:
-        return updated_node.with_changes(body=self._kept(original_node, updated_node) or [cst.Pass()])
+    def leave_SimpleStatementSuite(
+        self, original_node: cst.SimpleStatementSuite, updated_node: Any
+    ) -> Any:
+        return updated_node.with_changes(
+            body=self._kept(original_node, updated_node) or [cst.Pass()]
+        )
 
     def _kept(self, original: Any, updated: Any) -> list[cst.BaseSmallStatement]:
         """Return the statements that a line becomes."""
-        pairs = [(small, self._imported(before)) for before, small in zip(original.body, updated.body, strict=True)]
+        pairs = [
+            (small, self._imported(before))
+            for before, small in zip(original.body, updated.body, strict=True)
+        ]
         if all(imported is None for _, imported in pairs):
             return list(updated.body)
-        kept = [each for small, imported in pairs for each in ([small] if imported is None else imported)]
+        kept = [
+            each
+            for small, imported in pairs
+            for each in ([small] if imported is None else imported)
+        ]
         return [small.with_changes(semicolon=cst.MaybeSentinel.DEFAULT) for small in kept]
 
     def _imported(self, small: cst.BaseSmallStatement) -> list[cst.BaseSmallStatement] | None:
         """Return what an import of vLLM becomes, ``None`` for any other statement."""
         if isinstance(small, cst.Import):
             return self._import(small)
-        module = get_full_name_for_node(small.module) if isinstance(small, cst.ImportFrom) and small.module else None
-        if not isinstance(small, cst.ImportFrom) or small.relative or not module or not _of_vllm(module):
+        module = (
+            get_full_name_for_node(small.module)
+            if isinstance(small, cst.ImportFrom) and small.module
+            else None
+        )
+        if (
+            not isinstance(small, cst.ImportFrom)
+            or small.relative
+            or not module
+            or not _of_vllm(module)
+        ):
             return None
         if isinstance(small.names, cst.ImportStar):
             self._mark(small, f"{module}.*", f"from {module} import *")
@@ -159,7 +188,9 @@ class _Rewriter(cst.CSTTransformer):
             if home is None:
                 self._mark(alias, f"{module}.{name}", f"from {module} import {_spelled(alias)}")
             else:
-                homes.setdefault(home, []).append(alias.with_changes(comma=cst.MaybeSentinel.DEFAULT))
+                homes.setdefault(home, []).append(
+                    alias.with_changes(comma=cst.MaybeSentinel.DEFAULT)
+                )
         return [
             cst.ImportFrom(module=cst.parse_expression(home), names=names)  # type: ignore[arg-type]  # a dotted name
             for home, names in homes.items()
@@ -171,7 +202,9 @@ class _Rewriter(cst.CSTTransformer):
             return None
         for alias in of_vllm:
             self._mark(alias, str(alias.evaluated_name), f"import {_spelled(alias)}")
-        others = [a.with_changes(comma=cst.MaybeSentinel.DEFAULT) for a in small.names if a not in of_vllm]
+        others = [
+            a.with_changes(comma=cst.MaybeSentinel.DEFAULT) for a in small.names if a not in of_vllm
+        ]
         return [small.with_changes(names=others)] if others else []
 
     # Uses.
@@ -200,28 +233,44 @@ class _Rewriter(cst.CSTTransformer):
 
     def _qualified(self, node: cst.CSTNode) -> str | None:
         found = self.get_metadata(QualifiedNameProvider, node, frozenset()) or frozenset()
-        names = [one.name for one in found if one.source is QualifiedNameSource.IMPORT and _of_vllm(one.name)]
+        names = [
+            one.name
+            for one in found
+            if one.source is QualifiedNameSource.IMPORT and _of_vllm(one.name)
+        ]
         return min(names, default=None)
 
-    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
+    def leave_Attribute(
+        self, original_node: cst.Attribute, updated_node: cst.Attribute
+    ) -> cst.BaseExpression:
         if get_full_name_for_node(original_node) == "torch.ops.vllm":
             return updated_node.with_changes(attr=cst.Name("opgraft"))
-        if self._qualified(original_node.value) == _CURRENT and original_node.attr.value in PLATFORM:
+        if (
+            self._qualified(original_node.value) == _CURRENT
+            and original_node.attr.value in PLATFORM
+        ):
             return updated_node.with_changes(attr=cst.Name(PLATFORM[original_node.attr.value]))
         return updated_node
 
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
-        return cst.Call(updated_node) if self._qualified(original_node) == _CURRENT else updated_node
+        return (
+            cst.Call(updated_node) if self._qualified(original_node) == _CURRENT else updated_node
+        )
 
     def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
-        if original_node.keyword is not None and original_node.keyword.value == "_decorated_layer_cls":
+        if (
+            original_node.keyword is not None
+            and original_node.keyword.value == "_decorated_layer_cls"
+        ):
             return updated_node.with_changes(keyword=cst.Name("_decorated_op_cls"))
         return updated_node
 
     def visit_Annotation(self, node: cst.Annotation) -> None:
         self._marked_before.append(len(self.uncovered))
 
-    def leave_Annotation(self, original_node: cst.Annotation, updated_node: cst.Annotation) -> cst.Annotation:
+    def leave_Annotation(
+        self, original_node: cst.Annotation, updated_node: cst.Annotation
+    ) -> cst.Annotation:
         if len(self.uncovered) > self._marked_before.pop():
             self.postponed = True
         return updated_node
@@ -246,7 +295,9 @@ class _Rewriter(cst.CSTTransformer):
             self._mark(method.name, name, told="opgraft does not call it")
             self._statements.pop()
 
-    def leave_ClassDef(self, original_node: cst.ClassDef, updated_node: cst.ClassDef) -> cst.ClassDef:
+    def leave_ClassDef(
+        self, original_node: cst.ClassDef, updated_node: cst.ClassDef
+    ) -> cst.ClassDef:
         members = self.members.get(original_node)
         return members.added_to(updated_node) if members else updated_node
 

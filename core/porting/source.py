@@ -16,7 +16,18 @@ LARGEST_TREE = 64 << 20
 MOST_FILES = 5_000
 
 _MADE = frozenset(
-    {".git", ".hg", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".tox", ".venv", "__pycache__", "build", "dist"}
+    {
+        ".git",
+        ".hg",
+        ".mypy_cache",
+        ".pytest_cache",
+        ".ruff_cache",
+        ".tox",
+        ".venv",
+        "__pycache__",
+        "build",
+        "dist",
+    }
 )
 """Folders that tools make, which no copy needs."""
 
@@ -31,7 +42,9 @@ class Source:
     def module(self, dotted: str) -> str | None:
         """Return the file of a module, of a package its ``__init__.py``; ``None`` where it is not here."""
         path = dotted.replace(".", "/")
-        places = (f"{folder}{path}{end}" for folder in ("", "src/") for end in ("/__init__.py", ".py"))
+        places = (
+            f"{folder}{path}{end}" for folder in ("", "src/") for end in ("/__init__.py", ".py")
+        )
         return next((place for place in places if place in self.files), None)
 
 
@@ -43,7 +56,9 @@ def read_source(root: Path) -> Source:
             than the limits allow, or something in it cannot be read.
     """
     if not root.is_dir():
-        raise InputError(f"{root} is no folder: give that of a plugin's source, with its pyproject.toml or setup.py")
+        raise InputError(
+            f"{root} is no folder: give that of a plugin's source, with its pyproject.toml or setup.py"
+        )
     files: dict[str, bytes] = {}
     size = 0
     for path in _paths(root):
@@ -58,22 +73,30 @@ def read_source(root: Path) -> Source:
                 "alone, without what was built or downloaded"
             )
     if not {"pyproject.toml", "setup.py"} & files.keys():
-        raise InputError(f"{root} has no pyproject.toml and no setup.py: give the folder that holds one of them")
+        raise InputError(
+            f"{root} has no pyproject.toml and no setup.py: give the folder that holds one of them"
+        )
     return Source(root, dict(sorted(files.items())))
 
 
 def _paths(root: Path) -> Iterator[Path]:
     for folder, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if name not in _MADE and not name.endswith(".egg-info"))
+        folders[:] = sorted(
+            name for name in folders if name not in _MADE and not name.endswith(".egg-info")
+        )
         linked = next((name for name in folders if Path(folder, name).is_symlink()), None)
         if linked:
-            raise InputError(f"{Path(folder, linked)} is a link to a folder, which is not followed: remove it")
+            raise InputError(
+                f"{Path(folder, linked)} is a link to a folder, which is not followed: remove it"
+            )
         yield from (Path(folder, name) for name in sorted(names) if not name.endswith(".pyc"))
 
 
 def _expect_inside(root: Path, path: Path) -> None:
     if path.is_symlink() and not path.resolve().is_relative_to(root.resolve()):
-        raise InputError(f"{path} is a link that leads out of {root}: remove it, or put a copy in its place")
+        raise InputError(
+            f"{path} is a link that leads out of {root}: remove it, or put a copy in its place"
+        )
     if not path.is_file():
         raise InputError(f"{path} is no file that can be copied: remove it")
 
@@ -85,5 +108,7 @@ def _read(path: Path, most: int) -> bytes:
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
     if len(content) > most:
-        raise InputError(f"{path} has more than {most >> 20} MiB: remove it, or move it elsewhere, and port without it")
+        raise InputError(
+            f"{path} has more than {most >> 20} MiB: remove it, or move it elsewhere, and port without it"
+        )
     return content

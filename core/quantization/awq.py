@@ -60,7 +60,10 @@ class AWQConfig(CheckpointConfig):
             QuantizationError: a setting cannot be read.
         """
         expect_settings("awq", config)
-        older = {"bits": config.get("w_bit"), "group_size": config.get("q_group_size")}  # as in quant_config.json
+        older = {
+            "bits": config.get("w_bit"),
+            "group_size": config.get("q_group_size"),
+        }  # as in quant_config.json
         config = {**older, **config}
         setting("awq", config, "bits", (BITS,))
         setting("awq", config, "zero_point", (True,), True)
@@ -101,7 +104,15 @@ class AWQLinearMethod(GroupLinearMethod):
         shape = (input_size_per_partition, rows // IN_WORD)
         create_parameter(layer, "qweight", shape, torch.int32, input_dim=0, **words)
         create_parameter(layer, "qzeros", (groups, rows // IN_WORD), torch.int32, **cut, **words)
-        create_parameter(layer, "scales", (groups, rows), torch.float32, output_dim=1, **cut, **extra_weight_attrs)
+        create_parameter(
+            layer,
+            "scales",
+            (groups, rows),
+            torch.float32,
+            output_dim=1,
+            **cut,
+            **extra_weight_attrs,
+        )
 
     def process_weights_after_loading(self, layer: Any) -> None:
         numbers, zeros = _in_order(layer.qweight.data), _in_order(layer.qzeros.data)

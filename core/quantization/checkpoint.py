@@ -59,7 +59,9 @@ class CheckpointConfig(QuantizationConfig):
             )
         return CheckpointExperts(self) if all(quantized) else None
 
-    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | FusedMoEMethodBase | None:
+    def get_quant_method(
+        self, layer: nn.Module, prefix: str
+    ) -> QuantizeMethodBase | FusedMoEMethodBase | None:
         if isinstance(layer, FusedMoE):
             weights = self.expert_weights(layer)
             return None if weights is None else QuantizedFusedMoEMethod(layer.moe_config, weights)
@@ -87,7 +89,9 @@ def expect_settings(name: str, config: Mapping[str, Any]) -> None:
         )
 
 
-def setting(name: str, config: Mapping[str, Any], key: str, choices: Sequence[Any], default: Any = None) -> Any:
+def setting(
+    name: str, config: Mapping[str, Any], key: str, choices: Sequence[Any], default: Any = None
+) -> Any:
     """Return a setting of a checkpoint.
 
     Raises:
@@ -102,7 +106,9 @@ def setting(name: str, config: Mapping[str, Any], key: str, choices: Sequence[An
     return value
 
 
-def group_size(name: str, config: Mapping[str, Any], key: str = "group_size", default: int | None = None) -> int:
+def group_size(
+    name: str, config: Mapping[str, Any], key: str = "group_size", default: int | None = None
+) -> int:
     """Return the number of inputs that share a scale, -1 for all.
 
     Raises:
@@ -131,7 +137,9 @@ def name_list(name: str, config: Mapping[str, Any], key: str) -> list[str]:
     return list(value)
 
 
-def not_converted(name: str, config: Mapping[str, Any], key: str = "modules_to_not_convert") -> list[str]:
+def not_converted(
+    name: str, config: Mapping[str, Any], key: str = "modules_to_not_convert"
+) -> list[str]:
     """Return patterns for names, or parts of names, of modules that were left plain, as transformers takes them.
 
     Raises:
@@ -140,7 +148,9 @@ def not_converted(name: str, config: Mapping[str, Any], key: str = "modules_to_n
     return [pattern for one in name_list(name, config, key) for pattern in (one, f"*.{one}")]
 
 
-def create_parameter(layer: nn.Module, name: str, shape: Sequence[int], dtype: torch.dtype, **attributes: Any) -> None:
+def create_parameter(
+    layer: nn.Module, name: str, shape: Sequence[int], dtype: torch.dtype, **attributes: Any
+) -> None:
     """Give ``layer`` an empty parameter, in the form in which a checkpoint has it."""
     parameter = nn.Parameter(torch.empty(tuple(shape), dtype=dtype), requires_grad=False)
     set_weight_attrs(parameter, attributes)
@@ -218,7 +228,9 @@ class Scales:
 
     block: tuple[int, int] | None
 
-    def create(self, layer: Any, name: str, inputs: int, outputs: Sequence[int], **attributes: Any) -> None:
+    def create(
+        self, layer: Any, name: str, inputs: int, outputs: Sequence[int], **attributes: Any
+    ) -> None:
         """Give ``layer`` the parameter.
 
         Raises:
@@ -226,11 +238,15 @@ class Scales:
         """
         if self.block is None:
             shape: tuple[int, ...] = (len(outputs),)
-            create_parameter(layer, name, shape, torch.float32, needs_scalar_to_array=True, **attributes)
+            create_parameter(
+                layer, name, shape, torch.float32, needs_scalar_to_array=True, **attributes
+            )
             return
         height, width = self.block
         whole, cut_outputs = inputs == layer.input_size, sum(outputs) != layer.output_size
-        groups = -(-inputs // width) if whole and width != -1 else expect_groups(layer, inputs, width)
+        groups = (
+            -(-inputs // width) if whole and width != -1 else expect_groups(layer, inputs, width)
+        )
         if any(size % height for size in outputs[:-1]) or (cut_outputs and outputs[-1] % height):
             raise QuantizationError(
                 f"{layer.prefix or type(layer).__name__} has {' + '.join(map(str, outputs))} outputs on this rank, "
@@ -238,7 +254,9 @@ class Scales:
             )
         cut = {} if width == -1 else {"input_dim": 1, "input_unit": width}
         shape = (-(-sum(outputs) // height), groups)
-        create_parameter(layer, name, shape, torch.float32, output_dim=0, output_unit=height, **cut, **attributes)
+        create_parameter(
+            layer, name, shape, torch.float32, output_dim=0, output_unit=height, **cut, **attributes
+        )
 
     def by_output(self, scales: Tensor, outputs: Sequence[int]) -> Tensor:
         """Return ``[outputs, groups]`` where no block has several outputs, else the scales as they are."""

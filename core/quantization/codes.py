@@ -65,4 +65,8 @@ def stored(parts: Sequence[Codes]) -> Mapping[str, Tensor | None]:
     rows = [pack_int4(part.codes) if part.is_packed else part.codes for part in parts]
     offsets = [part.offsets for part in parts if part.offsets is not None]
     scales = torch.cat([part.scales for part in parts])
-    return {"weight": torch.cat(rows), "scales": scales, "offsets": torch.cat(offsets) if offsets else None}
+    return {
+        "weight": torch.cat(rows),
+        "scales": scales,
+        "offsets": torch.cat(offsets) if offsets else None,
+    }

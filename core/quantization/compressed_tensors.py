@@ -39,7 +39,13 @@ LINEAR = "Linear"
 """The target that means every linear layer."""
 READ = {"quant_method", "format", "config_groups", "ignore", "sparsity_config"}
 """Settings that are read."""
-WITHOUT_EFFECT = {"quantization_status", "global_compression_ratio", "version", "run_compressed", "kv_cache_scheme"}
+WITHOUT_EFFECT = {
+    "quantization_status",
+    "global_compression_ratio",
+    "version",
+    "run_compressed",
+    "kv_cache_scheme",
+}
 """Settings that change no number: what stands in the cache is for ``cache.dtype`` to say."""
 
 
@@ -55,7 +61,9 @@ class Group:
         QuantizationError: the settings cannot be read.
     """
 
-    def __init__(self, targets: Sequence[str], scheme: Mapping[str, Any], layout: str | None) -> None:
+    def __init__(
+        self, targets: Sequence[str], scheme: Mapping[str, Any], layout: str | None
+    ) -> None:
         self.all = LINEAR in targets
         self.patterns = Patterns([target for target in targets if target != LINEAR])
         self.make = _method_of(scheme, scheme.get("format") or layout)
@@ -88,13 +96,24 @@ class CompressedTensorsConfig(CheckpointConfig):
         setting(NAME, config.get("sparsity_config") or {}, "format", (None, "dense"))
         _expect_known(config, READ | WITHOUT_EFFECT)
         given = config.get("config_groups")
-        if not isinstance(given, Mapping) or not all(isinstance(one, Mapping) for one in given.values()):
-            raise QuantizationError(f"the checkpoint's quantization {NAME} has config_groups {given!r:.200}")
-        groups = [Group(name_list(NAME, one, "targets"), one, config.get("format")) for one in given.values()]
+        if not isinstance(given, Mapping) or not all(
+            isinstance(one, Mapping) for one in given.values()
+        ):
+            raise QuantizationError(
+                f"the checkpoint's quantization {NAME} has config_groups {given!r:.200}"
+            )
+        groups = [
+            Group(name_list(NAME, one, "targets"), one, config.get("format"))
+            for one in given.values()
+        ]
         return cls(groups, name_list(NAME, config, "ignore"))
 
     def linear_method(self, prefix: str) -> QuantizeMethodBase | None:
-        named = [group for group in self.groups if group.patterns.match(prefix, self.packed_modules_mapping)]
+        named = [
+            group
+            for group in self.groups
+            if group.patterns.match(prefix, self.packed_modules_mapping)
+        ]
         found = [*named, *(group for group in self.groups if group.all)]
         return found[0].make() if found else None
 
@@ -133,7 +152,9 @@ def _method_of(scheme: Mapping[str, Any], layout: object) -> Callable[[], Any]:
 
 def _packed(weights: Mapping[str, Any], inputs: object) -> Callable[[], Any]:
     setting(NAME, {"input_activations": inputs}, "input_activations", (None,))
-    setting(NAME, weights, "actorder", (None, "weight", "static", False))  # those that leave inputs in their order
+    setting(
+        NAME, weights, "actorder", (None, "weight", "static", False)
+    )  # those that leave inputs in their order
     bits = setting(NAME, weights, "num_bits", (4, 8))
     symmetric = setting(NAME, weights, "symmetric", (True, False), True)
     strategy = setting(NAME, weights, "strategy", ("group", "channel"))
@@ -144,7 +165,9 @@ def _packed(weights: Mapping[str, Any], inputs: object) -> Callable[[], Any]:
 def _integers(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Callable[[], Any]:
     setting(NAME, weights, "num_bits", (8,))
     setting(NAME, weights, "symmetric", (True,), True)
-    scales = _scales_of(weights, ("channel", "tensor") if inputs else ("channel", "tensor", "group"))
+    scales = _scales_of(
+        weights, ("channel", "tensor") if inputs else ("channel", "tensor", "group")
+    )
     if inputs is not None:
         for key, value in {
             "type": "int",
@@ -210,21 +233,36 @@ class PackedLinearMethod(GroupLinearMethod):
         shape = (rows, input_size_per_partition // in_word)
         words = {"packed_factor": in_word, "output_dim": 0, **extra_weight_attrs}
         cut = {} if self.group_size == -1 else {"input_dim": 1, "input_unit": self.group_size}
-        create_parameter(layer, "weight_packed", shape, torch.int32, input_dim=1, packed_dim=1, **words)
         create_parameter(
-            layer, "weight_scale", (rows, groups), torch.float32, output_dim=0, **cut, **extra_weight_attrs
+            layer, "weight_packed", shape, torch.int32, input_dim=1, packed_dim=1, **words
+        )
+        create_parameter(
+            layer,
+            "weight_scale",
+            (rows, groups),
+            torch.float32,
+            output_dim=0,
+            **cut,
+            **extra_weight_attrs,
         )
         create_parameter(layer, "weight_shape", (2,), torch.int64, **extra_weight_attrs)
         if not self.symmetric:
             expect_words(layer, output_partition_sizes, in_word, "outputs")
             shape = (rows // in_word, groups)
-            create_parameter(layer, "weight_zero_point", shape, torch.int32, packed_dim=0, **cut, **words)
+            create_parameter(
+                layer, "weight_zero_point", shape, torch.int32, packed_dim=0, **cut, **words
+            )
 
     def process_weights_after_loading(self, layer: Any) -> None:
         numbers = unpack_words(layer.weight_packed.data, 1, self.bits)
         zeros = None if self.symmetric else unpack_words(layer.weight_zero_point.data, 0, self.bits)
         codes = codes_of(numbers, zeros, layer.weight_scale.data, self.bits)
-        gone = ["weight_packed", "weight_scale", "weight_shape", *([] if self.symmetric else ["weight_zero_point"])]
+        gone = [
+            "weight_packed",
+            "weight_scale",
+            "weight_shape",
+            *([] if self.symmetric else ["weight_zero_point"]),
+        ]
         replace(layer, gone, stored([codes]))
 
 
@@ -251,9 +289,15 @@ class IntegerLinearMethod(GroupLinearMethod):
         **extra_weight_attrs: Any,
     ) -> None:
         shape = (sum(output_partition_sizes), input_size_per_partition)
-        create_parameter(layer, "weight", shape, torch.int8, input_dim=1, output_dim=0, **extra_weight_attrs)
+        create_parameter(
+            layer, "weight", shape, torch.int8, input_dim=1, output_dim=0, **extra_weight_attrs
+        )
         self.scales.create(
-            layer, "weight_scale", input_size_per_partition, output_partition_sizes, **extra_weight_attrs
+            layer,
+            "weight_scale",
+            input_size_per_partition,
+            output_partition_sizes,
+            **extra_weight_attrs,
         )
 
     def process_weights_after_loading(self, layer: Any) -> None:

@@ -38,8 +38,12 @@ class OnlineExperts(ExpertWeights):
         shapes = {"w13": (experts, 2 * intermediate, hidden), "w2": (experts, hidden, intermediate)}
         for name, shape in shapes.items():
             self.method.expect_fits(f"{layer.prefix} ({name})", shape[2])
-            weight = nn.Parameter(torch.empty(shape, dtype=params_dtype, device="meta"), requires_grad=False)
-            loading = _Loading(self.method, layer.loader, f"{name}_weight", torch.get_default_device())
+            weight = nn.Parameter(
+                torch.empty(shape, dtype=params_dtype, device="meta"), requires_grad=False
+            )
+            loading = _Loading(
+                self.method, layer.loader, f"{name}_weight", torch.get_default_device()
+            )
             set_weight_attrs(weight, {"weight_loader": loading})
             layer.register_parameter(f"{name}_weight", weight)
 
@@ -51,7 +55,9 @@ class OnlineExperts(ExpertWeights):
 class _Loading:
     """Loads a plain parameter of all experts, and quantizes the matrix of each when all parts of it are there."""
 
-    def __init__(self, method: OnlineLinearMethod, loader: ExpertLoader, name: str, device: torch.device) -> None:
+    def __init__(
+        self, method: OnlineLinearMethod, loader: ExpertLoader, name: str, device: torch.device
+    ) -> None:
         self.method, self.loader, self.name, self.device = method, loader, name, device
         self.plain: dict[int, tuple[Tensor, set[str]]] = {}
         self.made: dict[int, Codes] = {}
@@ -62,7 +68,10 @@ class _Loading:
                 self._load(place, param, loaded, part)
 
     def _load(self, place: int, param: Tensor, loaded: LoadedTensor, part: Part) -> None:
-        start = torch.empty((1, *param.shape[1:]), dtype=param.dtype, device=self.device), set[str]()
+        start = (
+            torch.empty((1, *param.shape[1:]), dtype=param.dtype, device=self.device),
+            set[str](),
+        )
         plain, seen = self.plain.setdefault(place, start)
         one = dataclasses.replace(self.loader, experts=self.loader.experts[place : place + 1])
         one.load(self.name, plain, loaded, part)
@@ -79,7 +88,9 @@ class _Loading:
         Raises:
             QuantizationError: some were not loaded.
         """
-        lacking = [expert for place, expert in enumerate(self.loader.experts) if place not in self.made]
+        lacking = [
+            expert for place, expert in enumerate(self.loader.experts) if place not in self.made
+        ]
         if lacking:
             raise QuantizationError(
                 f"{self.loader.what}: weights of the experts {', '.join(map(str, lacking[:10]))}, which are quantized "
@@ -133,7 +144,10 @@ class CheckpointExperts(ExpertWeights):
 
     def finish(self, layer: Any) -> None:
         for name, which in (("w13", "gate_up_proj"), ("w2", "down_proj")):
-            codes = {expert: codes_of(getattr(layer._modules[str(expert)], which)) for expert in layer.local_experts}
+            codes = {
+                expert: codes_of(getattr(layer._modules[str(expert)], which))
+                for expert in layer.local_experts
+            }
             put(layer, stacked(name, [codes[expert] for expert in layer.local_experts]))
         for expert in set(layer.local_experts):
             del layer._modules[str(expert)]
@@ -162,7 +176,9 @@ def codes_of(layer: Any) -> Codes:
     block = layer.quant_method.scales.block
     by_row = block is None or block == (1, -1)
     scales = expand_weight_scale("quantized_experts", scale.data, weight, None if by_row else block)
-    width = 1 if by_row else math.gcd(weight.shape[1], weight.shape[1] if block[1] == -1 else block[1])
+    width = (
+        1 if by_row else math.gcd(weight.shape[1], weight.shape[1] if block[1] == -1 else block[1])
+    )
     return weight, scales[:, ::width].contiguous(), None
 
 
@@ -177,7 +193,11 @@ def stacked(name: str, experts: Sequence[Codes]) -> Mapping[str, Tensor | None]:
     both: Tensor | None = None
     if any(each is not None for each in offsets):
         both = torch.stack([_offsets(*expert) for expert in experts])
-    return {f"{name}_weight": torch.stack(codes), f"{name}_scales": torch.stack(scales), f"{name}_offsets": both}
+    return {
+        f"{name}_weight": torch.stack(codes),
+        f"{name}_scales": torch.stack(scales),
+        f"{name}_offsets": both,
+    }
 
 
 def _offsets(codes: Tensor, scales: Tensor, offsets: Tensor | None) -> Tensor:

@@ -72,7 +72,9 @@ class Fp8CheckpointConfig(CheckpointConfig):
         ignore: patterns of layers that are plain in the checkpoint.
     """
 
-    def __init__(self, static: bool, block: tuple[int, int] | None = None, ignore: Sequence[str] = ()) -> None:
+    def __init__(
+        self, static: bool, block: tuple[int, int] | None = None, ignore: Sequence[str] = ()
+    ) -> None:
         super().__init__(ignore)
         self.static, self.block = static, block
 
@@ -86,13 +88,20 @@ class Fp8CheckpointConfig(CheckpointConfig):
         Raises:
             QuantizationError: a setting cannot be read.
         """
-        static = setting("fp8", config, "activation_scheme", ("dynamic", "static"), "dynamic") == "static"
+        static = (
+            setting("fp8", config, "activation_scheme", ("dynamic", "static"), "dynamic")
+            == "static"
+        )
         block = block_shape("fp8", config.get("weight_block_size"))
         if static and block is not None:
             raise QuantizationError(
                 "the checkpoint's quantization fp8 has blocks and static scales of inputs: no op does"
             )
-        return cls(static, block, [*not_converted("fp8", config, "ignored_layers"), *not_converted("fp8", config)])
+        return cls(
+            static,
+            block,
+            [*not_converted("fp8", config, "ignored_layers"), *not_converted("fp8", config)],
+        )
 
     def linear_method(self, prefix: str) -> QuantizeMethodBase:
         name = "weight_scale" if self.block is None else "weight_scale_inv"
@@ -108,7 +117,11 @@ def block_shape(name: str, value: object) -> tuple[int, int] | None:
     """
     if value is None:
         return None
-    if not isinstance(value, list) or len(value) != 2 or not all(type(one) is int and one > 0 for one in value):
+    if (
+        not isinstance(value, list)
+        or len(value) != 2
+        or not all(type(one) is int and one > 0 for one in value)
+    ):
         raise QuantizationError(
             f"the checkpoint's quantization {name} has blocks of {value!r:.80}, expected two numbers"
         )
@@ -141,7 +154,15 @@ class Fp8LinearMethod(LinearMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         shape = (sum(output_partition_sizes), input_size_per_partition)
-        create_parameter(layer, "weight", shape, torch.float8_e4m3fn, input_dim=1, output_dim=0, **extra_weight_attrs)
+        create_parameter(
+            layer,
+            "weight",
+            shape,
+            torch.float8_e4m3fn,
+            input_dim=1,
+            output_dim=0,
+            **extra_weight_attrs,
+        )
         sizes = (input_size_per_partition, output_partition_sizes)
         self.scales.create(layer, self.scale_name, *sizes, **extra_weight_attrs)
         if self.static:
@@ -149,7 +170,9 @@ class Fp8LinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Give each output the scale of its layer, so that a merged layer keeps all of them."""
-        scale = self.scales.by_output(getattr(layer, self.scale_name).data, layer.output_partition_sizes)
+        scale = self.scales.by_output(
+            getattr(layer, self.scale_name).data, layer.output_partition_sizes
+        )
         replace(layer, [self.scale_name], {"weight_scale": scale})
         if self.static:
             replace(layer, ["input_scale"], {"input_scale": layer.input_scale.max().reshape(1)})
@@ -157,4 +180,6 @@ class Fp8LinearMethod(LinearMethodBase):
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         scale, shape = layer.weight_scale, self.scales.block
         blocks = None if shape is None or shape == (1, -1) else shape
-        return functional.fp8_linear(x, layer.weight, scale, layer.input_scale if self.static else None, bias, blocks)
+        return functional.fp8_linear(
+            x, layer.weight, scale, layer.input_scale if self.static else None, bias, blocks
+        )

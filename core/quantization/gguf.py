@@ -68,10 +68,14 @@ class GGUFConfig(QuantizationConfig):
         return cls(config["types"])
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        if not isinstance(layer, LinearBase) and not (isinstance(layer, VocabParallelEmbedding) and layer.is_unpadded):
+        if not isinstance(layer, LinearBase) and not (
+            isinstance(layer, VocabParallelEmbedding) and layer.is_unpadded
+        ):
             return None
         names = [prefix, *names_of(prefix, self.packed_modules_mapping)]
-        kinds = {self.types.get(f"{name}.weight") for name in names if f"{name}.weight" in self.types}
+        kinds = {
+            self.types.get(f"{name}.weight") for name in names if f"{name}.weight" in self.types
+        }
         if not kinds or not kinds <= set(FORMATS):
             return None
         method: QuantizeMethodBase = GGUFLinearMethod(sorted(map(str, kinds)))
@@ -112,9 +116,16 @@ class GGUFLinearMethod(LooksUpCodes, LinearMethodBase):
                     "the layer on the list quantization.skip, which reads its blocks as numbers"
                 )
         shape = (sum(output_partition_sizes), input_size_per_partition)
-        weight = nn.Parameter(torch.empty(shape, dtype=params_dtype, device="meta"), requires_grad=False)
-        loading = _Loading(layer, extra_weight_attrs.pop("weight_loader"), torch.get_default_device())
-        set_weight_attrs(weight, {"input_dim": 1, "output_dim": 0, "weight_loader": loading, **extra_weight_attrs})
+        weight = nn.Parameter(
+            torch.empty(shape, dtype=params_dtype, device="meta"), requires_grad=False
+        )
+        loading = _Loading(
+            layer, extra_weight_attrs.pop("weight_loader"), torch.get_default_device()
+        )
+        set_weight_attrs(
+            weight,
+            {"input_dim": 1, "output_dim": 0, "weight_loader": loading, **extra_weight_attrs},
+        )
         layer.register_parameter("weight", weight)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -143,7 +154,9 @@ class _Loading:
     def __call__(self, param: nn.Parameter, loaded_weight: LoadedTensor, *shard: object) -> None:
         found: list[tuple[Tensor, BlockTensor]] = []
         if not isinstance(loaded_weight, BlockTensor) or loaded_weight.quantization not in FORMATS:
-            raise QuantizationError("this weight has no blocks, and its layer was made for a GGUF file that has them")
+            raise QuantizationError(
+                "this weight has no blocks, and its layer was made for a GGUF file that has them"
+            )
         self.loader(param, _Recorder(loaded_weight, found), *shard)
         for rows, part in found:
             codes = FORMATS[str(part.quantization)].codes(part.blocks()[...])
@@ -151,7 +164,13 @@ class _Loading:
         if sum(part.codes.shape[0] for part in self.parts.values()) == param.shape[0]:
             tensors = stored([part for _, part in sorted(self.parts.items())])
             self.parts = {}
-            put(self.layer, {name: None if each is None else each.to(self.device) for name, each in tensors.items()})
+            put(
+                self.layer,
+                {
+                    name: None if each is None else each.to(self.device)
+                    for name, each in tensors.items()
+                },
+            )
 
 
 class _Recorder:
@@ -169,7 +188,11 @@ class _Recorder:
 
     @classmethod
     def __torch_function__(
-        cls, function: Callable[..., Any], types: Sequence[type], arguments: tuple[Any, ...] = (), options: Any = None
+        cls,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        arguments: tuple[Any, ...] = (),
+        options: Any = None,
     ) -> Any:
         if function is not torch.Tensor.copy_:
             return NotImplemented

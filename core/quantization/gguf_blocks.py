@@ -100,7 +100,10 @@ def _q6_k(blocks: Tensor) -> Codes:
         & 3
     )
     codes = _nibbles(blocks[..., :128], 64) | high.flatten(-3) << 4
-    scales = _half(blocks, 208)[..., None].float() * blocks[..., 192:208].contiguous().view(torch.int8).float()
+    scales = (
+        _half(blocks, 208)[..., None].float()
+        * blocks[..., 192:208].contiguous().view(torch.int8).float()
+    )
     return Codes((codes.to(torch.int8) - 32).flatten(1), scales.flatten(1))
 
 

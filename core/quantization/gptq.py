@@ -41,7 +41,12 @@ class GPTQConfig(CheckpointConfig):
     """
 
     def __init__(
-        self, bits: int, group_size: int, by_activation: bool = False, first_zero: int = 1, ignore: Sequence[str] = ()
+        self,
+        bits: int,
+        group_size: int,
+        by_activation: bool = False,
+        first_zero: int = 1,
+        ignore: Sequence[str] = (),
     ) -> None:
         super().__init__(ignore)
         self.bits, self.group_size = bits, group_size
@@ -70,7 +75,9 @@ class GPTQConfig(CheckpointConfig):
         return cls(bits, group_size("gptq", config), by_activation, int(first), ignore)
 
     def linear_method(self, prefix: str) -> QuantizeMethodBase:
-        method: QuantizeMethodBase = GPTQLinearMethod(self.bits, self.group_size, self.by_activation, self.first_zero)
+        method: QuantizeMethodBase = GPTQLinearMethod(
+            self.bits, self.group_size, self.by_activation, self.first_zero
+        )
         return method
 
 
@@ -100,7 +107,11 @@ class GPTQLinearMethod(GroupLinearMethod):
         if self.by_activation and self.group_size != -1 and input_size_per_partition != input_size:
             raise _scattered(layer)
         groups = expect_groups(layer, input_size_per_partition, self.group_size)
-        inputs, parts, rows = input_size_per_partition, len(output_partition_sizes), sum(output_partition_sizes)
+        inputs, parts, rows = (
+            input_size_per_partition,
+            len(output_partition_sizes),
+            sum(output_partition_sizes),
+        )
         in_word = 32 // self.bits
         expect_words(layer, output_partition_sizes, in_word, "outputs")
         expect_words(layer, [inputs], in_word, "inputs")
@@ -108,8 +119,18 @@ class GPTQLinearMethod(GroupLinearMethod):
         cut = {} if self.group_size == -1 else {"input_dim": 0, "input_unit": self.group_size}
         shape = (inputs // in_word, rows)
         create_parameter(layer, "qweight", shape, torch.int32, input_dim=0, packed_dim=0, **words)
-        create_parameter(layer, "qzeros", (groups, rows // in_word), torch.int32, packed_dim=1, **cut, **words)
-        create_parameter(layer, "scales", (groups, rows), torch.float32, output_dim=1, **cut, **extra_weight_attrs)
+        create_parameter(
+            layer, "qzeros", (groups, rows // in_word), torch.int32, packed_dim=1, **cut, **words
+        )
+        create_parameter(
+            layer,
+            "scales",
+            (groups, rows),
+            torch.float32,
+            output_dim=1,
+            **cut,
+            **extra_weight_attrs,
+        )
         one = {"input_dim": 0} if parts == 1 else {"needs_scalar_to_array": True}
         lists = (inputs,) if parts == 1 else (parts, inputs)
         create_parameter(layer, "g_idx", lists, torch.int32, **one, **extra_weight_attrs)
@@ -146,7 +167,9 @@ class GPTQLinearMethod(GroupLinearMethod):
         if torch.equal(index, expected):
             return None
         order = index.argsort(stable=True)
-        if layer.input_size_per_partition != layer.input_size or not torch.equal(index[order], expected):
+        if layer.input_size_per_partition != layer.input_size or not torch.equal(
+            index[order], expected
+        ):
             raise _scattered(layer)
         return order
 

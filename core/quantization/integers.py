@@ -60,8 +60,14 @@ class OnlineConfig(QuantizationConfig):
             )
         return cls(**given)
 
-    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | FusedMoEMethodBase | None:
-        wanted = prefix in self.embeddings and isinstance(layer, VocabParallelEmbedding) and layer.is_unpadded
+    def get_quant_method(
+        self, layer: nn.Module, prefix: str
+    ) -> QuantizeMethodBase | FusedMoEMethodBase | None:
+        wanted = (
+            prefix in self.embeddings
+            and isinstance(layer, VocabParallelEmbedding)
+            and layer.is_unpadded
+        )
         wanted = wanted or isinstance(layer, (LinearBase, FusedMoE))
         if not wanted or self.ignore.match(prefix, self.packed_modules_mapping):
             return None
@@ -108,10 +114,14 @@ class Int4Config(OnlineConfig):
         QuantizationError: ``group_size`` is no positive integer.
     """
 
-    def __init__(self, ignore: Sequence[str] = (), group_size: int = 32, symmetric: bool = False) -> None:
+    def __init__(
+        self, ignore: Sequence[str] = (), group_size: int = 32, symmetric: bool = False
+    ) -> None:
         super().__init__(ignore)
         if type(group_size) is not int or group_size < 1:
-            raise QuantizationError(f"int4: group_size is {group_size!r:.80}, expected a positive number of inputs")
+            raise QuantizationError(
+                f"int4: group_size is {group_size!r:.80}, expected a positive number of inputs"
+            )
         self.group_size, self.symmetric = group_size, symmetric
 
     def get_name(self) -> str:

@@ -15,7 +15,12 @@ from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.quantization.fp4 import MX_GROUP
 from opgraft.ops.quantized_moe.methods import ExpertWeights
 from opgraft.ops.weights import LoadedTensor
-from opgraft.quantization.checkpoint import CheckpointConfig, create_parameter, expect_settings, not_converted
+from opgraft.quantization.checkpoint import (
+    CheckpointConfig,
+    create_parameter,
+    expect_settings,
+    not_converted,
+)
 from opgraft.quantization.online import put
 from torch import Tensor
 
@@ -64,9 +69,16 @@ class Mxfp4Experts(ExpertWeights):
             settings = {"weight_loader": _loader_of(layer, name)}
             blocks, scales = {f"{source}_blocks": None}, {f"{source}_scales": None}
             create_parameter(
-                layer, f"{name}_weight", (*shape, MX_GROUP // 2), torch.uint8, checkpoint_parts=blocks, **settings
+                layer,
+                f"{name}_weight",
+                (*shape, MX_GROUP // 2),
+                torch.uint8,
+                checkpoint_parts=blocks,
+                **settings,
             )
-            create_parameter(layer, f"{name}_scales", shape, torch.uint8, checkpoint_parts=scales, **settings)
+            create_parameter(
+                layer, f"{name}_scales", shape, torch.uint8, checkpoint_parts=scales, **settings
+            )
 
     def finish(self, layer: Any) -> None:
         for name in ("w13", "w2"):

@@ -60,10 +60,17 @@ class OnlineLinearMethod(LinearMethodBase):
         """
         self.expect_fits(layer.prefix or type(layer).__name__, input_size_per_partition)
         shape = (sum(output_partition_sizes), input_size_per_partition)
-        weight = nn.Parameter(torch.empty(shape, dtype=params_dtype, device="meta"), requires_grad=False)
+        weight = nn.Parameter(
+            torch.empty(shape, dtype=params_dtype, device="meta"), requires_grad=False
+        )
         loader = extra_weight_attrs.pop("weight_loader")
-        loading = _Loading(self, layer, loader, len(output_partition_sizes), torch.get_default_device())
-        set_weight_attrs(weight, {"input_dim": 1, "output_dim": 0, "weight_loader": loading, **extra_weight_attrs})
+        loading = _Loading(
+            self, layer, loader, len(output_partition_sizes), torch.get_default_device()
+        )
+        set_weight_attrs(
+            weight,
+            {"input_dim": 1, "output_dim": 0, "weight_loader": loading, **extra_weight_attrs},
+        )
         layer.register_parameter("weight", weight)
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -90,13 +97,21 @@ class _Loading:
         parts: int,
         device: torch.device,
     ) -> None:
-        self.method, self.layer, self.loader, self.parts, self.device = method, layer, loader, parts, device
+        self.method, self.layer, self.loader, self.parts, self.device = (
+            method,
+            layer,
+            loader,
+            parts,
+            device,
+        )
         self.loaded: set[object] = set()
         self.plain: nn.Parameter | None = None
 
     def __call__(self, param: nn.Parameter, loaded_weight: LoadedTensor, *shard: object) -> None:
         if self.plain is None:
-            self.plain = nn.Parameter(torch.empty_like(param, device=self.device), requires_grad=False)
+            self.plain = nn.Parameter(
+                torch.empty_like(param, device=self.device), requires_grad=False
+            )
             set_weight_attrs(self.plain, {"input_dim": 1, "output_dim": 0})
         self.loader(self.plain, loaded_weight, *shard)
         given = [one for each in shard for one in (each if isinstance(each, tuple) else (each,))]

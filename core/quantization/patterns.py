@@ -25,7 +25,9 @@ class Patterns:
 
     def __init__(self, patterns: Sequence[str], setting: str = "") -> None:
         self.setting = setting
-        if not isinstance(patterns, (list, tuple)) or not all(isinstance(pattern, str) for pattern in patterns):
+        if not isinstance(patterns, (list, tuple)) or not all(
+            isinstance(pattern, str) for pattern in patterns
+        ):
             raise self.error(f"patterns of layers are {patterns!r:.80}, expected a list of names")
         self.patterns = tuple(patterns)
         self.used: set[str] = set()
@@ -38,7 +40,11 @@ class Patterns:
 
     def error(self, message: str) -> QuantizationError:
         """Make the error about these patterns, which names the setting that gives them."""
-        return QuantizationSettingError(f"{self.setting}: {message}") if self.setting else QuantizationError(message)
+        return (
+            QuantizationSettingError(f"{self.setting}: {message}")
+            if self.setting
+            else QuantizationError(message)
+        )
 
     def match(self, prefix: str, merged: Mapping[str, Sequence[str]]) -> bool:
         """Say whether the layer ``prefix`` answers to a pattern.
@@ -64,7 +70,9 @@ class Patterns:
     def answered(self, prefix: str, merged: Mapping[str, Sequence[str]]) -> set[str]:
         """Return the patterns that the layer ``prefix``, or one that it stands for, answers to."""
         names = [prefix, *names_of(prefix, merged)]
-        return {pattern for pattern in self.patterns for name in names if _compiled(pattern).match(name)}
+        return {
+            pattern for pattern in self.patterns for name in names if _compiled(pattern).match(name)
+        }
 
     def expect_all_used(self) -> None:
         """Raise ``QuantizationError`` unless every pattern was answered to, once all layers have been made."""
@@ -88,8 +96,15 @@ def expect_used(several: Iterable[Patterns]) -> None:
     used = {(patterns.setting, pattern) for patterns in known for pattern in patterns.used}
     names = {name for patterns in known for layer in patterns.asked for name in _spellings(layer)}
     for first in known:
-        alike = [pattern for patterns in known if patterns.setting == first.setting for pattern in patterns.patterns]
-        unused = [pattern for pattern in dict.fromkeys(alike) if (first.setting, pattern) not in used]
+        alike = [
+            pattern
+            for patterns in known
+            if patterns.setting == first.setting
+            for pattern in patterns.patterns
+        ]
+        unused = [
+            pattern for pattern in dict.fromkeys(alike) if (first.setting, pattern) not in used
+        ]
         if unused:
             raise first.error(
                 f"no layer of the model answers to {', '.join(repr(p) + _meant(p, names) for p in unused)}: give names "
@@ -106,10 +121,18 @@ def _spellings(name: str) -> Iterator[str]:
 
 
 def _meant(pattern: str, names: Iterable[str]) -> str:
-    last = "*." + pattern.rpartition(".")[2]  # the same, below modules that are called otherwise here
+    last = (
+        "*." + pattern.rpartition(".")[2]
+    )  # the same, below modules that are called otherwise here
     names = list(names)
-    near = [] if pattern.startswith("re:") else [*near_matches(pattern, names, cutoff=0.8), *({last} & {*names})]
-    return f" (did you mean {near[0]!r}?)" if near else ""  # the next ones are the same in other layers
+    near = (
+        []
+        if pattern.startswith("re:")
+        else [*near_matches(pattern, names, cutoff=0.8), *({last} & {*names})]
+    )
+    return (
+        f" (did you mean {near[0]!r}?)" if near else ""
+    )  # the next ones are the same in other layers
 
 
 class _Glob:
@@ -120,7 +143,9 @@ class _Glob:
 
     def match(self, name: str) -> bool:
         parts = name.split(".")
-        return any(fnmatchcase(".".join(parts[:end]), self.pattern) for end in range(1, len(parts) + 1))
+        return any(
+            fnmatchcase(".".join(parts[:end]), self.pattern) for end in range(1, len(parts) + 1)
+        )
 
 
 def _compiled(pattern: str) -> re.Pattern[str] | _Glob:

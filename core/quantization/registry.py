@@ -14,7 +14,9 @@ def quantizations() -> Mapping[str, type[QuantizationConfig]]:
     """Return the config class of every quantization by its name, those of plugins too."""
     load_plugins()
     records = host_state().registry.classes.items()
-    return {name: record.cls for name, record in records if issubclass(record.cls, QuantizationConfig)}
+    return {
+        name: record.cls for name, record in records if issubclass(record.cls, QuantizationConfig)
+    }
 
 
 def quantization_named(name: str) -> type[QuantizationConfig]:

@@ -42,7 +42,9 @@ class SettingsConfig(QuantizationConfig):
         super().__init__()
         self.whole = whole
         self.skip = Patterns(skip, "quantization.skip")
-        self.others = [(config, Patterns(patterns, "quantization.by_prefix")) for config, patterns in others]
+        self.others = [
+            (config, Patterns(patterns, "quantization.by_prefix")) for config, patterns in others
+        ]
         self.taken: set[str] = set()
         self.refused: dict[str, str] = {}
         merged = {name: list(parts) for name, parts in packed_modules_mapping.items()}
@@ -83,7 +85,9 @@ class SettingsConfig(QuantizationConfig):
                 method = config.get_quant_method(layer, prefix)
                 answered = patterns.answered(prefix, merged)
                 if method is None:
-                    self.refused |= dict.fromkeys(answered, f"{prefix} cannot take {config.get_name()}")
+                    self.refused |= dict.fromkeys(
+                        answered, f"{prefix} cannot take {config.get_name()}"
+                    )
                 else:
                     self.taken |= answered
                 return method
@@ -111,7 +115,10 @@ def choose_quantization(
     name = settings.method or _kept(own)
     methods = dict.fromkeys(settings.by_prefix.values())
     others = [
-        (_made(method, own, "quantization.by_prefix"), [p for p, m in settings.by_prefix.items() if m == method])
+        (
+            _made(method, own, "quantization.by_prefix"),
+            [p for p, m in settings.by_prefix.items() if m == method],
+        )
         for method in methods
     ]
     whole = _made(name, own, "quantization.method" if settings.method else "") if name else None
@@ -142,7 +149,9 @@ def expect_patterns_used(model: nn.Module) -> None:
     configs = [config for config in by_id.values() if isinstance(config, SettingsConfig)]
     expect_used(patterns for config in configs for patterns in config.patterns)
     taken = {pattern for config in configs for pattern in config.taken}
-    refused = [f"{p!r}: {why}" for config in configs for p, why in config.refused.items() if p not in taken]
+    refused = [
+        f"{p!r}: {why}" for config in configs for p, why in config.refused.items() if p not in taken
+    ]
     if refused:
         raise QuantizationSettingError(
             f"quantization.by_prefix names what stays plain: {'; '.join(dict.fromkeys(refused))}: take these patterns "

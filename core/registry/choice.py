@@ -50,11 +50,23 @@ class ReplacementChoice:
         kept = f"kept, as {self.asked}" if self.asked else "no active replacement applies"
         own_reason = f"replaced by {self._shown(self.cls)}" if self.winner else kept
         rows = [
-            Candidate(self._shown(r.cls), r is self.winner, self._verdict(r, against), r.provider, r.location)
+            Candidate(
+                self._shown(r.cls),
+                r is self.winner,
+                self._verdict(r, against),
+                r.provider,
+                r.location,
+            )
             for r, against in self.rows
         ]
         rows.append(
-            Candidate(self._shown(self.target), self.winner is None, own_reason, self.own, location_of(self.target))
+            Candidate(
+                self._shown(self.target),
+                self.winner is None,
+                own_reason,
+                self.own,
+                location_of(self.target),
+            )
         )
         asked = f", as {self.asked}" if self.asked else ""
         reason = f"provided by {_who(self.winner)}{asked}" if self.winner else own_reason
@@ -67,17 +79,25 @@ class ReplacementChoice:
     def _setting(self) -> str:
         """Say which setting would choose another class, or return "" where none does."""
         free = [
-            choice_name(r) for r, no in self.rows if r is not self.winner and (no is None or no.startswith(_NOT_ASKED))
+            choice_name(r)
+            for r, no in self.rows
+            if r is not self.winner and (no is None or no.startswith(_NOT_ASKED))
         ]
         if self.winner is None:
             return choosing(self.settings, self.op_name, free)
-        return choosing(self.settings, self.op_name, [self.own.name, *free], choice_name(self.winner))
+        return choosing(
+            self.settings, self.op_name, [self.own.name, *free], choice_name(self.winner)
+        )
 
     def _verdict(self, row: Replacement, against: str | None) -> str:
         if against or self.winner is None:
             return against or "not chosen"
         if row is self.winner:
-            branch = "; where its supports= is false of the arguments the op's own kernel runs" if row.supports else ""
+            branch = (
+                "; where its supports= is false of the arguments the op's own kernel runs"
+                if row.supports
+                else ""
+            )
             return f"active here, priority {row.priority}{branch}"
         return f"priority {row.priority} is below {self.winner.priority}"
 
@@ -107,7 +127,9 @@ def choose_replacement(
     rows = tuple((r, objection_to(r, platform, wanted)) for r in active if r.target is target)
     eligible = [r for r, against in rows if against is None]
     best = max((r.priority for r in eligible), default=0)
-    top = sorted((r for r in eligible if r.priority == best), key=lambda r: r.provider.name)  # not as they were loaded
+    top = sorted(
+        (r for r in eligible if r.priority == best), key=lambda r: r.provider.name
+    )  # not as they were loaded
     if len(top) > 1:
         choices = f"Choose by {choosing(settings, op_name, [choice_name(r) for r in top], choice_name(top[0]))}."
         # Settings name providers and plugins, so none tells these apart.
@@ -119,7 +141,12 @@ def choose_replacement(
             f"{choices}"
         )
     # Passed over, the native kernel would run without a word where a plugin's was asked for.
-    if wanted and not top and wanted not in own_choices and not any(wanted in (r.provider.name, r.plugin) for r in kin):
+    if (
+        wanted
+        and not top
+        and wanted not in own_choices
+        and not any(wanted in (r.provider.name, r.plugin) for r in kin)
+    ):
         absence = absence_of(wanted)
         offered = ", ".join(_who(r) for r, _ in rows) or "none"
         known = {*own_choices, *(choice_name(r) for r in (*(r for r, _ in rows), *kin))}
@@ -143,7 +170,9 @@ def objection_to(replacement: Replacement, platform: Platform, wanted: str | Non
     return replacement.objection_on(platform)
 
 
-def choosing(settings: Settings | None, op_name: str | None, names: Sequence[str], dispensable: str = "") -> str:
+def choosing(
+    settings: Settings | None, op_name: str | None, names: Sequence[str], dispensable: str = ""
+) -> str:
     """Say how to choose the first of ``names``, in each form that a user may paste, or to go without a plugin.
 
     A class that derives from no registered op has no name by which to choose.

@@ -40,14 +40,22 @@ class When:
         for field in fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, str):
-                raise RegistrationError(f"When({field.name}={value!r:.80}): use text, several joined by commas")
+                raise RegistrationError(
+                    f"When({field.name}={value!r:.80}): use text, several joined by commas"
+                )
         if not any(getattr(self, field.name) for field in fields(self)):
-            raise RegistrationError("When() states no condition: give platform, capability, dtype or package")
+            raise RegistrationError(
+                "When() states no condition: give platform, capability, dtype or package"
+            )
         empty = [
-            field.name for field in fields(self) if getattr(self, field.name) and not _terms(getattr(self, field.name))
+            field.name
+            for field in fields(self)
+            if getattr(self, field.name) and not _terms(getattr(self, field.name))
         ]
         if empty:
-            raise RegistrationError(f"{self} has no term in {empty[0]}: give one, or leave the field out")
+            raise RegistrationError(
+                f"{self} has no term in {empty[0]}: give one, or leave the field out"
+            )
         _check_dtypes(_terms(self.dtype))
         try:
             _within("1.0", ",".join(_bounds(self.capability)))
@@ -77,7 +85,9 @@ class When:
         if lacking:
             return f"dtype {lacking[0]} is none of {device.name}: {', '.join(dtypes)}"
         bounds = _bounds(self.capability)
-        missing = [term for term in _terms(self.capability) if term not in (*bounds, *device.features)]
+        missing = [
+            term for term in _terms(self.capability) if term not in (*bounds, *device.features)
+        ]
         if missing:
             return f"capability {missing[0]} is none of {device.name}"
         level = next((f"{m[1]}.{m[2]}" for m in map(_LEVEL.fullmatch, device.features) if m), None)
@@ -86,7 +96,11 @@ class When:
         return None
 
     def __str__(self) -> str:
-        given = (f"{field.name}={getattr(self, field.name)!r}" for field in fields(self) if getattr(self, field.name))
+        given = (
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in fields(self)
+            if getattr(self, field.name)
+        )
         return f"When({', '.join(given)})"
 
 
@@ -112,7 +126,9 @@ def _check_dtypes(names: list[str]) -> None:
     Raises:
         RegistrationError: there is one.
     """
-    torch = sys.modules.get("torch")  # whoever registers a replacement has imported it; a condition alone needs none
+    torch = sys.modules.get(
+        "torch"
+    )  # whoever registers a replacement has imported it; a condition alone needs none
     if names and torch:
         dtypes = [each for each in list(vars(torch).values()) if isinstance(each, torch.dtype)]
         known = [str(dtype).removeprefix("torch.") for dtype in dtypes if dtype.is_floating_point]

@@ -138,7 +138,9 @@ class Registry:
         former, name = None, new.cls.__qualname__
         for known in [each for each in self.replacements if each.cls.__qualname__ == name]:
             # While a target is pending, the name that was asked for is all that is known of it.
-            same_target = known.target is new.target if new.target else known.asked_for == new.asked_for
+            same_target = (
+                known.target is new.target if new.target else known.asked_for == new.asked_for
+            )
             if known.cls is new.cls and same_target:
                 return known, None
             if same_target and new.takes_over(known):
@@ -170,7 +172,14 @@ class Registry:
             replacement.target = target
 
     def _check(self, replacement: Replacement, target: type) -> tuple[str, ...]:
-        above = next((known for known in self.replacements if known.cls is target and known.target is not None), None)
+        above = next(
+            (
+                known
+                for known in self.replacements
+                if known.cls is target and known.target is not None
+            ),
+            None,
+        )
         if above is not None and above.target is not None:
             raise RegistrationError(
                 f"{qualified(replacement.cls)} at {replacement.location} is declared for {qualified(target)}, which is "
@@ -198,7 +207,9 @@ class Registry:
         found = [cls for cls in named if module in ("", cls.__module__) or _exports(module, cls)]
         if len(found) > 1:
             choices = ", ".join(repr(qualified(cls)) for cls in found)
-            raise ConflictError(f"the class name {name!r} is ambiguous: name the target as one of {choices}")
+            raise ConflictError(
+                f"the class name {name!r} is ambiguous: name the target as one of {choices}"
+            )
         return next(iter(found), None)
 
     def target_names(self) -> set[str]:
@@ -208,7 +219,9 @@ class Registry:
         """Return the registered classes and their variants, each once."""
         replacements = {replacement.cls for replacement in self.replacements}
         records = self.records().values()
-        return list(dict.fromkeys(cls for each in records for cls in _with_variants(each.cls, replacements)))
+        return list(
+            dict.fromkeys(cls for each in records for cls in _with_variants(each.cls, replacements))
+        )
 
 
 def _with_variants(cls: type, replacements: set[type]) -> Iterator[type]:
@@ -217,7 +230,11 @@ def _with_variants(cls: type, replacements: set[type]) -> Iterator[type]:
     derived: type
     for derived in cls.__subclasses__():
         in_package = derived.__module__.partition(".")[0] == cls.__module__.partition(".")[0]
-        if in_package and derived not in replacements and not vars(derived).get("__specialisation__"):
+        if (
+            in_package
+            and derived not in replacements
+            and not vars(derived).get("__specialisation__")
+        ):
             yield from _with_variants(derived, replacements)
 
 

@@ -32,7 +32,9 @@ def check_replacement(target: type, cls: type) -> tuple[str, ...]:
         raise RegistrationError(
             f"{qualified(cls)} at {location_of(cls)} is declared to replace itself: name the op class it stands in for"
         )
-    if not (isinstance(target, type) and any("__op_base__" in vars(base) for base in target.__mro__)):
+    if not (
+        isinstance(target, type) and any("__op_base__" in vars(base) for base in target.__mro__)
+    ):
         raise RegistrationError(
             f"{qualified(cls)} at {location_of(cls)} is declared for {target!r}, which is no opgraft.CustomOp: only "
             "ops, and classes that derive from opgraft.PluggableClass, have their class chosen at construction. "
@@ -47,7 +49,9 @@ def check_replacement(target: type, cls: type) -> tuple[str, ...]:
     defined = {name for base in between for name in vars(base)}
     methods = [method for method in ("__init__", *_called_methods(target)) if method in defined]
     narrower = [_narrowness(target, cls, method) for method in methods]
-    return tuple(finding for finding in (_without_effect(target, cls, defined), *narrower) if finding)
+    return tuple(
+        finding for finding in (_without_effect(target, cls, defined), *narrower) if finding
+    )
 
 
 def check_supports(target: type, cls: type, supports: Callable[..., Any]) -> None:
@@ -60,11 +64,15 @@ def check_supports(target: type, cls: type, supports: Callable[..., Any]) -> Non
     what = f"supports= of {qualified(cls)} at {location_of(cls)}"
     native = reference_method(target)
     if native is None:
-        raise RegistrationError(f"{what} is for ops, and {target.__qualname__} is none: test in its methods")
+        raise RegistrationError(
+            f"{what} is for ops, and {target.__qualname__} is none: test in its methods"
+        )
     forms = [name for base in own_classes(cls) for name in vars(base) if base not in target.__mro__]
     forms = [name for name in forms if name.startswith("functional_")]
     if forms:
-        raise RegistrationError(f"{what} would not be asked by functional forms: test in the functions of {forms[0]}")
+        raise RegistrationError(
+            f"{what} would not be asked by functional forms: test in the functions of {forms[0]}"
+        )
     rejected = rejected_call(method_signature(target, native), inspect.signature(supports))
     if rejected:
         raise RegistrationError(f"{what} does not take what the op is called with: {rejected}")
@@ -127,9 +135,15 @@ def _without_effect(target: type, cls: type, defined: Set[str]) -> str | None:
         RegistrationError: it is empty, or has what looks like a misspelt kernel.
     """
     plain = {name for name in defined if not name.startswith("__") and name != "op_class"}
-    if defined & {"__init__", "__new__", "__call__", *kernel_methods()} or any(hasattr(target, name) for name in plain):
+    if defined & {"__init__", "__new__", "__call__", *kernel_methods()} or any(
+        hasattr(target, name) for name in plain
+    ):
         return None
-    near = {name: close_matches(name, kernel_methods()) for name in sorted(plain) if name.startswith("forward_")}
+    near = {
+        name: close_matches(name, kernel_methods())
+        for name in sorted(plain)
+        if name.startswith("forward_")
+    }
     hint = "".join(f" It defines {name}: {match}" for name, match in near.items())
     text = (
         f"{qualified(cls)} at {location_of(cls)} overrides nothing of {target.__qualname__}, so replacing would change "

@@ -31,7 +31,9 @@ class Calls:
 
     def narrowed(self, signature: Signature) -> Signature:
         """Return the signature that accepts exactly the calls that are made."""
-        parameters = [self._narrowed(p) for name, p in signature.parameters.items() if name not in self.never]
+        parameters = [
+            self._narrowed(p) for name, p in signature.parameters.items() if name not in self.never
+        ]
         return signature.replace(parameters=parameters)
 
     def _narrowed(self, parameter: Parameter) -> Parameter:
@@ -83,7 +85,9 @@ def method_signature(cls: type, name: str) -> Signature:
     return _of_function(raw) if isinstance(raw, FunctionType) else _without_self(raw)
 
 
-@functools.lru_cache(maxsize=256)  # an op's native definition is compared with each of its replacements
+@functools.lru_cache(
+    maxsize=256
+)  # an op's native definition is compared with each of its replacements
 def _of_function(function: FunctionType) -> Signature:
     return _without_self(function)
 
@@ -96,7 +100,9 @@ def _without_self(function: Any) -> Signature:
 
 def rejected_call(target: Signature, replacement: Signature) -> str | None:
     """Describe the first call that ``target`` accepts and ``replacement`` does not; ``None`` if there is none."""
-    if _takes_whatever(replacement) or _form(replacement) == _form(target):  # most do, and are spared the calls
+    if _takes_whatever(replacement) or _form(replacement) == _form(
+        target
+    ):  # most do, and are spared the calls
         return None
     for args, kwargs in _extreme_calls(target):
         try:
@@ -126,13 +132,19 @@ def _form(signature: Signature) -> list[tuple[str, Any, bool]]:
 def _extreme_calls(signature: Signature) -> Iterator[tuple[list[str], dict[str, str]]]:
     """Yield calls that span what ``signature`` accepts. Each value is the name of the parameter it is meant for."""
     parameters = list(signature.parameters.values())
-    positional = [p for p in parameters if p.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
+    positional = [
+        p
+        for p in parameters
+        if p.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    ]
     keyword_only = [p for p in parameters if p.kind is Parameter.KEYWORD_ONLY]
     takes_more = any(p.kind is Parameter.VAR_POSITIONAL for p in parameters)
     takes_any_keyword = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
     for count in range(len(positional) + 1):
         args = [p.name for p in positional[:count]]
-        by_name = [p for p in positional[count:] if p.kind is Parameter.POSITIONAL_OR_KEYWORD] + keyword_only
+        by_name = [
+            p for p in positional[count:] if p.kind is Parameter.POSITIONAL_OR_KEYWORD
+        ] + keyword_only
         yield args, {p.name: p.name for p in by_name if p.default is Parameter.empty}
         most = {p.name: p.name for p in by_name}
         yield args, most
@@ -156,9 +168,14 @@ def _landing(signature: Signature, arguments: Mapping[str, Any]) -> dict[str, st
     return landing
 
 
-def _moved_value(target: Signature, wanted: Mapping[str, Any], landing: Mapping[str, str]) -> str | None:
+def _moved_value(
+    target: Signature, wanted: Mapping[str, Any], landing: Mapping[str, str]
+) -> str | None:
     for name, parameter in target.parameters.items():
-        if name not in wanted or parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
+        if name not in wanted or parameter.kind in (
+            Parameter.VAR_POSITIONAL,
+            Parameter.VAR_KEYWORD,
+        ):
             continue
         # Nobody can write the name of a positional-only parameter, so that it may differ.
         if parameter.kind is not Parameter.POSITIONAL_ONLY and landing[name] != name:

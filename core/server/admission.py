@@ -39,7 +39,9 @@ class Bodies:
         def hold(more: int) -> None:
             nonlocal size
             if self._bytes > size and self._bytes + more > self._limit:
-                raise _overloaded(f"the bodies of all requests may have {self._limit} bytes together")
+                raise _overloaded(
+                    f"the bodies of all requests may have {self._limit} bytes together"
+                )
             size += more
             self._bytes += more
 
@@ -63,7 +65,12 @@ class Admission:
         Raises:
             HTTPError: there is no room for as many.
         """
-        self._expect("sequences", self.sequences - slot.sequences, sequences, self._settings.max_waiting_requests)
+        self._expect(
+            "sequences",
+            self.sequences - slot.sequences,
+            sequences,
+            self._settings.max_waiting_requests,
+        )
         self._expect("tokens", self.tokens - slot.tokens, tokens, self._settings.max_waiting_tokens)
         self._hold(slot, sequences, tokens)
 
@@ -78,8 +85,12 @@ class Admission:
 
     def _expect(self, what: str, waiting: int, more: int, limit: int) -> None:
         if waiting and waiting + more > limit:
-            raise _overloaded(f"{waiting} {what} wait already, this request has {more}, and at most {limit} may")
+            raise _overloaded(
+                f"{waiting} {what} wait already, this request has {more}, and at most {limit} may"
+            )
 
 
 def _overloaded(reason: str) -> HTTPError:
-    return HTTPError(429, f"{reason}: try again later", code="overloaded", headers={"retry-after": "1"})
+    return HTTPError(
+        429, f"{reason}: try again later", code="overloaded", headers={"retry-after": "1"}
+    )

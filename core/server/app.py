@@ -47,7 +47,9 @@ def create_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
         service: the model with its settings.
         api_keys: of which clients must send one; none is asked for where there are none.
     """
-    app = FastAPI(title="opgraft", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="opgraft", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
     app.state.service = service
     app.include_router(router)
     for kind in (OpgraftError, RequestValidationError, HTTPException):
@@ -55,7 +57,9 @@ def create_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
     app.add_middleware(Gate, service=service, api_keys=api_keys)
     if service.settings.cors_origins:
         origins = list(service.settings.cors_origins)
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+        )
     return app
 
 

@@ -54,9 +54,13 @@ class Chat(Generating[ChatRequest]):
         if self.tools.forced is not None:
             return {"structured_output": {"json": self.tools.forced}}
         held = {} if self._held is None else {"structured_output": {"grammar": self._held}}
-        return held if self.tools.functions is None else {**held, "skip_special_tokens": False}  # some call by these
+        return (
+            held if self.tools.functions is None else {**held, "skip_special_tokens": False}
+        )  # some call by these
 
-    def delta(self, index: int, output: RequestOutput, answer: CompletionOutput, news: News) -> dict[str, Any]:
+    def delta(
+        self, index: int, output: RequestOutput, answer: CompletionOutput, news: News
+    ) -> dict[str, Any]:
         """Return the choice of a chunk; the first names the role, and the last has the calls."""
         delta: dict[str, Any] = {"role": "assistant"} if news.first else {}
         text = self.tools.plain(answer.text, answer.finished)[self._told.get(index, 0) :]
@@ -81,16 +85,23 @@ class Chat(Generating[ChatRequest]):
         return {
             "index": index,
             "message": {**message, "tool_calls": calls} if calls else message,
-            "logprobs": self._logprobs(answer.token_ids, answer.logprobs) if answer.logprobs else None,
+            "logprobs": self._logprobs(answer.token_ids, answer.logprobs)
+            if answer.logprobs
+            else None,
             "finish_reason": _finish_reason(answer, calls),
         }
 
     def _calls(self, answer: CompletionOutput) -> list[dict[str, Any]]:
         """Return the calls of an answer that has ended."""
         found: list[Call] = self.tools.calls(answer.text) if answer.finished else []
-        return [call.as_dict(f"call_{self.id[-24:]}{answer.index}{number}") for number, call in enumerate(found)]
+        return [
+            call.as_dict(f"call_{self.id[-24:]}{answer.index}{number}")
+            for number, call in enumerate(found)
+        ]
 
-    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[Mapping[int, Logprob]]) -> dict[str, Any]:
+    def _logprobs(
+        self, tokens: Sequence[int], logprobs: Sequence[Mapping[int, Logprob]]
+    ) -> dict[str, Any]:
         rows = []
         for token, ranked in zip(tokens, logprobs, strict=True):
             top = [_token(each, ranked) for each in likeliest(ranked, self.params)]
@@ -104,4 +115,8 @@ def _finish_reason(answer: CompletionOutput, calls: Sequence[object]) -> str | N
 
 def _token(token: int, ranked: Mapping[int, Logprob]) -> dict[str, Any]:
     text = token_text(token, ranked)
-    return {"token": text, "logprob": finite(ranked[token].logprob), "bytes": list(text.encode("utf-8", "replace"))}
+    return {
+        "token": text,
+        "logprob": finite(ranked[token].logprob),
+        "bytes": list(text.encode("utf-8", "replace")),
+    }

@@ -39,22 +39,32 @@ class Completion(Generating[CompletionRequest]):
         encode = self.service.llm.engine.encode
         for prompt in prompts:
             self.service.expect_characters(prompt if isinstance(prompt, str) else "", "prompt")
-        names = [f"prompt[{place}]" for place in range(len(prompts))] if len(prompts) > 1 else ["prompt"]
+        names = (
+            [f"prompt[{place}]" for place in range(len(prompts))]
+            if len(prompts) > 1
+            else ["prompt"]
+        )
         return [encode(prompt, name=name)[1] for prompt, name in zip(prompts, names, strict=True)]
 
     def counted(self, output: RequestOutput) -> int:
         """Return the tokens of the answers to a prompt: none where the prompt alone is asked for."""
         return 0 if sampling.scores_only(self.body) else super().counted(output)
 
-    def delta(self, index: int, output: RequestOutput, answer: CompletionOutput, news: News) -> dict[str, Any]:
+    def delta(
+        self, index: int, output: RequestOutput, answer: CompletionOutput, news: News
+    ) -> dict[str, Any]:
         """Return the choice of a chunk; an echo comes with the first."""
         echoed = self.body.echo and news.first
-        return self._choice(index, output if echoed else None, answer, news.text, news.tokens, news.logprobs)
+        return self._choice(
+            index, output if echoed else None, answer, news.text, news.tokens, news.logprobs
+        )
 
     def choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
         """Return a whole choice."""
         echoed = output if self.body.echo else None
-        return self._choice(index, echoed, answer, answer.text, answer.token_ids, answer.logprobs or [])
+        return self._choice(
+            index, echoed, answer, answer.text, answer.token_ids, answer.logprobs or []
+        )
 
     def _choice(
         self,
@@ -67,7 +77,9 @@ class Completion(Generating[CompletionRequest]):
     ) -> dict[str, Any]:
         if sampling.scores_only(self.body):
             text, tokens, logprobs = "", (), ()
-        places: list[tuple[int, Mapping[int, Logprob] | None]] = list(zip(tokens, logprobs, strict=False))
+        places: list[tuple[int, Mapping[int, Logprob] | None]] = list(
+            zip(tokens, logprobs, strict=False)
+        )
         if echoed is not None:
             prompt = echoed.prompt_token_ids
             text = self._prompt_text(prompt) + text
@@ -83,15 +95,23 @@ class Completion(Generating[CompletionRequest]):
         tokenizer = self.service.llm.engine.tokenizer
         return "" if tokenizer is None else tokenizer.decode(prompt, skip_special_tokens=False)
 
-    def _logprobs(self, index: int, places: Sequence[tuple[int, Mapping[int, Logprob] | None]]) -> dict[str, Any]:
+    def _logprobs(
+        self, index: int, places: Sequence[tuple[int, Mapping[int, Logprob] | None]]
+    ) -> dict[str, Any]:
         """Return the log-probabilities at places; the first token of a prompt has none."""
         texts = [
-            self._prompt_text([token]) if ranked is None else token_text(token, ranked) for token, ranked in places
+            self._prompt_text([token]) if ranked is None else token_text(token, ranked)
+            for token, ranked in places
         ]
-        *offsets, self._offsets[index] = accumulate(map(len, texts), initial=self._offsets.get(index, 0))
+        *offsets, self._offsets[index] = accumulate(
+            map(len, texts), initial=self._offsets.get(index, 0)
+        )
         return {
             "tokens": texts,
-            "token_logprobs": [None if ranked is None else finite(ranked[token].logprob) for token, ranked in places],
+            "token_logprobs": [
+                None if ranked is None else finite(ranked[token].logprob)
+                for token, ranked in places
+            ],
             "top_logprobs": [None if ranked is None else self._top(ranked) for _, ranked in places],
             "text_offset": offsets,
         }

@@ -47,7 +47,11 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         limit = self._settings.max_connections
         if len(self.connections) > limit:
-            self._refuse(HTTPError(503, f"{limit} connections are open, and no more are taken: try again later"))
+            self._refuse(
+                HTTPError(
+                    503, f"{limit} connections are open, and no more are taken: try again later"
+                )
+            )
         else:
             self._expect_soon()
 
@@ -63,7 +67,9 @@ class Connection(HttpToolsProtocol):
             return
         super().data_received(data)
         if self._in_head and not self.transport.is_closing():
-            self._bytes += len(data)  # the parser keeps a header to itself until it has come to its end
+            self._bytes += len(
+                data
+            )  # the parser keeps a header to itself until it has come to its end
             if self._too_large:
                 self.send_400_response("")
 
@@ -115,7 +121,9 @@ class Connection(HttpToolsProtocol):
 
     def _expect_reading(self) -> None:
         unread = self.transport.get_write_buffer_size()
-        self._stalled = self.loop.call_later(self._settings.read_seconds, self._look_at_reader, unread)
+        self._stalled = self.loop.call_later(
+            self._settings.read_seconds, self._look_at_reader, unread
+        )
 
     def _look_at_reader(self, unread: int) -> None:
         """Go on waiting for a client that has read since, and give up one that has not."""
@@ -135,10 +143,15 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
         elif self._too_large:
             self._refuse(
-                HTTPError(431, f"the head of the request is larger than {_HEAD_BYTES} bytes or {_HEADERS} headers")
+                HTTPError(
+                    431,
+                    f"the head of the request is larger than {_HEAD_BYTES} bytes or {_HEADERS} headers",
+                )
             )
         else:
-            self._refuse(HTTPError(400, "this is no valid request of HTTP/1.1", code="invalid_http"))
+            self._refuse(
+                HTTPError(400, "this is no valid request of HTTP/1.1", code="invalid_http")
+            )
 
     @property
     def _too_large(self) -> bool:
@@ -157,8 +170,12 @@ class Connection(HttpToolsProtocol):
     def _give_up(self) -> None:
         if self._in_head and not self._answering:
             seconds = self._settings.head_seconds
-            self._refuse(HTTPError(408, f"the head of the request did not come within {seconds:g} seconds"))
-        elif self.transport.get_write_buffer_size():  # of an answer that is still read, which has a limit of its own
+            self._refuse(
+                HTTPError(408, f"the head of the request did not come within {seconds:g} seconds")
+            )
+        elif (
+            self.transport.get_write_buffer_size()
+        ):  # of an answer that is still read, which has a limit of its own
             self._expect_soon()
         else:
             self.transport.abort()
@@ -168,7 +185,9 @@ class Connection(HttpToolsProtocol):
         body = json.dumps(faults.content(error)).encode()
         name = uuid4().hex
         head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
-        self.transport.write(STATUS_LINE[error.status] + f"{head}x-request-id: {name}\r\n\r\n".encode() + body)
+        self.transport.write(
+            STATUS_LINE[error.status] + f"{head}x-request-id: {name}\r\n\r\n".encode() + body
+        )
         self.transport.close()
         record = {"request_id": name, "status": error.status, "error": str(error)}
         log.info("%s", json.dumps(record), extra={"fields": record})

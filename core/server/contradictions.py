@@ -17,7 +17,11 @@ def _has_form(body: Generation) -> bool:
 
 
 _GENERATION: Sequence[_Rule] = (
-    ("stream_options", lambda body: body.stream_options is not None and not body.stream, "needs stream: true"),
+    (
+        "stream_options",
+        lambda body: body.stream_options is not None and not body.stream,
+        "needs stream: true",
+    ),
     (
         "response_format.json_schema",
         lambda body: (
@@ -34,9 +38,21 @@ _CHAT: Sequence[_Rule] = (
         lambda body: body.max_tokens is not None and body.max_completion_tokens is not None,
         "is the older name of max_completion_tokens: give one of them",
     ),
-    ("top_logprobs", lambda body: bool(body.top_logprobs) and not body.logprobs, "needs logprobs: true"),
-    ("tool_choice", lambda body: body.tool_choice not in (None, "none") and not body.tools, "needs tools"),
-    ("parallel_tool_calls", lambda body: body.parallel_tool_calls is not None and not body.tools, "needs tools"),
+    (
+        "top_logprobs",
+        lambda body: bool(body.top_logprobs) and not body.logprobs,
+        "needs logprobs: true",
+    ),
+    (
+        "tool_choice",
+        lambda body: body.tool_choice not in (None, "none") and not body.tools,
+        "needs tools",
+    ),
+    (
+        "parallel_tool_calls",
+        lambda body: body.parallel_tool_calls is not None and not body.tools,
+        "needs tools",
+    ),
     (
         "response_format",
         lambda body: _has_form(body) and bool(body.tools) and body.tool_choice != "none",
@@ -51,7 +67,11 @@ _TOKENIZE: Sequence[_Rule] = (
         lambda body: body.add_generation_prompt is not None and body.messages is None,
         "needs messages",
     ),
-    ("chat_template_kwargs", lambda body: bool(body.chat_template_kwargs) and body.messages is None, "needs messages"),
+    (
+        "chat_template_kwargs",
+        lambda body: bool(body.chat_template_kwargs) and body.messages is None,
+        "needs messages",
+    ),
 )
 
 

@@ -29,7 +29,10 @@ async def embed(service: Service, body: EmbeddingRequest, passing: Passing) -> d
     most = service.settings.max_inputs
     if len(texts) > most:
         raise HTTPError(
-            400, f"input has {len(texts)} texts, and this server takes {most}", field="input", code="limit_exceeded"
+            400,
+            f"input has {len(texts)} texts, and this server takes {most}",
+            field="input",
+            code="limit_exceeded",
         )
     for text in texts:
         service.expect_characters(text if isinstance(text, str) else "", "input")

@@ -8,7 +8,14 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from opgraft.errors import CheckpointError, EngineError, HTTPError, InputError, RequestError, near_matches
+from opgraft.errors import (
+    CheckpointError,
+    EngineError,
+    HTTPError,
+    InputError,
+    RequestError,
+    near_matches,
+)
 from starlette.exceptions import HTTPException
 
 _NOT_HERE = {
@@ -51,13 +58,21 @@ def as_http_error(error: Exception) -> HTTPError:
     if isinstance(error, InputError) and not isinstance(error, CheckpointError):
         return HTTPError(400, str(error), code="invalid_value")
     if isinstance(error, EngineError):
-        return HTTPError(503, "the engine has stopped: try again when the server is back", code="engine_stopped")
-    if isinstance(error, HTTPException) and error.status_code == 400:  # FastAPI could not read the body
-        return HTTPError(400, "the body is not valid JSON, or it is nested too deeply", code="invalid_json")
+        return HTTPError(
+            503, "the engine has stopped: try again when the server is back", code="engine_stopped"
+        )
+    if (
+        isinstance(error, HTTPException) and error.status_code == 400
+    ):  # FastAPI could not read the body
+        return HTTPError(
+            400, "the body is not valid JSON, or it is nested too deeply", code="invalid_json"
+        )
     if isinstance(error, HTTPException):
         reason = _NOT_HERE.get(error.status_code, str(error.detail))
         return HTTPError(error.status_code, reason, headers=error.headers)
-    return HTTPError(500, "the server failed at this request: its log has the cause", code="internal_error")
+    return HTTPError(
+        500, "the server failed at this request: its log has the cause", code="internal_error"
+    )
 
 
 @contextmanager
@@ -73,8 +88,12 @@ def at(field: str) -> Iterator[None]:
 
 def content(error: HTTPError) -> dict[str, Any]:
     """Return the body of an answer that is an error."""
-    kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
-    return {"error": {"message": str(error), "type": kind, "param": error.field, "code": error.code}}
+    kind = _TYPES.get(
+        error.status, "invalid_request_error" if error.status < 500 else "server_error"
+    )
+    return {
+        "error": {"message": str(error), "type": kind, "param": error.field, "code": error.code}
+    }
 
 
 def response(error: HTTPError) -> JSONResponse:
@@ -91,15 +110,23 @@ def _of_validation(error: RequestValidationError) -> HTTPError:
         return HTTPError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
     if field is None and kind == "model_attributes_type":
         unread = isinstance(fault.get("input"), bytes)
-        reason = "was not sent with 'content-type: application/json'" if unread else "is no JSON object"
+        reason = (
+            "was not sent with 'content-type: application/json'" if unread else "is no JSON object"
+        )
         return HTTPError(400, f"the body {reason}", code="invalid_json")
     if kind == "extra_forbidden":
         advice = _advice(str(fault["loc"][-1]), fault["ctx"]["known"])
-        return HTTPError(400, f"{field} is not supported: {advice}", field=field, code="unsupported_field")
+        return HTTPError(
+            400, f"{field} is not supported: {advice}", field=field, code="unsupported_field"
+        )
     if kind == "missing":
-        return HTTPError(400, f"{field or 'a body of JSON'} is missing", field=field, code="missing_field")
+        return HTTPError(
+            400, f"{field or 'a body of JSON'} is missing", field=field, code="missing_field"
+        )
     expected = _EXPECTED.get(kind, "another value").format(**fault.get("ctx", {}))
-    return HTTPError(400, f"{field or 'the body'}: expected {expected}", field=field, code="invalid_value")
+    return HTTPError(
+        400, f"{field or 'the body'}: expected {expected}", field=field, code="invalid_value"
+    )
 
 
 def _advice(name: str, known: Sequence[str]) -> str:

@@ -48,7 +48,9 @@ class Gate:
             self._expect_key(scope)
             with self._bodies.held() as hold:
                 body = await self._body(scope, receive, hold, flight)
-                if scope["path"] in ADMITTED_PATHS:  # before any work on the body: who is refused costs little
+                if (
+                    scope["path"] in ADMITTED_PATHS
+                ):  # before any work on the body: who is refused costs little
                     self._service.admission.take(passing.slot, 1, 0)
                 await self._pass(passing, body, receive, flight)
         except asyncio.CancelledError:
@@ -66,7 +68,13 @@ class Gate:
         """Refuse what a page of a stranger asks by a name of its own that leads here, which a browser lets it read."""
         settings = self._service.settings
         name = _host_name(Headers(scope=scope).get("host", ""))
-        if self._keys or not name or not is_local(settings.host) or is_local(name) or name in settings.allowed_hosts:
+        if (
+            self._keys
+            or not name
+            or not is_local(settings.host)
+            or is_local(name)
+            or name in settings.allowed_hosts
+        ):
             return
         raise HTTPError(
             403,
@@ -79,7 +87,9 @@ class Gate:
             return
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         given = _digest(key.strip().encode("latin-1"))  # the bytes as they were sent
-        matches = [hmac.compare_digest(given, known) for known in self._keys]  # all, so that time tells nothing
+        matches = [
+            hmac.compare_digest(given, known) for known in self._keys
+        ]  # all, so that time tells nothing
         if scheme.lower() != "bearer" or not any(matches):
             raise HTTPError(
                 401,
@@ -88,7 +98,9 @@ class Gate:
                 headers={"www-authenticate": "Bearer"},
             )
 
-    async def _body(self, scope: Scope, receive: Receive, hold: Callable[[int], None], flight: Flight) -> bytes:
+    async def _body(
+        self, scope: Scope, receive: Receive, hold: Callable[[int], None], flight: Flight
+    ) -> bytes:
         settings = self._service.settings
         length = Headers(scope=scope).get("content-length", "0")
         if length.isdigit() and int(length[:20]) > settings.max_body_bytes:
@@ -181,14 +193,20 @@ def _left() -> HTTPError:
 
 
 def _slow(seconds: float) -> HTTPError:
-    return HTTPError(408, f"the body did not come within {seconds:g} seconds", headers={"connection": "close"})
+    return HTTPError(
+        408, f"the body did not come within {seconds:g} seconds", headers={"connection": "close"}
+    )
 
 
 def _late(seconds: float) -> HTTPError:
-    return HTTPError(504, f"the request took longer than the {seconds:g} seconds that it had", code="timeout")
+    return HTTPError(
+        504, f"the request took longer than the {seconds:g} seconds that it had", code="timeout"
+    )
 
 
 def _too_large(limit: int) -> HTTPError:
     return HTTPError(
-        413, f"the body is larger than {limit} bytes, which this server takes: send less", code="body_too_large"
+        413,
+        f"the body is larger than {limit} bytes, which this server takes: send less",
+        code="body_too_large",
     )

@@ -67,7 +67,9 @@ class Generating(ABC, Generic[_B]):
         return sum(len(answer.token_ids) for answer in output.outputs)
 
     @abstractmethod
-    def delta(self, index: int, output: RequestOutput, answer: CompletionOutput, news: News) -> dict[str, Any]:
+    def delta(
+        self, index: int, output: RequestOutput, answer: CompletionOutput, news: News
+    ) -> dict[str, Any]:
         """Return the choice of a chunk: what is new in an answer, which is choice number ``index``."""
 
     @abstractmethod
@@ -103,11 +105,15 @@ class Generating(ABC, Generic[_B]):
     async def _answers(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         logged = self.service.settings.log_prompts
         if logged:
-            self.record["prompt"] = self.body.model_dump(include={self.prompt_field})[self.prompt_field]
+            self.record["prompt"] = self.body.model_dump(include={self.prompt_field})[
+                self.prompt_field
+            ]
         with at(self.prompt_field):
             self.prompt_ids = await self.prompts()
         sampling.expect_prompts(self.body, self.prompt_ids, self.service)
-        self.params = sampling.params_of(self.body, self.prompt_ids, self.service, self.structured())
+        self.params = sampling.params_of(
+            self.body, self.prompt_ids, self.service, self.structured()
+        )
         if self.params.structured_output is not None:
             with at(self.grammar_field):
                 await self.service.llm.compile(self.params)
@@ -126,14 +132,18 @@ class Generating(ABC, Generic[_B]):
             async for number, output in news:
                 tokens[number] = self.counted(output)
                 self.record["completion_tokens"] = sum(tokens)
-                self.record.setdefault("seconds_to_first_token", round(time.monotonic() - self.arrival, 6))
+                self.record.setdefault(
+                    "seconds_to_first_token", round(time.monotonic() - self.arrival, 6)
+                )
                 if logged:
                     answers = {f"{number}/{answer.index}": answer.text for answer in output.outputs}
                     self.record.setdefault("answers", {}).update(answers)
                 yield number, output
 
     async def _events(
-        self, first: tuple[int, RequestOutput], news: AsyncGenerator[tuple[int, RequestOutput], None]
+        self,
+        first: tuple[int, RequestOutput],
+        news: AsyncGenerator[tuple[int, RequestOutput], None],
     ) -> AsyncGenerator[bytes, None]:
         reader = Reader()
         for chunk in self._chunks(first, reader):
@@ -156,11 +166,16 @@ class Generating(ABC, Generic[_B]):
         for answer in output.outputs:
             news = reader.news(number, answer)
             if news is not None:
-                chunk = {**self._head(self.chunk_object), "choices": [self._delta(number, output, answer, news)]}
+                chunk = {
+                    **self._head(self.chunk_object),
+                    "choices": [self._delta(number, output, answer, news)],
+                }
                 chunks.append(event({**chunk, "usage": None} if self._tells_usage else chunk))
         return chunks
 
-    def _delta(self, number: int, output: RequestOutput, answer: CompletionOutput, news: News) -> dict[str, Any]:
+    def _delta(
+        self, number: int, output: RequestOutput, answer: CompletionOutput, news: News
+    ) -> dict[str, Any]:
         return self.delta(number * self.params.n + answer.index, output, answer, news)
 
     def _whole(self, outputs: Sequence[RequestOutput]) -> Response:
@@ -169,7 +184,9 @@ class Generating(ABC, Generic[_B]):
             for number, output in enumerate(outputs)
             for answer in output.outputs
         ]
-        return JSONResponse({**self._head(self.whole_object), "choices": choices, "usage": self._usage()})
+        return JSONResponse(
+            {**self._head(self.whole_object), "choices": choices, "usage": self._usage()}
+        )
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.service.name}

@@ -43,4 +43,6 @@ class HTTPMetrics:
     def count(self, method: str, path: str, route: Any, status: int) -> None:
         """Count an answer; what has no route and was not refused is "other", as strangers may ask for any path."""
         path = path if path in ADMITTED_PATHS else getattr(route, "path", "other")
-        self._answers.labels(self._model_name, method if method in _METHODS else "other", path, status).inc()
+        self._answers.labels(
+            self._model_name, method if method in _METHODS else "other", path, status
+        ).inc()

@@ -26,7 +26,11 @@ def read_keys(path: str | Path, setting: str) -> list[str]:
     keys = {number: key for number, key in keys.items() if key and not key.startswith("#")}
     for number, key in keys.items():
         if len(key.split()) > 1:
-            raise ConfigError(f"{setting}, {path}, has blanks in line {number}: a line has one key and nothing else")
+            raise ConfigError(
+                f"{setting}, {path}, has blanks in line {number}: a line has one key and nothing else"
+            )
     if not keys:
-        raise ConfigError(f"{setting}, {path}, has no key: put one on each line, or leave the setting out")
+        raise ConfigError(
+            f"{setting}, {path}, has no key: put one on each line, or leave the setting out"
+        )
     return list(keys.values())

@@ -21,7 +21,12 @@ def template_values(given: Mapping[str, Any] | None) -> Mapping[str, Any] | None
     for name in _OWN_FIELDS:
         if name in (given or ()):
             field = f"chat_template_kwargs.{name}"
-            raise HTTPError(400, f"{field} cannot be given there: leave it out", field=field, code="invalid_value")
+            raise HTTPError(
+                400,
+                f"{field} cannot be given there: leave it out",
+                field=field,
+                code="invalid_value",
+            )
     return given
 
 

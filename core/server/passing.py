@@ -42,14 +42,24 @@ class Passing:
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.id = uuid4().hex
-        self.record: dict[str, Any] = {"request_id": self.id, "method": scope["method"], "path": scope["path"]}
+        self.record: dict[str, Any] = {
+            "request_id": self.id,
+            "method": scope["method"],
+            "path": scope["path"],
+        }
         if scope.get("client"):
             self.record["client"] = scope["client"][0]
         given = Headers(scope=scope).get("x-request-id", "")
         if _REQUEST_ID.fullmatch(given):
             self.record["client_request_id"] = given
-        method = "GET" if scope["method"] == "HEAD" else scope["method"]  # uvicorn leaves the body out
-        self.scope = {**scope, "method": method, "state": {**scope.get("state", {}), "passing": self}}
+        method = (
+            "GET" if scope["method"] == "HEAD" else scope["method"]
+        )  # uvicorn leaves the body out
+        self.scope = {
+            **scope,
+            "method": method,
+            "state": {**scope.get("state", {}), "passing": self},
+        }
         self.slot = Slot()
         self.started = time.monotonic()
         self._send = send
@@ -80,7 +90,13 @@ class Passing:
         if "status" not in self.record:
             await faults.response(answer)(self.scope, _nothing, self.send)
         elif self._streams:
-            await self._send({"type": "http.response.body", "body": event(faults.content(answer)), "more_body": False})
+            await self._send(
+                {
+                    "type": "http.response.body",
+                    "body": event(faults.content(answer)),
+                    "more_body": False,
+                }
+            )
 
     def finish(self, metrics: HTTPMetrics) -> None:
         """Write the line of the request, and count its answer; 499 is that of a client who left before one."""
@@ -89,8 +105,12 @@ class Passing:
         self.record["seconds"] = round(time.monotonic() - self.started, 6)
         unexpected = None if isinstance(self._failure, OpgraftError) else self._failure
         polled = self.record["path"] in _POLLED_PATHS and self.record["status"] == 200
-        level = logging.DEBUG if polled else logging.INFO if self._failure is None else logging.ERROR
-        log.log(level, "%s", json.dumps(self.record), extra={"fields": self.record}, exc_info=unexpected)
+        level = (
+            logging.DEBUG if polled else logging.INFO if self._failure is None else logging.ERROR
+        )
+        log.log(
+            level, "%s", json.dumps(self.record), extra={"fields": self.record}, exc_info=unexpected
+        )
         del self.scope["state"]["passing"]  # which would be a cycle
 
 

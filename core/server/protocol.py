@@ -41,7 +41,9 @@ def _told_apart(choose: Callable[[Any], TypeAdapter[Any]]) -> WrapValidator:
 class Body(BaseModel):
     """Base of the bodies, which take what is declared and nothing else."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
     @model_validator(mode="wrap")
     @classmethod
@@ -51,9 +53,13 @@ class Body(BaseModel):
         if not isinstance(given, dict) or given.keys() <= names:
             return validated(given)
         body = validated({name: value for name, value in given.items() if name in names})
-        refused = next((name for name in given if name not in names and given[name] is not None), None)
+        refused = next(
+            (name for name in given if name not in names and given[name] is not None), None
+        )
         if refused is not None:
-            unknown = PydanticCustomError("extra_forbidden", "no such field", {"known": sorted(names)})
+            unknown = PydanticCustomError(
+                "extra_forbidden", "no such field", {"known": sorted(names)}
+            )
             fault = InitErrorDetails(type=unknown, loc=(_printable(refused),), input=None)
             raise ValidationError.from_exception_data(cls.__name__, [fault])
         return body
@@ -81,13 +87,23 @@ def _prompts(given: object) -> TypeAdapter[Any]:
     if not isinstance(given, list):
         return _TEXT
     first = given[0] if given else None
-    return _TEXTS if isinstance(first, str) else _LISTS_OF_TOKENS if isinstance(first, list) else _TOKENS
+    return (
+        _TEXTS
+        if isinstance(first, str)
+        else _LISTS_OF_TOKENS
+        if isinstance(first, list)
+        else _TOKENS
+    )
 
 
-Prompts: TypeAlias = Annotated[str | list[str] | list[_Token] | list[list[_Token]], _told_apart(_prompts)]
+Prompts: TypeAlias = Annotated[
+    str | list[str] | list[_Token] | list[list[_Token]], _told_apart(_prompts)
+]
 """One prompt or several, as text or as token ids."""
 
-Texts: TypeAlias = Annotated[str | list[str], _told_apart(lambda given: _TEXTS if isinstance(given, list) else _TEXT)]
+Texts: TypeAlias = Annotated[
+    str | list[str], _told_apart(lambda given: _TEXTS if isinstance(given, list) else _TEXT)
+]
 """A text, or several."""
 
 
@@ -155,7 +171,9 @@ class Generation(Body):
     priority: int | None = None
     cache_salt: str | None = None
     user: str | None = None
-    metadata: Annotated[dict[str, str], _up_to_wrong(lambda value: isinstance(value, str))] | None = None
+    metadata: (
+        Annotated[dict[str, str], _up_to_wrong(lambda value: isinstance(value, str))] | None
+    ) = None
 
 
 class CompletionRequest(Generation):
@@ -261,7 +279,9 @@ def _message(given: object) -> TypeAdapter[Any]:
     return _MESSAGES.get(role, _ANY_MESSAGE) if isinstance(role, str) else _ANY_MESSAGE
 
 
-ChatMessage: TypeAlias = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, _told_apart(_message)]
+ChatMessage: TypeAlias = Annotated[
+    SystemMessage | UserMessage | AssistantMessage | ToolMessage, _told_apart(_message)
+]
 """A message of a chat."""
 
 

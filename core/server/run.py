@@ -85,7 +85,9 @@ class HTTPServer(uvicorn.Server):
         except EngineError as error:
             if self._failed is None:
                 self._failed, self._failed_at = error, time.monotonic()
-                self.config.timeout_graceful_shutdown = _FAILED_SECONDS  # nothing is left that could finish
+                self.config.timeout_graceful_shutdown = (
+                    _FAILED_SECONDS  # nothing is left that could finish
+                )
                 if self._service.hangs:  # nobody else tells those that wait for it
                     self._end_flights(faults.as_http_error(error))
         if self._failed is not None and time.monotonic() > self._failed_at + _FAILED_SECONDS:
@@ -97,14 +99,20 @@ class HTTPServer(uvicorn.Server):
         seconds, running = self._service.settings.drain_seconds, len(self._service.flights)
         log.info("shutting down: no new requests, %d that run have %g seconds", running, seconds)
         self._service.draining = True
-        timer = asyncio.get_running_loop().call_later(self._service.settings.drain_seconds, self._abort)
+        timer = asyncio.get_running_loop().call_later(
+            self._service.settings.drain_seconds, self._abort
+        )
         await super().shutdown(sockets)
         timer.cancel()
         log.info("ended")
 
     def _abort(self) -> None:
         self._end_flights(
-            HTTPError(503, "the request was aborted, as the server ends: send it to another one", code="aborted")
+            HTTPError(
+                503,
+                "the request was aborted, as the server ends: send it to another one",
+                code="aborted",
+            )
         )
 
     def _end_flights(self, reason: HTTPError) -> None:
@@ -122,7 +130,10 @@ class HTTPServer(uvicorn.Server):
 
 
 def serve(
-    model: str, opgraft_config: OpgraftConfig, api_keys: Sequence[str], ready: Callable[[Service, str], None]
+    model: str,
+    opgraft_config: OpgraftConfig,
+    api_keys: Sequence[str],
+    ready: Callable[[Service, str], None],
 ) -> None:
     """Serve a model until a signal comes.
 
@@ -188,7 +199,9 @@ def _bound(settings: ServerConfig) -> socket.socket:
     """Return a socket that is bound already, and listens once the model is ready."""
     host, port = settings.host, settings.port
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)

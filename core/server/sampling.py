@@ -32,7 +32,9 @@ def expect_answers(body: Generation, prompts: int, service: Service) -> None:
     """
     limit, answers = service.settings.max_answers, prompts * (body.n or 1)
     if answers > limit:
-        raise _too_many("answers (prompts times n)", answers, limit, "prompt" if prompts > limit else "n")
+        raise _too_many(
+            "answers (prompts times n)", answers, limit, "prompt" if prompts > limit else "n"
+        )
 
 
 def expect_prompts(body: Generation, prompts: Sequence[Sequence[int]], service: Service) -> None:
@@ -80,13 +82,17 @@ def _usual(body: Generation) -> dict[str, Any]:
     """Return values as the engine takes them, of those that only clients of OpenAI's interface send."""
     found: dict[str, Any] = {}
     if body.temperature is not None and 0 < body.temperature < COLDEST:
-        found["temperature"] = 0.0  # from clients that write it so, as the likeliest token is all that it leaves
+        found["temperature"] = (
+            0.0  # from clients that write it so, as the likeliest token is all that it leaves
+        )
     if body.seed is not None and body.seed < 0:
         found["seed"] = body.seed % (1 << 64)
     return found
 
 
-def _expect_few_logprobs(given: Mapping[str, Any], prompts: Sequence[Sequence[int]], limit: int) -> None:
+def _expect_few_logprobs(
+    given: Mapping[str, Any], prompts: Sequence[Sequence[int]], limit: int
+) -> None:
     """Refuse so many log-probabilities that to write them would take the memory and the time of others."""
     each = given.get("logprobs")
     if each is not None:
@@ -95,14 +101,21 @@ def _expect_few_logprobs(given: Mapping[str, Any], prompts: Sequence[Sequence[in
             tokens += sum(map(len, prompts))
         total = given.get("n", 1) * tokens * (each + 1)
         if total > limit:
-            raise _too_many("log-probabilities in all, for as many tokens as it may have", total, limit, "logprobs")
+            raise _too_many(
+                "log-probabilities in all, for as many tokens as it may have",
+                total,
+                limit,
+                "logprobs",
+            )
 
 
 def _expect_few(listed: str | Sequence[object], limit: int, field: str) -> None:
     """Refuse lists and texts so long that to look for them would keep other requests waiting."""
     if not isinstance(listed, str) and len(listed) > limit:
         raise _too_many(f"entries of {field}", len(listed), limit, field)
-    texts = [listed] if isinstance(listed, str) else [each for each in listed if isinstance(each, str)]
+    texts = (
+        [listed] if isinstance(listed, str) else [each for each in listed if isinstance(each, str)]
+    )
     longest = max(map(len, texts), default=0)
     if longest > _STOP_CHARACTERS:
         raise _too_many(f"characters of an entry of {field}", longest, _STOP_CHARACTERS, field)
@@ -132,7 +145,9 @@ def _max_tokens(body: Generation, prompts: Sequence[Sequence[int]], service: Ser
             code="context_length_exceeded",
         )
     if limit is not None and wanted * answers > limit:
-        raise _too_many(f"tokens ({field} for each of {answers} answers)", wanted * answers, limit, field)
+        raise _too_many(
+            f"tokens ({field} for each of {answers} answers)", wanted * answers, limit, field
+        )
     return wanted
 
 
@@ -170,7 +185,9 @@ def _logprobs(body: Generation, limit: int) -> dict[str, Any]:
     else:
         return {}
     if wanted is not None and wanted < 0:
-        raise HTTPError(400, f"{field} is {wanted}: use 0 to {limit}", field=field, code="invalid_value")
+        raise HTTPError(
+            400, f"{field} is {wanted}: use 0 to {limit}", field=field, code="invalid_value"
+        )
     if wanted is not None and wanted > limit:
         raise _too_many("log-probabilities of a token", wanted, limit, field)
     echoed = isinstance(body, CompletionRequest) and body.echo
@@ -179,5 +196,8 @@ def _logprobs(body: Generation, limit: int) -> dict[str, Any]:
 
 def _too_many(what: str, found: int, limit: int, field: str) -> HTTPError:
     return HTTPError(
-        400, f"the request asks for {found} {what}, and this server allows {limit}", field=field, code="limit_exceeded"
+        400,
+        f"the request asks for {found} {what}, and this server allows {limit}",
+        field=field,
+        code="limit_exceeded",
     )

@@ -204,7 +204,12 @@ class Service:
         explanation = await self._model.explain()
         decision = selected_platform().decision.to_dict()
         health = self.health()
-        told = {"model": self.name, "platform": current_platform().name, "decision": decision, **explanation.to_dict()}
+        told = {
+            "model": self.name,
+            "platform": current_platform().name,
+            "decision": decision,
+            **explanation.to_dict(),
+        }
         return told if "engines" not in health else {**told, "engines": health["engines"]}
 
     async def check_health(self) -> None:
@@ -235,9 +240,16 @@ class Service:
         """
         await self.check_health()
         if self.draining:
-            raise HTTPError(503, "the server is shutting down: send the request to another one", code="draining")
+            raise HTTPError(
+                503, "the server is shutting down: send the request to another one", code="draining"
+            )
         if not self._warm or "ready" not in self._states():
-            raise HTTPError(503, "the model is not ready yet: try again", code="starting", headers={"retry-after": "1"})
+            raise HTTPError(
+                503,
+                "the model is not ready yet: try again",
+                code="starting",
+                headers={"retry-after": "1"},
+            )
 
     def health(self) -> dict[str, Any]:
         """Return whether all engines are ready, and where there are several, the state of each."""
@@ -279,7 +291,9 @@ class Service:
                 code="context_length_exceeded",
             )
 
-    async def answers(self, job: Job, slot: Slot) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    async def answers(
+        self, job: Job, slot: Slot
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Answer the prompts of a job, and yield the number of a prompt with its output whenever that has grown.
 
         Raises:
@@ -287,14 +301,20 @@ class Service:
             RequestError: a prompt cannot be taken.
             EngineError: the engine has stopped.
         """
-        waiting = {(number, index) for number in range(len(job.prompts)) for index in range(job.params.n)}
+        waiting = {
+            (number, index) for number in range(len(job.prompts)) for index in range(job.params.n)
+        }
         self.admission.take(slot, len(waiting), sum(map(len, job.prompts)))
         streams = [self._answer(job, number) for number in range(len(job.prompts))]
         async with aclosing(_merged(streams)) as news:
             async for number, output in news:
                 if waiting:
-                    waiting -= {(number, answer.index) for answer in output.outputs if answer.token_ids}
-                    tokens = sum(len(job.prompts[prompt]) for prompt, index in waiting if index == 0)
+                    waiting -= {
+                        (number, answer.index) for answer in output.outputs if answer.token_ids
+                    }
+                    tokens = sum(
+                        len(job.prompts[prompt]) for prompt, index in waiting if index == 0
+                    )
                     self.admission.begun(slot, len(waiting), tokens)
                 _expect_no_error(output, job)
                 yield number, output
@@ -312,20 +332,30 @@ class Service:
 
 def _summary(explanation: Explanation) -> str:
     counts = Counter(str(row.provider) for row in explanation.rows if row.runs)
-    return printable(", ".join(f"{count} of {provider}" for provider, count in counts.most_common()))
+    return printable(
+        ", ".join(f"{count} of {provider}" for provider, count in counts.most_common())
+    )
 
 
 def _expect_no_error(output: RequestOutput, job: Job) -> None:
     for answer in output.outputs:
         if answer.refused:
             field = None if job.params.structured_output is None else job.grammar_field
-            raise HTTPError(400, f"the answer ended: {answer.error}", field=field, code="invalid_value")
+            raise HTTPError(
+                400, f"the answer ended: {answer.error}", field=field, code="invalid_value"
+            )
         if answer.finish_reason == "error":
             raise HTTPError(
-                500, "the request failed while it was computed: the log of the server has the cause", code="failed"
+                500,
+                "the request failed while it was computed: the log of the server has the cause",
+                code="failed",
             ) from EngineError(answer.error)
         if answer.finish_reason == "abort":
-            raise HTTPError(503, "the request was aborted, as the server ends: send it to another one", code="aborted")
+            raise HTTPError(
+                503,
+                "the request was aborted, as the server ends: send it to another one",
+                code="aborted",
+            )
 
 
 async def _merged(
@@ -338,7 +368,9 @@ async def _merged(
                 yield 0, output
         return
     news: asyncio.Queue[Any] = asyncio.Queue(1)
-    tasks = [asyncio.create_task(_forward(number, stream, news)) for number, stream in enumerate(streams)]
+    tasks = [
+        asyncio.create_task(_forward(number, stream, news)) for number, stream in enumerate(streams)
+    ]
     try:
         left = len(tasks)
         while left:
@@ -354,7 +386,9 @@ async def _merged(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _forward(number: int, stream: AsyncIterator[RequestOutput], news: asyncio.Queue[Any]) -> None:
+async def _forward(
+    number: int, stream: AsyncIterator[RequestOutput], news: asyncio.Queue[Any]
+) -> None:
     try:
         async with aclosing(stream):  # type: ignore[type-var]
             async for output in stream:

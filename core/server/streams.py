@@ -17,7 +17,11 @@ DONE = b"data: [DONE]\n\n"
 
 def event(data: Mapping[str, Any]) -> bytes:
     """Return data as an event."""
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n\n"
+    return (
+        b"data: "
+        + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+        + b"\n\n"
+    )
 
 
 class EventStream(Response):
@@ -37,7 +41,13 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
         async with aclosing(self.events) as events:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+            )
             try:
                 async for body in events:
                     await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -82,7 +92,12 @@ class Reader:
         self._told[key] = (len(answer.text), len(answer.token_ids))
         if answer.finished:
             self._ended.add(key)
-        return News(answer.text[characters:], answer.token_ids[tokens:], (answer.logprobs or [])[tokens:], first)
+        return News(
+            answer.text[characters:],
+            answer.token_ids[tokens:],
+            (answer.logprobs or [])[tokens:],
+            first,
+        )
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:

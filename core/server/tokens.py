@@ -38,7 +38,9 @@ def _encoded(service: Service, body: TokenizeRequest) -> list[int]:
         special = bool(body.add_special_tokens)
         text = service.llm.engine.chat_template.render(
             for_template(body.messages),
-            tools=[tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None,
+            tools=[tool.model_dump(exclude_none=True) for tool in body.tools]
+            if body.tools
+            else None,
             add_generation_prompt=body.add_generation_prompt is not False,
             values=template_values(body.chat_template_kwargs),
         )

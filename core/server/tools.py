@@ -40,7 +40,11 @@ class Call:
 
     def as_dict(self, call_id: str) -> dict[str, Any]:
         """Return the call as OpenAI has it."""
-        return {"id": call_id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        return {
+            "id": call_id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
 
 
 class Tools:
@@ -61,7 +65,9 @@ class Tools:
 
     def __init__(self, body: ChatRequest, template: str) -> None:
         offered = (
-            [] if body.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+            []
+            if body.tool_choice == "none"
+            else [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
         )
         if offered and "tools" not in template:
             raise HTTPError(
@@ -74,7 +80,9 @@ class Tools:
         self.functions = offered or None
         chosen = _chosen(body, offered)
         self.forced = _forced([offered[place]["function"] for place in chosen])
-        self.forced_field = f"tools[{chosen[0]}].function.parameters" if len(chosen) == 1 else "tools"
+        self.forced_field = (
+            f"tools[{chosen[0]}].function.parameters" if len(chosen) == 1 else "tools"
+        )
         marker = _HERMES if _HERMES in template else _MISTRAL if _MISTRAL in template else "{"
         self._marker = "" if self.forced is not None else marker
         self._most = 1 if body.parallel_tool_calls is False else None
@@ -90,7 +98,10 @@ class Tools:
         if self.forced is not None or not any(function.get("strict") for function in self._offered):
             return None
         schemas = [
-            _schema_of(function if function.get("strict") else {"name": function["name"]}, f"urn:opgraft:tool:{place}")
+            _schema_of(
+                function if function.get("strict") else {"name": function["name"]},
+                f"urn:opgraft:tool:{place}",
+            )
             for place, function in enumerate(self._offered)
         ]
         call = {"$ref": "#/$defs/call"}
@@ -103,7 +114,9 @@ class Tools:
             return _PLAIN.format(form=json.dumps(form))
         token = special(self._marker)
         trigger = json.dumps(self._marker) if token is None else f"<[{token}]>"
-        return _MARKED.format(form=json.dumps(form), lazy="[lazy]" if token is None else "", trigger=trigger)
+        return _MARKED.format(
+            form=json.dumps(form), lazy="[lazy]" if token is None else "", trigger=trigger
+        )
 
     def plain(self, text: str, ended: bool) -> str:
         """Return the part of a text that is surely no call: up to the first marker, or what may become one."""
@@ -137,17 +150,25 @@ def _chosen(body: ChatRequest, offered: Sequence[Mapping[str, Any]]) -> list[int
     if choice in (None, "none", "auto"):
         return []
     name = choice.function.name if isinstance(choice, NamedToolChoice) else None
-    chosen = [place for place, tool in enumerate(offered) if name in (None, tool["function"]["name"])]
+    chosen = [
+        place for place, tool in enumerate(offered) if name in (None, tool["function"]["name"])
+    ]
     if not chosen:
         raise HTTPError(
-            400, "tool_choice asks for a function that tools do not have", field="tool_choice", code="invalid_value"
+            400,
+            "tool_choice asks for a function that tools do not have",
+            field="tool_choice",
+            code="invalid_value",
         )
     return chosen
 
 
 def _forced(functions: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Return the schema of an answer that calls one of some functions."""
-    schemas = [_schema_of(function, f"urn:opgraft:tool:{place}") for place, function in enumerate(functions)]
+    schemas = [
+        _schema_of(function, f"urn:opgraft:tool:{place}")
+        for place, function in enumerate(functions)
+    ]
     return {"anyOf": schemas} if schemas else None
 
 
@@ -196,4 +217,8 @@ def _call(value: Any) -> Call | None:
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         return Call(value["name"], arguments)
-    return Call(value["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+    return (
+        Call(value["name"], json.dumps(arguments, ensure_ascii=False))
+        if isinstance(arguments, dict)
+        else None
+    )

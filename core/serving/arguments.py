@@ -38,13 +38,17 @@ def listed_chats(given: Any) -> Sequence[Any]:
         RequestError: it is neither a list of messages nor a list of such lists.
     """
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
-        raise RequestError(f"messages is {_kind(given)}: give a list of messages such as {_MESSAGE}", "messages")
+        raise RequestError(
+            f"messages is {_kind(given)}: give a list of messages such as {_MESSAGE}", "messages"
+        )
     if given and isinstance(given[0], Mapping):
         return [given]
     for index, chat in enumerate(given):
         if isinstance(chat, str | bytes | Mapping) or not isinstance(chat, Sequence):
             name = placed("chat", index, len(given))
-            raise RequestError(f"{name} is {_kind(chat)}: give a list of messages such as {_MESSAGE}", "messages")
+            raise RequestError(
+                f"{name} is {_kind(chat)}: give a list of messages such as {_MESSAGE}", "messages"
+            )
     return given
 
 
@@ -62,7 +66,11 @@ def _text_message(message: Any, index: int) -> Any:
     if not isinstance(content, list | tuple):
         return message
     for place, part in enumerate(content):
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        if (
+            not isinstance(part, Mapping)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise RequestError(
                 f"messages[{index}].content[{place}] is {kind!r:.40}: the model takes text, as in "
@@ -85,9 +93,13 @@ def renamed_params(sampling_params: Any, params: Any) -> Any:
     """
     if params is None:
         return sampling_params
-    warnings.warn("params is now called sampling_params: use that name", DeprecationWarning, stacklevel=3)
+    warnings.warn(
+        "params is now called sampling_params: use that name", DeprecationWarning, stacklevel=3
+    )
     if sampling_params is not None:
-        raise RequestError("sampling_params and params are both given: leave out params", "sampling_params")
+        raise RequestError(
+            "sampling_params and params are both given: leave out params", "sampling_params"
+        )
     return params
 
 
@@ -132,10 +144,16 @@ def expect_params(given: Any) -> None:
 
 def _as_many(given: Sequence[_T], prompts: int, what: str, field: str) -> Sequence[_T]:
     if len(given) != prompts:
-        raise RequestError(f"{prompts} prompts come with {len(given)} {what}: give one for all, or one each", field)
+        raise RequestError(
+            f"{prompts} prompts come with {len(given)} {what}: give one for all, or one each", field
+        )
     return given
 
 
 def _kind(given: object) -> str:
     """Say what was given: a short value itself, of others the type."""
-    return repr(given) if given is None or isinstance(given, int | float) else f"of the type {type(given).__name__}"
+    return (
+        repr(given)
+        if given is None or isinstance(given, int | float)
+        else f"of the type {type(given).__name__}"
+    )

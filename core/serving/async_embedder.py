@@ -98,7 +98,10 @@ class AsyncEmbedder:
             RequestError: a text cannot be taken.
         """
         return await self.prepare(
-            lambda: [self.embedder.encode(text, placed("text", i, len(texts))) for i, text in enumerate(texts)]
+            lambda: [
+                self.embedder.encode(text, placed("text", i, len(texts)))
+                for i, text in enumerate(texts)
+            ]
         )
 
     async def embed(self, texts: Sequence[list[int]]) -> list[EmbeddingOutput]:
@@ -111,7 +114,10 @@ class AsyncEmbedder:
         """
         loop = asyncio.get_running_loop()
         names = (placed("text", i, len(texts)) for i in range(len(texts)))
-        waiting = [_Waiting(name, ids, loop.create_future()) for name, ids in zip(names, texts, strict=True)]
+        waiting = [
+            _Waiting(name, ids, loop.create_future())
+            for name, ids in zip(names, texts, strict=True)
+        ]
         self._waiting += waiting
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
@@ -139,7 +145,9 @@ class AsyncEmbedder:
     async def _embed(self, batch: Sequence[_Waiting]) -> None:
         self._busy_since = time.monotonic()
         try:
-            vectors = await called_in(self._computing, self.embedder.vectors, [text.ids for text in batch])
+            vectors = await called_in(
+                self._computing, self.embedder.vectors, [text.ids for text in batch]
+            )
         except Exception as error:
             if len(batch) == 1:
                 _settle(batch[0], error)
@@ -161,7 +169,11 @@ class AsyncEmbedder:
     def busy_seconds(self) -> float:
         """The seconds that the batch of this moment has taken: of one that hangs they grow."""
         since = self._busy_since
-        return 0.0 if since is None else max(0.0, time.monotonic() - max(since, self.executor.ready_since))
+        return (
+            0.0
+            if since is None
+            else max(0.0, time.monotonic() - max(since, self.executor.ready_since))
+        )
 
     def end_hanging(self, seconds: float) -> None:
         """Do nothing: there is no other engine that would go on."""

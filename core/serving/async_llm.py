@@ -66,7 +66,9 @@ class AsyncLLM:
         self._preparing = ThreadPoolExecutor(_PREPARING, thread_name_prefix="opgraft-prepare")
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="opgraft-compile")
         self._mailbox: Mailbox | None = None
-        self._finalizer = weakref.finalize(self, _shutdown, self._replicas, self._preparing, self._compiling)
+        self._finalizer = weakref.finalize(
+            self, _shutdown, self._replicas, self._preparing, self._compiling
+        )
 
     @property
     def engine(self) -> TextEngine:

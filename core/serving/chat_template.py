@@ -83,7 +83,11 @@ class ChatTemplate:
             ) from error
 
     def _default(self, tools: object) -> str:
-        return "tool_use" if tools is not None and "tool_use" in self._tokenizer.chat_templates else "default"
+        return (
+            "tool_use"
+            if tools is not None and "tool_use" in self._tokenizer.chat_templates
+            else "default"
+        )
 
     def _template(self, name: str) -> Any:
         if name not in self._compiled:
@@ -98,7 +102,9 @@ class ChatTemplate:
                     "the model has no chat template, so how it was taught to chat is not known: pass a prompt as text "
                     "to generate(), or put a chat_template.jinja beside the weights"
                 )
-            raise RequestError(f"the model has no chat template {name!r:.80}: {close_matches(name[:80], sources)}")
+            raise RequestError(
+                f"the model has no chat template {name!r:.80}: {close_matches(name[:80], sources)}"
+            )
         try:
             return self._environment.compiled(sources[name])
         except Exception as error:  # of syntax mostly, and of nesting too deep
@@ -115,9 +121,17 @@ def _message(message: object, index: int) -> dict[str, Any]:
         raise RequestError(
             f"messages[{index}] is {type(message).__name__}, expected a dict: {{'role': 'user', 'content': '...'}}"
         )
-    plain = {key: value for key, value in _plain(message, f"messages[{index}]").items() if value is not None}
+    plain = {
+        key: value
+        for key, value in _plain(message, f"messages[{index}]").items()
+        if value is not None
+    }
     reasoning = next((plain[key] for key in _REASONING if key in plain), None)
-    return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+    return (
+        plain
+        if reasoning is None
+        else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+    )
 
 
 def _plain(value: Any, place: str) -> Any:
@@ -130,7 +144,8 @@ def _plain(value: Any, place: str) -> Any:
         return value
     if isinstance(value, Mapping):
         return {
-            _plain(key, f"a key of {place}"): _plain(inner, f"{place}[{key!r:.40}]") for key, inner in value.items()
+            _plain(key, f"a key of {place}"): _plain(inner, f"{place}[{key!r:.40}]")
+            for key, inner in value.items()
         }
     if isinstance(value, list | tuple):
         return [_plain(inner, f"{place}[{index}]") for index, inner in enumerate(value)]

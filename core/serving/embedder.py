@@ -59,7 +59,9 @@ class Embedder:
             weights = open_weights(str(self.opgraft_config.model.name))
             self.tokenizer: Tokenizer = open_tokenizer(weights)
             self.vocab_size = int(read_config(weights).get_text_config().vocab_size)
-            self.settings = SentenceSettings.of(weights.path if weights.path.is_dir() else weights.path.parent)
+            self.settings = SentenceSettings.of(
+                weights.path if weights.path.is_dir() else weights.path.parent
+            )
             self.max_tokens = self._longest()
             undo.pop_all()  # nothing raised: the worker stays
         self.counters = Counters()
@@ -71,7 +73,10 @@ class Embedder:
         """Return the tokens of the longest text: as set, or as the checkpoint says of its sentences."""
         there, asked = self.executor.call("max_context"), self.opgraft_config.model.max_model_len
         if asked is None:
-            return min((limit for limit in (there, self.settings.max_tokens) if limit is not None), default=_LONGEST)
+            return min(
+                (limit for limit in (there, self.settings.max_tokens) if limit is not None),
+                default=_LONGEST,
+            )
         if there is not None and there < asked:
             raise ConfigError(
                 f"model.max_model_len is {asked}, and the encoder {self.opgraft_config.model.name} has positions for "
@@ -82,7 +87,11 @@ class Embedder:
     def stats(self) -> EngineStats:
         """Return a snapshot of what runs and of the counters, from any thread; there is no cache."""
         return EngineStats(
-            running=self._running, waiting=self.waiting, blocks_used=0, num_blocks=0, counters=copied(self.counters)
+            running=self._running,
+            waiting=self.waiting,
+            blocks_used=0,
+            num_blocks=0,
+            counters=copied(self.counters),
         )
 
     def explain(self) -> Explanation:
@@ -91,7 +100,11 @@ class Embedder:
         return explained.within(executor=self.executor)
 
     def embed(
-        self, texts: Sequence[Prompt], *, truncate: bool, ended: Callable[[int], None] = lambda more: None
+        self,
+        texts: Sequence[Prompt],
+        *,
+        truncate: bool,
+        ended: Callable[[int], None] = lambda more: None,
     ) -> list[EmbeddingOutput]:
         """Return the vector of each text, in their order; texts of like length share a batch.
 
@@ -113,7 +126,9 @@ class Embedder:
             for batch in self.batches([len(ids) for _, ids in given]):
                 left -= len(batch)
                 self.waiting = left
-                found.update(zip(batch, self.vectors([given[index][1] for index in batch]), strict=True))
+                found.update(
+                    zip(batch, self.vectors([given[index][1] for index in batch]), strict=True)
+                )
                 ended(len(batch))
         finally:
             self.waiting = 0
@@ -185,7 +200,10 @@ class Embedder:
         batch: list[int] = []
         tokens = 0
         for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-            full = len(batch) == scheduler.max_num_seqs or tokens + lengths[index] > scheduler.max_num_batched_tokens
+            full = (
+                len(batch) == scheduler.max_num_seqs
+                or tokens + lengths[index] > scheduler.max_num_batched_tokens
+            )
             if batch and full:
                 yield batch
                 batch, tokens = [], 0

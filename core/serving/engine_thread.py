@@ -268,12 +268,17 @@ class EngineThread:
         try:
             self._serve()
         except BaseException as error:
-            cause, why = error, f"the thread of the engine has ended by an error ({described(error)})"
+            cause, why = (
+                error,
+                f"the thread of the engine has ended by an error ({described(error)})",
+            )
             logger.error("the engine has ended: %s", described(error))
         try:
             self._leave(cause)
         except BaseException as error:
-            logger.error("the requests of an engine that ends are lost with it: %s", described(error))
+            logger.error(
+                "the requests of an engine that ends are lost with it: %s", described(error)
+            )
         finally:
             self._end(f"{why}: make a new one", cause)
             self.engine.shutdown()
@@ -308,7 +313,9 @@ class EngineThread:
         """Sleep until there is something to do, make the calls, and tell whether to go on."""
         self._busy_since = None
         with self._wake:
-            self._wake.wait_for(lambda: self._calls or self._stopping or self._looks or self._has_work())
+            self._wake.wait_for(
+                lambda: self._calls or self._stopping or self._looks or self._has_work()
+            )
             calls, self._calls = self._calls, []
             self._looks = False
         self._busy_since = time.monotonic()

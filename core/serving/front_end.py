@@ -59,7 +59,9 @@ class FrontEnd(ABC):
         """Return the text and the token ids of a prompt, as ``InputProcessor.encode`` does."""
         return self.inputs.encode(prompt, **options)
 
-    def prepare(self, request_id: str, prompt: Prompt, params: SamplingParams, **options: Any) -> OpenRequest:
+    def prepare(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, **options: Any
+    ) -> OpenRequest:
         """Check a request and make it ready for ``submit``, as ``InputProcessor.prepare`` does; from any thread."""
         return self.inputs.prepare(request_id, prompt, params, **options)
 
@@ -71,7 +73,9 @@ class FrontEnd(ABC):
         """
         self.inputs.expect_priority(priority)
 
-    def add(self, request_id: str, prompt: Prompt, params: SamplingParams, **options: Any) -> RequestOutput:
+    def add(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, **options: Any
+    ) -> RequestOutput:
         """Prepare a request and submit it; arguments and errors are those of ``prepare`` and ``submit``."""
         return self.submit(self.prepare(request_id, prompt, params, **options))
 

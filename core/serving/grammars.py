@@ -30,7 +30,11 @@ class Grammars:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, vocab_size: int, eos: frozenset[int], share: Callable[[Grammar], None]
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos: frozenset[int],
+        share: Callable[[Grammar], None],
     ) -> None:
         self._backend, self._vocab_size, self._eos = tokenizer.backend, vocab_size, eos
         self._share = share
@@ -81,7 +85,10 @@ class Grammars:
             return grammar
         with self._lock:
             self._kept[key] = grammar, characters
-            while len(self._kept) > _MOST or sum(size for _, size in self._kept.values()) > _MOST_CHARACTERS:
+            while (
+                len(self._kept) > _MOST
+                or sum(size for _, size in self._kept.values()) > _MOST_CHARACTERS
+            ):
                 self._kept.popitem(last=False)
         return grammar
 

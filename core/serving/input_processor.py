@@ -150,11 +150,15 @@ class InputProcessor:
             eos=self.eos,
             priority=priority,
             cache_salt=salt,
-            bad_words=bad_word_tokens(params.bad_words, self.expect_tokenizer()) if params.bad_words else (),
+            bad_words=bad_word_tokens(params.bad_words, self.expect_tokenizer())
+            if params.bad_words
+            else (),
             grammar=None if params.structured_output is None else self.grammars.of(params),
         ).split()
         answers = [Answer.of(i, each, self._detokenizer(each)) for i, each in enumerate(requests)]
-        output = RequestOutput(request_id, text, ids, [answer.output for answer in answers], metrics=metrics)
+        output = RequestOutput(
+            request_id, text, ids, [answer.output for answer in answers], metrics=metrics
+        )
         return OpenRequest(output, {answer.request.request_id: answer for answer in answers})
 
     def _expect_in_vocabulary(self, params: SamplingParams) -> None:
@@ -200,5 +204,8 @@ def _arrival(given: float | None) -> float:
     if given is None:
         return time.monotonic()
     if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given):
-        raise RequestError(f"arrival is {given!r:.80}: give seconds of time.monotonic(), or None for now", "arrival")
+        raise RequestError(
+            f"arrival is {given!r:.80}: give seconds of time.monotonic(), or None for now",
+            "arrival",
+        )
     return given

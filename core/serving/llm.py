@@ -64,8 +64,12 @@ class Interrupted(KeyboardInterrupt):
     """
 
     def __init__(self, outputs: Sequence[RequestOutput]) -> None:
-        done = sum(all(answer.finish_reason != "abort" for answer in output.outputs) for output in outputs)
-        super().__init__(f"{done} of {len(outputs)} prompts were answered; the exception's outputs has them all")
+        done = sum(
+            all(answer.finish_reason != "abort" for answer in output.outputs) for output in outputs
+        )
+        super().__init__(
+            f"{done} of {len(outputs)} prompts were answered; the exception's outputs has them all"
+        )
         self.outputs = list(outputs)
 
 
@@ -104,7 +108,9 @@ class LLM:
         with opened_once():
             if generates(self.opgraft_config):
                 several = is_replicated(self.opgraft_config.parallel)
-                self._engine = (ReplicatedEngine if several else TextEngine)(self.opgraft_config, on_step)
+                self._engine = (ReplicatedEngine if several else TextEngine)(
+                    self.opgraft_config, on_step
+                )
             else:
                 self._embedder = Embedder(self.opgraft_config, on_step)
         self._numbers = count()
@@ -119,7 +125,9 @@ class LLM:
         """
         if self._engine is None:
             name = self.opgraft_config.model.name
-            raise ModelError(f"{name} is an encoder, which answers no prompt: LLM.embed gives the vectors of texts")
+            raise ModelError(
+                f"{name} is an encoder, which answers no prompt: LLM.embed gives the vectors of texts"
+            )
         return self._engine
 
     @property
@@ -181,17 +189,28 @@ class LLM:
             Interrupted: after an interrupt; it has what was computed.
         """
         chats = listed_chats(messages)
-        texts = [self._rendered(chat, tools, placed("chat", i, len(chats))) for i, chat in enumerate(chats)]
-        return self._answer(texts, renamed_params(sampling_params, params), priority, progress, chat=True)
+        texts = [
+            self._rendered(chat, tools, placed("chat", i, len(chats)))
+            for i, chat in enumerate(chats)
+        ]
+        return self._answer(
+            texts, renamed_params(sampling_params, params), priority, progress, chat=True
+        )
 
-    def _rendered(self, chat: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, name: str) -> str:
+    def _rendered(
+        self, chat: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, name: str
+    ) -> str:
         try:
             return self.engine.chat_template.render(text_messages(chat), tools=tools)
         except RequestError as error:
             raise RequestError(f"{name}: {error.message}", error.field, code=error.code) from error
 
     def embed(
-        self, texts: Prompt | Sequence[Prompt], *, truncate: bool = False, progress: bool | None = None
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        truncate: bool = False,
+        progress: bool | None = None,
     ) -> list[EmbeddingOutput]:
         """Return the embeddings of texts, in their order, pooled and normalised as the checkpoint says.
 
@@ -207,7 +226,9 @@ class LLM:
         """
         if self._embedder is None:
             name = self.opgraft_config.model.name
-            raise ModelError(f"{name} generates text, and has no embeddings of texts: give an encoder, such as minilm")
+            raise ModelError(
+                f"{name} generates text, and has no embeddings of texts: give an encoder, such as minilm"
+            )
         listed = listed_prompts(texts, "texts")
         with self._answering, progress_bar("prompts answered", len(listed), progress) as ended:
             return self._embedder.embed(listed, truncate=truncate, ended=ended)
@@ -253,7 +274,12 @@ class LLM:
         *,
         chat: bool = False,
     ) -> list[RequestOutput]:
-        each = zip(prompts, params_for(params, len(prompts)), priorities_for(priority, len(prompts)), strict=True)
+        each = zip(
+            prompts,
+            params_for(params, len(prompts)),
+            priorities_for(priority, len(prompts)),
+            strict=True,
+        )
         ids = [str(next(self._numbers)) for _ in prompts]
         outputs: dict[str, RequestOutput] = {}
         with self._answering, interrupts_noted() as interrupted:

@@ -22,7 +22,11 @@ class Answer:
     @classmethod
     def of(cls, index: int, request: Request, detokenizer: Detokenizer | None) -> Answer:
         nothing = StringIO()
-        return cls(request, GrowingOutput(index, lambda: detokenizer.written if detokenizer else nothing), detokenizer)
+        return cls(
+            request,
+            GrowingOutput(index, lambda: detokenizer.written if detokenizer else nothing),
+            detokenizer,
+        )
 
 
 @dataclass
@@ -63,7 +67,9 @@ class OpenRequest:
             expected: tokens that an answer has unless it is limited to fewer; at least one is outstanding of each.
         """
         answers = list(self.growing.values())  # in one go, as the engine's thread takes some out
-        lengths = [(answer.request.params.most_tokens, len(answer.output.token_ids)) for answer in answers]
+        lengths = [
+            (answer.request.params.most_tokens, len(answer.output.token_ids)) for answer in answers
+        ]
         prompt = 0 if any(length for _, length in lengths) else len(self.output.prompt_token_ids)
         return prompt + sum(max(min(most, expected) - length, 1) for most, length in lengths)
 

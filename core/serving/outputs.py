@@ -175,7 +175,11 @@ class RequestOutput:
         answers = [answer.deferred_snapshot() for answer in self.outputs]
         state = self.finished, self.prompt_logprobs, self.metrics and self.metrics.snapshot()
         return lambda: RequestOutput(
-            self.request_id, self.prompt, self.prompt_token_ids, [make() for make in answers], *state
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            [make() for make in answers],
+            *state,
         )
 
 

@@ -10,7 +10,9 @@ from rich.console import Console
 
 
 @contextmanager
-def progress_bar(words: str, total: int, shown: bool | None = None) -> Iterator[Callable[[int], None]]:
+def progress_bar(
+    words: str, total: int, shown: bool | None = None
+) -> Iterator[Callable[[int], None]]:
     """Show how much is done; what is yielded is called with how much more is.
 
     Args:

@@ -64,10 +64,16 @@ class PrometheusExporter:
             **{name: self._family("Counter", name, text) for name, text in COUNTERS.items()},
             **{name: self._family("Gauge", name, text) for name, text in GAUGES.items()},
             **{name: self._histogram(name, text) for name, text in HISTOGRAMS.items()},
-            "request_success": self._family("Counter", "request_success", _ENDED, "engine", "finished_reason"),
-            "engine_step_seconds": self._family("Counter", "engine_step_seconds", _SECONDS, "engine", "part"),
+            "request_success": self._family(
+                "Counter", "request_success", _ENDED, "engine", "finished_reason"
+            ),
+            "engine_step_seconds": self._family(
+                "Counter", "engine_step_seconds", _SECONDS, "engine", "part"
+            ),
         }
-        self._kernels = self._family("Gauge", "kernel_info", "Kernels that run, 1 each.", "op", "kernel", "provider")
+        self._kernels = self._family(
+            "Gauge", "kernel_info", "Kernels that run, 1 each.", "op", "kernel", "provider"
+        )
         self._engines: dict[int, dict[str, Any]] = {}
         self._begun: set[str] = set()
         self._of_engine(0)
@@ -78,14 +84,21 @@ class PrometheusExporter:
 
     def _family(self, kind: str, name: str, text: str, *labels: str, **options: Any) -> Any:
         labelled = ("model_name", *(labels or ("engine",)))
-        return getattr(self._client, kind)(f"opgraft:{name}", text, labelled, registry=self._registry, **options)
+        return getattr(self._client, kind)(
+            f"opgraft:{name}", text, labelled, registry=self._registry, **options
+        )
 
     def _of_engine(self, number: int) -> dict[str, Any]:
         """Return the metrics of an engine, which are shown from now on."""
         if number not in self._engines:
             of = self._model_name, str(number)
-            made = {name: self._families[name].labels(*of) for name in (*COUNTERS, *GAUGES, *HISTOGRAMS)}
-            for name, values in (("request_success", FINISH_REASONS), ("engine_step_seconds", PARTS)):
+            made = {
+                name: self._families[name].labels(*of) for name in (*COUNTERS, *GAUGES, *HISTOGRAMS)
+            }
+            for name, values in (
+                ("request_success", FINISH_REASONS),
+                ("engine_step_seconds", PARTS),
+            ):
                 made |= {value: self._families[name].labels(*of, value) for value in values}
             self._engines[number] = made
         return self._engines[number]
@@ -111,7 +124,9 @@ class PrometheusExporter:
             if output.metrics is not None:
                 self._observe(of, output, output.metrics)
 
-    def _observe(self, of: Mapping[str, Any], output: RequestOutput, metrics: RequestMetrics) -> None:
+    def _observe(
+        self, of: Mapping[str, Any], output: RequestOutput, metrics: RequestMetrics
+    ) -> None:
         observed: dict[str, float | None] = {}
         if metrics.first_token is not None and output.request_id not in self._begun:
             self._begun.add(output.request_id)
@@ -123,7 +138,9 @@ class PrometheusExporter:
             decode = metrics.last_token - metrics.first_token
             tokens = max(len(answer.token_ids) for answer in output.outputs)
             observed["e2e_request_latency_seconds"] = metrics.last_token - metrics.arrival
-            observed["request_prefill_time_seconds"] = metrics.first_token - (metrics.admitted or metrics.arrival)
+            observed["request_prefill_time_seconds"] = metrics.first_token - (
+                metrics.admitted or metrics.arrival
+            )
             observed["request_decode_time_seconds"] = decode
             observed["request_prompt_tokens"] = len(output.prompt_token_ids)
             observed["request_generation_tokens"] = tokens

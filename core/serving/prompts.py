@@ -14,7 +14,9 @@ Prompt: TypeAlias = str | Sequence[int] | Mapping[str, str | Sequence[int]]
 _TEXT, _IDS, _SALT = "prompt", "prompt_token_ids", "cache_salt"
 
 
-def unsalted(prompt: Prompt, name: str = "the prompt", cache_salt: str | None = None) -> tuple[Prompt, str | None]:
+def unsalted(
+    prompt: Prompt, name: str = "the prompt", cache_salt: str | None = None
+) -> tuple[Prompt, str | None]:
     """Return a prompt as text or token ids, and the salt for the cache that it brings or that is given beside it.
 
     Raises:
@@ -25,12 +27,16 @@ def unsalted(prompt: Prompt, name: str = "the prompt", cache_salt: str | None = 
         return prompt, cache_salt
     if len({_TEXT, _IDS} & prompt.keys()) != 1 or prompt.keys() - {_TEXT, _IDS, _SALT}:
         keys = ", ".join(repr(key)[:40] for key in prompt) or "none"
-        raise RequestError(f"{name} has the keys {keys}: give either {_TEXT!r} or {_IDS!r}, and {_SALT!r} if you like")
+        raise RequestError(
+            f"{name} has the keys {keys}: give either {_TEXT!r} or {_IDS!r}, and {_SALT!r} if you like"
+        )
     key = _TEXT if _TEXT in prompt else _IDS
     given, salt = prompt[key], prompt.get(_SALT)
     if isinstance(given, str) != (key == _TEXT):
         expected = "text" if key == _TEXT else "a list of token ids"
-        raise RequestError(f"{name} has {key!r} of the type {type(given).__name__}: give {expected}")
+        raise RequestError(
+            f"{name} has {key!r} of the type {type(given).__name__}: give {expected}"
+        )
     if None not in (salt, cache_salt) and salt != cache_salt:
         raise RequestError(
             f"{name} has the {_SALT} {salt!r:.40}, and the argument of that name is {cache_salt!r:.40}: leave one out",
@@ -67,7 +73,11 @@ def tokenized(
     """
     prompt, _ = unsalted(prompt, name)
     text = prompt if isinstance(prompt, str) else None
-    ids = _given(prompt, name) if text is None else _of_text(text, tokenizer, add_special_tokens, name)
+    ids = (
+        _given(prompt, name)
+        if text is None
+        else _of_text(text, tokenizer, add_special_tokens, name)
+    )
     if not ids:
         raise RequestError(f"{name} has no tokens: give some text, or at least one token id")
     if len(ids) + room > max_model_len:
@@ -96,14 +106,18 @@ def _of_text(text: str, tokenizer: Tokenizer, add_special_tokens: bool, name: st
 
 def _given(prompt: object, name: str) -> Sequence[int]:
     if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
-        raise RequestError(f"{name} is {type(prompt).__name__}: give text, a list of token ids, or {{{_IDS!r}: [...]}}")
+        raise RequestError(
+            f"{name} is {type(prompt).__name__}: give text, a list of token ids, or {{{_IDS!r}: [...]}}"
+        )
     return prompt
 
 
 def _expect_tokens(ids: Sequence[object], vocab_size: int, name: str) -> None:
     for place, token in enumerate(ids):
         if type(token) is not int:
-            raise RequestError(f"{name} has {token!r:.40} at place {place}, which is no token id: give whole numbers")
+            raise RequestError(
+                f"{name} has {token!r:.40} at place {place}, which is no token id: give whole numbers"
+            )
         if not 0 <= token < vocab_size:
             raise RequestError(
                 f"{name} has the token id {token!s:.20} at place {place}, and the vocabulary has {vocab_size} (0 to "

@@ -74,7 +74,9 @@ class Replicas:
             self._start(opgraft_config, watched)
         self._wait()
         reuse = opgraft_config.resolved().cache.prefix_reuse and len(self.each) > 1
-        self.router = RequestRouter([each.engine.cache_tokens if reuse else 0 for each in self.each])
+        self.router = RequestRouter(
+            [each.engine.cache_tokens if reuse else 0 for each in self.each]
+        )
         self._routes = True
 
     def _start(self, opgraft_config: OpgraftConfig, on_step: OnStep | None) -> None:
@@ -83,7 +85,9 @@ class Replicas:
         if self._parallel.in_rounds:
             expect_rounds(self._parallel)
             rounds = Rounds()
-            opgraft_config = _with(opgraft_config, meeting=self._meeting.enter_context(meeting_file()))
+            opgraft_config = _with(
+                opgraft_config, meeting=self._meeting.enter_context(meeting_file())
+            )
         for number in range(self._parallel.data):
             ranked = _with(opgraft_config, data_rank=number)
             options: dict[str, Any] = {"hands_over": True, "starting": self._start_of}
@@ -144,7 +148,9 @@ class Replicas:
         """The way from prompts to requests, for all engines."""
         return self.first.inputs
 
-    def choices(self, prepared: OpenRequest, only: Replica | None = None, lost: int | None = None) -> Iterator[Replica]:
+    def choices(
+        self, prepared: OpenRequest, only: Replica | None = None, lost: int | None = None
+    ) -> Iterator[Replica]:
         """Yield the replica that a request goes to, and others as long as it is refused because a replica is lost.
 
         Args:
@@ -160,7 +166,9 @@ class Replicas:
         while True:
             with self._lock:
                 self._expect_new(prepared)
-                ready = [each for each in ([only] if only else self.each) if each.number not in tried]
+                ready = [
+                    each for each in ([only] if only else self.each) if each.number not in tried
+                ]
                 ready = [each for each in ready if len(self.each) == 1 or each.state == "ready"]
                 if not ready:
                     raise self._none_left()
@@ -183,7 +191,9 @@ class Replicas:
             replica.forget_ended()
         holder = self._holder(name) if len(self.each) > 1 else None
         if holder is not None and holder.requests.get(name) is not prepared:
-            raise RequestError(f"request {name!r} is added, and one of that id runs: give each an id of its own")
+            raise RequestError(
+                f"request {name!r} is added, and one of that id runs: give each an id of its own"
+            )
 
     def _number(self, prepared: OpenRequest) -> None:
         for answer in prepared.growing.values():
@@ -301,11 +311,15 @@ class Replicas:
             raise self._none_left()
 
     def _none_left(self) -> EngineError:
-        faults = [fault for fault in (replica.fault() for replica in self.each) if fault is not None]
+        faults = [
+            fault for fault in (replica.fault() for replica in self.each) if fault is not None
+        ]
         if len(self.each) == 1 and faults:
             return faults[0]
         lost = "; ".join(dict.fromkeys(map(str, faults)))
-        return EngineError(f"{len(faults)} of {len(self.each)} replicas are lost, the others are not ready: {lost}")
+        return EngineError(
+            f"{len(faults)} of {len(self.each)} replicas are lost, the others are not ready: {lost}"
+        )
 
     def states(self) -> list[str]:
         """Return the state of each replica: ``starting``, ``ready``, ``restarting`` or ``lost``."""
@@ -320,7 +334,9 @@ class Replicas:
         """End the workers of replicas whose step takes longer than so many seconds, where there are others."""
         for replica in self.each if len(self.each) > 1 else ():
             if replica.thread.busy_seconds > seconds:
-                replica.engine.core.executor.kill(f"its step took more than {seconds:g} s: the workers were ended")
+                replica.engine.core.executor.kill(
+                    f"its step took more than {seconds:g} s: the workers were ended"
+                )
 
     def stats(self) -> EngineStats:
         """Return what runs in all replicas, and totals since they were made."""

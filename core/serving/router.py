@@ -27,7 +27,14 @@ def choose_replica(loads: Mapping[int, int], held: Mapping[int, int]) -> int:
         loads: tokens that are outstanding at each replica that can take a request.
         held: tokens of the beginning of the prompt that the cache of a replica most likely holds; 0 where not named.
     """
-    return min(loads, key=lambda replica: (loads[replica] - WORTH * held.get(replica, 0), loads[replica], replica))
+    return min(
+        loads,
+        key=lambda replica: (
+            loads[replica] - WORTH * held.get(replica, 0),
+            loads[replica],
+            replica,
+        ),
+    )
 
 
 @PluggableClass.register("request_router")
@@ -64,11 +71,15 @@ class RequestRouter(PluggableClass):
 
     def _held(self, replica: int, hashes: Sequence[int]) -> int:
         known = self._known[replica]
-        return BLOCK * next((index for index, each in enumerate(hashes) if each not in known), len(hashes))
+        return BLOCK * next(
+            (index for index, each in enumerate(hashes) if each not in known), len(hashes)
+        )
 
     def _remember(self, replica: int, hashes: Sequence[int]) -> None:
         known = self._known[replica]
-        for each in reversed(hashes):  # so that the end of a prompt is forgotten before its beginning
+        for each in reversed(
+            hashes
+        ):  # so that the end of a prompt is forgotten before its beginning
             known[each] = None
             known.move_to_end(each)
         while len(known) > self._most[replica]:

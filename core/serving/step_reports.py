@@ -38,6 +38,9 @@ class StepReports:
         self._reported = stats
         try:
             self._on_step(stats.since(before), outputs)
-        except (Exception, SystemExit) as error:  # requests do not end because somebody watches them
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # requests do not end because somebody watches them
             logger.error("on_step failed and is not called again: %s", described(error))
             self._on_step = None

@@ -30,7 +30,9 @@ class StopStrings:
         if self.found is not None:
             return ""
         text = self._held + piece
-        ends = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self._stop if stop in text]
+        ends = [
+            (text.find(stop) + len(stop), -len(stop), stop) for stop in self._stop if stop in text
+        ]
         if ends:
             end, _, self.found = min(ends)
             self._held = ""

@@ -19,17 +19,26 @@ def stop_tokens(tokenizer: Any, config: Any, weights: Weights, vocab_size: int) 
     """
     ends = _ends_of_turns(weights, vocab_size)
     given = (getattr(tokenizer, "eos_token_id", None), getattr(config, "eos_token_id", None), ends)
-    return frozenset(token for ids in given for token in (ids if isinstance(ids, list) else [ids]) if token is not None)
+    return frozenset(
+        token
+        for ids in given
+        for token in (ids if isinstance(ids, list) else [ids])
+        if token is not None
+    )
 
 
 def _ends_of_turns(weights: Weights, vocab_size: int) -> Any:
     if weights.is_gguf:
         return weights.metadata.get("tokenizer.ggml.eot_token_id")
-    file = (weights.path if weights.path.is_dir() else weights.path.parent) / "generation_config.json"
+    file = (
+        weights.path if weights.path.is_dir() else weights.path.parent
+    ) / "generation_config.json"
     found = read_json(file).get("eos_token_id") if file.is_file() else None
     for token in found if isinstance(found, list) else [found]:
         if token is not None and type(token) is not int:
-            raise CheckpointError(f"{file}: eos_token_id is {found!r:.80}, expected a token id or a list of them")
+            raise CheckpointError(
+                f"{file}: eos_token_id is {found!r:.80}, expected a token id or a list of them"
+            )
         if token is not None and not 0 <= token < vocab_size:
             raise CheckpointError(
                 f"{file}: eos_token_id {token!s:.20} is no token of the model, whose vocabulary has {vocab_size}: take "

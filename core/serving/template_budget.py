@@ -53,7 +53,9 @@ class Budget:
         """Count a turn of a loop or a call of a macro."""
         self.steps -= 1
         if self.steps < 0:
-            raise TemplateRuntimeError(f"it takes more than {MOST_STEPS} steps: a loop in it may have no end")
+            raise TemplateRuntimeError(
+                f"it takes more than {MOST_STEPS} steps: a loop in it may have no end"
+            )
         self._expect_time()
 
     def write(self, characters: int) -> None:
@@ -121,7 +123,9 @@ class Budget:
     def _charge(self, size: int) -> None:
         self.bytes -= size
         if self.bytes < 0:
-            raise TemplateRuntimeError(f"it makes texts and lists of more than {MOST_BYTES} bytes in all")
+            raise TemplateRuntimeError(
+                f"it makes texts and lists of more than {MOST_BYTES} bytes in all"
+            )
 
     def _expect_time(self) -> None:
         if time.monotonic() > self.deadline:
@@ -131,7 +135,9 @@ class Budget:
 def expect_room(weight: int) -> None:
     """Refuse what is too long."""
     if weight > MOST_CHARACTERS:
-        raise TemplateRuntimeError(f"it makes a text or a list that is longer than {MOST_CHARACTERS}")
+        raise TemplateRuntimeError(
+            f"it makes a text or a list that is longer than {MOST_CHARACTERS}"
+        )
 
 
 def expect_product(weight: int, other: int) -> None:
@@ -146,7 +152,9 @@ def expect_count(number: int) -> None:
     """Refuse a number that is too large for a width or a count."""
     if abs(number) > MOST_STEPS:
         shown = f"{number:.3g}" if number.bit_length() < 1000 else f"of {number.bit_length()} bits"
-        raise TemplateRuntimeError(f"it calls a function with the number {shown}, at most {MOST_STEPS} is taken")
+        raise TemplateRuntimeError(
+            f"it calls a function with the number {shown}, at most {MOST_STEPS} is taken"
+        )
 
 
 def _bytes(text: str | bytes) -> int:

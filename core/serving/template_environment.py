@@ -22,7 +22,11 @@ from jinja2.ext import Extension, LoopControlExtension
 from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatter, SandboxedFormatter
+from jinja2.sandbox import (
+    ImmutableSandboxedEnvironment,
+    SandboxedEscapeFormatter,
+    SandboxedFormatter,
+)
 from jinja2.utils import Namespace, pass_context, pass_environment
 from jinja2.visitor import NodeTransformer
 from opgraft.serving.template_budget import BUDGET, expect_product, expect_room
@@ -113,7 +117,9 @@ class _Limits(NodeTransformer):
     def visit_Output(self, node: nodes.Output) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
         plain = (nodes.TemplateData,)
-        node.nodes = [part if isinstance(part, plain) else _filtered(part, _WRITTEN) for part in node.nodes]
+        node.nodes = [
+            part if isinstance(part, plain) else _filtered(part, _WRITTEN) for part in node.nodes
+        ]
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
@@ -193,7 +199,9 @@ class _Names(Namespace):
 
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace takes no name that begins with an underscore, such as {name!r:.80}")
+        raise SecurityError(
+            f"a namespace takes no name that begins with an underscore, such as {name!r:.80}"
+        )
 
 
 class _Formatter(SandboxedFormatter):
@@ -215,7 +223,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension])
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension]
+        )
         self.filters.update(tojson=_to_json, join=_join, sum=_sum, format=_format)
         for slow in _SLOW:
             del self.filters[slow]
@@ -245,7 +255,11 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             return None
         text = value.__self__
         kind: type[str] = type(text)
-        formatter = _EscapingFormatter(self, escape=text.escape) if hasattr(text, "__html__") else _Formatter(self)
+        formatter = (
+            _EscapingFormatter(self, escape=text.escape)
+            if hasattr(text, "__html__")
+            else _Formatter(self)
+        )
 
         def formatted(*args: Any, **kwargs: Any) -> str:
             fields = args[0] if value.__name__ == "format_map" else kwargs
@@ -272,7 +286,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                 if isinstance(times, int):
                     expect_room(times * (weight - 1))  # nothing for numbers
         elif operator == "**" and abs(right) > MOST_POWER:
-            raise TemplateRuntimeError(f"it raises a number to the power {right:.3g}, at most {MOST_POWER} is taken")
+            raise TemplateRuntimeError(
+                f"it raises a number to the power {right:.3g}, at most {MOST_POWER} is taken"
+            )
         elif operator == "%" and isinstance(left, str | bytes):
             _check_percent(left, right)
         return budget.made(super().call_binop(context, operator, left, right))
@@ -289,14 +305,20 @@ def _check_percent(text: str | bytes, values: Any) -> None:
     fields = text.count("%")
     widest = _widest(text)
     if "*" in text:  # a value may be a width
-        widest += sum(abs(value) for value in (values if isinstance(values, tuple) else ()) if isinstance(value, int))
+        widest += sum(
+            abs(value)
+            for value in (values if isinstance(values, tuple) else ())
+            if isinstance(value, int)
+        )
     expect_product(fields, BUDGET.get().weigh(values) + widest)
 
 
 def _format(value: Any, *args: Any, **kwargs: Any) -> Any:
     """Format by percent signs."""
     if args and kwargs:
-        raise TemplateRuntimeError("format takes values by their places or by their names, not both")
+        raise TemplateRuntimeError(
+            "format takes values by their places or by their names, not both"
+        )
     text = value if isinstance(value, str) else str(value)
     _check_percent(text, kwargs or args)
     return text % (kwargs or args)
@@ -305,7 +327,9 @@ def _format(value: Any, *args: Any, **kwargs: Any) -> Any:
 @pass_environment
 def _join(environment: Environment, value: Any, d: object = "", attribute: Any = None) -> str:
     """Join as jinja2 does, whose names of arguments these are."""
-    parts = list(value if attribute is None else map(make_attrgetter(environment, attribute), value))
+    parts = list(
+        value if attribute is None else map(make_attrgetter(environment, attribute), value)
+    )
     between = str(d)
     expect_product(BUDGET.get().weigh(parts), len(between))
     return between.join(map(str, parts))
@@ -314,19 +338,29 @@ def _join(environment: Environment, value: Any, d: object = "", attribute: Any =
 @pass_environment
 def _sum(environment: Environment, iterable: Any, attribute: Any = None, start: Any = 0) -> Any:
     """Add one after the other."""
-    parts = iterable if attribute is None else map(make_attrgetter(environment, attribute), iterable)
+    parts = (
+        iterable if attribute is None else map(make_attrgetter(environment, attribute), iterable)
+    )
     made = BUDGET.get().made
     return functools.reduce(lambda total, part: made(total + part), parts, start)
 
 
 def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
     """Write JSON; jinja2's own filter escapes what HTML needs escaped."""
-    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    encoder = json.JSONEncoder(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
     if indent is None:
         return encoder.encode(value)
-    return "".join(map(BUDGET.get().made, encoder.iterencode(value)))  # spaces of deep lists are counted on the way
+    return "".join(
+        map(BUDGET.get().made, encoder.iterencode(value))
+    )  # spaces of deep lists are counted on the way
 
 
 def _raise(message: str) -> None:

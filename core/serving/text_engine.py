@@ -84,13 +84,17 @@ class TextEngine(FrontEnd):
         except BaseException:
             self.core.withdraw(requests)
             self._open.pop(request_id, None)
-            self._owner = {child: owner for child, owner in self._owner.items() if owner is not prepared}
+            self._owner = {
+                child: owner for child, owner in self._owner.items() if owner is not prepared
+            }
             raise
         return prepared.output
 
     def _expect_new(self, request_id: str) -> None:
         if request_id in self._open:
-            raise RequestError(f"request {request_id!r} is added, and one of that id runs: give each an id of its own")
+            raise RequestError(
+                f"request {request_id!r} is added, and one of that id runs: give each an id of its own"
+            )
 
     def abort(self, request_id: str) -> RequestOutput:
         """End a request now, and return what it has so far.
@@ -100,7 +104,9 @@ class TextEngine(FrontEnd):
         """
         opened = self._opened(request_id, "aborted")
         for child in list(opened.growing):
-            with suppress(RequestError):  # the core has ended it, if an error cut short the step that it ended in
+            with suppress(
+                RequestError
+            ):  # the core has ended it, if an error cut short the step that it ended in
                 self.core.abort(child)
             self._end(opened, child, "abort")
         self._close(opened)
@@ -237,7 +243,10 @@ class TextEngine(FrontEnd):
         """Return the likeliest tokens at a place, and the one that stands there."""
         ranked = {token: (value, rank) for rank, (token, value) in enumerate(found.top, start=1)}
         ranked.setdefault(found.token, (found.logprob, found.rank))
-        return {token: Logprob(value, rank, self._text(token)) for token, (value, rank) in ranked.items()}
+        return {
+            token: Logprob(value, rank, self._text(token))
+            for token, (value, rank) in ranked.items()
+        }
 
     def _text(self, token: int) -> str | None:
         if self.tokenizer is None:

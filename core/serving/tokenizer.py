@@ -14,8 +14,23 @@ from opgraft.models.files import Weights, read_json
 from opgraft.models.gguf_tokenizer import byte_level_tokenizer, special_tokens
 from opgraft.text import described
 
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+_NAMED = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+)
 _LONG = 4096
 """Characters or ids from which on the library's functions for several texts are called, which let other threads run."""
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -51,7 +66,9 @@ class Tokenizer:
     def special_token(self, text: str) -> int | None:
         """Return the id of a special token, by its text; None where that is none."""
         added = self.backend.get_added_tokens_decoder().items()
-        return next((number for number, token in added if token.content == text and token.special), None)
+        return next(
+            (number for number, token in added if token.content == text and token.special), None
+        )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, with those that begin and end a text if asked for."""
@@ -92,7 +109,11 @@ def open_tokenizer(weights: Weights) -> Tokenizer:
             return _opened(weights.path, backend, special_tokens(weights.metadata), templates)
         return _through_transformers(weights)
     folder = weights.path if weights.path.is_dir() else weights.path.parent
-    return _from_folder(folder) if (folder / "tokenizer.json").is_file() else _through_transformers(weights)
+    return (
+        _from_folder(folder)
+        if (folder / "tokenizer.json").is_file()
+        else _through_transformers(weights)
+    )
 
 
 def find_tokenizer(weights: Weights) -> Tokenizer | None:
@@ -103,7 +124,9 @@ def find_tokenizer(weights: Weights) -> Tokenizer | None:
         InputError: a library that reads it is not installed.
     """
     folder = weights.path if weights.path.is_dir() else weights.path.parent
-    there = "tokenizer.ggml.model" in weights.metadata or any((folder / name).is_file() for name in _FILES)
+    there = "tokenizer.ggml.model" in weights.metadata or any(
+        (folder / name).is_file() for name in _FILES
+    )
     return open_tokenizer(weights) if there else None
 
 
@@ -126,11 +149,15 @@ def _from_folder(folder: Path) -> Tokenizer:
     settings = _settings(folder)
     try:
         backend = library.Tokenizer.from_file(str(file))
-        special = {name: _content(settings[name]) for name in _NAMED if settings.get(name) is not None}
+        special = {
+            name: _content(settings[name]) for name in _NAMED if settings.get(name) is not None
+        }
         backend.add_tokens(list(_missing(backend, settings)))
         backend.add_special_tokens(list(special.values()))
         templates = _templates(folder, settings)
-    except Exception as error:  # the library raises plain exceptions, and damaged values nearly anything
+    except (
+        Exception
+    ) as error:  # the library raises plain exceptions, and damaged values nearly anything
         raise CheckpointError(
             f"{file}, or what lies beside it, is no tokenizer that can be read: {described(error)}. Save it again with "
             "save_pretrained."
@@ -138,7 +165,9 @@ def _from_folder(folder: Path) -> Tokenizer:
     return _opened(folder, backend, special, templates)
 
 
-def _opened(path: Path, backend: Any, special: Mapping[str, str], templates: Mapping[str, str]) -> Tokenizer:
+def _opened(
+    path: Path, backend: Any, special: Mapping[str, str], templates: Mapping[str, str]
+) -> Tokenizer:
     backend.no_truncation()  # a file may ask for both, as sentence encoders' do; prompts are neither cut nor filled
     backend.no_padding()
     return Tokenizer(path, backend, dict(special), dict(templates))
@@ -164,14 +193,18 @@ def _missing(backend: Any, settings: Mapping[str, Any]) -> Iterator[Any]:
     rows = sorted(settings.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
     for _, row in rows:
         if row["content"] not in known:
-            yield library.AddedToken(row["content"], **{flag: row[flag] for flag in _FLAGS if flag in row})
+            yield library.AddedToken(
+                row["content"], **{flag: row[flag] for flag in _FLAGS if flag in row}
+            )
 
 
 def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the chat templates of a folder: files go before what the settings hold."""
     extra = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     files = {file.stem: file for file in extra} | {"default": folder / "chat_template.jinja"}
-    found = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    found = {
+        name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()
+    }
     given = settings.get("chat_template")
     if found or given is None:
         return found

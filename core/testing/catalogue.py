@@ -57,7 +57,11 @@ SPECS: Mapping[str, OpSpec] = MappingProxyType(
 def specs_of(target: type) -> list[OpSpec]:
     """Return the specs of the forms of an op class, those of its bases included."""
     registry = host_state().registry
-    return [spec for spec in SPECS.values() if registry.find_target(spec.functional.op) in target.__mro__]
+    return [
+        spec
+        for spec in SPECS.values()
+        if registry.find_target(spec.functional.op) in target.__mro__
+    ]
 
 
 def tolerance_of(targets: Iterable[type], dtypes: Iterable[torch.dtype]) -> Tolerance:

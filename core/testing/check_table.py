@@ -86,7 +86,11 @@ def _no_gradient(subject: Subject) -> str | None:
 def _no_contract(subject: Subject) -> str | None:
     if subject.op in plugin_checks.CONTRACTS:
         return None
-    return "no contract but that of the form" if subject.spec else "its contract needs a model: see part_contracts"
+    return (
+        "no contract but that of the form"
+        if subject.spec
+        else "its contract needs a model: see part_contracts"
+    )
 
 
 def _values(subject: Subject, dtype: torch.dtype) -> Found:
@@ -95,7 +99,10 @@ def _values(subject: Subject, dtype: torch.dtype) -> Found:
         with _of(variant):
             thorough, *others = subject.calls(variant)
             shares.append(checks.check_values(subject.proof, variant, dtype, thorough))
-            shares += [checks.check_values(subject.proof, variant, dtype, call, brief=True) for call in others]
+            shares += [
+                checks.check_values(subject.proof, variant, dtype, call, brief=True)
+                for call in others
+            ]
     return Found(max(shares))
 
 
@@ -148,7 +155,9 @@ def _effects(subject: Subject, variant: str, dtype: torch.dtype) -> None:
         checks.check_effects(subject.proof, variant, dtype, call)
 
 
-def _by_subject(check: Callable[[Subject, str], None]) -> Callable[[Subject, str, torch.dtype], None]:
+def _by_subject(
+    check: Callable[[Subject, str], None],
+) -> Callable[[Subject, str, torch.dtype], None]:
     return lambda subject, variant, dtype: check(subject, variant)
 
 
@@ -170,7 +179,9 @@ class _of(AbstractContextManager[None]):  # noqa: N801  # reads as a word
     def __init__(self, variant: str) -> None:
         self.variant = variant
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         if isinstance(error, Exception) and self.variant:
             said = str(error) if isinstance(error, AssertionError) else described(error)
             raise AssertionError(f"variant {self.variant!r}: {said}") from error
@@ -192,11 +203,23 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
             None,
             brief=True,
         ),
-        "range": Check("large inputs overflow nowhere where the native definition's do not", _range, _no_form, HALF),
-        "strides": Check(
-            "views give what contiguous tensors give", _each(_for_calls(checks.check_strides)), _no_form, brief=True
+        "range": Check(
+            "large inputs overflow nowhere where the native definition's do not",
+            _range,
+            _no_form,
+            HALF,
         ),
-        "effects": Check("inputs stay as they are, and results are memory of their own", _each(_effects), _no_form),
+        "strides": Check(
+            "views give what contiguous tensors give",
+            _each(_for_calls(checks.check_strides)),
+            _no_form,
+            brief=True,
+        ),
+        "effects": Check(
+            "inputs stay as they are, and results are memory of their own",
+            _each(_effects),
+            _no_form,
+        ),
         "repetition": Check(
             "the same call gives the same bits again, and leaves what earlier ones returned",
             _each(_by_subject(kernel_checks.check_repetition)),
@@ -214,9 +237,14 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
             brief=True,
         ),
         "compilation": Check(
-            "the op compiles without a graph break, once for all sizes", _compilation, _no_form, brief=True
+            "the op compiles without a graph break, once for all sizes",
+            _compilation,
+            _no_form,
+            brief=True,
         ),
-        "operators": Check("torch.library.opcheck accepts the operators that a call runs", _operators, _no_form),
+        "operators": Check(
+            "torch.library.opcheck accepts the operators that a call runs", _operators, _no_form
+        ),
         "state": Check(
             "parameters and buffers are those of the target by name, shape and dtype, and load what those load",
             _each(_by_subject(kernel_checks.check_state), built=True),
@@ -228,7 +256,9 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
             _no_module,
         ),
         "switching": Check(
-            "custom_ops switches the kernel off and on", _each(_by_subject(kernel_checks.check_switching)), _fixed
+            "custom_ops switches the kernel off and on",
+            _each(_by_subject(kernel_checks.check_switching)),
+            _fixed,
         ),
         "speed": Check(
             "nothing: it measures how many times as fast as the native definition the plugin is",
@@ -263,10 +293,13 @@ class WholeCheck:
 OF_PLUGIN: Mapping[str, WholeCheck] = MappingProxyType(
     {
         "registration": WholeCheck(
-            "the doctor finds nothing wrong with how it registers", plugin_checks.check_findings, True
+            "the doctor finds nothing wrong with how it registers",
+            plugin_checks.check_findings,
+            True,
         ),
         "isolation": WholeCheck(
-            "a reset takes back what it did, and loading it again does the same", plugin_checks.check_isolation
+            "a reset takes back what it did, and loading it again does the same",
+            plugin_checks.check_isolation,
         ),
         "together": WholeCheck(
             "beside the other plugins that may run here it replaces the same, without a conflict",
@@ -280,10 +313,14 @@ OF_PLUGIN: Mapping[str, WholeCheck] = MappingProxyType(
 OF_PLATFORM: Mapping[str, WholeCheck] = MappingProxyType(
     {
         "devices": WholeCheck(
-            "the platform counts its devices, and tells the capability of each", plugin_checks.check_devices, True
+            "the platform counts its devices, and tells the capability of each",
+            plugin_checks.check_devices,
+            True,
         ),
         "dtypes": WholeCheck(
-            "each dtype that the platform claims can be computed with", plugin_checks.check_dtypes, True
+            "each dtype that the platform claims can be computed with",
+            plugin_checks.check_dtypes,
+            True,
         ),
         "memory": WholeCheck(
             "the platform tells in bytes how much memory there is, and how much is free",
@@ -291,10 +328,14 @@ OF_PLATFORM: Mapping[str, WholeCheck] = MappingProxyType(
             True,
         ),
         "seeding": WholeCheck(
-            "the same seed gives the same random numbers, another one others", plugin_checks.check_seeding, True
+            "the same seed gives the same random numbers, another one others",
+            plugin_checks.check_seeding,
+            True,
         ),
         "synchronisation": WholeCheck(
-            "work that was queued is done when the platform has synchronised", plugin_checks.check_synchronisation, True
+            "work that was queued is done when the platform has synchronised",
+            plugin_checks.check_synchronisation,
+            True,
         ),
         "streams": WholeCheck(
             "streams that the platform claims keep their order, and who waits for one finds its work done",

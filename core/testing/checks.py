@@ -38,7 +38,9 @@ def by_module(spec: OpSpec) -> Implementation:
     return call
 
 
-def check_values(spec: OpSpec, variant: str, dtype: torch.dtype, call: Implementation, *, brief: bool = False) -> float:
+def check_values(
+    spec: OpSpec, variant: str, dtype: torch.dtype, call: Implementation, *, brief: bool = False
+) -> float:
     """Results are those of the reference in float64, in number, shape and dtype too: small inputs, empty, realistic.
 
     ``brief``: on one small and one empty input only, for implementations that share their arithmetic with another.
@@ -69,7 +71,10 @@ def check_strides(spec: OpSpec, variant: str, call: Implementation) -> None:
     leads = {Layout.ELEMENTS: spec.leads[1], Layout.ROWS: spec.leads[1], Layout.SWAPPED: square}
     for layout, lead in leads.items():
         views = spec.arguments(variant, torch.float32, lead, size, layout)
-        packed = {name: value.contiguous() if isinstance(value, Tensor) else value for name, value in views.items()}
+        packed = {
+            name: value.contiguous() if isinstance(value, Tensor) else value
+            for name, value in views.items()
+        }
         with torch.no_grad():
             expected = tensors(spec.reference(**in_float64(packed)))
             compare(spec, torch.float32, results_of(spec, call, views), expected)
@@ -81,15 +86,23 @@ def check_effects(spec: OpSpec, variant: str, dtype: torch.dtype, call: Implemen
     taken = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     before = {name: value.clone() for name, value in taken.items()}
     with torch.no_grad():
-        made = tensors(call(**arguments)) if not spec.functional.mutates else (call(**arguments), [])[1]
+        made = (
+            tensors(call(**arguments))
+            if not spec.functional.mutates
+            else (call(**arguments), [])[1]
+        )
     written = {name for name, value in taken.items() if not torch.equal(value, before[name])}
     if written != set(spec.functional.mutates):
         raise AssertionError(
             f"{spec.functional.name} wrote to {sorted(written)}, declared are {sorted(spec.functional.mutates)}"
         )
-    memory = [value.untyped_storage().data_ptr() for value in (*taken.values(), *made) if value.numel()]
+    memory = [
+        value.untyped_storage().data_ptr() for value in (*taken.values(), *made) if value.numel()
+    ]
     if len(set(memory)) != len(memory):
-        raise AssertionError(f"{spec.functional.name} returned memory of an argument, or the same memory twice")
+        raise AssertionError(
+            f"{spec.functional.name} returned memory of an argument, or the same memory twice"
+        )
 
 
 def check_registration(spec: OpSpec, variant: str) -> None:
@@ -100,8 +113,12 @@ def check_registration(spec: OpSpec, variant: str) -> None:
     signature = inspect.signature(spec.functional.native)
     ordered = signature.bind(**arguments)
     tools = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    if not any(value.is_floating_point() and value.itemsize == 1 for value in tensors(arguments.values())):
-        tools.append("test_schema")  # which compares arguments in a way that 8-bit floating point lacks
+    if not any(
+        value.is_floating_point() and value.itemsize == 1 for value in tensors(arguments.values())
+    ):
+        tools.append(
+            "test_schema"
+        )  # which compares arguments in a way that 8-bit floating point lacks
     torch.library.opcheck(registered(spec), ordered.args, ordered.kwargs, test_utils=tools)
 
 
@@ -114,32 +131,48 @@ def check_refusal(spec: OpSpec, variant: str, call: Implementation) -> None:
     required = with_gradients(drawn)
     if not spec.functional.mutates:
         if any(result.requires_grad for result in tensors(call(**required))):
-            raise AssertionError(f"{spec.functional.name} has no gradient, and its results require one")
+            raise AssertionError(
+                f"{spec.functional.name} has no gradient, and its results require one"
+            )
         return
-    for name in (name for name, value in required.items() if isinstance(value, Tensor) and value.requires_grad):
+    for name in (
+        name
+        for name, value in required.items()
+        if isinstance(value, Tensor) and value.requires_grad
+    ):
         once = required[name] * 1  # torch itself refuses to write to leaves
         try:
             call(**{**drawn, name: once})
         except ValueError as error:
-            if not torch.equal(once, drawn[name]) or f"{spec.functional.name}: {name} requires a gradient" not in str(
-                error
-            ):
+            if not torch.equal(
+                once, drawn[name]
+            ) or f"{spec.functional.name}: {name} requires a gradient" not in str(error):
                 raise AssertionError(
                     f"{spec.functional.name} refused {name} too late, or in other words: {error}"
                 ) from error
         else:
-            raise AssertionError(f"{spec.functional.name} takes {name}, which requires a gradient, and loses it")
+            raise AssertionError(
+                f"{spec.functional.name} takes {name}, which requires a gradient, and loses it"
+            )
 
 
 def check_fake(spec: OpSpec, variant: str, dtype: torch.dtype) -> None:
     """The fake rule tells shape, dtype and layout of the registered op's results, empty ones too."""
     for lead in spec.leads:
         arguments = spec.arguments(variant, dtype, lead, spec.sizes[0])
-        on_meta = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in arguments.items()}
+        on_meta = {
+            name: value.to("meta") if isinstance(value, Tensor) else value
+            for name, value in arguments.items()
+        }
         with torch.no_grad():
-            told, made = tensors(spec.functional.fake(**on_meta)), tensors(registered(spec)(**arguments))
+            told, made = (
+                tensors(spec.functional.fake(**on_meta)),
+                tensors(registered(spec)(**arguments)),
+            )
         for fake, real in zip(told, made, strict=True):
-            strides = (fake.stride(), real.stride()) if real.numel() else ((), ())  # of empty tensors they mean nothing
+            strides = (
+                (fake.stride(), real.stride()) if real.numel() else ((), ())
+            )  # of empty tensors they mean nothing
             if (fake.shape, fake.dtype, strides[0]) != (real.shape, real.dtype, strides[1]):
                 raise AssertionError(
                     f"{spec.functional.name}: the fake rule tells {tuple(fake.shape)} {fake.dtype} {fake.stride()}, "
@@ -150,12 +183,17 @@ def check_fake(spec: OpSpec, variant: str, dtype: torch.dtype) -> None:
 def check_compilation(spec: OpSpec, variant: str, call: Implementation) -> None:
     """It compiles without a graph break, once for all sizes, to what it computes without compiling."""
     lead, size = next(lead for lead in spec.leads if min(lead) > 1), max(spec.sizes[:2])
-    drawn = [spec.arguments(variant, torch.float32, tuple(n * factor for n in lead), size) for factor in (1, 2, 3)]
+    drawn = [
+        spec.arguments(variant, torch.float32, tuple(n * factor for n in lead), size)
+        for factor in (1, 2, 3)
+    ]
     runs = [functools.partial(results_of, spec, arguments=arguments) for arguments in drawn]
     expect_one_graph(spec.functional.name, call, runs)
 
 
-def expect_one_graph(name: str, call: Callable[..., Any], runs: Sequence[Callable[..., list[Tensor]]]) -> None:
+def expect_one_graph(
+    name: str, call: Callable[..., Any], runs: Sequence[Callable[..., list[Tensor]]]
+) -> None:
     """See that the runs of ``call``, each with inputs of another size, share one graph, and compute what it computes.
 
     Args:
@@ -182,14 +220,22 @@ def expect_one_graph(name: str, call: Callable[..., Any], runs: Sequence[Callabl
 def check_gradients(spec: OpSpec, variant: str, call: Implementation) -> None:
     """In float64 the gradients by all tensors are those of finite differences."""
     size = min((size for size in spec.sizes if size > 1), default=1)
-    lead = min((lead for lead in spec.leads if min(lead) > 0), key=lambda lead: (len(lead), max(lead)))
+    lead = min(
+        (lead for lead in spec.leads if min(lead) > 0), key=lambda lead: (len(lead), max(lead))
+    )
     arguments = spec.arguments(variant, torch.float64, lead, min(size, 4))
-    names = [name for name, value in arguments.items() if isinstance(value, Tensor) and value.is_floating_point()]
+    names = [
+        name
+        for name, value in arguments.items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    ]
 
     def by_tensors(*values: Tensor) -> Any:
         return tuple(tensors(call(**{**arguments, **dict(zip(names, values, strict=True))})))
 
-    if not torch.autograd.gradcheck(by_tensors, [arguments[name].requires_grad_() for name in names]):
+    if not torch.autograd.gradcheck(
+        by_tensors, [arguments[name].requires_grad_() for name in names]
+    ):
         raise AssertionError(f"{spec.functional.name}: gradients differ from finite differences")
 
 
@@ -215,7 +261,10 @@ def results_of(spec: OpSpec, call: Implementation, arguments: Arguments) -> list
     """Return the results of a call, or what it leaves in the arguments that it mutates, which are copied first."""
     if not spec.functional.mutates:
         return tensors(call(**arguments))
-    own = {name: _copy(value) if name in spec.functional.mutates else value for name, value in arguments.items()}
+    own = {
+        name: _copy(value) if name in spec.functional.mutates else value
+        for name, value in arguments.items()
+    }
     call(**own)
     return [own[name] for name in spec.functional.mutates]
 
@@ -230,11 +279,15 @@ def compare(spec: OpSpec, dtype: torch.dtype, got: list[Tensor], expected: list[
     """Compare results with those that are expected; returns the largest error, as a share of its tolerance."""
     shares = [0.0]
     if len(got) != len(expected):
-        raise AssertionError(f"{spec.functional.name} made {len(got)} tensors, expected {len(expected)}")
+        raise AssertionError(
+            f"{spec.functional.name} made {len(got)} tensors, expected {len(expected)}"
+        )
     for ours, theirs in zip(got, expected, strict=True):
         wanted = dtype if theirs.dtype == torch.float64 else theirs.dtype
         if ours.dtype != wanted:
-            raise AssertionError(f"{spec.functional.name} returned {ours.dtype} for {dtype}, expected {wanted}")
+            raise AssertionError(
+                f"{spec.functional.name} returned {ours.dtype} for {dtype}, expected {wanted}"
+            )
         atol, rtol = spec.tolerance(dtype)
         if theirs.dtype == torch.uint8 and torch.float4_e2m1fn_x2 in spec.tolerances:
             atol, rtol = spec.tolerance(torch.float4_e2m1fn_x2)
@@ -261,12 +314,19 @@ def _numbers_of_4_bits(packed: Tensor) -> Tensor:
 
 def with_gradients(arguments: Arguments) -> Arguments:
     """Return copies of the floating-point tensors that require a gradient, and the other arguments as they are."""
-    floating = {n: v for n, v in arguments.items() if isinstance(v, Tensor) and v.is_floating_point()}
-    return {**arguments, **{name: value.clone().requires_grad_() for name, value in floating.items()}}
+    floating = {
+        n: v for n, v in arguments.items() if isinstance(v, Tensor) and v.is_floating_point()
+    }
+    return {
+        **arguments,
+        **{name: value.clone().requires_grad_() for name, value in floating.items()},
+    }
 
 
 def _gradients(arguments: Arguments, results: list[Tensor]) -> Iterator[Tensor | None]:
-    leaves = [value for value in arguments.values() if isinstance(value, Tensor) and value.requires_grad]
+    leaves = [
+        value for value in arguments.values() if isinstance(value, Tensor) and value.requires_grad
+    ]
     made = [result for result in results if result.requires_grad]
     if not made:
         return iter(())

@@ -130,7 +130,9 @@ class Conformance:
     @property
     def provider(self) -> Provider:
         """The distribution that brings the plugin."""
-        return next(offer.provider for offer in discover().offers if offer.provider.name == self._provider)
+        return next(
+            offer.provider for offer in discover().offers if offer.provider.name == self._provider
+        )
 
     @property
     def checks(self) -> dict[str, str]:
@@ -153,18 +155,24 @@ class Conformance:
         records = [host_state().plugins[name] for name in self._names]
         ended = [record for record in records if record.status is not PluginStatus.ACTIVATED]
         told = [str(finding) for record in ended for finding in findings_of(record)]
-        return "; ".join(told or [f"{record.name} is {record.status.value}: {record.reason}" for record in ended])
+        return "; ".join(
+            told or [f"{record.name} is {record.status.value}: {record.reason}" for record in ended]
+        )
 
     def _cases(self) -> Iterator[Case]:
         yield from (Case(PLUGIN, name) for name, check in OF_PLUGIN.items() if self._asks(check))
         if current_platform().name in self._platforms:
-            yield from (Case(PLATFORM, name) for name, check in OF_PLATFORM.items() if self._asks(check))
+            yield from (
+                Case(PLATFORM, name) for name, check in OF_PLATFORM.items() if self._asks(check)
+            )
         for subject in self._subjects.values():
             for name, check in CHECKS.items():
                 if not self._asks(check):
                     continue
                 if check.dtypes is None and subject.spec is not None:
-                    yield from (Case(subject.name, name, _text(dtype)) for dtype in dtypes_of(subject))
+                    yield from (
+                        Case(subject.name, name, _text(dtype)) for dtype in dtypes_of(subject)
+                    )
                 else:
                     yield Case(subject.name, name)
 
@@ -182,7 +190,9 @@ class Conformance:
         except (Exception, SystemExit) as failure:
             found, status, reason = Found(), FAILED, described(failure)
         seconds = round(time.perf_counter() - start, 3)
-        return Outcome(case.op, case.check, case.dtype, status, reason, found.error, found.speed, seconds)
+        return Outcome(
+            case.op, case.check, case.dtype, status, reason, found.error, found.speed, seconds
+        )
 
     def _found(self, case: Case) -> Found:
         if case.check == LOADING:
@@ -201,7 +211,9 @@ class Conformance:
         if against:
             return Found(skipped=against)
         dtypes = (getattr(torch, case.dtype),) if case.dtype else check.dtypes or ()
-        missing = [_text(dtype) for dtype in dtypes if subject.spec and dtype not in dtypes_of(subject)]
+        missing = [
+            _text(dtype) for dtype in dtypes if subject.spec and dtype not in dtypes_of(subject)
+        ]
         if missing:
             return Found(skipped=f"platform or form takes no {' or '.join(missing)}")
         return check.run(subject, dtypes[0]) or Found()

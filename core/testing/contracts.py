@@ -36,7 +36,9 @@ def check_communicator(communicator: Communicator, device: torch.device | str = 
     for dtype in DTYPES:
         for shape in SHAPES:
             for view in (_whole, _strided):
-                _check_collectives(communicator, [view(x) for x in _drawn(communicator, shape, dtype, device)])
+                _check_collectives(
+                    communicator, [view(x) for x in _drawn(communicator, shape, dtype, device)]
+                )
     _check_numbers(communicator, device)
     _check_passing_on(communicator, device)
     try:
@@ -49,11 +51,17 @@ def check_communicator(communicator: Communicator, device: torch.device | str = 
 
 
 def _drawn(
-    communicator: Communicator, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
+    communicator: Communicator,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device | str,
 ) -> list[Tensor]:
     """Return what each rank has, which every rank can draw: numbers whose sums are exact in every dtype."""
     generator = torch.Generator().manual_seed(len(shape))
-    return [torch.randint(-9, 9, shape, generator=generator).to(device, dtype) for _ in communicator.ranks]
+    return [
+        torch.randint(-9, 9, shape, generator=generator).to(device, dtype)
+        for _ in communicator.ranks
+    ]
 
 
 def _whole(x: Tensor) -> Tensor:
@@ -66,7 +74,11 @@ def _strided(x: Tensor) -> Tensor:
 
 def _check_collectives(communicator: Communicator, given: Sequence[Tensor]) -> None:
     ranks, rank = communicator.world_size, communicator.rank
-    own, total, whole = given[rank], torch.stack(list(given)).sum(0, dtype=given[0].dtype), list(given)
+    own, total, whole = (
+        given[rank],
+        torch.stack(list(given)).sum(0, dtype=given[0].dtype),
+        list(given),
+    )
     _called(communicator, "all_reduce", total, own)
     for dim in range(-1, own.dim()):
         _called(communicator, "all_gather", torch.cat(whole, dim), own, dim)
@@ -83,7 +95,9 @@ def _check_collectives(communicator: Communicator, given: Sequence[Tensor]) -> N
     _called(communicator, "all_to_all", expected, repeated, sent, [rows * (rank + 1)] * ranks)
 
 
-def _called(communicator: Communicator, name: str, expected: Tensor | None, x: Tensor, *others: Any) -> None:
+def _called(
+    communicator: Communicator, name: str, expected: Tensor | None, x: Tensor, *others: Any
+) -> None:
     """Call a collective, and compare what it returns; it is to leave what it is given."""
     before = x.clone()
     found = getattr(communicator, name)(x, *others)
@@ -115,13 +129,19 @@ def _check_passing_on(communicator: Communicator, device: torch.device | str) ->
 
 
 def _expect(what: str, found: Tensor, expected: Tensor) -> None:
-    if (found.shape, found.dtype, found.device) != (expected.shape, expected.dtype, expected.device):
+    if (found.shape, found.dtype, found.device) != (
+        expected.shape,
+        expected.dtype,
+        expected.device,
+    ):
         raise AssertionError(
             f"{what} returned {tuple(found.shape)} of {found.dtype} on {found.device}, expected "
             f"{tuple(expected.shape)} of {expected.dtype} on {expected.device}"
         )
     if not torch.equal(found, expected):
-        raise AssertionError(f"{what} of {tuple(expected.shape)} in {expected.dtype} returned other numbers")
+        raise AssertionError(
+            f"{what} of {tuple(expected.shape)} in {expected.dtype} returned other numbers"
+        )
 
 
 def check_attention_layout(
@@ -146,12 +166,15 @@ def check_attention_layout(
         layer = make(heads, 16, 0.3, kv_heads, window, cap, prefix="checked")
         shape = layer.kv_cache_shape(SLOTS, BLOCK)
         if shape[0] != SLOTS:
-            raise AssertionError(f"the cache of {SLOTS} blocks has the shape {tuple(shape)}: dimension 0 is the block")
+            raise AssertionError(
+                f"the cache of {SLOTS} blocks has the shape {tuple(shape)}: dimension 0 is the block"
+            )
         cache = torch.full(shape, torch.nan, dtype=dtype, device=device)
         generator = torch.Generator().manual_seed(heads)
         sizes = (heads * 16, kv_heads * 16, kv_heads * 16)
         long, short = (
-            [torch.randn(count, size, generator=generator).to(device, dtype) for size in sizes] for count in (17, 11)
+            [torch.randn(count, size, generator=generator).to(device, dtype) for size in sizes]
+            for count in (17, 11)
         )
         found = _in_chunks(layer, cache, (long, short))
         for result, given in zip(found, (long, short), strict=True):
@@ -159,16 +182,23 @@ def check_attention_layout(
             torch.testing.assert_close(result.float(), expected, atol=tolerance, rtol=tolerance)
 
 
-def _in_chunks(layer: Attention, cache: Tensor, sequences: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def _in_chunks(
+    layer: Attention, cache: Tensor, sequences: Sequence[Sequence[Tensor]]
+) -> list[Tensor]:
     table = torch.tensor([[3, 7, 11, 0, 5], [9, 1, 4, 10, 2]])
     results: list[list[Tensor]] = [[], []]
     done = [0, 0]
     for chunks in ((7, 4), (1, 1), (1, 5), (8, 1)):
         so_far = [before + count for before, count in zip(done, chunks, strict=True)]
         caches = {layer.prefix: cache}
-        batch = AttentionBatch.of_sequences(chunks, so_far, table, caches, block_size=BLOCK, device=cache.device)
+        batch = AttentionBatch.of_sequences(
+            chunks, so_far, table, caches, block_size=BLOCK, device=cache.device
+        )
         spans = [slice(before, after) for before, after in zip(done, so_far, strict=True)]
-        parts = zip(*([x[span] for x in each] for each, span in zip(sequences, spans, strict=True)), strict=True)
+        parts = zip(
+            *([x[span] for x in each] for each, span in zip(sequences, spans, strict=True)),
+            strict=True,
+        )
         with torch.inference_mode(), attending(batch):
             attended = layer(*(torch.cat(part) for part in parts))
         for result, part in zip(results, attended.split(chunks), strict=True):
@@ -180,7 +210,9 @@ def _in_chunks(layer: Attention, cache: Tensor, sequences: Sequence[Sequence[Ten
 def _attended(layer: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attend over a whole sequence in float32: softmax of scaled, capped scores; causal, within the window."""
     groups, tokens = layer.num_heads // layer.num_kv_heads, len(query)
-    query, key, value = (x.float().view(tokens, -1, layer.head_size).transpose(0, 1) for x in (query, key, value))
+    query, key, value = (
+        x.float().view(tokens, -1, layer.head_size).transpose(0, 1) for x in (query, key, value)
+    )
     behind = torch.arange(tokens)[:, None] - torch.arange(tokens)
     seen = (behind >= 0) & (behind < (layer.sliding_window or tokens))
     scores = query @ key.repeat_interleave(groups, 0).mT * layer.scale
@@ -190,7 +222,9 @@ def _attended(layer: Attention, query: Tensor, key: Tensor, value: Tensor) -> Te
     return (shares @ value.repeat_interleave(groups, 0)).transpose(0, 1).flatten(1)
 
 
-def check_engine(given: OpgraftConfig, expected: Sequence[Sequence[int]] | None = None) -> list[list[int]]:
+def check_engine(
+    given: OpgraftConfig, expected: Sequence[Sequence[int]] | None = None
+) -> list[list[int]]:
     """See that the engine of this process, whatever parts of it are replaced, keeps its promises for a checkpoint.
 
     Requests come in chunks beside each other, one after an end of the others, one aborted: each has the tokens that it
@@ -221,7 +255,8 @@ def check_engine(given: OpgraftConfig, expected: Sequence[Sequence[int]] | None 
 
 
 PROMPTS: Sequence[Sequence[int]] = tuple(
-    tuple(3 + (7 * place + length) % 60 for place in range(length)) for length in (5, 17, 1, 9, 23, 12)
+    tuple(3 + (7 * place + length) % 60 for place in range(length))
+    for length in (5, 17, 1, 9, 23, 12)
 )
 """Token ids of the requests of ``check_engine``."""
 
@@ -229,7 +264,9 @@ PROMPTS: Sequence[Sequence[int]] = tuple(
 def _answers(core: EngineCore, numbers: Sequence[int]) -> list[list[int]]:
     requests = []
     for number in numbers:
-        drawn: dict[str, Any] = {"temperature": 0.8, "top_k": 20, "seed": number} if number % 2 else {"temperature": 0}
+        drawn: dict[str, Any] = (
+            {"temperature": 0.8, "top_k": 20, "seed": number} if number % 2 else {"temperature": 0}
+        )
         params = SamplingParams(max_tokens=8, ignore_eos=True, **drawn)
         requests.append(Request(f"request {number}", PROMPTS[number], params))
     core.add(requests)

@@ -73,14 +73,18 @@ def _seconds(text: str) -> float:
 
 def _calls(text: str) -> int:
     if not text.isdecimal():
-        raise InputError(f"fails_after of {SIMULATED_DEVICE} is {text!r:.40}: give a number of kernels, such as 100")
+        raise InputError(
+            f"fails_after of {SIMULATED_DEVICE} is {text!r:.40}: give a number of kernels, such as 100"
+        )
     return int(text)
 
 
 def _dtypes(text: str) -> tuple[str, ...]:
     names = tuple(text.split())
     if not names or not set(names) <= set(_DTYPES):
-        raise InputError(f"dtypes of {SIMULATED_DEVICE} is {text!r:.80}: give some of {' '.join(_DTYPES)}")
+        raise InputError(
+            f"dtypes of {SIMULATED_DEVICE} is {text!r:.80}: give some of {' '.join(_DTYPES)}"
+        )
     return names
 
 

@@ -44,7 +44,9 @@ def diagnose() -> list[Finding]:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # code of plugins, which these checks call
-            found.append(Finding(f"the check '{_words(check)}' ended with {described(error)}", exit_code=4))
+            found.append(
+                Finding(f"the check '{_words(check)}' ended with {described(error)}", exit_code=4)
+            )
     return list(dict.fromkeys(found))
 
 
@@ -69,7 +71,9 @@ def unknown_device_type() -> Iterator[Finding]:
     platform = selection.platform
     reason = _unknown_to_torch(platform.device_type)
     if reason:
-        provider = next(c.provider for c in selection.decision.candidates if c.name == platform.name)
+        provider = next(
+            c.provider for c in selection.decision.candidates if c.name == platform.name
+        )
         message = (
             f"platform {platform.name}: torch does not know its device_type {platform.device_type!r}: {reason}. A new "
             "one is made known by torch.utils.rename_privateuse1_backend"
@@ -92,7 +96,9 @@ def conflicts() -> Iterator[Finding]:
         try:
             _choose(cls)
         except OpgraftError as error:
-            rivals = tuple(dict.fromkeys(r.provider for r in host_state().active if r.target is cls))
+            rivals = tuple(
+                dict.fromkeys(r.provider for r in host_state().active if r.target is cls)
+            )
             yield Finding(str(error), exit_code=error.exit_code, others=rivals)
 
 
@@ -110,16 +116,27 @@ def never_fire() -> Iterator[Finding]:
     """Find kernels that a ``forward`` hides, and replacements that are constructed here and have none that can run."""
     for replacement, binding in _bound():
         kernel, target = binding.kernel, _target(replacement)
-        own = [k for k in declared_kernels(replacement.cls, DISPATCH_KEYS) if k.owner not in target.__mro__]
+        own = [
+            k
+            for k in declared_kernels(replacement.cls, DISPATCH_KEYS)
+            if k.owner not in target.__mro__
+        ]
         for each in own:
             hiding = hidden_by(each, own)
             if hiding:
                 message = f"{each} can never run: {hiding} of that op hides it"
                 yield Finding(message, replacement.provider, each.location)
         lacking = [f"{each}: {why}" for each, why in kernel.missing if each in own]
-        if binding.replacement.winner is replacement and kernel.enabled and lacking and kernel.winner not in own:
+        if (
+            binding.replacement.winner is replacement
+            and kernel.enabled
+            and lacking
+            and kernel.winner not in own
+        ):
             message = f"{replacement.cls.__qualname__} has no kernel that can run here, so {kernel.winner} does"
-            yield Finding(f"{message}: {'; '.join(lacking)}", replacement.provider, replacement.location)
+            yield Finding(
+                f"{message}: {'; '.join(lacking)}", replacement.provider, replacement.location
+            )
 
 
 def broken_needs() -> Iterator[Finding]:
@@ -129,14 +146,18 @@ def broken_needs() -> Iterator[Finding]:
         for kernel in declared_kernels(replacement.cls, chain):
             reason = kernel.missing() or ""
             if kernel.owner not in _target(replacement).__mro__ and reason.startswith(CHECK_RAISED):
-                yield Finding(f"{kernel} is never used: {reason}", replacement.provider, kernel.location)
+                yield Finding(
+                    f"{kernel} is never used: {reason}", replacement.provider, kernel.location
+                )
 
 
 def broken_switches() -> Iterator[Finding]:
     """Find classes that are disabled, as their method which decides about that raises."""
     for replacement, binding in _bound():
         kernel = binding.kernel
-        if binding.replacement.winner is replacement and kernel.enabled_because.startswith(SWITCH_RAISED):
+        if binding.replacement.winner is replacement and kernel.enabled_because.startswith(
+            SWITCH_RAISED
+        ):
             message = f"{replacement.cls.__qualname__} is disabled: {kernel.enabled_because}"
             yield Finding(message, replacement.provider, replacement.location)
 
@@ -151,9 +172,15 @@ def wrong_functions() -> Iterator[Finding]:
             for attribute, functions in vars(base).items():
                 if not attribute.startswith(_TABLE):
                     continue
-                with suppress(ImportError):  # of functions that are imported when they are needed: needs() tells
+                with suppress(
+                    ImportError
+                ):  # of functions that are imported when they are needed: needs() tells
                     for message in _wrong_in_table(target, attribute, functions):
-                        yield Finding(f"{base.__qualname__}.{message}", replacement.provider, location_of(base))
+                        yield Finding(
+                            f"{base.__qualname__}.{message}",
+                            replacement.provider,
+                            location_of(base),
+                        )
 
 
 def _wrong_in_table(target: type, attribute: str, functions: Any) -> Iterator[str]:
@@ -167,7 +194,9 @@ def _wrong_in_table(target: type, attribute: str, functions: Any) -> Iterator[st
     for name in functions:
         if name not in forms:
             yield f"{attribute} names {name!r}, which is no functional form of the op: {close_matches(name, forms)}"
-        elif problem := rejected_call(inspect.signature(forms[name].native), inspect.signature(functions[name])):
+        elif problem := rejected_call(
+            inspect.signature(forms[name].native), inspect.signature(functions[name])
+        ):
             yield f"{attribute}[{name!r}] is narrower than the functional form: {problem}"
 
 
@@ -198,7 +227,10 @@ def lost_gradients() -> Iterator[Finding]:
             if spec and spec.differentiable and not form.mutates and _serves(form, replacement):
                 with watched(f"{kernel} of {replacement.provider}", replacement.provider):
                     reasons = list(dict.fromkeys(_lost(spec, kernel)))
-                yield from (Finding(f"{kernel} {reason}", replacement.provider, kernel.location) for reason in reasons)
+                yield from (
+                    Finding(f"{kernel} {reason}", replacement.provider, kernel.location)
+                    for reason in reasons
+                )
 
 
 def _serves(form: Functional[..., Any], replacement: Replacement) -> bool:
@@ -211,7 +243,9 @@ def _lost(spec: OpSpec, kernel: Kernel) -> Iterator[str]:
     calls = [checks.by_module(spec)] if spec.module else []
     calls += [function] if (function := kernel.functional(spec.functional.name)) else []
     for call in calls:
-        drawn = spec.arguments(next(iter(spec.variants)), torch.float32, spec.leads[1], max(spec.sizes[:2]))
+        drawn = spec.arguments(
+            next(iter(spec.variants)), torch.float32, spec.leads[1], max(spec.sizes[:2])
+        )
         arguments = {name: _on(device, value) for name, value in drawn.items()}
         with torch.enable_grad():
             expected = tensors(spec.functional.native(**arguments))
@@ -220,7 +254,10 @@ def _lost(spec: OpSpec, kernel: Kernel) -> Iterator[str]:
             except Exception as error:  # the kernel's own
                 yield f"raised {described(error)} for float32 inputs of {spec.functional.name} that require a gradient"
                 continue
-        if any(theirs.requires_grad and not ours.requires_grad for ours, theirs in zip(got, expected, strict=False)):
+        if any(
+            theirs.requires_grad and not ours.requires_grad
+            for ours, theirs in zip(got, expected, strict=False)
+        ):
             yield "loses gradients: its results require none where the inputs do. Mark it with @opgraft.inference_only"
 
 
@@ -262,7 +299,9 @@ def _choose(cls: type) -> ReplacementChoice:
     """Choose the class as constructing it does, which asks the conditions and checks of those who replace it."""
     providers = list(dict.fromkeys(r.provider for r in host_state().active if r.target is cls))
     names = " and ".join(map(str, providers)) or "opgraft"
-    with watched(f"a check of {names} for {cls.__qualname__}", providers[0] if len(providers) == 1 else None):
+    with watched(
+        f"a check of {names} for {cls.__qualname__}", providers[0] if len(providers) == 1 else None
+    ):
         return inventory.choice_here(cls)
 
 

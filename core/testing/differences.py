@@ -34,10 +34,17 @@ def outcome_of(
         return None, f"it raised {described(error)}"
     taken = tensors_within((args, kwargs))
     written = [after for before, after in zip(given, taken, strict=True) if not same(before, after)]
-    found = [("its result", each) for each in results] + [("what it wrote", each) for each in written]
+    found = [("its result", each) for each in results] + [
+        ("what it wrote", each) for each in written
+    ]
     if len(found) != len(expected):
         return None, f"it returned or wrote {len(found)} tensors, the native model {len(expected)}"
     rows = zip(found, expected, allowed, strict=True)
-    told = [difference(place, ours, theirs.to(ours.device), room) for (place, ours), theirs, room in rows]
+    told = [
+        difference(place, ours, theirs.to(ours.device), room)
+        for (place, ours), theirs, room in rows
+    ]
     shares, reasons = [share for share, _ in told], [reason for _, reason in told if reason]
-    return (None if None in shares else max(filter(None, shares), default=0.0)), (reasons or [""])[0]
+    return (None if None in shares else max(filter(None, shares), default=0.0)), (reasons or [""])[
+        0
+    ]

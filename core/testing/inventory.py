@@ -57,14 +57,21 @@ class DeclaredPlatform:
 def declared_platforms() -> list[DeclaredPlatform]:
     """Return the built-in platforms, and those of plugins that the settings admit, in the order of their names."""
     settings = host_state().settings()
-    offers = [offer for offer in discover().of_group(PLATFORM_GROUP) if not objection(offer, settings)]
-    return [_declared(offer) for offer in sorted(offers, key=lambda offer: (not offer.built_in, offer.name))]
+    offers = [
+        offer for offer in discover().of_group(PLATFORM_GROUP) if not objection(offer, settings)
+    ]
+    return [
+        _declared(offer)
+        for offer in sorted(offers, key=lambda offer: (not offer.built_in, offer.name))
+    ]
 
 
 def built_in_platforms() -> list[DeclaredPlatform]:
     """Return the platforms that opgraft itself offers."""
     offers = discover().of_group(PLATFORM_GROUP)
-    return [_declared(offer) for offer in sorted(offers, key=lambda offer: offer.name) if offer.built_in]
+    return [
+        _declared(offer) for offer in sorted(offers, key=lambda offer: offer.name) if offer.built_in
+    ]
 
 
 def _declared(offer: Offer) -> DeclaredPlatform:
@@ -72,25 +79,38 @@ def _declared(offer: Offer) -> DeclaredPlatform:
     if offer.name == current.name:
         return DeclaredPlatform(offer.name, current, effective_chain(current))
     if not offer.built_in and not _plugins_loaded(offer):
-        return DeclaredPlatform(offer.name, unknown=f"plugins of {offer.provider} are not active here")
+        return DeclaredPlatform(
+            offer.name, unknown=f"plugins of {offer.provider} are not active here"
+        )
     try:
         spec: PlatformSpec = offer.load()
         cls = spec.load_class()
         # __init__ may need a runtime or a device that is not here; a chain that needs what it sets is unknown.
         platform = cls.__new__(cls)
         return DeclaredPlatform(offer.name, platform, effective_chain(platform))
-    except (Exception, SystemExit) as error:  # a plugin's code, which was not made for a machine without its device
-        return DeclaredPlatform(offer.name, unknown=f"its class cannot be asked: {described(error)}")
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # a plugin's code, which was not made for a machine without its device
+        return DeclaredPlatform(
+            offer.name, unknown=f"its class cannot be asked: {described(error)}"
+        )
 
 
 def _plugins_loaded(offer: Offer) -> bool:
     records = host_state().plugins
-    plugins = [plugin for plugin in discover().of_group(PLUGIN_GROUP) if plugin.provider == offer.provider]
-    return all(records[p.name].status is PluginStatus.ACTIVATED for p in plugins if p.name in records)
+    plugins = [
+        plugin for plugin in discover().of_group(PLUGIN_GROUP) if plugin.provider == offer.provider
+    ]
+    return all(
+        records[p.name].status is PluginStatus.ACTIVATED for p in plugins if p.name in records
+    )
 
 
 def kernel_keys(
-    cls: type, platforms: Sequence[DeclaredPlatform], replacements: Sequence[Replacement] | None = None
+    cls: type,
+    platforms: Sequence[DeclaredPlatform],
+    replacements: Sequence[Replacement] | None = None,
 ) -> dict[str, str | None]:
     """Give, by platform, the dispatch key of the kernel that constructing ``cls`` would bind; ``None``: unknown.
 
@@ -99,7 +119,10 @@ def kernel_keys(
     """
     known = _declared_replacements() if replacements is None else replacements
     settings = host_state().settings()
-    return {p.name: _key(cls, p.platform, p.chain, known, settings) if p.platform else None for p in platforms}
+    return {
+        p.name: _key(cls, p.platform, p.chain, known, settings) if p.platform else None
+        for p in platforms
+    }
 
 
 def _declared_replacements() -> list[Replacement]:
@@ -123,15 +146,29 @@ def keys_in_words(keys: dict[str, str | None]) -> str:
 
 
 def _key(
-    cls: type, platform: Platform, chain: tuple[str, ...], replacements: Sequence[Replacement], settings: Settings
+    cls: type,
+    platform: Platform,
+    chain: tuple[str, ...],
+    replacements: Sequence[Replacement],
+    settings: Settings,
 ) -> str | None:
     state = host_state()
     own = discover().provider_of(cls.__module__)
     try:
         choice = choose_replacement(
-            cls, op_name_of(cls, state), own, replacements, platform, settings, kin_of(cls, replacements), absence_of
+            cls,
+            op_name_of(cls, state),
+            own,
+            replacements,
+            platform,
+            settings,
+            kin_of(cls, replacements),
+            absence_of,
         )
-    except (ConflictError, ConfigError):  # the latter: providers asks for one that another platform has
+    except (
+        ConflictError,
+        ConfigError,
+    ):  # the latter: providers asks for one that another platform has
         return CONFLICT
     kernels = declared_kernels(choice.cls, chain)
     return kernels[0].key if kernels else None
@@ -198,8 +235,12 @@ def kernel_here(cls: type) -> KernelHere:
         return KernelHere(error=str(error))
     kernel = binding.kernel.winner
     name = binding.replacement.cls.__qualname__
-    passed_over = "; ".join(f"{skipped} is not used: {why}" for skipped, why in binding.kernel.passed_over)
-    return KernelHere(name, str(kernel), kernel.key, binding.provider, binding.kernel.enabled, passed_over or None)
+    passed_over = "; ".join(
+        f"{skipped} is not used: {why}" for skipped, why in binding.kernel.passed_over
+    )
+    return KernelHere(
+        name, str(kernel), kernel.key, binding.provider, binding.kernel.enabled, passed_over or None
+    )
 
 
 def variants_of(cls: type) -> list[type]:
@@ -207,7 +248,11 @@ def variants_of(cls: type) -> list[type]:
     state = host_state()
     name = op_name_of(cls, state)
     base = state.registry.records()[name].cls if name else cls
-    derived = [target for target in state.registry.targets() if target is not cls and issubclass(target, base)]
+    derived = [
+        target
+        for target in state.registry.targets()
+        if target is not cls and issubclass(target, base)
+    ]
     return [target for target in derived if op_name_of(target, state) == name]
 
 
@@ -223,19 +268,27 @@ def find_op(name: str) -> type | None:
     registry = host_state().registry
     owner, _, method = name.rpartition(".")
     bare = owner if method == "forward" or method.startswith("forward_") else name
-    form = FUNCTIONALS.get(name.removeprefix("opgraft.functional.").removeprefix("torch.ops.opgraft."))
+    form = FUNCTIONALS.get(
+        name.removeprefix("opgraft.functional.").removeprefix("torch.ops.opgraft.")
+    )
     target = registry.find_target(bare)
     if target is None:
         shown = ((r.cls.__qualname__, r.cls.__module__, r.target) for r in registry.replacements)
         module, _, qualname = bare.rpartition(":")
-        target = next((t for cls, home, t in shown if cls == qualname and module in ("", home)), None)
+        target = next(
+            (t for cls, home, t in shown if cls == qualname and module in ("", home)), None
+        )
     return registry.find_target(form.op) if target is None and form else target
 
 
 def known_names() -> set[str]:
     """Return every bare name by which ``find_op`` finds something."""
     registry = host_state().registry
-    return registry.target_names() | set(FUNCTIONALS) | {r.cls.__qualname__ for r in registry.replacements if r.target}
+    return (
+        registry.target_names()
+        | set(FUNCTIONALS)
+        | {r.cls.__qualname__ for r in registry.replacements if r.target}
+    )
 
 
 @dataclass(frozen=True)
@@ -274,8 +327,14 @@ def forms_here(cls: type) -> list[FormHere]:
 def proofs_of(forms: Sequence[Functional[..., Any]]) -> dict[str, dict[str, Any]]:
     """Tell, by form, what was proved of it and whether that is about what is installed."""
     records = proof_records.recorded()
-    proved = {form.name: dataclasses.asdict(records[form.name]) if form.name in records else {} for form in forms}
-    return {name: {"state": proof_records.state_of(name).name.lower(), **row} for name, row in proved.items()}
+    proved = {
+        form.name: dataclasses.asdict(records[form.name]) if form.name in records else {}
+        for form in forms
+    }
+    return {
+        name: {"state": proof_records.state_of(name).name.lower(), **row}
+        for name, row in proved.items()
+    }
 
 
 def proofs_in_words(cls: type, proved: dict[str, dict[str, Any]]) -> str:
@@ -285,7 +344,10 @@ def proofs_in_words(cls: type, proved: dict[str, dict[str, Any]]) -> str:
     parts = []
     current = [row for row in proved.values() if row["state"] == "current"]
     if current:
-        checks, dtypes = (set.intersection(*(set(row[column]) for row in current)) for column in ("checks", "dtypes"))
+        checks, dtypes = (
+            set.intersection(*(set(row[column]) for row in current))
+            for column in ("checks", "dtypes")
+        )
         parts.append(
             f"native definition proved: {_count(current, 'form')}, {_count(checks, 'check')}, {_count(dtypes, 'dtype')}"
         )
@@ -310,4 +372,8 @@ def missing_packages(cls: type) -> list[str]:
     name = op_name_of(cls, host_state())
     installed = {normalized(offer.provider.name) for offer in discover().offers}
     packages = current_platform().kernel_packages
-    return [package for package, ops in packages.items() if name in ops and normalized(package) not in installed]
+    return [
+        package
+        for package, ops in packages.items()
+        if name in ops and normalized(package) not in installed
+    ]

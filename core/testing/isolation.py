@@ -32,6 +32,10 @@ def isolated_host(*, forget_plugins: bool = False) -> Iterator[None]:
             kept = {name: record for name, record in records.items() if stays(record.provider)}
             records.clear()
             records.update({**before, **kept})
-        kept_too = [each for each in registry.replacements if each not in replacements and stays(each.provider)]
+        kept_too = [
+            each
+            for each in registry.replacements
+            if each not in replacements and stays(each.provider)
+        ]
         registry.replacements[:] = [*replacements, *kept_too]
         reset()

@@ -51,16 +51,28 @@ def check_reached(subject: Subject) -> None:
     choice = inventory.choice_here(subject.target)
     replacement = subject.replacement
     if choice.cls is not replacement.cls:
-        row = next(row for row in choice.decision.candidates if row.location == replacement.location)
-        raise AssertionError(f"{row.name} at {row.location} is never constructed here: {row.reason}")
+        row = next(
+            row for row in choice.decision.candidates if row.location == replacement.location
+        )
+        raise AssertionError(
+            f"{row.name} at {row.location} is never constructed here: {row.reason}"
+        )
     own = _own_kernels(subject) if subject.is_op else []
     for kernel in own:
         hiding = hidden_by(kernel, own)
         if hiding:
-            raise AssertionError(f"{kernel} at {kernel.location} is never called: {hiding} of that op hides it")
-    if own and _bound(subject).winner not in own and any(kernel in _in_chain(subject) for kernel in own):
+            raise AssertionError(
+                f"{kernel} at {kernel.location} is never called: {hiding} of that op hides it"
+            )
+    if (
+        own
+        and _bound(subject).winner not in own
+        and any(kernel in _in_chain(subject) for kernel in own)
+    ):
         missing = "; ".join(f"{kernel} {reason}" for kernel in own if (reason := kernel.missing()))
-        raise AssertionError(f"{_bound(subject).winner} runs here, no kernel of {replacement.provider}: {missing}")
+        raise AssertionError(
+            f"{_bound(subject).winner} runs here, no kernel of {replacement.provider}: {missing}"
+        )
 
 
 def _bound(subject: Subject) -> KernelChoice:
@@ -71,7 +83,9 @@ def _own_kernels(subject: Subject) -> list[Kernel]:
     """Return the kernels that the replacement's own classes define, for any platform, the most derived first."""
     own, target = subject.replacement.cls, subject.target
     inherited = target.__mro__ if own is not target else ()
-    return [kernel for kernel in declared_kernels(own, DISPATCH_KEYS) if kernel.owner not in inherited]
+    return [
+        kernel for kernel in declared_kernels(own, DISPATCH_KEYS) if kernel.owner not in inherited
+    ]
 
 
 def _in_chain(subject: Subject) -> list[Kernel]:
@@ -93,13 +107,17 @@ def check_switching(subject: Subject, variant: str) -> None:
     with _under(f"-{subject.op}"):
         found = binding_of(spec.functional).kernel.winner
         if found.key != "native":
-            raise AssertionError(f"{found} runs where custom_ops switches {subject.op} off, not forward_native")
+            raise AssertionError(
+                f"{found} runs where custom_ops switches {subject.op} off, not forward_native"
+            )
         for call in calls:
             checks.check_values(spec, variant, torch.float32, call, brief=True)
     with _under("none", f"+{subject.op}"):
         found = binding_of(spec.functional).kernel.winner
     if found != kernel:
-        raise AssertionError(f"{found} runs where custom_ops switches {subject.op} on, not {kernel}")
+        raise AssertionError(
+            f"{found} runs where custom_ops switches {subject.op} on, not {kernel}"
+        )
 
 
 def _under(*custom_ops: str) -> Any:
@@ -118,9 +136,12 @@ def check_state(subject: Subject, variant: str) -> None:
     if ours != theirs:
         changed = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
         told = "; ".join(
-            f"{name}: {ours.get(name, 'missing')}, expected {theirs.get(name, 'none')}" for name in changed
+            f"{name}: {ours.get(name, 'missing')}, expected {theirs.get(name, 'none')}"
+            for name in changed
         )
-        raise AssertionError(f"the state differs from that of {subject.target.__qualname__}: {told}")
+        raise AssertionError(
+            f"the state differs from that of {subject.target.__qualname__}: {told}"
+        )
     target.load_state_dict(op.state_dict())
     op.load_state_dict(target.state_dict())
     with torch.no_grad():
@@ -133,7 +154,9 @@ def _check_loaders(op: nn.Module, of_target: Mapping[str, nn.Parameter]) -> None
     """A weight of a checkpoint becomes the same in both, by the loader of each parameter."""
     for name, ours in op.named_parameters():
         theirs = of_target[name]
-        weight = torch.linspace(-1, 1, theirs.numel(), device=theirs.device).view_as(theirs).to(theirs)
+        weight = (
+            torch.linspace(-1, 1, theirs.numel(), device=theirs.device).view_as(theirs).to(theirs)
+        )
         for parameter in (ours, theirs):
             getattr(parameter, "weight_loader", default_weight_loader)(parameter, weight)
         _expect_same(f"{name}, loaded by its weight_loader,", [ours], [theirs])
@@ -143,7 +166,9 @@ def _state(op: nn.Module) -> Mapping[str, str]:
     """Describe parameters and buffers: shape, dtype, and the attributes by which loaders know a parameter."""
     marks = {name: sorted(vars(parameter)) for name, parameter in op.named_parameters()}
     return {
-        name: " ".join([str(tuple(value.shape)), str(value.dtype).removeprefix("torch."), *marks.get(name, [])])
+        name: " ".join(
+            [str(tuple(value.shape)), str(value.dtype).removeprefix("torch."), *marks.get(name, [])]
+        )
         for name, value in op.state_dict().items()
     }
 
@@ -155,10 +180,15 @@ def check_copies(subject: Subject, variant: str) -> None:
     memory = {value.data_ptr() for value in op.state_dict().values() if value.numel()}
     with torch.no_grad():
         expected = tensors(op(*inputs))
-        copies = {"a deep copy": copy.deepcopy(op), "an unpickled op": pickle.loads(pickle.dumps(op))}  # noqa: S301
+        copies = {
+            "a deep copy": copy.deepcopy(op),
+            "an unpickled op": pickle.loads(pickle.dumps(op)),  # noqa: S301
+        }
         for what, made in copies.items():
             if type(made) is not type(op):
-                raise AssertionError(f"{what} is a {type(made).__qualname__}, expected {type(op).__qualname__}")
+                raise AssertionError(
+                    f"{what} is a {type(made).__qualname__}, expected {type(op).__qualname__}"
+                )
             if memory & {value.data_ptr() for value in made.state_dict().values()}:
                 raise AssertionError(f"{what} has the very parameters of what it is a copy of")
             _expect_same(f"{what} of {subject.name}", tensors(made(*inputs)), expected)
@@ -177,7 +207,11 @@ def check_repetition(subject: Subject, variant: str) -> None:
             second = run(spec, call, arguments)
             _expect_same(f"a second call of {spec.functional.name}", second, bits)
             run(spec, call, others)
-        _expect_same(f"what the first call of {spec.functional.name} returned, after another one,", first, bits)
+        _expect_same(
+            f"what the first call of {spec.functional.name} returned, after another one,",
+            first,
+            bits,
+        )
         shared = {v.untyped_storage().data_ptr() for v in first if v.numel()}
         if shared & {v.untyped_storage().data_ptr() for v in second if v.numel()}:
             raise AssertionError(f"two calls of {spec.functional.name} returned the same memory")
@@ -187,16 +221,25 @@ def check_reentrancy(subject: Subject, variant: str) -> None:
     """Threads that call it at once, each with inputs of its own, get what each gets alone."""
     spec = subject.proof
     leads = [lead for lead in spec.leads if min(lead) > 0]
-    drawn = [spec.arguments(variant, torch.float32, lead, max(spec.sizes[:2])) for lead in leads[:THREADS]]
+    drawn = [
+        spec.arguments(variant, torch.float32, lead, max(spec.sizes[:2]))
+        for lead in leads[:THREADS]
+    ]
     for call in subject.calls(variant):
         with torch.no_grad():
             alone = [checks.results_of(spec, call, arguments) for arguments in drawn]
         with ThreadPoolExecutor(THREADS) as threads:
-            together = [threads.submit(copy_context().run, _several, spec, call, each) for each in drawn]
+            together = [
+                threads.submit(copy_context().run, _several, spec, call, each) for each in drawn
+            ]
             found = [each.result() for each in together]
         for expected, rounds in zip(alone, found, strict=True):
             for results in rounds:
-                _expect_same(f"a call of {spec.functional.name} beside those of other threads", results, expected)
+                _expect_same(
+                    f"a call of {spec.functional.name} beside those of other threads",
+                    results,
+                    expected,
+                )
 
 
 @torch.no_grad()
@@ -225,9 +268,15 @@ def _expect_same(what: str, found: list[Tensor], expected: list[Tensor]) -> None
             raise AssertionError(
                 f"{what} is {tuple(ours.shape)} {ours.dtype}, expected {tuple(theirs.shape)} {theirs.dtype}"
             )
-        same = (ours == theirs) | (ours.isnan() & theirs.isnan()) if ours.itemsize > 1 else ours == theirs
+        same = (
+            (ours == theirs) | (ours.isnan() & theirs.isnan())
+            if ours.itemsize > 1
+            else ours == theirs
+        )
         if not same.all():
-            raise AssertionError(f"{what} has other values: {int((~same).sum())} of {same.numel()} differ")
+            raise AssertionError(
+                f"{what} has other values: {int((~same).sum())} of {same.numel()} differ"
+            )
 
 
 def check_range(subject: Subject, variant: str, dtype: torch.dtype) -> str | None:
@@ -254,7 +303,9 @@ def check_module_compilation(subject: Subject, variant: str) -> None:
     spec = subject.proof
     lead, size = next(lead for lead in spec.leads if min(lead) > 1), max(spec.sizes[:2])
     leads = [tuple(n * factor for n in lead) for factor in (1, 2, 3)]
-    built = [subject.build(variant, spec.arguments(variant, torch.float32, lead, size)) for lead in leads]
+    built = [
+        subject.build(variant, spec.arguments(variant, torch.float32, lead, size)) for lead in leads
+    ]
     runs = [functools.partial(_run, inputs=inputs) for _, inputs in built]
     checks.expect_one_graph(spec.functional.name, built[0][0], runs)
 
@@ -286,7 +337,9 @@ def _check_module_gradients(subject: Subject, variant: str) -> None:
     """Check the gradients by the inputs of a module, whose parameters are its own."""
     spec = subject.proof
     size = min((size for size in spec.sizes if size > 1), default=1)
-    lead = min((lead for lead in spec.leads if min(lead) > 0), key=lambda lead: (len(lead), max(lead)))
+    lead = min(
+        (lead for lead in spec.leads if min(lead) > 0), key=lambda lead: (len(lead), max(lead))
+    )
     op, inputs = subject.build(variant, spec.arguments(variant, torch.float64, lead, min(size, 4)))
     places = [place for place, value in enumerate(inputs) if _is_floating(value)]
 
@@ -296,7 +349,9 @@ def _check_module_gradients(subject: Subject, variant: str) -> None:
             given[place] = value
         return tuple(tensors(op(*given)))
 
-    if not torch.autograd.gradcheck(by_tensors, [inputs[place].requires_grad_() for place in places]):
+    if not torch.autograd.gradcheck(
+        by_tensors, [inputs[place].requires_grad_() for place in places]
+    ):
         raise AssertionError(f"{subject.name}: gradients differ from finite differences")
 
 
@@ -340,7 +395,9 @@ def speed_of(subject: Subject, variant: str, dtype: torch.dtype) -> float:
     ours, native = subject.calls(variant)[0], spec.functional.native
     ratios = []
     with torch.no_grad():
-        for _ in range(ROUNDS):  # of the two, one after the other, as other processes slow both down
+        for _ in range(
+            ROUNDS
+        ):  # of the two, one after the other, as other processes slow both down
             taken = []
             for call in (native, ours):
                 checks.results_of(spec, call, arguments)

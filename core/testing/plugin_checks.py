@@ -60,14 +60,18 @@ with open(reply_to, "w", closefd=False) as pipe:
 _NO_PLUGIN = "it is a platform without a plugin, which activates nothing"
 _DOUBLINGS, _LARGEST = 8, 1 << 23
 """Pairs of kernels that are queued one behind the other, and numbers that each of them writes, at most."""
-_PATIENCE = 120.0  # seconds: a process imports torch first, and a plugin perhaps a runtime of its own
+_PATIENCE = (
+    120.0  # seconds: a process imports torch first, and a plugin perhaps a runtime of its own
+)
 
 
 def check_findings(plugin: str) -> None:
     """Nothing is found wrong with how the plugin registers, as ``opgraft plugins doctor`` finds it."""
     provider, names, _ = names_of(plugin)
     found = [finding for name in names for finding in findings_of(host_state().plugins[name])]
-    found += [each for each in diagnosis.diagnose() if each.provider and each.provider.name == provider]
+    found += [
+        each for each in diagnosis.diagnose() if each.provider and each.provider.name == provider
+    ]
     if found:
         raise AssertionError("; ".join(map(str, found)))
 
@@ -90,7 +94,9 @@ def check_isolation(plugin: str) -> str | None:
     if left:
         raise AssertionError(f"without the plugin there is still {', '.join(left)}")
     if before != after:
-        raise AssertionError(f"loaded again it replaces {', '.join(after)}, at first {', '.join(before)}")
+        raise AssertionError(
+            f"loaded again it replaces {', '.join(after)}, at first {', '.join(before)}"
+        )
     return None
 
 
@@ -135,7 +141,9 @@ def _others_here(own: Sequence[str]) -> list[str]:
 
 def _activated(plugin: str) -> list[str]:
     names = names_of(plugin)[1]
-    return sorted(f"{r.asked_for} by {r.cls.__qualname__}" for r in host_state().active if r.plugin in names)
+    return sorted(
+        f"{r.asked_for} by {r.cls.__qualname__}" for r in host_state().active if r.plugin in names
+    )
 
 
 def check_spawn(plugin: str) -> str | None:
@@ -162,7 +170,9 @@ def check_spawn(plugin: str) -> str | None:
 
 def kernels_of(op: Any) -> str:
     """Name the kernels that a module and the ops in it run."""
-    return ", ".join(str(part.decision.chosen) for part in op.modules() if isinstance(part, CustomOp))
+    return ", ".join(
+        str(part.decision.chosen) for part in op.modules() if isinstance(part, CustomOp)
+    )
 
 
 def _computed(subject: Subject) -> tuple[str, Any, str, Sequence[Any], list[torch.Tensor]]:
@@ -177,14 +187,22 @@ def check_devices(platform: Platform) -> None:
     """It counts its devices, tells the capability of each, and torch knows their type."""
     count = platform.device_count()
     if type(count) is not int or count < 1:
-        raise AssertionError(f"device_count() returned {count!r}: where the platform is available it is at least 1")
+        raise AssertionError(
+            f"device_count() returned {count!r}: where the platform is available it is at least 1"
+        )
     torch.empty(1, device=platform.device_type)
     effective_chain(platform)
     for index in range(count):
         dtypes = platform.capability(index).dtypes
-        wrong = [dtype for dtype in dtypes if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point]
+        wrong = [
+            dtype
+            for dtype in dtypes
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point
+        ]
         if wrong or not dtypes:
-            raise AssertionError(f"capability({index}).dtypes is {dtypes!r}: it is to list floating-point dtypes")
+            raise AssertionError(
+                f"capability({index}).dtypes is {dtypes!r}: it is to list floating-point dtypes"
+            )
 
 
 def check_memory(platform: Platform) -> None:
@@ -192,9 +210,13 @@ def check_memory(platform: Platform) -> None:
     for index in range(platform.device_count()):
         memory = platform.memory(index)
         if not isinstance(memory, DeviceMemory):
-            raise AssertionError(f"memory({index}) returned a {type(memory).__name__}: it is to return DeviceMemory")
+            raise AssertionError(
+                f"memory({index}) returned a {type(memory).__name__}: it is to return DeviceMemory"
+            )
         if not 0 <= memory.free <= memory.total or memory.total == 0:
-            raise AssertionError(f"memory({index}) tells {memory.free} bytes free of {memory.total}")
+            raise AssertionError(
+                f"memory({index}) tells {memory.free} bytes free of {memory.total}"
+            )
 
 
 def check_seeding(platform: Platform) -> None:
@@ -204,9 +226,13 @@ def check_seeding(platform: Platform) -> None:
         platform.manual_seed(seed)
         drawn.append(torch.rand(64, device=platform.device_type).cpu())
     if not torch.equal(drawn[0], drawn[1]):
-        raise AssertionError("manual_seed(7) twice was followed by other random numbers the second time")
+        raise AssertionError(
+            "manual_seed(7) twice was followed by other random numbers the second time"
+        )
     if torch.equal(drawn[0], drawn[2]):
-        raise AssertionError("manual_seed(7) and manual_seed(8) were followed by the same random numbers")
+        raise AssertionError(
+            "manual_seed(7) and manual_seed(8) were followed by the same random numbers"
+        )
 
 
 def check_synchronisation(platform: Platform) -> None:
@@ -219,15 +245,21 @@ def check_synchronisation(platform: Platform) -> None:
         x = (x @ x) / 64
     platform.synchronize()
     if not torch.equal(x.cpu(), torch.ones(64, 64)):
-        raise AssertionError("after synchronize() a chain of products has other numbers than those it computes")
+        raise AssertionError(
+            "after synchronize() a chain of products has other numbers than those it computes"
+        )
 
 
 def check_dtypes(platform: Platform) -> None:
     """Each dtype that it claims can be computed with."""
     for dtype in claimed_dtypes(platform):
         found = (torch.full((8,), 1.5, dtype=dtype, device=platform.device_type) * 2).cpu()
-        if found.dtype != dtype or not torch.equal(found.double(), torch.full((8,), 3.0, dtype=torch.float64)):
-            raise AssertionError(f"it claims {dtype}, and 1.5 * 2 is {found[0].item()} of {found.dtype} there")
+        if found.dtype != dtype or not torch.equal(
+            found.double(), torch.full((8,), 3.0, dtype=torch.float64)
+        ):
+            raise AssertionError(
+                f"it claims {dtype}, and 1.5 * 2 is {found[0].item()} of {found.dtype} there"
+            )
 
 
 def check_streams(platform: Platform) -> str | None:
@@ -271,7 +303,9 @@ def _check_wait(platform: Platform, streams: Any, told: str, reader: Any) -> Non
     reader.synchronize()
     wrong = int((y != 2**_DOUBLINGS - 1).sum())
     if wrong:
-        raise AssertionError(f"after {told} {wrong} of {size} numbers are not yet what the stream was to write")
+        raise AssertionError(
+            f"after {told} {wrong} of {size} numbers are not yet what the stream was to write"
+        )
     if not stream.query():
         raise AssertionError(f"after {told} query() of the stream says that its work is not done")
 
@@ -280,7 +314,9 @@ def _by_event(platform: Platform, stream: Any, event: Any, reader: Any) -> None:
     stream.record_event(event)
     event.synchronize()
     if not event.query():
-        raise AssertionError("after synchronize() of an event its query() says that it has not happened")
+        raise AssertionError(
+            "after synchronize() of an event its query() says that it has not happened"
+        )
 
 
 def _for_event(platform: Platform, stream: Any, event: Any, reader: Any) -> None:
@@ -292,7 +328,9 @@ _WAITS: Mapping[str, Callable[[Platform, Any, Any, Any], None]] = {
     "synchronize() of the stream": lambda platform, stream, event, reader: stream.synchronize(),
     "synchronize() of the platform": lambda platform, stream, event, reader: platform.synchronize(),
     "synchronize() of an event": _by_event,
-    "wait_stream() of the reader": lambda platform, stream, event, reader: reader.wait_stream(stream),
+    "wait_stream() of the reader": lambda platform, stream, event, reader: reader.wait_stream(
+        stream
+    ),
     "wait_event() of the reader": _for_event,
 }
 """Ways to wait for a stream: for the host, or for the work of a stream that is to read."""

@@ -97,11 +97,20 @@ def prove(spec: OpSpec, family: ModuleType | str) -> Record:
         for name in names:
             for variant in spec.variants:
                 CHECKS[name](spec, variant)
-        compared = {name for variant in spec.variants for name in checks.check_outside(spec, variant, spec.functional)}
+        compared = {
+            name
+            for variant in spec.variants
+            for name in checks.check_outside(spec, variant, spec.functional)
+        }
     outside = tuple(dict.fromkeys(other.name for other in spec.outside))
     if compared != set(outside):
-        raise AssertionError(f"{spec.functional.name}: never compared with {sorted(set(outside) - compared)}")
-    sources = (spec.functional.native.__module__, family if isinstance(family, str) else family.__name__)
+        raise AssertionError(
+            f"{spec.functional.name}: never compared with {sorted(set(outside) - compared)}"
+        )
+    sources = (
+        spec.functional.native.__module__,
+        family if isinstance(family, str) else family.__name__,
+    )
     return Record(
         sources=sources,
         digest=digest_of(sources) or "",
@@ -121,8 +130,12 @@ def expect_native(spec: OpSpec) -> None:
     bindings = [binding_of(spec.functional)]
     if spec.module:
         for variant in spec.variants:
-            op, _ = spec.module(**spec.arguments(variant, spec.dtypes[0], spec.leads[0], spec.sizes[0]))
+            op, _ = spec.module(
+                **spec.arguments(variant, spec.dtypes[0], spec.leads[0], spec.sizes[0])
+            )
             bindings += [part.binding for part in op.modules() if isinstance(part, CustomOp)]
     others = {str(b.kernel.winner): None for b in bindings if b.kernel.winner.key != "native"}
     if others:
-        raise AssertionError(f"{spec.functional.name} runs {', '.join(others)} here, not only the native definition")
+        raise AssertionError(
+            f"{spec.functional.name} runs {', '.join(others)} here, not only the native definition"
+        )

@@ -62,8 +62,12 @@ def read(file: Path) -> dict[str, Record]:
 
 def written(records: Mapping[str, Record]) -> str:
     """Return the text of the file that holds ``records``: a line per form, in the order of their names."""
-    rows = [f"    {json.dumps(name)}: {json.dumps(asdict(records[name]))}" for name in sorted(records)]
-    head = f'  "schema": {json.dumps(SCHEMA)},\n  "provider": {json.dumps(PROVIDER)},\n  "forms": {{\n'
+    rows = [
+        f"    {json.dumps(name)}: {json.dumps(asdict(records[name]))}" for name in sorted(records)
+    ]
+    head = (
+        f'  "schema": {json.dumps(SCHEMA)},\n  "provider": {json.dumps(PROVIDER)},\n  "forms": {{\n'
+    )
     return "{\n" + head + ",\n".join(rows) + "\n  }\n}\n"
 
 
@@ -89,5 +93,7 @@ def state_of(form: str) -> State:
 
 
 def _record(row: Mapping[str, Any]) -> Record:
-    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    fields: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in row.items()
+    }
     return Record(**fields)

@@ -22,7 +22,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    call: pytest.CallInfo[None],
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Add to the report of a test that failed which op raised, whose it is, and what goes without it."""
     report = yield
     if report.failed and call.excinfo is not None:
@@ -42,5 +44,8 @@ def opgraft_host() -> Iterator[None]:
 def opgraft_conformance(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Load the plugin that the class names, alone, for its tests; afterwards the host is as before."""
     conformance = importlib.import_module("opgraft.testing.conformance")
-    with importlib.import_module("opgraft.testing.isolation").isolated_host(), conformance.alone(request.cls.plugin):
+    with (
+        importlib.import_module("opgraft.testing.isolation").isolated_host(),
+        conformance.alone(request.cls.plugin),
+    ):
         yield conformance.Conformance(request.cls.plugin, brief=request.config.getoption(BRIEF))

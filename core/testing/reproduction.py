@@ -74,7 +74,9 @@ def write_case(departure: Departure, folder: Path, model: str, paths: list[str])
     script = _SCRIPT.format(
         model=_quoted(model),
         path=_quoted(departure.place.path or "the model"),
-        told=_quoted("; ".join(f"{s.op} by {s.kernel} of {s.provider}" for s in departure.place.served)),
+        told=_quoted(
+            "; ".join(f"{s.op} by {s.kernel} of {s.provider}" for s in departure.place.served)
+        ),
         settings=_settings(),
         paths=paths,
         case=CASE,
@@ -84,7 +86,9 @@ def write_case(departure: Departure, folder: Path, model: str, paths: list[str])
         replace_file(folder / CASE, packed.getvalue(), 0o644)
         replace_file(folder / SCRIPT, script, 0o644)
     except OSError as error:
-        raise InputError(f"{folder} cannot be written to: {error.strerror}. Name another folder by --save") from error
+        raise InputError(
+            f"{folder} cannot be written to: {error.strerror}. Name another folder by --save"
+        ) from error
     return folder / SCRIPT
 
 

@@ -52,7 +52,9 @@ class SimulatedPlatform(Platform):
         return DeviceCapability(self.device.name, dtypes, features=self.device.features)
 
     def memory(self, index: int = 0) -> DeviceMemory:
-        return DeviceMemory(self.device.memory, self.device.memory - simulated_tensors.bytes_in_use())
+        return DeviceMemory(
+            self.device.memory, self.device.memory - simulated_tensors.bytes_in_use()
+        )
 
     def synchronize(self, index: int = 0) -> None:
         simulated_streams.synchronize()

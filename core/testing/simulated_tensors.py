@@ -44,7 +44,9 @@ class Running:
             self.kernels += 1
             limit = self.about.fails_after
         if limit is not None and self.kernels > limit:
-            raise RuntimeError(f"{self.about.name} failed: it has run {limit} kernels, and {operator} would be another")
+            raise RuntimeError(
+                f"{self.about.name} failed: it has run {limit} kernels, and {operator} would be another"
+            )
         if self.about.seconds:
             self.wait(self.about.seconds)
 
@@ -131,7 +133,9 @@ class SimulatedTensor(Tensor):
     @data.setter
     def data(self, other: Tensor) -> None:
         if not isinstance(other, SimulatedTensor):
-            raise RuntimeError(f"a tensor of {other.device} cannot be the data of one of {self.device}: move it there")
+            raise RuntimeError(
+                f"a tensor of {other.device} cannot be the data of one of {self.device}: move it there"
+            )
         Tensor.data.__set__(self, other)  # type: ignore[attr-defined]  # a descriptor of C
         former = self._give_back
         self._hold(other.numbers.detach())
@@ -183,7 +187,9 @@ def compute(operator: Any, *args: Any, **kwargs: Any) -> Any:
         return ours[0]
     stream.synchronize()  # what makes tensors, or takes those of the host, waits for what is queued
     known = {id(_on_host(each)): each for each in given}
-    before = [(each, each.numbers, _form(each.numbers), each.numbers.untyped_storage()) for each in ours]
+    before = [
+        (each, each.numbers, _form(each.numbers), each.numbers.untyped_storage()) for each in ours
+    ]
     result = _run(operator, name, _on_host(args), _on_host(kwargs))
     for each, numbers, form, memory in before:
         if _form(numbers) != form:
@@ -220,7 +226,13 @@ def _follow(tensor: SimulatedTensor, numbers: Tensor, form: tuple[Any, ...], mem
 def _form(values: Tensor) -> tuple[Any, ...]:
     """Return how numbers lie in memory, with the address and the size of that."""
     memory = values.untyped_storage()
-    return tuple(values.shape), values.stride(), values.storage_offset(), memory.data_ptr(), memory.nbytes()
+    return (
+        tuple(values.shape),
+        values.stride(),
+        values.storage_offset(),
+        memory.data_ptr(),
+        memory.nbytes(),
+    )
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -248,8 +260,14 @@ def _on_device(value: Any, known: dict[int, Tensor], operator: str) -> Any:
         if id(value) in known:
             return known[id(value)]
         name = str(value.dtype).removeprefix("torch.")
-        if value.dtype.is_floating_point and value.itemsize > 1 and name not in _device.about.dtypes:
-            raise RuntimeError(f"{_device.about.name} computes no {name}, which {operator} was to give")
+        if (
+            value.dtype.is_floating_point
+            and value.itemsize > 1
+            and name not in _device.about.dtypes
+        ):
+            raise RuntimeError(
+                f"{_device.about.name} computes no {name}, which {operator} was to give"
+            )
         return SimulatedTensor(value)
     if type(value) in (tuple, list):
         return type(value)(_on_device(each, known, operator) for each in value)

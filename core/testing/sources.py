@@ -61,7 +61,9 @@ def source_of(module: str) -> str | None:
         if found is None or not found.has_location or found.origin is None:
             return None
         read: Callable[[str], str | None] | None = getattr(found.loader, "get_source", None)
-        if read is None:  # the loader of pytest, which rewrites assertions of modules that are plugins of it
+        if (
+            read is None
+        ):  # the loader of pytest, which rewrites assertions of modules that are plugins of it
             return importlib.util.decode_source(Path(found.origin).read_bytes())
         return read(module)
     except (ImportError, ValueError, OSError):  # gone, or a session, which has no file
@@ -70,8 +72,14 @@ def source_of(module: str) -> str | None:
 
 def _code(node: ast.AST) -> str:
     """Write a syntax tree down without documentation, and without fields that are empty or only some Pythons have."""
-    fields = [(name, value) for name, value in ast.iter_fields(node) if value not in (None, []) and name != "ctx"]
-    return f"{type(node).__name__}({', '.join(f'{name}={_value(value)}' for name, value in fields)})"
+    fields = [
+        (name, value)
+        for name, value in ast.iter_fields(node)
+        if value not in (None, []) and name != "ctx"
+    ]
+    return (
+        f"{type(node).__name__}({', '.join(f'{name}={_value(value)}' for name, value in fields)})"
+    )
 
 
 def _value(value: Any) -> str:
@@ -81,7 +89,11 @@ def _value(value: Any) -> str:
 
 
 def _is_documentation(node: object) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
 
 
 @functools.cache
@@ -91,7 +103,11 @@ def imports_of(source: str) -> tuple[str, ...]:
     imported = _imported(tree)
     facades = {local: name for local, name in imported.items() if _is_facade(name)}
     used = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)] if facades else []
-    names = [f"{facades[x.value.id]}.{x.attr}" for x in used if isinstance(x.value, ast.Name) and x.value.id in facades]
+    names = [
+        f"{facades[x.value.id]}.{x.attr}"
+        for x in used
+        if isinstance(x.value, ast.Name) and x.value.id in facades
+    ]
     modules = (_module_of(name) for name in (*names, *imported.values()))
     return tuple(sorted({module for module in modules if module}))
 
@@ -103,7 +119,9 @@ def _imported(tree: ast.Module) -> dict[str, str]:
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
             found |= _passed_on(source_of(node.module or "") or "")
         elif isinstance(node, ast.ImportFrom):
-            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {
+                alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names
+            }
     return found
 
 

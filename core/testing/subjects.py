@@ -66,7 +66,9 @@ class Subject:
             ValueError: there is no form.
         """
         if self.spec is None:
-            raise ValueError(f"{self.name} has no functional form, and so no inputs to check it with")
+            raise ValueError(
+                f"{self.name} has no functional form, and so no inputs to check it with"
+            )
         return self.spec
 
     @property
@@ -90,7 +92,11 @@ class Subject:
             raise ValueError(f"{self.name}: no module stands for this form")
         with torch.device(self.proof.device):
             op, inputs = build(**arguments)
-        return (_Named(op, tuple(inputs)), tuple(inputs.values())) if isinstance(inputs, dict) else (op, inputs)
+        return (
+            (_Named(op, tuple(inputs)), tuple(inputs.values()))
+            if isinstance(inputs, dict)
+            else (op, inputs)
+        )
 
     def calls(self, variant: str) -> list[checks.Implementation]:
         """List what computes a variant by the plugin: the form where it brings a function, and the module."""
@@ -99,7 +105,9 @@ class Subject:
 
     def in_brief(self) -> Subject:
         """Return the same, to be judged on small inputs only."""
-        return dataclasses.replace(self, spec=self.spec and dataclasses.replace(self.spec, large=()), brief=True)
+        return dataclasses.replace(
+            self, spec=self.spec and dataclasses.replace(self.spec, large=()), brief=True
+        )
 
     def with_variants(self) -> Subject:
         """Return the same, with the variants whose module is built of the replacement."""
@@ -109,7 +117,9 @@ class Subject:
         spec = self.proof
         if spec.module is None or spec.functional.mutates:
             return False
-        op, _ = self.build(variant, spec.arguments(variant, spec.dtypes[0], spec.leads[1], spec.sizes[0]))
+        op, _ = self.build(
+            variant, spec.arguments(variant, spec.dtypes[0], spec.leads[1], spec.sizes[0])
+        )
         return any(getattr(part, "op_class", None) is self.replacement.cls for part in op.modules())
 
 
@@ -132,7 +142,9 @@ def subjects_of(plugin: str, *, brief: bool = False) -> list[Subject]:
     ``brief``: without inputs of realistic sizes, and with one variant to compile.
     """
     provider, names, _ = names_of(plugin)
-    active = [each for each in host_state().active if each.plugin in names and each.target is not None]
+    active = [
+        each for each in host_state().active if each.plugin in names and each.target is not None
+    ]
     found: dict[str, Subject] = {}
     for replacement in _own_kernels() if provider == HOST_DISTRIBUTION else active:
         for subject in _subjects(replacement):
@@ -145,7 +157,10 @@ def _own_kernels() -> Iterator[Replacement]:
     for target in host_state().registry.targets():
         if not issubclass(target, PluggableClass):
             binding = bind(target)
-            if binding.replacement.cls is target and binding.kernel.winner.key not in ("native", "forward"):
+            if binding.replacement.cls is target and binding.kernel.winner.key not in (
+                "native",
+                "forward",
+            ):
                 yield Replacement(target, target.__qualname__, target, binding.provider)
 
 
@@ -159,7 +174,9 @@ def _subjects(replacement: Replacement) -> Iterator[Subject]:
         spec = SPECS.get(form.name)
         if spec is not None and target is host_state().registry.find_target(form.op):
             function = binding_of(form).kernel.winner.functional(form.name)
-            subject = Subject(form.name, name, replacement, dataclasses.replace(spec, device=device), function)
+            subject = Subject(
+                form.name, name, replacement, dataclasses.replace(spec, device=device), function
+            )
             served.append(subject.with_variants())
     served = [subject for subject in served if subject.variants]
     yield from served or [Subject(_shown(target, name), name, replacement)]

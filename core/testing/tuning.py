@@ -90,11 +90,15 @@ def races(names: Sequence[str] = ()) -> tuple[list[Race], dict[str, str]]:
     state = host_state()
     unknown = next((name for name in names if state.registry.find_target(name) is None), None)
     if unknown:
-        raise InputError(f"no op is called {unknown!r}: {close_matches(unknown, state.registry.target_names())}")
+        raise InputError(
+            f"no op is called {unknown!r}: {close_matches(unknown, state.registry.target_names())}"
+        )
     forms: dict[type, list[OpSpec]] = {}
     for spec in SPECS.values():
         target = state.registry.find_target(spec.functional.op)
-        if target and not spec.functional.mutates:  # called again and again, it would compute with ever larger values
+        if (
+            target and not spec.functional.mutates
+        ):  # called again and again, it would compute with ever larger values
             forms.setdefault(target, []).append(spec)
     found, others = [], dict.fromkeys(names, "no functional form has inputs for it")
     for cls, specs in forms.items():
@@ -124,7 +128,11 @@ def _race(cls: Any, op: str, specs: Sequence[OpSpec]) -> Race:
     except ConflictError:  # two plugins of one priority
         plain = None
     usual = next((choice for choice, binding in bound.items() if _what(binding) == plain), None)
-    differing = (spec for spec in specs if spec.module or len({_function(spec, each) for each in bound.values()}) > 1)
+    differing = (
+        spec
+        for spec in specs
+        if spec.module or len({_function(spec, each) for each in bound.values()}) > 1
+    )
     return Race(subject_of(cls, op), op, bound, usual, tuple(differing))
 
 
@@ -137,7 +145,9 @@ def _what(binding: Binding) -> tuple[Any, ...]:
 
 
 def _plainly(**settings: Any) -> contextlib.AbstractContextManager[None]:
-    return set_config(OpgraftConfig(compilation_config=CompilationConfig(custom_ops=("all",)), **settings))
+    return set_config(
+        OpgraftConfig(compilation_config=CompilationConfig(custom_ops=("all",)), **settings)
+    )
 
 
 def chosen(op: str, choice: str) -> contextlib.AbstractContextManager[None]:
@@ -149,7 +159,10 @@ def shapes(spec: OpSpec) -> list[tuple[tuple[int, ...], int]]:
     """Return leading dimensions and sizes that are realistic, and of which no native definition takes minutes."""
     if len(spec.leads[0]) != 1:
         return list(spec.large)
-    most, size = max((math.prod(lead), size) for lead, size in spec.large)[0], max(size for _, size in spec.large)
+    most, size = (
+        max((math.prod(lead), size) for lead, size in spec.large)[0],
+        max(size for _, size in spec.large),
+    )
     return [((rows,), size - size % 64 if size > 64 else size) for rows in ROWS if rows <= 8 * most]
 
 
@@ -173,7 +186,9 @@ def run(race: Race, dtypes: Iterable[torch.dtype], seconds: float) -> Outcome:
         sides = {}
         for choice in (choice for choice in race.candidates if choice not in left_out):
             with _unless_it_raises(choice, name, left_out):
-                sides[choice] = _Side(race.op, choice, _call(race.op, choice, spec, dtype, lead, size))
+                sides[choice] = _Side(
+                    race.op, choice, _call(race.op, choice, spec, dtype, lead, size)
+                )
         for _ in range(_ROUNDS):
             for choice, side in sides.items():
                 if choice not in left_out:
@@ -220,13 +235,17 @@ def _expect_right(op: str, choice: str, spec: OpSpec, dtype: torch.dtype) -> Non
         raise Differs(str(error)) from error
 
 
-def best_of(race: Race, times: Mapping[str, Mapping[str, float]], left_out: Mapping[str, str]) -> Measured:
+def best_of(
+    race: Race, times: Mapping[str, Mapping[str, float]], left_out: Mapping[str, str]
+) -> Measured:
     """Choose among candidates by their times: what would run anyway, unless another one is clearly faster.
 
     Those that raised are written down with their reasons, as what was measured holds for them too.
     """
     bound = race.candidates
-    rows = [Timed(each, bound[each].provider, bound[each].kernel_name, times[each]) for each in times]
+    rows = [
+        Timed(each, bound[each].provider, bound[each].kernel_name, times[each]) for each in times
+    ]
     best = min(rows, key=lambda row: row.mean)
     usual = next((row for row in rows if row.choice == race.usual), best)
     winner = best if best.mean < MARGIN * usual.mean else usual
@@ -247,7 +266,11 @@ def _call(
     with chosen(op, choice), torch.device(placed.device):
         module, inputs = spec.module(**arguments)
     module.requires_grad_(False)
-    return functools.partial(module, **inputs) if isinstance(inputs, dict) else functools.partial(module, *inputs)
+    return (
+        functools.partial(module, **inputs)
+        if isinstance(inputs, dict)
+        else functools.partial(module, *inputs)
+    )
 
 
 class _Side:
@@ -295,7 +318,11 @@ class ProfileFile:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with _locked(self.path):
                 profile = read_profile(self.path) if self.path.exists() else {}
-                kept = {setup: ops for setup, ops in profile.items() if setup.machine != self.setup.machine}
+                kept = {
+                    setup: ops
+                    for setup, ops in profile.items()
+                    if setup.machine != self.setup.machine
+                }
                 merged: Profile = {**kept, self.setup: {**profile.get(self.setup, {}), **rows}}
                 replace_file(self.path, written(merged), 0o600)
         except OSError as error:
@@ -318,7 +345,8 @@ def _locked(path: Path) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > end:
                     raise TimeoutError(
-                        errno.ETIMEDOUT, f"another process has held {path}.lock for {_LOCKED_FOR:g} s"
+                        errno.ETIMEDOUT,
+                        f"another process has held {path}.lock for {_LOCKED_FOR:g} s",
                     ) from None
                 time.sleep(0.01)
         yield

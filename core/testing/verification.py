@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from opgraft.binding.comparison import Tolerance, arguments_of, copied, description_of, same, tensors_within
+from opgraft.binding.comparison import (
+    Tolerance,
+    arguments_of,
+    copied,
+    description_of,
+    same,
+    tensors_within,
+)
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.names import op_name_of
 from opgraft.decision import Provider
@@ -131,7 +138,9 @@ def verify(native: nn.Module, grafted: nn.Module, steps: Steps) -> Verification:
         places, failure = _places(native, grafted, steps)
         comparer = _Comparer(native, grafted, places)
         with comparer.attached():
-            for ours, theirs, whole in zip(steps(native), steps(grafted), steps(grafted), strict=True):
+            for ours, theirs, whole in zip(
+                steps(native), steps(grafted), steps(grafted), strict=True
+            ):
                 comparer.batch, comparer.whole = theirs.batch, whole.batch
                 with ours.attending():
                     computed = tensors_within(ours.call(native))
@@ -141,7 +150,11 @@ def verify(native: nn.Module, grafted: nn.Module, steps: Steps) -> Verification:
         raise failure
     reached = [place for place in places.values() if place.calls]
     unreached = [place.path for place in places.values() if place.served and not place.calls]
-    return Verification(sorted(reached, key=lambda place: comparer.order.index(place.path)), unreached, comparer.found)
+    return Verification(
+        sorted(reached, key=lambda place: comparer.order.index(place.path)),
+        unreached,
+        comparer.found,
+    )
 
 
 def _expect_numbers(computed: Sequence[Tensor]) -> None:
@@ -153,7 +166,9 @@ def _expect_numbers(computed: Sequence[Tensor]) -> None:
         )
 
 
-def _places(native: nn.Module, grafted: nn.Module, steps: Steps) -> tuple[dict[str, Place], Exception | None]:
+def _places(
+    native: nn.Module, grafted: nn.Module, steps: Steps
+) -> tuple[dict[str, Place], Exception | None]:
     """Return where the models are compared, and what the grafted one raised.
 
     That is at each op that is called, or at the nearest module that both have, and last at the model itself.
@@ -178,7 +193,11 @@ def _places(native: nn.Module, grafted: nn.Module, steps: Steps) -> tuple[dict[s
         except Exception as error:  # of an op, which is told when that is compared
             logger.debug("the model raised %s, so all of its ops are compared", described(error))
             failure = error
-            called = {path: module for path, module in grafted.named_modules() if isinstance(module, CustomOp)}
+            called = {
+                path: module
+                for path, module in grafted.named_modules()
+                if isinstance(module, CustomOp)
+            }
     if not called:
         raise InputError("the model calls no op of opgraft, so there is nothing to compare")
     known = {path for path, _ in native.named_modules()}
@@ -211,7 +230,9 @@ class _Comparer:
         self.found: Departure | None = None
         self.order: list[str] = []
         self._grafted = dict(grafted.named_modules(remove_duplicate=False))
-        self._twins = {id(module): self._grafted.get(path, module) for path, module in native.named_modules()}
+        self._twins = {
+            id(module): self._grafted.get(path, module) for path, module in native.named_modules()
+        }
         self._given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def attached(self) -> ExitStack:
@@ -230,7 +251,9 @@ class _Comparer:
     def _after(self, place: Place) -> Callable[..., None]:
         def compare(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
             given = self._given.pop()
-            written = [after for before, after in _pairs(given, (args, kwargs)) if not same(before, after)]
+            written = [
+                after for before, after in _pairs(given, (args, kwargs)) if not same(before, after)
+            ]
             expected = [*tensors_within(result), *written]
             if place.path not in self.order:
                 self.order.append(place.path)
@@ -258,7 +281,9 @@ class _Comparer:
             place.reason = reason
         if reason and self.found is None:
             kept = [each.clone() for each in expected]  # which the rest of the model may write to
-            self.found = Departure(place, twin, args, kwargs, batch, kept, allowed, _inputs(module, args, kwargs))
+            self.found = Departure(
+                place, twin, args, kwargs, batch, kept, allowed, _inputs(module, args, kwargs)
+            )
 
 
 def _allowed(module: nn.Module, dtype: torch.dtype) -> Tolerance:
@@ -267,7 +292,9 @@ def _allowed(module: nn.Module, dtype: torch.dtype) -> Tolerance:
     Roundings go either way, so those of many ops add up as a random walk does: a module that is made of ``n`` ops with
     specs may differ by the square root of ``n`` times what one may.
     """
-    targets = [part.binding.replacement.target for part in module.modules() if isinstance(part, CustomOp)]
+    targets = [
+        part.binding.replacement.target for part in module.modules() if isinstance(part, CustomOp)
+    ]
     absolute, relative = tolerance_of(targets, [dtype.to_real() if dtype.is_complex else dtype])
     times = math.sqrt(max(sum(bool(specs_of(target)) for target in targets), 1))
     return times * absolute, times * relative
@@ -277,7 +304,11 @@ def _batch_of(module: nn.Module, batch: AttentionBatch) -> AttentionBatch:
     """Return a batch as a module finds it, with copies of what it may write to."""
     layers = (part for part in module.modules() if isinstance(part, CachedAttention | StateLayer))
     names = {layer.prefix for layer in layers}
-    pages = {n: dataclasses.replace(p, cache=p.cache.clone()) for n, p in batch.pages.items() if n in names}
+    pages = {
+        n: dataclasses.replace(p, cache=p.cache.clone())
+        for n, p in batch.pages.items()
+        if n in names
+    }
     states = {
         n: dataclasses.replace(s, tensors=tuple(tensor.clone() for tensor in s.tensors))
         for n, s in batch.states.items()
@@ -292,4 +323,7 @@ def _pairs(before: Any, after: Any) -> list[tuple[Tensor, Tensor]]:
 
 def _inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
     """Describe what a module is called with, a line for each argument by its name."""
-    return [f"{name}: {description_of(leaf)}" for name, leaf in arguments_of(module.forward, args, kwargs).items()]
+    return [
+        f"{name}: {description_of(leaf)}"
+        for name, leaf in arguments_of(module.forward, args, kwargs).items()
+    ]

@@ -11,7 +11,16 @@ from opgraft.machine.machine import Machine
 CPUINFO = "/proc/cpuinfo"
 
 FEATURES = (
-    *("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"),
+    *(
+        "avx2",
+        "avx512f",
+        "avx512_bf16",
+        "avx512_fp16",
+        "avx512_vnni",
+        "amx_tile",
+        "amx_bf16",
+        "amx_int8",
+    ),
     *("asimd", "sve", "bf16", "i8mm"),
 )
 """The instruction sets that kernels care about, as x86 ``flags`` and Arm ``Features`` spell them."""
@@ -28,7 +37,9 @@ def probe(machine: Machine) -> Evidence:
     memory = _first(r"^MemTotal:[^\S\n]*(\d{1,15}) kB$", machine.read(MEMINFO) or "")
     total = int(memory) * 1024 if memory else None
     device = Device(name, capability=" ".join(features) or None, memory=total)
-    return Evidence(True, "every machine has a CPU", (device,), (Fact(CPUINFO, f"{count} processors"),))
+    return Evidence(
+        True, "every machine has a CPU", (device,), (Fact(CPUINFO, f"{count} processors"),)
+    )
 
 
 def features_of(cpuinfo: str) -> tuple[str, ...]:

@@ -34,7 +34,9 @@ def driver_version(machine: Machine) -> str | None:
     text = machine.read(f"{DRIVER}/version")
     if text is None:
         return None
-    found = re.search(r"Kernel Module[^\d\n]{0,20}(?:x86_64|aarch64)?[ ]{0,4}(\d[\d.]{2,20})", text[:1000])
+    found = re.search(
+        r"Kernel Module[^\d\n]{0,20}(?:x86_64|aarch64)?[ ]{0,4}(\d[\d.]{2,20})", text[:1000]
+    )
     return found.group(1) if found else ""
 
 
@@ -42,7 +44,9 @@ def gpus(machine: Machine) -> list[Found]:
     """List the GPUs of the machine, in the order of their addresses."""
     version = driver_version(machine)
     if machine.names(FOLDER):
-        functions = [function for function in pci_functions(machine, VENDOR) if function.kind == DISPLAY]
+        functions = [
+            function for function in pci_functions(machine, VENDOR) if function.kind == DISPLAY
+        ]
         return [_gpu(machine, version, function.address, function) for function in functions]
     # A sandbox without /sys: the driver's own files cannot be cross-checked, but there is nothing else to go by.
     if version is None:
@@ -61,7 +65,9 @@ def partitions(machine: Machine, gpu: Found) -> list[Found]:
     ]
     device = replace(gpu.device, name=f"{gpu.device.name}{MIG}", memory=None)
     return [
-        replace(gpu, device=device, identities=tuple(f"MIG-{uuid}/{gi}/{ci}" for uuid in gpu.identities))
+        replace(
+            gpu, device=device, identities=tuple(f"MIG-{uuid}/{gi}/{ci}" for uuid in gpu.identities)
+        )
         for gi, ci in pairs
     ] or [gpu]
 
@@ -72,7 +78,9 @@ def _numbered(machine: Machine, folder: str, prefix: str) -> list[int]:
     return sorted(int(match.group(1)) for match in matches if match)
 
 
-def _gpu(machine: Machine, version: str | None, address: str, function: PciFunction | None) -> Found:
+def _gpu(
+    machine: Machine, version: str | None, address: str, function: PciFunction | None
+) -> Found:
     information = _information(machine, address)
     name, capability = chip(function.device) if function else ("NVIDIA GPU", None)
     uuid = information.get("GPU UUID", "")
@@ -82,13 +90,20 @@ def _gpu(machine: Machine, version: str | None, address: str, function: PciFunct
         capability=capability,
         pci_address=address,
         numa_node=function.numa_node if function else None,
-        driver=driver if function is None or function.driver in (None, "nvidia") else function.driver,
+        driver=driver
+        if function is None or function.driver in (None, "nvidia")
+        else function.driver,
     )
-    return Found(device, (uuid,) if uuid else (), _obstacle(machine, version, function, information))
+    return Found(
+        device, (uuid,) if uuid else (), _obstacle(machine, version, function, information)
+    )
 
 
 def _obstacle(
-    machine: Machine, version: str | None, function: PciFunction | None, information: Mapping[str, str]
+    machine: Machine,
+    version: str | None,
+    function: PciFunction | None,
+    information: Mapping[str, str],
 ) -> Obstacle | None:
     if function and function.driver not in (None, "nvidia"):
         missing = f"{function.address} is bound to the driver {function.driver}"
@@ -96,7 +111,10 @@ def _obstacle(
     if version is None:
         return _NO_DRIVER
     if information.get("GPU Excluded") == "Yes":
-        return Obstacle("the driver was told to exclude it", "remove it from the driver's option NVreg_ExcludedGpus")
+        return Obstacle(
+            "the driver was told to exclude it",
+            "remove it from the driver's option NVreg_ExcludedGpus",
+        )
     minor = _minor(information)
     if minor is None:
         return _no_node(f"{DRIVER}/gpus does not list it")
@@ -109,7 +127,9 @@ def node_obstacle(machine: Machine, nodes: tuple[str, ...]) -> Obstacle | None:
         if not machine.exists(node):
             return _no_node(f"there is no device node {node}")
         if not machine.may_open(node):
-            remedy = f"join the group that may (ls -l {node}; often video or render), then log in again"
+            remedy = (
+                f"join the group that may (ls -l {node}; often video or render), then log in again"
+            )
             return Obstacle(f"this user may not open {node}", remedy)
     return None
 
@@ -124,7 +144,9 @@ def _nodes_alone(machine: Machine) -> Iterator[Found]:
         return
     for name in machine.names("/dev"):
         if re.fullmatch(r"nvidia\d{1,4}", name):
-            yield Found(Device("NVIDIA GPU"), obstacle=node_obstacle(machine, (f"/dev/{name}", CONTROL)))
+            yield Found(
+                Device("NVIDIA GPU"), obstacle=node_obstacle(machine, (f"/dev/{name}", CONTROL))
+            )
 
 
 def _information(machine: Machine, address: str) -> dict[str, str]:

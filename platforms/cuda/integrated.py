@@ -19,12 +19,20 @@ _JETSON_NODES = ("/dev/nvhost-gpu", "/dev/nvgpu", "/dev/nvidia0")
 
 def jetson(machine: Machine) -> list[Found]:
     """Find the GPU of a Jetson, whose release begins ``# R36 (release), REVISION: 4.3, …``; memory is the machine's."""
-    release = re.match(r"# R(\d{1,3}) \(release\), REVISION: ([\d.]{1,10})", machine.read(RELEASE) or "")
-    compatible = (machine.read(f"{DEVICE_TREE}/compatible") or "")[:1000].split("\0")  # such as nvidia,tegra234
+    release = re.match(
+        r"# R(\d{1,3}) \(release\), REVISION: ([\d.]{1,10})", machine.read(RELEASE) or ""
+    )
+    compatible = (machine.read(f"{DEVICE_TREE}/compatible") or "")[:1000].split(
+        "\0"
+    )  # such as nvidia,tegra234
     chips = [name.partition(",")[2] for name in compatible if name.startswith("nvidia,tegra")]
     if not release and not chips:
         return []
-    memory = re.search(r"^MemTotal:\s{0,20}(\d{1,15}) kB$", (machine.read("/proc/meminfo") or "")[:1000], re.MULTILINE)
+    memory = re.search(
+        r"^MemTotal:\s{0,20}(\d{1,15}) kB$",
+        (machine.read("/proc/meminfo") or "")[:1000],
+        re.MULTILINE,
+    )
     device = Device(
         name=(machine.read(f"{DEVICE_TREE}/model") or "")[:100].rstrip("\0\n") or "NVIDIA Jetson",
         capability=next((TEGRA[chip] for chip in chips if chip in TEGRA), None),
@@ -36,7 +44,9 @@ def jetson(machine: Machine) -> list[Found]:
         f"there is none of the device nodes {', '.join(_JETSON_NODES)}",
         "in a container: start it with the GPU (docker run --runtime nvidia)",
     )
-    return [Found(device, obstacle=node_obstacle(machine, tuple(present[:1])) if present else missing)]
+    return [
+        Found(device, obstacle=node_obstacle(machine, tuple(present[:1])) if present else missing)
+    ]
 
 
 def under_wsl(machine: Machine) -> list[Found]:

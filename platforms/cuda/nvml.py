@@ -48,9 +48,15 @@ def with_detail(machine: Machine, devices: list[Device]) -> tuple[list[Device], 
     except (ChildError, ValueError, TypeError) as error:
         return devices, (Fact(PACKAGE, f"gave no answer: {error}"),)
     by_address = {device.pci_address: device for device in rows}
-    if devices and not any(device.pci_address for device in devices):  # under WSL the library alone tells them apart
-        return [replace(row, driver=devices[0].driver) for row in rows] or devices, (Fact(PACKAGE, "answered"),)
-    return [_merged(device, by_address.get(device.pci_address)) for device in devices], (Fact(PACKAGE, "answered"),)
+    if devices and not any(
+        device.pci_address for device in devices
+    ):  # under WSL the library alone tells them apart
+        return [replace(row, driver=devices[0].driver) for row in rows] or devices, (
+            Fact(PACKAGE, "answered"),
+        )
+    return [_merged(device, by_address.get(device.pci_address)) for device in devices], (
+        Fact(PACKAGE, "answered"),
+    )
 
 
 def _ask() -> list[Device]:
@@ -70,4 +76,8 @@ def _merged(device: Device, detail: Device | None) -> Device:
     """Merge; files come first, and the library fills what they leave open."""
     if detail is None:
         return device
-    return replace(device, capability=device.capability or detail.capability, memory=device.memory or detail.memory)
+    return replace(
+        device,
+        capability=device.capability or detail.capability,
+        memory=device.memory or detail.memory,
+    )

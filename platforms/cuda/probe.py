@@ -9,7 +9,15 @@ from opgraft.machine.machine import Machine
 from opgraft.platforms.cuda import gpus
 from opgraft.platforms.cuda.integrated import RELEASE, jetson, under_wsl
 from opgraft.platforms.cuda.nvml import with_detail
-from opgraft.platforms.obstacles import Found, Obstacle, counted, hide, torch_obstacle, usable, verdict
+from opgraft.platforms.obstacles import (
+    Found,
+    Obstacle,
+    counted,
+    hide,
+    torch_obstacle,
+    usable,
+    verdict,
+)
 from opgraft.platforms.pci import FOLDER
 from opgraft.platforms.visibility import chosen
 
@@ -22,11 +30,15 @@ def probe(machine: Machine) -> Evidence:
     """Give evidence for CUDA, from PCI ids and the files of NVIDIA's driver."""
     found = gpus.gpus(machine) or under_wsl(machine) or jetson(machine)
     if not found:
-        return Evidence(False, "no NVIDIA GPU", facts=(Fact(FOLDER, "no display controller of vendor 10de"),))
+        return Evidence(
+            False, "no NVIDIA GPU", facts=(Fact(FOLDER, "no display controller of vendor 10de"),)
+        )
     within_reach = usable(found)
     devices, detail = with_detail(machine, [one.device for one in within_reach])
     if len(devices) == len(within_reach):
-        within_reach = [replace(one, device=device) for one, device in zip(within_reach, devices, strict=True)]
+        within_reach = [
+            replace(one, device=device) for one, device in zip(within_reach, devices, strict=True)
+        ]
     else:  # the Windows host has more GPUs than its one device node shows
         within_reach = [replace(within_reach[0], device=device) for device in devices]
     units = [unit for one in within_reach for unit in gpus.partitions(machine, one)]
@@ -35,7 +47,11 @@ def probe(machine: Machine) -> Evidence:
     return verdict(
         _summary(found, within_reach, units),
         hide([unit.device for unit in units], visible),
-        (within_reach[0].obstacle, _all_hidden(machine, visible), torch_obstacle(machine, "cuda", install)),
+        (
+            within_reach[0].obstacle,
+            _all_hidden(machine, visible),
+            torch_obstacle(machine, "cuda", install),
+        ),
         (*_facts(machine, found), *detail),
     )
 
@@ -43,7 +59,11 @@ def probe(machine: Machine) -> Evidence:
 def visible_count(evidence: Evidence) -> int:
     """Count the devices that CUDA offers this process; of MIG devices, never more than one."""
     visible = [device for device in evidence.devices if not device.hidden]
-    return min(1, len(visible)) if any(device.name.endswith(gpus.MIG) for device in visible) else len(visible)
+    return (
+        min(1, len(visible))
+        if any(device.name.endswith(gpus.MIG) for device in visible)
+        else len(visible)
+    )
 
 
 def _visible(machine: Machine, units: list[Found]) -> tuple[int, ...]:
@@ -51,8 +71,12 @@ def _visible(machine: Machine, units: list[Found]) -> tuple[int, ...]:
     value = machine.environ.get(VARIABLE)
     if value is None:
         return tuple(range(len(units)))
-    if value.startswith("MIG-") and not value.startswith("MIG-GPU-"):  # no file says whose UUID it is
-        return tuple(index for index, unit in enumerate(units) if unit.device.name.endswith(gpus.MIG))
+    if value.startswith("MIG-") and not value.startswith(
+        "MIG-GPU-"
+    ):  # no file says whose UUID it is
+        return tuple(
+            index for index, unit in enumerate(units) if unit.device.name.endswith(gpus.MIG)
+        )
     return chosen(value, [unit.identities for unit in units])
 
 
@@ -60,7 +84,9 @@ def _all_hidden(machine: Machine, visible: tuple[int, ...]) -> Obstacle | None:
     if visible:
         return None
     value = machine.environ.get(VARIABLE)
-    return Obstacle(f"{VARIABLE}={value!r} hides all of them", f"unset {VARIABLE}, or name devices that exist")
+    return Obstacle(
+        f"{VARIABLE}={value!r} hides all of them", f"unset {VARIABLE}, or name devices that exist"
+    )
 
 
 def _summary(found: list[Found], within_reach: list[Found], units: list[Found]) -> str:
@@ -74,5 +100,9 @@ def _facts(machine: Machine, found: list[Found]) -> list[Fact]:
     facts = [Fact(f"{gpus.DRIVER}/version", gpus.driver_version(machine) or "not there")]
     if VARIABLE in machine.environ:
         facts.append(Fact(VARIABLE, machine.environ[VARIABLE]))
-    facts += [Fact(one.device.pci_address or one.device.name, one.obstacle.missing) for one in found if one.obstacle]
+    facts += [
+        Fact(one.device.pci_address or one.device.name, one.obstacle.missing)
+        for one in found
+        if one.obstacle
+    ]
     return facts

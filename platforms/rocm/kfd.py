@@ -67,7 +67,9 @@ def gpu_functions(machine: Machine) -> tuple[PciFunction, ...]:
 def gpu_nodes(machine: Machine) -> Iterator[Node]:
     """Yield the GPUs of the topology; a container is refused the files of those that it was not given."""
     functions = {function.address: function for function in gpu_functions(machine)}
-    for number in sorted((name for name in machine.names(NODES) if re.fullmatch(r"\d{1,4}", name)), key=int):
+    for number in sorted(
+        (name for name in machine.names(NODES) if re.fullmatch(r"\d{1,4}", name)), key=int
+    ):
         properties = _properties(machine.read(f"{NODES}/{number}/properties"))
         if properties.get("vendor_id") != VENDOR or not properties.get("simd_count"):
             continue  # a CPU; or the device of a vendor who took over AMD's driver
@@ -78,7 +80,11 @@ def gpu_nodes(machine: Machine) -> Iterator[Node]:
 
 def refused(machine: Machine) -> list[str]:
     """Return the nodes whose files this process may not read."""
-    return [number for number in machine.names(NODES) if machine.read(f"{NODES}/{number}/gpu_id") is None]
+    return [
+        number
+        for number in machine.names(NODES)
+        if machine.read(f"{NODES}/{number}/gpu_id") is None
+    ]
 
 
 def model(machine: Machine, device: int, function: PciFunction | None) -> str:
@@ -87,18 +93,33 @@ def model(machine: Machine, device: int, function: PciFunction | None) -> str:
     return own or MODELS.get(device, f"AMD GPU (1002:{device:04x})")
 
 
-def _function(properties: Mapping[str, int], functions: Mapping[str, PciFunction]) -> PciFunction | None:
+def _function(
+    properties: Mapping[str, int], functions: Mapping[str, PciFunction]
+) -> PciFunction | None:
     location = properties.get("location_id", 0)
-    slot = f"{properties.get('domain', 0):04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}"
+    slot = (
+        f"{properties.get('domain', 0):04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}"
+    )
     # The number of a partition may stand where that of the function does.
     return functions.get(f"{slot}.{location & 7}") or functions.get(f"{slot}.0")
 
 
 def _memory(machine: Machine, number: str) -> int | None:
     folder = f"{NODES}/{number}/mem_banks"
-    banks = [_properties(machine.read(f"{folder}/{bank}/properties")) for bank in machine.names(folder)[:64]]
-    return sum(bank.get("size_in_bytes", 0) for bank in banks if bank.get("heap_type") in _FRAME_BUFFER) or None
+    banks = [
+        _properties(machine.read(f"{folder}/{bank}/properties"))
+        for bank in machine.names(folder)[:64]
+    ]
+    return (
+        sum(
+            bank.get("size_in_bytes", 0) for bank in banks if bank.get("heap_type") in _FRAME_BUFFER
+        )
+        or None
+    )
 
 
 def _properties(text: str | None) -> dict[str, int]:
-    return {key: int(value) for key, value in re.findall(r"(?m)^(\w{1,40}) (\d{1,20})$", (text or "")[:8000])}
+    return {
+        key: int(value)
+        for key, value in re.findall(r"(?m)^(\w{1,40}) (\d{1,20})$", (text or "")[:8000])
+    }

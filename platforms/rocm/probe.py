@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from opgraft.machine.evidence import Device, Evidence, Fact
 from opgraft.machine.machine import Machine
-from opgraft.platforms.obstacles import Found, Obstacle, counted, hide, torch_obstacle, usable, verdict
+from opgraft.platforms.obstacles import (
+    Found,
+    Obstacle,
+    counted,
+    hide,
+    torch_obstacle,
+    usable,
+    verdict,
+)
 from opgraft.platforms.pci import FOLDER, PciFunction
 from opgraft.platforms.rocm.kfd import NODES, Node, gpu_functions, gpu_nodes, model, refused
 from opgraft.platforms.visibility import chosen
@@ -13,7 +21,9 @@ COMPUTE_NODE = "/dev/kfd"
 DRIVER = "amdgpu"
 LOWER_VARIABLE = "ROCR_VISIBLE_DEVICES"
 UPPER_VARIABLES = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")  # the first that is set counts
-_INSTALL = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/rocm6.4"
+_INSTALL = (
+    "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/rocm6.4"
+)
 _CONTAINER = "in a container: start it with --device /dev/kfd --device /dev/dri"
 
 
@@ -22,17 +32,27 @@ def probe(machine: Machine) -> Evidence:
     nodes = list(gpu_nodes(machine))
     served = {node.function for node in nodes}
     found = [_of_node(machine, node) for node in nodes]
-    found += [_without_node(machine, function) for function in gpu_functions(machine) if function not in served]
+    found += [
+        _without_node(machine, function)
+        for function in gpu_functions(machine)
+        if function not in served
+    ]
     if not found:
         return Evidence(
-            False, "no AMD GPU", facts=(Fact(FOLDER, "no display controller or accelerator of vendor 1002"),)
+            False,
+            "no AMD GPU",
+            facts=(Fact(FOLDER, "no display controller or accelerator of vendor 1002"),),
         )
     within_reach = usable(found)
     visible = _visible(machine, within_reach)
     return verdict(
         _summary(found, within_reach),
         hide([one.device for one in within_reach], visible),
-        (within_reach[0].obstacle, _all_hidden(machine, visible), torch_obstacle(machine, "hip", _INSTALL)),
+        (
+            within_reach[0].obstacle,
+            _all_hidden(machine, visible),
+            torch_obstacle(machine, "hip", _INSTALL),
+        ),
         _facts(machine, found),
     )
 
@@ -66,7 +86,11 @@ def _without_node(machine: Machine, function: PciFunction) -> Found:
     )
     if function.driver == DRIVER and refused(machine):
         return Found(device, obstacle=Obstacle(f"the files of {NODES} may not be read", _CONTAINER))
-    missing = f"the driver {DRIVER} is not loaded" if function.driver is None else f"the driver is {function.driver}"
+    missing = (
+        f"the driver {DRIVER} is not loaded"
+        if function.driver is None
+        else f"the driver is {function.driver}"
+    )
     if function.driver == DRIVER:
         missing = f"the driver offers no compute device ({NODES})"
     remedy = f"load {DRIVER} (modprobe {DRIVER}), or install it (https://rocm.docs.amd.com/projects/install-on-linux)"
@@ -77,7 +101,9 @@ def _node_obstacle(machine: Machine, node: str) -> Obstacle | None:
     if not machine.exists(node):
         return Obstacle(f"there is no device node {node}", _CONTAINER)
     if not machine.may_open(node):
-        remedy = f"join the group that may (ls -l {node}; often render and video), then log in again"
+        remedy = (
+            f"join the group that may (ls -l {node}; often render and video), then log in again"
+        )
         return Obstacle(f"this user may not open {node}", remedy)
     return None
 
@@ -91,7 +117,9 @@ def _visible(machine: Machine, found: list[Found]) -> tuple[int, ...]:
     upper = _upper(machine)
     if upper is not None:
         value = machine.environ[upper]
-        positions = tuple(positions[index] for index in chosen(value, [found[at].identities for at in positions]))
+        positions = tuple(
+            positions[index] for index in chosen(value, [found[at].identities for at in positions])
+        )
     return positions
 
 
@@ -104,7 +132,9 @@ def _all_hidden(machine: Machine, visible: tuple[int, ...]) -> Obstacle | None:
         return None
     names = [name for name in (LOWER_VARIABLE, _upper(machine)) if name and name in machine.environ]
     values = " and ".join(f"{name}={machine.environ[name]!r}" for name in names)
-    return Obstacle(f"{values} hides all of them", f"unset {' and '.join(names)}, or name devices that exist")
+    return Obstacle(
+        f"{values} hides all of them", f"unset {' and '.join(names)}, or name devices that exist"
+    )
 
 
 def _summary(found: list[Found], within_reach: list[Found]) -> str:
@@ -120,9 +150,17 @@ def _facts(machine: Machine, found: list[Found]) -> list[Fact]:
     facts = [Fact(NODES, f"{len(machine.names(NODES))} nodes")]
     unread = refused(machine)
     if unread:
-        facts.append(Fact(NODES, f"not readable, so not given to this container: {', '.join(unread)}"))
+        facts.append(
+            Fact(NODES, f"not readable, so not given to this container: {', '.join(unread)}")
+        )
     facts += [
-        Fact(name, machine.environ[name]) for name in (LOWER_VARIABLE, *UPPER_VARIABLES) if name in machine.environ
+        Fact(name, machine.environ[name])
+        for name in (LOWER_VARIABLE, *UPPER_VARIABLES)
+        if name in machine.environ
     ]
-    facts += [Fact(one.device.pci_address or one.device.name, one.obstacle.missing) for one in found if one.obstacle]
+    facts += [
+        Fact(one.device.pci_address or one.device.name, one.obstacle.missing)
+        for one in found
+        if one.obstacle
+    ]
     return facts

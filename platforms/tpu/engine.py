@@ -39,7 +39,9 @@ class TpuModelRunner(BucketedModelRunner):
         self.runtime = tpu_platform().runtime
 
     def operators_of(self, cache: Tensor) -> CacheOperators:
-        place = self.runtime.placing(cache.dim(), self._divided_dim(cache)) if self._devices > 1 else ()
+        place = (
+            self.runtime.placing(cache.dim(), self._divided_dim(cache)) if self._devices > 1 else ()
+        )
         return CacheOperators(self.runtime.donating(), place)
 
     def whole(self, dims: int) -> tuple[Any, ...]:
@@ -69,7 +71,9 @@ class TpuModelRunner(BucketedModelRunner):
         super().allocate_cache(num_blocks, num_states)
         for cache in self.tensors if self._devices > 1 else ():
             self.runtime.shard(cache, self._divided_dim(cache))
-        self.runtime.synchronize(self.device.index or 0)  # what fills it is a program, too, but none of a step
+        self.runtime.synchronize(
+            self.device.index or 0
+        )  # what fills it is a program, too, but none of a step
 
 
 class TpuWorker(Worker):
@@ -130,7 +134,9 @@ def tpu_platform() -> TpuPlatform:
     """
     platform = current_platform()
     if not isinstance(platform, TpuPlatform):
-        raise PlatformError(f"this is for the platform tpu, and the current one is {platform.name}: set it by name")
+        raise PlatformError(
+            f"this is for the platform tpu, and the current one is {platform.name}: set it by name"
+        )
     return platform
 
 

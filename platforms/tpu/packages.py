@@ -41,12 +41,18 @@ class RuntimePackage:
     @property
     def torch(self) -> str:
         """The versions of torch that it was built for, in words."""
-        return _text(self.oldest) if self.oldest == self.newest else f"{_text(self.oldest)} to {_text(self.newest)}"
+        return (
+            _text(self.oldest)
+            if self.oldest == self.newest
+            else f"{_text(self.oldest)} to {_text(self.newest)}"
+        )
 
     def fits(self, torch: str | None) -> bool:
         """Tell whether it was built for a version of torch."""
         release = _release(torch)
-        return bool(release) and self.oldest <= release and release[: len(self.newest)] <= self.newest
+        return (
+            bool(release) and self.oldest <= release and release[: len(self.newest)] <= self.newest
+        )
 
 
 PACKAGES = (
@@ -97,14 +103,25 @@ def choose(machine: Machine) -> Choice:
     for package in PACKAGES:
         version = machine.version_of(package.name)
         if version is None:
-            facts.append(Fact(f"package {package.name}", f"not installed (for torch {package.torch})"))
+            facts.append(
+                Fact(f"package {package.name}", f"not installed (for torch {package.torch})")
+            )
         elif _release(version)[: len(package.series)] != package.series:
-            facts.append(Fact(f"package {package.name}", f"{version} is not known here, {_text(package.series)} is"))
+            facts.append(
+                Fact(
+                    f"package {package.name}",
+                    f"{version} is not known here, {_text(package.series)} is",
+                )
+            )
         elif not package.fits(torch):
-            facts.append(Fact(f"package {package.name}", f"{version} was built for torch {package.torch}"))
+            facts.append(
+                Fact(f"package {package.name}", f"{version} was built for torch {package.torch}")
+            )
         else:
             says = f"{version} fits: device {package.device_type}, compile backend {package.compile_backend}"
-            return Choice(installed, package, version, (*facts, Fact(f"package {package.name}", says)))
+            return Choice(
+                installed, package, version, (*facts, Fact(f"package {package.name}", says))
+            )
     return Choice(installed, None, "", tuple(facts), _remedy(torch))
 
 
@@ -112,7 +129,9 @@ def _remedy(torch: str | None) -> str:
     fitting = [package for package in PACKAGES if package.fits(torch)]
     if fitting:
         return f"install {fitting[0].name} {_text(fitting[0].series)}, which is built for torch {fitting[0].torch}"
-    pairs = (f"torch {package.torch} with {package.name} {_text(package.series)}" for package in PACKAGES)
+    pairs = (
+        f"torch {package.torch} with {package.name} {_text(package.series)}" for package in PACKAGES
+    )
     return f"install {' or '.join(pairs)}"
 
 

@@ -25,7 +25,9 @@ class TpuPlatform(Platform):
         choice = choose(Machine())
         if choice.package is None:
             facts = "; ".join(f"{fact.source}: {fact.value}" for fact in choice.facts)
-            raise PlatformError(f"no package for TPUs fits {choice.torch} ({facts}): {choice.remedy}")
+            raise PlatformError(
+                f"no package for TPUs fits {choice.torch} ({facts}): {choice.remedy}"
+            )
         self.package: RuntimePackage = choice.package
         module, _, name = self.package.runtime.partition(":")
         self.runtime: Runtime = getattr(importlib.import_module(module), name)()
@@ -53,8 +55,12 @@ class TpuPlatform(Platform):
         chips = probe(Machine()).devices
         if not chips:
             return DeviceCapability("Google TPU", dtypes)
-        chip = chips[min(index, len(chips) - 1)]  # all of a host are alike; in some generations a chip is two devices
-        return DeviceCapability(chip.name, dtypes, features=(chip.capability,) if chip.capability else ())
+        chip = chips[
+            min(index, len(chips) - 1)
+        ]  # all of a host are alike; in some generations a chip is two devices
+        return DeviceCapability(
+            chip.name, dtypes, features=(chip.capability,) if chip.capability else ()
+        )
 
     def memory(self, index: int = 0) -> DeviceMemory:
         return self.runtime.memory(index)

@@ -31,7 +31,9 @@ class Generation:
 
 
 GENERATIONS = {
-    (0x0027, 0x004E): Generation("v2", 16),  # v2 and v3 share a device id; the subsystem tells them apart
+    (0x0027, 0x004E): Generation(
+        "v2", 16
+    ),  # v2 and v3 share a device id; the subsystem tells them apart
     (0x0027, 0x004F): Generation("v3", 32),
     (0x005E, None): Generation("v4", 32),
     (0x0062, None): Generation("v5p", 95),
@@ -51,7 +53,9 @@ def probe(machine: Machine) -> Evidence:
     functions = [function for function in pci_functions(machine, VENDOR) if _generation(function)]
     wants_cpu = machine.environ.get(SELECTOR, "").upper() == "CPU"
     if not functions and not wants_cpu:
-        return Evidence(False, "no TPU", facts=(Fact(FOLDER, "no TPU among the functions of vendor 1ae0"),))
+        return Evidence(
+            False, "no TPU", facts=(Fact(FOLDER, "no TPU among the functions of vendor 1ae0"),)
+        )
     choice = choose(machine)
     found = [_found(machine, function, index, choice) for index, function in enumerate(functions)]
     within_reach = usable(found)
@@ -63,12 +67,18 @@ def probe(machine: Machine) -> Evidence:
     if not found:
         neither = f"there is neither a TPU nor a torch_xla that fits {choice.torch}"
         return Evidence(False, f"{SELECTOR}=CPU is set, but {neither}", (), facts)
-    obstacles = (within_reach[0].obstacle, _all_hidden(machine, visible), _no_runtime(machine, choice))
+    obstacles = (
+        within_reach[0].obstacle,
+        _all_hidden(machine, visible),
+        _no_runtime(machine, choice),
+    )
     return verdict(_summary(found, within_reach, choice), devices, obstacles, facts)
 
 
 def _generation(function: PciFunction) -> Generation | None:
-    return GENERATIONS.get((function.device, None)) or GENERATIONS.get((function.device, function.subsystem))
+    return GENERATIONS.get((function.device, None)) or GENERATIONS.get(
+        (function.device, function.subsystem)
+    )
 
 
 def _found(machine: Machine, function: PciFunction, index: int, choice: Choice) -> Found:
@@ -85,21 +95,29 @@ def _found(machine: Machine, function: PciFunction, index: int, choice: Choice) 
     return Found(device, obstacle=_obstacle(machine, function, index, only_vfio))
 
 
-def _obstacle(machine: Machine, function: PciFunction, index: int, only_vfio: bool) -> Obstacle | None:
+def _obstacle(
+    machine: Machine, function: PciFunction, index: int, only_vfio: bool
+) -> Obstacle | None:
     """Look at ``/dev/vfio/<iommu group>`` (chips from v5e on) and ``/dev/accel<index>`` (up to v4; old v5e images)."""
     group = machine.link(f"{function.folder}/iommu_group")
     nodes = [f"/dev/vfio/{group}"] if group else []
     node = next((node for node in (*nodes, f"/dev/accel{index}") if machine.exists(node)), None)
     if node is None:
         if function.driver is None:
-            remedy = "use a TPU VM image, which binds vfio-pci (from v5e) or its own driver (up to v4)"
+            remedy = (
+                "use a TPU VM image, which binds vfio-pci (from v5e) or its own driver (up to v4)"
+            )
             return Obstacle(f"{function.address} has no driver", remedy)
         remedy = "in a container: hand in /dev/vfio (from v5e) or /dev/accel* (up to v4)"
         return Obstacle(f"there is no device node for {function.address}", remedy)
     if not machine.may_open(node):
-        return Obstacle(f"this user may not open {node}", f"grant read and write permission on {node}")
+        return Obstacle(
+            f"this user may not open {node}", f"grant read and write permission on {node}"
+        )
     if only_vfio and node not in nodes:
-        return Obstacle("torch_tpu finds chips below /dev/vfio only", "use torch 2.9 with torch_xla 2.9")
+        return Obstacle(
+            "torch_tpu finds chips below /dev/vfio only", "use torch 2.9 with torch_xla 2.9"
+        )
     return None
 
 
@@ -127,10 +145,15 @@ def _no_runtime(machine: Machine, choice: Choice) -> Obstacle | None:
         return Obstacle(f"no runtime package fits {choice.torch}", choice.remedy)
     wanted = machine.environ.get(SELECTOR, "") if choice.package.xla_clients else ""
     if wanted and wanted.split("_")[0].upper() != "TPU":
-        return Obstacle(f"{SELECTOR}={wanted} asks for another device", f"unset {SELECTOR}, or set it to TPU")
+        return Obstacle(
+            f"{SELECTOR}={wanted} asks for another device", f"unset {SELECTOR}, or set it to TPU"
+        )
     if machine.version_of("libtpu") is None and not machine.environ.get("TPU_LIBRARY_PATH"):
         name = f"{choice.package.name} {choice.version}"
-        return Obstacle(f"{name} needs libtpu, which is not installed", f"pip install the libtpu that {name} asks for")
+        return Obstacle(
+            f"{name} needs libtpu, which is not installed",
+            f"pip install the libtpu that {name} asks for",
+        )
     return None
 
 
@@ -144,4 +167,6 @@ def _summary(found: Sequence[Found], within_reach: Sequence[Found], choice: Choi
 def _facts(machine: Machine, found: Sequence[Found]) -> list[Fact]:
     names = (*VISIBILITY_VARIABLES, SELECTOR)
     facts = [Fact(name, machine.environ[name]) for name in names if machine.environ.get(name)]
-    return facts + [Fact(one.device.pci_address or "", one.obstacle.missing) for one in found if one.obstacle]
+    return facts + [
+        Fact(one.device.pci_address or "", one.obstacle.missing) for one in found if one.obstacle
+    ]

@@ -29,4 +29,6 @@ class TorchTpu(Runtime):
         """Do nothing: ``torch.manual_seed`` seeds registered devices too."""
 
     def compilations(self) -> int:
-        raise PlatformError("torch_tpu has no public count of compilations: count under torch_xla with PJRT_DEVICE=CPU")
+        raise PlatformError(
+            "torch_tpu has no public count of compilations: count under torch_xla with PJRT_DEVICE=CPU"
+        )

@@ -25,7 +25,9 @@ class Xla(Runtime):
     def memory(self, index: int) -> DeviceMemory:
         if self.on_cpu():  # XLA's CPU client keeps no account of its memory
             page = os.sysconf("SC_PAGE_SIZE")
-            return DeviceMemory(os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page)
+            return DeviceMemory(
+                os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page
+            )
         info = xm.get_memory_info(torch_xla.device(index))
         return DeviceMemory(info["bytes_limit"], info["bytes_limit"] - info["bytes_used"])
 
@@ -38,7 +40,9 @@ class Xla(Runtime):
             torch_xla.manual_seed(seed, torch_xla.device(index))
 
     def compilations(self) -> int:
-        data = metrics.metric_data("CompileTime")  # (number of samples, their sum, the last of them)
+        data = metrics.metric_data(
+            "CompileTime"
+        )  # (number of samples, their sum, the last of them)
         return int(data[0]) if data else 0
 
     def donating(self) -> tuple[Any, ...]:
@@ -59,7 +63,9 @@ class Xla(Runtime):
 
 
 def _spmd() -> Any:
-    return importlib.import_module("torch_xla.distributed.spmd")  # slow, and for several devices only
+    return importlib.import_module(
+        "torch_xla.distributed.spmd"
+    )  # slow, and for several devices only
 
 
 def _mesh() -> Any:

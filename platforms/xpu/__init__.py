@@ -3,4 +3,6 @@
 from opgraft.platform import PlatformSpec
 from opgraft.platforms.xpu.probe import probe
 
-SPEC = PlatformSpec(probe=probe, platform_class="opgraft.platforms.xpu.platform:XpuPlatform", priority=20)
+SPEC = PlatformSpec(
+    probe=probe, platform_class="opgraft.platforms.xpu.platform:XpuPlatform", priority=20
+)

@@ -8,7 +8,15 @@ from dataclasses import replace
 
 from opgraft.machine.evidence import Device, Evidence, Fact
 from opgraft.machine.machine import Machine
-from opgraft.platforms.obstacles import Found, Obstacle, counted, hide, torch_obstacle, usable, verdict
+from opgraft.platforms.obstacles import (
+    Found,
+    Obstacle,
+    counted,
+    hide,
+    torch_obstacle,
+    usable,
+    verdict,
+)
 from opgraft.platforms.pci import FOLDER, PciFunction, pci_functions
 from opgraft.platforms.xpu.cards import CARDS, Card
 
@@ -22,22 +30,42 @@ _INSTALL = "pip install --force-reinstall torch --index-url https://download.pyt
 
 def probe(machine: Machine) -> Evidence:
     """Give evidence for XPUs. A GPU that is part of a processor is none: it has no memory of its own."""
-    functions = [function for function in pci_functions(machine, VENDOR) if function.kind == DISPLAY]
+    functions = [
+        function for function in pci_functions(machine, VENDOR) if function.kind == DISPLAY
+    ]
     if not functions:
-        return Evidence(False, "no Intel GPU", facts=(Fact(FOLDER, "no display controller of vendor 8086"),))
+        return Evidence(
+            False, "no Intel GPU", facts=(Fact(FOLDER, "no display controller of vendor 8086"),)
+        )
     cards = {function: card for function in functions if (card := _card(machine, function))}
     if not cards:
-        facts = [Fact(function.folder, f"GPU {function.device:04x} of the processor") for function in functions]
-        return Evidence(False, "only a GPU that is part of the processor, no discrete one", facts=tuple(facts))
+        facts = [
+            Fact(function.folder, f"GPU {function.device:04x} of the processor")
+            for function in functions
+        ]
+        return Evidence(
+            False, "only a GPU that is part of the processor, no discrete one", facts=tuple(facts)
+        )
     found = [_found(machine, function, card) for function, card in cards.items()]
     within_reach = usable(found)
-    tiles = {function.address: 1 if _composite(machine) else card.tiles for function, card in cards.items()}
-    units = [unit for one in within_reach for unit in _units(one.device, tiles[one.device.pci_address or ""])]
+    tiles = {
+        function.address: 1 if _composite(machine) else card.tiles
+        for function, card in cards.items()
+    }
+    units = [
+        unit
+        for one in within_reach
+        for unit in _units(one.device, tiles[one.device.pci_address or ""])
+    ]
     visible = _visible(machine, len(units))
     return verdict(
         _summary(found, within_reach, len(units)),
         hide(units, visible),
-        (within_reach[0].obstacle, _all_hidden(machine, visible), torch_obstacle(machine, "xpu", _INSTALL)),
+        (
+            within_reach[0].obstacle,
+            _all_hidden(machine, visible),
+            torch_obstacle(machine, "xpu", _INSTALL),
+        ),
         _facts(machine, found),
     )
 
@@ -48,7 +76,9 @@ def _card(machine: Machine, function: PciFunction) -> Card | None:
     of_tiles = list(_tile_memory(machine, function))
     memory = sum(of_tiles or _card_memory(machine, function)) // 2**30
     if known is None:
-        return Card(f"GPU {function.device:04x}", "", len(of_tiles) or 1, memory) if memory else None
+        return (
+            Card(f"GPU {function.device:04x}", "", len(of_tiles) or 1, memory) if memory else None
+        )
     return replace(known, tiles=len(of_tiles) or known.tiles, memory=memory or known.memory)
 
 
@@ -87,15 +117,25 @@ def _found(machine: Machine, function: PciFunction, card: Card) -> Found:
 def _obstacle(machine: Machine, function: PciFunction) -> Obstacle | None:
     if function.driver not in DRIVERS:
         bound = f"is bound to the driver {function.driver}" if function.driver else "has no driver"
-        return Obstacle(f"{function.address} {bound}", "load xe, or i915 for cards older than Arc B (sudo modprobe xe)")
-    nodes = [name for name in machine.names(f"{function.folder}/drm") if re.fullmatch(r"renderD\d{1,4}", name)]
+        return Obstacle(
+            f"{function.address} {bound}",
+            "load xe, or i915 for cards older than Arc B (sudo modprobe xe)",
+        )
+    nodes = [
+        name
+        for name in machine.names(f"{function.folder}/drm")
+        if re.fullmatch(r"renderD\d{1,4}", name)
+    ]
     node = f"/dev/dri/{nodes[0]}" if nodes else ""
     if not node or not machine.exists(node):
         remedy = "in a container: start it with --device /dev/dri"
-        return Obstacle(f"there is no device node {node or '/dev/dri/renderD*'} for {function.address}", remedy)
+        return Obstacle(
+            f"there is no device node {node or '/dev/dri/renderD*'} for {function.address}", remedy
+        )
     if not machine.may_open(node):
         return Obstacle(
-            f"this user may not open {node}", "join its group (sudo usermod -aG render $USER), log in again"
+            f"this user may not open {node}",
+            "join its group (sudo usermod -aG render $USER), log in again",
         )
     return None
 
@@ -111,7 +151,13 @@ def _units(card: Device, tiles: int) -> list[Device]:
     """
     if tiles == 1:
         return [card]
-    return [replace(card, name=f"{card.name}, 1 of {tiles} tiles", memory=(card.memory or 0) // tiles or None)] * tiles
+    return [
+        replace(
+            card,
+            name=f"{card.name}, 1 of {tiles} tiles",
+            memory=(card.memory or 0) // tiles or None,
+        )
+    ] * tiles
 
 
 def _visible(machine: Machine, count: int) -> tuple[int, ...]:
@@ -131,7 +177,8 @@ def _all_hidden(machine: Machine, visible: Sequence[int]) -> Obstacle | None:
     if visible:
         return None
     return Obstacle(
-        f"{MASK}={machine.environ.get(MASK)!r} hides all of them", f"unset {MASK}, or name devices that exist"
+        f"{MASK}={machine.environ.get(MASK)!r} hides all of them",
+        f"unset {MASK}, or name devices that exist",
     )
 
 
@@ -142,5 +189,9 @@ def _summary(found: Sequence[Found], within_reach: Sequence[Found], devices: int
 
 
 def _facts(machine: Machine, found: Sequence[Found]) -> list[Fact]:
-    facts = [Fact(name, machine.environ[name]) for name in (MASK, HIERARCHY) if machine.environ.get(name)]
-    return facts + [Fact(one.device.pci_address or "", one.obstacle.missing) for one in found if one.obstacle]
+    facts = [
+        Fact(name, machine.environ[name]) for name in (MASK, HIERARCHY) if machine.environ.get(name)
+    ]
+    return facts + [
+        Fact(one.device.pci_address or "", one.obstacle.missing) for one in found if one.obstacle
+    ]

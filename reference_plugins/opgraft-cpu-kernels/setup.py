@@ -48,11 +48,15 @@ def compiler() -> list[str]:
     """
     command = words("CXX") or ["g++"]
     if not shutil.which(command[0]):
-        raise UnavailableError(f"the C++ compiler {command[0]} was not found; install g++, or name one by CXX")
+        raise UnavailableError(
+            f"the C++ compiler {command[0]} was not found; install g++, or name one by CXX"
+        )
     try:
         run([*command, "-std=c++17", "-x", "c++", "-fsyntax-only", "-"], b"#include <new>\n")
     except UnavailableError as error:
-        raise UnavailableError(f"the C++ compiler does not compile an empty program: {error}") from error
+        raise UnavailableError(
+            f"the C++ compiler does not compile an empty program: {error}"
+        ) from error
     return command
 
 
@@ -87,7 +91,9 @@ def torch_folder() -> Path:
 
 
 def version_of(torch: Path) -> str:
-    match = re.search(r"__version__ = '([^']+)'", (torch / "version.py").read_text(encoding="utf-8"))
+    match = re.search(
+        r"__version__ = '([^']+)'", (torch / "version.py").read_text(encoding="utf-8")
+    )
     if not match:
         raise UnavailableError(f"{torch / 'version.py'} names no version")
     return match.group(1)
@@ -122,7 +128,19 @@ def compile_library(target: Path, objects: Path) -> str:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         made = list(pool.map(compile_together, translation_units()))
     target.parent.mkdir(parents=True, exist_ok=True)
-    run([*command, "-shared", *made, f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10", "-s", "-o", str(target)])
+    run(
+        [
+            *command,
+            "-shared",
+            *made,
+            f"-L{torch / 'lib'}",
+            "-ltorch_cpu",
+            "-lc10",
+            "-s",
+            "-o",
+            str(target),
+        ]
+    )
     return version_of(torch)
 
 
@@ -130,12 +148,16 @@ def translation_units() -> list[list[Path]]:
     """List the sources that are compiled together, those that take longest first."""
     paths = sorted(SOURCES.glob("path_*.cpp"), reverse=True)
     others = sorted(set(SOURCES.glob("*.cpp")) - set(paths))
-    return [[path] for path in paths] + [others[i : i + TORCH_AT_ONCE] for i in range(0, len(others), TORCH_AT_ONCE)]
+    return [[path] for path in paths] + [
+        others[i : i + TORCH_AT_ONCE] for i in range(0, len(others), TORCH_AT_ONCE)
+    ]
 
 
 def run(command: list[str], text: bytes = b"") -> None:
     try:
-        result = subprocess.run(command, input=text, capture_output=True, check=False, timeout=TIME_LIMIT)  # noqa: S603
+        result = subprocess.run(  # noqa: S603
+            command, input=text, capture_output=True, check=False, timeout=TIME_LIMIT
+        )
     except (subprocess.TimeoutExpired, OSError) as error:
         raise UnavailableError(f"{command[0]} failed: {error}") from error
     if result.returncode:

@@ -45,7 +45,9 @@ def test_a_file_of_lines_is_prompts_again_and_again(tmp_path: Path) -> None:
 def test_a_file_of_json_has_texts_and_chats(tmp_path: Path) -> None:
     """A line is a string, or an object with a prompt or messages."""
     file = tmp_path / "prompts.jsonl"
-    file.write_text('"one"\n{"prompt": "two", "max_tokens": 3}\n{"messages": [{"role": "user", "content": "x"}]}\n')
+    file.write_text(
+        '"one"\n{"prompt": "two", "max_tokens": 3}\n{"messages": [{"role": "user", "content": "x"}]}\n'
+    )
     one, two, chat = read_prompts(file, 3)
     assert (one, two) == (Prompt("one"), Prompt("two", 3))
     assert two.body(chat=True) == {"messages": [{"role": "user", "content": "two"}]}

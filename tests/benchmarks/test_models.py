@@ -37,13 +37,17 @@ def test_a_limit_that_the_machine_does_not_allow_is_told_apart(load: Load) -> No
     assert row("no limit", 0.6, None, "").verdict == ""
 
 
-def test_what_is_possible_is_reading_or_multiplying(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_possible_is_reading_or_multiplying(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A layer takes at least the time in which its weight is read, and that of its products; what is no layer, none."""
     models = load("models")
     found = {"bytes_per": {"seconds": 100.0}, "products_per": {"seconds": 50.0}}
     monkeypatch.setattr(models, "speeds", lambda size, dtype: lambda: found)
     monkeypatch.setattr(models, "_product", lambda rows, weight, dtype: 7)
-    monkeypatch.setattr(models, "taken", lambda call, _: {"seconds": call if isinstance(call, int) else 0})
+    monkeypatch.setattr(
+        models, "taken", lambda call, _: {"seconds": call if isinstance(call, int) else 0}
+    )
     layer = nn.Linear(5, 10, bias=False)
 
     def least(*rows: int) -> float:
@@ -67,7 +71,11 @@ class Recorded(nn.Linear):
 
 def test_what_is_possible_has_the_python_around_ops(load: Load) -> None:
     """Ops answer without computing; the rest of the run is as it was."""
-    layers, head, seen = nn.ModuleList([Recorded(4, 4), nn.Sequential(Recorded(4, 4))]), Recorded(4, 4), []
+    layers, head, seen = (
+        nn.ModuleList([Recorded(4, 4), nn.Sequential(Recorded(4, 4))]),
+        Recorded(4, 4),
+        [],
+    )
 
     def run() -> torch.Tensor:
         x = torch.ones(1, 4)

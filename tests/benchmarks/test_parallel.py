@@ -38,14 +38,24 @@ def test_the_larger_part_or_the_memory_bounds_the_gain(parallel: ModuleType) -> 
     assert parallel.possible_gain(100, 60, 100 / 0.008, 0.010) == pytest.approx(10 / 8)
 
 
-def test_a_step_has_come_when_the_last_worker_has_it(parallel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_has_come_when_the_last_worker_has_it(
+    parallel: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every kind of step is held to that time, whatever the sender's; a byte to each is what is possible."""
     import parallel_broadcast
 
     taken = {parallel_broadcast.Wakes: (40.0, 90.0)}
-    monkeypatch.setattr(parallel_broadcast, "_measured", lambda way, steps: [taken.get(type(way), (100.0, 200.0))])
-    for way in (parallel_broadcast.SharedMemory, parallel_broadcast.Sockets, parallel_broadcast.Wakes):
+    monkeypatch.setattr(
+        parallel_broadcast, "_measured", lambda way, steps: [taken.get(type(way), (100.0, 200.0))]
+    )
+    for way in (
+        parallel_broadcast.SharedMemory,
+        parallel_broadcast.Sockets,
+        parallel_broadcast.Wakes,
+    ):
         monkeypatch.setattr(way, "__init__", lambda self: None)  # nothing is sent
     findings = list(parallel.PARTS["broadcast"](Namespace(rounds=1)))
     shared = [each for each in findings if each.name.endswith("SharedMemory")]
-    assert [(each.measured, each.bound, each.verdict) for each in shared] == [(200.0, 90.0, "missed")] * 3
+    assert [(each.measured, each.bound, each.verdict) for each in shared] == [
+        (200.0, 90.0, "missed")
+    ] * 3

@@ -47,7 +47,9 @@ def asked(*outcomes: tuple[float, str | None]) -> Callable[[], Awaitable[Outcome
 
 
 @pytest.mark.parametrize("last", [(0.001, "429"), (0.001, "connection"), (5.0, None)])
-def test_what_is_refused_or_slow_is_no_recovery(serving: ModuleType, last: tuple[float, str | None]) -> None:
+def test_what_is_refused_or_slow_is_no_recovery(
+    serving: ModuleType, last: tuple[float, str | None]
+) -> None:
     """However fast a refusal comes, and however often an answer was fast before."""
     ask = asked((0.1, None), (0.1, None), last)
     assert asyncio.run(serving.until_recovered(ask, limit=1, patience=0.2)) == 0.2
@@ -72,7 +74,10 @@ def test_answers_that_come_too_late_are_no_goodput(serving: ModuleType) -> None:
         found = serving.bearing(outcomes, Limits(end_to_end=limit), 1.0, Load(rate=2))
         assert found[0].verdict == expected
     failed = Outcome(due=0, ended=10, error="500")
-    assert serving.bearing([*outcomes, failed], Limits(end_to_end=1), 1.0, Load(rate=2))[2].verdict == "missed"
+    assert (
+        serving.bearing([*outcomes, failed], Limits(end_to_end=1), 1.0, Load(rate=2))[2].verdict
+        == "missed"
+    )
 
 
 def soaked(soak: ModuleType, answer: Any, **kinds: Any) -> Any:
@@ -117,7 +122,10 @@ class _FakeServed:
 def test_statuses_are_told_by_kind(soak: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kind holds where all that was waited for had the status that is right for it."""
     monkeypatch.setattr(soak, "SENT", {})
-    kinds = {"right": soak.Kind(404, "/a"), "wrong": soak.Kind(200, "/b", lambda _: {"prompt": "a"})}
+    kinds = {
+        "right": soak.Kind(404, "/a"),
+        "wrong": soak.Kind(200, "/b", lambda _: {"prompt": "a"}),
+    }
     found = soaked(soak, lambda: web.Response(status=404), **kinds)
     verdicts = {each.name: each.verdict for each in found.findings()}
     assert verdicts == {"right: 404": "holds", "wrong: 200": "missed"}
@@ -133,17 +141,26 @@ def test_statuses_are_told_by_kind(soak: ModuleType, monkeypatch: pytest.MonkeyP
         ('data: {"error": {}}\n\ndata: [DONE]\n\n', "broken"),
     ],
 )
-def test_streams_have_to_end_well(soak: ModuleType, monkeypatch: pytest.MonkeyPatch, text: str, outcome: str) -> None:
+def test_streams_have_to_end_well(
+    soak: ModuleType, monkeypatch: pytest.MonkeyPatch, text: str, outcome: str
+) -> None:
     """A stream that breaks off, or has an error in it, is no answer."""
     monkeypatch.setattr(soak, "SENT", {})
-    found = soaked(soak, lambda: web.Response(text=text, content_type="text/event-stream"), a=soak.Kind(200, "/a"))
+    found = soaked(
+        soak,
+        lambda: web.Response(text=text, content_type="text/event-stream"),
+        a=soak.Kind(200, "/a"),
+    )
     assert set(found.counts["a"]) - {soak.LEFT} == {outcome}
 
 
 def test_what_never_answers_hangs(soak: ModuleType) -> None:
     """It is counted, be it asked by HTTP or by bytes; those that have left are not."""
     found = soak.Soak(_FakeServed(), {"a": soak.Kind(200, "/a")})
-    found.counts = {"a": Counter({"timeout": 2, "200": 3, soak.LEFT: 9}), "no HTTP": Counter(timeout=1)}
+    found.counts = {
+        "a": Counter({"timeout": 2, "200": 3, soak.LEFT: 9}),
+        "no HTTP": Counter(timeout=1),
+    }
     assert found.hung == 3
     first, second = found.findings()
     assert (first.measured, second.measured) == (3 / 5, 0)
@@ -153,7 +170,11 @@ def missed(soak: ModuleType, served: _FakeServed, after: Any) -> list[str]:
     """The names of what is missed of a soak of one request."""
     found = soak.Soak(served, {"chat, new schema": soak.Kind(200, soak.CHAT)})
     found.counts = {"chat, new schema": Counter({"200": 1})}
-    return [each.name for each in soak.left(found, soak.Remains(100, 10, 1), after) if each.verdict != "holds"]
+    return [
+        each.name
+        for each in soak.left(found, soak.Remains(100, 10, 1), after)
+        if each.verdict != "holds"
+    ]
 
 
 def test_a_soak_without_a_leak_holds(soak: ModuleType) -> None:
@@ -176,7 +197,9 @@ def test_a_soak_without_a_leak_holds(soak: ModuleType) -> None:
         ({"code": -9}, (100, 10, 1), "exit code"),
     ],
 )
-def test_each_leak_is_seen(soak: ModuleType, served: Any, after: tuple[int, int, int], row: str) -> None:
+def test_each_leak_is_seen(
+    soak: ModuleType, served: Any, after: tuple[int, int, int], row: str
+) -> None:
     """By the row that is there for it."""
     assert missed(soak, _FakeServed(**served), soak.Remains(*after)) == [row]
 

@@ -21,7 +21,12 @@ def terminal(site, tmp_path: Path, warm_python: str) -> Terminal:
 
     def run(*arguments: str, columns: int, **variables: str) -> list[str]:
         ours, theirs = pty.openpty()
-        environ = {**os.environ, "PYTHONPATH": str(site.folder), "COLUMNS": str(columns), **variables}
+        environ = {
+            **os.environ,
+            "PYTHONPATH": str(site.folder),
+            "COLUMNS": str(columns),
+            **variables,
+        }
         shown: list[bytes] = []
 
         def read() -> None:
@@ -34,7 +39,14 @@ def terminal(site, tmp_path: Path, warm_python: str) -> Terminal:
         reader = threading.Thread(target=read)
         reader.start()
         command = [warm_python, "-m", "opgraft", *arguments]
-        subprocess.run(command, env=environ, cwd=tmp_path, stdout=theirs, stderr=subprocess.DEVNULL, check=False)
+        subprocess.run(
+            command,
+            env=environ,
+            cwd=tmp_path,
+            stdout=theirs,
+            stderr=subprocess.DEVNULL,
+            check=False,
+        )
         os.close(theirs)
         reader.join(30)
         os.close(ours)

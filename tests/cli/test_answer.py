@@ -24,13 +24,17 @@ SMALL = ("--cache.num_blocks", "300", "--load.progress", "false")
 def expected() -> list[int]:
     """What ``LLM`` answers, which ``serving/test_smollm2.py`` compares with transformers for the same question."""
     llm = LLM("smollm2", dtype="float32", **{"cache.num_blocks": 300, "load.progress": False})
-    (answer,) = llm.chat([[{"role": "user", "content": PROMPT}]], SamplingParams(temperature=0, max_tokens=NEW))
+    (answer,) = llm.chat(
+        [[{"role": "user", "content": PROMPT}]], SamplingParams(temperature=0, max_tokens=NEW)
+    )
     return answer.outputs[0].token_ids
 
 
 def test_the_tokens_are_those_of_the_library(cli, expected: list[int]) -> None:
     """Greedy tokens of SmolLM2 agree, beside another prompt, and the JSON is what its schema says."""
-    result = cli("run", "smollm2", PROMPT, "Name a colour.", "--max-tokens", str(NEW), "--json", *SMALL)
+    result = cli(
+        "run", "smollm2", PROMPT, "Name a colour.", "--max-tokens", str(NEW), "--json", *SMALL
+    )
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
     first, second = report["answers"]
@@ -45,16 +49,25 @@ def test_the_tokens_are_those_of_the_library(cli, expected: list[int]) -> None:
 
 def test_text_is_the_answer_alone(cli, causal_folder: Path) -> None:
     """Of one prompt stdout has the answer, stderr what the cache holds and what it took."""
-    result = cli("run", str(causal_folder), "the cat", "--max-tokens", "3", "--dtype", "bfloat16", *SMALL)
+    result = cli(
+        "run", str(causal_folder), "the cat", "--max-tokens", "3", "--dtype", "bfloat16", *SMALL
+    )
     assert result.returncode == 0, result.stderr
     assert len(result.stdout.splitlines()) == 1
     assert "the cache holds 9,600 tokens in 300 blocks of 32" in result.stderr
-    assert re.search(r"2 tokens of prompt, [123] of answer in [\d.]+ s on cpu: [\d.]+ tokens per second", result.stderr)
+    assert re.search(
+        r"2 tokens of prompt, [123] of answer in [\d.]+ s on cpu: [\d.]+ tokens per second",
+        result.stderr,
+    )
 
 
-def test_several_prompts_are_shown_with_their_answers_and_the_kernels(cli, causal_folder: Path) -> None:
+def test_several_prompts_are_shown_with_their_answers_and_the_kernels(
+    cli, causal_folder: Path
+) -> None:
     """Each prompt stands above its answer, whose terminal sequences are escaped; the table of kernels follows."""
-    result = cli("run", str(causal_folder), "the cat", "a dog \x1b[31m", "--max-tokens", "3", *SMALL)
+    result = cli(
+        "run", str(causal_folder), "the cat", "a dog \x1b[31m", "--max-tokens", "3", *SMALL
+    )
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[0] == "> the cat"
@@ -66,7 +79,8 @@ def test_temperature_and_seed_are_heeded(cli, causal_folder: Path) -> None:
     """Sampled answers are those of the seed."""
     options = ("the cat", "--temperature", "5", "--max-tokens", "20", *SMALL)
     first, again, other = (
-        cli("run", str(causal_folder), *options, "--model.seed", seed).stdout for seed in ("1", "1", "2")
+        cli("run", str(causal_folder), *options, "--model.seed", seed).stdout
+        for seed in ("1", "1", "2")
     )
     assert first == again != other
 

@@ -28,7 +28,12 @@ main()
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that never ends an answer, whose context is long."""
-    return word_llama(tmp_path_factory.mktemp("chats"), chats=True, max_position_embeddings=6000, eos_token_id=None)
+    return word_llama(
+        tmp_path_factory.mktemp("chats"),
+        chats=True,
+        max_position_embeddings=6000,
+        eos_token_id=None,
+    )
 
 
 @pytest.fixture
@@ -51,7 +56,9 @@ def chat(tmp_path: Path, warm_python: str) -> Iterator[Callable[..., subprocess.
                 stream.close()
 
 
-def piped(chat: Callable[..., subprocess.Popen[bytes]], text: str, *arguments: str) -> tuple[int, str, str]:
+def piped(
+    chat: Callable[..., subprocess.Popen[bytes]], text: str, *arguments: str
+) -> tuple[int, str, str]:
     process = chat(*arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     stdout, stderr = process.communicate(text.encode(), timeout=240)
     return process.returncode, stdout.decode(), stderr.decode()

@@ -37,7 +37,9 @@ JSON_COMMANDS = {
 
 
 @pytest.mark.parametrize("command", JSON_COMMANDS, ids=" ".join)
-def test_json_is_one_object_of_a_versioned_schema_on_stdout(cli, site, command: tuple[str, ...]) -> None:
+def test_json_is_one_object_of_a_versioned_schema_on_stdout(
+    cli, site, command: tuple[str, ...]
+) -> None:
     """Every command with --json prints nothing else on stdout, and says which schema it is."""
     site.plugin("acme", PLUGIN)
     result = cli(*command, "--json")
@@ -52,7 +54,9 @@ def test_version_and_help() -> None:
         (["-h"], "Show which platform"),
     ):
         command = [sys.executable, "-m", "opgraft", *arguments]
-        assert expected in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert (
+            expected in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        )
 
 
 @pytest.mark.parametrize("command", ["detect", "env", "plugins list", "plugins show acme"])
@@ -64,7 +68,10 @@ def test_detection_imports_no_torch_and_no_plugin(site, command: str) -> None:
         f"sys.path.insert(0, {str(site.folder)!r}); cli({command.split()!r}, standalone_mode=False); "
         "raise SystemExit(any(name in sys.modules for name in ('torch', 'numpy', 'pluggy', 'rich', 'acme')))"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode
+        == 0
+    )
 
 
 def test_detect_explains_the_decision_in_80_columns(terminal, site) -> None:
@@ -86,16 +93,56 @@ def test_detect_explains_the_decision_in_80_columns(terminal, site) -> None:
         (["detect"], {"OPGRAFT_PLATFORM": "nope"}, 3, "OPGRAFT_PLATFORM asks for platform 'nope'"),
         (["detect"], {"OPGRAFT_STRICT": "perhaps"}, 2, "OPGRAFT_STRICT='perhaps' is not a flag"),
         (["detect"], {"OPGRAFT_PLATFROM": "cpu"}, 2, "did you mean 'OPGRAFT_PLATFORM'"),
-        (["ops", "list", "--compilation_config.custom_ops", "all,none"], {}, 2, "both 'all' and 'none'"),
-        (["ops", "list", "--compilation_config.custom_ops", "+rms_nrm"], {}, 2, "did you mean 'rms_norm'"),
+        (
+            ["ops", "list", "--compilation_config.custom_ops", "all,none"],
+            {},
+            2,
+            "both 'all' and 'none'",
+        ),
+        (
+            ["ops", "list", "--compilation_config.custom_ops", "+rms_nrm"],
+            {},
+            2,
+            "did you mean 'rms_norm'",
+        ),
         (["ops", "list", "--providers", "{"], {}, 2, "not valid JSON"),
         (["ops", "explain", "rms_nrm"], {}, 2, "did you mean 'rms_norm'"),
-        (["ops", "explain", ""], {}, 2, "no op is called '': 'opgraft ops list' shows the names of all."),
-        (["plugins", "show", "nothing"], {}, 2, "no installed plugin or platform is called 'nothing'"),
-        (["plugins", "doctor"], {"OPGRAFT_PLUGINS": "nothing"}, 2, "names 'nothing' (OPGRAFT_PLUGINS)"),
-        (["detect", "--plugins", "zedd"], {}, 2, "plugins names 'zedd' (the command line), which is not installed"),
-        (["plugins", "list", "--plugins", "zedd"], {}, 2, "plugins names 'zedd' (the command line)"),
-        (["plugins", "doctor"], {"OPGRAFT_PLUGINS_DISABLE": "cpuu"}, 1, "the deny list names 'cpuu'"),
+        (
+            ["ops", "explain", ""],
+            {},
+            2,
+            "no op is called '': 'opgraft ops list' shows the names of all.",
+        ),
+        (
+            ["plugins", "show", "nothing"],
+            {},
+            2,
+            "no installed plugin or platform is called 'nothing'",
+        ),
+        (
+            ["plugins", "doctor"],
+            {"OPGRAFT_PLUGINS": "nothing"},
+            2,
+            "names 'nothing' (OPGRAFT_PLUGINS)",
+        ),
+        (
+            ["detect", "--plugins", "zedd"],
+            {},
+            2,
+            "plugins names 'zedd' (the command line), which is not installed",
+        ),
+        (
+            ["plugins", "list", "--plugins", "zedd"],
+            {},
+            2,
+            "plugins names 'zedd' (the command line)",
+        ),
+        (
+            ["plugins", "doctor"],
+            {"OPGRAFT_PLUGINS_DISABLE": "cpuu"},
+            1,
+            "the deny list names 'cpuu'",
+        ),
         (["detect", "--strict", "maybe"], {}, 2, "--strict='maybe' is not a flag"),
         (["detect", "--compilation_config.mode", "²"], {}, 2, "mode is '²'"),
         (["detect", "--providers", '{"a":' * 20_000], {}, 2, "not valid JSON"),
@@ -103,7 +150,9 @@ def test_detect_explains_the_decision_in_80_columns(terminal, site) -> None:
         (["run", "nowhere"], {}, 2, "'nowhere' is no folder"),
     ],
 )
-def test_errors_are_one_message_and_their_exit_code(cli, arguments, variables, code: int, message: str) -> None:
+def test_errors_are_one_message_and_their_exit_code(
+    cli, arguments, variables, code: int, message: str
+) -> None:
     """What is wrong goes to stderr (a doctor's findings to stdout), without a traceback."""
     result = cli(*arguments, **variables)
     assert result.returncode == code
@@ -126,7 +175,9 @@ def test_ops_explain_shows_candidates_winner_places_and_setting(cli, site) -> No
     for word in words:
         assert word in "".join(text.split("\n")) or word in " ".join(text.split())
     off = cli("ops", "explain", "RMSNorm", "--compilation_config.custom_ops", '["none"]').stdout
-    assert "RMSNorm.forward_native (disabled: 'none' in custom_ops (the command line)" in " ".join(off.split())
+    assert "RMSNorm.forward_native (disabled: 'none' in custom_ops (the command line)" in " ".join(
+        off.split()
+    )
 
 
 def test_ops_list_shows_every_op_with_its_kernel(cli, site) -> None:
@@ -139,13 +190,19 @@ def test_ops_list_shows_every_op_with_its_kernel(cli, site) -> None:
     lines = {line.split()[0]: line for line in cli("ops", "list").stdout.splitlines()}
     assert lines["rms_norm"].split() == ["rms_norm", "AcmeRMSNorm", "oot", "acme"]
     text = cli("ops", "list", "--compilation_config.custom_ops", "-rms_norm").stdout
-    assert ["rms_norm", "AcmeRMSNorm", "native,", "disabled", "opgraft"] in [line.split() for line in text.splitlines()]
+    assert ["rms_norm", "AcmeRMSNorm", "native,", "disabled", "opgraft"] in [
+        line.split() for line in text.splitlines()
+    ]
 
 
 def test_ops_list_shows_kernels_per_platform_and_evidence(cli, site) -> None:
     """Each row tells which kernel every installed platform would get, and what was proved of which forms."""
     site.plugin("acme", PLUGIN)
-    row = next(row for row in json.loads(cli("ops", "list", "--json").stdout)["ops"] if row["op"] == "rms_norm")
+    row = next(
+        row
+        for row in json.loads(cli("ops", "list", "--json").stdout)["ops"]
+        if row["op"] == "rms_norm"
+    )
     assert set(row["kernels"].values()) == {"oot"}
     assert set(row["kernels"]) == {"cpu", "cuda", "rocm", "tpu", "xpu"}
     assert "fused_add_rms_norm_" in row["forms"]
@@ -193,7 +250,9 @@ def test_plugins_list_shows_what_the_settings_select(cli, site) -> None:
     """Installed, selected and excluded offers are told apart without importing them."""
     site.plugin("acme", "raise RuntimeError")
     site.plugin("brix", "raise RuntimeError", requires=["opgraft>=99"])
-    rows = {row["name"]: row for row in json.loads(cli("plugins", "list", "--json").stdout)["offers"]}
+    rows = {
+        row["name"]: row for row in json.loads(cli("plugins", "list", "--json").stdout)["offers"]
+    }
     assert rows["acme"]["status"] == "selected"
     assert "requires 'opgraft>=99'" in rows["brix"]["reason"]
     assert "requires 'opgraft>=99'" in " ".join(cli("plugins", "list").stdout.split())
@@ -211,7 +270,11 @@ def test_plugins_show_has_the_traceback(cli, site) -> None:
     ("sources", "code", "finding"),
     [
         ({"acme": PLUGIN}, 0, "nothing wrong"),
-        ({"acme": "raise OSError('no driver')"}, 4, "finding: plugin 'acme' of acme 1.0 failed while it was loaded"),
+        (
+            {"acme": "raise OSError('no driver')"},
+            4,
+            "finding: plugin 'acme' of acme 1.0 failed while it was loaded",
+        ),
         ({"acme": PLUGIN, "brix": PLUGIN}, 1, "finding: 2 replacements of RMSNorm have priority 0"),
         (
             {"acme": PLUGIN, "brix": PLUGIN.replace("(AcmeRMSNorm)", "(AcmeRMSNorm, priority=1)")},
@@ -225,7 +288,9 @@ def test_plugins_show_has_the_traceback(cli, site) -> None:
         ),
     ],
 )
-def test_doctor_reports_findings_by_exit_code(cli, site, sources: dict[str, str], code: int, finding: str) -> None:
+def test_doctor_reports_findings_by_exit_code(
+    cli, site, sources: dict[str, str], code: int, finding: str
+) -> None:
     """0 nothing wrong, 1 findings, 4 a plugin failed."""
     for name, source in sources.items():
         site.plugin(name, source)
@@ -258,7 +323,11 @@ def test_env_is_markdown_without_secrets(cli, site, monkeypatch) -> None:
     """Versions, platform, plugins with status, settings with origin, own variables; nothing else of the environment."""
     site.plugin("acme", PLUGIN)
     site.plugin("brix", "raise RuntimeError", requires=["opgraft>=99"])
-    variables = {"SECRET_TOKEN": "hunter2", "OPGRAFT_CUSTOM_OPS": "all", "OPGRAFT_PROVIDERS": "silu=acme"}
+    variables = {
+        "SECRET_TOKEN": "hunter2",
+        "OPGRAFT_CUSTOM_OPS": "all",
+        "OPGRAFT_PROVIDERS": "silu=acme",
+    }
     text = cli("env", **variables).stdout
     assert "| torch | " in text
     assert f"| Python | {sys.version.split()[0]} |" in text
@@ -291,7 +360,9 @@ def test_every_command_has_json_and_a_help_text() -> None:
     assert len(commands) > 7
     for path, command in commands.items():
         assert command.help, path
-        assert any(parameter.name == "as_json" for parameter in command.params) is (path not in others), path
+        assert any(parameter.name == "as_json" for parameter in command.params) is (
+            path not in others
+        ), path
 
 
 def test_env_tells_of_settings_that_cannot_be_used(cli) -> None:

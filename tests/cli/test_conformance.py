@@ -43,7 +43,9 @@ def test_an_interrupted_run_is_gone_on_with(site, warm_python: str, cli, tmp_pat
     file = tmp_path / "evidence.json"
     command = [warm_python, "-m", "opgraft", "conformance", "acme", "--json", str(file)]
     environ = {**os.environ, "PYTHONPATH": str(site.folder)}
-    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as started:
+    with subprocess.Popen(
+        command, env=environ, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    ) as started:
         assert started.stderr is not None
         while "gelu" not in started.stderr.readline():
             assert started.poll() is None
@@ -84,8 +86,12 @@ class Impatient(Run):
 
 
 @pytest.mark.usefixtures("warm_workers")
-@pytest.mark.parametrize(("brief", "advice"), [(True, "answered\n"), (False, "answered; --resume goes on\n")])
-def test_an_interrupt_without_a_file(site, capsys: pytest.CaptureFixture[str], brief: bool, advice: str) -> None:
+@pytest.mark.parametrize(
+    ("brief", "advice"), [(True, "answered\n"), (False, "answered; --resume goes on\n")]
+)
+def test_an_interrupt_without_a_file(
+    site, capsys: pytest.CaptureFixture[str], brief: bool, advice: str
+) -> None:
     """What is answered is kept all the same, but for the short form, where there is no advice to go on."""
     site.plugin("acme", PLUGIN)
     with pytest.raises(click.Abort):
@@ -94,7 +100,14 @@ def test_an_interrupt_without_a_file(site, capsys: pytest.CaptureFixture[str], b
 
 
 def outcome(check: str, status: str) -> dict[str, object]:
-    return {"op": "gelu", "check": check, "dtype": None, "status": status, "reason": "so", "error": None}
+    return {
+        "op": "gelu",
+        "check": check,
+        "dtype": None,
+        "status": status,
+        "reason": "so",
+        "error": None,
+    }
 
 
 def test_regressions_are_what_passed_before() -> None:
@@ -132,7 +145,10 @@ def test_a_failure_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (None, "cannot be read: No such file"),
         ("{", "holds no evidence that 'opgraft conformance --json' writes: JSONDecodeError"),
-        ('{"schema": "opgraft.env/2"}', "its schema is 'opgraft.env/2', expected 'opgraft.conformance/1'"),
+        (
+            '{"schema": "opgraft.env/2"}',
+            "its schema is 'opgraft.env/2', expected 'opgraft.conformance/1'",
+        ),
     ],
 )
 def test_what_is_no_evidence(tmp_path: Path, content: str | None, reason: str) -> None:
@@ -167,14 +183,23 @@ def test_evidence_that_cannot_be_kept(cli, site, tmp_path: Path) -> None:
     (tmp_path / "states").write_text("a file")
     result = cli("conformance", "acme", XDG_STATE_HOME=str(tmp_path / "states"))
     assert (result.returncode, "states" in result.stderr) == (1, False)
-    assert json.loads(cli("plugins", "show", "acme", "--json").stdout)["offers"][0]["judged"] is None
+    assert (
+        json.loads(cli("plugins", "show", "acme", "--json").stdout)["offers"][0]["judged"] is None
+    )
 
 
 def test_evidence_in_a_package_is_shown(site) -> None:
     """A summary of what was asked, of which versions and where, without importing the plugin; damage is told of."""
-    about = {"plugin": "acme", "provider": {"name": "acme", "version": "1.0"}, "platform": "cpu", "device": "A CPU"}
+    about = {
+        "plugin": "acme",
+        "provider": {"name": "acme", "version": "1.0"},
+        "platform": "cpu",
+        "device": "A CPU",
+    }
     versions = {"opgraft": "0.1.0", "torch": "2.13.0", "python": "3.11.7"}
-    found = evidence.Evidence({**about, "versions": versions, "brief": False, "date": "2026-11-24"}, cases=2)
+    found = evidence.Evidence(
+        {**about, "versions": versions, "brief": False, "date": "2026-11-24"}, cases=2
+    )
     found.add(outcome("values", "passed"))
     found.add(outcome("strides", "failed"))
     files = {"acme/__init__.py": "raise ImportError('nobody asked')", "acme/plugin.py": ""}

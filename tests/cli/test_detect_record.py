@@ -74,7 +74,9 @@ def telling_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tree = Tree(root)
     for path in root.glob("proc/driver/nvidia/gpus/*/information"):
         path.write_text(f"{path.read_text()}Serial Number: \t {SERIAL}\nGPU UUID: \t GPU-{CARD}\n")
-    tree.write("/proc/cpuinfo", f"processor\t: 0\nflags\t\t: avx2 serialize\nSerial\t\t: {SERIAL}\n")
+    tree.write(
+        "/proc/cpuinfo", f"processor\t: 0\nflags\t\t: avx2 serialize\nSerial\t\t: {SERIAL}\n"
+    )
     record = json.loads((root / RECORD).read_text())
     record["environ"] |= {
         "CUDA_VISIBLE_DEVICES": f"GPU-{CARD}",
@@ -126,7 +128,8 @@ def test_a_recording_is_small(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "message"), [("full", "is not empty: give a new folder"), ("file", "file' is a file")]
+    ("target", "message"),
+    [("full", "is not empty: give a new folder"), ("file", "file' is a file")],
 )
 def test_a_target_that_is_in_use_is_refused(target: str, message: str, tmp_path: Path) -> None:
     """A folder with anything in it, or a file, is left as it is."""
@@ -160,7 +163,9 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["n" * 300, "closed", "closed/recording"])
-def test_a_target_that_cannot_be_looked_at(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_cannot_be_looked_at(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A name that is too long, and a folder that may not be read, are errors with their reason."""
     root = build("cpu-avx2", tmp_path / "machine")
     closed = tmp_path / "closed"
@@ -172,7 +177,9 @@ def test_a_target_that_cannot_be_looked_at(target: str, tmp_path: Path, monkeypa
 
     monkeypatch.setattr(Path, "iterdir", refuse)  # for root, who may read any folder
     monkeypatch.setattr(
-        os, "lstat", lambda path, **o: refuse(path) if closed in Path(path).parents else real(path, **o)
+        os,
+        "lstat",
+        lambda path, **o: refuse(path) if closed in Path(path).parents else real(path, **o),
     )
     if target == "closed/recording":
         monkeypatch.setattr(os.path, "lexists", refuse)
@@ -207,7 +214,9 @@ def test_an_empty_folder_of_the_user_stays(
 
 
 @pytest.mark.parametrize("failing", ["symlink_to", "write_text", "touch"])
-def test_nothing_half_written_is_left(failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_half_written_is_left(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where the disk is full half way, the folder is gone afterwards."""
     root, recording = build("intel-2-max-1550", tmp_path / "machine"), tmp_path / "recording"
     written: list[bool] = []
@@ -227,7 +236,10 @@ def test_nothing_half_written_is_left(failing: str, tmp_path: Path, monkeypatch:
 
 def test_a_decision_that_fails_is_recorded_too(tmp_path: Path) -> None:
     """Where the platform asked for cannot be used, the recording shows why."""
-    root, recording = build("intel-max-torch-without-xpu", tmp_path / "machine"), tmp_path / "recording"
+    root, recording = (
+        build("intel-max-torch-without-xpu", tmp_path / "machine"),
+        tmp_path / "recording",
+    )
     result = detect("--root", str(root), "--record", str(recording), OPGRAFT_PLATFORM="xpu")
     assert result.exit_code == 3
     again = detect("--root", str(recording), OPGRAFT_PLATFORM="xpu")

@@ -45,14 +45,21 @@ def found(check) -> list[str]:
     return [str(finding) for finding in check()]
 
 
-@pytest.mark.parametrize("group", ["opgraft.plugin", "opgraft_plugins", "opgraft.platform", "opgrafts.plugins"])
+@pytest.mark.parametrize(
+    "group", ["opgraft.plugin", "opgraft_plugins", "opgraft.platform", "opgrafts.plugins"]
+)
 def test_a_misspelt_entry_point_group(cli, site, group: str) -> None:
     """A group that nothing reads and that is nearly one of opgraft's is named, with the right one."""
-    site.install("acme", {"acme.py": ""}, {group: ["acme = acme"], "console_scripts": ["acme = acme:main"]})
+    site.install(
+        "acme", {"acme.py": ""}, {group: ["acme = acme"], "console_scripts": ["acme = acme:main"]}
+    )
     code, (finding,) = doctor(cli)
     assert code == 1
     right = "opgraft.platforms" if "platform" in group else "opgraft.plugins"
-    assert f"acme 1.0: nothing reads its entry-point group {group!r}: did you mean {right!r}" in finding["message"]
+    assert (
+        f"acme 1.0: nothing reads its entry-point group {group!r}: did you mean {right!r}"
+        in finding["message"]
+    )
     assert finding["provider"] == {"name": "acme", "version": "1.0"}
 
 
@@ -78,7 +85,11 @@ def test_a_forgotten_hookimpl(site, name: str) -> None:
 
 def test_a_veto_is_a_finding(cli, site) -> None:
     """A plugin that refuses, for an old driver say, is not fine."""
-    site.plugin("acme", HEAD + "@opgraft.hookimpl\ndef opgraft_veto(platform):\n    return 'driver 1.0 is too old'\n")
+    site.plugin(
+        "acme",
+        HEAD
+        + "@opgraft.hookimpl\ndef opgraft_veto(platform):\n    return 'driver 1.0 is too old'\n",
+    )
     code, (finding,) = doctor(cli)
     assert code == 1
     assert finding["message"].endswith("is not used, as it vetoed itself: driver 1.0 is too old")
@@ -96,10 +107,22 @@ def test_a_device_type_that_torch_does_not_know(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("table", "expected"),
     [
-        ("functional_oot = {'silu_and_mull': fast}", "'silu_and_mull', which is no functional form of the op: did you"),
-        ("functional_cuba = {'silu_and_mul': fast}", "functional_cuba belongs to no dispatch key: did you mean"),
-        ("functional_oot = {'silu_and_mul': narrow}", "is narrower than the functional form: the call"),
-        ("functional_oot = fast", "is a function, expected a mapping of functional form to function"),
+        (
+            "functional_oot = {'silu_and_mull': fast}",
+            "'silu_and_mull', which is no functional form of the op: did you",
+        ),
+        (
+            "functional_cuba = {'silu_and_mul': fast}",
+            "functional_cuba belongs to no dispatch key: did you mean",
+        ),
+        (
+            "functional_oot = {'silu_and_mul': narrow}",
+            "is narrower than the functional form: the call",
+        ),
+        (
+            "functional_oot = fast",
+            "is a function, expected a mapping of functional form to function",
+        ),
         ("functional_oot = {'silu_and_mul': fast}", None),
     ],
 )
@@ -139,7 +162,10 @@ def doubled() -> Iterator[object]:
 def test_a_fake_rule_of_another_signature(doubled) -> None:
     """The form, the call that fails and the place of the fake rule are told; opgraft's own forms have none."""
     (finding,) = found(diagnosis.wrong_fakes)
-    assert "the fake rule of the form doubled_for_test is narrower than its native definition: the call" in finding
+    assert (
+        "the fake rule of the form doubled_for_test is narrower than its native definition: the call"
+        in finding
+    )
     assert "test_doctor.py:" in finding
     unregister(doubled)
     assert found(diagnosis.wrong_fakes) == []
@@ -159,7 +185,9 @@ def test_a_fake_rule_of_another_signature(doubled) -> None:
 def test_a_kernel_that_detaches(site, op: str, mark: str, body: str, expected: str | None) -> None:
     """A kernel without a backward that is not marked is shown with file and line; marked ones are right."""
     if "x.data" in body:
-        expected = "loses gradients" if op == "SiluAndMul" else None  # a norm's weight still requires a gradient
+        expected = (
+            "loses gradients" if op == "SiluAndMul" else None
+        )  # a norm's weight still requires a gradient
     source = (
         f"class Acme({op}):\n    {mark}\n    def forward_oot(self, x):\n        {body}\n"
         if mark
@@ -197,13 +225,21 @@ class {name}(RMSNorm):
 def test_a_conflict_that_providers_has_settled_is_fine(cli, site) -> None:
     """Two plugins for one op are a finding; a setting that chooses one, in any of its spellings, leaves none."""
     for name in ("acme", "brix"):
-        site.plugin(name, HEAD + RIVAL.format(name=name.title()) + f"RMSNorm.register_oot({name.title()})\n" + HOOK)
+        site.plugin(
+            name,
+            HEAD
+            + RIVAL.format(name=name.title())
+            + f"RMSNorm.register_oot({name.title()})\n"
+            + HOOK,
+        )
     code, (finding,) = doctor(cli)
     assert code == 1
     assert "2 replacements of RMSNorm have priority 0" in finding["message"]
     for value in ("rms_norm=acme", '{"rms_norm": "brix"}', "rms_norm=opgraft"):
         assert doctor(cli, OPGRAFT_PROVIDERS=value) == (0, [])
-    answer = json.loads(cli("ops", "explain", "rms_norm", "--json", OPGRAFT_PROVIDERS="rms_norm=acme").stdout)
+    answer = json.loads(
+        cli("ops", "explain", "rms_norm", "--json", OPGRAFT_PROVIDERS="rms_norm=acme").stdout
+    )
     assert answer["decision"]["chosen"] == "Acme.forward_oot"
     assert cli("plugins", "doctor", "--providers", "rms_norm=brix").returncode == 0
 
@@ -220,7 +256,9 @@ def test_a_provider_of_one_variant_settles_the_op(site) -> None:
     with opgraft.set_config(opgraft.OpgraftConfig(providers={"rotary_embedding": "acme"})):
         assert found(diagnosis.conflicts) == []
     with opgraft.set_config(opgraft.OpgraftConfig(providers={"rotary_embedding": "nobody"})):
-        assert any("providers asks for 'nobody'" in finding for finding in found(diagnosis.conflicts))
+        assert any(
+            "providers asks for 'nobody'" in finding for finding in found(diagnosis.conflicts)
+        )
 
 
 def test_a_probe_that_raises_is_shown_with_file_and_line(cli, site) -> None:

@@ -55,7 +55,11 @@ def test_what_identifies_a_machine_is_left_out(arguments: tuple[str, ...]) -> No
 def test_values_stay_in_their_cells() -> None:
     """A bar, a newline or a backslash in a value does not break the table."""
     assert r"split: a\|b\\nc\\d" in report()
-    lines = [line for line in report(OMP_NUM_THREADS="1\n| x | y |").splitlines() if "OMP_NUM_THREADS" in line]
+    lines = [
+        line
+        for line in report(OMP_NUM_THREADS="1\n| x | y |").splitlines()
+        if "OMP_NUM_THREADS" in line
+    ]
     assert lines == [r"| OMP_NUM_THREADS | 1\\n\| x \| y \| |"]
 
 
@@ -79,4 +83,8 @@ def test_a_section_without_rows_has_no_table(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(env, "VARIABLES", {})
     monkeypatch.setattr(env, "_FURTHER_VARIABLES", ("ACME_THREADS",))
     assert report().rstrip().endswith("### Environment\n\n(none)")
-    assert report(ACME_THREADS="2").rstrip().endswith("### Environment\n\n| | |\n|---|---|\n| ACME_THREADS | 2 |")
+    assert (
+        report(ACME_THREADS="2")
+        .rstrip()
+        .endswith("### Environment\n\n| | |\n|---|---|\n| ACME_THREADS | 2 |")
+    )

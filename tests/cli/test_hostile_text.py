@@ -75,7 +75,9 @@ Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
 def run(warm_python: str) -> Run:
     """Run the command line with folders on its path in a folder; what it prints is not decoded."""
 
-    def run(folders: list[Path], cwd: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
+    def run(
+        folders: list[Path], cwd: Path, *arguments: str, **variables: str
+    ) -> subprocess.CompletedProcess[bytes]:
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), **variables}
         command = [warm_python, "-m", "opgraft", *arguments]
         return subprocess.run(command, env=environ, cwd=cwd, capture_output=True, check=False)
@@ -104,12 +106,20 @@ def hostile_sites(site, tmp_path: Path) -> list[Path]:
     """Plugins with hostile names, reasons, errors and classes, in a folder whose own name is hostile."""
     place = type(site)(tmp_path / f"{IN_A_NAME}\nFORGED")
     place.folder.mkdir()
-    for name, source in (("good", PLUGIN), ("vetoed", VETOED), ("broken", f"raise ValueError({HOSTILE!r})")):
+    for name, source in (
+        ("good", PLUGIN),
+        ("vetoed", VETOED),
+        ("broken", f"raise ValueError({HOSTILE!r})"),
+    ):
         points = {"opgraft.plugins": [f"{name} = {name}"]}
         place.install(name, {f"{name}.py": source}, points)
         info = place.folder / f"{name}-1.0.dist-info/METADATA"
-        info.write_text(f"Metadata-Version: 2.1\nName: {name}{IN_A_NAME}\n FORGED\nVersion: 1{IN_A_NAME}\n")
-    site.platform("acme", probe=PROBE.replace("return", "from opgraft import Device, Fact\n    return"))
+        info.write_text(
+            f"Metadata-Version: 2.1\nName: {name}{IN_A_NAME}\n FORGED\nVersion: 1{IN_A_NAME}\n"
+        )
+    site.platform(
+        "acme", probe=PROBE.replace("return", "from opgraft import Device, Fact\n    return")
+    )
     site.platform("bad", probe=f"raise ValueError({HOSTILE!r})")
     site.install("malformed", {}, f"[opgraft.plugins]\n{IN_A_NAME} = x")
     return [place.folder, site.folder]
@@ -128,25 +138,41 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_what_plugins_say(run: Run, hostile_sites: list[Path], tmp_path: Path, command: tuple[str, ...]) -> None:
+def test_what_plugins_say(
+    run: Run, hostile_sites: list[Path], tmp_path: Path, command: tuple[str, ...]
+) -> None:
     """Names, versions, paths, classes, reasons and errors of plugins are shown, and do nothing."""
     shows_variables = command[0] in ("detect", "env")
     variables = {"OMP_NUM_THREADS": HOSTILE} if shows_variables else {}
     result = run(hostile_sites, tmp_path, *command, OPGRAFT_LOG="debug", **variables)
     assert "\\x1b" in assert_harmless(result)
-    assert run(hostile_sites, tmp_path, *command, PYTHONIOENCODING="ascii").returncode == result.returncode
+    assert (
+        run(hostile_sites, tmp_path, *command, PYTHONIOENCODING="ascii").returncode
+        == result.returncode
+    )
 
 
 def test_what_a_recorded_machine_says(run: Run, tmp_path: Path) -> None:
     """Hardware names, variables and versions in a bug report are shown, and do nothing; nor does its folder's name."""
     root = build("nvidia-two-by-uuid", tmp_path / f"{IN_A_NAME}\nFORGED")
-    (root / "proc/cpuinfo").write_text(f"processor : 0\nmodel name : {IN_A_NAME}\n", encoding="utf-8")
+    (root / "proc/cpuinfo").write_text(
+        f"processor : 0\nmodel name : {IN_A_NAME}\n", encoding="utf-8"
+    )
     record = json.loads((root / RECORD).read_text())
     record["environ"]["CUDA_VISIBLE_DEVICES"] = HOSTILE
     record["torch"] = {"version": HOSTILE, "backends": {}}
     (root / RECORD).write_text(json.dumps(record))
     text = assert_harmless(
-        run([], tmp_path, "detect", "--all", "--root", str(root), "--record", str(tmp_path / "new\x1b"))
+        run(
+            [],
+            tmp_path,
+            "detect",
+            "--all",
+            "--root",
+            str(root),
+            "--record",
+            str(tmp_path / "new\x1b"),
+        )
     )
     assert "\\u202e" in text
     (root / RECORD).write_text(json.dumps({**record, "environ": {HOSTILE: 1}}))
@@ -159,7 +185,11 @@ def test_what_a_checkpoint_says(run: Run, tmp_path: Path) -> None:
     """Names and values in the files of a model, and lines of text, are shown, and do nothing."""
     folder = tmp_path / f"{IN_A_NAME}\nFORGED"
     folder.mkdir()
-    for config in ({"architectures": HOSTILE}, {"attn_implementation": HOSTILE}, {"model_type": HOSTILE}):
+    for config in (
+        {"architectures": HOSTILE},
+        {"attn_implementation": HOSTILE},
+        {"model_type": HOSTILE},
+    ):
         (folder / "config.json").write_text(json.dumps(config))
         (folder / f"x{IN_A_NAME}.bin").touch()
         result = run([], tmp_path, "run", str(folder), "the cat")

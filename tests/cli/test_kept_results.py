@@ -34,7 +34,9 @@ def test_the_last_result_is_told_again(cli, site) -> None:
     told = cli("plugins", "doctor")
     assert told.returncode == 1
     assert "vetoed itself: an old driver" in told.stdout
-    assert told.stdout.endswith(f"as of {since}, since when nothing has changed: --no-cache loads everything again\n")
+    assert told.stdout.endswith(
+        f"as of {since}, since when nothing has changed: --no-cache loads everything again\n"
+    )
     assert tried.read_text() == "x"
     assert "as of" not in cli("plugins", "doctor", "--no-cache").stdout
     assert tried.read_text() == "xx"
@@ -76,12 +78,16 @@ def edit(site: Site) -> None:
 
 
 def lock(site: Site) -> None:
-    (site.folder.parent / "lock.json").write_text('{"schema": "opgraft.lock/1", "distributions": [ ]}\n')
+    (site.folder.parent / "lock.json").write_text(
+        '{"schema": "opgraft.lock/1", "distributions": [ ]}\n'
+    )
 
 
 CHANGES: dict[str, Callable[[Site], object]] = {
     "another driver": lambda site: (site.folder.parent / "driver").write_text("acme 2.0"),
-    "another installation": lambda site: (site.folder / "acme_dist-1.0.dist-info/RECORD").write_text("acme.py,,\n"),
+    "another installation": lambda site: (
+        site.folder / "acme_dist-1.0.dist-info/RECORD"
+    ).write_text("acme.py,,\n"),
     "a file that is edited": edit,
     "another plugin": lambda site: site.plugin("brix", TRACED),
     "another package": lambda site: site.install("brix", {}, ""),
@@ -93,7 +99,9 @@ CHANGES: dict[str, Callable[[Site], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_makes_another_result(site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: str) -> None:
+def test_a_change_makes_another_result(
+    site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: str
+) -> None:
     """A driver, a file, a setting: each gives another key, and without a change it is the same."""
     monkeypatch.chdir(tmp_path)
     for variable in ("ATEN_CPU_CAPABILITY", "ACME_MODE"):

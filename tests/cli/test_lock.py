@@ -19,15 +19,22 @@ def test_what_cannot_be_locked_is_told_escaped_and_imported_by_nothing(cli, site
     )
     told = cli("plugins", "lock")
     assert told.returncode == 1, told.stderr
-    assert "left out: acme 1.0: acme\\x1b[31m.py, which RECORD lists, is missing: reinstall it\n" in told.stdout
+    assert (
+        "left out: acme 1.0: acme\\x1b[31m.py, which RECORD lists, is missing: reinstall it\n"
+        in told.stdout
+    )
     assert "left out: brix 1.0: it is an editable install" in told.stdout
     assert "locked: cedar-dist 1.0: opgraft.platforms: cedar = cedar_device:SPEC\n" in told.stdout
     listed = cli("plugins", "list", OPGRAFT_LOCKFILE="opgraft.lock")
     rows = {
         row["name"]: row
-        for row in json.loads(cli("plugins", "list", "--json", "--lockfile", "opgraft.lock").stdout)["offers"]
+        for row in json.loads(
+            cli("plugins", "list", "--json", "--lockfile", "opgraft.lock").stdout
+        )["offers"]
     }
-    assert {name: (rows[name]["status"], rows[name]["editable"]) for name in ("acme", "brix", "cedar")} == {
+    assert {
+        name: (rows[name]["status"], rows[name]["editable"]) for name in ("acme", "brix", "cedar")
+    } == {
         "acme": ("rejected", False),
         "brix": ("rejected", True),
         "cedar": ("eligible", False),
@@ -45,7 +52,9 @@ def test_a_bug_report_comes_where_the_lockfile_cannot_be_used(cli, site) -> None
     report = cli("env", "--json", OPGRAFT_LOCKFILE="none.lock")
     assert report.returncode == 0, report.stderr
     sections = json.loads(report.stdout)["sections"]
-    assert "the lockfile none.lock (OPGRAFT_LOCKFILE) cannot be used" in sections["Platform"]["error"]
+    assert (
+        "the lockfile none.lock (OPGRAFT_LOCKFILE) cannot be used" in sections["Platform"]["error"]
+    )
     assert "rejected: the lockfile none.lock" in sections["Plugins"]["plugin acme"]
     for command in (("detect",), ("plugins", "list"), ("plugins", "doctor")):
         assert cli(*command, OPGRAFT_LOCKFILE="none.lock").returncode == 2, command

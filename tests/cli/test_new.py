@@ -21,7 +21,11 @@ def test_what_is_made_passes_its_own_linters(cli: Any, tmp_path: Path, name: str
     report = json.loads(cli("new", name, "--json", "--output", str(tmp_path / "made")).stdout)
     folder = Path(report["folder"])
     assert folder == tmp_path / "made" / f"opgraft-{name.replace('_', '-')}"
-    files = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    files = {
+        str(path.relative_to(folder)): path.read_text()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
     assert sorted(files) == report["files"]
     assert ".github/workflows/ci.yml" in files
     for path, text in files.items():
@@ -34,7 +38,9 @@ def test_what_is_made_passes_its_own_linters(cli: Any, tmp_path: Path, name: str
         assert checked.returncode == 0, checked.stdout
     project = tomllib.loads(files["pyproject.toml"])["project"]
     module, platform = f"opgraft_{name.replace('-', '_')}", name.replace("-", "_")
-    assert "ini_options" in tomllib.loads(files["pyproject.toml"])["tool"]["pytest"], "pytest would look further up"
+    assert "ini_options" in tomllib.loads(files["pyproject.toml"])["tool"]["pytest"], (
+        "pytest would look further up"
+    )
     assert project["entry-points"]["opgraft.plugins"] == {platform: f"{module}.plugin"}
     assert f"src/{module}/plugin.py" in files
     assert "pip install -e '.[test]'" in ci_commands(files[".github/workflows/ci.yml"])

@@ -37,7 +37,11 @@ def opgraft_register_ops():
 def test_a_replaced_variant_is_listed_under_its_op(cli, site) -> None:
     """Where RotaryEmbedding is replaced, list and explain of rotary_embedding say so, as text and as JSON."""
     site.plugin("acme", PLUGIN)
-    row = next(r for r in json.loads(cli("ops", "list", "--json").stdout)["ops"] if r["op"] == "rotary_embedding")
+    row = next(
+        r
+        for r in json.loads(cli("ops", "list", "--json").stdout)["ops"]
+        if r["op"] == "rotary_embedding"
+    )
     variants = {variant["target"]: variant for variant in row["variants"]}
     assert (row["class"], row["key"]) == ("RotaryEmbeddingBase", "native")
     assert variants["RotaryEmbedding"]["kernel"] == "AcmeRotary.forward_oot"
@@ -48,7 +52,9 @@ def test_a_replaced_variant_is_listed_under_its_op(cli, site) -> None:
     assert "  the variant RotaryEmbedding gets AcmeRotary.forward_oot of acme 1.0\n" in text
 
 
-@pytest.mark.parametrize("name", ["AcmeRotary", "AcmeRotary.forward_oot", "acme:AcmeRotary", "RotaryEmbedding"])
+@pytest.mark.parametrize(
+    "name", ["AcmeRotary", "AcmeRotary.forward_oot", "acme:AcmeRotary", "RotaryEmbedding"]
+)
 def test_a_replacement_is_known_by_the_name_that_tables_show(cli, site, name: str) -> None:
     """The decision is that of the class that it replaces; the kernel's place is its def line, not a decorator's."""
     site.plugin("acme", PLUGIN)
@@ -60,7 +66,9 @@ def test_a_replacement_is_known_by_the_name_that_tables_show(cli, site, name: st
     assert winner["location"] == f"{site.folder / 'acme.py'}:{number}"
 
 
-def test_kernels_that_are_told_are_those_that_ops_are_bound_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_are_told_are_those_that_ops_are_bound_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """For each class that can be built without arguments, or with a size, the instance's decision is the row."""
     load_plugins()
     built = 0
@@ -78,7 +86,9 @@ def test_kernels_that_are_told_are_those_that_ops_are_bound_to(monkeypatch: pyte
 def test_who_provides_a_kernel_is_who_defines_it(cli, site) -> None:
     """A replacement whose kernel is switched off runs opgraft's native definition, which is not the plugin's."""
     site.plugin("acme", PLUGIN)
-    rows = json.loads(cli("ops", "list", "--json", "--compilation_config.custom_ops", "none").stdout)["ops"]
+    rows = json.loads(
+        cli("ops", "list", "--json", "--compilation_config.custom_ops", "none").stdout
+    )["ops"]
     variants = next(row["variants"] for row in rows if row["op"] == "rotary_embedding")
     row = next(variant for variant in variants if variant["target"] == "RotaryEmbedding")
     assert (row["class"], row["enabled"]) == ("AcmeRotary", False)
@@ -98,13 +108,19 @@ def resolved(path: str) -> object:
 
 def test_functions_that_explain_names_exist() -> None:
     """Every path by which a form is said to be called, and every function that it is said to run, is there."""
-    told = {found.name: found for cls in CustomOp.op_registry.values() for found in inventory.forms_here(cls)}
+    told = {
+        found.name: found
+        for cls in CustomOp.op_registry.values()
+        for found in inventory.forms_here(cls)
+    }
     assert set(functional.__all__) <= set(told)
     for found in told.values():
         assert callable(resolved(found.call)), found
         assert callable(resolved(found.function)), found
         file, _, line = found.location.rpartition(":")
-        assert found.function.rpartition(".")[2] in Path(file).read_text().splitlines()[int(line) - 1], found
+        assert (
+            found.function.rpartition(".")[2] in Path(file).read_text().splitlines()[int(line) - 1]
+        ), found
 
 
 def test_a_form_of_a_plugin_is_not_said_to_be_in_opgraft_functional() -> None:
@@ -118,7 +134,11 @@ def test_a_form_of_a_plugin_is_not_said_to_be_in_opgraft_functional() -> None:
         return x
 
     try:
-        (call,) = [found.call for found in inventory.forms_here(RMSNorm) if found.name == "norm_of_a_plugin"]
+        (call,) = [
+            found.call
+            for found in inventory.forms_here(RMSNorm)
+            if found.name == "norm_of_a_plugin"
+        ]
         assert call == "torch.ops.opgraft.norm_of_a_plugin"
         assert callable(resolved(call))
     finally:
@@ -149,7 +169,10 @@ def test_why_nothing_is_packed_is_what_the_platform_states(monkeypatch: pytest.M
     monkeypatch.setattr(CpuPlatform, "capability", lambda self, index=0: stated)
     reason = str(Linear(8, 8).decision)
     if "was measured with" in reason:  # else oneDNN is not there at all
-        assert "Platform.capability().features of cpu, which is what is asked for them, states t1" in reason
+        assert (
+            "Platform.capability().features of cpu, which is what is asked for them, states t1"
+            in reason
+        )
         assert "this one has none" not in reason
 
 
@@ -170,7 +193,9 @@ def test_rotary_embedding_itself_is_a_variant() -> None:
 
 def test_a_class_of_a_plugin_that_is_not_active(cli, site) -> None:
     """Its name is not known, which is told with the plugin and the reason; the list of ops is named."""
-    site.platform("kiwi", probe="return Evidence(False, 'unplugged')", plugin="raise RuntimeError\n")
+    site.platform(
+        "kiwi", probe="return Evidence(False, 'unplugged')", plugin="raise RuntimeError\n"
+    )
     result = cli("ops", "explain", "KiwiRMSNorm")
     assert result.returncode == 2
     assert "did you mean 'RMSNorm'" in result.stderr

@@ -29,13 +29,18 @@ def test_the_file_of_an_option_stands_instead_of_that_of_the_variable(cli, tmp_p
     assert result.returncode == 0, result.stderr
     assert "asked for by good.toml, line 1" in result.stdout
     result = cli("detect", OPGRAFT_CONFIG="nope.toml")
-    assert (result.returncode, "OPGRAFT_CONFIG: the config file nope.toml" in result.stderr) == (2, True)
+    assert (result.returncode, "OPGRAFT_CONFIG: the config file nope.toml" in result.stderr) == (
+        2,
+        True,
+    )
 
 
 def test_env_takes_settings(cli, tmp_path: Path) -> None:
     """A bug report shows the file's settings and those of options with their origins."""
     (tmp_path / "good.toml").write_text("platform = 'cpu'\n")
-    sections = json.loads(cli("env", "--json", "--config", "good.toml", "--strict", "1").stdout)["sections"]
+    sections = json.loads(cli("env", "--json", "--config", "good.toml", "--strict", "1").stdout)[
+        "sections"
+    ]
     assert sections["Settings"]["platform"] == "cpu (good.toml, line 1)"
     assert sections["Settings"]["strict"] == "true (the command line)"
 
@@ -49,7 +54,11 @@ def test_env_takes_settings(cli, tmp_path: Path) -> None:
             "compilation_config.custom_ops",
             "OPGRAFT_CUSTOM_OPS",
         ),
-        (("ops", "explain", "rms_norm", "--providers", "rms_norm=opgraft"), "providers", "OPGRAFT_PROVIDERS"),
+        (
+            ("ops", "explain", "rms_norm", "--providers", "rms_norm=opgraft"),
+            "providers",
+            "OPGRAFT_PROVIDERS",
+        ),
         (("ops", "explain", "rms_norm", "--plugins", "acme"), "plugins", "OPGRAFT_PLUGINS"),
     ],
 )
@@ -71,7 +80,9 @@ def test_a_scope_and_a_constructor_are_named() -> None:
     off = OpgraftConfig(compilation_config=opgraft.CompilationConfig(custom_ops=["none"]))
     with set_config(off):
         setting = ops.RMSNorm(4).binding.kernel.switch
-        assert setting.startswith("compilation_config.custom_ops is set by set_config, which outranks")
+        assert setting.startswith(
+            "compilation_config.custom_ops is set by set_config, which outranks"
+        )
         assert ops.ApplyRotaryEmb(enforce_enable=True).binding.kernel.switch == "enforce_enable"
     assert ops.RMSNorm(4).binding.decision.setting.startswith(("OPGRAFT_CUSTOM_OPS", ""))
 

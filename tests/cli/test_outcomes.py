@@ -41,26 +41,38 @@ class TestShow:
         (offer,) = shown["offers"]
         (finding,) = shown["findings"]
         assert (code, offer["status"]) == (1, "activated")
-        assert offer["reason"] == "applies on any; left out: RMSNormClamp, which no registered op answers to"
+        assert (
+            offer["reason"]
+            == "applies on any; left out: RMSNormClamp, which no registered op answers to"
+        )
         assert [(row["target"], row["active"]) for row in offer["replacements"]] == [
             ("opgraft.ops.layernorm.modules:RMSNorm", True),
             ("RMSNormClamp", False),
         ]
         assert "replaces 'RMSNormClamp', which no registered op answers to" in finding["message"]
         text = cli("plugins", "show", "acme", "--load").stdout
-        assert f"RMSNormClamp -> AcmeRMSNorm at {place(site.folder / 'acme.py', 'class')} (not active)" in text
+        assert (
+            f"RMSNormClamp -> AcmeRMSNorm at {place(site.folder / 'acme.py', 'class')} (not active)"
+            in text
+        )
         assert "finding: plugin acme of acme 1.0: acme:AcmeRMSNorm" in text
 
     @pytest.mark.parametrize(
         ("source", "code", "status"),
         [
             (HEAD + HOOK, 0, "activated"),
-            (HEAD + HOOK + "@opgraft.hookimpl\ndef opgraft_veto():\n    return 'old driver'\n", 1, "vetoed"),
+            (
+                HEAD + HOOK + "@opgraft.hookimpl\ndef opgraft_veto():\n    return 'old driver'\n",
+                1,
+                "vetoed",
+            ),
             (HEAD + HOOK + "    raise OSError('no driver')\n", 4, "failed"),
             ("raise OSError('no driver')", 4, "failed"),
         ],
     )
-    def test_the_exit_code_is_the_doctors(self, cli, site, source: str, code: int, status: str) -> None:
+    def test_the_exit_code_is_the_doctors(
+        self, cli, site, source: str, code: int, status: str
+    ) -> None:
         """0 where it works, 1 where it is not used, 4 where it failed."""
         site.plugin("acme", source)
         shown = answer(cli, "plugins", "show", "acme", "--load")
@@ -85,20 +97,26 @@ class TestShow:
         rival = HEAD.replace("Acme", "Brix").replace("acme", "brix")
         site.plugin("acme", HEAD + HOOK + "def opgraft_vetoo(platform):\n    return 'no'\n")
         site.plugin("brix", rival + HOOK.replace("Acme", "Brix"))
-        site.plugin("cedar", "import opgraft\nplatforms = 'any'\n" + "@opgraft.hookimpl\ndef opgraft_veto(): pass\n")
+        site.plugin(
+            "cedar",
+            "import opgraft\nplatforms = 'any'\n" + "@opgraft.hookimpl\ndef opgraft_veto(): pass\n",
+        )
         code, shown = answer(cli, "plugins", "show", "acme", "--load")
         told = [finding["message"] for finding in shown["findings"]]
         assert code == answer(cli, "plugins", "doctor")[0] == 1
         assert any("opgraft_vetoo is never called" in message for message in told), told
         assert any("2 replacements of RMSNorm" in message for message in told), told
         assert not any(
-            "opgraft_vetoo" in f["message"] for f in answer(cli, "plugins", "show", "brix", "--load")[1]["findings"]
+            "opgraft_vetoo" in f["message"]
+            for f in answer(cli, "plugins", "show", "brix", "--load")[1]["findings"]
         )
         assert answer(cli, "plugins", "show", "cedar", "--load")[0] == 0
 
     def test_a_platform_of_a_device_type_that_torch_does_not_know(self, cli, site) -> None:
         """It is a finding of the platform, with exit code 1; the checks that need a device are left out."""
-        source = "from opgraft.platforms.cpu.platform import CpuPlatform\nclass Device(CpuPlatform):\n"
+        source = (
+            "from opgraft.platforms.cpu.platform import CpuPlatform\nclass Device(CpuPlatform):\n"
+        )
         source += "    name = 'brix'\n    dispatch_chain = ('native',)\n    device_type = 'cpuu'\n"
         plugin = HEAD.replace('platforms = "any"\n', "") + HOOK
         site.platform("brix", probe="return Evidence(True, 'here')", platform=source, plugin=plugin)
@@ -130,7 +148,9 @@ class TestDoctor:
         veto = "@opgraft.hookimpl\ndef opgraft_veto():\n    return 'acme applies on any'\n"
         site.plugin("brix", "import opgraft\nplatforms = 'any'\n" + veto)
         lines = cli("plugins", "doctor").stdout.splitlines()
-        assert {"acme (acme 1.0): activated: applies on any", "brix (brix 1.0): vetoed"} <= set(lines)
+        assert {"acme (acme 1.0): activated: applies on any", "brix (brix 1.0): vetoed"} <= set(
+            lines
+        )
 
 
 def test_list_and_show_tell_of_a_misspelt_group(cli, site) -> None:
@@ -150,7 +170,12 @@ def test_list_and_show_tell_of_a_misspelt_group(cli, site) -> None:
 
 def test_ops_list_has_a_column_for_what_was_passed_over(cli, site) -> None:
     """A kernel whose check raises is told in the row of its op; where there is none, there is no column."""
-    assert cli("ops", "list").stdout.splitlines()[1].split() == ["op", "class", "kernel", "provider"]
+    assert cli("ops", "list").stdout.splitlines()[1].split() == [
+        "op",
+        "class",
+        "kernel",
+        "provider",
+    ]
     site.plugin(
         "acme",
         HEAD.replace("    def", "    @opgraft.needs(lambda: 1 / 0)\n    def") + HOOK,
@@ -164,16 +189,22 @@ def test_ops_list_has_a_column_for_what_was_passed_over(cli, site) -> None:
 @pytest.mark.parametrize("further", [{}, {"opgraft.plugins": ["acme = acme"]}])
 def test_a_plugin_of_vllm_is_seen(cli, site, further: dict[str, list[str]]) -> None:
     """List and doctor name a distribution for vLLM only and what to change; that is a note and no finding."""
-    theirs = {"vllm.general_plugins": ["acme = acme:register"], "vllm.platform_plugins": ["acme = acme:platform"]}
+    theirs = {
+        "vllm.general_plugins": ["acme = acme:register"],
+        "vllm.platform_plugins": ["acme = acme:platform"],
+    }
     site.install("acme", {"acme.py": HEAD + HOOK}, {**theirs, **further})
     site.install("vllm", {"vllm.py": ""}, {"vllm.general_plugins": ["resolver = vllm:register"]})
     words = (
-        "acme 1.0: a plugin of vLLM, which opgraft does not load: its entry-point group vllm.platform_plugins becomes "
+        "acme 1.0: a plugin of vLLM, which opgraft does not load: "
+        "its entry-point group vllm.platform_plugins becomes "
     )
     for command in ("list", "doctor"):
         shown = cli("plugins", command)
         assert shown.returncode == 0, shown.stdout + shown.stderr
-        assert (f"seen: {words}opgraft.platforms and vllm.general_plugins becomes" in shown.stdout) == (not further)
+        assert (
+            f"seen: {words}opgraft.platforms and vllm.general_plugins becomes" in shown.stdout
+        ) == (not further)
         assert shown.stdout.count("seen:") == (0 if further else 1)
         notes = answer(cli, "plugins", command)[1]["notes"]
         assert [note["provider"]["name"] for note in notes] == ([] if further else ["acme"])
@@ -198,7 +229,11 @@ def test_an_op_that_raises_is_named_below_the_error(cli, site, causal_folder: Pa
     assert result.returncode == 1
     assert "RuntimeError: no driver" in result.stderr
     told = json.loads(result.stdout)["error"]["provenance"]
-    assert (told["op"], told["kernel"], told["provider"]["version"]) == ("rms_norm", "Acme.__init__", "3.1")
+    assert (told["op"], told["kernel"], told["provider"]["version"]) == (
+        "rms_norm",
+        "Acme.__init__",
+        "3.1",
+    )
     last = result.stderr.splitlines()[-1]
     assert last.startswith("raised in op rms_norm, by Acme.__init__ of acme 3.1 at ")
     assert told["location"].endswith("acme.py:6")

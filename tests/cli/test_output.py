@@ -12,7 +12,16 @@ import pytest
 from opgraft.cli import cli as root
 from opgraft.environment import VARIABLES
 
-EVERY_COMMAND = ["detect", "env", "ops", "ops list", "ops explain", "plugins", "plugins list", "plugins show"]
+EVERY_COMMAND = [
+    "detect",
+    "env",
+    "ops",
+    "ops list",
+    "ops explain",
+    "plugins",
+    "plugins list",
+    "plugins show",
+]
 EVERY_COMMAND += ["plugins doctor", "plugins lock", "run", "chat"]
 
 
@@ -47,27 +56,35 @@ def test_short_help_is_a_whole_sentence_and_that_of_the_command(path: str) -> No
         ("serve", {"--platform", "--model.seed", "--server.port"}, set()),
     ],
 )
-def test_help_lists_the_settings_that_matter_to_a_command(path: str, shown: set[str], hidden: set[str]) -> None:
+def test_help_lists_the_settings_that_matter_to_a_command(
+    path: str, shown: set[str], hidden: set[str]
+) -> None:
     """Other settings are options too, which the help says instead of listing them."""
     command, context = find(path)
     words = set(command.get_help(context).replace(",", " ").split())
     assert shown <= words
     assert not hidden & words
-    assert ("All other settings are options, too" in " ".join(command.get_help(context).split())) is bool(hidden)
+    assert (
+        "All other settings are options, too" in " ".join(command.get_help(context).split())
+    ) is bool(hidden)
     assert {option for parameter in command.params for option in parameter.opts} >= shown | hidden
 
 
 def test_pipes_are_never_wrapped(cli) -> None:
     """Into a pipe every candidate, with place and reason, is one line, however narrow the terminal is said to be."""
     lines = cli("detect", "--all", COLUMNS="40").stdout.splitlines()
-    assert any(line.startswith("  - cuda [opgraft") and line.endswith("no NVIDIA GPU") for line in lines)
+    assert any(
+        line.startswith("  - cuda [opgraft") and line.endswith("no NVIDIA GPU") for line in lines
+    )
     header, *rows, _ = cli("plugins", "list", COLUMNS="20").stdout.splitlines()
     assert header.split() == ["kind", "name", "provider", "status", "reason"]
     assert len(rows) == 5
 
 
 @pytest.mark.parametrize("columns", [80, 100, 200])
-@pytest.mark.parametrize("arguments", [("detect", "--all"), ("ops", "list", "--details"), ("plugins", "list")])
+@pytest.mark.parametrize(
+    "arguments", [("detect", "--all"), ("ops", "list", "--details"), ("plugins", "list")]
+)
 def test_terminals_are_never_overrun(terminal, arguments: tuple[str, ...], columns: int) -> None:
     """In a terminal no line is longer than it is wide, save for words without a place to break, such as paths."""
     lines = terminal(*arguments, columns=columns)
@@ -84,7 +101,11 @@ def test_ops_list_is_one_line_per_op_and_variant_on_100_columns(terminal, cli) -
     assert header.split() == ["op", "class", "kernel", "provider"]
     assert [row.split()[0] for row in rows] == expected
     assert max(map(len, rows)) <= 100
-    assert [row.startswith("  ") for row in rows].count(True) == sum(len(op["variants"]) for op in answer["ops"]) > 0
+    assert (
+        [row.startswith("  ") for row in rows].count(True)
+        == sum(len(op["variants"]) for op in answer["ops"])
+        > 0
+    )
 
 
 @pytest.mark.parametrize("arguments", [("ops", "list"), ("detect", "--help"), ("env", "--json")])
@@ -107,7 +128,9 @@ def test_a_reader_that_leaves_is_no_error(warm_python: str, arguments: tuple[str
         (["detct"], 2, "UsageError"),
     ],
 )
-def test_errors_are_json_where_json_is_asked_for(cli, arguments: list[str], code: int, kind: str) -> None:
+def test_errors_are_json_where_json_is_asked_for(
+    cli, arguments: list[str], code: int, kind: str
+) -> None:
     """With --json stdout holds one object with the error, stderr the same message for people."""
     result = cli(*arguments, "--json")
     fault = json.loads(result.stdout)
@@ -143,10 +166,16 @@ def test_two_platforms_end_with_3(cli, site) -> None:
 def complete(python: str, site, words: str) -> list[str]:
     """What bash would offer for the last of ``words``."""
     name = "_OPGRAFT_COMPLETE"
-    variables = {name: "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
+    variables = {
+        name: "bash_complete",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split(" ")) - 1),
+    }
     environ = {**os.environ, "PYTHONPATH": str(site.folder), **variables}
     code = "import sys; sys.argv[0] = 'opgraft'; from opgraft.cli import main; main()"
-    result = subprocess.run([python, "-c", code], env=environ, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [python, "-c", code], env=environ, capture_output=True, text=True, check=False
+    )
     assert result.stderr == ""
     return [line.partition(",")[2] for line in result.stdout.splitlines() if line]
 
@@ -164,7 +193,9 @@ def complete(python: str, site, words: str) -> list[str]:
         ("opgraft ops explain GemmaR", ["GemmaRMSNorm"]),
     ],
 )
-def test_shells_complete_commands_ops_and_plugins(warm_python: str, site, words: str, expected: list[str]) -> None:
+def test_shells_complete_commands_ops_and_plugins(
+    warm_python: str, site, words: str, expected: list[str]
+) -> None:
     """Commands, names of ops, plugins and platforms, and spellings of flags are completed, without a word on stderr."""
     site.plugin("acme", "platforms = 'any'")
     assert complete(warm_python, site, words) == expected
@@ -185,7 +216,10 @@ def test_completing_a_command_imports_no_torch(site) -> None:
         "try:\n    cli(prog_name='opgraft')\nexcept SystemExit:\n    pass\n"
         "sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode
+        == 0
+    )
 
 
 def test_every_variable_is_validated(cli) -> None:

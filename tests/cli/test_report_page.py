@@ -39,7 +39,11 @@ def evidence() -> Evidence:
             "date": "2026-11-24",
             "brief": False,
             "checks": {"values": "results are those of the reference"},
-            "ops": {"rms_norm": "rms_norm", "fused_add_rms_norm": "rms_norm", "attention": "attention"},
+            "ops": {
+                "rms_norm": "rms_norm",
+                "fused_add_rms_norm": "rms_norm",
+                "attention": "attention",
+            },
         },
         cases=9,
     )
@@ -82,7 +86,9 @@ def visit(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
 def cells(page: Any) -> dict[str, list[str]]:
     """The texts of the matrix by op."""
-    rows = [row.locator("th, td").all_text_contents() for row in page.locator("#matrix tbody tr").all()]
+    rows = [
+        row.locator("th, td").all_text_contents() for row in page.locator("#matrix tbody tr").all()
+    ]
     return {name: texts for name, *texts in rows}
 
 
@@ -90,8 +96,18 @@ def test_the_matrix_has_the_worst_of_each_check(visit: Callable[..., Any]) -> No
     """A cell shows the largest error or the least speed of its dtypes, a failure first; hovering shows each."""
     page = visit()
     assert page.title() == "acme-npu 1.0: conformance"
-    assert page.locator("#about").text_content() == "acme on acme (Acme A1); opgraft 0.1.0, torch 2.9, 2026-11-24"
-    assert page.locator("#counts").inner_text().split() == ["6", "passed", "2", "failed", "1", "skipped"]
+    assert (
+        page.locator("#about").text_content()
+        == "acme on acme (Acme A1); opgraft 0.1.0, torch 2.9, 2026-11-24"
+    )
+    assert page.locator("#counts").inner_text().split() == [
+        "6",
+        "passed",
+        "2",
+        "failed",
+        "1",
+        "skipped",
+    ]
     assert cells(page) == {
         "rms_norm": ["0.84", "0.50\u00d7"],
         "fused_add_rms_norm": ["✗", ""],
@@ -102,7 +118,10 @@ def test_the_matrix_has_the_worst_of_each_check(visit: Callable[..., Any]) -> No
         "float32, passed, error 0.069 of tolerance\nbfloat16, passed, error 0.841 of tolerance"
     )
     assert page.locator("#whole").get_by_text("2 bytes free of 1").is_visible()
-    assert page.locator("#matrix thead th").nth(1).get_attribute("title") == "results are those of the reference"
+    assert (
+        page.locator("#matrix thead th").nth(1).get_attribute("title")
+        == "results are those of the reference"
+    )
     link = page.locator("#matrix").get_by_role("link", name="fused_add_rms_norm")
     assert link.get_attribute("href") == f"{DOCS}/reference/ops/rms_norm/"
 
@@ -117,7 +136,9 @@ def test_filters_leave_what_they_name(visit: Callable[..., Any]) -> None:
     assert cells(page) == {"fused_add_rms_norm": ["✗", ""]}
     assert page.get_by_role("status").text_content() == "2 of 9 answers"
     page.get_by_text("Show the table").click()
-    rows = [row.locator("td").all_text_contents() for row in page.locator("#answers tbody tr").all()]
+    rows = [
+        row.locator("td").all_text_contents() for row in page.locator("#answers tbody tr").all()
+    ]
     assert [row[-1] for row in rows] == ["memory(0) tells 2 bytes free of 1", HOSTILE]
 
 
@@ -141,4 +162,6 @@ def test_it_is_accessible(visit: Callable[..., Any], scheme: str, width: int) ->
 def test_an_address_that_is_no_address() -> None:
     """What the report links to begins with a scheme that is harmless."""
     result = CliRunner().invoke(commands, ["conformance", "acme", "--docs", "javascript:alert(1)"])
-    assert "--docs is 'javascript:alert(1)': name an address that begins with https://" in str(result.exception)
+    assert "--docs is 'javascript:alert(1)': name an address that begins with https://" in str(
+        result.exception
+    )

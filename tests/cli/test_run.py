@@ -40,14 +40,20 @@ def run_json(cli, *arguments: str, **variables: str) -> dict:
 def test_a_decoder_answers_alike_on_native_definitions(cli, causal_folder, tmp_path) -> None:
     """Lines of a file are prompts; tokens and logits agree, and both speeds are those of the same tokens."""
     (tmp_path / "prompts.txt").write_text("the cat sleeps\n\na dog runs in the sun\n")
-    report = run_json(cli, str(causal_folder), "--input", str(tmp_path / "prompts.txt"), "--compare")
+    report = run_json(
+        cli, str(causal_folder), "--input", str(tmp_path / "prompts.txt"), "--compare"
+    )
     assert report["schema"] == "opgraft.answer/2"
-    assert [answer["prompt"] for answer in report["answers"]] == ["the cat sleeps", "a dog runs in the sun"]
+    assert [answer["prompt"] for answer in report["answers"]] == [
+        "the cat sleeps",
+        "a dog runs in the sun",
+    ]
     comparison = report["comparison"]
     assert comparison["same_answers"] is True
     assert comparison["largest_difference"] < 1e-5
     tokens = {
-        round(side["seconds"] * side["tokens_per_second"]) for side in (comparison["plain"], comparison["grafted"])
+        round(side["seconds"] * side["tokens_per_second"])
+        for side in (comparison["plain"], comparison["grafted"])
     }
     assert tokens == {sum(len(answer["tokens"]) for answer in report["answers"])}
 
@@ -58,7 +64,9 @@ def test_a_decoder_answers_alike_when_compiled(cli, causal_folder, tmp_path) -> 
     for level in ("-O0", "-O1"):
         graphs = tmp_path / level
         dumped = ("--compilation_config.dump_graphs", str(graphs)) if level == "-O1" else ()
-        report = run_json(cli, str(causal_folder), "the cat", "--max-tokens", "4", "--compile", level, *dumped)
+        report = run_json(
+            cli, str(causal_folder), "the cat", "--max-tokens", "4", "--compile", level, *dumped
+        )
         answers[level] = report["answers"][0]["tokens"]
         assert graphs.exists() == (level == "-O1")
     assert answers["-O0"] == answers["-O1"]
@@ -105,9 +113,18 @@ def test_the_text_output(cli) -> None:
     lines = result.stdout.splitlines()
     assert "  -> A kitten is napping in the sun." in lines
     assert any(
-        line.split() == ["13", "layer_norm", "LayerNorm.forward_native", "of", "opgraft", "0.1.0"] for line in lines
+        line.split() == ["13", "layer_norm", "LayerNorm.forward_native", "of", "opgraft", "0.1.0"]
+        for line in lines
     )
-    assert lines[-3].split() == ["model", "time", "tokens", "per", "second", "answers", "difference"]
+    assert lines[-3].split() == [
+        "model",
+        "time",
+        "tokens",
+        "per",
+        "second",
+        "answers",
+        "difference",
+    ]
     assert re.match(r"plain +[\d.]+ s +[\d.]+$", lines[-2])
     assert re.match(r"grafted +[\d.]+ s +[\d.]+ +the same +\d\.\de", lines[-1])
 
@@ -123,9 +140,13 @@ def test_of_many_texts_the_first_are_shown(cli, tmp_path) -> None:
 
 def test_settings_reach_the_model(cli, causal_folder) -> None:
     """Dotted options hold while the model is made and run."""
-    report = run_json(cli, str(causal_folder), "the cat", "--compilation_config.custom_ops", '["none,+rms_norm"]')
+    report = run_json(
+        cli, str(causal_folder), "the cat", "--compilation_config.custom_ops", '["none,+rms_norm"]'
+    )
     assert report["comparison"] is None
-    assert {row["kernel"] for row in report["ops"] if row["op"] == "rms_norm"} == {"RMSNorm.forward_native"}
+    assert {row["kernel"] for row in report["ops"] if row["op"] == "rms_norm"} == {
+        "RMSNorm.forward_native"
+    }
 
 
 @pytest.mark.parametrize(
@@ -136,7 +157,9 @@ def test_settings_reach_the_model(cli, causal_folder) -> None:
         (("smollm2",), "answers a prompt, and none is given: opgraft run MODEL"),
     ],
 )
-def test_arguments_that_contradict_each_other(cli, arguments: tuple[str, ...], message: str) -> None:
+def test_arguments_that_contradict_each_other(
+    cli, arguments: tuple[str, ...], message: str
+) -> None:
     """They are usage errors, before a model is loaded."""
     result = cli("run", *arguments)
     assert (result.returncode, result.stdout) == (2, "")
@@ -173,7 +196,9 @@ def pickle_only(folder: Path) -> None:
 
 
 def missing_shard(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model-00001-of-00002.safetensors"}}')
+    (folder / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"x": "model-00001-of-00002.safetensors"}}'
+    )
 
 
 def no_tokenizer(folder: Path) -> None:
@@ -229,7 +254,9 @@ BROKEN = {
     index('{"weight_map": {"a": "/other/model.safetensors"}}'): "which is refused",
     index('{"weight_map": {"a": ".."}}'): "which is refused",
     configured(architectures=3): "architectures is 3, expected a list of class names",
-    configured(architectures="LlamaForCausalLM"): "architectures is 'LlamaForCausalLM', expected a list",
+    configured(
+        architectures="LlamaForCausalLM"
+    ): "architectures is 'LlamaForCausalLM', expected a list",
     configured(architectures=[3]): r"architectures is \[3\], expected a list",
     configured(hidden_size="x"): "cannot read the configuration .*hidden_size",
     configured(num_attention_heads=0): "cannot read the configuration",
@@ -264,24 +291,39 @@ def test_a_broken_checkpoint_is_a_clear_error(broken: Path, harm) -> None:
 def test_an_architecture_without_a_name(broken: Path) -> None:
     """The error lists what is written here, not the hundreds of names that transformers has."""
     (broken / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ModelError, match=r"\(none is named\): known: (\w+, ){10,40}\w+\. A plugin adds"):
+    with pytest.raises(
+        ModelError, match=r"\(none is named\): known: (\w+, ){10,40}\w+\. A plugin adds"
+    ):
         LLM(str(broken), **QUIET)
 
 
 def test_code_in_a_checkpoint_is_never_run(broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model or tokenizer that exists only as code in the folder is refused, without a question on the terminal."""
-    monkeypatch.setattr("builtins.input", lambda *args: pytest.fail("it asked whether to run the code"))
-    (broken / "evil.py").write_text(f"open({str(broken / 'ran')!r}, 'w').close()\nclass Config: pass\nModel = Config\n")
-    auto_map = {"AutoConfig": "evil.Config", "AutoModel": "evil.Model", "AutoModelForCausalLM": "evil.Model"}
+    monkeypatch.setattr(
+        "builtins.input", lambda *args: pytest.fail("it asked whether to run the code")
+    )
+    (broken / "evil.py").write_text(
+        f"open({str(broken / 'ran')!r}, 'w').close()\nclass Config: pass\nModel = Config\n"
+    )
+    auto_map = {
+        "AutoConfig": "evil.Config",
+        "AutoModel": "evil.Model",
+        "AutoModelForCausalLM": "evil.Model",
+    }
     configured(auto_map=auto_map)(broken)
     LLM(str(broken), **{"cache.num_blocks": 300}, **QUIET)
     configured(model_type="never-heard-of")(broken)
-    with pytest.raises(OpgraftError, match=r"config.json needs Python code of its own \(auto_map\), which is refused"):
+    with pytest.raises(
+        OpgraftError,
+        match=r"config.json needs Python code of its own \(auto_map\), which is refused",
+    ):
         LLM(str(broken), **QUIET)
     assert not (broken / "ran").exists()
 
 
-@pytest.mark.parametrize(("padding", "table", "longest"), [(1, 66, 64), (4, 66, 61), (1, 600, 100), (1, 600, 598)])
+@pytest.mark.parametrize(
+    ("padding", "table", "longest"), [(1, 66, 64), (4, 66, 61), (1, 600, 100), (1, 600, 598)]
+)
 def test_a_long_line_is_cut_to_what_the_model_takes(
     tokenizer, tmp_path, padding: int, table: int, longest: int
 ) -> None:
@@ -290,7 +332,9 @@ def test_a_long_line_is_cut_to_what_the_model_takes(
     small.pad_token = small.convert_ids_to_tokens(padding)
     if longest == 100:
         small.model_max_length = longest
-    config = partial(transformers.RobertaConfig, max_position_embeddings=table, pad_token_id=padding)
+    config = partial(
+        transformers.RobertaConfig, max_position_embeddings=table, pad_token_id=padding
+    )
     folder = encoder_folder(config, transformers.RobertaModel, small, tmp_path)
     long, _ = LLM(folder, **QUIET).embed(["the cat sleeps " * 1000, "a dog runs"], truncate=True)
     assert len(long.prompt_token_ids) == longest
@@ -299,7 +343,12 @@ def test_a_long_line_is_cut_to_what_the_model_takes(
 def encoder_folder(config: Any, model: Any, tokenizer: Any, folder: Path) -> str:
     """A random encoder of one layer, saved as a checkpoint folder."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     model(config(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -323,7 +372,9 @@ def test_the_models_run_on_a_gpu(cli, causal_folder) -> None:
         (None, "cannot be read"),
     ],
 )
-def test_a_bad_input_file_is_a_clear_error(tmp_path: Path, content: bytes | None, message: str) -> None:
+def test_a_bad_input_file_is_a_clear_error(
+    tmp_path: Path, content: bytes | None, message: str
+) -> None:
     """Empty, undecodable and missing files are told apart, before any model is loaded."""
     file = tmp_path / "input.txt"
     if content is not None:

@@ -55,13 +55,18 @@ def strict(schema: Any) -> Any:
 
 
 def load() -> dict[str, Any]:
-    return {path.name: strict(json.loads(path.read_text(encoding="utf-8"))) for path in SCHEMAS.glob("*.json")}
+    return {
+        path.name: strict(json.loads(path.read_text(encoding="utf-8")))
+        for path in SCHEMAS.glob("*.json")
+    }
 
 
 def validator(name: str) -> Draft202012Validator:
     """What checks an answer of the schema ``name``."""
     files = load()
-    registry = Registry().with_resources([(key, Resource.from_contents(value)) for key, value in files.items()])
+    registry = Registry().with_resources(
+        [(key, Resource.from_contents(value)) for key, value in files.items()]
+    )
     return Draft202012Validator(files[f"{name.replace('/', '.')}.json"], registry=registry)
 
 
@@ -100,7 +105,10 @@ def test_answers_fit_their_schema(cli, site, arguments: tuple[str, ...], code: i
     quarantine.confine(Provider("quarantined", "1.0"), "it crashed")
     result = cli(*arguments, "--json")
     answer = json.loads(result.stdout)
-    errors = [f"{error.json_path}: {error.message}" for error in validator(answer["schema"]).iter_errors(answer)]
+    errors = [
+        f"{error.json_path}: {error.message}"
+        for error in validator(answer["schema"]).iter_errors(answer)
+    ]
     assert errors == []
     assert result.returncode == code
 
@@ -124,13 +132,20 @@ def test_measurements_are_written_followed_and_of_their_schema(cli, site, tmp_pa
     told = json.loads(answer.stdout)
     assert answer.returncode == 1
     assert [error.message for error in validator("opgraft.bench.tune/1").iter_errors(told)] == []
-    assert {op: row["chosen"] for op, row in told["ops"].items()} == {"relu2": "native", "silu": "native"}
+    assert {op: row["chosen"] for op, row in told["ops"].items()} == {
+        "relu2": "native",
+        "silu": "native",
+    }
     assert told["failed"] == {"silu": {"acme": "at silu float32 it raised OSError: bus error"}}
     assert told["left_out"] == {"gelu": "native is the only candidate here"}
     file = tmp_path / "opgraft" / "tuning.json"
     assert (told["file"], file.stat().st_mode & 0o777) == (str(file), 0o600)
-    assert [e.message for e in validator("opgraft.tuning/1").iter_errors(json.loads(file.read_text()))] == []
-    shown = json.loads(cli("ops", "explain", "relu2", "--json", OPGRAFT_CUSTOM_OPS="auto", **ours).stdout)
+    assert [
+        e.message for e in validator("opgraft.tuning/1").iter_errors(json.loads(file.read_text()))
+    ] == []
+    shown = json.loads(
+        cli("ops", "explain", "relu2", "--json", OPGRAFT_CUSTOM_OPS="auto", **ours).stdout
+    )
     assert shown["decision"]["chosen"] == "ReLUSquaredActivation.forward_native"
     assert shown["decision"]["parts"][1]["chosen"] == "native"
 

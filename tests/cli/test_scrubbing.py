@@ -37,7 +37,10 @@ PATHS = ("/proc/cpuinfo", "/proc/driver/nvidia/version", "/sys/a", "/sys/a/b", "
         ("unique_id ?", "unique_id 0"),
         ("Serial\t:", "Serial\t:"),
         ("flags\t: avx serialize fpu", "flags\t: avx serialize fpu"),
-        ("GPU UUID: GPU-4D1C4F6E-1111-2222-3333-444455556666", "GPU UUID: GPU-11111111-1111-1111-1111-111111111111"),
+        (
+            "GPU UUID: GPU-4D1C4F6E-1111-2222-3333-444455556666",
+            "GPU UUID: GPU-11111111-1111-1111-1111-111111111111",
+        ),
         ("GPU-0 and GPU-Accelerated 0123456789", "GPU-0 and GPU-Accelerated 0123456789"),
     ],
 )
@@ -49,10 +52,14 @@ def test_lines(line: str, shown: str) -> None:
 @pytest.mark.parametrize("name", ["serial_number", "serial", "unique_id"])
 def test_a_file_that_is_a_serial_number(name: str) -> None:
     """Where the name of a file says what it holds, its text is replaced too."""
-    assert "4d1c4f6e9a2b0000" not in Scrubber().file(f"/sys/class/drm/card0/device/{name}", "4d1c4f6e9a2b0000\n")
+    assert "4d1c4f6e9a2b0000" not in Scrubber().file(
+        f"/sys/class/drm/card0/device/{name}", "4d1c4f6e9a2b0000\n"
+    )
 
 
-@pytest.mark.parametrize("filling", [" ", "\t", "serial ", "unique_id", "GPU-", "a1234567-", "f", "serial :"])
+@pytest.mark.parametrize(
+    "filling", [" ", "\t", "serial ", "unique_id", "GPU-", "a1234567-", "f", "serial :"]
+)
 def test_large_files(filling: str, tmp_path: Path) -> None:
     """A mebibyte of anything is written down in time."""
     root = build("cpu-avx2", tmp_path / "machine")
@@ -65,7 +72,10 @@ def test_large_files(filling: str, tmp_path: Path) -> None:
 
 @settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(
-    st.dictionaries(st.sampled_from(PATHS), st.one_of(st.binary(max_size=200), st.text().map(str.encode), st.none()))
+    st.dictionaries(
+        st.sampled_from(PATHS),
+        st.one_of(st.binary(max_size=200), st.text().map(str.encode), st.none()),
+    )
 )
 def test_broken_trees_are_recorded(tmp_path: Path, contents: dict[str, bytes | None]) -> None:
     """Whatever stands in a tree, what was read of it can be written down, as files, links or folders."""
@@ -74,7 +84,10 @@ def test_broken_trees_are_recorded(tmp_path: Path, contents: dict[str, bytes | N
     machine = Machine(tmp_path / "machine", {}, packages={})
     for path, content in contents.items():
         place = machine.path(path)
-        if any(parent.is_file() or parent.is_symlink() for parent in place.parents) or place.exists():
+        if (
+            any(parent.is_file() or parent.is_symlink() for parent in place.parents)
+            or place.exists()
+        ):
             continue
         place.parent.mkdir(parents=True, exist_ok=True)
         if content is None:
@@ -88,7 +101,9 @@ def test_broken_trees_are_recorded(tmp_path: Path, contents: dict[str, bytes | N
     assert Machine.recorded(tmp_path / "recording").packages == {}
 
 
-def decisions(root: Path, variable: str, value: str, folder: Path) -> list[tuple[bool, list[bool], str]]:
+def decisions(
+    root: Path, variable: str, value: str, folder: Path
+) -> list[tuple[bool, list[bool], str]]:
     """What the probes say of the visible devices of a machine and of its recording."""
     record = json.loads((root / RECORD).read_text())
     record["environ"] = {variable: value}
@@ -108,13 +123,24 @@ def test_variables_go_on_naming_nvidia_devices(seed: int, tmp_path: Path) -> Non
     root = build("nvidia-4-h100", tmp_path / "machine")
     ids = [str(uuid.UUID(int=rng.getrandbits(128))) for _ in range(4)]
     ids[1] = ids[0][:10] + ids[1][10:]  # two that begin alike
-    for path, one in zip(sorted(root.glob("proc/driver/nvidia/gpus/*/information")), ids, strict=True):
-        path.write_text("\n".join(f"GPU UUID: GPU-{one}" if "UUID" in x else x for x in path.read_text().split("\n")))
+    for path, one in zip(
+        sorted(root.glob("proc/driver/nvidia/gpus/*/information")), ids, strict=True
+    ):
+        path.write_text(
+            "\n".join(
+                f"GPU UUID: GPU-{one}" if "UUID" in x else x for x in path.read_text().split("\n")
+            )
+        )
     lengths = (36, 20, 13, 11, 10, 9, 8, 4, 1)
     values = [f"GPU-{ids[rng.randrange(4)][:length]}" for length in lengths] + [
         f"GPU-{ids[0].upper()},GPU-{ids[2][:8]}"
     ]
-    values += [f"GPU-{uuid.UUID(int=rng.getrandbits(128))}", ids[2][:8], f"0,GPU-{ids[3][:9]}", f"MIG-GPU-{ids[3]}/7/0"]
+    values += [
+        f"GPU-{uuid.UUID(int=rng.getrandbits(128))}",
+        ids[2][:8],
+        f"0,GPU-{ids[3][:9]}",
+        f"MIG-GPU-{ids[3]}/7/0",
+    ]
     for number, value in enumerate(values):
         folder = tmp_path / str(number)
         here, there = decisions(root, "CUDA_VISIBLE_DEVICES", value, folder)
@@ -133,17 +159,25 @@ def test_variables_go_on_naming_amd_devices(length: int, tmp_path: Path) -> None
     left = iter(ids)
     for path in sorted(root.glob("sys/class/kfd/kfd/topology/nodes/*/properties")):
         lines = path.read_text().split("\n")
-        path.write_text("\n".join(f"unique_id {next(left)}" if x.startswith("unique_id") else x for x in lines))
+        path.write_text(
+            "\n".join(f"unique_id {next(left)}" if x.startswith("unique_id") else x for x in lines)
+        )
     for number, one in enumerate(ids):
-        here, there = decisions(root, "ROCR_VISIBLE_DEVICES", f"GPU-{one:016x}"[: 4 + length], tmp_path / str(number))
+        here, there = decisions(
+            root, "ROCR_VISIBLE_DEVICES", f"GPU-{one:016x}"[: 4 + length], tmp_path / str(number)
+        )
         assert (here[0], here[1]) == (there[0], there[1])
         assert here[0] or length < 16
-        text = "".join(path.read_text() for path in (tmp_path / str(number)).rglob("*") if path.is_file())
+        text = "".join(
+            path.read_text() for path in (tmp_path / str(number)).rglob("*") if path.is_file()
+        )
         assert not any(str(other) in text or f"{other:016x}"[:8] in text for other in ids)
 
 
 @pytest.mark.parametrize("host", ["nvidia", "tegra234", "cuda", "GPU", "123"])
-def test_the_name_of_the_host_decides_nothing(host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_of_the_host_decides_nothing(
+    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A host that is called as what probes look for is recorded as any other."""
     monkeypatch.setattr(socket, "gethostname", lambda: host)
     recording = RecordingMachine(Machine.recorded(build("nvidia-jetson", tmp_path / "machine")))
@@ -156,12 +190,19 @@ def test_the_name_of_the_host_decides_nothing(host: str, tmp_path: Path, monkeyp
 def test_host_names_in_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's name is replaced as a whole word, with its domain and without."""
     monkeypatch.setattr(socket, "gethostname", lambda: "box7.example.org")
-    assert Scrubber().value("box7,box7.example.org:80,box77,my-box7") == "host,host:80,box77,my-box7"
+    assert (
+        Scrubber().value("box7,box7.example.org:80,box77,my-box7") == "host,host:80,box77,my-box7"
+    )
 
 
 @pytest.mark.parametrize(
     ("home", "shown"),
-    [("/", "a/b.c/home/me/x"), ("", "a/b.c/home/me/x"), ("/home/me/", "a/b.c~/x"), ("/home/m", "a/b.c/home/me/x")],
+    [
+        ("/", "a/b.c/home/me/x"),
+        ("", "a/b.c/home/me/x"),
+        ("/home/me/", "a/b.c~/x"),
+        ("/home/m", "a/b.c/home/me/x"),
+    ],
 )
 def test_home_folders(home: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a home folder that is one is replaced, and only as a whole."""

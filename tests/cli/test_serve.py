@@ -27,12 +27,19 @@ serve.command(["minilm"])
     ("given", "shown"),
     [
         ({}, "True opgraft serve 64 64"),
-        ({"OPGRAFT_CPU_KEEP_MEMORY": "0", "LRU_CACHE_CAPACITY": "7"}, "False OPGRAFT_CPU_KEEP_MEMORY 64 7"),
+        (
+            {"OPGRAFT_CPU_KEEP_MEMORY": "0", "LRU_CACHE_CAPACITY": "7"},
+            "False OPGRAFT_CPU_KEEP_MEMORY 64 7",
+        ),
     ],
 )
-def test_memory_is_kept_unless_an_operator_says_otherwise(given: dict[str, str], shown: str) -> None:
+def test_memory_is_kept_unless_an_operator_says_otherwise(
+    given: dict[str, str], shown: str
+) -> None:
     """Freed memory stays, and the shapes that libraries keep are bounded."""
     left = {name: value for name, value in os.environ.items() if "CACHE_CAPACITY" not in name}
     environment = {**left, "OPGRAFT_PLUGINS": "", **given}
-    result = subprocess.run([sys.executable, "-c", _SHOW], env=environment, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-c", _SHOW], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert result.stdout.split() == shown.split(), result.stderr

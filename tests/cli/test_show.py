@@ -22,7 +22,11 @@ def test_nothing_of_a_plugin_is_imported(cli, site) -> None:
     """List, show and lock leave a plugin's modules alone, those of its platform too; show --load imports them."""
     site.platform("acme", probe=PROBE, platform=PLANTED, plugin=PLANTED)
     site.plugin("brix", PLANTED, requires=["opgraft>=99"])
-    for command in (["list"], ["lock"], *(["show", name] for name in ("acme", "acme-dist", "brix"))):
+    for command in (
+        ["list"],
+        ["lock"],
+        *(["show", name] for name in ("acme", "acme-dist", "brix")),
+    ):
         cli("plugins", *command)
         cli("plugins", *command, OPGRAFT_LOCKFILE="opgraft.lock")
         assert list(site.folder.glob("*.imported")) == [], command
@@ -68,7 +72,10 @@ def test_how_it_compares_with_the_lockfile(cli, site) -> None:
     assert offer["lock"].startswith("acme.py is not the file that RECORD lists: it has ")
     assert offer["lock"] in finding["message"]
     denied = shown(cli, "acme", OPGRAFT_LOCKFILE="opgraft.lock", OPGRAFT_PLUGINS_DISABLE="acme")
-    assert (denied[0], denied[1]["reason"]) == (0, "on the deny list plugins_disable (OPGRAFT_PLUGINS_DISABLE)")
+    assert (denied[0], denied[1]["reason"]) == (
+        0,
+        "on the deny list plugins_disable (OPGRAFT_PLUGINS_DISABLE)",
+    )
     assert denied[1]["lock"] == offer["lock"]
     assert cli("plugins", "show", "acme", OPGRAFT_LOCKFILE="none.lock").returncode == 2
 

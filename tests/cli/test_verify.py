@@ -28,7 +28,9 @@ class Acme({base}):
 """
 SILU = WRONG.format(base="SiluAndMul", out="out * (1 + 1e-3)")
 DECODING = WRONG.format(base="PagedAttention", out="out * (1 + 1e-3 * (len(out) == 1))")
-TWICE = WRONG.format(base="RMSNorm", out="out * 2 if isinstance(out, torch.Tensor) else (out[0] * 2, out[1])")
+TWICE = WRONG.format(
+    base="RMSNorm", out="out * 2 if isinstance(out, torch.Tensor) else (out[0] * 2, out[1])"
+)
 
 MODEL = """
 import torch
@@ -74,7 +76,9 @@ def made_again(script: str, python: str, site: Path) -> subprocess.CompletedProc
     """Run the script by itself, elsewhere than it was written."""
     environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     command = [python, script]
-    return subprocess.run(command, env=environ, cwd="/", capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, env=environ, cwd="/", capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,7 +94,14 @@ def test_the_first_op_that_is_wrong(
 ) -> None:
     """It is named with its inputs, and all before it is within its tolerance."""
     site.plugin("acme", source)
-    result = verified(str(causal_folder), "the cat sleeps on", *options, "--json", "--save", str(tmp_path / "found"))
+    result = verified(
+        str(causal_folder),
+        "the cat sleeps on",
+        *options,
+        "--json",
+        "--save",
+        str(tmp_path / "found"),
+    )
     answer = json.loads(result.stdout)
     assert (result.exit_code, errors_of(answer)) == (1, [])
     departure = answer["departure"]
@@ -109,10 +120,14 @@ def test_the_script_of_a_model(
     result = verified(str(causal_folder), *options, "--json", "--save", str(tmp_path / "found"))
     departure = json.loads(result.stdout)["departure"]
     again = made_again(departure["script"], warm_python, site.folder)
-    assert (again.returncode, again.stdout.splitlines()[-1]) == (1, departure["reason"]), again.stderr
+    assert (again.returncode, again.stdout.splitlines()[-1]) == (1, departure["reason"]), (
+        again.stderr
+    )
 
 
-def test_a_model_within_its_tolerances(causal_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_within_its_tolerances(
+    causal_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The exit code is 0, nothing is written, and random tokens do where no prompt is given."""
     monkeypatch.chdir(tmp_path)
     result = verified(str(causal_folder), "--tokens", "3")
@@ -130,7 +145,9 @@ def test_a_model_of_a_function(cli, site, warm_python: str, tmp_path: Path) -> N
     assert "called with x: float32 [3, 8], from " in result.stdout
     assert "to make that call again: python found/reproduce.py" in result.stdout
     again = made_again(str(tmp_path / "found/reproduce.py"), warm_python, site.folder)
-    assert (again.returncode, "called with float32 [3, 8]" in again.stdout) == (1, True), again.stderr
+    assert (again.returncode, "called with float32 [3, 8]" in again.stdout) == (1, True), (
+        again.stderr
+    )
 
 
 def test_each_call_has_inputs_of_its_own(site) -> None:
@@ -148,7 +165,10 @@ def test_each_call_has_inputs_of_its_own(site) -> None:
         (("own_model:absent",), "gives no model: AttributeError"),
         (("own_model:tuples", "the cat"), "leave PROMPT and --graft out"),
         (("absent",), "absent"),
-        (("smollm2", "--graft"), "is a GGUF file, which transformers has no class for: leave --graft out"),
+        (
+            ("smollm2", "--graft"),
+            "is a GGUF file, which transformers has no class for: leave --graft out",
+        ),
         (("smollm2", "--model.name", "minilm"), "leave --model.name out"),
     ],
 )

@@ -27,7 +27,10 @@ SMALL = {"load.progress": False, "cache.num_blocks": 300}
 @pytest.fixture(scope="module")
 def tokenizer():
     core = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]")  # noqa: S106
+        tokenizers.models.WordLevel(
+            {word: index for index, word in enumerate(WORDS)},
+            unk_token="[UNK]",  # noqa: S106
+        )
     )
     core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "eos_token": "</s>"}
@@ -43,14 +46,26 @@ def save(model, tokenizer, folder: Path) -> Path:
 @pytest.fixture
 def causal(tokenizer, tmp_path: Path) -> Path:
     """A random Llama of two layers."""
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=len(WORDS), pad_token_id=0, eos_token_id=2, **sizes)
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    config = transformers.LlamaConfig(
+        vocab_size=len(WORDS), pad_token_id=0, eos_token_id=2, **sizes
+    )
     return save(transformers.LlamaForCausalLM(config), tokenizer, tmp_path / "causal")
 
 
 @pytest.fixture
 def bert() -> Callable[..., object]:
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     return lambda **options: transformers.BertConfig(vocab_size=len(WORDS), **{**sizes, **options})
 
 
@@ -118,7 +133,10 @@ def test_parts_that_no_answer_needs(tokenizer, tmp_path: Path, bert, family: str
         **{**bert(pad_token_id=0).to_dict(), "model_type": family.lower()}
     )
     masked = getattr(transformers, f"{family}ForMaskedLM")(config)
-    folders = save(masked, tokenizer, tmp_path / "masked"), save(masked.base_model, tokenizer, tmp_path / "base")
+    folders = (
+        save(masked, tokenizer, tmp_path / "masked"),
+        save(masked.base_model, tokenizer, tmp_path / "base"),
+    )
     change_config(folders[0], architectures=[f"{family}ForMaskedLM"])
     vectors = [LLM(str(folder), **SMALL).embed("the cat")[0].embedding for folder in folders]
     assert vectors[0] == vectors[1]
@@ -130,9 +148,14 @@ def test_poolings_are_those_of_sentence_transformers(mode: str, padding_side: st
     """Every mode gives the vectors that sentence-transformers gives, with padding on either side."""
     modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
     torch.manual_seed(0)
-    states, mask = torch.randn(3, 5, 4), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
+    states, mask = (
+        torch.randn(3, 5, 4),
+        torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]]),
+    )
     mask = mask if padding_side == "right" else mask.flip(1)
-    theirs = modules.Pooling(4, mode)({"token_embeddings": states, "attention_mask": mask})["sentence_embedding"]
+    theirs = modules.Pooling(4, mode)({"token_embeddings": states, "attention_mask": mask})[
+        "sentence_embedding"
+    ]
     torch.testing.assert_close(pooled(states, mask, [mode]), theirs)
 
 
@@ -174,7 +197,9 @@ def test_modules_of_a_sentence_encoder(encoder: Path) -> None:
     ]
     (encoder / "modules.json").write_text(json.dumps(rows))
     assert SentenceSettings.of(encoder).pooling == ("max",)
-    (encoder / "modules.json").write_text(json.dumps([*rows, {"path": "3_Dense", "type": f"{base}.Dense"}]))
+    (encoder / "modules.json").write_text(
+        json.dumps([*rows, {"path": "3_Dense", "type": f"{base}.Dense"}])
+    )
     with pytest.raises(InputError, match="lists a module 'Dense'"):
         SentenceSettings.of(encoder)
     (encoder / "modules.json").write_text(json.dumps([{"path": "../../etc", "type": "a.Pooling"}]))
@@ -211,9 +236,14 @@ def test_implementations_of_transformers_itself_are_fine(causal: Path) -> None:
 def test_numbers_that_are_no_answer(request, cli, kind: str, value: float) -> None:
     """A model that computes NaN ends with an error that says so, instead of an answer or a comparison."""
     folder = request.getfixturevalue(kind)
-    change_weights(folder, lambda weights: [weights[name].fill_(value) for name in weights if "norm" in name.lower()])
+    change_weights(
+        folder,
+        lambda weights: [weights[name].fill_(value) for name in weights if "norm" in name.lower()],
+    )
     for options in ((), ("--compare",)):
-        result = cli("run", str(folder), "the cat", "the dog", "--cache.num_blocks", "300", *options)
+        result = cli(
+            "run", str(folder), "the cat", "the dog", "--cache.num_blocks", "300", *options
+        )
         assert result.returncode == 2
         assert "NaN" in result.stderr
 
@@ -236,5 +266,7 @@ def test_twenty_thousand_lines_need_no_matrix() -> None:
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\nassert len(nearest(x)) == 20_000\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert int(result.stdout) < 1 << 19  # KiB

@@ -15,7 +15,9 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = RMSNorm(WIDTH, eps=1e-5)
-        self.mlp = GatedMLP(WIDTH, 2 * WIDTH, "silu", act=SiLU(), names=("gate", "up", "down", "act"))
+        self.mlp = GatedMLP(
+            WIDTH, 2 * WIDTH, "silu", act=SiLU(), names=("gate", "up", "down", "act")
+        )
         self.second = RMSNorm(WIDTH, eps=1e-3)
 
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> dict[str, torch.Tensor]:

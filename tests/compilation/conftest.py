@@ -46,6 +46,9 @@ def counting() -> Iterator[list[fx.GraphModule]]:
 
     known = torch._dynamo.backends.registry
     known.lookup_backend("eager")  # imports all the others, which would be forgotten with this one
-    with patch.dict(known._BACKENDS), patch.dict(known._COMPILER_FNS):  # a name that is registered is so for good
+    with (
+        patch.dict(known._BACKENDS),
+        patch.dict(known._COMPILER_FNS),
+    ):  # a name that is registered is so for good
         known.register_backend(backend, name="counting")
         yield graphs

@@ -24,4 +24,10 @@ def kernel_of(name: str) -> Any:
 
 def provide(op: Any, *names: str) -> None:
     """Provide kernels of an op for the named forms."""
-    op.register_oot(type(f"Own{op.__name__}", (op,), {"functional_oot": {name: kernel_of(name) for name in names}}))
+    op.register_oot(
+        type(
+            f"Own{op.__name__}",
+            (op,),
+            {"functional_oot": {name: kernel_of(name) for name in names}},
+        )
+    )

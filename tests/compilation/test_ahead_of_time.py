@@ -29,7 +29,10 @@ def test_threads_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     rows = {name: {torch.float32: (packed_linear.RowRange(1, 1),)} for name in packed_linear.PACKED}
     use_tables(monkeypatch, rows, rows)
-    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval(), torch.randn(4, 64)
+    model, x = (
+        nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval(),
+        torch.randn(4, 64),
+    )
     opgraft.graft(model)
     compiled, expected = opgraft.compile(model, CompilationConfig(level=2), args=(x,)), model(x)
     assert not list(tmp_path.glob("opgraft-*"))
@@ -82,7 +85,9 @@ def test_instruction_sets_are_tried_where_code_for_them_fails() -> None:
 def test_packages_have_nothing_for_debuggers(tmp_path: Path) -> None:
     """Which would be two thirds of what each start reads."""
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval(), torch.randn(4, 8)
-    opgraft.compile(model, CompilationConfig(level=2, cache=True, cache_folder=str(tmp_path)), args=(x,))
+    opgraft.compile(
+        model, CompilationConfig(level=2, cache=True, cache_folder=str(tmp_path)), args=(x,)
+    )
     (package,) = tmp_path.glob("*/code.pt2")
     with zipfile.ZipFile(package) as archive:
         (code,) = (archive.read(name) for name in archive.namelist() if name.endswith(".so"))

@@ -22,13 +22,21 @@ class Attending(nn.Module):
     def __init__(self, group_shape: tuple[int, int] = (-1, -1), read: bool = False) -> None:
         super().__init__()
         self.attention, self.quantize = ScaledDotProductAttention(), QuantFP8(True, group_shape)
-        self.register_buffer("scale", torch.full((1,) if group_shape == (-1, -1) else (1, HEADS * HEAD_SIZE), 0.02))
+        self.register_buffer(
+            "scale", torch.full((1,) if group_shape == (-1, -1) else (1, HEADS * HEAD_SIZE), 0.02)
+        )
         self.read = read
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         rows, tokens, _ = x.shape
-        heads = (part.view(rows, tokens, HEADS, HEAD_SIZE).transpose(1, 2) for part in x.chunk(3, dim=-1))
-        attended = self.attention(*heads, is_causal=True, scale=0.4).transpose(1, 2).reshape(rows, tokens, -1)
+        heads = (
+            part.view(rows, tokens, HEADS, HEAD_SIZE).transpose(1, 2) for part in x.chunk(3, dim=-1)
+        )
+        attended = (
+            self.attention(*heads, is_causal=True, scale=0.4)
+            .transpose(1, 2)
+            .reshape(rows, tokens, -1)
+        )
         return (self.quantize(attended, self.scale)[0], *([attended] if self.read else []))
 
 
@@ -56,7 +64,11 @@ def test_heads_are_quantised_where_they_are_computed(dtype: torch.dtype) -> None
     for size in (1, 2, 9):
         x = drawn(size, dtype)
         ours, theirs = found(x)[0], model(x)[0]
-        assert (ours.shape, ours.dtype, ours.stride()) == (theirs.shape, torch.float8_e4m3fn, theirs.stride())
+        assert (ours.shape, ours.dtype, ours.stride()) == (
+            theirs.shape,
+            torch.float8_e4m3fn,
+            theirs.stride(),
+        )
         torch.testing.assert_close(ours.float(), theirs.float(), rtol=0.13, atol=2**-8)
 
 
@@ -80,7 +92,9 @@ def test_what_cannot_be_joined_stays_apart(settings: dict[str, Any]) -> None:
     torch.testing.assert_close(found(x)[0].float(), model(x)[0].float(), rtol=0.13, atol=2**-8)
 
 
-@pytest.mark.parametrize("names", [("scaled_dot_product_attention",), ("scaled_dot_product_attention", FORM)])
+@pytest.mark.parametrize(
+    "names", [("scaled_dot_product_attention",), ("scaled_dot_product_attention", FORM)]
+)
 def test_a_kernel_for_attention_is_not_passed_over(names: tuple[str, ...]) -> None:
     """Where somebody provides a kernel for attention alone it runs; one for the joined form runs in its place."""
     provide(ScaledDotProductAttention, *names)

@@ -52,7 +52,9 @@ def content(cache: CompilationCache) -> dict[str, tuple[bytes, Any]]:
 
 
 @pytest.mark.parametrize("url", ["{}", "file://{}"])
-def test_entries_travel(url: str, full: CompilationCache, empty: CompilationCache, tmp_path: Path) -> None:
+def test_entries_travel(
+    url: str, full: CompilationCache, empty: CompilationCache, tmp_path: Path
+) -> None:
     """By path or URL, by digest or signature; an entry that is there stays as it is."""
     file = url.format(tmp_path / "bundle")
     written = export_entries(full, file)
@@ -69,7 +71,9 @@ def test_entries_travel(url: str, full: CompilationCache, empty: CompilationCach
     assert content(empty) == content(full)
 
 
-def test_damaged_entries_are_left_behind(full: CompilationCache, empty: CompilationCache, tmp_path: Path) -> None:
+def test_damaged_entries_are_left_behind(
+    full: CompilationCache, empty: CompilationCache, tmp_path: Path
+) -> None:
     """And damaged ones are replaced."""
     file = str(tmp_path / "bundle")
     (full.folder / KEYS[0] / "code.pt2").write_bytes(b"")
@@ -100,7 +104,11 @@ def changed(content: bytes) -> bytes:
         (None, {}, r"--sha256, or the key that it is signed with by --key"),
         (lambda content: b"PK" + content, {"key": SIGNING}, "is no bundle of compiled code"),
         (lambda content: content[:20], {"key": SIGNING}, "is no bundle of compiled code"),
-        (lambda content: content[:17] + b"0" * 64 + content[81:], {"key": SIGNING}, "is not signed"),
+        (
+            lambda content: content[:17] + b"0" * 64 + content[81:],
+            {"key": SIGNING},
+            "is not signed",
+        ),
     ],
 )
 def test_what_is_not_meant_is_refused(
@@ -136,7 +144,9 @@ def test_what_is_not_meant_is_refused(
         ("bundle.json", bytes(1 << 21), r"bundle.json|cache_bytes"),
     ],
 )
-def test_archives_of_others(name: str, written: bytes, message: str, empty: CompilationCache, tmp_path: Path) -> None:
+def test_archives_of_others(
+    name: str, written: bytes, message: str, empty: CompilationCache, tmp_path: Path
+) -> None:
     """What is signed may still be no bundle: no file is written outside of an entry, and no half an entry stays."""
     file = tmp_path / "bundle"
     with file.open("wb") as target:
@@ -160,12 +170,16 @@ def test_another_environment_is_named(
     with monkeypatch.context() as patch:
         patch.setattr(torch, "__version__", "2.8.0+there")
         export_entries(full, file, SIGNING)
-    with pytest.raises(InputError, match=rf"torch: 2\.8\.0\+there \w+ there, {re.escape(torch.__version__)} "):
+    with pytest.raises(
+        InputError, match=rf"torch: 2\.8\.0\+there \w+ there, {re.escape(torch.__version__)} "
+    ):
         import_entries(empty, file, key=SIGNING)
     assert not empty.keys
 
 
-def test_what_is_missing_or_too_large(full: CompilationCache, empty: CompilationCache, tmp_path: Path) -> None:
+def test_what_is_missing_or_too_large(
+    full: CompilationCache, empty: CompilationCache, tmp_path: Path
+) -> None:
     """A cache without entries, files that cannot be read or written, addresses of no file system, too small a cache."""
     file = str(tmp_path / "bundle")
     with pytest.raises(InputError, match="has no entry to export: compile a model"):
@@ -183,7 +197,11 @@ def test_what_is_missing_or_too_large(full: CompilationCache, empty: Compilation
 
 @pytest.mark.parametrize(
     ("content", "mode", "message"),
-    [(b"short", 0o600, "has 5 bytes, expected 32"), (SIGNING, 0o644, "others may read"), (None, 0, "cannot be read")],
+    [
+        (b"short", 0o600, "has 5 bytes, expected 32"),
+        (SIGNING, 0o644, "others may read"),
+        (None, 0, "cannot be read"),
+    ],
 )
 def test_keys(content: bytes | None, mode: int, message: str, tmp_path: Path) -> None:
     """A key is long, and its owner's alone."""
@@ -195,7 +213,9 @@ def test_keys(content: bytes | None, mode: int, message: str, tmp_path: Path) ->
         read_key(file)
 
 
-def test_keys_and_bundles_are_files(full: CompilationCache, empty: CompilationCache, tmp_path: Path) -> None:
+def test_keys_and_bundles_are_files(
+    full: CompilationCache, empty: CompilationCache, tmp_path: Path
+) -> None:
     """A pipe or a device holds nobody up, and a key of another user signs nothing."""
     pipe, file = tmp_path / "pipe", tmp_path / "key"
     os.mkfifo(pipe)
@@ -217,13 +237,18 @@ def test_a_full_disk_is_told(full: CompilationCache, tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (9000, limits[1]))
     try:
-        with pytest.raises(InputError, match=r"into a temporary file: OSError: .*: where no space is left, set TMPDIR"):
+        with pytest.raises(
+            InputError,
+            match=r"into a temporary file: OSError: .*: where no space is left, set TMPDIR",
+        ):
             export_entries(full, str(tmp_path / "bundle"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_folder_that_takes_nothing_is_told(full: CompilationCache, empty: CompilationCache, tmp_path: Path) -> None:
+def test_a_folder_that_takes_nothing_is_told(
+    full: CompilationCache, empty: CompilationCache, tmp_path: Path
+) -> None:
     """It is the cache that is at fault, not the bundle."""
     export_entries(full, str(tmp_path / "bundle"), SIGNING)
     for key in KEYS:
@@ -236,15 +261,23 @@ def test_the_command_line(cli: Any, full: CompilationCache, tmp_path: Path) -> N
     """What one machine writes with a key another takes; without one it needs the digest."""
     (tmp_path / "key").write_bytes(SIGNING)
     (tmp_path / "key").chmod(0o600)
-    here, there = (("--compilation_config.cache_folder", str(tmp_path / name)) for name in ("full", "there"))
+    here, there = (
+        ("--compilation_config.cache_folder", str(tmp_path / name)) for name in ("full", "there")
+    )
     told = cli("cache", "export", "bundle", "--key", str(tmp_path / "key"), *here)
     assert told.stdout.startswith("bundle: 3 entries, "), told.stderr
     assert "0 entries" in cli("cache", "info", *there).stdout
     assert not (tmp_path / "there").exists()
     refused = cli("cache", "import", "bundle", *there)
     assert (refused.returncode, "--sha256" in refused.stderr) == (2, True)
-    report = json.loads(cli("cache", "import", "bundle", "--key", str(tmp_path / "key"), "--json", *there).stdout)
-    assert (report["schema"], report["taken"], report["signed"]) == ("opgraft.cache.import/1", 3, True)
+    report = json.loads(
+        cli("cache", "import", "bundle", "--key", str(tmp_path / "key"), "--json", *there).stdout
+    )
+    assert (report["schema"], report["taken"], report["signed"]) == (
+        "opgraft.cache.import/1",
+        3,
+        True,
+    )
     assert report["sha256"] in told.stdout
     schema = Path(__file__).parents[2] / "docs/reference/schemas/opgraft.cache.import.1.json"
     assert set(report) == set(json.loads(schema.read_text())["properties"])

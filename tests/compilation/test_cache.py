@@ -118,7 +118,10 @@ def test_the_oldest_entries_go_first(tmp_path: Path) -> None:
 
 def test_nothing_else_in_the_folder_is_touched(tmp_path: Path) -> None:
     """A folder that has other things in it loses entries alone, however old the others are and however full it is."""
-    others = [tmp_path / name for name in ("project", "poetry.lock", "writing-a-book", "notes.writing", "f" * 39)]
+    others = [
+        tmp_path / name
+        for name in ("project", "poetry.lock", "writing-a-book", "notes.writing", "f" * 39)
+    ]
     for path in others:
         path.mkdir()
         (path / "file").write_bytes(bytes(5000))
@@ -208,7 +211,9 @@ def test_folders_of_others_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cache_folder cannot be used"):
         CompilationCache(tmp_path / "file" / "cache", 1)
-    with pytest.raises(ConfigError, match="cache_folder cannot be used: ValueError: embedded null byte"):
+    with pytest.raises(
+        ConfigError, match="cache_folder cannot be used: ValueError: embedded null byte"
+    ):
         CompilationCache(tmp_path / "\0", 1)
 
 
@@ -224,7 +229,9 @@ def test_the_command_line(cli: Any, tmp_path: Path) -> None:
 
 
 def kept(model: nn.Module, folder: Path, x: Tensor) -> opgraft.Compiled:
-    made = opgraft.compile(model, CompilationConfig(level=2, cache=True, cache_folder=str(folder)), args=(x,))
+    made = opgraft.compile(
+        model, CompilationConfig(level=2, cache=True, cache_folder=str(folder)), args=(x,)
+    )
     assert isinstance(made, opgraft.Compiled)
     return made
 
@@ -234,7 +241,9 @@ class Failing(nn.Module):
         raise ValueError("planted")
 
 
-def test_a_folder_that_takes_no_lock_is_a_warning(x: Tensor, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_takes_no_lock_is_a_warning(
+    x: Tensor, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """As on a full disk: the model is compiled, as far as it can be, and nothing is kept."""
     config = CompilationConfig(level=2, cache=True, cache_folder=str(tmp_path))
     for _ in range(2):
@@ -245,7 +254,10 @@ def test_a_folder_that_takes_no_lock_is_a_warning(x: Tensor, tmp_path: Path, cap
             assert "nothing is kept" not in caplog.text
             lock.unlink()
             lock.mkdir()
-    assert f"nothing is kept: CacheEntryError: the folder {tmp_path} takes no file: IsADirectoryError" in caplog.text
+    assert (
+        f"nothing is kept: CacheEntryError: the folder {tmp_path} takes no file: IsADirectoryError"
+        in caplog.text
+    )
 
 
 CHILD = """
@@ -260,11 +272,18 @@ print(kept(model, Path(sys.argv[1]), torch.randn(3, 5, WIDTH)).decision.reason)
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler
-def test_what_a_process_has_compiled_another_one_loads(block: Block, x: Tensor, tmp_path: Path) -> None:
+def test_what_a_process_has_compiled_another_one_loads(
+    block: Block, x: Tensor, tmp_path: Path
+) -> None:
     """A child that finds an entry compiles nothing, with no compiler even; here it computes what the model does."""
     first = kept(block, tmp_path / "cache", x)
     assert first.decision.candidates[-1].reason == "it had no such entry"
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "PATH": "", "PYTHONHASHSEED": "7"}
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "PATH": "",
+        "PYTHONHASHSEED": "7",
+    }
     command = [sys.executable, "-c", CHILD, str(tmp_path / "cache")]
     told = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert "taken from the cache" in told.stdout, told.stderr
@@ -325,10 +344,15 @@ def test_no_lock_is_held_while_code_is_compared(x: Tensor, tmp_path: Path) -> No
         torch.testing.assert_close(made(x), x * model.weight)
     model.weight.data = model.weight.data.clone()
     torch.testing.assert_close(made(x), x * model.weight)
-    for other in (model.weight.data[:1].expand(WIDTH), model.weight.double(), torch.randn(2 * WIDTH)[::2]):
+    for other in (
+        model.weight.data[:1].expand(WIDTH),
+        model.weight.double(),
+        torch.randn(2 * WIDTH)[::2],
+    ):
         model.weight.data = other
         with pytest.raises(
-            CompilationError, match=r"the tensor weight of the model was torch.float32 .*compile the model"
+            CompilationError,
+            match=r"the tensor weight of the model was torch.float32 .*compile the model",
         ):
             made(x)
 
@@ -338,7 +362,10 @@ class Gated(nn.Module):
 
     def __init__(self, value: float) -> None:
         super().__init__()
-        self.scalar, self.row = nn.Parameter(torch.tensor(value)), nn.Parameter(torch.tensor([value]))
+        self.scalar, self.row = (
+            nn.Parameter(torch.tensor(value)),
+            nn.Parameter(torch.tensor([value])),
+        )
         self.register_buffer("calls", torch.tensor(value))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -362,7 +389,9 @@ def test_tensors_of_one_element_are_no_constants(x: Tensor, tmp_path: Path) -> N
                 each.mul_(0.5)
 
 
-def test_what_is_raised_beside_temporary_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_raised_beside_temporary_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It comes through as it is, as of a model that reads a file, and no folder stays; without one, none are given."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(FileNotFoundError, match="of the model"), temporary():

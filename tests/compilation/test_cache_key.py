@@ -33,7 +33,9 @@ from torch.nn import functional as F
 
 
 def parts(model: nn.Module, *args: Any, shapes: Any = None, **fields: Any) -> dict[str, Any]:
-    settings = OpgraftConfig(compilation_config=CompilationConfig(**fields)).resolved().compilation_config
+    settings = (
+        OpgraftConfig(compilation_config=CompilationConfig(**fields)).resolved().compilation_config
+    )
     return dict(keys.key_of(model.eval(), Example(args, {}, shapes), settings, Sources()).parts)
 
 
@@ -66,7 +68,9 @@ def test_changes_of_the_model_miss(block: Block, x: Tensor, before: dict[str, An
     assert "model" in changed(before, parts(nn.Sequential(Block()), x))
     for example in ((x[:2],), (x.double(),), (x, 2.0)):
         assert changed(before, parts(Block(), *example)) == {"example"}
-    assert changed(before, parts(Block(), x, shapes=({0: torch.export.Dim("n", max=8)},))) == {"example"}
+    assert changed(before, parts(Block(), x, shapes=({0: torch.export.Dim("n", max=8)},))) == {
+        "example"
+    }
 
 
 def test_changes_of_settings_and_machine_miss(
@@ -74,9 +78,18 @@ def test_changes_of_settings_and_machine_miss(
 ) -> None:
     """Settings, variables that compilers read, threads, precision, versions, platform and instruction sets are in the
     key."""
-    for fields in ({"custom_ops": ["none"]}, {"backend": "eager"}, {"pass_config": {"copies": False}}):
+    for fields in (
+        {"custom_ops": ["none"]},
+        {"backend": "eager"},
+        {"pass_config": {"copies": False}},
+    ):
         assert changed(before, parts(block, x, **fields)) == {"settings"}
-    for fields in ({"dump_graphs": "there"}, {"cache": True}, {"cache_folder": "there"}, {"cache_bytes": 1}):
+    for fields in (
+        {"dump_graphs": "there"},
+        {"cache": True},
+        {"cache_folder": "there"},
+        {"cache_bytes": 1},
+    ):
         assert not changed(before, parts(block, x, **fields))
     for config in (
         OpgraftConfig(providers={"rms_norm": "opgraft"}),
@@ -179,7 +192,10 @@ def hooked(model: nn.Module) -> nn.Module:
     ("one", "other"),
     [
         (torch.relu, torch.tanh),
-        (functools.partial(F.gelu, approximate="tanh"), functools.partial(F.gelu, approximate="none")),
+        (
+            functools.partial(F.gelu, approximate="tanh"),
+            functools.partial(F.gelu, approximate="none"),
+        ),
         (scaled(2.0), scaled(3.0)),
         (with_default(2.0), with_default(3.0)),
         (Slots(2.0), Slots(3.0)),
@@ -387,11 +403,15 @@ class Own(GraphPass):
 """
 
 
-def test_passes_of_users_are_in_the_key(x: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_of_users_are_in_the_key(
+    x: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also in a process that has not imported them before: each run asks for the lock of another key."""
     monkeypatch.syspath_prepend(str(tmp_path))
     name, folder = "pass_of_this_test", tmp_path / "cache"
-    config = CompilationConfig(level=2, cache=True, cache_folder=str(folder), user_passes=[f"{name}:Own"])
+    config = CompilationConfig(
+        level=2, cache=True, cache_folder=str(folder), user_passes=[f"{name}:Own"]
+    )
     for count in (1, 2):
         (tmp_path / f"{name}.py").write_text(PASSING.format(count))
         monkeypatch.delitem(sys.modules, name, raising=False)

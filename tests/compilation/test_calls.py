@@ -45,8 +45,12 @@ class ApartForOneColumn(nn.Module):
 def test_every_dynamic_size_is_verified() -> None:
     """A model that computes something else where the second dynamic size is 1 is refused when it is compiled."""
     shapes = {"x": {0: Dim("rows"), 1: Dim("columns")}}
-    with pytest.raises(CompilationError, match=r"differs from the model itself where the dynamic size is 1, "):
-        opgraft.compile(ApartForOneColumn().eval(), EAGER, args=(torch.randn(3, 4),), dynamic_shapes=shapes)
+    with pytest.raises(
+        CompilationError, match=r"differs from the model itself where the dynamic size is 1, "
+    ):
+        opgraft.compile(
+            ApartForOneColumn().eval(), EAGER, args=(torch.randn(3, 4),), dynamic_shapes=shapes
+        )
 
 
 class Pairs(nn.Module):
@@ -60,12 +64,16 @@ def test_sizes_that_depend_on_others_are_checked() -> None:
     shapes = {"a": {0: rows}, "b": {0: 2 * rows}}
     config = CompilationConfig(backend="eager", compile_sizes=[2])
     model = Pairs().eval()
-    compiled = opgraft.compile(model, config, args=(torch.randn(3, 4), torch.randn(6, 4)), dynamic_shapes=shapes)
+    compiled = opgraft.compile(
+        model, config, args=(torch.randn(3, 4), torch.randn(6, 4)), dynamic_shapes=shapes
+    )
     for size in (1, 2, 5):
         args = torch.randn(size, 4), torch.randn(2 * size, 4)
         expect_alike(compiled(*args), model(*args))
     for others in (9, 8):
-        with pytest.raises(CompilationError, match=rf"the shape \({others}, 4\) for b, and was captured for \[2\*s"):
+        with pytest.raises(
+            CompilationError, match=rf"the shape \({others}, 4\) for b, and was captured for \[2\*s"
+        ):
             compiled(torch.randn(5, 4), torch.randn(others, 4))
 
 
@@ -75,8 +83,13 @@ def test_sizes_that_depend_on_others_are_checked() -> None:
 def test_sizes_beyond_the_bounds(settings: dict[str, Any], name: str) -> None:
     """Sizes that dynamic_shapes exclude get no code and no recording: the error names the setting."""
     config, shapes = CompilationConfig(backend="eager", **settings), ({0: Dim("rows", max=16)},)
-    with pytest.raises(ConfigError, match=rf"compilation_config\.{name} has \d+, and dynamic_shapes give .* 1 to 16"):
-        opgraft.compile(nn.Linear(4, 4).eval(), config, args=(torch.randn(3, 4),), dynamic_shapes=shapes)
+    with pytest.raises(
+        ConfigError,
+        match=rf"compilation_config\.{name} has \d+, and dynamic_shapes give .* 1 to 16",
+    ):
+        opgraft.compile(
+            nn.Linear(4, 4).eval(), config, args=(torch.randn(3, 4),), dynamic_shapes=shapes
+        )
 
 
 class Indexing(nn.Module):
@@ -86,16 +99,22 @@ class Indexing(nn.Module):
 
 def test_a_model_that_fails_for_one_row_is_told() -> None:
     """What the model raises for the smallest batch is named, with the size."""
-    with pytest.raises(CompilationError, match=r"Indexing fails where the dynamic size is 1: IndexError: .*min=3"):
+    with pytest.raises(
+        CompilationError, match=r"Indexing fails where the dynamic size is 1: IndexError: .*min=3"
+    ):
         opgraft.compile(Indexing().eval(), EAGER, args=(torch.randn(3, 4),))
 
 
 def two_layers() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).eval().requires_grad_(False)
+    return (
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).eval().requires_grad_(False)
+    )
 
 
 def _assign(model: nn.Sequential) -> None:
-    model.load_state_dict({name: torch.ones_like(value) for name, value in model.state_dict().items()}, assign=True)
+    model.load_state_dict(
+        {name: torch.ones_like(value) for name, value in model.state_dict().items()}, assign=True
+    )
 
 
 CHANGES: list[tuple[Callable[[nn.Sequential], object], str]] = [
@@ -107,14 +126,20 @@ CHANGES: list[tuple[Callable[[nn.Sequential], object], str]] = [
 
 
 @pytest.mark.parametrize(("change", "place"), CHANGES, ids=["assign", "gone", "buffer", "adapter"])
-def test_other_weights_and_modules_are_noticed(change: Callable[[nn.Sequential], object], place: str) -> None:
+def test_other_weights_and_modules_are_noticed(
+    change: Callable[[nn.Sequential], object], place: str
+) -> None:
     """What is in the place of a parameter, buffer or module since is not what the graph computes with: an error."""
     model, x = two_layers(), torch.randn(3, WIDTH)
     compiled = opgraft.compile(model, EAGER, args=(x,))
-    model.load_state_dict({name: torch.ones_like(value) for name, value in model.state_dict().items()})
+    model.load_state_dict(
+        {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+    )
     expect_alike(compiled(x), model(x))
     change(model)
-    with pytest.raises(CompilationError, match=rf"{place} of Sequential is another one than when it was compiled"):
+    with pytest.raises(
+        CompilationError, match=rf"{place} of Sequential is another one than when it was compiled"
+    ):
         compiled(x)
 
 
@@ -130,7 +155,11 @@ class WritingThroughViews(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.first, self.second = RMSNorm(WIDTH), nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)
+        self.norm, self.first, self.second = (
+            RMSNorm(WIDTH),
+            nn.Linear(WIDTH, 4),
+            nn.Linear(WIDTH, 4),
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         summed = x + y
@@ -164,8 +193,13 @@ def test_writes_to_inputs_are_seen() -> None:
         given = [x.clone(memory_format=torch.preserve_format) for _ in range(2)]
         expect_alike(compiled(given[0]), model(given[1]))
         expect_alike(*given)
-    with pytest.raises(CompilationError, match="graph_mode is set, and the graph writes to a tensor that it is given"):
-        opgraft.compile(model, CompilationConfig(backend="eager", graph_mode="full"), args=(torch.randn(3, 4),))
+    with pytest.raises(
+        CompilationError,
+        match="graph_mode is set, and the graph writes to a tensor that it is given",
+    ):
+        opgraft.compile(
+            model, CompilationConfig(backend="eager", graph_mode="full"), args=(torch.randn(3, 4),)
+        )
 
 
 class Adding(nn.Module):
@@ -187,13 +221,19 @@ class Adding(nn.Module):
         (lambda x: (x[0], x[1]), False),
     ],
 )
-def test_writes_to_shared_memory_are_refused(pair: Callable[[Tensor], tuple[Tensor, Tensor]], shares: bool) -> None:
+def test_writes_to_shared_memory_are_refused(
+    pair: Callable[[Tensor], tuple[Tensor, Tensor]], shares: bool
+) -> None:
     """A graph does not see in one input what it writes to another: only tensors that share nothing are taken."""
     given, expected = (pair(torch.arange(216.0).view(6, 6, 6)) for _ in range(2))
     shapes = ({0: Dim("rows"), 1: Dim("columns")},) * 2
-    compiled = opgraft.compile(Adding().eval(), EAGER, args=(torch.ones(3, 4), torch.ones(3, 4)), dynamic_shapes=shapes)
+    compiled = opgraft.compile(
+        Adding().eval(), EAGER, args=(torch.ones(3, 4), torch.ones(3, 4)), dynamic_shapes=shapes
+    )
     if shares:
-        with pytest.raises(CompilationError, match="share memory for a and b, of which it writes to one"):
+        with pytest.raises(
+            CompilationError, match="share memory for a and b, of which it writes to one"
+        ):
             compiled(*given)
     else:
         expect_alike(compiled(*given), Adding()(*expected))
@@ -243,7 +283,12 @@ class Named(nn.Module):
 
 @pytest.mark.parametrize(
     "backend",
-    ["eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.filterwarnings(SCRIPT_METHOD)])],
+    [
+        "eager",
+        pytest.param(
+            "inductor", marks=[pytest.mark.slow, pytest.mark.filterwarnings(SCRIPT_METHOD)]
+        ),
+    ],
 )
 def test_arguments_of_any_name_and_results_that_are_no_tensors(backend: str, tmp_path: Any) -> None:
     """Tensors among ``*args`` and ``**kwargs`` have a batch as others have, and text and numbers come back as they
@@ -258,10 +303,15 @@ def test_arguments_of_any_name_and_results_that_are_no_tensors(backend: str, tmp
     for turn in range(2):
         config = CompilationConfig(level=2, backend=backend, **kept)
         compiled = opgraft.compile(Named().eval(), config, args=args, kwargs=kwargs)
-        assert compiled.decision.reason.startswith("taken from the cache") == (turn == 1 and bool(kept))
+        assert compiled.decision.reason.startswith("taken from the cache") == (
+            turn == 1 and bool(kept)
+        )
         for rows in (1, 5):
             args, kwargs = given(rows)
-            found, expected = compiled(*args, **dict(reversed(kwargs.items()))), Named()(*args, **kwargs)
+            found, expected = (
+                compiled(*args, **dict(reversed(kwargs.items()))),
+                Named()(*args, **kwargs),
+            )
             assert found.pop("name") == expected.pop("name")
             expect_alike(found, expected)
         args, kwargs = given(3)
@@ -274,5 +324,7 @@ class NamesRows(nn.Module):
 
 def test_a_constant_that_depends_on_a_size() -> None:
     """A text that is another one for a batch of one is noticed when the model is compiled."""
-    with pytest.raises(CompilationError, match="differs from the model itself where the dynamic size is 1"):
+    with pytest.raises(
+        CompilationError, match="differs from the model itself where the dynamic size is 1"
+    ):
         opgraft.compile(NamesRows().eval(), EAGER, args=(torch.randn(3, 4),))

@@ -17,7 +17,15 @@ from opgraft.compilation.key import key_of
 from opgraft.compilation.sources import Sources
 from opgraft.distributed import get_tp_group, init_distributed, tensor_model_parallel_all_reduce
 from opgraft.errors import CompilationError
-from opgraft.ops import ColumnParallelLinear, GemmaRMSNorm, Linear, QuantFP4, QuantFP8, RMSNorm, RowParallelLinear
+from opgraft.ops import (
+    ColumnParallelLinear,
+    GemmaRMSNorm,
+    Linear,
+    QuantFP4,
+    QuantFP8,
+    RMSNorm,
+    RowParallelLinear,
+)
 from opgraft.ops.quantization.fp4 import fp4_numbers
 from ranks import Ranks
 from torch import Tensor, nn
@@ -36,7 +44,9 @@ QUANTIZERS: dict[str, Callable[[], QuantFP8 | QuantFP4 | None]] = {
 class Stream(nn.Module):
     """A residual stream to which ranks add what they have, normed after each sum, and quantised where that is asked."""
 
-    def __init__(self, norm: type[nn.Module] = RMSNorm, quantizer: str = "none", reads: bool = False) -> None:
+    def __init__(
+        self, norm: type[nn.Module] = RMSNorm, quantizer: str = "none", reads: bool = False
+    ) -> None:
         super().__init__()
         self.norms = nn.ModuleList(norm(WIDTH, eps=eps) for eps in (1e-5, 0.1, 1e-3))
         self.quantize = QUANTIZERS[quantizer]()
@@ -64,10 +74,15 @@ class Stream(nn.Module):
                 x = normed
                 continue
             given = isinstance(self.quantize, QuantFP4) or self.quantize.static
-            quantised, scales = self.quantize(normed, self.scale) if given else self.quantize(normed)
+            quantised, scales = (
+                self.quantize(normed, self.scale) if given else self.quantize(normed)
+            )
             results += [quantised, scales]
             if isinstance(self.quantize, QuantFP4):
-                quantised, scales = fp4_numbers(quantised, torch.float32), scales.float() * self.scale
+                quantised, scales = (
+                    fp4_numbers(quantised, torch.float32),
+                    scales.float() * self.scale,
+                )
             x = quantised.to(torch.float32) * scales[..., :1]
         return [*results, *([x] if self.quantize is None else []), residual]  # x would have jumps
 
@@ -111,7 +126,9 @@ def joined(norm: str, quantizer: str, reads: bool) -> Any:
         ("rms_norm", "fp4", "all_reduce_rms_norm_quant_fp4"),
     ],
 )
-def test_sums_of_ranks_are_normed_by_one_form(norm: str, quantizer: str, form: str, two: Ranks) -> None:
+def test_sums_of_ranks_are_normed_by_one_form(
+    norm: str, quantizer: str, form: str, two: Ranks
+) -> None:
     """A sum over ranks, with or without a residual, on either side of it, is joined with its norm and quantisation."""
     for report, graph in two.run(joined, norm, quantizer, False):
         assert report == (3, 3)
@@ -214,13 +231,18 @@ def test_norms_of_parts_of_the_rows(norm: str, two: Ranks) -> None:
         ("fp4", WIDTH // 2, WIDTH // 16),
     ],
 )
-def test_parts_are_quantised_before_they_are_gathered(quantizer: str, numbers: int, scales: int, two: Ranks) -> None:
+def test_parts_are_quantised_before_they_are_gathered(
+    quantizer: str, numbers: int, scales: int, two: Ranks
+) -> None:
     """Ranks exchange results in 8 or 4 bits, with the scales of their rows: a quarter or a seventh of the bytes."""
     whole = 8 * WIDTH * 4
     for report, _, _, after in two.run(apart, "rms_norm", quantizer, False):
         assert report == (3, 3)
         gathered = (3 * 8 * (numbers + scales) + whole) // 2
-        assert after == ({"reduce_scatter": 3, "all_gather": 4 + 3 * (scales > 0)}, 3 * whole // 2 + gathered)
+        assert after == (
+            {"reduce_scatter": 3, "all_gather": 4 + 3 * (scales > 0)},
+            3 * whole // 2 + gathered,
+        )
 
 
 def test_one_scale_of_all_rows(two: Ranks) -> None:
@@ -235,11 +257,19 @@ def test_sums_that_are_read_besides(two: Ranks) -> None:
     """What reads a sum of ranks itself reads one that is gathered."""
     for report, graph, _, _ in two.run(apart, "rms_norm", "none", True):
         assert report == (3, 3)
-        assert (graph["all_reduce"], graph["reduce_scatter_rows"], graph["all_gather_rows"]) == (0, 3, 7)
+        assert (graph["all_reduce"], graph["reduce_scatter_rows"], graph["all_gather_rows"]) == (
+            0,
+            3,
+            7,
+        )
 
 
 def recorded(graph_mode: str) -> str:
-    settings = {"graph_mode": graph_mode, "capture_sizes": [1, 8], "pass_config": {"sequence_parallelism": True}}
+    settings = {
+        "graph_mode": graph_mode,
+        "capture_sizes": [1, 8],
+        "pass_config": {"sequence_parallelism": True},
+    }
     if graph_mode == "piecewise":
         settings["splitting_ops"] = ["opgraft::all_gather_rows"]
     try:
@@ -291,13 +321,17 @@ def exchanging(provided: tuple[str, ...]) -> Any:
         functional_oot = {name: kernel(name) for name in provided}  # noqa: RUF012
 
         def forward_oot(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-            return functional.linear.native(input, self.weight, self.bias, self.activation, residual)
+            return functional.linear.native(
+                input, self.weight, self.bias, self.activation, residual
+            )
 
     try:
         if provided:
             Linear.register_oot(Own)
         switches = {"sequence_parallelism": True, "async_tensor_parallelism": True}
-        compiled = stream(Shared(), pass_config=switches, custom_ops=["all"] if provided else ["none"])
+        compiled = stream(
+            Shared(), pass_config=switches, custom_ops=["all"] if provided else ["none"]
+        )
         calls.clear()
         _, collectives, _ = communication(functools.partial(compiled, torch.randn(5, WIDTH)))
     finally:
@@ -332,7 +366,9 @@ def test_a_kernel_for_a_map_is_not_passed_over(two: Ranks) -> None:
 
 def ranks_in_key() -> Any:
     settings = OpgraftConfig().resolved().compilation_config
-    return key_of(Stream(), Example((torch.randn(4, WIDTH),), {}), settings, Sources()).parts["ranks"]
+    return key_of(Stream(), Example((torch.randn(4, WIDTH),), {}), settings, Sources()).parts[
+        "ranks"
+    ]
 
 
 def test_code_is_for_a_place_among_ranks(two: Ranks) -> None:

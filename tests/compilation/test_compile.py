@@ -27,7 +27,9 @@ def semantic(compiled: opgraft.Compiled) -> Counter[str]:
 
 
 def lowering(compiled: opgraft.Compiled, form: str) -> opgraft.Decision:
-    (decision,) = (part for part in compiled.decision.parts if part.subject == f"lowering of {form}")
+    (decision,) = (
+        part for part in compiled.decision.parts if part.subject == f"lowering of {form}"
+    )
     return decision
 
 
@@ -68,7 +70,9 @@ def test_export_comes_first(block: Block, x: torch.Tensor) -> None:
     """The decision says that torch.export has captured the model, and that nothing else was tried."""
     decision = opgraft.compile(block, EAGER, args=(x,)).decision.parts[0]
     assert decision.chosen == "torch.export"
-    assert [(c.name, c.accepted, c.reason) for c in decision.candidates][1:] == [("Dynamo", False, "not needed")]
+    assert [(c.name, c.accepted, c.reason) for c in decision.candidates][1:] == [
+        ("Dynamo", False, "not needed")
+    ]
 
 
 class ThroughNumpy(nn.Module):
@@ -96,7 +100,9 @@ class Branching(nn.Module):
 
 def test_a_branch_on_values_is_refused() -> None:
     """A model whose code depends on values has no graph; the error has the reasons of both ways to one."""
-    with pytest.raises(CompilationError, match=r"Branching cannot be captured.*torch\.export: .*Dynamo: .*Next: "):
+    with pytest.raises(
+        CompilationError, match=r"Branching cannot be captured.*torch\.export: .*Dynamo: .*Next: "
+    ):
         opgraft.compile(Branching().eval(), EAGER, args=(torch.randn(3, 4),))
 
 
@@ -111,7 +117,9 @@ def test_an_operator_without_a_fake_rule_is_named() -> None:
                 found: torch.Tensor = torch.ops.opgraft_untold.untold(x)
                 return found
 
-        with pytest.raises(CompilationError, match=r"Untold cannot be captured.*opgraft_untold\.untold.*Next: "):
+        with pytest.raises(
+            CompilationError, match=r"Untold cannot be captured.*opgraft_untold\.untold.*Next: "
+        ):
             opgraft.compile(Untold().eval(), EAGER, args=(torch.randn(3, 4),))
 
 
@@ -122,7 +130,9 @@ class ApartForOne(nn.Module):
 
 def test_a_batch_of_one_is_verified() -> None:
     """A model that computes something else for a batch of one is refused when it is compiled."""
-    with pytest.raises(CompilationError, match=r"ApartForOne compiled differs .* where the dynamic size is 1"):
+    with pytest.raises(
+        CompilationError, match=r"ApartForOne compiled differs .* where the dynamic size is 1"
+    ):
         opgraft.compile(ApartForOne().eval(), EAGER, args=(torch.randn(3, 4),))
 
 
@@ -151,7 +161,9 @@ def test_nodes_become_the_kernels_of_providers(block: Block, x: torch.Tensor) ->
     """A node whose op has a replacement with that form runs its kernel, and the decision names it."""
     calls = []
 
-    def rms_norm(x: Any, weight: Any = None, eps: float = 1e-6, variance_size: Any = None) -> torch.Tensor:
+    def rms_norm(
+        x: Any, weight: Any = None, eps: float = 1e-6, variance_size: Any = None
+    ) -> torch.Tensor:
         calls.append(x.shape)
         return functional.rms_norm.native(x, weight, eps, variance_size) * 2
 
@@ -234,14 +246,18 @@ def test_strict_mode_compiles_nothing_anew(other: Any, guard: str, example: bool
         if not strict:
             torch.testing.assert_close(compiled(other(x)), model(other(x)))
             continue
-        message = f"strict mode: ThroughNumpy would be .* guard fails: 0/0: {guard}. Next: .*mode to FULL"
+        message = (
+            f"strict mode: ThroughNumpy would be .* guard fails: 0/0: {guard}. Next: .*mode to FULL"
+        )
         with pytest.raises(RecompilationError, match=message):
             compiled(other(x))
         torch.testing.assert_close(compiled(x), model(x))
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_strict_mode_has_no_programs_of_other_sizes(strict: bool, counting: list[fx.GraphModule]) -> None:
+def test_strict_mode_has_no_programs_of_other_sizes(
+    strict: bool, counting: list[fx.GraphModule]
+) -> None:
     """A backend whose programs have fixed sizes makes those of the example and of a batch of one; in strict mode
     another one is an error, which says what to do."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.randn(3, 4)
@@ -268,7 +284,9 @@ def test_what_dynamo_captured_is_not_compiled_anew() -> None:
         compiled = opgraft.compile(ThroughNumpy().eval(), EAGER, args=(torch.randn(3, 4),))
     assert compiled.decision.parts[0].chosen == "Dynamo"
     assert compiled(torch.randn(1, 4)).shape == (1, 4)
-    with pytest.raises(CompilationError, match=r"torch\.float64 on cpu for x, and was captured for torch\.float32"):
+    with pytest.raises(
+        CompilationError, match=r"torch\.float64 on cpu for x, and was captured for torch\.float32"
+    ):
         compiled(torch.randn(3, 4).double())
 
 
@@ -287,9 +305,13 @@ def test_errors_of_the_model_come_through_in_strict_mode() -> None:
         assert compiled(torch.randn(3, 4)).shape == (3,)
 
 
-def test_the_settings_that_hold_apply(block: Block, x: torch.Tensor, counting: list[fx.GraphModule]) -> None:
+def test_the_settings_that_hold_apply(
+    block: Block, x: torch.Tensor, counting: list[fx.GraphModule]
+) -> None:
     """Without a config of its own, a compilation takes the backend that is set."""
-    with opgraft.set_config(OpgraftConfig(compilation_config=CompilationConfig(backend="counting"))):
+    with opgraft.set_config(
+        OpgraftConfig(compilation_config=CompilationConfig(backend="counting"))
+    ):
         opgraft.compile(block, args=(x,))
     assert len(counting) == 1
 
@@ -297,8 +319,14 @@ def test_the_settings_that_hold_apply(block: Block, x: torch.Tensor, counting: l
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda c, x: c(x.double()), "called with torch.float64 on cpu for x, and was captured for torch.float32"),
-        (lambda c, x: c(x[:, :4]), r"called with the shape (3, 4, 16) for x, and was captured for ["),
+        (
+            lambda c, x: c(x.double()),
+            "called with torch.float64 on cpu for x, and was captured for torch.float32",
+        ),
+        (
+            lambda c, x: c(x[:, :4]),
+            r"called with the shape (3, 4, 16) for x, and was captured for [",
+        ),
         (lambda c, x: c(x[0]), "called with the shape (5, 16) for x"),
         (lambda c, x: c(x[:0]), "none of them 0"),
         (lambda c, x: c(x, scale=3.0), "called with other arguments than its example had"),
@@ -306,9 +334,15 @@ def test_the_settings_that_hold_apply(block: Block, x: torch.Tensor, counting: l
         (lambda c, x: c(x.to_sparse()), "a tensor of the layout torch.sparse_coo for x"),
         (lambda c, x: c(x, 2), "called with 2 where its example had 2.0, which is a constant"),
         (lambda c, x: c(x, x), "where its example had 2.0, which is a constant of the graph"),
-        (lambda c, x: c(x, 3.0), "called with 3.0 where its example had 2.0, which is a constant of the graph"),
+        (
+            lambda c, x: c(x, 3.0),
+            "called with 3.0 where its example had 2.0, which is a constant of the graph",
+        ),
         (lambda c, x: c(x.clone().requires_grad_(), 2.0), "requires a gradient"),
-        (lambda c, x: c.model.train() and c(x), "Block is in training mode, and was compiled in evaluation mode"),
+        (
+            lambda c, x: c.model.train() and c(x),
+            "Block is in training mode, and was compiled in evaluation mode",
+        ),
     ],
 )
 def test_calls_that_do_not_fit(block: Block, x: torch.Tensor, call: Any, message: str) -> None:
@@ -338,16 +372,22 @@ def test_what_cannot_be_compiled(block: Block, x: torch.Tensor) -> None:
     endless = Block().eval()
     endless.mlp.outer = endless
     assert opgraft.compile(endless, CompilationConfig(level=0), args=(x,)) is endless
-    with pytest.raises(CompilationError, match=r"Block has no end of modules, .*: mlp\.outer\.mlp\.outer"):
+    with pytest.raises(
+        CompilationError, match=r"Block has no end of modules, .*: mlp\.outer\.mlp\.outer"
+    ):
         modules_of(endless)
     with pytest.raises(TypeError, match="args of type list, expected a tuple"):
         opgraft.compile(block, EAGER, args=[x])  # type: ignore[arg-type]
-    with pytest.raises(CompilationError, match=r"no call of Block\.forward: missing a required argument: 'x'"):
+    with pytest.raises(
+        CompilationError, match=r"no call of Block\.forward: missing a required argument: 'x'"
+    ):
         opgraft.compile(block, EAGER)
     with pytest.raises(CompilationError, match=r"shape \(1, 5, 16\).*give examples of two rows"):
         opgraft.compile(block, EAGER, args=(x[:1],))
     with pytest.raises(ConfigError, match=r"backend is 'inducter', .* did you mean 'inductor'\?"):
         opgraft.compile(block, CompilationConfig(backend="inducter"), args=(x,))
     torch._dynamo.register_backend(lambda module, example: 1 / 0, name="broken")
-    with pytest.raises(CompilationError, match="backend broken fails on the graph: ZeroDivisionError"):
+    with pytest.raises(
+        CompilationError, match="backend broken fails on the graph: ZeroDivisionError"
+    ):
         opgraft.compile(block, CompilationConfig(backend="broken"), args=(x,))

@@ -47,7 +47,10 @@ def attended(size: int) -> tuple[Tensor, ...]:
 
 
 NORMS = ("rms_norm", "fused_add_rms_norm")
-ROWS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, ...]], Mapping[Any, Any], float]] = {
+ROWS: Mapping[
+    str,
+    tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, ...]], Mapping[Any, Any], float],
+] = {
     "copies": (CopyingFirst, rows, {}, 0.95),
     "gated_product": (block, rows, {SiluAndMul: ("silu_and_mul",)}, 0.9),
     "add_rms_norm": (block, rows, {RMSNorm: NORMS}, 0.98),
@@ -75,7 +78,10 @@ ROWS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, 
     "silu_and_mul_quant_fp8": (
         to_8_bits,
         long_rows,
-        {SiluAndMul: ("silu_and_mul", "silu_and_mul_quant_fp8_dynamic"), QuantFP8: ("quant_fp8_dynamic",)},
+        {
+            SiluAndMul: ("silu_and_mul", "silu_and_mul_quant_fp8_dynamic"),
+            QuantFP8: ("quant_fp8_dynamic",),
+        },
         0.98,
     ),
     "attention_quant_fp8": (Heads, attended, {}, 0.98),
@@ -103,5 +109,7 @@ def test_bytes_moved(name: str) -> None:
     for on in (True, False):
         torch.manual_seed(0)
         config = CompilationConfig(level=1, pass_config={name: on})
-        moved.append(traffic_of(opgraft.compile(make().eval(), config, args=inputs(3)), *inputs(64)))
+        moved.append(
+            traffic_of(opgraft.compile(make().eval(), config, args=inputs(3)), *inputs(64))
+        )
     assert moved[0] < most * moved[1]

@@ -29,7 +29,10 @@ FAMILIES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "Llama": ({}, {"gated_product": 2, "joint_linears": 2, "add_rms_norm": 4}),
     "Qwen3": ({}, {"gated_product": 2, "joint_linears": 2, "add_rms_norm": 4, "qk_norm_rope": 2}),
     "Gemma": ({}, {"gated_product": 2, "joint_linears": 2, "add_rms_norm": 4}),
-    "Mixtral": ({"num_local_experts": 4, "num_experts_per_tok": 2}, {"joint_linears": 2, "add_rms_norm": 4}),
+    "Mixtral": (
+        {"num_local_experts": 4, "num_experts_per_tok": 2},
+        {"joint_linears": 2, "add_rms_norm": 4},
+    ),
     "the encoder": ({}, {"joint_linears": 6}),
 }
 """By family, sizes of its own, and by pass how many places are joined."""
@@ -44,14 +47,19 @@ def model_of(family: str) -> Any:
     model: Any = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     for parameter in model.parameters():
         if parameter.dim() == 1:
-            torch.nn.init.normal_(parameter, mean=0.5, std=0.3)  # so that no norm's weight is a factor of one
+            torch.nn.init.normal_(
+                parameter, mean=0.5, std=0.3
+            )  # so that no norm's weight is a factor of one
     return model
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
-@pytest.mark.parametrize("level", [1, *(pytest.param(level, marks=pytest.mark.slow) for level in (2, 3))])
 @pytest.mark.parametrize(
-    "family", [name if name == "Llama" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+    "level", [1, *(pytest.param(level, marks=pytest.mark.slow) for level in (2, 3))]
+)
+@pytest.mark.parametrize(
+    "family",
+    [name if name == "Llama" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
 )
 def test_at_a_level(family: str, level: int) -> None:
     """One graph gives what the plain model gives, in the same class, for 50 sizes, and nothing is compiled anew."""
@@ -59,8 +67,14 @@ def test_at_a_level(family: str, level: int) -> None:
     plain = copy.deepcopy(model)
     opgraft.graft(model)
     given = {} if family == "the encoder" else {"use_cache": False}
-    compiled = opgraft.compile(model, CompilationConfig(level=level), args=(torch.randint(50, (4, 6)),), kwargs=given)
-    joined = {report.name: report.replaced for report in compiled.passes if report.name != "no_ops" and report.replaced}
+    compiled = opgraft.compile(
+        model, CompilationConfig(level=level), args=(torch.randint(50, (4, 6)),), kwargs=given
+    )
+    joined = {
+        report.name: report.replaced
+        for report in compiled.passes
+        if report.name != "no_ops" and report.replaced
+    }
     assert joined == FAMILIES[family][1]
     with torch.no_grad(), torch.compiler.set_stance("fail_on_recompile"):
         for size in range(1, 51):

@@ -42,7 +42,9 @@ class Projections(nn.Module):
 
     def __init__(self, *biases: bool) -> None:
         super().__init__()
-        self.maps = nn.ModuleList([Linear(WIDTH, size, bias) for size, bias in zip((32, 8, 8), biases, strict=True)])
+        self.maps = nn.ModuleList(
+            [Linear(WIDTH, size, bias) for size, bias in zip((32, 8, 8), biases, strict=True)]
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return tuple(each(x) for each in self.maps)
@@ -57,7 +59,8 @@ def projections(*biases: bool) -> Projections:
 
 def expected(model: Projections, x: Tensor) -> list[Tensor]:
     return [
-        x.double() @ each.weight.double().T + (0 if each.bias is None else each.bias.double()) for each in model.maps
+        x.double() @ each.weight.double().T + (0 if each.bias is None else each.bias.double())
+        for each in model.maps
     ]
 
 
@@ -91,7 +94,9 @@ def test_a_model_compiled_again_has_the_same_memory() -> None:
     model.maps[0].weight = nn.Parameter(torch.randn(32, WIDTH), requires_grad=False)
     third = opgraft.compile(model, EAGER, args=(torch.randn(3, 5, WIDTH),))
     expect_computed(third, model)
-    with pytest.raises(CompilationError, match=r"maps\.0\.weight of Projections is another one than when it was"):
+    with pytest.raises(
+        CompilationError, match=r"maps\.0\.weight of Projections is another one than when it was"
+    ):
         compiled[0](torch.randn(2, 5, WIDTH))
 
 
@@ -178,7 +183,9 @@ def test_results_are_quantised_by_the_form_that_computes_them(
     format = form.removesuffix("_static").removesuffix("_dynamic")
     assert counts(compiled, f"rms_norm_{format}") == (2, 2)
     assert counts(compiled, f"silu_and_mul_{format}") == (1, 1)
-    found = {name: count for name, count in forms(compiled).items() if "quant" in name or "norm" in name}
+    found = {
+        name: count for name, count in forms(compiled).items() if "quant" in name or "norm" in name
+    }
     assert found == {
         f"rms_norm_{form}": 1,
         f"fused_add_rms_norm_{form}": 1,
@@ -208,7 +215,10 @@ def test_a_kernel_for_a_part_is_not_passed_over() -> None:
     QuantFP8.register_oot(Counted)
     model = Quantizing(QuantFP8(False, (1, -1)), False).eval().requires_grad_(False)
     compiled = opgraft.compile(model, EAGER, args=(torch.randn(3, 5, ROW),))
-    assert (counts(compiled, "rms_norm_quant_fp8"), counts(compiled, "silu_and_mul_quant_fp8")) == ((2, 0), (1, 0))
+    assert (counts(compiled, "rms_norm_quant_fp8"), counts(compiled, "silu_and_mul_quant_fp8")) == (
+        (2, 0),
+        (1, 0),
+    )
     assert reasons(compiled, "rms_norm_quant_fp8") == ("a provider's kernel is not passed over",)
     calls.clear()
     compiled(torch.randn(2, 5, ROW))

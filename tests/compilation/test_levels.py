@@ -31,14 +31,20 @@ def resolved(**fields: Any) -> CompilationConfig:
         (3, CompilationMode.FULL, "inductor", (1,)),
     ],
 )
-def test_a_level_fills_what_is_open(level: int, mode: CompilationMode, backend: str, sizes: tuple[int, ...]) -> None:
+def test_a_level_fills_what_is_open(
+    level: int, mode: CompilationMode, backend: str, sizes: tuple[int, ...]
+) -> None:
     """A level sets mode, backend, custom ops and sizes; what another setting says stays, and its origin is told."""
     filled = resolved(level=level)
     assert (filled.mode, filled.backend, filled.compile_sizes) == (mode, backend, sizes)
     assert resolved(level=level, backend="aot_eager").backend == "aot_eager"
     assert resolved(level=level, mode=mode) == filled
-    settings = resolve([("there", OpgraftConfig(compilation_config=CompilationConfig(level=level)))])
-    assert settings.origins["compilation_config.mode"] == f"compilation_config.level {level} (there)"
+    settings = resolve(
+        [("there", OpgraftConfig(compilation_config=CompilationConfig(level=level)))]
+    )
+    assert (
+        settings.origins["compilation_config.mode"] == f"compilation_config.level {level} (there)"
+    )
 
 
 @pytest.mark.parametrize(("level", "mode"), [(0, "FULL"), (2, "NONE"), (1, "STOCK_TORCH_COMPILE")])
@@ -61,13 +67,23 @@ def test_linear_layers_keep_their_kernel_above_level_one() -> None:
         assert [settings.enabled(name)[0] for name in ("linear", "rms_norm")] == expected
 
 
-def test_files_and_variables_have_the_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_and_variables_have_the_level(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """JSON, TOML and a variable give a level, beside passes that are switched off."""
-    (tmp_path / "c.json").write_text(json.dumps({"compilation_config": {"level": 3, "pass_config": {"copies": False}}}))
-    (tmp_path / "c.toml").write_text("[compilation_config]\nlevel = 3\npass_config = { copies = false }\n")
+    (tmp_path / "c.json").write_text(
+        json.dumps({"compilation_config": {"level": 3, "pass_config": {"copies": False}}})
+    )
+    (tmp_path / "c.toml").write_text(
+        "[compilation_config]\nlevel = 3\npass_config = { copies = false }\n"
+    )
     for name in ("c.json", "c.toml"):
         found = resolve(read_file(str(tmp_path / name)).layers).config.compilation_config
-        assert (found.mode, found.compile_sizes, found.pass_config) == (CompilationMode.FULL, (1,), {"copies": False})
+        assert (found.mode, found.compile_sizes, found.pass_config) == (
+            CompilationMode.FULL,
+            (1,),
+            {"copies": False},
+        )
     monkeypatch.setenv("OPGRAFT_COMPILATION_CONFIG_LEVEL", "1")
     opgraft.reset()
     assert opgraft.state.host_state().settings().config.compilation_config.backend == "eager"
@@ -93,21 +109,35 @@ def test_contradictions(block: Block, x: Tensor) -> None:
     """Settings of passes and sizes under a mode that has none are errors, and so are passes that there are not."""
     for mode in ("NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE"):
         config = CompilationConfig(mode=mode, pass_config={"copies": False})
-        with pytest.raises(ConfigError, match=rf"pass_config is set, .*mode is {mode}: set it to FULL"):
+        with pytest.raises(
+            ConfigError, match=rf"pass_config is set, .*mode is {mode}: set it to FULL"
+        ):
             opgraft.compile(block, config, args=(x,))
     with pytest.raises(ConfigError, match=r"graph_mode is full, and .*capture_sizes is empty"):
-        opgraft.compile(block, CompilationConfig(level=1, graph_mode="full", capture_sizes=[]), args=(x,))
+        opgraft.compile(
+            block, CompilationConfig(level=1, graph_mode="full", capture_sizes=[]), args=(x,)
+        )
     with pytest.raises(ConfigError, match="backend is '', which cannot be used here"):
         opgraft.compile(block, CompilationConfig(level=1, backend=""), args=(x,))
-    for given in ({"level": 1}, {"mode": "NONE"}, {"mode": "STOCK_TORCH_COMPILE"}, {"level": 2, "backend": "eager"}):
-        with pytest.raises(ConfigError, match=r"cache is set, and keeps code .* set the cache to false, or the others"):
+    for given in (
+        {"level": 1},
+        {"mode": "NONE"},
+        {"mode": "STOCK_TORCH_COMPILE"},
+        {"level": 2, "backend": "eager"},
+    ):
+        with pytest.raises(
+            ConfigError,
+            match=r"cache is set, and keeps code .* set the cache to false, or the others",
+        ):
             opgraft.compile(block, CompilationConfig(cache=True, **given), args=(x,))  # type: ignore[arg-type]
     config = CompilationConfig(level=1, pass_config={"copys": False})
     with pytest.raises(ConfigError, match="pass_config has 'copys': did you mean 'copies'"):
         opgraft.compile(block, config, args=(x,))
 
 
-def test_every_level_computes_what_the_model_does(block: Block, counting: list[fx.GraphModule]) -> None:
+def test_every_level_computes_what_the_model_does(
+    block: Block, counting: list[fx.GraphModule]
+) -> None:
     """Level 0 is the model; 1 and 2 are one graph for any size; 3 has another, which a batch of one alone runs."""
     x = torch.randn(3, 5, WIDTH)
     assert opgraft.compile(block, CompilationConfig(level=0), args=(x,)) is block
@@ -123,7 +153,9 @@ def test_every_level_computes_what_the_model_does(block: Block, counting: list[f
             assert len(counting) == graphs
     (sized,) = compiled.sizes
     assert sized == 1
-    (placeholder,) = (node for node in compiled.sizes[1].graph.graph.nodes if node.op == "placeholder")
+    (placeholder,) = (
+        node for node in compiled.sizes[1].graph.graph.nodes if node.op == "placeholder"
+    )
     assert placeholder.meta["val"].shape == (1, 5, WIDTH)
 
 
@@ -144,10 +176,14 @@ def test_a_size_has_code_of_its_own() -> None:
 def test_sizes_need_one_that_is_dynamic(x: Tensor, block: Block) -> None:
     """Without a dynamic size, or with two of them, compile_sizes say nothing of the graph: an error."""
     config = CompilationConfig(level=1, compile_sizes=[4])
-    with pytest.raises(ConfigError, match=r"compile_sizes is set, and the graph has none for dynamic sizes"):
+    with pytest.raises(
+        ConfigError, match=r"compile_sizes is set, and the graph has none for dynamic sizes"
+    ):
         opgraft.compile(block, config, args=(x,), dynamic_shapes={"x": None})
     dims = {"x": {0: torch.export.Dim("a"), 1: torch.export.Dim("b")}}
-    with pytest.raises(ConfigError, match=r"has s\w+, s\w+ for dynamic sizes, where one is expected"):
+    with pytest.raises(
+        ConfigError, match=r"has s\w+, s\w+ for dynamic sizes, where one is expected"
+    ):
         opgraft.compile(block, config, args=(x,), dynamic_shapes=dims)
 
 
@@ -164,13 +200,17 @@ def test_passes_are_switched(block: Block, x: Tensor) -> None:
 def test_packed_models_keep_their_kernel() -> None:
     """Of a packed model each linear layer is one node over the packed weight, whatever ops are enabled."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.RMSNorm(256), nn.Linear(256, 512), nn.SiLU(), nn.Linear(512, 256, bias=False)).eval()
+    model = nn.Sequential(
+        nn.RMSNorm(256), nn.Linear(256, 512), nn.SiLU(), nn.Linear(512, 256, bias=False)
+    ).eval()
     plain = [parameter.detach().clone().double() for parameter in model.parameters()]
     opgraft.graft(model)
     report = opgraft.pack(model)
     if not report.packed:
         pytest.skip(f"nothing is packed here: {report}")
-    compiled = opgraft.compile(model, CompilationConfig(level=1, custom_ops=["none"]), args=(torch.randn(3, 256),))
+    compiled = opgraft.compile(
+        model, CompilationConfig(level=1, custom_ops=["none"]), args=(torch.randn(3, 256),)
+    )
     names = [str(node.target) for node in compiled.graph.graph.nodes]
     assert names.count("opgraft.packed_only_linear.default") == len(report.packed) == 2
     for size in (1, 5):

@@ -21,7 +21,9 @@ def targets(graph: fx.GraphModule) -> str:
 
 
 @pytest.mark.parametrize("watched", [False, True])
-def test_what_a_kernel_lets_compilers_trace(block: Block, x: Tensor, counting: list[Any], watched: bool) -> None:
+def test_what_a_kernel_lets_compilers_trace(
+    block: Block, x: Tensor, counting: list[Any], watched: bool
+) -> None:
     """It stands in the graph of the backend as the operators that it consists of, and the kernel still has the call of
     the op; where calls are compared with the definition, the kernel is one node that is."""
     calls: list[Any] = []
@@ -64,13 +66,18 @@ class Map(nn.Module):
 @needs_onednn
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("size", "rows", "opaque"), [(64, None, True), (63, None, False), (64, 1, False), (64, 2, True), (64, 9, False)]
+    ("size", "rows", "opaque"),
+    [(64, None, True), (63, None, False), (64, 1, False), (64, 2, True), (64, 9, False)],
 )
 def test_a_linear_layer_that_no_kernel_is_for_is_inlined(
     dtype: torch.dtype, size: int, rows: int | None, opaque: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the size of its weight, and in code for one number of rows by that; other layers are one operator."""
-    use_tables(monkeypatch, {name: {dtype: (packed_linear.RowRange(64, 2, 8),)} for name in packed_linear.PACKED}, {})
+    use_tables(
+        monkeypatch,
+        {name: {dtype: (packed_linear.RowRange(64, 2, 8),)} for name in packed_linear.PACKED},
+        {},
+    )
     model, x = Map(size, 1).to(dtype), torch.randn(rows or 5, 1).to(dtype)
     shapes = None if rows else ({0: torch.export.Dim.DYNAMIC},)
     program = torch.export.export(model, (x,), dynamic_shapes=shapes)

@@ -96,7 +96,9 @@ def test_a_backend_and_a_pass_of_a_plugin(by: str, site: Any, warm_python: str) 
     else:
         site.platform("acme", probe="return Evidence(True, 'it is there')", platform=PLATFORM)
     environ = {**os.environ, "PYTHONPATH": str(site.folder)}
-    ended = subprocess.run([warm_python, "-c", USE], env=environ, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [warm_python, "-c", USE], env=environ, capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     level_1 = ("acme", 2) if by == "plugin" else ("eager", 1)
     assert json.loads(ended.stdout) == ["acme", ["acme_times_one", 1, 1], *level_1]

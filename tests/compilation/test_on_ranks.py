@@ -32,7 +32,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 class WithLogits(nn.Module):
     def __init__(self, folder: str) -> None:
         super().__init__()
-        self.decoder: Any = load_model(OpgraftConfig(model=ModelConfig(name=folder, dtype="float32")))
+        self.decoder: Any = load_model(
+            OpgraftConfig(model=ModelConfig(name=folder, dtype="float32"))
+        )
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         logits: Tensor = self.decoder.compute_logits(self.decoder(ids, positions))
@@ -40,10 +42,14 @@ class WithLogits(nn.Module):
 
 
 def inputs(size: int) -> tuple[Tensor, Tensor]:
-    return torch.randint(3, 99, (size,), generator=torch.Generator().manual_seed(size)), torch.arange(size)
+    return torch.randint(
+        3, 99, (size,), generator=torch.Generator().manual_seed(size)
+    ), torch.arange(size)
 
 
-def compiled_logits(folder: str, settings: dict[str, Any], sizes: list[int]) -> tuple[list[Tensor], Counter[str]]:
+def compiled_logits(
+    folder: str, settings: dict[str, Any], sizes: list[int]
+) -> tuple[list[Tensor], Counter[str]]:
     """The logits for each size, once they are those of the model itself, and the operators of the graph."""
     model = WithLogits(folder).eval()
     compiled = opgraft.compile(model, CompilationConfig(**settings), args=inputs(8))
@@ -77,7 +83,9 @@ EXPECTED: dict[tuple[str, ...], dict[str, int]] = {
     "settings",
     [
         pytest.param({"level": 0}, marks=pytest.mark.slow),
-        pytest.param({"level": 1, "pass_config": {"all_reduce_rms_norm": False}}, marks=pytest.mark.slow),
+        pytest.param(
+            {"level": 1, "pass_config": {"all_reduce_rms_norm": False}}, marks=pytest.mark.slow
+        ),
         {"level": 1, "splitting_ops": ["opgraft::all_reduce_rms_norm", "opgraft::all_gather"]},
         {"level": 1, "pass_config": {"sequence_parallelism": True}},
         {
@@ -97,14 +105,20 @@ def test_at_a_level(settings: dict[str, Any], llama: str, two: Ranks) -> None:
     if settings["level"]:
         expected = {"all_gather": 1, **EXPECTED[tuple(settings.get("pass_config", {}))]}
         words = ("all_", "_scatter", "linear")
-        assert {name: count for name, count in graph.items() if any(word in name for word in words)} == expected
+        assert {
+            name: count for name, count in graph.items() if any(word in name for word in words)
+        } == expected
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own, where inductor starts
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated"
+)  # torch's own, where inductor starts
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(("level", "cache"), [(3, False), (2, True)])
-def test_by_inductor(level: int, cache: bool, apart: bool, llama: str, two: Ranks, tmp_path: Path) -> None:
+def test_by_inductor(
+    level: int, cache: bool, apart: bool, llama: str, two: Ranks, tmp_path: Path
+) -> None:
     """Generated code calls the collectives, from the cache too, of all rows and of parts."""
     settings = {"level": level, "cache": cache, "pass_config": {"sequence_parallelism": apart}}
     settings |= {"cache_folder": str(tmp_path)} if cache else {}

@@ -25,7 +25,9 @@ def compiled_for(model: nn.Module, *passes: str) -> opgraft.Compiled:
     """The model compiled by the backend eager, with passes of this file besides opgraft's own."""
     names = [f"{__name__}:{name}" for name in passes]
     compiled = opgraft.compile(
-        model.eval(), CompilationConfig(backend="eager", user_passes=names), args=(torch.randn(3, 5, WIDTH),)
+        model.eval(),
+        CompilationConfig(backend="eager", user_passes=names),
+        args=(torch.randn(3, 5, WIDTH),),
     )
     assert isinstance(compiled, opgraft.Compiled)
     return compiled
@@ -38,7 +40,11 @@ def counts(compiled: opgraft.Compiled, name: str) -> tuple[int, int]:
 
 def targets(compiled: opgraft.Compiled) -> Counter[str]:
     """The operators of a graph by name, without overload."""
-    names = [str(node.target).split(".") for node in compiled.graph.graph.nodes if node.op == "call_function"]
+    names = [
+        str(node.target).split(".")
+        for node in compiled.graph.graph.nodes
+        if node.op == "call_function"
+    ]
     return Counter(parts[1] for parts in names if len(parts) > 1)
 
 
@@ -54,7 +60,9 @@ def test_what_changes_nothing_is_removed() -> None:
     compiled = compiled_for(model)
     matched, replaced = counts(compiled, "no_ops")
     assert matched == replaced >= 4
-    assert targets(compiled) - Counter(("sym_size", "sym_size")) == Counter(("to", "mul", "reshape"))
+    assert targets(compiled) - Counter(("sym_size", "sym_size")) == Counter(
+        ("to", "mul", "reshape")
+    )
     assert torch.equal(compiled(x), model(x))
 
 
@@ -107,7 +115,11 @@ def test_gate_and_up_are_joined(block: Block, x: Tensor) -> None:
     """Gate, up and their product are one linear map over the memory of both, whose writes it sees, and one form."""
     compiled = opgraft.compile(block, EAGER, args=(x,))
     assert counts(compiled, "gated_product") == (1, 1)
-    assert (targets(compiled)["linear"], targets(compiled)["silu_and_mul"], targets(compiled)["silu"]) == (2, 1, 0)
+    assert (
+        targets(compiled)["linear"],
+        targets(compiled)["silu_and_mul"],
+        targets(compiled)["silu"],
+    ) == (2, 1, 0)
     block.mlp.get_submodule("up").weight.mul_(2)
     torch.testing.assert_close(compiled(x)["normed"], block(x)["normed"], rtol=1e-5, atol=1e-5)
 
@@ -137,7 +149,11 @@ class Doubling(GraphPass):
         (output,) = (node for node in module.graph.nodes if node.op == "output")
         (results,) = output.args
         with module.graph.inserting_before(output):
-            output.args = (tuple(module.graph.call_function(torch.ops.aten.mul.Tensor, (r, 2.0)) for r in results),)
+            output.args = (
+                tuple(
+                    module.graph.call_function(torch.ops.aten.mul.Tensor, (r, 2.0)) for r in results
+                ),
+            )
         return Outcome(len(results), len(results))
 
 
@@ -167,7 +183,9 @@ class Narrowing(Doubling):
 
 
 def _double(module: fx.GraphModule, node: fx.Node) -> fx.Node:
-    return module.graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": torch.float64})
+    return module.graph.call_function(
+        torch.ops.aten._to_copy.default, (node,), {"dtype": torch.float64}
+    )
 
 
 class Casting(Doubling):
@@ -234,10 +252,15 @@ def test_passes_of_a_user_run_after_the_others() -> None:
     with pytest.raises(CompilationError, match="differs from the model itself"):
         compiled_for(model, "Doubling")
     config = CompilationConfig(backend="eager", user_passes=[f"{__name__}:Doubling"])
-    with pytest.raises(CompilationError, match="differs from the model itself, by more than rounding: where it draws"):
+    with pytest.raises(
+        CompilationError,
+        match="differs from the model itself, by more than rounding: where it draws",
+    ):
         opgraft.compile(model.eval(), config, args=(x,), dynamic_shapes=(None,))
     compiled = compiled_for(model, "OtherSizes")
-    assert [report.name for report in compiled.passes] == [each.name for each in BUILT_IN if each.is_default]
+    assert [report.name for report in compiled.passes] == [
+        each.name for each in BUILT_IN if each.is_default
+    ]
     assert re.fullmatch("[0-9a-f]{12}", plain.passes[0].source_hash)
     assert Doubling().source_hash() != plain.passes[0].source_hash
     assert torch.equal(compiled(x)[0], plain(x)[0])
@@ -246,14 +269,32 @@ def test_passes_of_a_user_run_after_the_others() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Raising", r"the pass raising \(.*Raising\) breaks the graph of Residuals: KeyError: 'of the pass'"),
-        ("Narrowing", "the pass narrowing .* breaks the graph of Residuals: ValueError: .* returned"),
-        ("Casting", "the pass casting .* breaks the graph of Residuals: ValueError: output returns .*float64"),
-        ("Unused", "the pass unused .* breaks the graph of Residuals: ValueError: its placeholder nodes are "),
-        ("Texts", "the pass texts .* breaks the graph of Residuals: TypeError: 'str' object cannot be interpreted"),
+        (
+            "Raising",
+            r"the pass raising \(.*Raising\) breaks the graph of Residuals: KeyError: 'of the pass'",
+        ),
+        (
+            "Narrowing",
+            "the pass narrowing .* breaks the graph of Residuals: ValueError: .* returned",
+        ),
+        (
+            "Casting",
+            "the pass casting .* breaks the graph of Residuals: ValueError: output returns .*float64",
+        ),
+        (
+            "Unused",
+            "the pass unused .* breaks the graph of Residuals: ValueError: its placeholder nodes are ",
+        ),
+        (
+            "Texts",
+            "the pass texts .* breaks the graph of Residuals: TypeError: 'str' object cannot be interpreted",
+        ),
         ("Choosy", "the pass choosy .* breaks the graph of Residuals: KeyError: 'of applies'"),
         ("Unread", "the pass unread .* breaks the graph of Residuals: OSError: no source"),
-        ("Disordering", "the pass disordering .* breaks the graph of Residuals: .*before it has been defined"),
+        (
+            "Disordering",
+            "the pass disordering .* breaks the graph of Residuals: .*before it has been defined",
+        ),
     ],
 )
 def test_a_pass_that_breaks_the_graph_is_named(name: str, message: str) -> None:
@@ -283,7 +324,9 @@ def test_graphs_are_written_down(tmp_path: Path) -> None:
     compiled = opgraft.compile(Residuals().eval(), config, args=example)
     files = sorted(tmp_path.glob("graphs/*"))
     steps = ["captured", *(report.name for report in compiled.passes)]
-    assert [file.name for file in files] == [f"{number:02}-{step}.txt" for number, step in enumerate(steps)]
+    assert [file.name for file in files] == [
+        f"{number:02}-{step}.txt" for number, step in enumerate(steps)
+    ]
     assert "fused_add_rms_norm" not in files[0].read_text()
     assert "fused_add_rms_norm" in files[-1].read_text()
     (tmp_path / "file").write_text("")

@@ -32,7 +32,9 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         sequences, length, _ = x.shape
-        rows = self.norm(x).reshape(sequences * length, WIDTH)  # a size that is a multiple of the batch's
+        rows = self.norm(x).reshape(
+            sequences * length, WIDTH
+        )  # a size that is a multiple of the batch's
         query, key, value = self.qkv(rows).view(sequences, length, 3 * WIDTH).chunk(3, dim=-1)
         return x + self.act(self.out(scaled_dot_product_attention(query, key, value)))
 
@@ -61,14 +63,18 @@ def decoder() -> Decoder:
 
 
 def compiled(model: nn.Module, backend: str = "counting", **settings: Any) -> opgraft.Compiled:
-    return opgraft.compile(model, CompilationConfig(backend=backend, **settings), args=(torch.randn(4, 5, WIDTH),))  # type: ignore[no-any-return]
+    return opgraft.compile(
+        model, CompilationConfig(backend=backend, **settings), args=(torch.randn(4, 5, WIDTH),)
+    )  # type: ignore[no-any-return]
 
 
 def execution(found: opgraft.Compiled) -> opgraft.Decision:
     return found.decision.parts[-1]
 
 
-def expect_alike(found: opgraft.Compiled, model: nn.Module, sizes: Any = (1, 2, 3, 5, 8, 50)) -> None:
+def expect_alike(
+    found: opgraft.Compiled, model: nn.Module, sizes: Any = (1, 2, 3, 5, 8, 50)
+) -> None:
     earlier = []
     for size in sizes:
         x = torch.randn(size, 5, WIDTH)
@@ -80,7 +86,9 @@ def expect_alike(found: opgraft.Compiled, model: nn.Module, sizes: Any = (1, 2, 
 
 
 @pytest.mark.parametrize("layers", [1, 2, 4])
-def test_layers_of_attention_give_two_pieces_each_and_one_more(layers: int, counting: list[Any]) -> None:
+def test_layers_of_attention_give_two_pieces_each_and_one_more(
+    layers: int, counting: list[Any]
+) -> None:
     """What is before the first, between two and behind the last has code each; that between two serves for all."""
     model = Decoder(layers).eval().requires_grad_(False)
     found = compiled(model, splitting_ops=(SDPA,))
@@ -100,7 +108,9 @@ def test_equal_pieces_have_weights_of_their_own(decoder: Decoder, counting: list
 
 
 @pytest.mark.parametrize("mode", ["piecewise", "full"])
-def test_calls_are_padded_to_the_next_size(decoder: Decoder, mode: str, counting: list[Any]) -> None:
+def test_calls_are_padded_to_the_next_size(
+    decoder: Decoder, mode: str, counting: list[Any]
+) -> None:
     """Every size of the batch has the model's results: those that are recorded, between them, and above them."""
     made: list[tuple[int, ...]] = []
 
@@ -133,7 +143,9 @@ def test_what_mixes_rows_of_a_batch_is_refused(counting: list[Any]) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x - x.mean(0)
 
-    with pytest.raises(CompilationError, match=r"Centred compiled differs from the model itself where .* is 3"):
+    with pytest.raises(
+        CompilationError, match=r"Centred compiled differs from the model itself where .* is 3"
+    ):
         compiled(Centred().eval(), graph_mode="full", capture_sizes=(1, 4))
 
 
@@ -160,13 +172,17 @@ def test_what_the_host_must_see_is_not_recorded(counting: list[Any]) -> None:
     ({"graph_mode": "partly"}, "one of none, piecewise, full"),
     ({"graph_mode": "full", "capture_sizes": (0, 1)}, r"capture_sizes is \(0, 1\): use sizes of at least 1"),
 ])  # fmt: skip
-def test_wrong_settings(decoder: Decoder, settings: dict[str, Any], message: str, counting: list[Any]) -> None:
+def test_wrong_settings(
+    decoder: Decoder, settings: dict[str, Any], message: str, counting: list[Any]
+) -> None:
     """The error names the setting, its value and what to write."""
     with pytest.raises(ConfigError, match=message):
         compiled(decoder, **settings)
 
 
-def test_one_size_is_dynamic_where_graphs_are_recorded(decoder: Decoder, counting: list[Any]) -> None:
+def test_one_size_is_dynamic_where_graphs_are_recorded(
+    decoder: Decoder, counting: list[Any]
+) -> None:
     """Without a batch there is nothing to record graphs for, and the error names the sizes."""
     config = CompilationConfig(backend="counting", graph_mode="full")
     with pytest.raises(ConfigError, match="the graph has none for dynamic sizes"):
@@ -188,12 +204,16 @@ def test_a_size_is_not_exchanged(counting: list[Any]) -> None:
 @pytest.mark.slow
 def test_pieces_by_inductor(decoder: Decoder) -> None:
     """Generated code of pieces serves any size of the batch."""
-    expect_alike(compiled(decoder, "inductor", graph_mode="piecewise", capture_sizes=(1, 4)), decoder)
+    expect_alike(
+        compiled(decoder, "inductor", graph_mode="piecewise", capture_sizes=(1, 4)), decoder
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"splitting_ops": (SDPA,)}, {"graph_mode": "full", "capture_sizes": (1, 4)}])
+@pytest.mark.parametrize(
+    "settings", [{"splitting_ops": (SDPA,)}, {"graph_mode": "full", "capture_sizes": (1, 4)}]
+)
 def test_code_of_pieces_is_kept(
     decoder: Decoder, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,7 +226,9 @@ def test_code_of_pieces_is_kept(
 
     monkeypatch.setattr("opgraft.compilation.packages.write_package", writing)
     settings = {**settings, "cache": True, "cache_folder": str(tmp_path / "cache")}
-    model = decoder.layers[1] if "graph_mode" in settings else decoder  # which returns a constant, too
+    model = (
+        decoder.layers[1] if "graph_mode" in settings else decoder
+    )  # which returns a constant, too
     number = 1 if "graph_mode" in settings else 3
     for _ in range(2):
         found, x = compiled(model, "inductor", **settings), torch.randn(3, 5, WIDTH)

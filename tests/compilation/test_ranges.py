@@ -31,7 +31,10 @@ def ran() -> Iterator[list[fx.GraphModule]]:
 
     known = torch._dynamo.backends.registry
     known.lookup_backend("eager")  # imports all the others, which would be forgotten with this one
-    with patch.dict(known._BACKENDS), patch.dict(known._COMPILER_FNS):  # a name that is registered is so for good
+    with (
+        patch.dict(known._BACKENDS),
+        patch.dict(known._COMPILER_FNS),
+    ):  # a name that is registered is so for good
         known.register_backend(backend, name="noting")
         yield graphs
 
@@ -42,7 +45,9 @@ def model() -> nn.Module:
 
 def test_a_call_runs_the_code_nearest_to_its_size(ran: list[fx.GraphModule]) -> None:
     """A size has its own code, else that of its range, ends included, else that for any; the decision lists them."""
-    config = CompilationConfig(level=2, backend="noting", compile_sizes=[4], compile_ranges=["9-16", "2-8"])
+    config = CompilationConfig(
+        level=2, backend="noting", compile_sizes=[4], compile_ranges=["9-16", "2-8"]
+    )
     net = model()
     found = opgraft.compile(net, config, args=(torch.randn(3, 3),))
     assert list(found.ranges) == [range(2, 9), range(9, 17)]
@@ -56,7 +61,9 @@ def test_a_call_runs_the_code_nearest_to_its_size(ran: list[fx.GraphModule]) -> 
     assert runs[2] is runs[5] is runs[8]
     assert runs[9] is runs[16]
     assert len({*runs.values()}) == 4
-    (sizes,) = (part for part in found.decision.parts if part.subject == "sizes with code of their own")
+    (sizes,) = (
+        part for part in found.decision.parts if part.subject == "sizes with code of their own"
+    )
     assert sizes.chosen == "4, 2-8, 9-16"
 
 
@@ -123,9 +130,14 @@ def test_ranges_within_dynamic_shapes() -> None:
     assert list(found.ranges) == [range(4, 33)]
     for size in (1, 64):
         assert found(torch.randn(size, 3)).shape[0] == size
-    with pytest.raises(CompilationError, match=r"called with the size 65 for \w+, .* for 1 to 64, as dynamic_shapes"):
+    with pytest.raises(
+        CompilationError,
+        match=r"called with the size 65 for \w+, .* for 1 to 64, as dynamic_shapes",
+    ):
         found(torch.randn(65, 3))
-    found = opgraft.compile(net, config, args=(torch.randn(5, 3),), dynamic_shapes={"input": {0: Dim("n", min=4)}})
+    found = opgraft.compile(
+        net, config, args=(torch.randn(5, 3),), dynamic_shapes={"input": {0: Dim("n", min=4)}}
+    )
     assert found(torch.randn(4, 3)).shape[0] == 4
     with pytest.raises(CompilationError, match="called with the size 3 for "):
         found(x)
@@ -137,9 +149,15 @@ def test_ranges_within_dynamic_shapes() -> None:
 @pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
 def test_ranges_are_kept(tmp_path: Path) -> None:
     """The cache has the code of each range apart from that for any size, and finds both again."""
-    settings: Any = {"cache": True, "cache_folder": str(tmp_path / "cache"), "compile_ranges": ["2-8"]}
+    settings: Any = {
+        "cache": True,
+        "cache_folder": str(tmp_path / "cache"),
+        "compile_ranges": ["2-8"],
+    }
     net, x = model(), torch.randn(3, 3)
-    first, second = (opgraft.compile(net, CompilationConfig(**settings), args=(x,)) for _ in range(2))
+    first, second = (
+        opgraft.compile(net, CompilationConfig(**settings), args=(x,)) for _ in range(2)
+    )
     assert (first.graph is None, second.graph is None) == (False, True)
     assert list(second.ranges) == [range(2, 9)]
     (general, own) = (first._codes[each].packaged.key for each in (ALL_SIZES, range(2, 9)))

@@ -49,7 +49,9 @@ class Hidden(nn.Module):
             head_dim=HEAD_SIZE,
         )
         torch.manual_seed(0)
-        self.model = getattr(transformers, f"{family.replace('Text', '')}{'Text' * ('Text' in family)}Model")(config)
+        self.model = getattr(
+            transformers, f"{family.replace('Text', '')}{'Text' * ('Text' in family)}Model"
+        )(config)
         for name, parameter in self.named_parameters():
             if name.endswith(("q_norm.weight", "k_norm.weight")):
                 parameter.data.normal_(1, 0.5)
@@ -61,7 +63,11 @@ class Hidden(nn.Module):
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [*(("Qwen3", dtype) for dtype in LIMITS), ("Gemma3Text", torch.float64), ("Gemma3Text", torch.bfloat16)],
+    [
+        *(("Qwen3", dtype) for dtype in LIMITS),
+        ("Gemma3Text", torch.float64),
+        ("Gemma3Text", torch.bfloat16),
+    ],
 )
 def test_in_models_of_transformers(family: str, dtype: torch.dtype) -> None:
     """Each layer's norms and rotations are one node, of whatever operators the rotation consists; the result stays."""
@@ -152,7 +158,9 @@ def test_what_is_read_besides_stays_apart() -> None:
         (("rotary_embedding", "qk_norm_rope"), (1, 1), "qk_norm_rope"),
     ],
 )
-def test_a_kernel_for_a_part_is_not_passed_over(names: tuple[str, ...], expected: tuple[int, int], ran: str) -> None:
+def test_a_kernel_for_a_part_is_not_passed_over(
+    names: tuple[str, ...], expected: tuple[int, int], ran: str
+) -> None:
     """Where somebody provides a kernel for the rotation alone it runs; one for the joined form runs in its place."""
     provide(RotaryEmbedding, *names)
     found = compiled(Attending().eval(), *drawn(3))

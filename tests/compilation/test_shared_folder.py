@@ -86,7 +86,9 @@ def names(url: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # torch's own, where inductor starts
+@pytest.mark.filterwarnings(
+    "ignore:.*script_method.*:DeprecationWarning"
+)  # torch's own, where inductor starts
 def test_what_one_machine_compiles_others_take(
     machine: Callable[..., opgraft.Compiled], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -96,7 +98,9 @@ def test_what_one_machine_compiles_others_take(
     assert machine("first", url).decision.reason.startswith("one graph")
     assert count_entries(url) == len(names(url)) == 2
     for _ in range(2):
-        assert machine("second", url).decision.reason.startswith("taken from the cache of compiled code")
+        assert machine("second", url).decision.reason.startswith(
+            "taken from the cache of compiled code"
+        )
     assert "share" not in caplog.text
 
 
@@ -141,7 +145,10 @@ def test_what_is_not_meant_is_refused(
 
 
 def test_a_folder_that_fails_is_told_once(
-    full: CompilationCache, empty: CompilationCache, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    full: CompilationCache,
+    empty: CompilationCache,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """One that is no folder, or has no file system, raises nothing, and is let be afterwards."""
     (tmp_path / "file").write_text("")
@@ -157,11 +164,15 @@ def test_a_folder_that_fails_is_told_once(
 
 def test_a_key_is_needed(machine: Callable[..., opgraft.Compiled], tmp_path: Path) -> None:
     """What is in the folder is code: without a key, or with one that others may read, nothing is compiled."""
-    with pytest.raises(ConfigError, match="cache_key is not: what is there is code, which is taken only if it is"):
+    with pytest.raises(
+        ConfigError, match="cache_key is not: what is there is code, which is taken only if it is"
+    ):
         machine("first", str(tmp_path), cache_key=None)
     (tmp_path / "open").write_bytes(SIGNING)
     (tmp_path / "open").chmod(0o644)
-    with pytest.raises(ConfigError, match=r"cache_key cannot be used: InputError: the key .* others may read"):
+    with pytest.raises(
+        ConfigError, match=r"cache_key cannot be used: InputError: the key .* others may read"
+    ):
         machine("first", str(tmp_path), cache_key=str(tmp_path / "open"))
 
 
@@ -187,6 +198,10 @@ def test_the_command_line_tells_of_it(cli: Any, tmp_path: Path) -> None:
     """`opgraft cache info` counts what is in the folder, or says why it cannot."""
     (tmp_path / "shared").mkdir()
     told = cli("cache", "info", "--json", "--compilation_config.cache_remote", f"{tmp_path}/shared")
-    assert json.loads(told.stdout)["shared"] == {"folder": f"{tmp_path}/shared", "entries": 0, "problem": None}
+    assert json.loads(told.stdout)["shared"] == {
+        "folder": f"{tmp_path}/shared",
+        "entries": 0,
+        "problem": None,
+    }
     told = cli("cache", "info", "--compilation_config.cache_remote", "nonsense://there")
     assert "shared: the folder nonsense://there cannot be read: ValueError: " in told.stdout

@@ -49,7 +49,11 @@ def test_lookup_finds_the_smallest_that_fits(sizes: list[int], size: int) -> Non
     [
         (decode_buckets(), 257, r"decode batch 257 .* 256.*decode_buckets\(largest"),
         (prefill_buckets(1000), 1001, r"prefill length 1001 .* 1000.*prefill_buckets\(max_length"),
-        (Buckets((4, 8), "image count", "VisionConfig.images"), 9, r"image count 9 .* 8.*VisionConfig\.images"),
+        (
+            Buckets((4, 8), "image count", "VisionConfig.images"),
+            9,
+            r"image count 9 .* 8.*VisionConfig\.images",
+        ),
         (decode_buckets(), -1, "decode batch -1"),
     ],
 )
@@ -86,7 +90,9 @@ def test_prefill_buckets_refuse_what_is_not_positive(max_length: int, smallest: 
     st.integers(0, 16),
     st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]),
 )
-def test_padding_can_be_taken_back(shape: list[int], dim: int, size: int, dtype: torch.dtype) -> None:
+def test_padding_can_be_taken_back(
+    shape: list[int], dim: int, size: int, dtype: torch.dtype
+) -> None:
     """Along any dimension and in any dtype, padding reaches the bucket and unpadding gives the tensor back."""
     buckets = prefill_buckets(16, 4)
     dim = dim % len(shape)

@@ -25,7 +25,10 @@ def test_native_is_a_choice_that_no_other_setting_overrules(scale, fast_scale, m
     assert op.op_class is scale
     assert str(op.binding.kernel.winner) == "Scale.forward_native"
     assert op.decision.reason.count("providers asks for 'native'") == 2
-    assert op.decision.setting == "providers is set by a block, which outranks OPGRAFT_PROVIDERS: change it there"
+    assert (
+        op.decision.setting
+        == "providers is set by a block, which outranks OPGRAFT_PROVIDERS: change it there"
+    )
     monkeypatch.setattr(scale, "enabled", classmethod(lambda cls: True))
     with set_config(OpgraftConfig(providers="scale=native")):
         opgraft.reset()
@@ -97,9 +100,18 @@ def test_a_device_without_a_compute_level() -> None:
         (lambda: When(dtype="bf16"), "'bf16'.* is no floating-point dtype: .*bfloat16"),
         (lambda: When(dtype="float32,half"), "'half'.* is no floating-point dtype: "),
         (lambda: When(dtype="int8"), "'int8'.* is no floating-point dtype: "),
-        (lambda: RMSNorm.register_oot(priority="high")(type("A", (RMSNorm,), {})), "priority='high': use an integer"),
-        (lambda: RMSNorm.register_oot(when="cuda")(type("A", (RMSNorm,), {})), r"when='cuda': use opgraft\.When"),
-        (lambda: RMSNorm.register_oot(supports=8)(type("A", (RMSNorm,), {})), "supports=8: use a function"),
+        (
+            lambda: RMSNorm.register_oot(priority="high")(type("A", (RMSNorm,), {})),
+            "priority='high': use an integer",
+        ),
+        (
+            lambda: RMSNorm.register_oot(when="cuda")(type("A", (RMSNorm,), {})),
+            r"when='cuda': use opgraft\.When",
+        ),
+        (
+            lambda: RMSNorm.register_oot(supports=8)(type("A", (RMSNorm,), {})),
+            "supports=8: use a function",
+        ),
     ],
 )
 def test_options_of_a_registration_are_checked(make, message: str) -> None:
@@ -157,7 +169,9 @@ def test_arguments_decide_where_an_op_declares_it(compiled: bool) -> None:
         x = torch.randn(rows, 4)
         expected = torch.nn.functional.rms_norm(x.double(), (4,), eps=1e-6) + added
         torch.testing.assert_close(call(x).double(), expected, rtol=1e-5, atol=1e-5)
-    assert "where its supports= is false of the arguments the op's own kernel runs" in str(op.decision)
+    assert "where its supports= is false of the arguments the op's own kernel runs" in str(
+        op.decision
+    )
     with set_config(OpgraftConfig(providers="rms_norm=native")):
         assert RMSNorm(4)(torch.zeros(2, 4)).sum() == 0
 
@@ -175,8 +189,16 @@ class WithFunctions(RMSNorm):
 @pytest.mark.parametrize(
     ("replacement", "supports", "message"),
     [
-        (EvenScale, lambda y: True, r"does not take what the op is called with: the call \(x=…\) fails"),
-        (WithFunctions, even, "would not be asked by functional forms: test in the functions of functional_oot"),
+        (
+            EvenScale,
+            lambda y: True,
+            r"does not take what the op is called with: the call \(x=…\) fails",
+        ),
+        (
+            WithFunctions,
+            even,
+            "would not be asked by functional forms: test in the functions of functional_oot",
+        ),
     ],
 )
 def test_a_test_of_arguments_that_could_not_work(replacement: type, supports, message: str) -> None:
@@ -188,13 +210,17 @@ def test_a_test_of_arguments_that_could_not_work(replacement: type, supports, me
 def test_a_class_that_is_no_op_has_no_call_to_test() -> None:
     """The arguments of an op are tested, and those of no other class."""
     with pytest.raises(RegistrationError, match="is for ops, and Communicator is none"):
-        Communicator.register_oot(supports=even)(type("Mine", (Communicator,), {"remark": lambda self, owner: ""}))
+        Communicator.register_oot(supports=even)(
+            type("Mine", (Communicator,), {"remark": lambda self, owner: ""})
+        )
 
 
 def test_a_layer_takes_the_same_options(scale) -> None:
     """``PluggableLayer.register_oot`` passes them on."""
     replacement = type("Even", (scale,), {"forward_oot": lambda self, x, bias=None: x})
-    PluggableLayer.register_oot(replacement, "Scale", supports=lambda x, bias=None: x.shape[-1] == 4)
+    PluggableLayer.register_oot(
+        replacement, "Scale", supports=lambda x, bias=None: x.shape[-1] == 4
+    )
     assert CustomOp.op_registry_oot["Scale"] is replacement
     torch.testing.assert_close(scale()(torch.ones(4)), torch.ones(4))
     torch.testing.assert_close(scale(2)(torch.ones(2)), torch.full((2,), 2.0))

@@ -78,7 +78,9 @@ def test_modes_have_the_numbers_of_vllm(given: object, mode: CompilationMode) ->
 
 def test_an_inner_layer_wins_field_by_field() -> None:
     """Unset fields of a higher layer let the lower layer through, and the origin names the layer that counts."""
-    settings = resolve([("low", OpgraftConfig(strict=True, platform="cpu")), ("high", OpgraftConfig(strict=False))])
+    settings = resolve(
+        [("low", OpgraftConfig(strict=True, platform="cpu")), ("high", OpgraftConfig(strict=False))]
+    )
     assert settings.config.strict is False
     assert settings.config.platform == "cpu"
     assert settings.origins["strict"] == "high"
@@ -125,7 +127,9 @@ def test_an_empty_allow_list_means_none() -> None:
     assert read_environment({"OPGRAFT_PLATFORM": ""}).layers == ()
 
 
-def test_a_contradiction_in_the_environment_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contradiction_in_the_environment_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The error about a value tells which variable holds it."""
     monkeypatch.setenv("OPGRAFT_CUSTOM_OPS", "all,none")
     opgraft.reset()
@@ -136,7 +140,9 @@ def test_a_contradiction_in_the_environment_names_the_variable(monkeypatch: pyte
 def test_dotted_names_reach_every_field() -> None:
     """The command line's dotted names make the same config as the constructors."""
     made = config_from_fields({"strict": True, "compilation_config.custom_ops": ["none,+a"]})
-    assert made == OpgraftConfig(strict=True, compilation_config=CompilationConfig(custom_ops=["none", "+a"]))
+    assert made == OpgraftConfig(
+        strict=True, compilation_config=CompilationConfig(custom_ops=["none", "+a"])
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,7 +164,10 @@ def test_command_line_values_are_parsed(name: str, text: str, expected: object) 
     [
         (lambda: parse_text("providers", "{"), "not valid JSON"),
         (lambda: parse_text("strict", "perhaps"), "not a flag"),
-        (lambda: parse_text("compilation_config.custom_op", "all"), "did you mean 'compilation_config.custom_ops'"),
+        (
+            lambda: parse_text("compilation_config.custom_op", "all"),
+            "did you mean 'compilation_config.custom_ops'",
+        ),
         (lambda: config_from_fields({"strcit": True}), "did you mean 'strict'"),
         (lambda: CompilationConfig(mode="FAST"), "mode is 'FAST'"),
         (lambda: OpgraftConfig(plugins="toy"), "use a list of strings"),
@@ -171,8 +180,12 @@ def test_bad_values_are_config_errors(call, message: str) -> None:
         call()
 
 
-@pytest.mark.parametrize(("word", "value"), [("no", False), ("off", False), ("0", False), ("yes", True), ("on", True)])
-def test_a_flag_has_the_words_that_are_documented(word: str, value: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("word", "value"), [("no", False), ("off", False), ("0", False), ("yes", True), ("on", True)]
+)
+def test_a_flag_has_the_words_that_are_documented(
+    word: str, value: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each spelling in the reference is taken."""
     monkeypatch.setenv("OPGRAFT_STRICT", word)
     ((_, layer),) = read_environment().layers
@@ -181,26 +194,43 @@ def test_a_flag_has_the_words_that_are_documented(word: str, value: bool, monkey
 
 def test_text_is_a_mapping_everywhere(tmp_path: Path) -> None:
     """A choice of providers is written alike in Python, a file, the environment and on the command line."""
-    text, mapping = "rms_norm=acme, silu_and_mul=native", {"rms_norm": "acme", "silu_and_mul": "native"}
+    text, mapping = (
+        "rms_norm=acme, silu_and_mul=native",
+        {"rms_norm": "acme", "silu_and_mul": "native"},
+    )
     (tmp_path / "c.toml").write_text(f'providers = "{text}"')
     ((_, in_file),) = read_file(str(tmp_path / "c.toml")).layers
     ((_, in_environment),) = read_environment({"OPGRAFT_PROVIDERS": text}).layers
     made = OpgraftConfig(providers=text)
-    assert made.providers == in_file.providers == in_environment.providers == parse_text("providers", text) == mapping
+    assert (
+        made.providers
+        == in_file.providers
+        == in_environment.providers
+        == parse_text("providers", text)
+        == mapping
+    )
     with pytest.raises(ConfigError, match="use key=value pairs"):
         OpgraftConfig(providers="rms_norm")
 
 
 @pytest.mark.parametrize(
-    ("choice", "switch"), [({"a": "native"}, "+a"), ({"a": "acme"}, "-a"), ({"b": "x", "a": "native"}, "none,+a")]
+    ("choice", "switch"),
+    [({"a": "native"}, "+a"), ({"a": "acme"}, "-a"), ({"b": "x", "a": "native"}, "none,+a")],
 )
-def test_a_choice_and_a_switch_that_contradict_each_other(choice: dict[str, str], switch: str) -> None:
+def test_a_choice_and_a_switch_that_contradict_each_other(
+    choice: dict[str, str], switch: str
+) -> None:
     """What is chosen by hand and switched the other way is an error that names both, each with its origin."""
-    with pytest.raises(ConfigError, match=r'providers = .*"a".*\(a file\), .*custom_ops = .*a"\] \(a variable\)'):
+    with pytest.raises(
+        ConfigError, match=r'providers = .*"a".*\(a file\), .*custom_ops = .*a"\] \(a variable\)'
+    ):
         resolve(
             [
                 ("a file", OpgraftConfig(providers=choice)),
-                ("a variable", OpgraftConfig(compilation_config=CompilationConfig(custom_ops=[switch]))),
+                (
+                    "a variable",
+                    OpgraftConfig(compilation_config=CompilationConfig(custom_ops=[switch])),
+                ),
             ]
         )
 
@@ -209,7 +239,9 @@ def test_choices_that_agree_with_switches() -> None:
     """``native`` goes with ``-op``, a plugin with ``+op``, opgraft's own class with either; a level gives way."""
     providers = {"a": "native", "b": "acme", "linear": "native"}
     switches = CompilationConfig(custom_ops=["-a,+b"])
-    assert resolve([("x", OpgraftConfig(providers=providers, compilation_config=switches))]).config.providers
+    assert resolve(
+        [("x", OpgraftConfig(providers=providers, compilation_config=switches))]
+    ).config.providers
     level = CompilationConfig(level=2)
     settings = resolve([("x", OpgraftConfig(providers=providers, compilation_config=level))])
     assert settings.enabled("linear") == (False, "providers asks for 'native' (x)")

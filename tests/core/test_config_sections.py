@@ -102,9 +102,18 @@ def test_every_default_is_a_value_that_its_field_takes() -> None:
 
 def test_variables_are_named_by_a_rule() -> None:
     """The variable of a setting is its dotted name, but for one that is older than the rule; no two are the same."""
-    odd = {n: f.variable for n, f in FIELDS.items() if f.variable != f"OPGRAFT_{n.replace('.', '_').upper()}"}
+    odd = {
+        n: f.variable
+        for n, f in FIELDS.items()
+        if f.variable != f"OPGRAFT_{n.replace('.', '_').upper()}"
+    }
     assert odd == {"compilation_config.custom_ops": "OPGRAFT_CUSTOM_OPS"}
-    of_the_process = {environment.CONFIG, environment.DECISION, environment.LOG, environment.SIMULATED_DEVICE}
+    of_the_process = {
+        environment.CONFIG,
+        environment.DECISION,
+        environment.LOG,
+        environment.SIMULATED_DEVICE,
+    }
     assert len(VARIABLES) == len(FIELDS) + len(of_the_process)
     assert of_the_process <= set(VARIABLES)
 
@@ -138,7 +147,8 @@ def test_text_that_is_no_number_is_named(value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "named"), [("", r"--model\.dtype"), ("OPGRAFT_MODEL_DTYPE", r"OPGRAFT_MODEL_DTYPE: model\.dtype")]
+    ("source", "named"),
+    [("", r"--model\.dtype"), ("OPGRAFT_MODEL_DTYPE", r"OPGRAFT_MODEL_DTYPE: model\.dtype")],
 )
 def test_text_of_a_value_that_is_not_taken_is_named(source: str, named: str) -> None:
     """Text of a value that the setting does not take is an error that names what gave it, and an option once."""
@@ -165,7 +175,11 @@ def test_a_resolved_config_has_every_default() -> None:
     with set_config(OpgraftConfig(parallel=ParallelConfig(tensor=4))):
         resolved = OpgraftConfig(model=ModelConfig(dtype="bfloat16")).resolved()
         assert host_state().settings().config.parallel.tensor == 4
-    assert (resolved.parallel.tensor, resolved.model.dtype, resolved.strict) == (1, "bfloat16", False)
+    assert (resolved.parallel.tensor, resolved.model.dtype, resolved.strict) == (
+        1,
+        "bfloat16",
+        False,
+    )
     assert resolved.resolved() is resolved
     complete = host_state().settings().config
     assert complete.resolved() is complete
@@ -184,7 +198,9 @@ def test_resolved_configs_share_nothing() -> None:
 CONTRADICTORY = {"model.max_model_len": 4096, "scheduler.chunked_prefill": False}
 
 
-def test_sections_that_contradict_each_other_are_named_with_their_origins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sections_that_contradict_each_other_are_named_with_their_origins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The error has both settings, their values and where each was set, a default included."""
     monkeypatch.setenv("OPGRAFT_MODEL_MAX_MODEL_LEN", "4096")
     opgraft.reset()
@@ -204,11 +220,19 @@ def test_sections_that_contradict_each_other_are_named_with_their_origins(monkey
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"scheduler.max_num_seqs": 64, "scheduler.max_num_batched_tokens": 32}, "takes a token of a step"),
-        ({"quantization.skip": ["a"], "quantization.by_prefix": {"a": "int8"}}, "either skipped or quantized"),
+        (
+            {"scheduler.max_num_seqs": 64, "scheduler.max_num_batched_tokens": 32},
+            "takes a token of a step",
+        ),
+        (
+            {"quantization.skip": ["a"], "quantization.by_prefix": {"a": "int8"}},
+            "either skipped or quantized",
+        ),
     ],
 )
-def test_fields_of_one_section_can_contradict_each_other(values: dict[str, object], message: str) -> None:
+def test_fields_of_one_section_can_contradict_each_other(
+    values: dict[str, object], message: str
+) -> None:
     """A pair that cannot hold together is an error with the way out."""
     with pytest.raises(ConfigError, match=message):
         config_from_fields(values).resolved()
@@ -267,20 +291,30 @@ def test_a_setting_of_an_unknown_type_is_named() -> None:
             '{\n "model": {\n  "dtyp": "auto"}}',
             r"c\.json, line 3: unknown setting 'model\.dtyp': did you mean",
         ),
-        ("c.toml", "[parallel]\n# tensor = 2\ntensor = 0", r"c\.toml, line 3: parallel\.tensor is 0"),
+        (
+            "c.toml",
+            "[parallel]\n# tensor = 2\ntensor = 0",
+            r"c\.toml, line 3: parallel\.tensor is 0",
+        ),
         ("c.toml", "modle.dtype = 'auto'", r"line 1: unknown section 'modle'"),
         ("c.toml", "model = 'smollm2'", "model is 'smollm2', but it is a section"),
         ("c.toml", "a = = 1", r"c\.toml is malformed: .*line 1"),
         ("c.json", '{\n"strict": }', r"c\.json is malformed: .*line 2"),
         ("c.json", '{"strict": true, "strict": false}', "'strict' stands in one object twice"),
-        ("c.json", '{"model": {"seed": 1},\n"model.seed": 2}', r"model\.seed stands in the file twice"),
+        (
+            "c.json",
+            '{"model": {"seed": 1},\n"model.seed": 2}',
+            r"model\.seed stands in the file twice",
+        ),
         ("c.json", '{"strict": null}', "line 1: strict is null"),
         ("c.json", "[]", "holds no object"),
         ("c.json", "[" * 100_000, r"c\.json is malformed"),
         ("c.yaml", "strict: true", r"neither \.json nor \.toml"),
     ],
 )
-def test_bad_files_are_named_with_their_line(name: str, text: str, message: str, tmp_path: Path) -> None:
+def test_bad_files_are_named_with_their_line(
+    name: str, text: str, message: str, tmp_path: Path
+) -> None:
     """A malformed file, an unknown field and a wrong value are errors that name the file, and the line where known."""
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=message):
@@ -291,25 +325,38 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     """A missing file, a folder and a file that is no text are errors that name it."""
     (tmp_path / "c.json").write_bytes(b"\xff\xfe{")
     (tmp_path / "d.json").mkdir()
-    for name, message in (("a.json", "No such file"), ("d.json", "Is a directory"), ("c.json", "is not UTF-8")):
+    for name, message in (
+        ("a.json", "No such file"),
+        ("d.json", "Is a directory"),
+        ("c.json", "is not UTF-8"),
+    ):
         with pytest.raises(ConfigError, match=f"{name} .*{message}"):
             read_file(str(tmp_path / name))
 
 
-def test_a_file_stands_between_environment_and_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_stands_between_environment_and_plugins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """OPGRAFT_CONFIG gives defaults that a variable and a scope override; another file can take its place."""
-    (tmp_path / "c.toml").write_text("strict = true\n[parallel]\ntensor = 2\ndata = 2\npipeline = 2\n")
+    (tmp_path / "c.toml").write_text(
+        "strict = true\n[parallel]\ntensor = 2\ndata = 2\npipeline = 2\n"
+    )
     (tmp_path / "other.json").write_text('{"parallel": {"pipeline": 8}}')
     monkeypatch.setenv("OPGRAFT_CONFIG", str(tmp_path / "c.toml"))
     monkeypatch.setenv("OPGRAFT_PARALLEL_DATA", "4")
     opgraft.reset()
-    host_state().adjustments.append(("plugin acme", OpgraftConfig(parallel=ParallelConfig(pipeline=16, expert=2))))
+    host_state().adjustments.append(
+        ("plugin acme", OpgraftConfig(parallel=ParallelConfig(pipeline=16, expert=2)))
+    )
     with set_config(OpgraftConfig(parallel=ParallelConfig(tensor=3))):
         settings = host_state().settings()
     parallel = settings.config.parallel
     assert (parallel.tensor, parallel.pipeline, parallel.data, parallel.expert) == (3, 2, 4, 2)
     assert settings.origins["parallel.pipeline"] == f"{tmp_path / 'c.toml'}, line 5"
-    with set_config(OpgraftConfig(), file=read_file(str(tmp_path / "other.json"))), set_config(OpgraftConfig()):
+    with (
+        set_config(OpgraftConfig(), file=read_file(str(tmp_path / "other.json"))),
+        set_config(OpgraftConfig()),
+    ):
         settings = host_state().settings()
     parallel = settings.config.parallel
     assert (parallel.tensor, parallel.pipeline, parallel.data, parallel.expert) == (1, 8, 4, 2)
@@ -317,7 +364,9 @@ def test_a_file_stands_between_environment_and_plugins(tmp_path: Path, monkeypat
 
 
 def run(python: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([python, "-m", "opgraft", *arguments], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [python, "-m", "opgraft", *arguments], capture_output=True, text=True, check=False
+    )
 
 
 def test_the_command_line_has_every_setting_with_its_help(warm_python: str) -> None:
@@ -330,7 +379,9 @@ def test_the_command_line_has_every_setting_with_its_help(warm_python: str) -> N
     assert "--config FILE" in words
 
 
-def test_the_command_line_takes_files_and_says_what_is_wrong(tmp_path: Path, warm_python: str) -> None:
+def test_the_command_line_takes_files_and_says_what_is_wrong(
+    tmp_path: Path, warm_python: str
+) -> None:
     """A file given as an option holds for the command, its child process included, and its errors end with 2."""
     (tmp_path / "c.toml").write_text("platform = 'nope'\n")
     result = run(warm_python, "detect", "--config", str(tmp_path / "c.toml"))
@@ -338,7 +389,9 @@ def test_the_command_line_takes_files_and_says_what_is_wrong(tmp_path: Path, war
     assert f"{tmp_path / 'c.toml'}, line 1 asks for platform 'nope'" in result.stderr
     result = run(warm_python, "detect", "--config", str(tmp_path / "c.toml"), "--platform", "cpu")
     assert result.returncode == 0
-    assert run(warm_python, "plugins", "doctor", "--config", str(tmp_path / "c.toml")).returncode == 3
+    assert (
+        run(warm_python, "plugins", "doctor", "--config", str(tmp_path / "c.toml")).returncode == 3
+    )
     (tmp_path / "c.toml").write_text("plattform = 'cpu'\n")
     result = run(warm_python, "detect", "--config", str(tmp_path / "c.toml"))
     assert (result.returncode, "did you mean 'platform'" in result.stderr) == (2, True)
@@ -347,14 +400,32 @@ def test_the_command_line_takes_files_and_says_what_is_wrong(tmp_path: Path, war
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("c.toml", "[modle]\nname = 'a'\n", "c.toml, line 1: unknown section 'modle': did you mean 'model'"),
-        ("c.toml", "strict = true\ntensor = 2\n", "c.toml, line 2: .*did you mean 'parallel.tensor'"),
-        ("c.toml", "strict = true\nparallel = 3\n", "c.toml, line 2: parallel is 3, but it is a section"),
-        ("c.json", '{"strict": true,\n"model": null}', "c.json, line 2: model is null, but it is a section"),
+        (
+            "c.toml",
+            "[modle]\nname = 'a'\n",
+            "c.toml, line 1: unknown section 'modle': did you mean 'model'",
+        ),
+        (
+            "c.toml",
+            "strict = true\ntensor = 2\n",
+            "c.toml, line 2: .*did you mean 'parallel.tensor'",
+        ),
+        (
+            "c.toml",
+            "strict = true\nparallel = 3\n",
+            "c.toml, line 2: parallel is 3, but it is a section",
+        ),
+        (
+            "c.json",
+            '{"strict": true,\n"model": null}',
+            "c.json, line 2: model is null, but it is a section",
+        ),
         ("c.JSON", '{"strict": "yes"}', "c.JSON, line 1: strict is 'yes': use true or false"),
     ],
 )
-def test_faults_of_files_have_line_and_meaning(file: str, text: str, message: str, tmp_path: Path) -> None:
+def test_faults_of_files_have_line_and_meaning(
+    file: str, text: str, message: str, tmp_path: Path
+) -> None:
     """A misspelt section, a field outside of its section and a section without fields are told with their line."""
     (tmp_path / file).write_text(text)
     with pytest.raises(ConfigError, match=message):

@@ -80,7 +80,9 @@ def test_copies_compute_with_their_own_weights(op, copier) -> None:
     twin = copier(op)
     assert twin.op_class is op.op_class
     assert twin.decision.chosen == op.decision.chosen
-    twin._parameters = {"weight": nn.Parameter(torch.full((4,), 7.0))}  # a shallow copy of a module shares this dict
+    twin._parameters = {
+        "weight": nn.Parameter(torch.full((4,), 7.0))
+    }  # a shallow copy of a module shares this dict
     torch.testing.assert_close(twin(torch.ones(4)), torch.full((4,), 7.0))
     torch.testing.assert_close(op(torch.ones(4)), torch.full((4,), 3.0))
 
@@ -98,7 +100,10 @@ def test_a_deep_copy_keeps_the_kernel_of_the_scope_it_was_bound_in(scale) -> Non
     with set_config(OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["none"]))):
         disabled = scale()
     assert copy.deepcopy(disabled).decision.chosen == "Scale.forward_native"
-    assert copy.deepcopy(scale(enforce_enable=True)).decision.reason == scale(enforce_enable=True).decision.reason
+    assert (
+        copy.deepcopy(scale(enforce_enable=True)).decision.reason
+        == scale(enforce_enable=True).decision.reason
+    )
 
 
 def test_torch_save_and_state_dict_round_trip(op, scale) -> None:
@@ -117,7 +122,9 @@ def test_torch_save_and_state_dict_round_trip(op, scale) -> None:
 
 def test_an_op_travels_to_a_spawned_process(op, monkeypatch) -> None:
     """A worker that unpickles an op gets one that is bound in the worker."""
-    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2])])  # the child imports this very file
+    monkeypatch.setattr(
+        sys, "path", [*sys.path, str(Path(__file__).parents[2])]
+    )  # the child imports this very file
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=run_in_child, args=(pickle.dumps(op), there))
@@ -233,7 +240,10 @@ class TestGradients:
     def test_the_native_definition_runs_where_one_is(self, guarded, source: str) -> None:
         """A gradient required by an input, by a keyword argument or by the weight reaches the native definition."""
         guarded.requires_grad_(source == "weight")
-        x, bias = torch.ones(4, requires_grad=source == "input"), torch.ones(4, requires_grad=source == "keyword")
+        x, bias = (
+            torch.ones(4, requires_grad=source == "input"),
+            torch.ones(4, requires_grad=source == "keyword"),
+        )
         guarded(x, bias=bias).sum().backward()
         wanted = {"input": x, "weight": guarded.weight, "keyword": bias}[source]
         torch.testing.assert_close(wanted.grad, torch.full((4,), {"input": 2.0}.get(source, 1.0)))
@@ -291,7 +301,11 @@ class TestGradients:
         """A static kernel does not know its op, so the mark is an error in either order."""
         with pytest.raises(RegistrationError, match="takes self"):
             inference_only(staticmethod(lambda x, bias=None: x))
-        scale.register_oot(type("S", (scale,), {"forward_oot": staticmethod(inference_only(lambda x, bias=None: x))}))
+        scale.register_oot(
+            type(
+                "S", (scale,), {"forward_oot": staticmethod(inference_only(lambda x, bias=None: x))}
+            )
+        )
         with pytest.raises(RegistrationError, match="inference_only and static"):
             scale()
 
@@ -309,7 +323,13 @@ class TestGradients:
 def test_the_decision_tells_the_whole_story(op) -> None:
     """op.decision names the kernel, the class, the platform, providers, places and settings, as text and as data."""
     text = str(op.decision)
-    for word in ("FastScale.forward_oot", "Scale.forward_cpu", "conftest.py:", "platform: cpu", "OPGRAFT_CUSTOM_OPS"):
+    for word in (
+        "FastScale.forward_oot",
+        "Scale.forward_cpu",
+        "conftest.py:",
+        "platform: cpu",
+        "OPGRAFT_CUSTOM_OPS",
+    ):
         assert word in text
     data = op.decision.to_dict()
     assert data["subject"] == "op scale"

@@ -51,7 +51,9 @@ def test_kernels_say_what_they_need_and_whether_they_have_a_backward() -> None:
 
     class Doubled(ops.RMSNorm):
         functional_oot = FunctionalKernels(
-            {"rms_norm": doubled}, needs=lambda: missing[0] if missing else None, inference_only=True
+            {"rms_norm": doubled},
+            needs=lambda: missing[0] if missing else None,
+            inference_only=True,
         )
 
     CustomOp.register_oot(Doubled, name="RMSNorm")
@@ -72,8 +74,9 @@ def test_a_check_that_returns_no_reason_is_named() -> None:
         functional_oot = FunctionalKernels({"rms_norm": doubled}, needs=lambda: True)  # type: ignore[arg-type, return-value]
 
     CustomOp.register_oot(Doubled, name="RMSNorm")
-    assert "needs() check raised TypeError: a value of type bool, expected a reason as str, or None" in str(
-        ops.RMSNorm(8).decision
+    assert (
+        "needs() check raised TypeError: a value of type bool, expected a reason as str, or None"
+        in str(ops.RMSNorm(8).decision)
     )
 
 
@@ -81,7 +84,9 @@ def test_a_static_definition_gives_a_method() -> None:
     """``SiluAndMul.forward_native`` is static, as in vLLM; a kernel derived from it is called like any method."""
 
     class Negated(ops.SiluAndMul):
-        functional_oot = FunctionalKernels({"silu_and_mul": lambda x: -NATIVE.silu_and_mul(x)}, inference_only=True)
+        functional_oot = FunctionalKernels(
+            {"silu_and_mul": lambda x: -NATIVE.silu_and_mul(x)}, inference_only=True
+        )
 
     CustomOp.register_oot(Negated, name="SiluAndMul")
     x = torch.randn(3, 8)
@@ -110,7 +115,9 @@ def test_a_derived_method_cites_the_class_that_declares_it() -> None:
 
 def test_a_definition_that_cannot_take_kernels_is_an_error() -> None:
     """A class whose ``forward_native`` does not take ``functional`` must define the method itself."""
-    with pytest.raises(RegistrationError, match=r"declares functional_oot, but its forward_native does not take"):
+    with pytest.raises(
+        RegistrationError, match=r"declares functional_oot, but its forward_native does not take"
+    ):
 
         class Own(CustomOp):
             functional_oot = FunctionalKernels({"rms_norm": doubled})
@@ -121,8 +128,12 @@ def test_a_definition_that_cannot_take_kernels_is_an_error() -> None:
 
 def test_a_module_of_kernels_is_imported_when_one_is_asked_for() -> None:
     """Kernels given by the name of their module need not be importable until they run."""
-    kernels = FunctionalKernels("opgraft_nowhere.kernels", needs=lambda: "needs a package that is not there")
-    with pytest.raises(MissingKernelError, match=r"opgraft_nowhere\.kernels cannot run here: needs a package"):
+    kernels = FunctionalKernels(
+        "opgraft_nowhere.kernels", needs=lambda: "needs a package that is not there"
+    )
+    with pytest.raises(
+        MissingKernelError, match=r"opgraft_nowhere\.kernels cannot run here: needs a package"
+    ):
         kernels["rms_norm"]
 
 

@@ -43,7 +43,9 @@ RULES = [
 
 
 @pytest.mark.parametrize(("levels", "chain", "expected"), RULES)
-def test_the_most_derived_definition_wins(levels: tuple[str, ...], chain: tuple[str, ...], expected: str) -> None:
+def test_the_most_derived_definition_wins(
+    levels: tuple[str, ...], chain: tuple[str, ...], expected: str
+) -> None:
     """Walking up the classes, the first that defines forward or a key of the chain settles it."""
     choice = choose_kernel(family(*levels), chain, True, "test")
     assert str(choice.winner) == expected
@@ -69,7 +71,9 @@ def test_a_disabled_op_runs_its_native_definition(levels: tuple[str, ...], expec
 
 def test_a_class_without_any_definition_is_an_error() -> None:
     """The error names the class, its place and what to define."""
-    with pytest.raises(MissingKernelError, match=r"Level0 at .* defines neither forward nor a kernel"):
+    with pytest.raises(
+        MissingKernelError, match=r"Level0 at .* defines neither forward nor a kernel"
+    ):
         choose_kernel(family("xpu"), CPU, True, "test")
 
 
@@ -106,7 +110,9 @@ def test_super_reaches_the_targets_kernel(scale, fast_scale) -> None:
 def test_a_missing_kernel_at_the_end_of_the_chain_is_an_error() -> None:
     """An op without a native definition says so instead of recursing."""
     op = type("OnlyCpu", (CustomOp,), {"forward_cpu": lambda self, x: x})()
-    with pytest.raises(MissingKernelError, match="has no forward_native, nor a kernel further along"):
+    with pytest.raises(
+        MissingKernelError, match="has no forward_native, nor a kernel further along"
+    ):
         op.forward_native(1)
 
 
@@ -135,7 +141,10 @@ def test_a_disabled_subclass_keeps_its_own_forward(scale) -> None:
     with set_config(OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["none"]))):
         op = Twice()
         assert op(torch.ones(4)).tolist() == [4.0] * 4
-        assert op.decision.chosen == "test_a_disabled_subclass_keeps_its_own_forward.<locals>.Twice.forward"
+        assert (
+            op.decision.chosen
+            == "test_a_disabled_subclass_keeps_its_own_forward.<locals>.Twice.forward"
+        )
 
 
 def test_a_replacements_own_forward_is_switched_off(scale) -> None:
@@ -167,13 +176,17 @@ def test_a_layer_is_not_switched_but_a_replacements_kernel_is(scale) -> None:
 @pytest.mark.parametrize("tokens", [["-scale"], ["none"]])
 def test_switching_an_op_off_switches_its_replacement_off(scale, tokens: list[str]) -> None:
     """A replacement keeps the registered name of its target."""
-    replacement = scale.register_oot(type("R", (scale,), {"forward_oot": lambda self, x, bias=None: x * 0}))
+    replacement = scale.register_oot(
+        type("R", (scale,), {"forward_oot": lambda self, x, bias=None: x * 0})
+    )
     with set_config(OpgraftConfig(compilation_config=CompilationConfig(custom_ops=tokens))):
         op = scale()
         assert not scale.enabled()
     assert op.op_class is replacement
     torch.testing.assert_close(op(torch.ones(4)), torch.full((4,), 2.0))
-    with set_config(OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["none", "+scale"]))):
+    with set_config(
+        OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["none", "+scale"]))
+    ):
         assert scale()(torch.ones(4)).sum() == 0
 
 
@@ -206,7 +219,9 @@ def test_a_platform_must_declare_known_keys_once(chain: tuple[str, ...]) -> None
 def test_default_on_is_what_holds_for_ops_that_no_setting_names() -> None:
     """default_on tells the default of custom_ops here and now, as plugins ask it."""
     assert CustomOp.default_on()
-    with set_config(OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["none", "+scale"]))):
+    with set_config(
+        OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["none", "+scale"]))
+    ):
         assert not CustomOp.default_on()
 
 

@@ -10,7 +10,9 @@ from torch import nn
 
 
 def model() -> nn.Module:
-    return nn.ModuleDict({"norm": RMSNorm(8), "act": GELU(), "inner": nn.Sequential(nn.Linear(8, 8), RMSNorm(8))})
+    return nn.ModuleDict(
+        {"norm": RMSNorm(8), "act": GELU(), "inner": nn.Sequential(nn.Linear(8, 8), RMSNorm(8))}
+    )
 
 
 def test_each_op_is_a_row_with_its_kernel_provider_and_reason() -> None:
@@ -58,7 +60,10 @@ def test_what_hides_a_kernel_is_the_reason() -> None:
     op.forward = lambda x: x
     (row,) = opgraft.explain(op).rows
     assert row.path == ""
-    assert row.reason == "its forward was replaced on the instance, which hides whatever its class binds"
+    assert (
+        row.reason
+        == "its forward was replaced on the instance, which hides whatever its class binds"
+    )
 
 
 def test_it_prints_as_a_table() -> None:
@@ -66,10 +71,16 @@ def test_it_prints_as_a_table() -> None:
     text = str(opgraft.explain(model()))
     lines = text.splitlines()
     assert lines[0].split() == ["count", "op", "class", "kernel", "provider", "the", "first"]
-    assert [(line.split()[0], line.split()[-1]) for line in lines[1:3]] == [("2", "norm"), ("1", "act")]
+    assert [(line.split()[0], line.split()[-1]) for line in lines[1:3]] == [
+        ("2", "norm"),
+        ("1", "act"),
+    ]
     assert lines[3] == ""
     assert any(line.startswith("2 x RMSNorm.") for line in lines)
-    assert str(opgraft.explain(nn.Linear(2, 2))) == "no module of this model is an op: see opgraft.graft"
+    assert (
+        str(opgraft.explain(nn.Linear(2, 2)))
+        == "no module of this model is an op: see opgraft.graft"
+    )
 
 
 @pytest.mark.parametrize("act_is_watched", [False, True])
@@ -90,15 +101,25 @@ def test_an_op_that_a_composite_absorbs(act_is_watched: bool) -> None:
     assert runs["mlp.down_proj"]
     spared = "SiluAndMul as act_and_mul" if act_is_watched else "SiLU as act_fn"
     assert f"1 x {spared}: not run, as the layer that it is in does its work" in str(explanation)
-    assert all(row.runs for row in opgraft.explain(nn.Sequential(mlp, act)).rows if row.op == "silu")
+    assert all(
+        row.runs for row in opgraft.explain(nn.Sequential(mlp, act)).rows if row.op == "silu"
+    )
 
 
 @pytest.mark.parametrize(
     ("thing", "named"),
-    [({}, "a value of type dict"), ("text" * 1000, "a value of type str"), (nn.Linear, "the class Linear")],
+    [
+        ({}, "a value of type dict"),
+        ("text" * 1000, "a value of type str"),
+        (nn.Linear, "the class Linear"),
+    ],
 )
-@pytest.mark.parametrize("function", [opgraft.explain, opgraft.rebind, opgraft.graft, opgraft.ungraft, opgraft.freeze])
+@pytest.mark.parametrize(
+    "function", [opgraft.explain, opgraft.rebind, opgraft.graft, opgraft.ungraft, opgraft.freeze]
+)
 def test_something_else_than_a_module_is_refused(function, thing: object, named: str) -> None:
     """The error names the type, as a repr may be endless."""
-    with pytest.raises(TypeError, match=rf"{function.__name__} was given {named}, expected a torch\.nn\.Module"):
+    with pytest.raises(
+        TypeError, match=rf"{function.__name__} was given {named}, expected a torch\.nn\.Module"
+    ):
         function(thing)

@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 # Torch compiles its forward-mode rules by torch.jit.script, of which it warns.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
+)
 
 
 class Squared(CustomOp):
@@ -54,7 +56,9 @@ each_mode = pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 
 @each_call
 @each_mode
-def test_dual_numbers_keep_their_tangents(make: Callable[[], Callable[[Tensor], Tensor]], mode: type) -> None:
+def test_dual_numbers_keep_their_tangents(
+    make: Callable[[], Callable[[Tensor], Tensor]], mode: type
+) -> None:
     """Forward-mode differentiation goes by the native definition, without gradients too, and ends with its level."""
     call, x, v = make(), torch.randn(5), torch.randn(5)
     with mode(), forward_ad.dual_level():
@@ -68,7 +72,9 @@ def test_dual_numbers_keep_their_tangents(make: Callable[[], Callable[[Tensor], 
 @pytest.mark.parametrize("transform", [torch.func.jacfwd, torch.func.jacrev])
 @each_mode
 def test_transforms_of_functions(
-    make: Callable[[], Callable[[Tensor], Tensor]], transform: Callable[..., Callable[[Tensor], Tensor]], mode: type
+    make: Callable[[], Callable[[Tensor], Tensor]],
+    transform: Callable[..., Callable[[Tensor], Tensor]],
+    mode: type,
 ) -> None:
     """``torch.func`` sees the native definition."""
     x = torch.randn(5)

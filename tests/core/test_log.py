@@ -33,16 +33,22 @@ for _ in range(3):
 def run(python: str, tmp_path: Path, level: str) -> list[str]:
     environ = {**os.environ, "OPGRAFT_LOG": level, "OPGRAFT_PLUGINS": ""}
     command = [python, "-c", PROGRAM]
-    return subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True).stderr.splitlines()
+    return subprocess.run(
+        command, env=environ, cwd=tmp_path, capture_output=True, text=True
+    ).stderr.splitlines()
 
 
-def test_debug_shows_platform_plugins_bindings_and_each_first_fallback(tmp_path: Path, warm_python: str) -> None:
+def test_debug_shows_platform_plugins_bindings_and_each_first_fallback(
+    tmp_path: Path, warm_python: str
+) -> None:
     """At debug there is a line for each of them, for three equal fallbacks one; at info one that tells of all."""
     lines = run(warm_python, tmp_path, "debug")
     for start in ("DEBUG: platform: ", "INFO: opgraft ", "DEBUG: op rms_norm: Fast.forward_oot"):
         assert len([line for line in lines if line.startswith(f"opgraft {start}")]) == 1, lines
     (fallback,) = [line for line in lines if "gives way" in line]
-    assert fallback.startswith("opgraft DEBUG: Fast.forward_oot gives way to the native definition for the first time")
+    assert fallback.startswith(
+        "opgraft DEBUG: Fast.forward_oot gives way to the native definition for the first time"
+    )
     assert fallback.endswith("a gradient is required, and it has no backward")
     (line,) = run(warm_python, tmp_path, "info")
     assert line.startswith(f"opgraft INFO: opgraft {opgraft.__version__} on platform cpu: 0 of ")
@@ -50,7 +56,9 @@ def test_debug_shows_platform_plugins_bindings_and_each_first_fallback(tmp_path:
     assert run(warm_python, tmp_path, "error") == []
 
 
-def test_functional_forms_log_their_fallback(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_functional_forms_log_their_fallback(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The function that gave way is named; a call without a gradient logs nothing."""
 
     def fast(x: torch.Tensor) -> torch.Tensor:
@@ -177,7 +185,11 @@ def test_fields_are_of_types_that_exporters_take(site, kept: Kept) -> None:
         "opgraft.provider.version": "1.0",
     }
     assert failed in fields
-    chosen = {each["opgraft.decision.subject"]: each["opgraft.decision.chosen"] for each in fields if len(each) == 3}
+    chosen = {
+        each["opgraft.decision.subject"]: each["opgraft.decision.chosen"]
+        for each in fields
+        if len(each) == 3
+    }
     assert (chosen["platform"], chosen["op rms_norm"]) == ("cpu", "AcmeRMSNorm.forward_oot")
 
 
@@ -185,7 +197,9 @@ def test_lines_of_json_have_the_fields(tmp_path: Path, warm_python: str) -> None
     """A program that logs as JSON gets the fields beside the message."""
     program = "from opgraft.logger import write_json; write_json(); import opgraft; opgraft.load_plugins()"
     environ = {**os.environ, "OPGRAFT_LOG": "info", "OPGRAFT_PLUGINS": ""}
-    ran = subprocess.run([warm_python, "-c", program], env=environ, cwd=tmp_path, capture_output=True, text=True)
+    ran = subprocess.run(
+        [warm_python, "-c", program], env=environ, cwd=tmp_path, capture_output=True, text=True
+    )
     line = json.loads(ran.stderr)
     assert line["event.name"] == "opgraft.started"
     assert line["opgraft.platform"] in line["message"]

@@ -16,7 +16,10 @@ def test_a_message_is_logged_once_for_equal_arguments(caplog, level: str) -> Non
     with caplog.at_level(logging.DEBUG, logger="acme"):
         for shape in ([1], [1], [2]):
             getattr(mine, f"{level}_once")("no kernel for %s", shape, scope="local")
-    assert [record.getMessage() for record in caplog.records] == ["no kernel for [1]", "no kernel for [2]"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "no kernel for [1]",
+        "no kernel for [2]",
+    ]
     assert {record.levelname for record in caplog.records} == {level.upper()}
     assert {record.filename for record in caplog.records} == {"test_logger.py"}
 

@@ -54,7 +54,9 @@ def test_paths_with_a_null_byte_are_nowhere() -> None:
 
 def test_a_child_answers_through_a_file() -> None:
     """What the child writes as JSON comes back; what it prints does not matter."""
-    assert ask_child("print('noise'); open(reply_to, 'w').write(json.dumps(sys.argv[3:]))", ["a"]) == ["a"]
+    assert ask_child(
+        "print('noise'); open(reply_to, 'w').write(json.dumps(sys.argv[3:]))", ["a"]
+    ) == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,9 @@ def test_a_child_that_gives_no_answer(code: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("children", [child._CHILDREN, "/proc/{0}/of/another/kernel"])
-def test_a_child_that_takes_too_much_memory_is_stopped(monkeypatch: pytest.MonkeyPatch, children: str) -> None:
+def test_a_child_that_takes_too_much_memory_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, children: str
+) -> None:
     """Well before its time is over; one that keeps within it is not. A kernel may name no children of processes."""
     monkeypatch.setattr(child, "_CHILDREN", children)
     hungry = "import time; kept = bytearray(200 << 20); time.sleep(60)"
@@ -87,8 +91,19 @@ def test_a_child_that_takes_too_much_memory_is_stopped(monkeypatch: pytest.Monke
 def test_values_of_variables_are_masked(tmp_path: Path) -> None:
     """Secrets wherever they stand, others as words; paths that exist are told."""
     there, gone = str(tmp_path), str(tmp_path / "gone")
-    variables = {"ACME_TOKEN": "x9q", "ACME_KEY": "/k/9z+", "CI_KEY": "ab", "ACME_URL": "db.host", "ACME_HOME": there}
-    variables |= {"ACME_SHORT": "short", "ACME_GONE": gone, "AN_ACME_URL_SECRET": "same as", "ZACME": "same as"}
+    variables = {
+        "ACME_TOKEN": "x9q",
+        "ACME_KEY": "/k/9z+",
+        "CI_KEY": "ab",
+        "ACME_URL": "db.host",
+        "ACME_HOME": there,
+    }
+    variables |= {
+        "ACME_SHORT": "short",
+        "ACME_GONE": gone,
+        "AN_ACME_URL_SECRET": "same as",
+        "ZACME": "same as",
+    }
     told = f"key_x9q /k/9z+2 ab my_db.host db.host {there} short {gone} same as"
     assert masked([told], variables) == [
         f"key_$ACME_TOKEN $ACME_KEY2 ab my_db.host $ACME_URL {there} short $ACME_GONE $AN_ACME_URL_SECRET"

@@ -63,7 +63,10 @@ def auto(path: Path, custom_ops: str = "auto", **settings: Any) -> OpgraftConfig
 def write(path: Path) -> None:
     """Add to a file that ``Slow`` takes a thousand times as long."""
     (race,), _ = tuning.races(["relu2"])
-    times = {choice: dict.fromkeys(SHAPES, seconds) for choice, seconds in ((MINE, 2e-3), ("native", 2e-6))}
+    times = {
+        choice: dict.fromkeys(SHAPES, seconds)
+        for choice, seconds in ((MINE, 2e-3), ("native", 2e-6))
+    }
     tuning.ProfileFile(path).add({race.name: tuning.best_of(race, times, {})})
 
 
@@ -87,10 +90,15 @@ def test_auto_takes_the_fastest_and_quotes_the_figures(file: Path) -> None:
     assert f"measured: native 2 µs, {MINE} 2 ms in the mean of 3 shapes" in op.decision.reason
     part = measurement(op)
     assert part.chosen == "native"
-    assert re.search(rf"'auto' in custom_ops \(a block\); measured 2.* UTC with .* thread.*, {file}", part.reason)
+    assert re.search(
+        rf"'auto' in custom_ops \(a block\); measured 2.* UTC with .* thread.*, {file}", part.reason
+    )
     slow, native = part.candidates
     assert (slow.accepted, native.accepted) == (False, True)
-    assert (slow.reason, native.reason) == ("2 ms in the mean, 1000.00 of the time of native", "2 µs in the mean")
+    assert (slow.reason, native.reason) == (
+        "2 ms in the mean, 1000.00 of the time of native",
+        "2 µs in the mean",
+    )
 
 
 def test_what_is_slow_is_measured_to_be_slow() -> None:
@@ -136,7 +144,9 @@ def test_an_own_kernel_that_is_slower_stays_off(file: Path, scale) -> None:
     """An op whose native definition is faster than its own kernel runs that as constructed and as unpickled."""
     own = discover().provider_of(scale.__module__)
     rows = Timed("native", own, "", {"1": 2e-6}), Timed(own.name, own, "", {"1": 4e-6})
-    tuning.ProfileFile(file).add({"scale": Measured("native", torch.get_num_threads(), "now", rows)})
+    tuning.ProfileFile(file).add(
+        {"scale": Measured("native", torch.get_num_threads(), "now", rows)}
+    )
     op = scale()
     assert op.binding.kernel.winner.key == "native"
     assert pickle.loads(pickle.dumps(op)).binding.kernel.winner.key == "native"  # noqa: S301  # its own bytes
@@ -146,14 +156,19 @@ def test_an_own_kernel_that_is_slower_stays_off(file: Path, scale) -> None:
     ("config", "kernel"),
     [
         (OpgraftConfig(providers={"relu2": MINE}), "Slow.forward_oot"),
-        (OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["auto", "+relu2"])), "Slow.forward_oot"),
+        (
+            OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["auto", "+relu2"])),
+            "Slow.forward_oot",
+        ),
         (
             OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["auto", "-relu2"])),
             "ReLUSquaredActivation.forward_native",
         ),
     ],
 )
-def test_a_choice_by_hand_counts_before_a_measurement(file: Path, config: OpgraftConfig, kernel: str) -> None:
+def test_a_choice_by_hand_counts_before_a_measurement(
+    file: Path, config: OpgraftConfig, kernel: str
+) -> None:
     """An op that a setting names is left to that setting, and no measurement stands in its decision."""
     with set_config(config):
         op = ReLUSquaredActivation()
@@ -173,13 +188,22 @@ def test_no_measurement_is_read_unless_it_is_asked_for(file: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda row: row["setup"].update(device="Ascend 910B"), r"of other machines \(Ascend 910B\), this one has .*"),
+        (
+            lambda row: row["setup"].update(device="Ascend 910B"),
+            r"of other machines \(Ascend 910B\), this one has .*",
+        ),
         (
             lambda row: row["setup"].update(torch="2.1.0"),
             r"measured with torch 2\.1\.0, here is .*: .* measures .* anew",
         ),
-        (lambda row: row["setup"].update(driver="550.1"), r"measured with driver 550\.1, here is none"),
-        (lambda row: row["setup"].update(opgraft="0.0.1"), r"measured with opgraft 0\.0\.1, here is"),
+        (
+            lambda row: row["setup"].update(driver="550.1"),
+            r"measured with driver 550\.1, here is none",
+        ),
+        (
+            lambda row: row["setup"].update(opgraft="0.0.1"),
+            r"measured with opgraft 0\.0\.1, here is",
+        ),
         (lambda row: row["ops"].clear(), "it was not measured: 'opgraft bench --tune relu2' does"),
         (
             lambda row: row["ops"]["relu2"]["candidates"][0]["provider"].update(version="9"),
@@ -208,16 +232,27 @@ def test_measurements_of_something_else_are_not_followed(file: Path, change, rea
     ("content", "reason"),
     [
         (None, "there is no file .*: 'opgraft bench --tune' measures here"),
-        (b"", "cannot be used: JSONDecodeError.*: remove the file and tune anew, or name another by"),
+        (
+            b"",
+            "cannot be used: JSONDecodeError.*: remove the file and tune anew, or name another by",
+        ),
         (b"\xff\xfe", "cannot be used: (JSON|Unicode)DecodeError"),
         (b"[" * 100_000, "cannot be used: RecursionError"),
-        (b'{"schema": "opgraft.lock/1"}', "cannot be used: .* no object of the schema 'opgraft.tuning/1'"),
+        (
+            b'{"schema": "opgraft.lock/1"}',
+            "cannot be used: .* no object of the schema 'opgraft.tuning/1'",
+        ),
         (b'{"schema": "opgraft.tuning/1"}', "cannot be used: KeyError"),
-        (b'{"schema": "opgraft.tuning/1", "machines": [{"setup": 1}]}', "cannot be used: TypeError"),
+        (
+            b'{"schema": "opgraft.tuning/1", "machines": [{"setup": 1}]}',
+            "cannot be used: TypeError",
+        ),
         (b" " * (1 << 24) + b"{}", "cannot be used: .* larger than"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_named(file: Path, caplog, content: bytes | None, reason: str) -> None:
+def test_a_file_that_cannot_be_used_is_named(
+    file: Path, caplog, content: bytes | None, reason: str
+) -> None:
     """A damaged file stops nothing: one warning, and the reason in each decision."""
     file.unlink()
     if content is not None:
@@ -229,7 +264,9 @@ def test_a_file_that_cannot_be_used_is_named(file: Path, caplog, content: bytes 
     assert [bool(re.search(reason, record.getMessage())) for record in caplog.records] == [True]
 
 
-@pytest.mark.parametrize("seconds", ["NaN", "Infinity", "0", "-1", '"fast"', "null", "1" + 400 * "0"])
+@pytest.mark.parametrize(
+    "seconds", ["NaN", "Infinity", "0", "-1", '"fast"', "null", "1" + 400 * "0"]
+)
 def test_times_that_are_none_are_refused(file: Path, seconds: str) -> None:
     """A figure that no clock gives makes the file unusable, rather than a choice that nobody can explain."""
     text = re.sub(r'(1x5120 float32": )[^,\n]+', rf"\g<1>{seconds}", file.read_text(), count=1)
@@ -283,7 +320,9 @@ def test_measuring_again_keeps_what_else_is_there(file: Path) -> None:
     content["machines"][0]["setup"]["torch"] = "2.0"
     file.write_text(json.dumps(content))
     write(file)
-    assert [(setup.torch == "2.0", [*ops]) for setup, ops in read_profile(file).items()] == [(False, ["relu2"])]
+    assert [(setup.torch == "2.0", [*ops]) for setup, ops in read_profile(file).items()] == [
+        (False, ["relu2"])
+    ]
 
 
 def test_writers_at_once_lose_nothing(file: Path) -> None:
@@ -306,7 +345,9 @@ def test_a_lock_that_is_held_ends_the_waiting(file: Path, monkeypatch) -> None:
     monkeypatch.setattr(tuning, "_LOCKED_FOR", 0.02)
     with open(f"{file}.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(InputError, match=r"another process has held .*tuning\.json\.lock for 0\.02 s"):
+        with pytest.raises(
+            InputError, match=r"another process has held .*tuning\.json\.lock for 0\.02 s"
+        ):
             tuning.ProfileFile(file)
     tuning.ProfileFile(file)
 
@@ -324,7 +365,9 @@ def test_another_file_is_not_written_over(file: Path) -> None:
 def test_every_shape_counts_alike() -> None:
     """The mean is geometric; where another candidate is faster at a shape, its figures say so."""
     shapes = {"1": (1e-6, 3e-6), "512": (4e-3, 1e-3)}
-    a, b = (Timed(n, Provider(n), n, {s: t[i] for s, t in shapes.items()}) for i, n in enumerate("ab"))
+    a, b = (
+        Timed(n, Provider(n), n, {s: t[i] for s, t in shapes.items()}) for i, n in enumerate("ab")
+    )
     assert math.isclose(a.mean, math.sqrt(4e-9))
     measured = Measured("b", 1, "now", (a, b))
     assert measured.verdict == "b 54.8 µs, a 63.2 µs in the mean of 2 shapes"
@@ -332,7 +375,9 @@ def test_every_shape_counts_alike() -> None:
     assert measured.figures(b) == "54.8 µs in the mean"
 
 
-@pytest.mark.parametrize(("calls", "case"), [(0, "relu2 float32"), (7, SHAPES[0])], ids=["at once", "between rounds"])
+@pytest.mark.parametrize(
+    ("calls", "case"), [(0, "relu2 float32"), (7, SHAPES[0])], ids=["at once", "between rounds"]
+)
 def test_a_kernel_that_raises_is_left_out(tmp_path: Path, calls: int, case: str) -> None:
     """Its reason is kept, and 'auto' takes the others, as what was measured are the candidates that are here."""
 
@@ -355,9 +400,15 @@ def test_a_kernel_that_raises_is_left_out(tmp_path: Path, calls: int, case: str)
     with set_config(auto(tmp_path / "tuning.json")):
         op = ReLUSquaredActivation()
     assert op.binding.kernel.winner.key == "native"
-    assert re.search("measured: native .* in the mean of 3 shapes; no other ran", op.decision.reason)
+    assert re.search(
+        "measured: native .* in the mean of 3 shapes; no other ran", op.decision.reason
+    )
     native, broken = measurement(op).candidates
-    assert (native.accepted, broken.accepted, broken.reason) == (True, False, f"left out, as {because}")
+    assert (native.accepted, broken.accepted, broken.reason) == (
+        True,
+        False,
+        f"left out, as {because}",
+    )
 
 
 def test_what_would_run_anyway_stays_where_nothing_is_clearly_faster() -> None:
@@ -371,4 +422,6 @@ def test_what_would_run_anyway_stays_where_nothing_is_clearly_faster() -> None:
     (race,), _ = tuning.races(["relu2"])
     assert race.usual == MINE
     for native, chosen in ((0.98e-3, MINE), (0.9e-3, "native")):
-        assert tuning.best_of(race, {MINE: {"1": 1e-3}, "native": {"1": native}}, {}).chosen == chosen
+        assert (
+            tuning.best_of(race, {MINE: {"1": 1e-3}, "native": {"1": native}}, {}).chosen == chosen
+        )

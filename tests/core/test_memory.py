@@ -37,10 +37,14 @@ print((before - resident()) / (size * count / 2))
 """
 
 
-@pytest.mark.skipif(not allocator._c_library().startswith("glibc"), reason="the C library is not glibc")
+@pytest.mark.skipif(
+    not allocator._c_library().startswith("glibc"), reason="the C library is not glibc"
+)
 def test_gaps_between_blocks_are_given_back() -> None:
     """Nearly all pages of every other block, which freeing alone leaves with the process."""
-    result = subprocess.run([sys.executable, "-c", _GAPS], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", _GAPS], capture_output=True, text=True, check=True
+    )
     assert 0.85 < float(result.stdout) < 1.05
 
 
@@ -85,17 +89,26 @@ print(int(re.search(r"AnonHugePages:\\s*(\\d+)", Path("/proc/self/smaps_rollup")
 def _moves() -> bool:
     release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
     setting = memory._HUGE_PAGES_SETTING
-    return sys.platform == "linux" and release >= (6, 1) and setting.is_file() and "[never]" not in setting.read_text()
+    return (
+        sys.platform == "linux"
+        and release >= (6, 1)
+        and setting.is_file()
+        and "[never]" not in setting.read_text()
+    )
 
 
 @pytest.mark.skipif(not _moves(), reason="the system has no huge pages on demand")
 @pytest.mark.parametrize(
-    "move", [_LOADED, _APART, _ASKED, _FROZEN, _CACHE], ids=["loaded", "apart", "asked before", "frozen", "cache"]
+    "move",
+    [_LOADED, _APART, _ASKED, _FROZEN, _CACHE],
+    ids=["loaded", "apart", "asked before", "frozen", "cache"],
 )
 def test_what_a_model_reads_lies_in_huge_pages(move: str) -> None:
     """Weights that are smaller than such a page, which they fill together, and a cache; no number changes."""
     script = _WEIGHTS.replace("{move}", move)
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert int(result.stdout) >= 16 << 20
 
 
@@ -112,8 +125,16 @@ def test_pages_of_which_half_is_filled_are_moved() -> None:
     """By one block or several, the same one counted once; others stay where they are."""
     size = 1 << 21
     half = range(3 * size + 5, 3 * size + 5 + size // 2)
-    blocks = [range(size // 4, 2 * size + 9), range(5 * size, 5 * size + size // 3), *[range(size // 4)] * 3]
-    blocks += [range(5 * size + size // 2, 6 * size - size // 4), half, range(8 * size, 8 * size + size // 2 - 1)]
+    blocks = [
+        range(size // 4, 2 * size + 9),
+        range(5 * size, 5 * size + size // 3),
+        *[range(size // 4)] * 3,
+    ]
+    blocks += [
+        range(5 * size + size // 2, 6 * size - size // 4),
+        half,
+        range(8 * size, 8 * size + size // 2 - 1),
+    ]
     assert memory._mostly_filled(blocks) == [0, size, 3 * size, 5 * size]
 
 

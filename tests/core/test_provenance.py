@@ -47,7 +47,9 @@ def raised_by(call) -> BaseException:
 
 def test_a_kernel_that_raises_is_named_with_the_setting_that_goes_without_it(acme) -> None:
     """Op, kernel, provider with version, the innermost line; the setting, pasted, has the op work."""
-    told = opgraft.explain_exception(raised_by(lambda: nn.Sequential(RMSNorm(4))(torch.randn(2, 4))))
+    told = opgraft.explain_exception(
+        raised_by(lambda: nn.Sequential(RMSNorm(4))(torch.randn(2, 4)))
+    )
     assert told is not None
     assert (told.op, told.kernel) == ("rms_norm", "Acme.forward_oot")
     assert str(told.provider) == "acme-dist 2.5"
@@ -57,7 +59,9 @@ def test_a_kernel_that_raises_is_named_with_the_setting_that_goes_without_it(acm
     assert pasted
     x = torch.randn(3, 4)
     with set_config(OpgraftConfig(providers=parse_text("providers", pasted[1]))):
-        torch.testing.assert_close(RMSNorm(4)(x).double(), nn.functional.rms_norm(x.double(), (4,), eps=1e-6))
+        torch.testing.assert_close(
+            RMSNorm(4)(x).double(), nn.functional.rms_norm(x.double(), (4,), eps=1e-6)
+        )
     assert told.to_dict()["location"] == told.location
     assert str(told).startswith("raised in op rms_norm, by Acme.forward_oot of acme-dist 2.5 at ")
 
@@ -103,7 +107,9 @@ def test_of_nested_ops_the_innermost_is_named() -> None:
 
 def test_a_functional_form_that_raises(acme) -> None:
     """A form is traced by the kernel that it runs."""
-    told = opgraft.explain_exception(raised_by(lambda: functional.rms_norm(torch.randn(2, 4), torch.ones(3), 1e-6)))
+    told = opgraft.explain_exception(
+        raised_by(lambda: functional.rms_norm(torch.randn(2, 4), torch.ones(3), 1e-6))
+    )
     assert told is not None
     assert told.op == "rms_norm"
 
@@ -211,5 +217,7 @@ def test_blocks_of_the_profiler_that_overlap() -> None:
         functional.silu_and_mul(x)
         second.__exit__(None, None, None)
         norm(x)
-    found = {e.key.split()[0]: e.count for e in watched.key_averages() if e.key.startswith("opgraft.")}
+    found = {
+        e.key.split()[0]: e.count for e in watched.key_averages() if e.key.startswith("opgraft.")
+    }
     assert found == {"opgraft.rms_norm": 1, "opgraft.silu_and_mul": 1}

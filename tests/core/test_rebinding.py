@@ -31,10 +31,14 @@ def test_rebind_follows_settings_and_replacements_and_keeps_parameters(scale, fa
 def test_a_replacement_of_the_same_name_is_a_change(scale) -> None:
     """A class that is called as the one that it replaces, and overrides the same method, is told all the same."""
 
-    def forward_cpu(self: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def forward_cpu(
+        self: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return x
 
-    namesake = type("Scale", (scale,), {"__module__": "acme", "forward_cpu": forward_cpu})  # no variant of the op
+    namesake = type(
+        "Scale", (scale,), {"__module__": "acme", "forward_cpu": forward_cpu}
+    )  # no variant of the op
     model = nn.Sequential(scale())
     scale.register_oot(namesake)
     assert [(row.path, row.reason) for row in rebind(model)] == [("0", "")]

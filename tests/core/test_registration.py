@@ -9,7 +9,14 @@ from collections.abc import Callable
 import opgraft
 import pytest
 import torch
-from opgraft import CustomOp, OpgraftConfig, PluggableLayer, maybe_get_oot_by_class, needs, set_config
+from opgraft import (
+    CustomOp,
+    OpgraftConfig,
+    PluggableLayer,
+    maybe_get_oot_by_class,
+    needs,
+    set_config,
+)
 from opgraft.binding import specialisation as binding
 from opgraft.errors import ConfigError, ConflictError, RegistrationError, UnknownTargetError
 from opgraft.ops import RotaryEmbedding
@@ -25,22 +32,28 @@ def kernel(self, x, bias=None):
 FUNCTIONALS: dict[str, Callable] = {
     "by class name": lambda target, cls: CustomOp.register_oot("Scale")(cls),
     "by op name": lambda target, cls: CustomOp.register_oot("scale")(cls),
-    "by module and class": lambda target, cls: CustomOp.register_oot(f"{target.__module__}:Scale")(cls),
+    "by module and class": lambda target, cls: CustomOp.register_oot(f"{target.__module__}:Scale")(
+        cls
+    ),
     "by keyword": lambda target, cls: CustomOp.register_oot(name="Scale")(cls),
     "by class": lambda target, cls: CustomOp.register_oot(target)(cls),
     "bare on the target": lambda target, cls: target.register_oot(cls),
     "called on the target": lambda target, cls: target.register_oot()(cls),
     "by call": lambda target, cls: CustomOp.register_oot(_decorated_op_cls=cls, name="Scale"),
-    "by call on a layer": lambda target, cls: PluggableLayer.register_oot(_decorated_layer_cls=cls, name="Scale"),
+    "by call on a layer": lambda target, cls: PluggableLayer.register_oot(
+        _decorated_layer_cls=cls, name="Scale"
+    ),
     "on the layer base": lambda target, cls: PluggableLayer.register_oot("Scale")(cls),
-    "in a loop": lambda target, cls: [CustomOp.register_oot(_decorated_op_cls=c, name=n) for n, c in [("Scale", cls)]][
-        -1
-    ],
+    "in a loop": lambda target, cls: [
+        CustomOp.register_oot(_decorated_op_cls=c, name=n) for n, c in [("Scale", cls)]
+    ][-1],
 }
 
 
 @pytest.mark.parametrize("form", FUNCTIONALS)
-def test_every_form_of_register_oot_replaces_and_returns_the_class(form: str, scale, fast_scale) -> None:
+def test_every_form_of_register_oot_replaces_and_returns_the_class(
+    form: str, scale, fast_scale
+) -> None:
     """Each documented form declares the replacement and hands the class back."""
     assert FUNCTIONALS[form](scale, fast_scale) is fast_scale
     op = scale()
@@ -74,7 +87,9 @@ def test_a_replacement_that_is_no_subclass_is_rejected(scale) -> None:
         def forward_oot(self, x, bias=None):
             return x
 
-    with pytest.raises(RegistrationError, match=r"Unrelated at .*test_registration.py:\d+.*not a subclass"):
+    with pytest.raises(
+        RegistrationError, match=r"Unrelated at .*test_registration.py:\d+.*not a subclass"
+    ):
         scale.register_oot(Unrelated)
     assert not host_state().active
 
@@ -89,10 +104,14 @@ def test_a_replacement_that_is_no_subclass_is_rejected(scale) -> None:
         ("__init__", lambda self, size, factor=2.0, *, enforce_enable=False: None, "required"),
     ],
 )
-def test_a_narrower_method_is_rejected(scale, method: str, function: Callable, message: str) -> None:
+def test_a_narrower_method_is_rejected(
+    scale, method: str, function: Callable, message: str
+) -> None:
     """Constructor, forward and kernels must take every call that the target's take."""
     replacement = type("Narrow", (scale,), {method: function})
-    with pytest.raises(RegistrationError, match=rf"Narrow.{method}.*narrower than Scale.*{message}"):
+    with pytest.raises(
+        RegistrationError, match=rf"Narrow.{method}.*narrower than Scale.*{message}"
+    ):
         scale.register_oot(replacement)
 
 
@@ -114,8 +133,14 @@ class Turn(CustomOp):
 
 
 ACCEPTED_WITH_FINDINGS: list[tuple[dict[str, object], str]] = [
-    ({"forward_oot": lambda self, positions, query, key, offsets=None: query}, "missing a required argument: 'key'"),
-    ({"forward_oot": lambda self, positions, query, key=None: query}, "too many positional|offsets"),
+    (
+        {"forward_oot": lambda self, positions, query, key, offsets=None: query},
+        "missing a required argument: 'key'",
+    ),
+    (
+        {"forward_oot": lambda self, positions, query, key=None: query},
+        "too many positional|offsets",
+    ),
     ({"forward_oot": lambda self, p, query, key=None, offsets=None: query}, "'positions'|'p'"),
     ({"forward_oot": native, "__init__": lambda self, size=4: CustomOp.__init__(self)}, "config"),
     ({"forward_oot": native, "forward_xpu": staticmethod(lambda x: x)}, "forward_xpu .* narrower"),
@@ -142,7 +167,9 @@ def test_a_narrower_method_that_no_caller_notices_is_a_finding(members: dict, fi
         {"forward_oot": lambda self, positions, query, key, mask: query},
         {"forward_native": native, "forward_xpu": staticmethod(lambda x: x)},
         {
-            "forward_oot": needs(lambda: "a device")(lambda self, positions, query, key=None, offsets=None: query),
+            "forward_oot": needs(lambda: "a device")(
+                lambda self, positions, query, key=None, offsets=None: query
+            ),
             "forward_xpu": staticmethod(lambda x: x),
         },
         {"forward_oot": native, "forward_native": lambda self, x: x},
@@ -203,7 +230,9 @@ def test_a_reloaded_definition_supersedes_the_old_one(scale, site) -> None:
     file = site.folder / "notebook.py"
     file.write_text(source.format(1))
     module = importlib.import_module("notebook")
-    file.write_text(source.format(2000))  # another length, so that no cached bytecode is taken for it
+    file.write_text(
+        source.format(2000)
+    )  # another length, so that no cached bytecode is taken for it
     importlib.reload(module)
     assert (scale()(torch.zeros(4)) == 2000).all()
     assert len(host_state().active) == 1
@@ -218,7 +247,8 @@ def test_classes_of_one_factory_are_different(scale) -> None:
     scale.register_oot(make(1))
     scale.register_oot(make(2))
     with pytest.raises(
-        ConflictError, match=r"Made .* and Made .*They have one provider, which decides by register_oot"
+        ConflictError,
+        match=r"Made .* and Made .*They have one provider, which decides by register_oot",
     ):
         scale()
 
@@ -244,7 +274,9 @@ def test_a_mixin_behind_the_op_is_no_kernel(scale) -> None:
 def test_a_replacement_cannot_be_a_target(scale, fast_scale) -> None:
     """A replacement of a replacement would never fire through the original class."""
     scale.register_oot(fast_scale)
-    with pytest.raises(RegistrationError, match=r"itself a replacement of Scale.*with a higher priority"):
+    with pytest.raises(
+        RegistrationError, match=r"itself a replacement of Scale.*with a higher priority"
+    ):
         fast_scale.register_oot(type("Faster", (fast_scale,), {"forward_oot": kernel}))
 
 
@@ -257,12 +289,18 @@ def test_only_ops_can_be_targets() -> None:
 
 def test_a_variant_of_an_op_can_be_a_target_by_class() -> None:
     """RotaryEmbedding derives from the registered class; every form of naming it works."""
-    cls = type("Fast", (RotaryEmbedding,), {"forward_oot": lambda self, positions, query, key=None: (query, key)})
+    cls = type(
+        "Fast",
+        (RotaryEmbedding,),
+        {"forward_oot": lambda self, positions, query, key=None: (query, key)},
+    )
     CustomOp.register_oot(RotaryEmbedding)(cls)
     assert maybe_get_oot_by_class(RotaryEmbedding) is cls
 
 
-@pytest.mark.parametrize("module", ["opgraft.ops", "opgraft.ops.rotary", "opgraft.ops.rotary.modules"])
+@pytest.mark.parametrize(
+    "module", ["opgraft.ops", "opgraft.ops.rotary", "opgraft.ops.rotary.modules"]
+)
 def test_a_target_by_any_module_that_exports_it(module: str) -> None:
     """``module:Class`` names a class by where it is imported from, which may be a package around its module."""
     assert host_state().registry.find_target(f"{module}:RotaryEmbedding") is RotaryEmbedding
@@ -278,7 +316,9 @@ def test_providers_must_name_ops(scale) -> None:
         scale()
 
 
-def test_a_binding_decided_before_a_registration_is_not_kept(scale, fast_scale, monkeypatch) -> None:
+def test_a_binding_decided_before_a_registration_is_not_kept(
+    scale, fast_scale, monkeypatch
+) -> None:
     """A registration that lands while another thread decides is not hidden by that thread's older choice."""
     decide = binding._decide
 
@@ -295,8 +335,12 @@ def test_a_binding_decided_before_a_registration_is_not_kept(scale, fast_scale, 
 
 def test_equal_priorities_are_an_error_that_names_both_and_the_setting(scale) -> None:
     """Two replacements of one target need a choice; a higher priority, a provider or unregistering makes it."""
-    one = scale.register_oot(type("One", (scale,), {"forward_oot": lambda self, x, bias=None: x + 1}))
-    two = scale.register_oot(type("Two", (scale,), {"forward_oot": lambda self, x, bias=None: x + 2}))
+    one = scale.register_oot(
+        type("One", (scale,), {"forward_oot": lambda self, x, bias=None: x + 1})
+    )
+    two = scale.register_oot(
+        type("Two", (scale,), {"forward_oot": lambda self, x, bias=None: x + 2})
+    )
     with pytest.raises(ConflictError, match=r"One.* and Two.*register_oot\(priority"):
         scale()
     CustomOp.unregister_oot(one)
@@ -305,7 +349,9 @@ def test_equal_priorities_are_an_error_that_names_both_and_the_setting(scale) ->
 
 def test_the_higher_priority_wins_whatever_the_order(scale) -> None:
     """Priority ranks replacements, and the loser stays in the decision with the reason."""
-    high = scale.register_oot(priority=2)(type("High", (scale,), {"forward_oot": lambda self, x, bias=None: x}))
+    high = scale.register_oot(priority=2)(
+        type("High", (scale,), {"forward_oot": lambda self, x, bias=None: x})
+    )
     scale.register_oot(type("Low", (scale,), {"forward_oot": lambda self, x, bias=None: x}))
     op = scale()
     assert op.op_class is high
@@ -330,7 +376,11 @@ def test_when_narrows_a_replacement(scale, fast_scale) -> None:
 def test_providers_chooses_by_name_and_rejects_names_that_do_not_apply(scale) -> None:
     """The provider setting decides a tie, can keep the op's own class, and must name something that is there."""
     for name in ("one", "two"):
-        replacement = type(name.title(), (scale,), {"forward_oot": lambda self, x, bias=None: x, "__module__": name})
+        replacement = type(
+            name.title(),
+            (scale,),
+            {"forward_oot": lambda self, x, bias=None: x, "__module__": name},
+        )
         scale.register_oot(replacement)
     with set_config(OpgraftConfig(providers={"scale": "two"})):
         assert scale().op_class.__name__ == "Two"
@@ -351,7 +401,10 @@ def test_an_op_name_belongs_to_one_class(scale) -> None:
         def forward_native(self, x):
             return x
 
-    with pytest.raises(ConflictError, match=r"'scale' is registered twice.*conftest.py:\d+.*test_registration.py:\d+"):
+    with pytest.raises(
+        ConflictError,
+        match=r"'scale' is registered twice.*conftest.py:\d+.*test_registration.py:\d+",
+    ):
         CustomOp.register("scale")(Other)
 
 
@@ -367,12 +420,16 @@ def test_register_wants_a_custom_op_with_a_definition() -> None:
 
 def test_an_ambiguous_class_name_must_be_qualified(scale) -> None:
     """Two ops whose classes share a bare name are told apart by their modules, never guessed."""
-    twin = type("Scale", (CustomOp,), {"forward_native": lambda self, x: x, "__module__": "elsewhere"})
+    twin = type(
+        "Scale", (CustomOp,), {"forward_native": lambda self, x: x, "__module__": "elsewhere"}
+    )
     twin.__qualname__ = "Scale"
     CustomOp.register("other_scale")(twin)
     with pytest.raises(ConflictError, match=r"ambiguous.*'elsewhere:Scale'"):
         CustomOp.register_oot("Scale")(type("R", (twin,), {"forward_oot": lambda self, x: x}))
-    replacement = CustomOp.register_oot("elsewhere:Scale")(type("R", (twin,), {"forward_oot": lambda self, x: x}))
+    replacement = CustomOp.register_oot("elsewhere:Scale")(
+        type("R", (twin,), {"forward_oot": lambda self, x: x})
+    )
     assert twin().op_class is replacement
     assert scale().op_class is scale
 

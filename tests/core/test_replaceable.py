@@ -41,7 +41,9 @@ def app(site) -> ModuleType:
     return user
 
 
-def plugin(site, target: str = "'soften'", options: str = "", body: str = "x + by", name: str = "acme") -> None:
+def plugin(
+    site, target: str = "'soften'", options: str = "", body: str = "x + by", name: str = "acme"
+) -> None:
     site.plugin(name, PLUGIN.format(target=target, options=options, body=body))
     opgraft.reset()  # which has the scan of what is installed be made again
 
@@ -92,7 +94,9 @@ def test_it_is_explained_like_every_op(cli, site) -> None:
     assert f"{site.folder}/acme.py:7" in text
     assert f"{site.folder}/app.py:5" in text
     assert "OPGRAFT_PROVIDERS=soften=app" in text
-    row = next(line for line in cli("ops", "list").stdout.splitlines() if line.startswith("soften "))
+    row = next(
+        line for line in cli("ops", "list").stdout.splitlines() if line.startswith("soften ")
+    )
     assert row.split()[-1] == "acme"
 
 
@@ -111,13 +115,20 @@ def test_an_exception_and_a_range_name_it(site, app) -> None:
         set_config(OpgraftConfig(providers="soften=native")),
     ):
         app.use(torch.zeros(2))
-    assert any(event.key.startswith("opgraft.soften soften.forward_native [app") for event in watched.key_averages())
+    assert any(
+        event.key.startswith("opgraft.soften soften.forward_native [app")
+        for event in watched.key_averages()
+    )
 
 
 def test_it_stays_what_a_function_is(app) -> None:
     """Name, documentation and module are the function's, and it is pickled by reference."""
     soften = app.soften
-    assert (soften.__name__, soften.__doc__, soften.__module__) == ("soften", "Softplus of x.", "app")
+    assert (soften.__name__, soften.__doc__, soften.__module__) == (
+        "soften",
+        "Softplus of x.",
+        "app",
+    )
     assert pickle.loads(pickle.dumps(soften)) is soften  # noqa: S301 - made here
 
 
@@ -125,7 +136,9 @@ def test_two_replacements_need_a_choice(site, app) -> None:
     """At equal priority a call is the conflict that constructing an op would be; ``providers`` settles it."""
     plugin(site)
     plugin(site, body="x - by", name="brix")
-    with pytest.raises(ConflictError, match=r"quick at .*acme\.py:7 .* and .*quick at .*brix\.py:7"):
+    with pytest.raises(
+        ConflictError, match=r"quick at .*acme\.py:7 .* and .*quick at .*brix\.py:7"
+    ):
         app.use(torch.zeros(2))
     with set_config(OpgraftConfig(providers="soften=brix")):
         torch.testing.assert_close(app.use(torch.zeros(2)), torch.full((2,), -2.0))
@@ -146,7 +159,10 @@ def whole(x: int, *, y: int = 1) -> int:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (untyped, r"test_replaceable.py:\d+ is replaceable and its parameter 'x' has no annotation"),
+        (
+            untyped,
+            r"test_replaceable.py:\d+ is replaceable and its parameter 'x' has no annotation",
+        ),
         (without_result, "its result has no annotation"),
         (print, "decorates a function, not <built-in"),
     ],

@@ -64,13 +64,18 @@ WRONG = {
     "shape": (lambda y: y[:1], r"the result is float32 \[1, 8\].*, expected float32 \[2, 8\]"),
     "number": (lambda y: (y, y), "the result has 2 parts, expected 1"),
     "nothing": (lambda y: None, "the result is None, expected float32"),
-    "not a number": (lambda y: y * float("nan"), r"16 of 16 numbers are off by .* at \[0, 0\] .* it has nan, expected"),
+    "not a number": (
+        lambda y: y * float("nan"),
+        r"16 of 16 numbers are off by .* at \[0, 0\] .* it has nan, expected",
+    ),
 }
 
 
 @pytest.mark.parametrize("setting", [{"share": 1.0}, {"first_call": True}])
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_kernel_is_found(case: str, setting: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wrong_kernel_is_found(
+    case: str, setting: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     """Wrong values, dtypes, shapes and numbers of results are logged once, with what the op was called with."""
     change, words = WRONG[case]
     replaced(lambda self, x, residual=None: change(self.forward_native(x, residual)))
@@ -92,7 +97,9 @@ def test_a_wrong_kernel_is_found(case: str, setting: dict[str, Any], caplog: pyt
 def test_a_right_kernel_is_not_blamed(always: None, caplog: pytest.LogCaptureFixture) -> None:
     """Sums in another order, of values of any size, stay within the tolerance; NaN and infinities are what they are."""
 
-    def in_parts(self: Any, input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def in_parts(
+        self: Any, input: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
         parts = zip(input.split(64, -1), self.weight.split(64, -1), strict=True)
         return sum(x @ w.T for x, w in parts) + self.bias  # type: ignore[return-value]
 
@@ -120,7 +127,11 @@ def test_the_share_of_calls_is_compared_by_their_numbers(share: float) -> None:
 
 def test_the_first_call_of_each_choice_of_dtypes() -> None:
     """A kernel that is wrong for one dtype only is found by its first call with that."""
-    replaced(lambda self, x, residual=None: self.forward_native(x, residual) + (x.dtype == torch.bfloat16))
+    replaced(
+        lambda self, x, residual=None: (
+            self.forward_native(x, residual) + (x.dtype == torch.bfloat16)
+        )
+    )
     with set_config(OpgraftConfig(shadow=ShadowConfig(first_call=True))):
         op = RMSNorm(8)
         for dtype in (torch.float32, torch.float32, torch.bfloat16, torch.bfloat16):
@@ -166,7 +177,9 @@ def test_demotion(demote: bool) -> None:
         kinds = [type(op) for op in model]
         table = str(opgraft.explain(model))
         assert [type(op) for op in model] == kinds  # to tell of an op leaves it as it is
-        assert ("shadow mode has found that Acme.forward_oot differs: the result" in table) == demote
+        assert (
+            "shadow mode has found that Acme.forward_oot differs: the result" in table
+        ) == demote
         assert ("RMSNorm.forward_native" in table) == demote
         assert f"{row().compared} of {row().calls} calls compared" in table or demote
 
@@ -209,21 +222,32 @@ def test_a_kernel_that_writes_to_what_it_should_only_read(always: None) -> None:
 
 def test_what_cannot_be_run_twice_is_left_out_with_the_reason(always: None) -> None:
     """Random results, writes to the op's own tensors, transforms and meta tensors are not compared, and it is said."""
-    replaced(lambda self, *args, **kwargs: self.forward_native(*args, **kwargs), ScaledDotProductAttention)
+    replaced(
+        lambda self, *args, **kwargs: self.forward_native(*args, **kwargs),
+        ScaledDotProductAttention,
+    )
     attention = ScaledDotProductAttention()
     q = torch.randn(1, 2, 4, 8)
     before = torch.get_rng_state()
     first = attention(q, q, q, None, 0.5)
     torch.set_rng_state(before)
-    torch.testing.assert_close(attention(q, q, q, None, 0.5), first)  # the second run has drawn nothing
+    torch.testing.assert_close(
+        attention(q, q, q, None, 0.5), first
+    )  # the second run has drawn nothing
     attention(*[q.to("meta")] * 3)
     remark = row("scaled_dot_product_attention").remark
     assert row("scaled_dot_product_attention").compared == 0
     replaced(lambda self, x: self.forward_native(x), SiluAndMul)
     torch.func.vmap(SiluAndMul())(torch.randn(3, 2, 8))
-    for words in ("2 not compared: random numbers were drawn", "1 not compared: an argument is on the device meta"):
+    for words in (
+        "2 not compared: random numbers were drawn",
+        "1 not compared: an argument is on the device meta",
+    ):
         assert words in remark
-    assert "1 not compared: something follows its operators, such as torch.func" in row("silu_and_mul").remark
+    assert (
+        "1 not compared: something follows its operators, such as torch.func"
+        in row("silu_and_mul").remark
+    )
 
     def counting(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         self.count.add_(1)
@@ -233,7 +257,10 @@ def test_what_cannot_be_run_twice_is_left_out_with_the_reason(always: None) -> N
     op = RMSNorm(8)
     op.register_buffer("count", torch.zeros(()))
     op(torch.randn(2, 8))
-    assert row().remark == "1 not compared: it writes to count of its own, which a second run would find changed"
+    assert (
+        row().remark
+        == "1 not compared: it writes to count of its own, which a second run would find changed"
+    )
 
 
 def test_layers_that_may_keep_state_are_left_out(always: None) -> None:
@@ -259,7 +286,10 @@ def test_a_native_definition_that_raises_does_not_disturb_the_call(always: None)
 
     replaced(lambda self, x, residual=None: x, forward_native=native)
     assert RMSNorm(8)(torch.ones(2, 8)).sum() == 16
-    assert row().remark == "1 not compared: its native definition, or the comparison with it, raised ValueError: no"
+    assert (
+        row().remark
+        == "1 not compared: its native definition, or the comparison with it, raised ValueError: no"
+    )
 
 
 def test_replaceable_functions_are_watched(always: None) -> None:
@@ -317,6 +347,8 @@ def test_exported_programs_hold_the_kernel_alone(always: None) -> None:
     x = torch.randn(2, 8)
     program = torch.export.export(op, (x,))
     torch.testing.assert_close(program.module()(x), functional.silu_and_mul.native(x) + 1)
-    assert not [n for n in program.graph.nodes if "clone" in str(n.target) or "equal" in str(n.target)]
+    assert not [
+        n for n in program.graph.nodes if "clone" in str(n.target) or "equal" in str(n.target)
+    ]
     assert row("silu_and_mul").compared == 0
     assert "what was compiled is not compared" in row("silu_and_mul").remark

@@ -48,7 +48,9 @@ def test_generators_are_never_set_back(drawing: str) -> None:
         draw()
         return x
 
-    RMSNorm.register_oot(type("Acme", (RMSNorm,), {"forward_oot": kernel, "forward_native": native}))
+    RMSNorm.register_oot(
+        type("Acme", (RMSNorm,), {"forward_oot": kernel, "forward_native": native})
+    )
     RMSNorm(8)(torch.ones(2, 8))
     assert len(drawn) == 1
     assert not torch.equal(torch.rand(4), drawn[0])
@@ -67,7 +69,10 @@ STRANGE: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
 def test_results_that_cannot_be_compared_do_not_disturb_the_call(case: str) -> None:
     """An error of the comparison is counted, and is none of the caller's."""
     change, words = STRANGE[case]
-    kernels = {"forward_oot": lambda self, x: change(2 * x), "forward_native": lambda self, x: change(3 * x)}
+    kernels = {
+        "forward_oot": lambda self, x: change(2 * x),
+        "forward_native": lambda self, x: change(3 * x),
+    }
     SiluAndMul.register_oot(type("Acme", (SiluAndMul,), kernels))
     assert SiluAndMul()(torch.ones(2, 8)).shape == (2, 8)
     assert (
@@ -140,6 +145,16 @@ def test_objects_that_two_runs_would_share_are_an_obstacle() -> None:
     assert acme_keep(torch.ones(2), cache := Cache()) == len(cache.kept) == 1
     remark = "1 not compared: an argument is a Cache, which two runs would share and may change"
     assert (row("acme_keep").remark, row("acme_keep").compared) == (remark, 0)
-    for harmless in (None, 1, 2.0, "a", torch.float32, torch.device("cpu"), torch.Size((1,)), Sizes(), slice(1)):
+    for harmless in (
+        None,
+        1,
+        2.0,
+        "a",
+        torch.float32,
+        torch.device("cpu"),
+        torch.Size((1,)),
+        Sizes(),
+        slice(1),
+    ):
         acme_keep(torch.ones(2), harmless)
     assert (row("acme_keep").compared, row("acme_keep").drifted) == (9, 0)

@@ -17,7 +17,10 @@ def test_columns_are_aligned_and_fit() -> None:
 
 def test_words_are_broken_only_where_nothing_else_would_fit() -> None:
     """A path stays whole while another column can give way; where none can, it is broken so that lines fit."""
-    rows = [("the first", "reason"), ("encoder.layer.0.attention.self-query", "one two three four five six")]
+    rows = [
+        ("the first", "reason"),
+        ("encoder.layer.0.attention.self-query", "one two three four five six"),
+    ]
     for width in (60, 44):
         lines = table(rows, width)
         assert max(map(len, lines)) <= width

@@ -31,7 +31,9 @@ def test_a_function_becomes_an_op_that_compiles_as_one_node() -> None:
     x = torch.randn(3)
     assert torch.equal(double(x, 3.0), 3 * x)
     torch.library.opcheck(double.default, (x,), test_utils=("test_schema", "test_faketensor"))
-    assert torch.equal(torch.compile(lambda x: double(x) + 1, fullgraph=True, backend="eager")(x), 2 * x + 1)
+    assert torch.equal(
+        torch.compile(lambda x: double(x) + 1, fullgraph=True, backend="eager")(x), 2 * x + 1
+    )
 
 
 def test_an_op_may_write_to_its_arguments() -> None:
@@ -60,7 +62,9 @@ def test_a_library_of_the_plugins_own() -> None:
 def test_a_name_that_is_taken_is_an_error(name: str) -> None:
     """Neither a functional form nor the op of another function is replaced in silence."""
     opgraft.direct_register_custom_op("acme_taken", acme_fill, ["x"])
-    with pytest.raises(ConflictError, match=rf"torch.ops.opgraft.{name} is registered already.*target_lib"):
+    with pytest.raises(
+        ConflictError, match=rf"torch.ops.opgraft.{name} is registered already.*target_lib"
+    ):
         opgraft.direct_register_custom_op(name, acme_double)
 
 
@@ -74,6 +78,8 @@ def test_a_reloaded_function_takes_the_place_of_the_old_one(site) -> None:
     file.write_text(source.format(1))
     module = importlib.import_module("acme_library")
     assert torch.ops.opgraft.acme_add(torch.zeros(1)) == 1
-    file.write_text(source.format(2000))  # another length, so that no cached bytecode is taken for it
+    file.write_text(
+        source.format(2000)
+    )  # another length, so that no cached bytecode is taken for it
     importlib.reload(module)
     assert torch.ops.opgraft.acme_add(torch.zeros(1)) == 2000

@@ -22,7 +22,9 @@ def test_variants_are_measured_by_their_class() -> None:
     """A replacement of one variant makes a race of that one; others of the op keep what they have."""
 
     class Mine(MRotaryEmbedding):
-        def forward_oot(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
+        def forward_oot(
+            self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+        ) -> Any:
             return self.forward_native(positions, query, key)
 
     MRotaryEmbedding.register_oot(Mine)
@@ -49,7 +51,9 @@ def test_a_kernel_that_is_wrong_wins_no_race() -> None:
     SiluAndMul.register_oot(Half)
     (race,) = tuning.races(["silu_and_mul"])[0]
     outcome = tuning.run(race, [torch.float32], 1e-4)
-    assert re.match(r"at silu_and_mul float32 its results are wrong: of inputs", outcome.left_out[MINE])
+    assert re.match(
+        r"at silu_and_mul float32 its results are wrong: of inputs", outcome.left_out[MINE]
+    )
     assert outcome.measured is not None
     assert outcome.measured.chosen == "native"
 
@@ -68,6 +72,9 @@ def test_shapes_are_realistic_and_bounded() -> None:
     for spec in SPECS.values():
         shapes = tuning.shapes(spec)
         assert shapes, spec.functional.name
-        rows, sizes = (max(of) for of in zip(*((math.prod(lead), size) for lead, size in spec.large), strict=True))
+        rows, sizes = (
+            max(of)
+            for of in zip(*((math.prod(lead), size) for lead, size in spec.large), strict=True)
+        )
         assert max(math.prod(lead) for lead, _ in shapes) <= 8 * rows, spec.functional.name
         assert max(size for _, size in shapes) <= sizes, spec.functional.name

@@ -21,7 +21,11 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "opgr
 def source_files() -> list[Path]:
     """What the distribution is built from, without what an earlier build or run left there."""
     left = ("build", "__pycache__", "opgraft_cpu_kernels.egg-info", "_kernels.so", "_build.json")
-    return sorted(path for path in PLUGIN.rglob("*") if path.is_file() and not {*path.parts, path.name} & {*left})
+    return sorted(
+        path
+        for path in PLUGIN.rglob("*")
+        if path.is_file() and not {*path.parts, path.name} & {*left}
+    )
 
 
 def copy_of_sources(folder: Path) -> Path:
@@ -36,7 +40,9 @@ def install(source: Path, target: Path, **variables: str) -> subprocess.Complete
     """Build and install by pip as a user does who has setuptools and torch, without the network."""
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--target", str(target)]
     command = [sys.executable, "-m", "pip", "install", *options, str(source)]
-    return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, env={**os.environ, **variables}, capture_output=True, text=True, check=False
+    )
 
 
 def versions() -> str:

@@ -26,9 +26,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (CACHE / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
-            for old in sorted({*CACHE.glob("*/")} - {CACHE / "objects"}, key=lambda folder: folder.stat().st_mtime)[
-                :-6
-            ]:
+            for old in sorted(
+                {*CACHE.glob("*/")} - {CACHE / "objects"}, key=lambda folder: folder.stat().st_mtime
+            )[:-6]:
                 shutil.rmtree(old)
             folder = tmp_path_factory.mktemp("cpu-kernels")
             result = install(copy_of_sources(folder / "source"), folder / "site", CXX=compiler())
@@ -74,4 +74,6 @@ def sized(path: str) -> Callable[[OpSpec], OpSpec]:
     """Leaves the realistic sizes of a spec to the path of this CPU: the sharing among threads is the same on each."""
     import opgraft_cpu_kernels
 
-    return lambda spec: spec if path == opgraft_cpu_kernels.paths()[0] else dataclasses.replace(spec, large=())
+    return lambda spec: (
+        spec if path == opgraft_cpu_kernels.paths()[0] else dataclasses.replace(spec, large=())
+    )

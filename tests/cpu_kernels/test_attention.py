@@ -61,9 +61,13 @@ def repaged(
     for row, ((start, end), length) in enumerate(
         zip(pairwise(query_start_loc.tolist()), seq_lens.tolist(), strict=True)
     ):
-        table[row, : blocks[row]] = torch.tensor([free.pop() for _ in range(blocks[row])], dtype=torch.int32)
+        table[row, : blocks[row]] = torch.tensor(
+            [free.pop() for _ in range(blocks[row])], dtype=torch.int32
+        )
         places = torch.arange(length)
-        taken = cache[block_table[row, places // old].long(), :, :, places % old]  # [tokens, 2, heads, size]
+        taken = cache[
+            block_table[row, places // old].long(), :, :, places % old
+        ]  # [tokens, 2, heads, size]
         where = table[row, places // BLOCK] * BLOCK + places % BLOCK
         before = length - (end - start)
         attention.write(*taken[:before].unbind(1), own, where[:before].long())
@@ -88,14 +92,21 @@ def kernel(
     more = -size % 16
     query, cache = (torch.nn.functional.pad(x, (0, more)) for x in (query, cache))
     own, table, slots, key, value = repaged(cache, block_table, query_start_loc, seq_lens, dtype)
-    settings = (scale, others.get("sliding_window"), others.get("logits_soft_cap"), others.get("sinks"))
+    settings = (
+        scale,
+        others.get("sliding_window"),
+        others.get("logits_soft_cap"),
+        others.get("sinks"),
+    )
     attended = torch.ops.opgraft_cpu_kernels.attend_pages(
         query, key, value, own, slots, table, query_start_loc, seq_lens, *settings
     )
     return attended[..., :size]
 
 
-@pytest.mark.parametrize("variant", [variant for variant in SPEC.variants if variant not in ("int8", "fp8")])
+@pytest.mark.parametrize(
+    "variant", [variant for variant in SPEC.variants if variant not in ("int8", "fp8")]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values(variant: str, dtype: torch.dtype, path: str) -> None:
     """Each path computes what the reference computes in float64, amid blocks of NaN."""
@@ -127,13 +138,17 @@ def test_long_contexts(settings: str, dtype: torch.dtype, path: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "dtype"),
     [
-        pytest.param(name, dtype, marks=[pytest.mark.slow] * (name != "all" and dtype != torch.bfloat16))
+        pytest.param(
+            name, dtype, marks=[pytest.mark.slow] * (name != "all" and dtype != torch.bfloat16)
+        )
         for name in SETTINGS
         for dtype in DTYPES
     ],
 )
 @pytest.mark.parametrize("codes", CODES)
-def test_long_contexts_in_codes(settings: str, codes: torch.dtype, dtype: torch.dtype, path: str) -> None:
+def test_long_contexts_in_codes(
+    settings: str, codes: torch.dtype, dtype: torch.dtype, path: str
+) -> None:
     """Over a cache of codes, each path gives what the reference gives in float64 over the numbers that they are."""
     arguments, expected = long_contexts(settings, dtype, codes)
     got = kernel(**arguments, scale=0.2, dtype=codes, **SETTINGS[settings])
@@ -155,7 +170,9 @@ def sequences(counts: list[int], lengths: list[int], dtype: torch.dtype) -> dict
 
 @pytest.mark.parametrize("codes", [None, *CODES])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_do_not_depend_on_neighbours(dtype: torch.dtype, codes: torch.dtype | None, kernels: Any) -> None:
+def test_rows_do_not_depend_on_neighbours(
+    dtype: torch.dtype, codes: torch.dtype | None, kernels: Any
+) -> None:
     """A token's result has the same bits alone, in a batch, in a prompt and on another number of threads."""
     threads = torch.get_num_threads()
     both = sequences([1, 40], [900, 700], dtype)
@@ -191,20 +208,29 @@ def test_layer(dtype: torch.dtype, head_size: int, codes: torch.dtype | None, ke
         with attending(batch), torch.no_grad():
             attended.append(layer(*(x[done : done + count] for x in given)))
         done += count
-    tolerance = {None: 2e-2 if dtype.itemsize == 2 else 1e-5, torch.int8: 4e-2, torch.uint8: 0.15}[codes]
+    tolerance = {None: 2e-2 if dtype.itemsize == 2 else 1e-5, torch.int8: 4e-2, torch.uint8: 0.15}[
+        codes
+    ]
     torch.testing.assert_close(torch.cat(attended), layer(*given), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("codes", [None, *CODES])
-def test_the_fallback_reads_the_same_pages(codes: torch.dtype | None, kernels: Any, path: str) -> None:
+def test_the_fallback_reads_the_same_pages(
+    codes: torch.dtype | None, kernels: Any, path: str
+) -> None:
     """What the kernel wrote is where the definition finds it, and the other way round."""
     from opgraft_cpu_kernels import attention
 
     for dtype in DTYPES:
         arguments = sequences([3], [40], dtype)
         query, *rest = (arguments[n] for n in ("query", "query_start_loc", "seq_lens"))
-        own, table, slots, key, value = repaged(arguments["cache"], arguments["block_table"], *rest, codes)
-        key, value = key.clone(), torch.cat((key, value), 1)[:, 2:]  # rows that adjoin, and that do not
+        own, table, slots, key, value = repaged(
+            arguments["cache"], arguments["block_table"], *rest, codes
+        )
+        key, value = (
+            key.clone(),
+            torch.cat((key, value), 1)[:, 2:],
+        )  # rows that adjoin, and that do not
         key[1] = 0
         by_definition = own.clone()
         torch.ops.opgraft_cpu_kernels.attend_pages(query, key, value, own, slots, table, *rest, 0.2)
@@ -219,7 +245,9 @@ def test_the_fallback_reads_the_same_pages(codes: torch.dtype | None, kernels: A
 
 @pytest.mark.parametrize("codes", CODES)
 @pytest.mark.parametrize("nothing", [torch.nan, torch.inf])
-def test_what_is_not_finite_is_not_lost_in_codes(nothing: float, codes: torch.dtype, kernels: Any, path: str) -> None:
+def test_what_is_not_finite_is_not_lost_in_codes(
+    nothing: float, codes: torch.dtype, kernels: Any, path: str
+) -> None:
     """A key that is not finite makes its sequence NaN, and no other; one that none sees makes nothing."""
     arguments = sequences([2, 1], [40, 40], torch.float32)
     arguments["cache"][0, 0, 1, 0, 5] = nothing
@@ -262,7 +290,9 @@ def test_compiled(kernels: Any) -> None:
     """A step compiles without a break, with the kernel as one node, and gives what it gives without compiling."""
     layer = Attention(6, 64, 0.2, 2, prefix="attn")
     caches = {"attn": torch.zeros(layer.kv_cache_shape(2, BLOCK))}
-    batch = AttentionBatch.of_sequences([40], [40], torch.tensor([[1, 0]]), caches, block_size=BLOCK)
+    batch = AttentionBatch.of_sequences(
+        [40], [40], torch.tensor([[1, 0]]), caches, block_size=BLOCK
+    )
     given = [torch.randn(40, heads, 64) for heads in (6, 2, 2)]
     nodes: list[str] = []
 
@@ -273,5 +303,7 @@ def test_compiled(kernels: Any) -> None:
     compiled = torch.compile(layer.attend_batch, backend=backend, fullgraph=True)
     with torch.no_grad():
         pages = batch.pages["attn"]
-        torch.testing.assert_close(compiled(batch, pages, *given), layer.attend_batch(batch, pages, *given))
+        torch.testing.assert_close(
+            compiled(batch, pages, *given), layer.attend_batch(batch, pages, *given)
+        )
     assert any("attend_pages" in name for name in nodes)

@@ -52,17 +52,26 @@ class Traffic:
             counts[row] = count = min(count, max(0, room - self.block))
             room -= count + self.block * bool(count)
             while len(sequence.blocks) * self.block < len(sequence.keys) + count:
-                self._take(sequence, self.draw.choice([b for b, users in enumerate(self.users) if not users]))
+                self._take(
+                    sequence,
+                    self.draw.choice([b for b, users in enumerate(self.users) if not users]),
+                )
         query, key, value = self._tokens(sum(counts))
         scale = self.size**-0.5
         slots, expected, done = [], [], 0
         for sequence, count in zip(self.sequences, counts, strict=True):
             rows, before = slice(done, done + count), len(sequence.keys)
             places = range(before, before + count)
-            slots += [sequence.blocks[p // self.block] * self.block + p % self.block for p in places]
+            slots += [
+                sequence.blocks[p // self.block] * self.block + p % self.block for p in places
+            ]
             sequence.keys = torch.cat((sequence.keys, self._held(key[rows])))
             sequence.values = torch.cat((sequence.values, self._held(value[rows])))
-            expected.append(attended(query[rows].double(), sequence.keys, sequence.values, scale, **self.settings))
+            expected.append(
+                attended(
+                    query[rows].double(), sequence.keys, sequence.values, scale, **self.settings
+                )
+            )
             done += count
         starts = torch.tensor([0, *counts]).cumsum(0)
         lengths = torch.tensor([len(sequence.keys) for sequence in self.sequences])
@@ -71,11 +80,16 @@ class Traffic:
             scale, *self.settings.values(),
         )  # fmt: skip
         torch.testing.assert_close(
-            got.double(), torch.cat(expected), atol=TOLERANCE[self.dtype], rtol=TOLERANCE[self.dtype]
+            got.double(),
+            torch.cat(expected),
+            atol=TOLERANCE[self.dtype],
+            rtol=TOLERANCE[self.dtype],
         )
 
     def _come_and_go(self) -> None:
-        for sequence in [s for s in self.sequences if self.draw.random() < 0.15 or len(s.keys) > 700]:
+        for sequence in [
+            s for s in self.sequences if self.draw.random() < 0.15 or len(s.keys) > 700
+        ]:
             self.sequences.remove(sequence)
             for block in sequence.blocks:
                 self.users[block] -= 1
@@ -112,7 +126,9 @@ class Traffic:
         table = torch.full((len(self.sequences), most), -7, dtype=torch.int32)
         for row, sequence in zip(table, self.sequences, strict=True):
             row[: len(sequence.blocks)] = torch.tensor(sequence.blocks)
-        if window := self.settings["sliding_window"]:  # as the engine, which gives back what slid out of a window
+        if window := self.settings[
+            "sliding_window"
+        ]:  # as the engine, which gives back what slid out of a window
             for row, sequence, count in zip(table, self.sequences, counts, strict=True):
                 row[: max(0, len(sequence.keys) - count + 1 - window) // self.block] = -7
         return table
@@ -146,7 +162,9 @@ KINDS = [(dtype, codes) for dtype in DTYPES for codes in (None, *CODES)]
         for number, kind in enumerate(KINDS)
     ],
 )
-def test_random_traffic(seed: int, dtype: torch.dtype, codes: torch.dtype | None, path: str) -> None:
+def test_random_traffic(
+    seed: int, dtype: torch.dtype, codes: torch.dtype | None, path: str
+) -> None:
     """Every token gets what its sequence gives it in float64, whatever comes beside it and lies in other blocks."""
     traffic = Traffic(seed, dtype, codes)
     for _ in range(25):

@@ -17,7 +17,12 @@ from opgraft.errors import ConfigError
 from random_decoders import THROUGH_TRANSFORMERS, through_transformers, written
 
 FAMILIES = {"Llama": {"tie_word_embeddings": True}, "Gemma3": {"sliding_window": 20}, "smollm3": {}}
-SHAPE = {"hidden_size": 192, "intermediate_size": 1000, "vocab_size": 1000, "num_key_value_heads": 2}
+SHAPE = {
+    "hidden_size": 192,
+    "intermediate_size": 1000,
+    "vocab_size": 1000,
+    "num_key_value_heads": 2,
+}
 
 
 def make(folder: Path, family: str) -> Path:
@@ -31,12 +36,18 @@ def make(folder: Path, family: str) -> Path:
 def invariant(folder: Path, dtype: str, num_blocks: int = 40, **scheduler: int) -> EngineCore:
     given = settings(folder, **scheduler)
     model = dataclasses.replace(given.model, dtype=dtype, batch_invariant=True)
-    return EngineCore(dataclasses.replace(given, model=model, cache=CacheConfig(block_size=16, num_blocks=num_blocks)))
+    return EngineCore(
+        dataclasses.replace(
+            given, model=model, cache=CacheConfig(block_size=16, num_blocks=num_blocks)
+        )
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_the_same_bits_beside_others(plugin: Path, tmp_path: Path, family: str, dtype: str) -> None:
+def test_logits_are_the_same_bits_beside_others(
+    plugin: Path, tmp_path: Path, family: str, dtype: str
+) -> None:
     """Alone or in a crowd, in chunks or whole, from a reused prefix, and computed anew: the logits do not differ."""
     folder = make(tmp_path / "model", family)
     prompt = prompts(33)[0]
@@ -46,7 +57,10 @@ def test_logits_are_the_same_bits_beside_others(plugin: Path, tmp_path: Path, fa
     again, reused = recorded("again", prompt, 24)
     serve(core, [again])
     pairs = [recorded(str(i), prompt, 24) for i in range(3)]
-    others = [Request(f"other {i}", p, SamplingParams(max_tokens=20)) for i, p in enumerate(prompts(1, 40, 9, 22))]
+    others = [
+        Request(f"other {i}", p, SamplingParams(max_tokens=20))
+        for i, p in enumerate(prompts(1, 40, 9, 22))
+    ]
     crowd = invariant(folder, dtype, max_num_batched_tokens=7)
     crowd.add([others[0], pairs[0][0], others[1], pairs[1][0], *others[2:], pairs[2][0]])
     for number in count():
@@ -59,12 +73,16 @@ def test_logits_are_the_same_bits_beside_others(plugin: Path, tmp_path: Path, fa
     assert any(request.num_preemptions for request, _ in pairs)
     for request, recorder in [(again, reused), *pairs]:
         assert request.output == first.output
-        assert all(torch.equal(recorder.logits[key], logits) for key, logits in alone.logits.items())
+        assert all(
+            torch.equal(recorder.logits[key], logits) for key, logits in alone.logits.items()
+        )
 
 
 def test_layers_that_depend_on_their_neighbours_are_refused(tmp_path: Path) -> None:
     """Without kernels that compute each token alike, the setting is refused at start, with the layers."""
     folder = make(tmp_path / "model", "Llama")
-    with pytest.raises(ConfigError, match=r"model\.batch_invariant is set.*layers\.0.*\(attention by Attention\)"):
+    with pytest.raises(
+        ConfigError, match=r"model\.batch_invariant is set.*layers\.0.*\(attention by Attention\)"
+    ):
         invariant(folder, "float32")
     engine(folder)

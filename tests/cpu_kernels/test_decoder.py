@@ -19,7 +19,13 @@ from opgraft.ops.decoder_plan import DecoderPlan
 from random_decoders import LLAMA3, written
 from torch import Tensor, nn
 
-SHAPE = {"hidden_size": 128, "intermediate_size": 192, "vocab_size": 192, "head_dim": 32, "num_key_value_heads": 2}
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "vocab_size": 192,
+    "head_dim": 32,
+    "num_key_value_heads": 2,
+}
 BIASES = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
 Logits = dict[Any, Tensor]
 
@@ -38,7 +44,10 @@ class Served:
 
         def watched(*args: Any) -> Any:
             result = run(*args)
-            self.answered, self.left = self.answered + (result is not None), self.left + (result is None)
+            self.answered, self.left = (
+                self.answered + (result is not None),
+                self.left + (result is None),
+            )
             return result
 
         self.plan.run = watched
@@ -51,9 +60,15 @@ class Served:
     def logits(self, *lengths: int) -> Logits:
         """Serve prompts of these lengths at once."""
         self.answered = self.left = 0
-        pairs = [recorded(f"{number}", prompt, 6) for number, prompt in enumerate(prompts(*lengths))]
+        pairs = [
+            recorded(f"{number}", prompt, 6) for number, prompt in enumerate(prompts(*lengths))
+        ]
         serve(self.core, [request for request, _ in pairs])
-        return {(number, key): row for number, (_, each) in enumerate(pairs) for key, row in each.logits.items()}
+        return {
+            (number, key): row
+            for number, (_, each) in enumerate(pairs)
+            for key, row in each.logits.items()
+        }
 
 
 def expect_equal(ours: Logits, others: Logits) -> None:
@@ -110,7 +125,12 @@ def test_quantized_weights(folder: Path, method: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "values"),
-    [("Mistral", {"sliding_window": 5}), ("Qwen2", {}), ("Llama", {"rope_parameters": LLAMA3}), ("Qwen3", {})],
+    [
+        ("Mistral", {"sliding_window": 5}),
+        ("Qwen2", {}),
+        ("Llama", {"rope_parameters": LLAMA3}),
+        ("Qwen3", {}),
+    ],
 )
 def test_families(plugin: Path, tmp_path: Path, family: str, values: dict[str, Any]) -> None:
     """A window and biases are in the plan; layers with norms of query and key, or other ropes, are called."""
@@ -139,7 +159,9 @@ def _replace_layers(stack: Any) -> None:
 
 
 class Nothing(nn.Module):
-    def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
         return hidden_states, residual
 
 
@@ -148,7 +170,9 @@ def _replace_forward(stack: Any) -> None:
 
 
 def _replace_weight(stack: Any) -> None:
-    stack.layers[0].mlp.down_proj.weight = nn.Parameter(stack.layers[0].mlp.down_proj.weight * 2, requires_grad=False)
+    stack.layers[0].mlp.down_proj.weight = nn.Parameter(
+        stack.layers[0].mlp.down_proj.weight * 2, requires_grad=False
+    )
 
 
 def _write_weight(stack: Any) -> None:
@@ -178,7 +202,10 @@ def test_changes_between_requests(folder: Path, change: Callable[[Any], None]) -
         change(served.stack)
     after = ours.logits(17)
     expect_equal(after, modules.logits(17))
-    assert any(key not in before or not torch.equal(row, before[key]) for key, row in after.items()) or change is _pack
+    assert (
+        any(key not in before or not torch.equal(row, before[key]) for key, row in after.items())
+        or change is _pack
+    )
 
 
 def test_hooks(folder: Path) -> None:
@@ -236,12 +263,24 @@ def test_what_the_library_refuses(kernels: Any) -> None:
     maps = [("linear", [weight, None, None, None])] * 4
     given = (weight[0], 1e-6, weight[0], 1e-6)
     with pytest.raises(ValueError, match="a linear layer by sparse with 4 tensors"):
-        decoder.add_layer(*given, [("sparse", maps[0][1])] * 4, [1, 1, 4], 1.0, None, None, None, True, True)
+        decoder.add_layer(
+            *given, [("sparse", maps[0][1])] * 4, [1, 1, 4], 1.0, None, None, None, True, True
+        )
     with pytest.raises(ValueError, match="a layer has 3 maps and 3 sizes"):
         decoder.add_layer(*given, maps[:3], [1, 1, 4], 1.0, None, None, None, True, True)
     decoder.add_layer(*given, maps, [1, 1, 4], 1.0, None, None, None, True, True)
     with pytest.raises(ValueError, match="0 layers have caches"):
-        decoder.run(torch.arange(1), weight[:1], [], [], [], [], torch.tensor([0, 1]), torch.tensor([1]), None)
+        decoder.run(
+            torch.arange(1),
+            weight[:1],
+            [],
+            [],
+            [],
+            [],
+            torch.tensor([0, 1]),
+            torch.tensor([1]),
+            None,
+        )
 
 
 @pytest.fixture
@@ -254,7 +293,9 @@ def number_of_threads() -> Iterator[Callable[[int], None]]:
 
 @pytest.mark.parametrize("method", [None, "int4"])
 @torch.inference_mode()
-def test_calls_do_not_disturb_each_other(folder: Path, method: str | None, number_of_threads: Any) -> None:
+def test_calls_do_not_disturb_each_other(
+    folder: Path, method: str | None, number_of_threads: Any
+) -> None:
     """The bits are the same with any number of threads; results stay when others follow, and so do those after errors.
 
     Memory of what is between kernels is used again from call to call.
@@ -263,7 +304,9 @@ def test_calls_do_not_disturb_each_other(folder: Path, method: str | None, numbe
     served.logits(3)
     calls: list[Any] = []
     bound, decoder = served.plan._bound, served.plan._bound.decoder
-    bound.decoder = SimpleNamespace(run=lambda *arguments: (calls.append(arguments), decoder.run(*arguments))[1])
+    bound.decoder = SimpleNamespace(
+        run=lambda *arguments: (calls.append(arguments), decoder.run(*arguments))[1]
+    )
     served.logits(3)
     arguments = calls[-1]
     expected = [each.clone() for each in decoder.run(*arguments)]
@@ -274,9 +317,13 @@ def test_calls_do_not_disturb_each_other(folder: Path, method: str | None, numbe
         with pytest.raises(ValueError, match="slots has 100"):
             decoder.run(*arguments[:4], beyond, *arguments[5:])
         results += [decoder.run(*arguments) for _ in range(3)]
-    assert all(torch.equal(*pair) for result in results for pair in zip(result, expected, strict=True))
+    assert all(
+        torch.equal(*pair) for result in results for pair in zip(result, expected, strict=True)
+    )
     with torch.inference_mode(mode=False), torch.no_grad():
-        plain = decoder.run(*(each.clone() if isinstance(each, Tensor) else each for each in arguments))
+        plain = decoder.run(
+            *(each.clone() if isinstance(each, Tensor) else each for each in arguments)
+        )
     assert not any(each.is_inference() for each in plain)
 
 
@@ -313,17 +360,27 @@ def test_explain_says_how_often_the_plan_ran_and_why_not(folder: Path) -> None:
     ("change", "sections", "reason"),
     [
         (_replace_layer, {}, "layers.1 is made of other parts"),
-        (_replace_forward, {}, "o_proj of layers.2 was changed: its forward was replaced on the instance"),
+        (
+            _replace_forward,
+            {},
+            "o_proj of layers.2 was changed: its forward was replaced on the instance",
+        ),
         (_pack, {}, "down_proj of layers.0 has a packed weight"),
         (
             None,
             {"compilation_config": CompilationConfig(custom_ops=["-rms_norm"])},
             "before_attention of layers.0 runs RMSNorm.forward_native of opgraft ",
         ),
-        (None, {"cache": CacheConfig(block_size=8, num_blocks=40)}, "blocks have 8 tokens, no multiple of 16"),
+        (
+            None,
+            {"cache": CacheConfig(block_size=8, num_blocks=40)},
+            "blocks have 8 tokens, no multiple of 16",
+        ),
     ],
 )
-def test_reasons_of_the_plan(folder: Path, change: Any, sections: dict[str, Any], reason: str) -> None:
+def test_reasons_of_the_plan(
+    folder: Path, change: Any, sections: dict[str, Any], reason: str
+) -> None:
     """What keeps the layers from the library is said by part and layer."""
     served = Served(folder, **sections)
     if change:
@@ -362,11 +419,17 @@ def test_the_page_has_the_most_tokens_of_the_plan(kernels: Any) -> None:
 
     text = (Path(__file__).parents[2] / "docs/explanation/engine.md").read_text(encoding="utf-8")
     table = re.findall(
-        r"^\| `(amx|avx512\w*)` \| (\w+)(?: tokens| number)? \| (\w+)(?: number)? \| (\d+) \|$", text, re.M
+        r"^\| `(amx|avx512\w*)` \| (\w+)(?: tokens| number)? \| (\w+)(?: number)? \| (\d+) \|$",
+        text,
+        re.M,
     )
     dtypes = torch.float32, torch.bfloat16, torch.float16
-    most = {(path, dtype): each for path, *row in table for dtype, each in zip(dtypes, row, strict=True)}
-    assert {key: linear.UNLIMITED if each == "any" else int(each) for key, each in most.items()} == linear.FEW
+    most = {
+        (path, dtype): each for path, *row in table for dtype, each in zip(dtypes, row, strict=True)
+    }
+    assert {
+        key: linear.UNLIMITED if each == "any" else int(each) for key, each in most.items()
+    } == linear.FEW
 
 
 def test_explain_knows_what_attention_runs(folder: Path) -> None:
@@ -386,4 +449,6 @@ def test_explain_names_the_form_of_linear_layers(folder: Path) -> None:
     """What multiplies by the weights is the kernel of a form, which has a row for each layer that calls it."""
     rows = [row for row in Served(folder).core.explain().rows if row.op == "linear"]
     assert len(rows) == 4 * 3 + 1
-    assert {(row.kernel, row.provider.name) for row in rows} == {("Linear.forward_cpu", "opgraft-cpu-kernels")}
+    assert {(row.kernel, row.provider.name) for row in rows} == {
+        ("Linear.forward_cpu", "opgraft-cpu-kernels")
+    }

@@ -32,9 +32,17 @@ def outcome(call: Callable[..., Any], *arguments: Any) -> Any:
 
 NORMS: dict[str, Callable[[torch.dtype, Tensor], tuple[Any, ...]]] = {
     "rms_norm": lambda dtype, weight: (t(3, 64, dtype=dtype), weight),
-    "fused_add_rms_norm": lambda dtype, weight: (t(3, 64, dtype=dtype), t(3, 64, dtype=dtype), weight),
+    "fused_add_rms_norm": lambda dtype, weight: (
+        t(3, 64, dtype=dtype),
+        t(3, 64, dtype=dtype),
+        weight,
+    ),
     "gemma_rms_norm": lambda dtype, weight: (t(3, 64, dtype=dtype), weight),
-    "fused_add_gemma_rms_norm": lambda dtype, weight: (t(3, 64, dtype=dtype), t(3, 64, dtype=dtype), weight),
+    "fused_add_gemma_rms_norm": lambda dtype, weight: (
+        t(3, 64, dtype=dtype),
+        t(3, 64, dtype=dtype),
+        weight,
+    ),
     "rms_norm_gated": lambda dtype, weight: (t(3, 64, dtype=dtype), weight, t(3, 64, dtype=dtype)),
     "layer_norm": lambda dtype, weight: (t(3, 64, dtype=dtype), (64,), weight, weight),
 }
@@ -51,7 +59,9 @@ def test_weights_of_another_dtype(kernels: Any, name: str) -> None:
             if isinstance(expected, type):
                 assert got is expected
             elif dtype is torch.float32 or kind not in (dtype, torch.float32):
-                torch.testing.assert_close(got, expected, rtol=2e-6 if dtype is torch.float32 else 8e-3, atol=2e-6)
+                torch.testing.assert_close(
+                    got, expected, rtol=2e-6 if dtype is torch.float32 else 8e-3, atol=2e-6
+                )
 
 
 def test_a_bias_of_another_dtype(kernels: Any) -> None:
@@ -67,7 +77,9 @@ def test_cosines_and_sines_of_two_dtypes(kernels: Any) -> None:
     x, cos, sin = t(3, 2, 8, dtype=torch.bfloat16), t(3, 4, dtype=torch.bfloat16), t(3, 4)
     for tables in ((cos, sin), (sin, cos)):
         expected = functional.apply_rotary_emb.native(x, *tables)
-        torch.testing.assert_close(kernels.apply_rotary_emb(x, *tables), expected, rtol=0.0, atol=0.0)
+        torch.testing.assert_close(
+            kernels.apply_rotary_emb(x, *tables), expected, rtol=0.0, atol=0.0
+        )
 
 
 CALLS: dict[str, Callable[[torch.dtype], tuple[Any, ...]]] = {
@@ -81,8 +93,23 @@ CALLS: dict[str, Callable[[torch.dtype], tuple[Any, ...]]] = {
     "apply_rotary_emb": lambda dtype: (t(3, 1, 8), t(3, 4).to(dtype), t(3, 4)),
     "rotary_embedding": lambda dtype: (POSITIONS, t(3, 8), t(3, 8), 8, t(9, 8).to(dtype)),
     "rotary_embedding_": lambda dtype: (POSITIONS, t(3, 8), t(3, 8), 8, t(9, 8).to(dtype)),
-    "mrope": lambda dtype: (POSITIONS.expand(3, 3), t(3, 8), t(3, 8), 8, t(9, 8).to(dtype), [2, 1, 1]),
-    "dual_chunk_rotary_embedding": lambda dtype: (POSITIONS, t(3, 8), t(3, 8), 8, t(9, 8).to(dtype), 4, 1),
+    "mrope": lambda dtype: (
+        POSITIONS.expand(3, 3),
+        t(3, 8),
+        t(3, 8),
+        8,
+        t(9, 8).to(dtype),
+        [2, 1, 1],
+    ),
+    "dual_chunk_rotary_embedding": lambda dtype: (
+        POSITIONS,
+        t(3, 8),
+        t(3, 8),
+        8,
+        t(9, 8).to(dtype),
+        4,
+        1,
+    ),
     "xielu": lambda dtype: (t(3, 8), t(1).to(dtype), t(1)),
 }
 
@@ -92,19 +119,28 @@ CALLS: dict[str, Callable[[torch.dtype], tuple[Any, ...]]] = {
 def test_factors_that_are_no_floating_point(kernels: Any, name: str, dtype: torch.dtype) -> None:
     """Weights, biases and tables of other dtypes are refused, by the op and by the form, as the definition does."""
     arguments, form = CALLS[name](dtype), name.split()[0]
-    for call in (getattr(kernels, form), getattr(functional, form), getattr(functional, form).native):
+    for call in (
+        getattr(kernels, form),
+        getattr(functional, form),
+        getattr(functional, form).native,
+    ):
         with pytest.raises(ValueError, match=f"^{form.removesuffix('_')}_?: .* expected"):
             call(*arguments)
 
 
-def mixed(first: torch.dtype, second: torch.dtype) -> dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]]:
+def mixed(
+    first: torch.dtype, second: torch.dtype
+) -> dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]]:
     """Calls whose arguments only autocast lets meet."""
     x, other, weight, cache = t(3, 16, dtype=first), t(3, 16, dtype=second), t(16), t(9, 8)
     return {
         "RMSNorm": (ops.RMSNorm(16).requires_grad_(False), (x, other)),
         "GemmaRMSNorm": (ops.GemmaRMSNorm(16).requires_grad_(False), (x, other)),
         "rms_norm_gated": (functional.rms_norm_gated, (x, weight, other)),
-        "rotary": (lambda x, other: functional.rotary_embedding(POSITIONS, x, other, 8, cache), (x, other)),
+        "rotary": (
+            lambda x, other: functional.rotary_embedding(POSITIONS, x, other, 8, cache),
+            (x, other),
+        ),
         "rotary in place": (lambda x, other: turned(x.clone(), other.clone(), cache), (x, other)),
     }
 
@@ -136,7 +172,10 @@ def test_fake_tensors_are_refused_as_real_ones(kernels: Any) -> None:
             (kernels.layer_norm, (t(3, 8), [8], t(8), torch.empty(8, dtype=torch.bfloat16))),
             (kernels.rotary_embedding, (torch.empty(3), t(3, 8), t(3, 8), 8, t(9, 8))),
             (kernels.mrope, (torch.empty(3, 3), t(3, 8), t(3, 8), 8, t(9, 8), [2, 1, 1])),
-            (kernels.dual_chunk_rotary_embedding, (torch.empty(3), t(3, 8), t(3, 8), 8, t(9, 8), 4, 1)),
+            (
+                kernels.dual_chunk_rotary_embedding,
+                (torch.empty(3), t(3, 8), t(3, 8), 8, t(9, 8), 4, 1),
+            ),
             (kernels.xielu, (t(3, 8), torch.empty(1, dtype=torch.int64), t(1))),
         ):
             with pytest.raises(ValueError, match="dtype"):

@@ -42,14 +42,18 @@ families = pytest.mark.parametrize("checkpoint", LAYERS, indirect=True)
 
 
 @pytest.fixture(scope="module")
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Any]:
     """A folder with a family's random weights, and transformers' model of them in float32."""
     family, values = LAYERS[request.param]
     folder = tmp_path_factory.mktemp("engine over the plugin") / request.param
     return folder, written(family, folder, **values, max_position_embeddings=128)
 
 
-def engine_of(folder: Path, dtype: str, cache: str, *, num_blocks: int = 100, **scheduler: Any) -> EngineCore:
+def engine_of(
+    folder: Path, dtype: str, cache: str, *, num_blocks: int = 100, **scheduler: Any
+) -> EngineCore:
     given = settings(folder, max_model_len=LONGEST, **scheduler)
     core = EngineCore(
         dataclasses.replace(
@@ -68,7 +72,9 @@ def expect_near(model: Any, request: Request, recorder: Any, bound: float) -> No
     """See that the logits of a request are as near those of transformers as the dtypes let them be."""
     assert len(request.output) == request.params.max_tokens
     expected = plain_logits(model, request.prompt, request.output)
-    found = torch.stack([recorder.logits[tuple(request.output[:i])] for i in range(len(request.output))])
+    found = torch.stack(
+        [recorder.logits[tuple(request.output[:i])] for i in range(len(request.output))]
+    )
     assert ((found - expected).square().mean().sqrt() / expected.std()) < bound
 
 
@@ -83,7 +89,10 @@ def test_in_chunks_after_preemption_and_from_a_prefix(
     room = engine_of(folder, dtype, cache, **limits).cache.most_blocks(LONGEST, 21)
     core = engine_of(folder, dtype, cache, num_blocks=room, **limits)
     core.scheduler._reserve = lambda: 0  # type: ignore[method-assign]  # which otherwise prevents most preemptions
-    pairs = [recorded(str(i), prompt, NEW) for i, prompt in enumerate(prompts(14, 15, 3, 13, 12, 40, 31, 76, 2, 60))]
+    pairs = [
+        recorded(str(i), prompt, NEW)
+        for i, prompt in enumerate(prompts(14, 15, 3, 13, 12, 40, 31, 76, 2, 60))
+    ]
     serve(core, [request for request, _ in pairs])
     assert any(request.num_preemptions for request, _ in pairs)
     again, reused = recorded("again", pairs[-1][0].prompt, NEW)
@@ -103,7 +112,12 @@ def test_in_chunks_after_preemption_and_from_a_prefix(
 @dtypes
 @pytest.mark.parametrize("length", [40, 33, 5])
 def test_several_answers(
-    plugin: Path, checkpoint: tuple[Path, Any], dtype: str, cache: str, length: int, monkeypatch: pytest.MonkeyPatch
+    plugin: Path,
+    checkpoint: tuple[Path, Any],
+    dtype: str,
+    cache: str,
+    length: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Siblings go on from copies of a block that is partly full, its scales and pairs of tokens with it."""
     folder, model = checkpoint

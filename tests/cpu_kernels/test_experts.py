@@ -22,7 +22,10 @@ def test_uneven_loads(dtype: torch.dtype, threads: int, path: str) -> None:
     w13 = (torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / HIDDEN**0.5).to(dtype)
     w2 = (torch.randn(EXPERTS, HIDDEN, INTERMEDIATE) / INTERMEDIATE**0.5).to(dtype)
     weights = torch.rand(TOKENS, 3)
-    ids = torch.stack([torch.full((TOKENS,), 1), torch.randint(2, EXPERTS, (TOKENS,)), torch.full((TOKENS,), -1)], 1)
+    ids = torch.stack(
+        [torch.full((TOKENS,), 1), torch.randint(2, EXPERTS, (TOKENS,)), torch.full((TOKENS,), -1)],
+        1,
+    )
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -60,7 +60,9 @@ NAMES = [
 ]
 FORMS = [name for name in NAMES if name in SPECS]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no g++ to build the kernels with")
+needs_compiler = pytest.mark.skipif(
+    not shutil.which("g++"), reason="no g++ to build the kernels with"
+)
 
 
 def kernel(spec: OpSpec) -> Any:
@@ -70,7 +72,11 @@ def kernel(spec: OpSpec) -> Any:
 def function_of(name: str) -> Any:
     from opgraft_cpu_kernels import dense_attention, experts, kernels
 
-    return next(getattr(module, name) for module in (dense_attention, experts, kernels) if hasattr(module, name))
+    return next(
+        getattr(module, name)
+        for module in (dense_attention, experts, kernels)
+        if hasattr(module, name)
+    )
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -81,7 +87,9 @@ def test_other_paths(name: str, path: str, kernels: Any) -> None:
     if path == opgraft_cpu_kernels.paths()[0]:
         pytest.skip("the plugin's own tests take this path")
     spec = dataclasses.replace(SPECS[name], large=())
-    assert {variant: wrong for variant in spec.variants if (wrong := wrong_with(spec, variant))} == {}
+    assert {
+        variant: wrong for variant in spec.variants if (wrong := wrong_with(spec, variant))
+    } == {}
 
 
 def wrong_with(spec: OpSpec, variant: str) -> str:
@@ -102,7 +110,9 @@ def test_realistic_sizes(name: str, kernels: Any) -> None:
     spec = SPECS[name]
     variant = [*spec.variants][-1]
     if torch.bfloat16 in spec.dtypes:
-        checks.check_values(dataclasses.replace(spec, leads=()), variant, torch.bfloat16, kernel(spec))
+        checks.check_values(
+            dataclasses.replace(spec, leads=()), variant, torch.bfloat16, kernel(spec)
+        )
 
 
 @needs_compiler

@@ -54,7 +54,9 @@ def test_models(plugin: Path, family: str) -> None:
     logits, tokens = results(model)
     report = graft(model)
     served = [*report.replaced, *(part for row in report.replaced for part in row.parts)]
-    assert {row.op for row in served if row.implementation.endswith(".forward_cpu")} >= KERNELS[family]
+    assert {row.op for row in served if row.implementation.endswith(".forward_cpu")} >= KERNELS[
+        family
+    ]
     got = results(model)
     torch.testing.assert_close(got[0], logits, atol=1e-5, rtol=1e-5)
     assert torch.equal(got[1], tokens)

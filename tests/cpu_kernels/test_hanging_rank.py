@@ -40,14 +40,25 @@ def test_the_one_that_hangs_is_named(plugin: Path, site: Site, tmp_path: Path) -
     """No stack of Python tells that the other one waits for it: the name of its thread does."""
     site.plugin("hanging-worker", HANGING)
     opgraft.reset()
-    written("Llama", tmp_path / "model", hidden_size=192, intermediate_size=128, head_dim=32, num_attention_heads=4)
+    written(
+        "Llama",
+        tmp_path / "model",
+        hidden_size=192,
+        intermediate_size=128,
+        head_dim=32,
+        num_attention_heads=4,
+    )
     given = {"executor": "processes", "tensor": 2, "step_seconds": 5.0}
     core = EngineCore(
-        replaced(settings(tmp_path / "model"), cache={"block_size": 16, "num_blocks": 24}, parallel=given)
+        replaced(
+            settings(tmp_path / "model"), cache={"block_size": 16, "num_blocks": 24}, parallel=given
+        )
     )
     core.executor.call_all("hang", 1)
     core.add([Request("a", prompts(3)[0], SamplingParams(max_tokens=2))])
     (news,) = core.step()
     core.shutdown()
-    assert re.search(r"rank 1 \(step 1\) did not come .*, and rank 0 wait", str(news.error)), news.error
+    assert re.search(r"rank 1 \(step 1\) did not come .*, and rank 0 wait", str(news.error)), (
+        news.error
+    )
     assert "rank 0 (" not in str(news.error)

@@ -13,7 +13,11 @@ from torch.nn import functional as F
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDTHS = (1, 9, 769, 5125)
-TOLERANCES = {torch.float32: (1e-5, 1.3e-6), torch.bfloat16: (1e-3, 1.6e-2), torch.float16: (1e-3, 1e-3)}
+TOLERANCES = {
+    torch.float32: (1e-5, 1.3e-6),
+    torch.bfloat16: (1e-3, 1.6e-2),
+    torch.float16: (1e-3, 1e-3),
+}
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no g++ to build the kernels with")
 
@@ -24,7 +28,9 @@ def draw(*shape: int, dtype: torch.dtype) -> Tensor:
 
 def rows(count: int, width: int, dtype: torch.dtype) -> Tensor:
     """Rows of contiguous elements with a gap of NaN between them."""
-    return torch.full((count, width + 3), torch.nan, dtype=dtype)[:, 1:-2].copy_(draw(count, width, dtype=dtype))
+    return torch.full((count, width + 3), torch.nan, dtype=dtype)[:, 1:-2].copy_(
+        draw(count, width, dtype=dtype)
+    )
 
 
 def rms(x: Tensor, weight: Tensor | float) -> Tensor:
@@ -65,7 +71,11 @@ def test_results_in_memory_of_the_caller(path: str, kernels: Any, dtype: torch.d
 
 def check_results_in_memory_of_the_caller(kernels: Any, dtype: torch.dtype, width: int) -> None:
     x, weight = draw(5, width, dtype=dtype), draw(width, dtype=dtype)
-    for out in (torch.empty(5, width, dtype=dtype), rows(5, width, dtype), torch.empty(width, 5, dtype=dtype).T):
+    for out in (
+        torch.empty(5, width, dtype=dtype),
+        rows(5, width, dtype),
+        torch.empty(width, 5, dtype=dtype).T,
+    ):
         assert kernels.rms_norm_out(x, out, weight) is None
         close(out, rms(x.double(), weight.double()))
     inner, residual = rows(5, width, dtype), draw(width, 5, dtype=dtype).T
@@ -106,16 +116,27 @@ def check_int8(kernels: Any, dtype: torch.dtype, width: int) -> None:
     x[2] = 0
     quantised, scale = kernels.quant_int8_dynamic(x)
     assert (quantised.dtype, scale.shape) == (torch.int8, (6, 1))
-    torch.testing.assert_close(scale, (x.float().abs().amax(-1, keepdim=True) / 127).clamp(min=1.17549435e-38))
+    torch.testing.assert_close(
+        scale, (x.float().abs().amax(-1, keepdim=True) / 127).clamp(min=1.17549435e-38)
+    )
     assert torch.equal(quantised.float(), (x.float() / scale).round())
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "quick_gelu", "relu2"])
 def test_the_whole_range(path: str, kernels: Any, name: str) -> None:
     """Activations stay right where exponentials overflow or vanish, and hand NaN on."""
-    exact = {"gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu2": lambda x: x.relu().square()}
+    exact = {
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "relu2": lambda x: x.relu().square(),
+    }
     exact |= {"silu": F.silu, "gelu": F.gelu, "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x)}
-    x = torch.cat([torch.linspace(-30, 30, 100001), torch.logspace(-45, 15, 5000), -torch.logspace(-45, 38, 5000)])
+    x = torch.cat(
+        [
+            torch.linspace(-30, 30, 100001),
+            torch.logspace(-45, 15, 5000),
+            -torch.logspace(-45, 38, 5000),
+        ]
+    )
     close(getattr(kernels, name)(x), exact[name](x.double()))
     assert getattr(kernels, name)(torch.full((33,), torch.nan)).isnan().all()
 
@@ -136,7 +157,9 @@ GATED: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("name", list(GATED))
 def test_the_whole_range_of_gates(path: str, kernels: Any, name: str, dtype: torch.dtype) -> None:
     """Gated activations are their definitions for NaN, infinities and numbers near the ends of float32 too."""
-    special = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e38, -1e38, 1e30, -1e30, 1e-40, 0.5, 0.0, -0.0, -3.0])
+    special = torch.tensor(
+        [torch.nan, torch.inf, -torch.inf, 1e38, -1e38, 1e30, -1e30, 1e-40, 0.5, 0.0, -0.0, -3.0]
+    )
     x = torch.cartesian_prod(special, special).to(dtype)
     for width in (1, 3, 144):  # vectors, and the rests of rows
         rows = x.T.reshape(2, -1, width).transpose(0, 1)
@@ -148,7 +171,11 @@ def test_the_whole_range_of_gates(path: str, kernels: Any, name: str, dtype: tor
         got = getattr(kernels, name)(rows, *GATED[name])
         rtol = 2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
         torch.testing.assert_close(
-            got, expected, rtol=rtol, atol=1e-44 if dtype != torch.bfloat16 else 1e-37, equal_nan=True
+            got,
+            expected,
+            rtol=rtol,
+            atol=1e-44 if dtype != torch.bfloat16 else 1e-37,
+            equal_nan=True,
         )
 
 
@@ -168,9 +195,17 @@ def test_gates_of_a_row_that_are_cut(path: str, kernels: Any, dtype: torch.dtype
 @each_dtype
 def test_the_whole_range_of_xielu(path: str, kernels: Any, dtype: torch.dtype) -> None:
     """Where ``e^x - 1`` nearly is ``x``, far from zero, for NaN and infinities, xIELU is its definition."""
-    orders, special = torch.logspace(-45, 30, 5000), torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 0.0])
+    orders, special = (
+        torch.logspace(-45, 30, 5000),
+        torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 0.0]),
+    )
     x = torch.cat([torch.linspace(-30, 30, 10001), orders, -orders, special.repeat(7)]).to(dtype)
-    for numbers in ((-3.0, 0.25, 0.5, -1e-6), (25.0, -25.0, 0.0, -1e-6), (0.3, 1.5, 0.5, -0.75), (0.3, 1.5, 0.5, 2.0)):
+    for numbers in (
+        (-3.0, 0.25, 0.5, -1e-6),
+        (25.0, -25.0, 0.0, -1e-6),
+        (0.3, 1.5, 0.5, -0.75),
+        (0.3, 1.5, 0.5, 2.0),
+    ):
         alphas, settings = torch.tensor(numbers[:2], dtype=dtype), numbers[2:]
         exact = functional.xielu.native(x.double(), *alphas.double(), *settings)
         close(kernels.xielu(x, *alphas, *settings), exact.to(dtype).double())
@@ -178,9 +213,14 @@ def test_the_whole_range_of_xielu(path: str, kernels: Any, dtype: torch.dtype) -
 
 def test_xielu_near_zero(path: str, kernels: Any) -> None:
     """What is left where the slope at zero is none has all its digits, which ``e^x - 1``, less ``x``, has not."""
-    x, alpha = torch.cat([-torch.logspace(-5.5, 2, 10001), torch.logspace(-5.5, 2, 10001)]), torch.zeros(1)
+    x, alpha = (
+        torch.cat([-torch.logspace(-5.5, 2, 10001), torch.logspace(-5.5, 2, 10001)]),
+        torch.zeros(1),
+    )
     exact = functional.xielu.native(x.double(), alpha.double(), alpha.double(), 0.0)
-    torch.testing.assert_close(kernels.xielu(x, alpha, alpha, 0.0).double(), exact, atol=0.0, rtol=1e-6)
+    torch.testing.assert_close(
+        kernels.xielu(x, alpha, alpha, 0.0).double(), exact, atol=0.0, rtol=1e-6
+    )
 
 
 def test_the_tail_of_gelu(path: str, kernels: Any) -> None:
@@ -231,12 +271,16 @@ def test_fp8_is_torchs(path: str, kernels: Any) -> None:
     for x in (halves, ties, -ties):
         quantised = kernels.quant_fp8_static(x[None], torch.ones(1), [-1, -1])[0]
         expected = x.float().clamp(-448, 448).to(torch.float8_e4m3fn)
-        assert torch.equal(quantised.view(torch.uint8)[~x.isnan()], expected.view(torch.uint8)[~x.isnan()])
+        assert torch.equal(
+            quantised.view(torch.uint8)[~x.isnan()], expected.view(torch.uint8)[~x.isnan()]
+        )
         assert quantised.float().isnan().equal(x.isnan())
 
 
 STREAMED = [
-    pytest.param(path, dtype, marks=[pytest.mark.slow] * (path != "avx2" and dtype != torch.bfloat16))
+    pytest.param(
+        path, dtype, marks=[pytest.mark.slow] * (path != "avx2" and dtype != torch.bfloat16)
+    )
     for path in ("amx", "avx512_bf16", "avx512", "avx2", "scalar")
     for dtype in DTYPES
 ]
@@ -253,20 +297,29 @@ def test_results_that_no_cache_keeps(path: str, kernels: Any, dtype: torch.dtype
         x, weight = drawn[: rows * width].view(rows, width), draw(width, dtype=dtype)
         calls = {
             "rms_norm": lambda part, weight=weight: kernels.rms_norm(part, weight),
-            "layer_norm": lambda part, weight=weight, width=width: kernels.layer_norm(part, [width], weight, weight),
+            "layer_norm": lambda part, weight=weight, width=width: kernels.layer_norm(
+                part, [width], weight, weight
+            ),
         }
         check_in_parts(x, calls)
     names = ("silu_and_mul", "swigluoai_and_mul", "gelu_and_mul_sparse")
-    gates = {name: lambda part, name=name: getattr(kernels, name)(part, *GATED[name]) for name in names}
+    gates = {
+        name: lambda part, name=name: getattr(kernels, name)(part, *GATED[name]) for name in names
+    }
     check_in_parts(drawn.view(-1, 8192), gates)
 
 
 @streamed
-def test_memory_of_the_caller_that_no_cache_keeps(path: str, kernels: Any, dtype: torch.dtype) -> None:
+def test_memory_of_the_caller_that_no_cache_keeps(
+    path: str, kernels: Any, dtype: torch.dtype
+) -> None:
     """So are results in memory of the caller, whatever its strides and alignment are, and over what is read."""
     step = 64 // dtype.itemsize
     width = 64 * step + 5  # the rest of a row is less than a vector
-    x, weight = draw(2**25 // (width * dtype.itemsize) + 1, width, dtype=dtype), draw(width, dtype=dtype)
+    x, weight = (
+        draw(2**25 // (width * dtype.itemsize) + 1, width, dtype=dtype),
+        draw(width, dtype=dtype),
+    )
     expected = torch.cat([kernels.rms_norm(part, weight) for part in x.split(100)])
     for offset in (0, 3):
         memory = torch.full((x.shape[0] * 65 * step + offset,), torch.nan, dtype=dtype)
@@ -296,19 +349,35 @@ def check_in_parts(x: Tensor, calls: dict[str, Any]) -> None:
 def test_paths_and_threads_agree(path: str, kernels: Any) -> None:
     """However rows are shared among threads, each comes out the same."""
     x, weight = draw(300, 1021, dtype=torch.float32), draw(1021, dtype=torch.float32)
-    tokens, heads, cache = torch.arange(300), draw(300, 17 * 60, dtype=torch.float32), torch.randn(300, 60)
+    tokens, heads, cache = (
+        torch.arange(300),
+        draw(300, 17 * 60, dtype=torch.float32),
+        torch.randn(300, 60),
+    )
     threads = torch.get_num_threads()
     try:
         results = []
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            results.append((kernels.rms_norm(x, weight), kernels.gelu(x), kernels.quant_fp8_dynamic(x, [-1, -1])[1]))
-            results[-1] += kernels.mrope(tokens.expand(3, -1), heads, heads, 60, cache, [10, 10, 10])
-            results[-1] += kernels.dual_chunk_rotary_embedding(tokens, heads, heads, 60, cache, 150, 30)
+            results.append(
+                (
+                    kernels.rms_norm(x, weight),
+                    kernels.gelu(x),
+                    kernels.quant_fp8_dynamic(x, [-1, -1])[1],
+                )
+            )
+            results[-1] += kernels.mrope(
+                tokens.expand(3, -1), heads, heads, 60, cache, [10, 10, 10]
+            )
+            results[-1] += kernels.dual_chunk_rotary_embedding(
+                tokens, heads, heads, 60, cache, 150, 30
+            )
     finally:
         torch.set_num_threads(threads)
     for other in results[1:]:
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(results[0], other, strict=True))
+        assert all(
+            torch.equal(ours, theirs) for ours, theirs in zip(results[0], other, strict=True)
+        )
 
 
 def test_bad_arguments_are_refused(kernels: Any) -> None:
@@ -324,7 +393,9 @@ def test_bad_arguments_are_refused(kernels: Any) -> None:
         kernels.silu_and_mul(x[:, :7])
     with pytest.raises(ValueError, match="positions has 16, expected 0 to 15"):
         kernels.rotary_embedding(torch.tensor([0, 16, 2, 3]), x, x, 8, torch.randn(16, 8))
-    with pytest.raises(ValueError, match="activation_sparsity is 1, expected a number between 0 and 1"):
+    with pytest.raises(
+        ValueError, match="activation_sparsity is 1, expected a number between 0 and 1"
+    ):
         kernels.gelu_and_mul_sparse(x, 1.0)
     with pytest.raises(ValueError, match=r"alpha_n has shape \[2\], expected one element"):
         kernels.xielu(x, torch.ones(1), torch.ones(2))

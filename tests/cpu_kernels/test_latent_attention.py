@@ -24,7 +24,13 @@ SIZES = [(1, 64, 32), (3, 128, 64), (16, 512, 64), (5, 192, 0)]
 
 
 def drawn(
-    heads: int, rank: int, rope: int, counts: list[int], lengths: list[int], dtype: torch.dtype, block: int = 16
+    heads: int,
+    rank: int,
+    rope: int,
+    counts: list[int],
+    lengths: list[int],
+    dtype: torch.dtype,
+    block: int = 16,
 ) -> dict[str, Any]:
     """The last tokens of sequences, over pages of which no row is a number that belongs to nobody."""
     generator = torch.Generator().manual_seed(rank + sum(lengths))
@@ -32,7 +38,9 @@ def drawn(
     own = torch.randperm(sum(needed) + 3, generator=generator)
     table = torch.full((len(lengths), max(needed, default=0) + 1), -7, dtype=torch.int32)
     cache = torch.full((len(own), block, rank + rope), torch.nan, dtype=dtype)
-    for row, (part, length) in enumerate(zip(own[: sum(needed)].split(needed), lengths, strict=True)):
+    for row, (part, length) in enumerate(
+        zip(own[: sum(needed)].split(needed), lengths, strict=True)
+    ):
         table[row, : len(part)] = part
         rows = torch.randn(length, rank + rope, generator=generator).to(dtype)
         places = torch.arange(length)
@@ -55,7 +63,11 @@ def exact(given: dict[str, Any]) -> Tensor:
     out, size = [], given["cache"].shape[1]
     for row, (start, end) in enumerate(pairwise(given["query_start_loc"].tolist())):
         length = int(given["seq_lens"][row])
-        rows = given["cache"][given["block_table"][row, : -(-length // size)].long()].flatten(0, 1).double()
+        rows = (
+            given["cache"][given["block_table"][row, : -(-length // size)].long()]
+            .flatten(0, 1)
+            .double()
+        )
         for token in range(start, end):
             seen = rows[: length - (end - 1 - token)]
             shares = (given["query"][token].double() @ seen.T * given["scale"]).softmax(-1)
@@ -83,7 +95,11 @@ def test_a_token_is_the_same_beside_others_and_among_threads(dtype: torch.dtype,
         for count in (1, 4):
             torch.set_num_threads(count)
             for row in range(3):
-                one = {**given, "query": given["query"][row : row + 1], "query_start_loc": torch.tensor([0, 1])}
+                one = {
+                    **given,
+                    "query": given["query"][row : row + 1],
+                    "query_start_loc": torch.tensor([0, 1]),
+                }
                 one |= {name: given[name][row : row + 1] for name in ("block_table", "seq_lens")}
                 alone = torch.ops.opgraft_cpu_kernels.mla_paged_attention(*one.values())
                 assert torch.equal(alone[0], together[row])
@@ -102,7 +118,10 @@ def test_a_token_is_the_same_beside_others_and_among_threads(dtype: torch.dtype,
         ({"seq_lens": torch.tensor([65])}, "sequence 0 has 65 tokens, expected 2 to 64"),
         ({"seq_lens": torch.tensor([1])}, "sequence 0 has 1 tokens, expected 2"),
         ({"query_start_loc": torch.tensor([0, 3])}, "query_start_loc is from 0 to 3"),
-        ({"query_start_loc": torch.tensor([0])}, "query_start_loc and block_table have 1 and 1 rows"),
+        (
+            {"query_start_loc": torch.tensor([0])},
+            "query_start_loc and block_table have 1 and 1 rows",
+        ),
     ],
 )
 def test_refusals(changed: dict[str, Any], words: str, kernels: object) -> None:
@@ -138,8 +157,12 @@ def test_the_form_and_the_op_run_it(plugin: object) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize(("tokens", "heads", "inputs", "outputs"), [(1, 16, 128, 512), (3, 5, 33, 7), (8, 2, 512, 128)])
-def test_products_by_head(tokens: int, heads: int, inputs: int, outputs: int, dtype: torch.dtype, path: str) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "heads", "inputs", "outputs"), [(1, 16, 128, 512), (3, 5, 33, 7), (8, 2, 512, 128)]
+)
+def test_products_by_head(
+    tokens: int, heads: int, inputs: int, outputs: int, dtype: torch.dtype, path: str
+) -> None:
     """Rows of each head meet its own weight, as a part of wider ones too; with gaps between elements; none at all."""
     wide = torch.randn(tokens, heads, inputs + 9).to(dtype)
     weight = (torch.randn(heads, outputs, inputs) / inputs**0.5).to(dtype)
@@ -150,7 +173,11 @@ def test_products_by_head(tokens: int, heads: int, inputs: int, outputs: int, dt
         found = torch.ops.opgraft_cpu_kernels.linear_by_heads(x, weight)
         assert found.dtype == dtype
         torch.testing.assert_close(found.double(), expected, **TOLERANCES[dtype])
-    assert torch.ops.opgraft_cpu_kernels.linear_by_heads(wide[:0, :, :inputs], weight).shape == (0, heads, outputs)
+    assert torch.ops.opgraft_cpu_kernels.linear_by_heads(wide[:0, :, :inputs], weight).shape == (
+        0,
+        heads,
+        outputs,
+    )
 
 
 @pytest.mark.parametrize(
@@ -181,7 +208,10 @@ def test_the_layer_multiplies_by_heads(plugin: object) -> None:
     few, many = torch.randn(2, 3, 16), torch.randn(40, 3, 16)
     by_torch = torch.bmm(many.transpose(0, 1), to_key).transpose(0, 1)
     with torch.no_grad():
-        assert torch.equal(layer.by_heads(few, to_key), torch.ops.opgraft_cpu_kernels.linear_by_heads(few, to_key.mT))
+        assert torch.equal(
+            layer.by_heads(few, to_key),
+            torch.ops.opgraft_cpu_kernels.linear_by_heads(few, to_key.mT),
+        )
         assert torch.equal(layer.by_heads(many, to_key), by_torch)
     layer.by_heads(few.requires_grad_(), to_key).sum().backward()
     torch.testing.assert_close(few.grad, to_key.sum(-1).expand(2, -1, -1))

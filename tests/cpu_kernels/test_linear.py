@@ -52,7 +52,9 @@ def called(*run: Any) -> set[str]:
     return {name.split("::")[1] for name in names if name.startswith("opgraft_cpu_kernels::")}
 
 
-def draw(rows: int, width: int, features: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+def draw(
+    rows: int, width: int, features: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
     weight = torch.randn(features, width) / width**0.5
     return torch.randn(rows, width).to(dtype), weight.to(dtype), torch.randn(features).to(dtype)
 
@@ -83,7 +85,9 @@ def test_rows_alone(width: int, dtype: torch.dtype, path: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("width", "features"), [(7, 1), (100, 37), (577, 96), (1600, 33), (2101, 257), (3301, 70)])
+@pytest.mark.parametrize(
+    ("width", "features"), [(7, 1), (100, 37), (577, 96), (1600, 33), (2101, 257), (3301, 70)]
+)
 def test_many_rows(width: int, features: int, dtype: torch.dtype, path: str) -> None:
     """Rows at any distance, of any number of inputs and outputs, are right, and the same bit for bit beside others."""
     torch.manual_seed(0)
@@ -112,10 +116,17 @@ def test_many_rows_with_what_follows(dtype: torch.dtype, path: str) -> None:
     assert distance(got[others], expected[others]) < {torch.float32: 1e-6}.get(dtype, 5e-3)
 
 
-@pytest.mark.parametrize(("rows", "frozen", "own"), [(96, True, True), (97, True, False), (97, False, True)])
+@pytest.mark.parametrize(
+    ("rows", "frozen", "own"), [(96, True, True), (97, True, False), (97, False, True)]
+)
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_many_rows_of_a_frozen_layer_are_left_to_the_packed_copy(
-    kernels: Any, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int, frozen: bool, own: bool
+    kernels: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    rows: int,
+    frozen: bool,
+    own: bool,
 ) -> None:
     """The kernel over the weight as it is computes few rows, and many of a weight that has no packed copy."""
     import opgraft_cpu_kernels
@@ -125,7 +136,9 @@ def test_many_rows_of_a_frozen_layer_are_left_to_the_packed_copy(
         pytest.skip("this CPU lacks avx512_bf16")
     opgraft_cpu_kernels.set_path("avx512_bf16")
     calls, run = list[int](), linear._linear
-    monkeypatch.setattr(linear, "_linear", lambda x, *others: calls.append(len(x)) or run(x, *others))
+    monkeypatch.setattr(
+        linear, "_linear", lambda x, *others: calls.append(len(x)) or run(x, *others)
+    )
     layer = nn.Linear(256, 512).to(dtype).requires_grad_(False).eval()
     if frozen:
         opgraft.freeze(layer)
@@ -133,7 +146,9 @@ def test_many_rows_of_a_frozen_layer_are_left_to_the_packed_copy(
     with torch.no_grad():
         got = linear.linear(x, layer.weight, layer.bias)
     assert calls == [rows] * own
-    assert distance(got, exact(x, layer.weight, layer.bias)) < {torch.float32: 3e-6}.get(dtype, 5e-3)
+    assert distance(got, exact(x, layer.weight, layer.bias)) < {torch.float32: 3e-6}.get(
+        dtype, 5e-3
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -159,7 +174,9 @@ def test_tiles_of_any_size(tiles: Any, rows: int, width: int, features: int, par
         got, expected = tiles.packed_linear(x, weight, packed, given), exact(x, weight, given)
         assert got.shape == expected.shape
         if parts == 2:
-            assert ((got - expected).abs() <= 2**-15 * exact(x.abs(), weight.abs(), bias.abs())).all()
+            assert (
+                (got - expected).abs() <= 2**-15 * exact(x.abs(), weight.abs(), bias.abs())
+            ).all()
         else:
             torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1.3e-6)
 
@@ -175,7 +192,9 @@ def test_tiles_with_what_follows(tiles: Any, activation: str) -> None:
         expected = exact(x, weight, bias, activation) + residual.double()
         torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1.3e-6)
     cube = tiles.packed_linear(x.view(6, 7, 70), weight, packed, bias, activation)
-    torch.testing.assert_close(cube.double().flatten(0, 1), exact(x, weight, bias, activation), atol=1e-5, rtol=1.3e-6)
+    torch.testing.assert_close(
+        cube.double().flatten(0, 1), exact(x, weight, bias, activation), atol=1e-5, rtol=1.3e-6
+    )
 
 
 @pytest.mark.parametrize("sizes", [(512, 384, 384), (100, 1536, 384)])
@@ -199,7 +218,9 @@ def test_the_precision_is_that_of_the_call(tiles: Any, precision: str) -> None:
     assert "packed_linear" in called(op, x)
 
 
-@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, torch.finfo(torch.float32).max])
+@pytest.mark.parametrize(
+    "value", [torch.inf, -torch.inf, torch.nan, torch.finfo(torch.float32).max]
+)
 def test_what_bfloat16_cannot_hold(tiles: Any, value: float) -> None:
     """Infinities, NaN and the largest numbers, in inputs and weights, give what float32 gives."""
     x, op = torch.randn(40, 96), ops.Linear(96, 80)
@@ -249,7 +270,10 @@ def test_forced_paths_have_no_tiles(tiles: Any) -> None:
     opgraft_cpu_kernels.set_path("avx2")
     assert called(op, x) == set()
     assert tiles.pack_linear(op.weight, 3).numel() == 0
-    assert distance(tiles.packed_linear(x, op.weight, packed, op.bias), exact(x, op.weight, op.bias)) < 1e-6
+    assert (
+        distance(tiles.packed_linear(x, op.weight, packed, op.bias), exact(x, op.weight, op.bias))
+        < 1e-6
+    )
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
@@ -262,10 +286,18 @@ def test_compiled_code_counts_rows(dtype: torch.dtype, path: str) -> None:
     few = linear.FEW.get((path, dtype))
     with torch.no_grad():
         for rows in (1, 2, 200):
-            given = draw(rows, 64, 96, dtype)[0], weight, bias, "silu", torch.randn(rows, 96).to(dtype)
+            given = (
+                draw(rows, 64, 96, dtype)[0],
+                weight,
+                bias,
+                "silu",
+                torch.randn(rows, 96).to(dtype),
+            )
             got, ran = linear.compiled(*given), called(linear.compiled, *given)
             expected = exact(*given[:3], "silu") + given[4].double()
-            assert distance(got, expected) < {torch.float32: 1e-6, torch.float64: 1e-12}.get(dtype, 5e-3)
+            assert distance(got, expected) < {torch.float32: 1e-6, torch.float64: 1e-12}.get(
+                dtype, 5e-3
+            )
             if few is None:
                 assert not ran
             else:
@@ -302,11 +334,15 @@ def test_threads(tiles: Any) -> None:
         try:
             for count in (1, 2, 3):
                 torch.set_num_threads(count)
-                results += [(tiles.packed_linear(x, weight, packed, bias), tiles.linear(x, weight, bias))]
+                results += [
+                    (tiles.packed_linear(x, weight, packed, bias), tiles.linear(x, weight, bias))
+                ]
         finally:
             torch.set_num_threads(threads)
         for other in results[1:]:
-            assert all(torch.equal(ours, theirs) for ours, theirs in zip(results[0], other, strict=True))
+            assert all(
+                torch.equal(ours, theirs) for ours, theirs in zip(results[0], other, strict=True)
+            )
 
 
 def test_strided_weights_are_not_tried(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +362,12 @@ def test_strided_weights_are_not_tried(kernels: Any, monkeypatch: pytest.MonkeyP
 def test_bad_arguments(kernels: Any) -> None:
     """The ops refuse what does not fit before they read it."""
     x, weight, bias = draw(3, 8, 5)
-    for arguments in ((x, weight[:, :7]), (x, weight, bias[:4]), (x, weight, bias, "celu"), (x, weight.half())):
+    for arguments in (
+        (x, weight[:, :7]),
+        (x, weight, bias[:4]),
+        (x, weight, bias, "celu"),
+        (x, weight.half()),
+    ):
         with pytest.raises(ValueError, match="linear: "):
             kernels.linear(*arguments)
     with pytest.raises(ValueError, match="residual has shape"):

@@ -29,9 +29,13 @@ class Following(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def engine(folder: Path, level: int = 1, cache: CacheConfig = BLOCKS, **compilation: Any) -> EngineCore:
+def engine(
+    folder: Path, level: int = 1, cache: CacheConfig = BLOCKS, **compilation: Any
+) -> EngineCore:
     given = dataclasses.replace(settings(folder), cache=cache)
-    return EngineCore(dataclasses.replace(given, compilation_config=CompilationConfig(level=level, **compilation)))
+    return EngineCore(
+        dataclasses.replace(given, compilation_config=CompilationConfig(level=level, **compilation))
+    )
 
 
 def model_of(core: EngineCore) -> Any:
@@ -41,9 +45,15 @@ def model_of(core: EngineCore) -> Any:
 
 def logits(core: EngineCore) -> dict[Any, Tensor]:
     """Serve prompts beside each other, the answers of which end at different steps."""
-    pairs = [recorded(f"{number}", prompt, 4 + number) for number, prompt in enumerate(prompts(19, 3, 1))]
+    pairs = [
+        recorded(f"{number}", prompt, 4 + number) for number, prompt in enumerate(prompts(19, 3, 1))
+    ]
     serve(core, [request for request, _ in pairs])
-    return {(number, key): row for number, (_, each) in enumerate(pairs) for key, row in each.logits.items()}
+    return {
+        (number, key): row
+        for number, (_, each) in enumerate(pairs)
+        for key, row in each.logits.items()
+    }
 
 
 def in_python(core: EngineCore) -> int:
@@ -57,11 +67,15 @@ def in_python(core: EngineCore) -> int:
 
 @pytest.fixture
 def folder(kernels: Any, tmp_path: Path) -> Path:
-    written("Qwen3", tmp_path / "model", num_hidden_layers=LAYERS, **SHAPE)  # whose layers no plan computes
+    written(
+        "Qwen3", tmp_path / "model", num_hidden_layers=LAYERS, **SHAPE
+    )  # whose layers no plan computes
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("cache", [BLOCKS, dataclasses.replace(BLOCKS, dtype="int8")], ids=["plain", "codes"])
+@pytest.mark.parametrize(
+    "cache", [BLOCKS, dataclasses.replace(BLOCKS, dtype="int8")], ids=["plain", "codes"]
+)
 def test_a_graph_that_asks_no_python(folder: Path, cache: CacheConfig) -> None:
     """The nodes of all steps run in the library, and give what the layers give."""
     core, expected = engine(folder, cache=cache), logits(engine(folder, 0, cache))
@@ -77,7 +91,9 @@ def test_a_graph_that_asks_no_python(folder: Path, cache: CacheConfig) -> None:
 def test_a_plan_that_declines_looks_nothing_up(folder: Path) -> None:
     """Ids are looked up by the graph alone where no plan computes the layers, which says so of each call."""
     core, seen = engine(folder), list[int]()
-    model_of(core).model.embed_tokens.register_forward_hook(lambda *_: seen.append(1))  # the graph has none
+    model_of(core).model.embed_tokens.register_forward_hook(
+        lambda *_: seen.append(1)
+    )  # the graph has none
     logits(core)
     assert (seen, by_plan(core)[0]) == ([], 0)
     assert by_plan(core)[1] > 3
@@ -122,7 +138,9 @@ def by_plan(core: EngineCore) -> tuple[int, int]:
     return int(computed), int(calls)
 
 
-@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # torch's own, where inductor starts
+@pytest.mark.filterwarnings(
+    "ignore:.*script_method.*:DeprecationWarning"
+)  # torch's own, where inductor starts
 @pytest.mark.parametrize(
     ("level", "compilation", "planned"),
     [
@@ -156,9 +174,15 @@ def test_what_the_plan_takes(
     ("given", "kernel"),
     [
         ({"compilation_config": CompilationConfig(level=2)}, "forward_cpu"),
-        ({"compilation_config": CompilationConfig(level=2, custom_ops=["+linear", "-rms_norm"])}, "forward_native"),
+        (
+            {"compilation_config": CompilationConfig(level=2, custom_ops=["+linear", "-rms_norm"])},
+            "forward_native",
+        ),
         ({"compilation_config": CompilationConfig(level=2, custom_ops=["none"])}, "forward_native"),
-        ({"compilation_config": CompilationConfig(level=2), "providers": {"rms_norm": "native"}}, "forward_native"),
+        (
+            {"compilation_config": CompilationConfig(level=2), "providers": {"rms_norm": "native"}},
+            "forward_native",
+        ),
     ],
     ids=["level", "-rms_norm", "none", "native"],
 )

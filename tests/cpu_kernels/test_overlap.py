@@ -55,7 +55,10 @@ def test_norms_into_a_given_tensor(path: str, kernels: Any, views: Views) -> Non
 def test_a_weight_in_the_memory_of_the_result(kernels: Any) -> None:
     """A weight that is overwritten counts as it was."""
     (got, expected), other = drawn(), torch.randn(9, 32)
-    for base, call in ((got, kernels.fused_add_rms_norm_), (expected, functional.fused_add_rms_norm_.native)):
+    for base, call in (
+        (got, kernels.fused_add_rms_norm_),
+        (expected, functional.fused_add_rms_norm_.native),
+    ):
         call(base, other.clone(), base[3])
     torch.testing.assert_close(got, expected)
 
@@ -64,7 +67,10 @@ def test_a_weight_in_the_memory_of_the_result(kernels: Any) -> None:
 def test_rotation_in_place(path: str, kernels: Any, views: Views) -> None:
     """Query and key are rotated as they were, and written one after the other."""
     (got, expected), cache = drawn(), torch.randn(9, 8)
-    for base, call in ((got, kernels.rotary_embedding_), (expected, functional.rotary_embedding_.native)):
+    for base, call in (
+        (got, kernels.rotary_embedding_),
+        (expected, functional.rotary_embedding_.native),
+    ):
         query, key = views(base)
         call(torch.arange(len(query)), query, key, 8, cache)
     torch.testing.assert_close(got, expected)

@@ -39,7 +39,9 @@ def called(*run: Any) -> set[str]:
     return {name.split("::")[1] for name in names if name.startswith("opgraft_cpu_kernels::")}
 
 
-def quantized(features: int, width: int, group: int | None, kind: str) -> tuple[Tensor, Tensor, Tensor | None]:
+def quantized(
+    features: int, width: int, group: int | None, kind: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
     weight = torch.randn(features, width) / width**0.5
     if kind == "int8":
         return *quantize_int8(weight, group), None
@@ -57,7 +59,9 @@ def assert_near(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @each_form
-def test_values(form: str, variant: str, dtype: torch.dtype, sized: Callable[[OpSpec], OpSpec]) -> None:
+def test_values(
+    form: str, variant: str, dtype: torch.dtype, sized: Callable[[OpSpec], OpSpec]
+) -> None:
     """On each path a kernel computes what the reference computes in float64."""
     with torch.no_grad():
         checks.check_values(sized(SPECS[form]), variant, dtype, kernel(form))
@@ -98,7 +102,9 @@ def test_sizes(kernels: Any, path: str, rows: int, kind: str) -> None:
 @pytest.mark.parametrize("scale_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 20])
-def test_dtypes_mix(kernels: Any, path: str, dtype: torch.dtype, scale_dtype: torch.dtype, rows: int) -> None:
+def test_dtypes_mix(
+    kernels: Any, path: str, dtype: torch.dtype, scale_dtype: torch.dtype, rows: int
+) -> None:
     """Scales may have another dtype than inputs have, by groups with offsets as well as one for each row."""
     codes, scales, _ = quantized(9, 320, None, "int8")
     scales, x = scales.to(scale_dtype), torch.randn(rows, 320).to(dtype)
@@ -106,7 +112,11 @@ def test_dtypes_mix(kernels: Any, path: str, dtype: torch.dtype, scale_dtype: to
     assert_near(kernels.quantized_linear(x, codes, scales), exact, dtype)
     codes, scales, offsets = quantized(9, 320, 32, "offsets")
     assert offsets is not None
-    scales, offsets, x = scales.to(scale_dtype), offsets.to(scale_dtype), torch.randn(rows, 320).to(dtype)
+    scales, offsets, x = (
+        scales.to(scale_dtype),
+        offsets.to(scale_dtype),
+        torch.randn(rows, 320).to(dtype),
+    )
     exact = x.double() @ dequantize(codes, scales, offsets, 320, torch.float64).T
     assert_near(kernels.quantized_linear(x, codes, scales, offsets), exact, dtype)
 
@@ -131,8 +141,12 @@ def test_what_is_no_number(kernels: Any, path: str) -> None:
         x = torch.randn(3, 70)
         x[1, 3] = value
         for run in (kernels.int8_dynamic_linear, functional.int8_dynamic_linear.native):
-            assert torch.equal(run(x, weight, scales).isnan().all(1), torch.tensor([False, True, False]))
-    assert torch.equal(kernels.int8_dynamic_linear(torch.zeros(2, 70), weight, scales), torch.zeros(2, 6))
+            assert torch.equal(
+                run(x, weight, scales).isnan().all(1), torch.tensor([False, True, False])
+            )
+    assert torch.equal(
+        kernels.int8_dynamic_linear(torch.zeros(2, 70), weight, scales), torch.zeros(2, 6)
+    )
 
 
 def test_empty(kernels: Any) -> None:
@@ -149,7 +163,9 @@ def test_which_kernel_runs(kernels: Any) -> None:
     """Forms and modules run the kernels; the native definition runs for other groups, and for gradients."""
     op = ops.QuantizedLinear(96, 40, bits=4, group_size=32)
     assert called(op, torch.randn(2, 96)) == {"quantized_linear"}
-    assert called(functional.quantized_linear, torch.randn(2, 96), op.weight, op.scales) == {"quantized_linear"}
+    assert called(functional.quantized_linear, torch.randn(2, 96), op.weight, op.scales) == {
+        "quantized_linear"
+    }
     assert called(ops.Int8DynamicLinear(96, 40), torch.randn(2, 96)) == {"int8_dynamic_linear"}
     assert called(ops.QuantizedLinear(96, 40, group_size=24), torch.randn(2, 96)) == set()
     x = torch.randn(2, 96, requires_grad=True)
@@ -165,9 +181,13 @@ def test_compilation(kernels: Any, kind: str) -> None:
         codes, scales, offsets = quantized(7, 96, group, kind)
         for rows in (1, 40):
             x = torch.randn(rows, 96)
-            compiled = torch.compile(functional.quantized_linear, fullgraph=True, backend="aot_eager")
+            compiled = torch.compile(
+                functional.quantized_linear, fullgraph=True, backend="aot_eager"
+            )
             expected = functional.quantized_linear.native(x, codes, scales, offsets)
-            torch.testing.assert_close(compiled(x, codes, scales, offsets), expected, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                compiled(x, codes, scales, offsets), expected, atol=1e-5, rtol=1e-5
+            )
 
 
 def test_threads(kernels: Any) -> None:

@@ -25,7 +25,15 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 EXPERTS = 5
 FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-LARGEST = {"int8": 127, "int8 offsets": 127, "int4": 8, "int4 offsets": 15, "e4m3": 200, "e5m2": 200, "mxfp4": 6}
+LARGEST = {
+    "int8": 127,
+    "int8 offsets": 127,
+    "int4": 8,
+    "int4 offsets": 15,
+    "e4m3": 200,
+    "e5m2": 200,
+    "mxfp4": 6,
+}
 """How far the codes of each format reach, about."""
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no g++ to build the kernels with")
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -49,9 +57,13 @@ def without_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functional.quantized_experts, "native", absent)
 
 
-def storage(rows: int, width: int, kind: str, dtype: torch.dtype, group: int) -> tuple[Tensor, Tensor, Tensor | None]:
+def storage(
+    rows: int, width: int, kind: str, dtype: torch.dtype, group: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes, scales and offsets of all experts, the bits that fill up a row drawn as well."""
-    scales = (torch.rand(EXPERTS, rows, max(1, width // group)) + 0.5) / (LARGEST[kind] * width**0.5)
+    scales = (torch.rand(EXPERTS, rows, max(1, width // group)) + 0.5) / (
+        LARGEST[kind] * width**0.5
+    )
     if kind == "mxfp4":
         exponents = torch.randint(121, 124, (EXPERTS, rows, -(-width // MX_GROUP)))
         codes = torch.randint(256, (EXPERTS, rows, -(-width // MX_GROUP) * MX_GROUP // 2))
@@ -62,11 +74,17 @@ def storage(rows: int, width: int, kind: str, dtype: torch.dtype, group: int) ->
         codes = torch.randint(256, (EXPERTS, rows, packed_size(width))).to(torch.uint8)
     else:
         codes = torch.randint(-127, 128, (EXPERTS, rows, width)).to(torch.int8)
-    offsets = (torch.randn(scales.shape) / (4 * width**0.5)).to(dtype) if kind.endswith("offsets") else None
+    offsets = (
+        (torch.randn(scales.shape) / (4 * width**0.5)).to(dtype)
+        if kind.endswith("offsets")
+        else None
+    )
     return codes, scales.to(dtype), offsets
 
 
-def arguments(kind: str, tokens: int, dtype: torch.dtype, sizes: tuple[int, int, int]) -> dict[str, Any]:
+def arguments(
+    kind: str, tokens: int, dtype: torch.dtype, sizes: tuple[int, int, int]
+) -> dict[str, Any]:
     """Realistic ones; some choices are experts elsewhere, and one expert has no token."""
     hidden, intermediate, group = sizes
     w13, w13_scales, w13_offsets = storage(2 * intermediate, hidden, kind, dtype, group)
@@ -96,7 +114,9 @@ def wide(named: dict[str, Any]) -> dict[str, Any]:
 
 @each_dtype
 @pytest.mark.parametrize("variant", list(SPEC.variants))
-def test_values(run: Any, sized: Callable[[OpSpec], OpSpec], variant: str, dtype: torch.dtype) -> None:
+def test_values(
+    run: Any, sized: Callable[[OpSpec], OpSpec], variant: str, dtype: torch.dtype
+) -> None:
     """On each path, of every format, the reference's results in float64 come out."""
     with torch.no_grad():
         checks.check_values(sized(SPEC), variant, dtype, run)
@@ -104,18 +124,28 @@ def test_values(run: Any, sized: Callable[[OpSpec], OpSpec], variant: str, dtype
 
 @each_dtype
 @pytest.mark.parametrize("kind", list(LARGEST))
-def test_codes_as_they_are(run: Any, path: str, without_definition: None, kind: str, dtype: torch.dtype) -> None:
+def test_codes_as_they_are(
+    run: Any, path: str, without_definition: None, kind: str, dtype: torch.dtype
+) -> None:
     """Codes of any format, in groups and in rows of odd sizes, never become plain weights of opgraft's own."""
     torch.manual_seed(0)
     for sizes in ((128, 64, 32), (83, 45, 83)):
-        for tokens, activation in ((0, "silu"), (1, "silu"), (1, "swigluoai"), (7, "gelu"), (70, "swigluoai")):
+        for tokens, activation in (
+            (0, "silu"),
+            (1, "silu"),
+            (1, "swigluoai"),
+            (7, "gelu"),
+            (70, "swigluoai"),
+        ):
             named = arguments(kind, tokens, dtype, sizes)
             got = run(**named, activation=activation)
             exact = quantized_moe._reference(**wide(named), activation=activation)
             assert got.dtype is dtype
             assert got.shape == exact.shape
             if tokens:
-                assert (got.double() - exact).abs().max() <= TOLERANCE[dtype] * exact.abs().max().clamp(min=1)
+                assert (got.double() - exact).abs().max() <= TOLERANCE[
+                    dtype
+                ] * exact.abs().max().clamp(min=1)
 
 
 @pytest.mark.parametrize("kind", [*FLOATS, "mxfp4"])

@@ -33,7 +33,9 @@ def derivative(call: Callable[..., Any], x: torch.Tensor, how: str) -> Any:
 @pytest.mark.parametrize("how", ["jacfwd", "grad", "compiled", "dual"])
 def test_no_derivative_is_dropped_in_silence(kernels: Any, how: str) -> None:
     """A direct call where a derivative is asked for raises, however it is asked for."""
-    with pytest.raises((RuntimeError, NotImplementedError), match=r"not implemented|does not support"):
+    with pytest.raises(
+        (RuntimeError, NotImplementedError), match=r"not implemented|does not support"
+    ):
         derivative(kernels.silu, torch.randn(4, 8), how)
 
 
@@ -74,7 +76,11 @@ def test_heads_that_share_memory(kernels: Any) -> None:
 def test_heads_apart_are_rotated_where_they_lie(kernels: Any) -> None:
     """Heads in any order of their dimensions, with gaps, are rotated in place."""
     positions, cache = torch.arange(3), torch.randn(9, 8)
-    for view in (torch.randn(2, 3, 8).transpose(0, 1), torch.randn(3, 2, 11)[..., :8], torch.randn(3, 21)[:, :16]):
+    for view in (
+        torch.randn(2, 3, 8).transpose(0, 1),
+        torch.randn(3, 2, 11)[..., :8],
+        torch.randn(3, 21)[:, :16],
+    ):
         expected, _ = functional.rotary_embedding.native(positions, view, view, 8, cache)
         kernels.rotary_embedding_(positions, view, None, 8, cache)
         torch.testing.assert_close(view, expected)
@@ -117,26 +123,43 @@ def test_small_float16_where_they_are_flushed(kernels: Any) -> None:
     finally:
         torch.set_flush_denormal(False)
     assert flushed
-    assert torch.equal(quantised.float(), torch.arange(1, 1024).float().clamp(max=448).to(torch.float8_e4m3fn).float())
+    assert torch.equal(
+        quantised.float(),
+        torch.arange(1, 1024).float().clamp(max=448).to(torch.float8_e4m3fn).float(),
+    )
 
 
-@pytest.mark.parametrize("name", ["silu_and_mul_with_clamp", "swiglustep_and_mul", "swigluoai_and_mul"])
+@pytest.mark.parametrize(
+    "name", ["silu_and_mul_with_clamp", "swiglustep_and_mul", "swigluoai_and_mul"]
+)
 @pytest.mark.parametrize("limit", [-1.0, float("nan")])
 def test_limits_below_zero(kernels: Any, name: str, limit: float) -> None:
     """A limit that leaves nothing between it and its negative is refused by the op, the form and the definition."""
     form = getattr(functional, name)
     for call in (getattr(kernels, name), form, form.native):
-        with pytest.raises(ValueError, match=f"{name}: limit is .*expected a number that is not negative"):
+        with pytest.raises(
+            ValueError, match=f"{name}: limit is .*expected a number that is not negative"
+        ):
             call(torch.randn(3, 8), limit=limit)
 
 
 def test_panels_of_another_weight(kernels: Any) -> None:
     """A packed weight is read only if all its extents and its dtype are those that packing gives."""
     x, weight = torch.randn(4, 40), torch.randn(70, 40)
-    for shape in ((3, 2, 1, 2, 512), (3, 2, 4, 2, 512), (3, 2, 3, 1, 512), (3, 2, 3, 2, 256), (3, 1, 3, 2, 512)):
-        with pytest.raises(ValueError, match="packed_linear: x has dtype Float and packed has shape"):
+    for shape in (
+        (3, 2, 1, 2, 512),
+        (3, 2, 4, 2, 512),
+        (3, 2, 3, 1, 512),
+        (3, 2, 3, 2, 256),
+        (3, 1, 3, 2, 512),
+    ):
+        with pytest.raises(
+            ValueError, match="packed_linear: x has dtype Float and packed has shape"
+        ):
             kernels.packed_linear(x, weight, torch.zeros(shape, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match="and dtype Float, expected float32 and what pack_linear returned"):
+    with pytest.raises(
+        ValueError, match="and dtype Float, expected float32 and what pack_linear returned"
+    ):
         kernels.packed_linear(x, weight, torch.zeros(3, 2, 3, 2, 512))
 
 

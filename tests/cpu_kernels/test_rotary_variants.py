@@ -30,7 +30,9 @@ def same(form: Any, kernel: Any, *arguments: Any) -> None:
     """The kernel takes the arguments and computes what the definition does."""
     tolerances = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
     tolerance = tolerances[arguments[1].dtype]
-    torch.testing.assert_close(kernel(*arguments), form.native(*arguments), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        kernel(*arguments), form.native(*arguments), rtol=tolerance, atol=tolerance
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
@@ -42,7 +44,16 @@ def test_sections(path: str, kernels: Any, dtype: torch.dtype, interleaved: bool
         for kind in DTYPES:
             query, key = heads(9, 48, dtype=dtype)
             for neox in (True, False):
-                arguments = (positions.int(), query, key, 48, table(50, 40, kind), sections, neox, interleaved)
+                arguments = (
+                    positions.int(),
+                    query,
+                    key,
+                    48,
+                    table(50, 40, kind),
+                    sections,
+                    neox,
+                    interleaved,
+                )
                 same(functional.mrope, kernels.mrope, *arguments)
 
 
@@ -52,7 +63,13 @@ def test_chunks(path: str, kernels: Any, chunk: tuple[int, int], neox: bool) -> 
     """The five queries are rotated from their places for any chunk, flat and with their heads apart."""
     positions, cache = torch.randint(0, 1000, (2, 21)), table(32, 40)
     query, key = heads(2, 21, 48)
-    for x in (query, query.view(2, 21, 3, 48), query.view(42, 144), query[..., :48], query.view(2, 21, 3, 1, 48)):
+    for x in (
+        query,
+        query.view(2, 21, 3, 48),
+        query.view(42, 144),
+        query[..., :48],
+        query.view(2, 21, 3, 1, 48),
+    ):
         same(functional.dual_chunk_rotary_embedding, kernels.dual_chunk_rotary_embedding,
              positions.int(), x, key, 48, cache, *chunk, neox)  # fmt: skip
 
@@ -70,14 +87,23 @@ def test_heads_in_two_dimensions(kernels: Any) -> None:
 def test_no_tokens_and_no_heads(kernels: Any) -> None:
     """Nothing to rotate is returned in the shape that it has."""
     query, key = heads(0, 8)
-    for positions in (torch.empty(3, 0, dtype=torch.int64), torch.empty(3, 2, 0, dtype=torch.int64)):
+    for positions in (
+        torch.empty(3, 0, dtype=torch.int64),
+        torch.empty(3, 2, 0, dtype=torch.int64),
+    ):
         lead = positions.shape[1:]
-        turned = kernels.mrope(positions, query.view(*lead, 24), key.view(*lead, 8), 8, table(9, 8), [2, 1, 1])
+        turned = kernels.mrope(
+            positions, query.view(*lead, 24), key.view(*lead, 8), 8, table(9, 8), [2, 1, 1]
+        )
         assert [x.shape for x in turned] == [(*lead, 24), (*lead, 8)]
-        turned = kernels.dual_chunk_rotary_embedding(positions[0], query, key.view(*lead, 8), 8, table(9, 8), 4, 1)
+        turned = kernels.dual_chunk_rotary_embedding(
+            positions[0], query, key.view(*lead, 8), 8, table(9, 8), 4, 1
+        )
         assert [x.shape for x in turned] == [(0, 120), (*lead, 8)]
     query = torch.randn(5, 24)
-    turned = kernels.dual_chunk_rotary_embedding(torch.arange(5), query, query[:, :0], 8, table(9, 8), 4, 1)
+    turned = kernels.dual_chunk_rotary_embedding(
+        torch.arange(5), query, query[:, :0], 8, table(9, 8), 4, 1
+    )
     assert [x.shape for x in turned] == [(5, 120), (5, 0)]
 
 
@@ -101,7 +127,12 @@ BAD: dict[str, dict[str, Any]] = {
 def test_what_does_not_fit_sections(kernels: Any, message: str) -> None:
     """What the op would read beyond the end of is refused, by the form too."""
     query, key = heads(2, 8)
-    arguments = {"positions": torch.zeros(3, 2, dtype=torch.int64), "query": query, "key": key, "head_size": 8}
+    arguments = {
+        "positions": torch.zeros(3, 2, dtype=torch.int64),
+        "query": query,
+        "key": key,
+        "head_size": 8,
+    }
     arguments |= {"cos_sin_cache": table(9, 8), "mrope_section": [2, 1, 1]} | BAD[message]
     with pytest.raises(ValueError, match=f"mrope: .*{message}"):
         kernels.mrope(**arguments)
@@ -119,7 +150,9 @@ def test_what_does_not_fit_sections(kernels: Any, message: str) -> None:
         ([0, 1], (2**63 - 1, 0), "expected at least"),
     ],
 )
-def test_what_does_not_fit_chunks(kernels: Any, positions: list[int], chunk: tuple[int, int], message: str) -> None:
+def test_what_does_not_fit_chunks(
+    kernels: Any, positions: list[int], chunk: tuple[int, int], message: str
+) -> None:
     """No row beyond the end of the table is read, be it for a query far back only."""
     arguments = (torch.tensor(positions), *heads(2, 8), 8, table(9, 8), *chunk)
     with pytest.raises(ValueError, match=f"dual_chunk_rotary_embedding: .*{message}"):
@@ -136,7 +169,9 @@ def test_a_module_by_sections(plugin: object, sections: list[int] | None) -> Non
     (query, key), text = heads(5, 8), torch.arange(5)
     for positions in (text, *([torch.randint(0, 16, (3, 5))] if sections else [])):
         for others in ((), (key,), (key, torch.tensor(3))):
-            torch.testing.assert_close(op(positions, query, *others), op.forward_native(positions, query, *others))
+            torch.testing.assert_close(
+                op(positions, query, *others), op.forward_native(positions, query, *others)
+            )
 
 
 def test_a_module_by_chunks(plugin: object) -> None:

@@ -14,7 +14,9 @@ from opgraft.engine.sampling_params import SamplingParams
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("width", [1, 15, 63, 64, 65, 1000, 40_000])
-def test_the_first_place_of_the_greatest_number(kernels: Any, path: str, width: int, dtype: torch.dtype) -> None:
+def test_the_first_place_of_the_greatest_number(
+    kernels: Any, path: str, width: int, dtype: torch.dtype
+) -> None:
     """On each path, for rows of any length and distance, with equal numbers, infinite ones and NaN among them."""
     rows = torch.randn(7, width + 3).to(dtype)[:, 1 : width + 1]
     if width > 10:
@@ -38,14 +40,18 @@ def test_what_is_refused(kernels: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_the_sampler_of_the_engine(kernels: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sampler_of_the_engine(
+    kernels: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is the plugin's, takes the likeliest tokens by the kernel where it can, and fails rows that are no numbers."""
     chosen = choose_class(Sampler).cls
     assert chosen.__module__ == "opgraft_cpu_kernels.sampler"
     module: Any = sys.modules[chosen.__module__]
     called: list[torch.dtype] = []
     real = module._greatest
-    monkeypatch.setattr(module, "_greatest", lambda rows: (called.append(rows.dtype), real(rows))[1])
+    monkeypatch.setattr(
+        module, "_greatest", lambda rows: (called.append(rows.dtype), real(rows))[1]
+    )
     batch = SamplingBatch()
     for key in range(3):
         batch.add(key, SamplingParams(temperature=0), [1])

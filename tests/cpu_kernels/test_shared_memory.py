@@ -111,7 +111,9 @@ def test_three_ranks(three: Ranks, dtype: torch.dtype, shape: tuple[int, ...]) -
     for summed, _ in results:
         assert torch.equal(summed, results[0][0])
         wide = sum(x.double() for _, x in results)
-        torch.testing.assert_close(summed.double(), wide, rtol=2**-8 if dtype is torch.bfloat16 else 1e-6, atol=1e-5)
+        torch.testing.assert_close(
+            summed.double(), wide, rtol=2**-8 if dtype is torch.bfloat16 else 1e-6, atol=1e-5
+        )
 
 
 def compared_sum(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,9 +141,13 @@ def others() -> None:
     group, x = communicator(), own(torch.float32, 4, 3)
     assert torch.equal(group.all_gather(x > 0), Communicator.all_gather(group, x > 0))
     assert torch.equal(
-        group.all_gather(x.to(torch.complex64).conj()), Communicator.all_gather(group, x.to(torch.complex64))
+        group.all_gather(x.to(torch.complex64).conj()),
+        Communicator.all_gather(group, x.to(torch.complex64)),
     )
-    assert torch.equal(group.all_reduce(x.to(torch.complex64)), Communicator.all_reduce(group, x.to(torch.complex64)))
+    assert torch.equal(
+        group.all_reduce(x.to(torch.complex64)),
+        Communicator.all_reduce(group, x.to(torch.complex64)),
+    )
     assert group.all_gather(torch.tensor(float(group.rank))).tolist() == [0.0, 1.0]
     with pytest.raises(IndexError, match="dim is 5"):
         group.all_gather(x, 5)
@@ -154,7 +160,11 @@ def test_other_dtypes(two: Ranks) -> None:
 
 def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     y = distributed.tensor_model_parallel_all_reduce(x * 2) + 1
-    return y, distributed.tensor_model_parallel_all_gather(y), distributed.tensor_model_parallel_reduce_scatter(y, 0)
+    return (
+        y,
+        distributed.tensor_model_parallel_all_gather(y),
+        distributed.tensor_model_parallel_reduce_scatter(y, 0),
+    )
 
 
 def compiled() -> Any:
@@ -202,22 +212,30 @@ def served(folder: str) -> tuple[list[list[int]], list[torch.Tensor], dict[str, 
 def _served(folder: str) -> tuple[list[list[int]], list[torch.Tensor], dict[str, str]]:
     given = settings(Path(folder), max_num_batched_tokens=21, max_model_len=64)
     core = EngineCore(replaced(given, cache={"block_size": 16, "num_blocks": 24}))
-    pairs = [recorded(f"r{number}", prompt, 12) for number, prompt in enumerate(prompts(5, 17, 9, 3))]
+    pairs = [
+        recorded(f"r{number}", prompt, 12) for number, prompt in enumerate(prompts(5, 17, 9, 3))
+    ]
     serve(core, [request for request, _ in pairs])
     logits = [torch.stack(list(recorder.logits.values())) for _, recorder in pairs]
     remarks = {row.name: row.remark for row in core.explain().classes}
     return [request.output for request, _ in pairs], logits, remarks
 
 
-@pytest.mark.parametrize("heads", [{"num_attention_heads": 4}, {"num_attention_heads": 6, "num_key_value_heads": 3}])
-def test_decoders_in_one_call(plugin: Path, two: Ranks, tmp_path: Path, heads: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "heads", [{"num_attention_heads": 4}, {"num_attention_heads": 6, "num_key_value_heads": 3}]
+)
+def test_decoders_in_one_call(
+    plugin: Path, two: Ranks, tmp_path: Path, heads: dict[str, int]
+) -> None:
     """Ranks that share layers compute them in one call, as one rank does, and give its tokens and logits."""
     import opgraft_cpu_kernels
 
     if "avx512_bf16" not in opgraft_cpu_kernels.paths():
         pytest.skip("this CPU lacks avx512_bf16")
     biases = {"attention_bias": True, "mlp_bias": True}
-    written("Llama", tmp_path, hidden_size=192, intermediate_size=128, head_dim=32, **heads, **biases)
+    written(
+        "Llama", tmp_path, hidden_size=192, intermediate_size=128, head_dim=32, **heads, **biases
+    )
     outputs, logits, _ = served(str(tmp_path))
     for found, there, remarks in two.run(served, str(tmp_path)):
         assert found == outputs
@@ -263,10 +281,16 @@ def elsewhere(name: str, *told: Any) -> tuple[str, str]:
     [
         ("_host", ("one", "another"), "rank 1 of the group is on another host"),
         ("_host", ("", ""), "rank 0 of the group is on another host"),
-        ("missing", (None, "the library was not built"), "on rank 1 of the group the library was not built"),
+        (
+            "missing",
+            (None, "the library was not built"),
+            "on rank 1 of the group the library was not built",
+        ),
     ],
 )
-def test_ranks_without_common_memory(two: Ranks, name: str, told: tuple[Any, ...], reason: str) -> None:
+def test_ranks_without_common_memory(
+    two: Ranks, name: str, told: tuple[Any, ...], reason: str
+) -> None:
     """On several hosts, or where one rank lacks the library, all ranks agree to use gloo, and say why."""
     for obstacle, remark in two.run(elsewhere, name, *told):
         assert reason in obstacle
@@ -293,7 +317,9 @@ def test_ranks_that_are_bound_to_processors(two: Ranks) -> None:
     """Who waits spins where each rank has a processor of its own, sleeps at once where they share one."""
     first, *others = sorted(os.sched_getaffinity(0))
     for remark in two.run(bound_to, first, first):
-        assert remark == "2 ranks of this host, over shared memory, with fewer processors than ranks"
+        assert (
+            remark == "2 ranks of this host, over shared memory, with fewer processors than ranks"
+        )
     if not others:
         pytest.skip("this process may run on one processor only")
     for remark in two.run(bound_to, first, others[0]):
@@ -319,7 +345,9 @@ def forbidden() -> str:
 def test_a_system_that_gives_no_memory(two: Ranks) -> None:
     """Where only the first rank learns of it, all use gloo."""
     for obstacle in two.run(forbidden):
-        assert "this system gives no memory to share ([Errno 1] Operation not permitted)" in obstacle
+        assert (
+            "this system gives no memory to share ([Errno 1] Operation not permitted)" in obstacle
+        )
 
 
 def fails() -> Any:

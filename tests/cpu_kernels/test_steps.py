@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from opgraft import CompilationConfig, CustomOp, OpgraftConfig, freeze, graft, ops, reset, set_config
+from opgraft import (
+    CompilationConfig,
+    CustomOp,
+    OpgraftConfig,
+    freeze,
+    graft,
+    ops,
+    reset,
+    set_config,
+)
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no g++ to build the kernels with")
@@ -28,11 +37,15 @@ def called(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     for name in ("_gated_mlp", "_rotate_heads"):
         run = getattr(steps, name)
-        monkeypatch.setattr(steps, name, lambda *args, name=name, run=run: names.append(name) or run(*args))
+        monkeypatch.setattr(
+            steps, name, lambda *args, name=name, run=run: names.append(name) or run(*args)
+        )
     return names
 
 
-def gated(activation: str = "silu", dtype: torch.dtype = torch.float32, bias: bool = False) -> ops.GatedMLP:
+def gated(
+    activation: str = "silu", dtype: torch.dtype = torch.float32, bias: bool = False
+) -> ops.GatedMLP:
     torch.manual_seed(0)
     return ops.GatedMLP(48, 80, activation, bias, bias).to(dtype).eval()
 
@@ -132,7 +145,9 @@ def test_what_was_changed_is_called(called: list[str], change: Any) -> None:
 
 def test_a_hook_for_every_module(called: list[str]) -> None:
     mlp, seen = gated(), []
-    handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: seen.append(type(module)))
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: seen.append(type(module))
+    )
     try:
         with torch.no_grad():
             mlp(torch.randn(1, 48))
@@ -175,7 +190,9 @@ def test_what_follows_the_operators_sees_them(called: list[str]) -> None:
 def test_kernels_that_are_switched_off(called: list[str]) -> None:
     """An activation, or a linear layer, that is to be native is not passed over."""
     for switch in ("-silu_and_mul", "-linear"):
-        with set_config(OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["all", switch]))):
+        with set_config(
+            OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["all", switch]))
+        ):
             mlp = gated()
             with torch.no_grad():
                 mlp(torch.randn(1, 48))
@@ -214,7 +231,9 @@ def test_compiled_code_has_none_of_it(called: list[str]) -> None:
     assert called == []
 
 
-def heads(batch: int, count: int, tokens: int, size: int, dtype: torch.dtype, adjoining: bool = True) -> Tensor:
+def heads(
+    batch: int, count: int, tokens: int, size: int, dtype: torch.dtype, adjoining: bool = True
+) -> Tensor:
     """Heads as models make them of a linear layer's result; else of memory in their own order."""
     if not adjoining:
         return torch.randn(batch, count, tokens, size, dtype=dtype)
@@ -251,7 +270,9 @@ def test_a_rotation_that_somebody_waits_for(called: list[str]) -> None:
     handle.remove()
     assert seen == [(1, 3, 4, 16), (1, 3, 2, 16)]
     assert op.rotate_heads(query.requires_grad_(), key, table, table)[0].requires_grad
-    with set_config(OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["all", "-apply_rotary_emb"]))):
+    with set_config(
+        OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["all", "-apply_rotary_emb"]))
+    ):
         ops.ApplyRotaryEmb().rotate_heads(query.detach(), key, table, table)
     assert called == []
 
@@ -274,27 +295,49 @@ def test_heads_that_do_not_fit(kernels: Any, shapes: tuple[tuple[int, ...], ...]
 
 def test_fake_rules(kernels: Any) -> None:
     """Shapes, strides and dtypes without values are those of the results."""
-    query, key, table = heads(2, 6, 3, 16, torch.float32), heads(2, 2, 3, 16, torch.float32), torch.randn(1, 3, 16)
+    query, key, table = (
+        heads(2, 6, 3, 16, torch.float32),
+        heads(2, 2, 3, 16, torch.float32),
+        torch.randn(1, 3, 16),
+    )
     mlp = torch.randn(2, 8), torch.randn(12, 8), torch.randn(12), torch.randn(4, 6), None, "gelu"
-    for op, arguments in ((kernels.rotate_heads, (query, key, table, table, False)), (kernels.gated_mlp, mlp)):
+    for op, arguments in (
+        (kernels.rotate_heads, (query, key, table, table, False)),
+        (kernels.gated_mlp, mlp),
+    ):
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_activations_are_known(kernels: Any) -> None:
-    with torch.no_grad(), pytest.raises(ValueError, match="gated_mlp: activation is 'relu', expected silu, gelu or"):
-        kernels.gated_mlp(torch.randn(1, 8), torch.randn(8, 8), None, torch.randn(8, 4), None, "relu")
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match="gated_mlp: activation is 'relu', expected silu, gelu or"),
+    ):
+        kernels.gated_mlp(
+            torch.randn(1, 8), torch.randn(8, 8), None, torch.randn(8, 4), None, "relu"
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_a_model_of_transformers_generates_the_same(called: list[str], dtype: torch.dtype) -> None:
     """Grafted, each token takes one call for each MLP and one for each rotation, and hooks go on to see theirs."""
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     config = transformers.LlamaConfig(**sizes, intermediate_size=96, vocab_size=128, pad_token_id=0)
     torch.manual_seed(0)
     plain = transformers.LlamaForCausalLM(config).to(dtype).eval()
     model, prompt = copy.deepcopy(plain), torch.arange(1, 6)[None]
-    options = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    options = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
     graft(model)
     expected, got = plain.generate(prompt, **options), model.generate(prompt, **options)
     tolerance = 1e-5 if dtype is torch.float32 else 3e-2

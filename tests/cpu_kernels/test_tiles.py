@@ -50,10 +50,16 @@ def tiled(kernels: Any, request: pytest.FixtureRequest) -> Any:
     return kernels
 
 
-def made(features: int, width: int, group: int | None, kind: str) -> tuple[list[Tensor | None], Tensor]:
+def made(
+    features: int, width: int, group: int | None, kind: str
+) -> tuple[list[Tensor | None], Tensor]:
     """Codes, scales and offsets in tiles, and the weight that they stand for."""
     plain = torch.randn(features, width) / width**0.5
-    rows = quantize_int4(plain, group, kind == "symmetric") if kind != "int8" else (*quantize_int8(plain, group), None)
+    rows = (
+        quantize_int4(plain, group, kind == "symmetric")
+        if kind != "int8"
+        else (*quantize_int8(plain, group), None)
+    )
     scales = [None if each is None else scales_in_tiles(each) for each in rows[1:]]
     return [in_tiles(rows[0], width), *scales], dequantize(*rows, width, torch.float64)
 
@@ -89,7 +95,9 @@ def test_dtypes_of_scales(tiled: Any, scale_dtype: torch.dtype) -> None:
     plain = dequantize(codes, scales, offsets, 96, torch.float64)
     for rows in (1, 130):
         x = torch.randn(rows, 96)
-        got = tiled.quantized_linear(x, in_tiles(codes, 96), scales_in_tiles(scales), scales_in_tiles(offsets))
+        got = tiled.quantized_linear(
+            x, in_tiles(codes, 96), scales_in_tiles(scales), scales_in_tiles(offsets)
+        )
         assert_near(got, x.double() @ plain.T, torch.float32)
 
 
@@ -98,13 +106,26 @@ def test_what_x_may_be(tiled: Any, kind: str) -> None:
     """Strided and empty inputs, those of several dimensions, zeros, and rows with what is no number."""
     weight, plain = made(64, 96, 32, kind)
     wide = torch.randn(5, 3, 2, 96)
-    for x in (wide[:, 1], wide.transpose(0, 2), torch.randn(96, 7).T, torch.randn(4, 192)[:, ::2], wide[:0]):
+    for x in (
+        wide[:, 1],
+        wide.transpose(0, 2),
+        torch.randn(96, 7).T,
+        torch.randn(4, 192)[:, ::2],
+        wide[:0],
+    ):
         assert_near(tiled.quantized_linear(x, *weight), x.double() @ plain.T, torch.float32)
     assert torch.equal(tiled.quantized_linear(torch.zeros(2, 96), *weight), torch.zeros(2, 64))
     for value in (torch.inf, torch.nan):
         x = torch.randn(6, 96)
         x[1, 3] = value
-        assert tiled.quantized_linear(x, *weight).isfinite().all(1).tolist() == [True, False, True, True, True, True]
+        assert tiled.quantized_linear(x, *weight).isfinite().all(1).tolist() == [
+            True,
+            False,
+            True,
+            True,
+            True,
+            True,
+        ]
 
 
 @each_kind
@@ -131,7 +152,9 @@ def test_paths_without_tiles(kernels: Any, path: str) -> None:
     for run in (quantized.quantized_linear, compiled):
         assert_near(run(x, *weight), x.double() @ plain.T, torch.float32)
     if path not in quantized.TILED:
-        with pytest.raises(NotImplementedError, match=f"quantized_linear: the path {path} has no kernel for tiles"):
+        with pytest.raises(
+            NotImplementedError, match=f"quantized_linear: the path {path} has no kernel for tiles"
+        ):
             kernels.quantized_linear(x, *weight)
 
 
@@ -157,7 +180,9 @@ def test_bad_tiles(tiled: Any) -> None:
 
 def layer_of(config: str, features: int = 64, seed: int = 0) -> Any:
     """A layer with 96 inputs that was loaded."""
-    layer: Any = ops.ReplicatedLinear(96, features, quant_config=CONFIGS[config](), prefix="down", return_bias=False)
+    layer: Any = ops.ReplicatedLinear(
+        96, features, quant_config=CONFIGS[config](), prefix="down", return_bias=False
+    )
     generator = torch.Generator().manual_seed(seed)
     plain = torch.randn(features, 96, generator=generator) / 10
     given = lazy(config, drawn(config, features, 96, seed)) if config.startswith("Q") else plain
@@ -184,7 +209,10 @@ def in_rows(config: str, seed: int = 0) -> Any:
 def expect_saved(layer: nn.Module, expected: nn.Module) -> None:
     saved, others = layer.state_dict(), expected.state_dict()
     assert [*saved] == [*others]
-    assert all(torch.equal(saved[name], other) and saved[name].dtype == other.dtype for name, other in others.items())
+    assert all(
+        torch.equal(saved[name], other) and saved[name].dtype == other.dtype
+        for name, other in others.items()
+    )
 
 
 def weight_of(layer: Any) -> Tensor:
@@ -197,7 +225,9 @@ def test_layers_hold_tiles_only(tiled: Any, config: str) -> None:
     """A loaded layer has its codes in tiles, in no more memory, and computes and saves what it would in rows."""
     layer, expected, x = layer_of(config), in_rows(config), torch.randn(3, 96)
     assert layer.weight.dim() == 3
-    assert sum(each.nbytes for each in layer.parameters()) <= sum(each.nbytes for each in expected.parameters())
+    assert sum(each.nbytes for each in layer.parameters()) <= sum(
+        each.nbytes for each in expected.parameters()
+    )
     expect_saved(layer, expected)
     assert_near(layer(x), x.double() @ weight_of(layer).T + layer.bias.double(), torch.float32)
     assert "in tiles" in layer.quant_method.remark(layer)
@@ -233,7 +263,9 @@ def test_loading_anew(tiled: Any, assign: bool) -> None:
     x = torch.randn(3, 96)
     assert torch.equal(layer(x), other(x))
     with pytest.raises(RuntimeError, match="size mismatch for weight"):
-        layer.load_state_dict({"weight": torch.zeros(32, 64, dtype=torch.uint8)}, strict=False, assign=assign)
+        layer.load_state_dict(
+            {"weight": torch.zeros(32, 64, dtype=torch.uint8)}, strict=False, assign=assign
+        )
 
 
 def test_the_rows_are_released(tiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +289,9 @@ def test_what_stays_in_rows(tiled: Any) -> None:
     with opgraft.set_config(opgraft.OpgraftConfig(providers={"quantized_linear": "opgraft"})):
         assert layer_of("int4").weight.dim() == 2
     assert layer_of("int4", features=48).weight.dim() == 2
-    grouped: Any = ops.ReplicatedLinear(96, 64, quant_config=Int4Config(group_size=16), prefix="down")
+    grouped: Any = ops.ReplicatedLinear(
+        96, 64, quant_config=Int4Config(group_size=16), prefix="down"
+    )
     grouped.weight.weight_loader(grouped.weight, torch.randn(64, 96))
     process_weights_after_loading(grouped)
     assert grouped.weight.dim() == 2
@@ -282,7 +316,9 @@ def test_embeddings(tiled: Any, kind: str, plugin: Path) -> None:
     """Rows are looked up as without tiles, bit by bit, and a head that is tied computes with the same tiles."""
     data = drawn(kind, 64, 96)
     config = GGUFConfig({"embed.weight": kind})
-    embedding, plain = (ops.VocabParallelEmbedding(64, 96, quant_config=config, prefix="embed") for _ in range(2))
+    embedding, plain = (
+        ops.VocabParallelEmbedding(64, 96, quant_config=config, prefix="embed") for _ in range(2)
+    )
     for each in (embedding, plain):
         each.weight.weight_loader(each.weight, lazy(kind, data))
     process_weights_after_loading(embedding)

@@ -67,7 +67,9 @@ def test_collectives(two: Ranks, dtype: torch.dtype) -> None:
 
 def numbers() -> tuple[Any, ...]:
     number = torch.tensor(1.5 + distributed.get_tensor_model_parallel_rank())
-    compiled = torch.compile(distributed.tensor_model_parallel_all_gather, fullgraph=True, backend="eager")
+    compiled = torch.compile(
+        distributed.tensor_model_parallel_all_gather, fullgraph=True, backend="eager"
+    )
     return (
         distributed.tensor_model_parallel_all_gather(number),
         compiled(number),
@@ -86,7 +88,11 @@ def test_single_numbers(two: Ranks) -> None:
 
 def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     y = distributed.tensor_model_parallel_all_reduce(x * 2) + 1
-    return y, distributed.tensor_model_parallel_all_gather(y), distributed.tensor_model_parallel_reduce_scatter(y, 0)
+    return (
+        y,
+        distributed.tensor_model_parallel_all_gather(y),
+        distributed.tensor_model_parallel_reduce_scatter(y, 0),
+    )
 
 
 def compiled(backend: str) -> list[Any]:
@@ -110,7 +116,9 @@ def test_compiled_whole(two: Ranks, backend: str) -> None:
 def opcheck() -> None:
     for name, arguments in (("all_reduce", ()), ("all_gather", (1, 2)), ("reduce_scatter", (1, 2))):
         op = getattr(torch.ops.opgraft, name).default
-        torch.library.opcheck(op, (own(2, 4), *arguments, "tensor"), test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(
+            op, (own(2, 4), *arguments, "tensor"), test_utils=("test_schema", "test_faketensor")
+        )
 
 
 def test_fake_rules(two: Ranks) -> None:
@@ -121,7 +129,10 @@ def test_fake_rules(two: Ranks) -> None:
 def places() -> dict[str, Any]:
     groups = parallelism().groups.values()
     x = torch.tensor([float(distributed.get_world_group().rank)])
-    return {group.kind: (group.ranks, group.rank_in_group, group.all_gather(x).tolist()) for group in groups}
+    return {
+        group.kind: (group.ranks, group.rank_in_group, group.all_gather(x).tolist())
+        for group in groups
+    }
 
 
 def test_groups_of_four_ranks(four: Ranks) -> None:
@@ -169,7 +180,10 @@ def test_alone_no_process_group_is_needed() -> None:
     assert distributed.tensor_model_parallel_reduce_scatter(x) is x
     assert distributed.tensor_model_parallel_gather(x) is x
     assert distributed.get_tp_group().broadcast(x) is x
-    assert (distributed.get_tensor_model_parallel_rank(), distributed.get_tensor_model_parallel_world_size()) == (0, 1)
+    assert (
+        distributed.get_tensor_model_parallel_rank(),
+        distributed.get_tensor_model_parallel_world_size(),
+    ) == (0, 1)
     assert distributed.get_pp_group().is_first_rank
     assert distributed.get_pp_group().is_last_rank
     assert not dist.is_initialized()
@@ -197,7 +211,8 @@ def again(sizes: dict[str, int]) -> str:
 def test_sizes_that_are_not_those_of_the_job(two: Ranks) -> None:
     """The error names the sizes and what they make."""
     assert (
-        "the job has 2 ranks, but tensor 2, pipeline 1 and data 2 make 4" in two.run(again, {"tensor": 2, "data": 2})[0]
+        "the job has 2 ranks, but tensor 2, pipeline 1 and data 2 make 4"
+        in two.run(again, {"tensor": 2, "data": 2})[0]
     )
 
 
@@ -208,7 +223,9 @@ def test_code_compiled_for_ranks_that_are_gone() -> None:
 
 
 def scatters_a_rest() -> None:
-    with pytest.raises(DistributedError, match=r"2 ranks do not divide dimension -1 of shape \(2, 3\)"):
+    with pytest.raises(
+        DistributedError, match=r"2 ranks do not divide dimension -1 of shape \(2, 3\)"
+    ):
         distributed.tensor_model_parallel_reduce_scatter(own(2, 3))
 
 

@@ -6,7 +6,10 @@ import pytest
 from opgraft.distributed.layout import KINDS, ParallelLayout
 from opgraft.errors import DistributedError
 
-LAYOUTS = [ParallelLayout(*sizes) for sizes in [(1, 1, 1), (2, 1, 1), (2, 2, 2), (4, 3, 2), (1, 2, 3), (3, 1, 2)]]
+LAYOUTS = [
+    ParallelLayout(*sizes)
+    for sizes in [(1, 1, 1), (2, 1, 1), (2, 2, 2), (4, 3, 2), (1, 2, 3), (3, 1, 2)]
+]
 
 
 def test_groups_of_eight_ranks() -> None:

@@ -30,7 +30,9 @@ from opgraft.plugins import discovery
 REPOSITORY = Path(__file__).parents[2]
 FOREIGN = {offer.provider.name for offer in discovery.scan().offers if not offer.built_in}
 
-_FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```[^\S\n]*$", re.M | re.S)
+_FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```[^\S\n]*$", re.M | re.S
+)
 _HEADING = re.compile(r"^#+ (.+)$", re.M)
 _OPGRAFT_ITSELF = r"(.* )?['\"]?\.(\[\w+\])?['\"]?"
 
@@ -100,7 +102,9 @@ def read_blocks(page: Path) -> list[Block]:
         title = re.search(r'title="([^"]+)"', rest)
         body = textwrap.dedent(fence["body"])
         line = text.count("\n", 0, fence.start()) + 2
-        section = [heading[1] for heading in _HEADING.finditer(_FENCE.sub("", text[: fence.start()]))][-1]
+        section = [
+            heading[1] for heading in _HEADING.finditer(_FENCE.sub("", text[: fence.start()]))
+        ][-1]
         blocks.append(Block(language, title and title[1], body, line, section))
     return blocks
 
@@ -120,7 +124,11 @@ def normalized(text: str) -> str:
 
 def matches(shown: str, got: str) -> bool:
     """Whether output is as the page shows it, where ``...`` stands for anything, nothing included."""
-    pattern = re.escape(normalized(shown)).replace(r"\ \.\.\.\ ", r"\ (?:.*?\ )?").replace(r"\.\.\.", ".*?")
+    pattern = (
+        re.escape(normalized(shown))
+        .replace(r"\ \.\.\.\ ", r"\ (?:.*?\ )?")
+        .replace(r"\.\.\.", ".*?")
+    )
     return re.fullmatch(pattern, normalized(got)) is not None
 
 
@@ -159,7 +167,9 @@ class Reader:
     def _execute(self, source: str, page: Path, line: int, shown: str | None) -> None:
         stdout = io.StringIO()
         with contextlib.redirect_stdout(stdout), pytest.MonkeyPatch.context() as patch:
-            patch.setitem(sys.modules, "__main__", self.session)  # compilers look names up in a function's module
+            patch.setitem(
+                sys.modules, "__main__", self.session
+            )  # compilers look names up in a function's module
             exec(compile("\n" * (line - 1) + source, str(page), "exec"), vars(self.session))  # noqa: S102  # our own
         if shown is not None:
             assert matches(shown, stdout.getvalue()), f"{page}:{line} printed:\n{stdout.getvalue()}"
@@ -189,14 +199,18 @@ class Reader:
         if line.startswith("opgraft serve "):
             return self._serve(line), ""
         stdout, stderr = self._run(line)
-        assert self.status == 0 or handled, f"{place}: {line} ended with {self.status}:\n{stdout}{stderr}"
+        assert self.status == 0 or handled, (
+            f"{place}: {line} ended with {self.status}:\n{stdout}{stderr}"
+        )
         assert not re.match("pip ", line) or "WARNING" not in stderr, f"{place}: {stderr}"
         return stdout, stderr
 
     def _serve(self, line: str) -> str:
         """Start a server, which runs until the page is read, and return what it prints until it is ready."""
         command = f"exec {line} --port 0"  # a process of its own, which can be ended
-        self.server = subprocess.Popen(["bash", "-c", command], env=self.variables, stdout=subprocess.PIPE, text=True)
+        self.server = subprocess.Popen(
+            ["bash", "-c", command], env=self.variables, stdout=subprocess.PIPE, text=True
+        )
         assert self.server.stdout is not None
         printed = ""
         while "\nurl" not in printed:
@@ -217,12 +231,19 @@ class Reader:
         """One line in a shell that goes on where the last one ended: folder, variables and status."""
         here = Path(self.variables.get("PWD", self.folder))
         if here == self.folder and re.fullmatch(rf"pip install {_OPGRAFT_ITSELF}", line):
-            line = line.replace("pip install", "pip install --dry-run")  # what is installed already is under test
+            line = line.replace(
+                "pip install", "pip install --dry-run"
+            )  # what is installed already is under test
         line = line.replace(SERVED, self.address)
         after = self.environment / "after"
         script = f"(exit {self.status}); {line}\nstatus=$?; env -0 > '{after}'; exit $status"
         result = subprocess.run(
-            ["bash", "-c", script], cwd=here, env=self.variables, capture_output=True, text=True, check=False
+            ["bash", "-c", script],
+            cwd=here,
+            env=self.variables,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         self.status = result.returncode
         pairs = [entry.partition("=") for entry in after.read_text().split("\0") if entry]
@@ -235,7 +256,9 @@ class Reader:
 def check_make_target(line: str, place: str) -> None:
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
     for target in line.partition("#")[0].split()[1:]:
-        assert re.search(rf"^{re.escape(target)}:", makefile, re.M), f"{place}: the Makefile has no target {target!r}"
+        assert re.search(rf"^{re.escape(target)}:", makefile, re.M), (
+            f"{place}: the Makefile has no target {target!r}"
+        )
 
 
 def check_untitled(block: Block, place: str) -> None:
@@ -244,7 +267,9 @@ def check_untitled(block: Block, place: str) -> None:
     if block.language in parsers:
         parsers[block.language](block.text)
     else:
-        assert block.language in ("text", "diff"), f"{place}: a block of unknown language {block.language!r}"
+        assert block.language in ("text", "diff"), (
+            f"{place}: a block of unknown language {block.language!r}"
+        )
 
 
 @pytest.fixture
@@ -254,14 +279,26 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) ->
         pytest.skip("the pages show a machine without accelerators")
     folder, environment = tmp_path / "checkout", tmp_path / "venv"
     folder.mkdir()
-    for name in ("core", "platforms", "plugins", "pyproject.toml", "README.md", "LICENSE", "examples"):
+    for name in (
+        "core",
+        "platforms",
+        "plugins",
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "examples",
+    ):
         (folder / name).symlink_to(REPOSITORY / name)
     built = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
     shutil.copytree(REPOSITORY / "reference_plugins", folder / "reference_plugins", ignore=built)
     packages = make_environment(environment, warm_python)
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(packages))
-    variables = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "PWD", "PYTHONPATH")}
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("COLUMNS", "PWD", "PYTHONPATH")
+    }
     variables["PATH"] = f"{environment / 'bin'}{os.pathsep}{variables['PATH']}"
     if shutil.which("g++"):
         variables["CXX"] = compiler()
@@ -282,7 +319,9 @@ def make_environment(folder: Path, warm_python: str) -> Path:
     """A virtual environment with ``python``, ``pip`` and ``opgraft`` that sees the packages of this one."""
     venv.create(folder, with_pip=False)
     (packages,) = folder.glob("lib/python*/site-packages")
-    outer = [f"import site; site.addsitedir({entry!r})" for entry in sys.path if "site-packages" in entry]
+    outer = [
+        f"import site; site.addsitedir({entry!r})" for entry in sys.path if "site-packages" in entry
+    ]
     (packages / "outer.pth").write_text("\n".join(outer))
     python, options = folder / "bin" / "cold-python", "--quiet --disable-pip-version-check"
     python.symlink_to(os.path.realpath(sys.executable))

@@ -21,7 +21,9 @@ def documented(header: str) -> list[str]:
     return [span for row in rows_of("answers", header) for span in re.findall(r"`([^`]+)`", row[0])]
 
 
-@pytest.mark.parametrize("name", ["RequestOutput", "CompletionOutput", "Logprob", "RequestMetrics", "EmbeddingOutput"])
+@pytest.mark.parametrize(
+    "name", ["RequestOutput", "CompletionOutput", "Logprob", "RequestMetrics", "EmbeddingOutput"]
+)
 def test_every_field_of_an_answer_is_a_row(name: str) -> None:
     """Fields, and properties of times, in their order."""
     cls = getattr(opgraft, name)
@@ -37,10 +39,22 @@ def test_methods_are_awaited_as_listed() -> None:
     for name, method in vars(AsyncLLM).items():
         if inspect.isfunction(method) and not name.startswith("_"):
             streams = "AsyncGenerator" in str(inspect.signature(method).return_annotation)
-            how = "async for" if streams else "await" if inspect.iscoroutinefunction(method) else "called"
+            how = (
+                "async for"
+                if streams
+                else "await"
+                if inspect.iscoroutinefunction(method)
+                else "called"
+            )
             found[how].append(name)
-    rows = {row[0].strip("`"): sorted(re.findall(r"`([^`]+)`", row[1])) for row in rows_of("answers", "how")}
-    assert rows == {next(each for each in rows if each.startswith(how)): sorted(names) for how, names in found.items()}
+    rows = {
+        row[0].strip("`"): sorted(re.findall(r"`([^`]+)`", row[1]))
+        for row in rows_of("answers", "how")
+    }
+    assert rows == {
+        next(each for each in rows if each.startswith(how)): sorted(names)
+        for how, names in found.items()
+    }
 
 
 def refuses(message: str, **values: object) -> None:
@@ -64,19 +78,30 @@ def parameters(method: Callable[..., object]) -> list[str]:
 DIFFERENCES: Mapping[str, Callable[[], None]] = {
     "SamplingParams(top_k=-1)": lambda: expect(SamplingParams(top_k=-1) == SamplingParams(top_k=0)),
     "SamplingParams(structured_outputs=…)": lambda: expect(
-        SamplingParams(structured_outputs=SimpleNamespace(regex="a")).structured_output == {"regex": "a"}
+        SamplingParams(structured_outputs=SimpleNamespace(regex="a")).structured_output
+        == {"regex": "a"}
     ),
-    "SamplingParams(logprobs=-1)": lambda: expect((SamplingParams(logprobs=-1).logprobs or 0) > 1 << 40),
-    "SamplingParams(max_tokens=None)": lambda: expect(SamplingParams(max_tokens=None).most_tokens > 1 << 40),
+    "SamplingParams(logprobs=-1)": lambda: expect(
+        (SamplingParams(logprobs=-1).logprobs or 0) > 1 << 40
+    ),
+    "SamplingParams(max_tokens=None)": lambda: expect(
+        SamplingParams(max_tokens=None).most_tokens > 1 << 40
+    ),
     "SamplingParams(allowed_token_ids=…)": lambda: expect(
         SamplingParams(allowed_token_ids=[1]).allowed_token_ids == (1,)
     ),
     "SamplingParams(presence_penalty=3)": lambda: refuses("from -2 to 2", presence_penalty=3),
-    "SamplingParams(n=2, temperature=0)": lambda: refuses("same output every time", n=2, temperature=0),
-    "LLM.generate(sampling_params=…)": lambda: expect(parameters(LLM.generate)[2] == "sampling_params"),
+    "SamplingParams(n=2, temperature=0)": lambda: refuses(
+        "same output every time", n=2, temperature=0
+    ),
+    "LLM.generate(sampling_params=…)": lambda: expect(
+        parameters(LLM.generate)[2] == "sampling_params"
+    ),
     "LLM.generate(use_tqdm=…)": lambda: expect("progress" in parameters(LLM.generate)),
     "LLM.generate(priority=[…])": lambda: expect("priority" in parameters(LLM.generate)),
-    "LLM(gpu_memory_utilization=…)": lambda: refuses_setting("gpu_memory_utilization", r"cache\.memory_share"),
+    "LLM(gpu_memory_utilization=…)": lambda: refuses_setting(
+        "gpu_memory_utilization", r"cache\.memory_share"
+    ),
     "LLM(swap_space=…)": lambda: refuses_setting("swap_space", "LLM has no argument 'swap_space'"),
     "LLM.embed(truncate_prompt_tokens=…)": lambda: expect("truncate" in parameters(LLM.embed)),
     "RequestOutput.metrics": lambda: expect(hasattr(opgraft.RequestMetrics, "time_to_first_token")),

@@ -13,8 +13,12 @@ pytestmark = pytest.mark.source
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = (REPOSITORY / "docs/explanation/code.md").read_text(encoding="utf-8")
-TARGETS = frozenset(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(encoding="utf-8"), re.M))
-PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+TARGETS = frozenset(
+    re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(encoding="utf-8"), re.M)
+)
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+    "setuptools"
+]
 
 
 def blocks() -> Iterator[list[str]]:
@@ -27,7 +31,9 @@ def blocks() -> Iterator[list[str]]:
 def unknown(spans: list[str]) -> list[str]:
     """The spans that name what is not there: a path, a module, a target, or a name that none of these files has."""
     files = [path for span in spans if (path := REPOSITORY / span).is_file()]
-    words = {word for path in files for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
+    words = {
+        word for path in files for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))
+    }
     return [span for span in spans if not _is_there(span, words)]
 
 
@@ -37,11 +43,17 @@ def _is_there(span: str, words: set[str]) -> bool:
     if re.fullmatch(r"opgraft(\.\w+)*", span):
         return any(_path_of(span, ending).exists() for ending in ("/__init__.py", ".py"))
     name = re.fullmatch(r"(\w+)(\(.*\))?", span)
-    return name[1] in words if name else " " in span or span.startswith("--") or (REPOSITORY / span).exists()
+    return (
+        name[1] in words
+        if name
+        else " " in span or span.startswith("--") or (REPOSITORY / span).exists()
+    )
 
 
 def _path_of(module: str, ending: str) -> Path:
-    package = max((name for name in PROJECT["package-dir"] if f"{module}.".startswith(f"{name}.")), key=len)
+    package = max(
+        (name for name in PROJECT["package-dir"] if f"{module}.".startswith(f"{name}.")), key=len
+    )
     inner = module.removeprefix(package).replace(".", "/")
     return REPOSITORY / f"{PROJECT['package-dir'][package]}{inner}{ending}"
 
@@ -53,7 +65,15 @@ def test_what_the_page_names_is_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "span", ["core/nowhere.py", "nowhere/", "opgraft.nowhere", "make nothing", "no_such_name", "no_such_name(...)"]
+    "span",
+    [
+        "core/nowhere.py",
+        "nowhere/",
+        "opgraft.nowhere",
+        "make nothing",
+        "no_such_name",
+        "no_such_name(...)",
+    ],
 )
 def test_what_is_not_there_is_found(span: str) -> None:
     """The search knows each kind of span, also beside a file that exists."""
@@ -62,7 +82,16 @@ def test_what_is_not_there_is_found(span: str) -> None:
 
 def test_every_folder_is_a_row() -> None:
     """The floors are the folders of the repository, but those that git ignores."""
-    ignored = {line.strip("/") for line in (REPOSITORY / ".gitignore").read_text(encoding="utf-8").splitlines()}
-    folders = {path.name for path in REPOSITORY.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    ignored = {
+        line.strip("/")
+        for line in (REPOSITORY / ".gitignore").read_text(encoding="utf-8").splitlines()
+    }
+    folders = {
+        path.name
+        for path in REPOSITORY.iterdir()
+        if path.is_dir() and not path.name.startswith(".")
+    }
     rows = re.findall(r"^\| `(\w+)/` \|", PAGE, re.M)
-    assert sorted(rows) == sorted(name for name in folders - ignored if not name.endswith(".egg-info"))
+    assert sorted(rows) == sorted(
+        name for name in folders - ignored if not name.endswith(".egg-info")
+    )

@@ -17,15 +17,24 @@ README = REPOSITORY / "README.md"
 
 def test_files_of_the_repository_are_shown_as_they_are(blocks_of) -> None:
     """A page reads well where it is not built, so files stand in it in full; each is what the repository holds."""
-    shown = [block for page in WRITTEN for block in blocks_of(page) if (REPOSITORY / (block.title or "-")).is_file()]
+    shown = [
+        block
+        for page in WRITTEN
+        for block in blocks_of(page)
+        if (REPOSITORY / (block.title or "-")).is_file()
+    ]
     for block in shown:
-        assert block.text.rstrip() == (REPOSITORY / str(block.title)).read_text("utf-8").rstrip(), block.title
+        assert block.text.rstrip() == (REPOSITORY / str(block.title)).read_text("utf-8").rstrip(), (
+            block.title
+        )
     assert sum("opgraft-toy-npu" in str(block.title) for block in shown) == 5
     markers = [str(page) for page in WRITTEN if "--8<--" in page.read_text("utf-8")]
     assert not markers
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own, where inductor starts
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated"
+)  # torch's own, where inductor starts
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_a_page_does_what_it_says(page: Path, reader) -> None:
     """Followed from top to bottom, every command succeeds, every example runs, and the output shown is what comes."""
@@ -34,7 +43,9 @@ def test_a_page_does_what_it_says(page: Path, reader) -> None:
 
 def sections() -> list[str]:
     """The headings of the README, each of which claims one thing and is read alone."""
-    return re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", README.read_text("utf-8"), flags=re.M | re.S), re.M)
+    return re.findall(
+        r"^#+ (.+)$", re.sub(r"^```.*?^```", "", README.read_text("utf-8"), flags=re.M | re.S), re.M
+    )
 
 
 @pytest.mark.parametrize("section", sections())

@@ -22,7 +22,9 @@ SCREEN = 45
 """Lines that a reader sees without scrolling, about."""
 
 
-@pytest.mark.parametrize("page", [REPOSITORY / "README.md", DOCS / "index.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [REPOSITORY / "README.md", DOCS / "index.md"], ids=lambda page: page.name
+)
 def test_install_and_code_are_on_the_first_screen(page: Path, blocks_of) -> None:
     """What it is, how it is installed and what it looks like take no scrolling, and the code has ten lines."""
     first = [block for block in blocks_of(page) if block.line < SCREEN]
@@ -45,15 +47,21 @@ def test_copying_a_console_block_takes_the_commands_only(page: Path, blocks_of) 
     for block in blocks_of(page):
         if block.language == "console":
             tokens = get_lexer_by_name("console").get_tokens(block.text)
-            left = "".join(text for kind, text in tokens if kind not in (Generic.Prompt, Generic.Output))
-            typed = [line.removeprefix("$ ") for line in block.text.splitlines() if line.startswith("$ ")]
+            left = "".join(
+                text for kind, text in tokens if kind not in (Generic.Prompt, Generic.Output)
+            )
+            typed = [
+                line.removeprefix("$ ") for line in block.text.splitlines() if line.startswith("$ ")
+            ]
             assert [line for line in left.splitlines() if line] == typed, f"{page}:{block.line}"
 
 
 def test_the_style_sheet_hides_prompts_and_output_from_copying() -> None:
     """The theme marks the page while it copies, and reads what is displayed."""
     sheet = (DOCS / "stylesheets/extra.css").read_text(encoding="utf-8")
-    rule = re.search(r"\[data-md-copying\] \.gp,\s*\[data-md-copying\] \.go \{\s*display: none;\s*\}", sheet)
+    rule = re.search(
+        r"\[data-md-copying\] \.gp,\s*\[data-md-copying\] \.go \{\s*display: none;\s*\}", sheet
+    )
     assert rule, sheet
 
 
@@ -87,7 +95,15 @@ def test_tables_are_those_of_the_committed_measurements() -> None:
         text = path.read_text(encoding="utf-8")
         assert tool["page"](text, tables) == text, "renew it by 'make figures'"
         assert all(rows and rows in text for rows in tables.values())
-    row = {"name": "a", "measured": 1.25, "least": 1.4, "most": None, "bound": 1.3, "verdict": "beyond", "detail": "b"}
+    row = {
+        "name": "a",
+        "measured": 1.25,
+        "least": 1.4,
+        "most": None,
+        "bound": 1.3,
+        "verdict": "beyond",
+        "detail": "b",
+    }
     assert tool["_result"](row) == "| a | 1.25 | ≥ 1.4 | at most 1.3 here | b |\n"
 
 
@@ -101,7 +117,9 @@ def test_a_figure_can_be_read_without_seeing_it(path: Path) -> None:
     assert [label is not None and len(label.text or "") > 10 for label in labels] == [True, True]
     assert len(root.findall(".//svg:text", space)) > 10
     name, _, theme = path.stem.rpartition("-")
-    twin = ET.parse(path.with_name(f"{name}-{'dark' if theme == 'light' else 'light'}.svg")).getroot()  # noqa: S314
+    twin = ET.parse(  # noqa: S314
+        path.with_name(f"{name}-{'dark' if theme == 'light' else 'light'}.svg")
+    ).getroot()
     words = [[text.text for text in each.findall(".//svg:text", space)] for each in (root, twin)]
     assert words[0] == words[1]
 
@@ -109,7 +127,10 @@ def test_a_figure_can_be_read_without_seeing_it(path: Path) -> None:
 def test_the_figures_ask_nobody_for_anything() -> None:
     """No font, image or script comes from elsewhere, in the figures and in the site's configuration."""
     texts = [path.read_text(encoding="utf-8") for path in FIGURES.glob("*.svg")]
-    texts += [(REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"), (DOCS / "stylesheets/extra.css").read_text()]
+    texts += [
+        (REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"),
+        (DOCS / "stylesheets/extra.css").read_text(),
+    ]
     outside = [link for text in texts for link in re.findall(r"(?:https?:)?//[\w./]+", text)]
     assert set(outside) <= {"http://www.w3.org/2000/svg"}
 
@@ -120,7 +141,9 @@ def test_the_toy_plugin_is_copied_without_its_build_folder(reader) -> None:
     built = toy / "build/lib/opgraft_toy_npu"
     shutil.copytree(toy / "src/opgraft_toy_npu", built)
     (toy / "src/opgraft_toy_npu.egg-info").mkdir()
-    (toy / "src/opgraft_toy_npu.egg-info/SOURCES.txt").write_text("src/opgraft_toy_npu/__init__.py\n")
+    (toy / "src/opgraft_toy_npu.egg-info/SOURCES.txt").write_text(
+        "src/opgraft_toy_npu/__init__.py\n"
+    )
     reader.follow(DOCS / "how-to/device-plugin.md", "Copy it and give it your name")
     (packages,) = reader.environment.glob("lib/python*/site-packages")
     assert [path.name for path in packages.glob("opgraft_*npu")] == ["opgraft_acme_npu"]

@@ -10,9 +10,15 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = sorted((REPOSITORY / "docs").rglob("*.md"))
-PAGES = [*sorted(REPOSITORY.glob("*.md")), *DOCS, *sorted((REPOSITORY / "reference_plugins").glob("*/README.md"))]
+PAGES = [
+    *sorted(REPOSITORY.glob("*.md")),
+    *DOCS,
+    *sorted((REPOSITORY / "reference_plugins").glob("*/README.md")),
+]
 
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+each_page = pytest.mark.parametrize(
+    "page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY))
+)
 
 
 def prose_of(page: Path) -> str:
@@ -23,13 +29,18 @@ def prose_of(page: Path) -> str:
 def links_of(page: Path) -> list[str]:
     """The targets of links and of images, in Markdown and in HTML."""
     text = re.sub(r"`[^`\n]*`", "", prose_of(page))
-    return [*re.findall(r"\]\(([^)\s]+)\)", text), *re.findall(r'\b(?:src|srcset|href)="([^"]+)"', text)]
+    return [
+        *re.findall(r"\]\(([^)\s]+)\)", text),
+        *re.findall(r'\b(?:src|srcset|href)="([^"]+)"', text),
+    ]
 
 
 def anchors_of(page: Path) -> set[str]:
     """The anchors of headings: lower case, punctuation dropped, spaces as dashes."""
     headings = re.findall(r"^#+ (.+)$", prose_of(page), re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
 
 
 @each_page
@@ -41,7 +52,9 @@ def test_internal_links_resolve(page: Path) -> None:
             path, _, anchor = link.partition("#")
             target = (page.parent / path).resolve() if path else page
             assert target.exists(), link
-            assert target.is_relative_to(site) or not page.is_relative_to(site), f"{link} is not on the site"
+            assert target.is_relative_to(site) or not page.is_relative_to(site), (
+                f"{link} is not on the site"
+            )
             themes = {"only-light", "only-dark"} if target.suffix == ".svg" else set()
             assert not anchor or anchor in themes or anchor in anchors_of(target), link
 
@@ -68,7 +81,9 @@ def test_every_page_is_linked_from_the_first() -> None:
     """The first page leads to every other one, to pages of ops and docstrings by way of the pages above them."""
     linked = {link.partition("#")[0] for link in links_of(REPOSITORY / "docs/index.md")}
     for page in ("ops", "api"):
-        linked |= {f"reference/{link}" for link in links_of(REPOSITORY / f"docs/reference/{page}.md")}
+        linked |= {
+            f"reference/{link}" for link in links_of(REPOSITORY / f"docs/reference/{page}.md")
+        }
     assert {str(page.relative_to(REPOSITORY / "docs")) for page in DOCS} - linked == {"index.md"}
 
 
@@ -78,7 +93,9 @@ def test_a_page_has_one_title_and_short_lines(page: Path) -> None:
     text = prose_of(page)
     assert text.startswith("# ")
     assert len(re.findall(r"^# ", text, re.M)) == 1
-    assert [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")] == []
+    assert [
+        line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")
+    ] == []
 
 
 @each_page

@@ -24,25 +24,39 @@ def test_what_is_generated_is_current() -> None:
     """The pages, the table and the navigation are what 'make op-pages' writes, and no page is left of an op gone."""
     load_plugins()
     pages = op_pages.all_pages()
-    changed = [path.name for path, text in pages.items() if not path.exists() or path.read_text("utf-8") != text]
+    changed = [
+        path.name
+        for path, text in pages.items()
+        if not path.exists() or path.read_text("utf-8") != text
+    ]
     assert changed == [], "renew them by 'make op-pages'"
     assert set(FOLDER.glob("*.md")) <= set(pages)
 
 
 def test_every_op_and_every_form_has_its_place() -> None:
     """Each registered op has a page; each functional form stands on one, with the op that torch knows."""
-    ops = {name for name, cls in CustomOp.op_registry.items() if cls.__module__.startswith("opgraft.")}
+    ops = {
+        name for name, cls in CustomOp.op_registry.items() if cls.__module__.startswith("opgraft.")
+    }
     texts = {path.stem: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.md")}
     assert set(texts) == ops
-    shown = [name for text in texts.values() for name in re.findall(r"^## Function `(\w+)`$", text, re.M)]
+    shown = [
+        name for text in texts.values() for name in re.findall(r"^## Function `(\w+)`$", text, re.M)
+    ]
     assert sorted(shown) == sorted(functional.__all__)
-    assert all(f"\ntorch.ops.opgraft.{name}\n" in "".join(texts.values()) for name in functional.__all__)
+    assert all(
+        f"\ntorch.ops.opgraft.{name}\n" in "".join(texts.values()) for name in functional.__all__
+    )
 
 
 @pytest.mark.parametrize("form", ["rms_norm", "silu_", "gelu_and_mul"])
 def test_a_page_tells_signature_variants_tolerances_and_cost(form: str) -> None:
     """Of a form: how it is called, under which settings and how closely it was checked, and what a call costs."""
-    (text,) = [p.read_text("utf-8") for p in FOLDER.glob("*.md") if f"## Function `{form}`" in p.read_text("utf-8")]
+    (text,) = [
+        p.read_text("utf-8")
+        for p in FOLDER.glob("*.md")
+        if f"## Function `{form}`" in p.read_text("utf-8")
+    ]
     section = text.partition(f"## Function `{form}`")[2].partition("\n## ")[0]
     spec = SPECS[form]
     assert f"opgraft.functional.{form}(" in section
@@ -58,8 +72,14 @@ def test_a_page_tells_signature_variants_tolerances_and_cost(form: str) -> None:
 @pytest.mark.parametrize(
     ("docstring", "markdown"),
     [
-        ("One ``x``, see\narXiv:1910.07467.", ["One `x`, see [arXiv:1910.07467](https://arxiv.org/abs/1910.07467)."]),
-        ("Args:\n    x: one\n        more.\n    y: two.", ["Args:\n\n- `x`: one more.\n- `y`: two."]),
+        (
+            "One ``x``, see\narXiv:1910.07467.",
+            ["One `x`, see [arXiv:1910.07467](https://arxiv.org/abs/1910.07467)."],
+        ),
+        (
+            "Args:\n    x: one\n        more.\n    y: two.",
+            ["Args:\n\n- `x`: one more.\n- `y`: two."],
+        ),
         ("Text.\n\nShapes:\n    ``x`` is ``[d]``.", ["Text.", "Shapes: `x` is `[d]`."]),
         (None, []),
     ],
@@ -83,7 +103,9 @@ def test_no_line_of_a_paragraph_begins_a_list() -> None:
         (lambda self, *args, a=1, **others: None, "(*args, a=1, **others)"),
     ],
 )
-def test_signatures_are_written_as_python_takes_them(function: Callable[..., None], written: str) -> None:
+def test_signatures_are_written_as_python_takes_them(
+    function: Callable[..., None], written: str
+) -> None:
     """A star stands before what goes by name only, unless one is there that takes the rest."""
     assert parameters_of(function) == written
 

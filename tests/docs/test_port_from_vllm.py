@@ -34,7 +34,9 @@ def names(cell: str) -> list[str]:
 def parameters(cls: Any, method: str) -> list[Parameter]:
     """What a method takes, without catch-alls."""
     catch_alls = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-    return [p for p in method_signature(cls, method).parameters.values() if p.kind not in catch_alls]
+    return [
+        p for p in method_signature(cls, method).parameters.values() if p.kind not in catch_alls
+    ]
 
 
 SIGNATURES = rows("What takes what")
@@ -72,13 +74,19 @@ def test_every_class_is_in_the_table() -> None:
     """What opgraft shares with vLLM's layers is listed once; the rest is opgraft's own, or torch's."""
     listed = [names(row[0])[0] for row in SIGNATURES]
     exported = {name: getattr(ops, name) for name in ops.__all__}
-    classes = {name for name, cls in exported.items() if inspect.isclass(cls) and issubclass(cls, ops.CustomOp)}
+    classes = {
+        name
+        for name, cls in exported.items()
+        if inspect.isclass(cls) and issubclass(cls, ops.CustomOp)
+    }
     classes -= {"CustomOp", "PluggableLayer", "LinearBase"}
     assert len(listed) == len(set(listed))
     assert classes - own_classes() <= set(listed) <= classes
 
 
-@pytest.mark.parametrize("row", rows("Helpers that kernels call and override"), ids=lambda row: row[0])
+@pytest.mark.parametrize(
+    "row", rows("Helpers that kernels call and override"), ids=lambda row: row[0]
+)
 def test_helpers(row: list[str]) -> None:
     """Each helper and attribute is there on an op, or on its class."""
     (owner,) = names(row[0])

@@ -100,7 +100,9 @@ def test_every_command_is_described_with_its_options_and_schema(path: str) -> No
 
 def test_no_command_or_option_is_invented() -> None:
     """Headings and option rows name only what the command line has."""
-    headings = re.findall(r"^## `(opgraft [a-z -]+?)(?: [A-Z]+)?(?: \[[A-Z]+\](?:\.\.\.)?)?`$", text_of("cli"), re.M)
+    headings = re.findall(
+        r"^## `(opgraft [a-z -]+?)(?: [A-Z]+)?(?: \[[A-Z]+\](?:\.\.\.)?)?`$", text_of("cli"), re.M
+    )
     assert sorted(headings) == sorted(COMMANDS)
     real = {option for command in COMMANDS.values() for p in command.params for option in p.opts}
     assert {cell.split()[0] for cell in names("cli", "option")} <= real
@@ -108,11 +110,14 @@ def test_no_command_or_option_is_invented() -> None:
 
 def test_schemas_are_those_that_commands_print() -> None:
     """The names of JSON schemas on the page are those in the source of the commands, and those of files."""
-    source = "".join(path.read_text(encoding="utf-8") for path in (REPOSITORY / "core/cli").glob("*.py"))
+    source = "".join(
+        path.read_text(encoding="utf-8") for path in (REPOSITORY / "core/cli").glob("*.py")
+    )
     printed = set(re.findall(r'print_json\(\s*"([^"]+)"', source))
     printed |= {LOCKFILE, EVIDENCE, TUNING}  # which are written to files
     published = {
-        json.loads(path.read_text())["properties"]["schema"]["const"] for path in SCHEMAS.glob("opgraft.*.json")
+        json.loads(path.read_text())["properties"]["schema"]["const"]
+        for path in SCHEMAS.glob("opgraft.*.json")
     }
     assert published == printed
     assert set(re.findall(r"`(opgraft\.[a-z.]+/\d+)`", text_of("cli"))) == printed
@@ -121,7 +126,11 @@ def test_schemas_are_those_that_commands_print() -> None:
 def test_what_is_generated_is_current() -> None:
     """Tables of settings, hooks, platforms, errors and options are their registries, docstrings those of the code."""
     pages = reference_pages.all_pages()
-    changed = [path.name for path, text in pages.items() if not path.exists() or path.read_text("utf-8") != text]
+    changed = [
+        path.name
+        for path, text in pages.items()
+        if not path.exists() or path.read_text("utf-8") != text
+    ]
     assert changed == [], "renew them by 'make reference-pages'"
     assert set((REFERENCE / "python").glob("*.md")) <= set(pages)
     assert (REFERENCE / "python/opgraft.md").read_text("utf-8").count("\n## ") > 60
@@ -130,7 +139,9 @@ def test_what_is_generated_is_current() -> None:
 def test_every_setting_is_an_option() -> None:
     """The rows of the table are the settings, and each is an option of commands."""
     assert names("settings", "setting") == list(FIELDS)
-    options = {option for parameter in COMMANDS["opgraft detect"].params for option in parameter.opts}
+    options = {
+        option for parameter in COMMANDS["opgraft detect"].params for option in parameter.opts
+    }
     assert {f"--{name}" for name in FIELDS} <= options
 
 
@@ -143,7 +154,9 @@ def test_every_variable_is_a_row() -> None:
 def test_every_hook_has_an_example() -> None:
     """The plugin on the page of hooks implements each of them, and what is typed there is checked with the guides."""
     implemented = re.findall(r"^@opgraft\.hookimpl\ndef (\w+)\(", text_of("hooks"), re.M)
-    assert sorted(implemented) == sorted(name for name in vars(hookspecs) if name.startswith("opgraft_"))
+    assert sorted(implemented) == sorted(
+        name for name in vars(hookspecs) if name.startswith("opgraft_")
+    )
 
 
 def parameters_of(thing: object) -> list[str] | None:
@@ -163,7 +176,9 @@ def parameters_of(thing: object) -> list[str] | None:
 def split_call(call: str) -> tuple[str, list[str] | None]:
     """``f(a, b)`` as its name and parameters; ``None`` for parameters where only the name is given."""
     name, bracket, rest = call.partition("(")
-    return name, [part.strip() for part in rest.rstrip(")").split(",") if part.strip()] if bracket else None
+    return name, [
+        part.strip() for part in rest.rstrip(")").split(",") if part.strip()
+    ] if bracket else None
 
 
 def test_every_public_name_is_a_row_with_its_parameters() -> None:
@@ -178,8 +193,16 @@ def test_every_public_name_is_a_row_with_its_parameters() -> None:
 @pytest.mark.parametrize("cls", [opgraft.CustomOp, opgraft.Platform, opgraft.Machine])
 def test_every_member_of_the_contracts_is_described(cls: type) -> None:
     """What authors of ops, platforms and probes may use or must define is in the tables, with its parameters."""
-    listed = [split_call(span) for row in rows_of("api", "member") for span in re.findall(r"`([^`]+)`", row[0])]
-    own = [name for name in vars(cls) if not name.startswith("_") and name not in ("forward", "root", "environ")]
+    listed = [
+        split_call(span)
+        for row in rows_of("api", "member")
+        for span in re.findall(r"`([^`]+)`", row[0])
+    ]
+    own = [
+        name
+        for name in vars(cls)
+        if not name.startswith("_") and name not in ("forward", "root", "environ")
+    ]
     fields = set(getattr(cls, "__dataclass_fields__", ()))
     for name in set(own) - fields:
         assert name in dict(listed), name
@@ -190,13 +213,21 @@ def test_every_member_of_the_contracts_is_described(cls: type) -> None:
 def test_exit_codes_are_those_of_errors() -> None:
     """Every exit code that an error has is in the table of the command line."""
     listed = {int(row[0]) for row in rows_of("cli", "code")}
-    used = {c.exit_code for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.OpgraftError)}
+    used = {
+        c.exit_code
+        for c in vars(errors).values()
+        if isinstance(c, type) and issubclass(c, errors.OpgraftError)
+    }
     assert used | {0} == listed
 
 
 def test_every_op_is_a_row_with_class_constructor_and_call() -> None:
     """The table of ops is the registry: name, class, the constructor's parameters and those of the call."""
-    registered = {name: cls for name, cls in ops.CustomOp.op_registry.items() if cls.__module__.startswith("opgraft.")}
+    registered = {
+        name: cls
+        for name, cls in ops.CustomOp.op_registry.items()
+        if cls.__module__.startswith("opgraft.")
+    }
     rows = {code(row[0]): row for row in rows_of("ops", "name")}
     assert sorted(rows) == sorted(registered)
     for name, cls in registered.items():
@@ -212,7 +243,9 @@ def test_every_op_is_a_row_with_class_constructor_and_call() -> None:
 
 def test_the_ops_of_vllm_are_rows() -> None:
     """The page tells how many ops it has of vLLM's, and which: each is a row."""
-    told = re.search(r"The (\d+) ops of vLLM's documentation are all here, [^:]+: ([^.]+)\.", text_of("ops"))
+    told = re.search(
+        r"The (\d+) ops of vLLM's documentation are all here, [^:]+: ([^.]+)\.", text_of("ops")
+    )
     assert told
     named = re.findall(r"`(\w+)`", told[2])
     assert len(set(named)) == len(named) == int(told[1]) == 38
@@ -222,7 +255,9 @@ def test_the_ops_of_vllm_are_rows() -> None:
 def test_every_exported_class_of_ops_is_mentioned() -> None:
     """The page names each class of opgraft.ops."""
     bases = ("CustomOp", "PluggableLayer", "maybe_get_oot_by_class")
-    assert [name for name in ops.__all__ if name not in bases and f"`{name}" not in text_of("ops")] == []
+    assert [
+        name for name in ops.__all__ if name not in bases and f"`{name}" not in text_of("ops")
+    ] == []
 
 
 @pytest.mark.parametrize("part", ["models", "distributed"])

@@ -39,14 +39,28 @@ def test_the_examples_of_the_guides_are_typed(tmp_path: Path, blocks_of) -> None
                 target.write_text(block.text, encoding="utf-8")
             elif block.language == "python":
                 module.append(block.text)
-        (examples / f"{re.sub('[-/]', '_', guide)}.py").write_text("\n\n".join(module), encoding="utf-8")
-    for file in (REPOSITORY / "reference_plugins/opgraft-toy-npu").glob("src/*/*.py"):  # those that no guide shows
+        (examples / f"{re.sub('[-/]', '_', guide)}.py").write_text(
+            "\n\n".join(module), encoding="utf-8"
+        )
+    for file in (REPOSITORY / "reference_plugins/opgraft-toy-npu").glob(
+        "src/*/*.py"
+    ):  # those that no guide shows
         target = examples / file.relative_to(REPOSITORY / "reference_plugins")
         if not target.exists():
             shutil.copy(file, target)
     roots = [examples / "acme-ops", examples / "acme-kit", examples / "opgraft-toy-npu" / "src"]
     variables = {**os.environ, "MYPYPATH": os.pathsep.join(map(str, roots))}
     options = ["--config-file", str(REPOSITORY / "pyproject.toml"), "--explicit-package-bases"]
-    command = [sys.executable, "-m", "mypy", *options, "--cache-dir", str(CACHE), *map(str, examples.rglob("*.py"))]
-    result = subprocess.run(command, cwd=examples, env=variables, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        *options,
+        "--cache-dir",
+        str(CACHE),
+        *map(str, examples.rglob("*.py")),
+    ]
+    result = subprocess.run(
+        command, cwd=examples, env=variables, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stdout + result.stderr

@@ -19,7 +19,9 @@ BLOCK = 4
 """Tokens in a block."""
 
 
-def settings(folder: Path, *, num_blocks: int = 200, max_model_len: int = 64, **scheduler: Any) -> OpgraftConfig:
+def settings(
+    folder: Path, *, num_blocks: int = 200, max_model_len: int = 64, **scheduler: Any
+) -> OpgraftConfig:
     """An engine's settings with small blocks."""
     return OpgraftConfig(
         model=ModelConfig(name=str(folder), dtype="float32", max_model_len=max_model_len),
@@ -31,7 +33,10 @@ def settings(folder: Path, *, num_blocks: int = 200, max_model_len: int = 64, **
 
 def replaced(given: OpgraftConfig, **sections: dict[str, Any]) -> OpgraftConfig:
     """Settings with others in some sections."""
-    changed = {name: dataclasses.replace(getattr(given, name), **values) for name, values in sections.items()}
+    changed = {
+        name: dataclasses.replace(getattr(given, name), **values)
+        for name, values in sections.items()
+    }
     return dataclasses.replace(given, **changed)
 
 
@@ -55,7 +60,9 @@ class Recorder:
         return logits
 
 
-def recorded(name: str, prompt: Sequence[int], max_tokens: int = 12, **params: Any) -> tuple[Request, Recorder]:
+def recorded(
+    name: str, prompt: Sequence[int], max_tokens: int = 12, **params: Any
+) -> tuple[Request, Recorder]:
     """A request, greedy unless it says otherwise, and the recorder of its logits."""
     recorder = Recorder()
     given = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, **params}
@@ -68,7 +75,9 @@ def expect_right(model: Any, request: Request, recorder: Recorder) -> None:
     expected = plain_logits(model, request.prompt, request.output)
     if request.params.greedy:
         assert request.output == expected.argmax(-1).tolist()
-    found = torch.stack([recorder.logits[tuple(request.output[:i])] for i in range(len(request.output))])
+    found = torch.stack(
+        [recorder.logits[tuple(request.output[:i])] for i in range(len(request.output))]
+    )
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 

@@ -34,7 +34,9 @@ PROMPTS = ["the cat", "a dog and a bird", "number"]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=12),
     SamplingParams(seed=5, max_tokens=12),
-    SamplingParams(temperature=0, max_tokens=20, structured_output={"json": {"type": "integer", "maximum": 99}}),
+    SamplingParams(
+        temperature=0, max_tokens=20, structured_output={"json": {"type": "integer", "maximum": 99}}
+    ),
 ]
 
 
@@ -67,9 +69,13 @@ def lost(llm: LLM, cluster: Cluster, node: Any) -> dict[str, Any]:
     seen: dict[str, Any] = {}
 
     def ask() -> None:
-        found = llm.generate(PROMPTS * 40, SamplingParams(temperature=0, max_tokens=48, ignore_eos=True))
+        found = llm.generate(
+            PROMPTS * 40, SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+        )
         seen["errors"] = [answer.error for each in found for answer in each.outputs if answer.error]
-        seen["whole"] = sum(len(answer.token_ids) == 48 for each in found for answer in each.outputs)
+        seen["whole"] = sum(
+            len(answer.token_ids) == 48 for each in found for answer in each.outputs
+        )
         seen["ended"] = time.monotonic()
 
     asking = threading.Thread(target=ask)
@@ -135,7 +141,9 @@ def killed_engine(folder: str) -> dict[str, Any]:
 
 def files() -> list[str]:
     """Sockets at which this process listens or is connected by the network, and memory that it shares."""
-    tables = [Path(f"/proc/self/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    tables = [
+        Path(f"/proc/self/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")
+    ]
     sockets = {f"socket:[{line.split()[9]}]" for table in tables for line in table}
     links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
     opened = [os.readlink(link) for link in links if os.path.islink(link)]
@@ -179,7 +187,9 @@ def all_others(folder: str, cluster: Cluster, other: Any) -> dict[str, Any]:
     out["still_joined"] = ray.is_initialized()
     out["devices"] = devices()
     out["killed_engine"] = killed_engine(folder)
-    llm = LLM(folder, **SETTINGS, **TWO, **{"parallel.step_seconds": 3, "parallel.restart_workers": 1})
+    llm = LLM(
+        folder, **SETTINGS, **TWO, **{"parallel.step_seconds": 3, "parallel.restart_workers": 1}
+    )
     out["two"] = answers(llm)
     out["stopped"] = stopped(llm)
     out["started_again"] = answers(llm)
@@ -192,7 +202,11 @@ def main(folder: str, scenes: Callable[[str, Cluster, Any], dict[str, Any]]) -> 
     out = {"alone": answers(alone)}
     alone.shutdown()
     os.environ |= {"RAY_worker_niceness": "0"}  # 15 else, behind all other tests
-    head = {"num_cpus": 1, "num_gpus": 1, "include_dashboard": False}  # as Ray counts; there are none
+    head = {
+        "num_cpus": 1,
+        "num_gpus": 1,
+        "include_dashboard": False,
+    }  # as Ray counts; there are none
     cluster = Cluster(initialize_head=True, head_node_args=head)
     other = cluster.add_node(num_cpus=1, num_gpus=2)
     os.environ["RAY_ADDRESS"] = cluster.address

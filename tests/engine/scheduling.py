@@ -10,7 +10,9 @@ from opgraft.engine.scheduler import Scheduler
 from opgraft.engine.step import Step
 
 
-def request(name: str, length: int = 4, *, priority: int = 0, token: int = 1, **params: Any) -> Request:
+def request(
+    name: str, length: int = 4, *, priority: int = 0, token: int = 1, **params: Any
+) -> Request:
     return Request(name, [token] * length, SamplingParams(**params), priority=priority)
 
 

@@ -74,7 +74,9 @@ class Runner:
                 self.cells[kind, target, offset] = value
         for scheduled in step.sequences:
             self._write(scheduled)
-        return {s.request_id: token for s in step.sequences if (token := self._attend(s)) is not None}
+        return {
+            s.request_id: token for s in step.sequences if (token := self._attend(s)) is not None
+        }
 
     def _add(self, new: NewSequence) -> None:
         assert new.request_id not in self.sequences, "added twice"
@@ -90,7 +92,9 @@ class Runner:
         sequence.computed = scheduled.start + scheduled.count
         assert scheduled.samples == (sequence.computed == len(sequence.tokens))
         assert scheduled.token in (None, *sequence.tokens[scheduled.start : sequence.computed])
-        for kind, (table, new) in enumerate(zip(sequence.tables, scheduled.new_blocks, strict=True)):
+        for kind, (table, new) in enumerate(
+            zip(sequence.tables, scheduled.new_blocks, strict=True)
+        ):
             table += new
             assert len(table) == -(-sequence.computed // self.block_size)
             for position in range(scheduled.start, sequence.computed):
@@ -122,7 +126,9 @@ def expected_output(request: Request, max_model_len: int) -> list[int]:
     while len(output) < params.max_tokens and len(request.prompt) + len(output) < max_model_len:
         output.append(next_token(state))
         state = digest(state, output[-1])
-        ends = {EOS, *params.stop_token_ids} if not params.ignore_eos else set(params.stop_token_ids)
+        ends = (
+            {EOS, *params.stop_token_ids} if not params.ignore_eos else set(params.stop_token_ids)
+        )
         if output[-1] in ends and len(output) > params.min_tokens:
             break
     return output
@@ -137,7 +143,9 @@ def check_invariants(scheduler: Scheduler, step: Step, faults: bool = False) -> 
     config, cache = scheduler.config, scheduler.cache
     assert sum(s.count for s in step.sequences) <= config.max_num_batched_tokens
     assert len(scheduler.running) <= config.max_num_seqs
-    assert len(scheduler.steps) > 1 or bool(step.sequences) == scheduler.has_work, "a step without progress"
+    assert len(scheduler.steps) > 1 or bool(step.sequences) == scheduler.has_work, (
+        "a step without progress"
+    )
     computed = [request for draft in scheduler.steps._drafts for request in draft.requests()]
     assert len(set(computed)) == len(computed), "computed by two steps"
     assert all(request.computing in scheduler.steps._drafts for request in computed)
@@ -147,18 +155,26 @@ def check_invariants(scheduler: Scheduler, step: Step, faults: bool = False) -> 
     tables = cache._tables
     assert set(tables) == {r.request_id for r in scheduler.running}
     used = Counter(block for rows in tables.values() for table in rows for block in table.held())
-    assert all(cache.pool.references(block) == used[block] for block in range(cache.pool.num_blocks))
+    assert all(
+        cache.pool.references(block) == used[block] for block in range(cache.pool.num_blocks)
+    )
     assert cache.pool.num_free + len(used) == cache.pool.num_blocks
     for request in scheduler.running:
         counted = [s.count for s in _sequences(request) if s.request_id == request.request_id]
         covered = -(-(request.num_computed + sum(counted)) // cache.block_size)
         assert all(len(table.blocks) == covered for table in tables[request.request_id])
     if step.added:
-        last = max(r.rank for r in scheduler.running if r.request_id in {new.request_id for new in step.added})
+        last = max(
+            r.rank
+            for r in scheduler.running
+            if r.request_id in {new.request_id for new in step.added}
+        )
         assert all(r.rank > last for r in scheduler.waiting if not scheduler._awaits_parent(r)), (
             "somebody was overtaken"
         )
-    preempted_now = [r for r in scheduler.waiting if r.num_preemptions and r.request_id in step.removed]
+    preempted_now = [
+        r for r in scheduler.waiting if r.num_preemptions and r.request_id in step.removed
+    ]
     if preempted_now and step.added and not faults:  # by which others are removed, too
         (new,) = step.added  # for whom way was made
         better = scheduler._requests[new.request_id].rank[0]
@@ -186,7 +202,9 @@ class Traffic:
 
     def run(self, num_requests: int, rate: float = 0.5, aborts: float = 0.02) -> None:
         while self.number < num_requests or self.scheduler.has_work or self.steps:
-            while self.number < num_requests and len(self.live) < 40 and self.random.random() < rate:
+            while (
+                self.number < num_requests and len(self.live) < 40 and self.random.random() < rate
+            ):
                 self._add()
             self._abort(aborts)
             self._schedule()
@@ -247,7 +265,9 @@ class Traffic:
         while name in self.live or any(f"{name}/{index}" in self.live for index in range(n)):
             name = draw.choice(NAMES)
         salt = draw.choice((None, None, "a", "b"))
-        request = Request(name, prompt, params, eos={EOS}, priority=draw.randint(0, 2), cache_salt=salt)
+        request = Request(
+            name, prompt, params, eos={EOS}, priority=draw.randint(0, 2), cache_salt=salt
+        )
         for sample in request.split():
             self.scheduler.add(sample)
             self.live[sample.request_id] = sample
@@ -288,6 +308,14 @@ def make_scheduler(
     depth: int = 1,
 ) -> Scheduler:
     config = SchedulerConfig(
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, chunked_prefill=chunked, policy=policy
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        chunked_prefill=chunked,
+        policy=policy,
     )
-    return Scheduler(config, KVCacheManager(kinds, num_blocks, block_size, prefix_reuse), max_model_len, depth=depth)
+    return Scheduler(
+        config,
+        KVCacheManager(kinds, num_blocks, block_size, prefix_reuse),
+        max_model_len,
+        depth=depth,
+    )

@@ -29,7 +29,10 @@ def test_a_better_request_takes_the_blocks_of_worse_ones() -> None:
     assert list(counts(step(scheduler))) == ["equal", "worse", "worst"]
     scheduler.add(prioritised("better", 14, 50, 0, max_tokens=2))
     made = step(scheduler)
-    assert (made.removed, [new.request_id for new in made.added]) == (("worst", "worse"), ["better"])
+    assert (made.removed, [new.request_id for new in made.added]) == (
+        ("worst", "worse"),
+        ["better"],
+    )
     assert list(counts(made)) == ["equal", "better"]
 
 

@@ -52,11 +52,22 @@ def fixed(folder: Path, **sections: dict[str, Any]) -> OpgraftConfig:
 def requests() -> list[Request]:
     """Prompts of one token to several chunks, siblings, and every kind of sampling."""
     greedy = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
-    made = [Request(f"r{i}", p, SamplingParams(**greedy)) for i, p in enumerate(prompts(19, 3, 1, 41))]
-    drawn = SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=5, ignore_eos=True, logprobs=2)
+    made = [
+        Request(f"r{i}", p, SamplingParams(**greedy)) for i, p in enumerate(prompts(19, 3, 1, 41))
+    ]
+    drawn = SamplingParams(
+        temperature=0.8, top_p=0.9, seed=5, max_tokens=5, ignore_eos=True, logprobs=2
+    )
     biased = SamplingParams(**greedy, logit_bias={7: 3.0})
-    siblings = Request("n", prompts(6)[0], SamplingParams(n=2, seed=3, max_tokens=4, ignore_eos=True)).split()
-    return [*made, Request("drawn", prompts(12)[0], drawn), Request("biased", prompts(9)[0], biased), *siblings]
+    siblings = Request(
+        "n", prompts(6)[0], SamplingParams(n=2, seed=3, max_tokens=4, ignore_eos=True)
+    ).split()
+    return [
+        *made,
+        Request("drawn", prompts(12)[0], drawn),
+        Request("biased", prompts(9)[0], biased),
+        *siblings,
+    ]
 
 
 def tokens(core: EngineCore) -> dict[str, list[int]]:
@@ -97,7 +108,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]], str]] =
         {"model": {"batch_invariant": True}, "compilation_config": {"mode": 0}},
         "model.batch_invariant",
     ),
-    "a latent cache": (*DECODERS["deepseek v2"], {}, r"layers.0.self_attn.attn' does not take padded batches"),
+    "a latent cache": (
+        *DECODERS["deepseek v2"],
+        {},
+        r"layers.0.self_attn.attn' does not take padded batches",
+    ),
     "no such backend": (
         "Llama",
         {},
@@ -132,7 +147,9 @@ def test_states_have_no_program(fixed_shapes: None, tmp_path: Path) -> None:
 @pytest.fixture
 def core(fixed_shapes: None, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> EngineCore:
     """An engine without programs of its own: they are the module, as it is."""
-    monkeypatch.setattr("opgraft.engine.bucketed_runner.exported", lambda module, *arguments: module)
+    monkeypatch.setattr(
+        "opgraft.engine.bucketed_runner.exported", lambda module, *arguments: module
+    )
     monkeypatch.setattr("opgraft.engine.bucketed_runner.compiled", lambda module, *how: module)
     return EngineCore(fixed(checkpoint, compilation_config={"fail_on_recompile": False}))
 
@@ -141,7 +158,9 @@ def test_prompt_logprobs_are_refused(core: EngineCore) -> None:
     """A request for the log-probabilities of its prompt fails alone, and says why."""
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     asking = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1)
-    core.add([Request("asks", prompts(5)[0], asking), other := Request("other", prompts(5)[0], params)])
+    core.add(
+        [Request("asks", prompts(5)[0], asking), other := Request("other", prompts(5)[0], params)]
+    )
     errors = {output.request_id: output for output in news(core) if output.error}
     assert list(errors) == ["asks"]
     assert errors["asks"].refused
@@ -154,12 +173,17 @@ def test_a_program_that_is_compiled_in_a_step(
     core: EngineCore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is a warning, and where the setting says so an error of the requests of that step; later ones go on."""
-    runner, given = core.executor.worker.runner, Request("a", prompts(5)[0], SamplingParams(temperature=0))
+    runner, given = (
+        core.executor.worker.runner,
+        Request("a", prompts(5)[0], SamplingParams(temperature=0)),
+    )
     runner.built += 1
     with caplog.at_level(logging.WARNING, "opgraft"):
         serve(core, [given])
     assert "1 program compiled in a step, though all shapes were before" in caplog.text
-    runner.opgraft_config = replaced(runner.opgraft_config, compilation_config={"fail_on_recompile": True})
+    runner.opgraft_config = replaced(
+        runner.opgraft_config, compilation_config={"fail_on_recompile": True}
+    )
     runner.built += 2
     core.add([Request("b", prompts(5)[0], SamplingParams(temperature=0))])
     (failed,) = news(core)
@@ -167,7 +191,9 @@ def test_a_program_that_is_compiled_in_a_step(
     serve(core, [Request("c", prompts(5)[0], SamplingParams(temperature=0))])
 
 
-def test_what_is_not_finite_fails_its_request(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_finite_fails_its_request(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The device says by a token that there is none; the sampler finds out why, and others have their tokens."""
     runner = core.executor.worker.runner
     compute, broken = runner.model.compute_logits, [1]
@@ -188,8 +214,14 @@ def test_what_is_not_finite_fails_its_request(core: EngineCore, monkeypatch: pyt
 
 def test_limits_give_the_shapes(core: EngineCore, checkpoint: Path) -> None:
     """Buckets end where the limits of a step do: tokens, sequences and the longest context."""
-    assert [(s.sequences, s.tokens) for s in core.executor.worker.runner.shapes] == [(8, 1), (1, 8), (1, 16)]
-    larger = replaced(fixed(checkpoint), scheduler={"max_num_seqs": 17, "max_num_batched_tokens": 2048})
+    assert [(s.sequences, s.tokens) for s in core.executor.worker.runner.shapes] == [
+        (8, 1),
+        (1, 8),
+        (1, 16),
+    ]
+    larger = replaced(
+        fixed(checkpoint), scheduler={"max_num_seqs": 17, "max_num_batched_tokens": 2048}
+    )
     shapes = EngineCore(larger).executor.worker.runner.shapes
     assert [(s.sequences, s.tokens) for s in shapes] == [
         (8, 1), (16, 1), (24, 1), (1, 8), (1, 16), (1, 32), (1, 64)
@@ -221,5 +253,8 @@ def test_programs_go_through_the_graph_of_a_plugin(checkpoint: Path, fixed_shape
     runner = core.executor.worker.runner
     assert called == {id(graph) for graph in (*runner.programs.values(), runner._copy)}
     called.clear()
-    serve(core, [Request("one", [5, 6, 7], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))])
+    serve(
+        core,
+        [Request("one", [5, 6, 7], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))],
+    )
     assert len(called) == 2  # a prompt's and that of single tokens

@@ -27,7 +27,9 @@ families = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Any]:
     """A folder with a family's random weights, and transformers' model of them."""
     family, values = DECODERS[request.param]
     folder = tmp_path_factory.mktemp("cache dtypes") / request.param
@@ -36,7 +38,9 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 def engine_of(folder: Path, dtype: str, **given: Any) -> EngineCore:
     config = settings(folder, **given)
-    return EngineCore(dataclasses.replace(config, cache=dataclasses.replace(config.cache, dtype=dtype)))
+    return EngineCore(
+        dataclasses.replace(config, cache=dataclasses.replace(config.cache, dtype=dtype))
+    )
 
 
 @families
@@ -45,18 +49,29 @@ def test_however_tokens_come_to_be_computed(checkpoint: tuple[Path, Any], dtype:
     """In chunks, after preemption, from a reused prefix and as siblings, logits are the same, near transformers'."""
     folder, model = checkpoint
     limits = {"max_model_len": 48, "max_num_batched_tokens": 9, "max_num_seqs": 8}
-    core = engine_of(folder, dtype, num_blocks=engine(folder, **limits).cache.most_blocks(48, 9), **limits)
-    pairs = [recorded(str(i), prompt, 16) for i, prompt in enumerate(prompts(1, 2, 3, 1, 2, 1, 19, 30, 11, 25))]
+    core = engine_of(
+        folder, dtype, num_blocks=engine(folder, **limits).cache.most_blocks(48, 9), **limits
+    )
+    pairs = [
+        recorded(str(i), prompt, 16)
+        for i, prompt in enumerate(prompts(1, 2, 3, 1, 2, 1, 19, 30, 11, 25))
+    ]
     serve(core, [request for request, _ in pairs])
     assert any(request.num_preemptions for request, _ in pairs)
     again, again_logits = recorded("again", pairs[-1][0].prompt, 16)
     serve(core, [again])
     assert again.num_cached
-    together, siblings_logits = recorded("together", pairs[7][0].prompt, 16, temperature=1, seed=5, n=3)
+    together, siblings_logits = recorded(
+        "together", pairs[7][0].prompt, 16, temperature=1, seed=5, n=3
+    )
     siblings = together.split()
     serve(core, siblings)
     alone = engine_of(folder, dtype, max_num_seqs=1)
-    for request, recorder in (*pairs, (again, again_logits), *((each, siblings_logits) for each in siblings)):
+    for request, recorder in (
+        *pairs,
+        (again, again_logits),
+        *((each, siblings_logits) for each in siblings),
+    ):
         expected = plain_logits(model, request.prompt, request.output)
         found = torch.stack([recorder.logits[tuple(request.output[:i])] for i in range(16)])
         assert ((found - expected).square().mean().sqrt() / expected.std()) < ERRORS[dtype]
@@ -95,7 +110,9 @@ def test_the_engine_says_what_its_cache_holds(checkpoint: tuple[Path, Any], dtyp
 @pytest.mark.parametrize("checkpoint", ["llama"], indirect=True)
 def test_another_dtype_than_the_models(checkpoint: tuple[Path, Any]) -> None:
     """A floating-point cache is of the model's dtype, which is said before a request fails."""
-    with pytest.raises(ConfigError, match=r"cache\.dtype is bfloat16, and the model computes in float32"):
+    with pytest.raises(
+        ConfigError, match=r"cache\.dtype is bfloat16, and the model computes in float32"
+    ):
         engine_of(checkpoint[0], "bfloat16")
 
 
@@ -119,10 +136,15 @@ def opgraft_register_ops():
 
 @pytest.mark.parametrize("checkpoint", ["llama"], indirect=True)
 @codes
-def test_a_layout_without_a_place_for_codes(checkpoint: tuple[Path, Any], dtype: str, site: Site) -> None:
+def test_a_layout_without_a_place_for_codes(
+    checkpoint: tuple[Path, Any], dtype: str, site: Site
+) -> None:
     """A replaced layer whose own layout knows of no codes is named, with what to set instead."""
     site.plugin("unquantized", PLUGIN)
-    with pytest.raises(ConfigError, match=r"layer '.*attn' keeps its cache in a layout of Unquantized.*cache\.dtype"):
+    with pytest.raises(
+        ConfigError,
+        match=r"layer '.*attn' keeps its cache in a layout of Unquantized.*cache\.dtype",
+    ):
         engine_of(checkpoint[0], dtype)
 
 
@@ -133,7 +155,9 @@ def test_latents_have_no_codes(checkpoint: tuple[Path, Any]) -> None:
         engine_of(checkpoint[0], "int8")
 
 
-@pytest.mark.parametrize(("dtype", "reason"), [("fp8_e5m2", "e4m3 is more precise"), ("fp8_e4m3", "which is e4m3")])
+@pytest.mark.parametrize(
+    ("dtype", "reason"), [("fp8_e5m2", "e4m3 is more precise"), ("fp8_e4m3", "which is e4m3")]
+)
 def test_names_of_other_engines(dtype: str, reason: str) -> None:
     """A dtype that other engines have is refused with what to set instead, and why."""
     with pytest.raises(ConfigError, match=rf"cache\.dtype is '{dtype}': use fp8, .*{reason}"):

@@ -18,9 +18,17 @@ from opgraft.ops.attention import Attention
 from opgraft.ops.attention.node import AttentionNodes
 from random_decoders import DECODERS, THROUGH_TRANSFORMERS, through_transformers, written
 
-FAMILIES = ("llama 3, with biases, tied", pytest.param("gemma2", marks=pytest.mark.slow), "deepseek v2", "mixtral")
+FAMILIES = (
+    "llama 3, with biases, tied",
+    pytest.param("gemma2", marks=pytest.mark.slow),
+    "deepseek v2",
+    "mixtral",
+)
 LEVELS = [
-    *(pytest.param(*getattr(each, "values", (each,)), 1, marks=getattr(each, "marks", ())) for each in FAMILIES),
+    *(
+        pytest.param(*getattr(each, "values", (each,)), 1, marks=getattr(each, "marks", ()))
+        for each in FAMILIES
+    ),
     *(pytest.param(each, 1, marks=pytest.mark.slow) for each in ("qwen3", "gemma")),
     *(
         pytest.param(each, level, marks=pytest.mark.slow)
@@ -36,12 +44,16 @@ def with_mode(
 ) -> OpgraftConfig:
     given = settings(folder)
     compilation = CompilationConfig(mode=mode, backend=backend, custom_ops=["all"])
-    return dataclasses.replace(given, compilation_config=compilation, model=dataclasses.replace(given.model, **model))
+    return dataclasses.replace(
+        given, compilation_config=compilation, model=dataclasses.replace(given.model, **model)
+    )
 
 
 def tokens(core: EngineCore) -> list[list[int]]:
     """Greedy tokens of prompts in chunks, beside each other, and of a last one that stays alone."""
-    requests = [recorded(str(i), prompt, 6 + 6 * (i == 2))[0] for i, prompt in enumerate(prompts(19, 3, 1))]
+    requests = [
+        recorded(str(i), prompt, 6 + 6 * (i == 2))[0] for i, prompt in enumerate(prompts(19, 3, 1))
+    ]
     serve(core, requests)
     return [request.output for request in requests]
 
@@ -103,11 +115,15 @@ def test_in_pieces_that_are_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own, where inductor starts
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated"
+)  # torch's own, where inductor starts
 def test_by_inductor(tmp_path: Path) -> None:
     """The backend that is the default compiles the model here."""
     written("Llama", tmp_path, num_hidden_layers=1)
-    assert tokens(EngineCore(with_mode(tmp_path, backend="inductor"))) == tokens(EngineCore(settings(tmp_path)))
+    assert tokens(EngineCore(with_mode(tmp_path, backend="inductor"))) == tokens(
+        EngineCore(settings(tmp_path))
+    )
 
 
 def test_without_a_compiler(tmp_path: Path, warm_python: str) -> None:
@@ -120,7 +136,9 @@ def test_without_a_compiler(tmp_path: Path, warm_python: str) -> None:
     )
     hidden = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "OPGRAFT_PLUGINS": ""}
     command = [warm_python, "-c", made]
-    result = subprocess.run(command, env={**os.environ, **hidden}, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        command, env={**os.environ, **hidden}, capture_output=True, text=True, check=False
+    )
     assert "ConfigError: compilation_config.mode is set" in result.stderr
     assert "inductor needs a C++ compiler" in result.stderr
     assert "no-such-compiler" in result.stderr
@@ -147,8 +165,12 @@ def test_what_cannot_be_compiled(given: dict[str, Any], message: str, tmp_path: 
 def test_what_no_mode_follows(tmp_path: Path) -> None:
     """Passes are refused where nothing is compiled, as opgraft.compile refuses them."""
     written("Llama", tmp_path, num_hidden_layers=1)
-    given = dataclasses.replace(settings(tmp_path), compilation_config=CompilationConfig(user_passes=["a:B"]))
-    with pytest.raises(ConfigError, match=r"user_passes is set, and is for the mode FULL; .*mode is NONE"):
+    given = dataclasses.replace(
+        settings(tmp_path), compilation_config=CompilationConfig(user_passes=["a:B"])
+    )
+    with pytest.raises(
+        ConfigError, match=r"user_passes is set, and is for the mode FULL; .*mode is NONE"
+    ):
         EngineCore(given)
 
 
@@ -156,7 +178,9 @@ def test_ropes_that_depend_on_the_context(tmp_path: Path) -> None:
     """A rope that is fitted to each call has no graph."""
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     written("Llama", tmp_path, num_hidden_layers=1, rope_parameters=rope)
-    with pytest.raises(ConfigError, match="ropes that depend on the length of the context, which no graph has"):
+    with pytest.raises(
+        ConfigError, match="ropes that depend on the length of the context, which no graph has"
+    ):
         EngineCore(with_mode(tmp_path))
 
 
@@ -167,5 +191,8 @@ def test_a_node_without_its_layer() -> None:
     plain = torch.compile(layer, backend="eager", fullgraph=True)
     with AttentionNodes({"attn": layer}).entered():
         torch.testing.assert_close(plain(x, x, x), layer(x, x, x))
-    with pytest.raises(LayerError, match=r"'attn' as a node, and none of that prefix is given: call the graph within"):
+    with pytest.raises(
+        LayerError,
+        match=r"'attn' as a node, and none of that prefix is given: call the graph within",
+    ):
         plain(x, x, x)

@@ -110,7 +110,9 @@ class Blind(Attention):
 class Transposed(Attention):
     """Has blocks in dimension 1."""
 
-    def kv_cache_shape(self, num_blocks: int, block_size: int, dtype: Any = None) -> tuple[int, ...]:
+    def kv_cache_shape(
+        self, num_blocks: int, block_size: int, dtype: Any = None
+    ) -> tuple[int, ...]:
         return (2, num_blocks, block_size, self.num_kv_heads * self.head_size)
 
 
@@ -153,14 +155,18 @@ def test_the_toy_npu_brings_attention(toy_npu: Path) -> None:
     check_attention_layout()
 
 
-def test_the_toy_npu_brings_a_communicator(toy_npu_site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_toy_npu_brings_a_communicator(
+    toy_npu_site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its ring of three keeps the contract."""
     monkeypatch.setenv("TOY_NPU_DEVICE", str(TOY_NPU / "device.json"))
     with Ranks(3, path=[str(toy_npu_site)], plugins="toy_npu") as ranks:
         ranks.run(keeps, "RingCommunicator")
 
 
-def test_the_toy_npu_runs_the_engine_with_two_workers(toy_npu: Path, checkpoint: Path, tokens: list[list[int]]) -> None:
+def test_the_toy_npu_runs_the_engine_with_two_workers(
+    toy_npu: Path, checkpoint: Path, tokens: list[list[int]]
+) -> None:
     """Two processes share the layers over the ring, attend over their own layout, and give the tokens of the CPU."""
     given = replaced(settings(checkpoint, max_num_batched_tokens=11), parallel={"tensor": 2})
     assert check_engine(given, tokens) == tokens
@@ -169,4 +175,6 @@ def test_the_toy_npu_runs_the_engine_with_two_workers(toy_npu: Path, checkpoint:
 def test_the_toy_npu_is_small() -> None:
     """What it brings, with the glue of a distribution, is what an author reads in one go."""
     files = [*TOY_NPU.rglob("*.py"), TOY_NPU / "pyproject.toml"]
-    assert sum(len(path.read_text().splitlines()) for path in files if "build" not in path.parts) < 300
+    assert (
+        sum(len(path.read_text().splitlines()) for path in files if "build" not in path.parts) < 300
+    )

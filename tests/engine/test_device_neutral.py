@@ -25,7 +25,11 @@ OF_VLLM = "gpu_memory_utilization"
 OF_RAY = frozenset({"CPU", "GPU", "num_cpus", "num_gpus", "ray_cpus", "cpus", "cpu_count"})
 """Ray's names of resources, the setting that counts them, and how many processors there are."""
 
-EXEMPT = {"ray_executor.py": OF_RAY, "ray_placement.py": OF_RAY, "structured.py": frozenset({"RLIMIT_CPU"})}
+EXEMPT = {
+    "ray_executor.py": OF_RAY,
+    "ray_placement.py": OF_RAY,
+    "structured.py": frozenset({"RLIMIT_CPU"}),
+}
 """Words that a file may have, as it asks Ray for resources, or the system for a limit of processor time."""
 
 
@@ -35,7 +39,11 @@ def names(source: str) -> Iterator[tuple[int, str]]:
     documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in documentation
+        ):
             yield line, node.value.replace(OF_VLLM, "")
         for field in ("id", "attr", "arg", "name", "module"):
             value = getattr(node, field, None)
@@ -57,7 +65,10 @@ def test_nothing_names_a_device(folder: str) -> None:
     """No name, string or import below the folder is that of a device or a platform."""
     files = sorted((CORE / folder).rglob("*.py"))
     assert files
-    words = {str(file): devices_in(file.read_text("utf-8"), EXEMPT.get(file.name, frozenset())) for file in files}
+    words = {
+        str(file): devices_in(file.read_text("utf-8"), EXEMPT.get(file.name, frozenset()))
+        for file in files
+    }
     assert {name: found for name, found in words.items() if found} == {}
 
 
@@ -81,4 +92,8 @@ def test_the_search_finds_names(source: str, found: bool) -> None:
 def test_words_are_exempt_and_no_more() -> None:
     """Beside Ray's own words a device is still found, in a name of several words and in a message too."""
     source = "needs = {'CPU': ray_cpus}\nx.cuda()\nsay('lower parallel.ray_cpus on the GPUs')\nnum_gpus_of(x)\n"
-    assert devices_in(source, OF_RAY) == [(2, "cuda"), (3, "lower parallel.ray_cpus on the GPUs"), (4, "num_gpus_of")]
+    assert devices_in(source, OF_RAY) == [
+        (2, "cuda"),
+        (3, "lower parallel.ray_cpus on the GPUs"),
+        (4, "num_gpus_of"),
+    ]

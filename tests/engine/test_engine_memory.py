@@ -17,7 +17,12 @@ from opgraft.serving.outputs import RequestOutput
 from opgraft.serving.text_engine import TextEngine
 from random_decoders import written
 
-SMALLEST = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
+SMALLEST = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+}
 ROWS = 12
 
 
@@ -89,15 +94,22 @@ class Visitors:
 
 @pytest.mark.parametrize(
     ("family", "requests"),
-    [("Gemma3", 500), *(pytest.param(family, 10_000, marks=pytest.mark.slow) for family in ("Llama", "Gemma3"))],
+    [
+        ("Gemma3", 500),
+        *(pytest.param(family, 10_000, marks=pytest.mark.slow) for family in ("Llama", "Gemma3")),
+    ],
 )
 def test_many_requests_leave_nothing(family: str, requests: int, tmp_path: Path) -> None:
     """Neither blocks nor rows nor objects nor memory of requests that ended, were aborted or refused remain.
 
     What ran, and how it ended, is what the counters say.
     """
-    written(family, tmp_path / "model", **SMALLEST, num_hidden_layers=2, head_dim=8, sliding_window=6)
-    engine = TextEngine(settings(tmp_path / "model", num_blocks=64, max_num_seqs=ROWS, max_num_batched_tokens=40))
+    written(
+        family, tmp_path / "model", **SMALLEST, num_hidden_layers=2, head_dim=8, sliding_window=6
+    )
+    engine = TextEngine(
+        settings(tmp_path / "model", num_blocks=64, max_num_seqs=ROWS, max_num_batched_tokens=40)
+    )
     visitors = Visitors(engine)
     visitors.serve(200)
     visitors.expect_nothing_held()

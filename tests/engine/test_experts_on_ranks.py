@@ -39,20 +39,28 @@ def replicas() -> Iterator[Ranks]:
         yield ranks
 
 
-def skewed(hidden_states: Any, logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, ...]:
+def skewed(
+    hidden_states: Any, logits: torch.Tensor, top_k: int, renormalize: bool
+) -> tuple[torch.Tensor, ...]:
     """Route as the model does, but for a liking for the last experts, which are on one rank at first."""
     shares, chosen = (logits + torch.arange(EXPERTS) * 0.4).softmax(-1).topk(top_k)
     return shares / shares.sum(-1, keepdim=True), chosen
 
 
-def served(folder: str, **parallel: int) -> tuple[list[list[int]], list[torch.Tensor], list[tuple[int, ...]]]:
+def served(
+    folder: str, **parallel: int
+) -> tuple[list[list[int]], list[torch.Tensor], list[tuple[int, ...]]]:
     """Outputs and logits of requests in chunks beside each other, and where experts stand in the end."""
     given = settings(Path(folder), max_num_batched_tokens=11, num_blocks=24, max_model_len=40)
     core = EngineCore(replaced(given, parallel=parallel))
-    layers = [each for each in core.executor.worker.runner.model.modules() if isinstance(each, FusedMoE)]
+    layers = [
+        each for each in core.executor.worker.runner.model.modules() if isinstance(each, FusedMoE)
+    ]
     for layer in layers:
         layer.custom_routing_function = skewed
-    requests = [recorded(f"r{number}", prompt, 20) for number, prompt in enumerate(prompts(5, 17, 9, 3))]
+    requests = [
+        recorded(f"r{number}", prompt, 20) for number, prompt in enumerate(prompts(5, 17, 9, 3))
+    ]
     serve(core, [request for request, _ in requests])
     return (
         [request.output for request, _ in requests],
@@ -61,7 +69,9 @@ def served(folder: str, **parallel: int) -> tuple[list[list[int]], list[torch.Te
     )
 
 
-def on_rank(folder: str, redundant: int) -> tuple[list[list[int]], list[torch.Tensor], list[tuple[int, ...]]]:
+def on_rank(
+    folder: str, redundant: int
+) -> tuple[list[list[int]], list[torch.Tensor], list[tuple[int, ...]]]:
     balance = {"expert_balance_steps": 4, "expert_moves": 2}
     return served(folder, expert=get_ep_group().world_size, redundant_experts=redundant, **balance)
 

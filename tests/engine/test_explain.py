@@ -46,7 +46,11 @@ def expect_true(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> Explanatio
     """See that a served request calls each row that is said to run, and no other."""
     model = core.executor.worker.runner.model
     explained = core.explain()
-    ops = {path: module.op_class.__qualname__ for path, module in model.named_modules() if isinstance(module, CustomOp)}
+    ops = {
+        path: module.op_class.__qualname__
+        for path, module in model.named_modules()
+        if isinstance(module, CustomOp)
+    }
     own = [row for row in explained.rows if row.op_class == ops[row.path]]
     with calls(model, monkeypatch) as (called, bound):
         serve(core, [recorded("a", prompts(9)[0])[0], recorded("b", prompts(3)[0])[0]])
@@ -56,8 +60,12 @@ def expect_true(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> Explanatio
     return explained
 
 
-@pytest.mark.parametrize("family", ["llama", "llama 3, with biases, tied", "gemma2", "qwen3", *THROUGH_TRANSFORMERS])
-def test_rows_that_run_are_what_a_step_calls(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "family", ["llama", "llama 3, with biases, tied", "gemma2", "qwen3", *THROUGH_TRANSFORMERS]
+)
+def test_rows_that_run_are_what_a_step_calls(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of attention the ops over pages run, and of an output layer the form that its weight method calls."""
     if family in THROUGH_TRANSFORMERS:
         through_transformers(family, tmp_path)
@@ -65,7 +73,11 @@ def test_rows_that_run_are_what_a_step_calls(family: str, tmp_path: Path, monkey
         written(DECODERS[family][0], tmp_path, **DECODERS[family][1])
     explained = expect_true(engine(tmp_path), monkeypatch)
     runs = {row.op: row.runs for row in explained.rows}
-    assert (runs["attention"], runs["paged_attention"], runs["write_kv_cache"]) == (True, True, True)
+    assert (runs["attention"], runs["paged_attention"], runs["write_kv_cache"]) == (
+        True,
+        True,
+        True,
+    )
     assert not runs["scaled_dot_product_attention"]
     assert not runs.get("parallel_lm_head")
 
@@ -138,4 +150,6 @@ def test_a_layer_that_inherits_forward_is_its_replacements(tmp_path: Path) -> No
     written("Llama", tmp_path)
     rows = [row for row in engine(tmp_path).explain().rows if row.op == "attention"]
     assert len(rows) == 3
-    assert all(row.kernel.endswith("Paged.forward") and row.provider.name != "opgraft" for row in rows)
+    assert all(
+        row.kernel.endswith("Paged.forward") and row.provider.name != "opgraft" for row in rows
+    )

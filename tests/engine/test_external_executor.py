@@ -76,7 +76,10 @@ def test_a_rank_that_fails_alone_is_lost_with_the_others(folder: Path) -> None:
         (others, after_others), (own, after_own) = two.run(failing_alone, str(folder))
     assert len(others) == len(own) == 2
     assert all("RuntimeError: kernel trouble" in error for error in own)
-    assert "rank 1 of 2 has failed (RuntimeError: kernel trouble), and has left the others" in after_own
+    assert (
+        "rank 1 of 2 has failed (RuntimeError: kernel trouble), and has left the others"
+        in after_own
+    )
     assert "rank 0 of 2 has failed" in after_others
 
 
@@ -91,8 +94,17 @@ def joined(folder: str, ports: list[int]) -> tuple[str, bool, list[list[int]]]:
     """Join as by a launcher: what a rank that differs is told, then whether all ranks have logits, and tokens."""
     rank = get_world_group().rank
     destroy_distributed()
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": ports[0]}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in place.items()}}
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": 2,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_PORT": ports[0],
+    }
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        **{name: str(value) for name, value in place.items()},
+    }
     given = replaced(settings(Path(folder)), parallel={"tensor": 2})
     if rank == 1:
         RMSNorm.register_oot(OwnNorm)
@@ -100,10 +112,14 @@ def joined(folder: str, ports: list[int]) -> tuple[str, bool, list[list[int]]]:
         EngineCore(given)
     if rank == 1:
         RMSNorm.unregister_oot(OwnNorm)
-    os.environ["MASTER_PORT"] = str(ports[1])  # the first rank may still have the store at the other
+    os.environ["MASTER_PORT"] = str(
+        ports[1]
+    )  # the first rank may still have the store at the other
     core = EngineCore(given)
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-    requests = [Request(f"r{number}", prompt, params) for number, prompt in enumerate(prompts(4, 6))]
+    requests = [
+        Request(f"r{number}", prompt, params) for number, prompt in enumerate(prompts(4, 6))
+    ]
     core.add(requests)
     assert all(output.error is None for output in news(core))
     communicator = get_tp_group().communicator
@@ -113,7 +129,10 @@ def joined(folder: str, ports: list[int]) -> tuple[str, bool, list[list[int]]]:
 
 def test_ranks_compare_what_decides_and_one_samples(folder: Path) -> None:
     """All are told of the one that differs, and none starts; logits are gathered on the first, tokens are on all."""
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as one,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
         ports = [one.getsockname()[1], other.getsockname()[1]]
     with Ranks(2) as two:
         (told, *first), (told_there, *second) = two.run(joined, str(folder), ports)
@@ -128,13 +147,17 @@ def test_ranks_compare_what_decides_and_one_samples(folder: Path) -> None:
 
 def test_external_without_a_launcher_is_refused(folder: Path) -> None:
     """The error says how to start such a job."""
-    with pytest.raises(DistributedError, match=r"no launcher has started this process.*torchrun --nproc-per-node"):
+    with pytest.raises(
+        DistributedError, match=r"no launcher has started this process.*torchrun --nproc-per-node"
+    ):
         EngineCore(replaced(settings(folder), parallel={"executor": "external", "tensor": 2}))
 
 
 def test_a_launcher_says_the_place_of_a_process() -> None:
     """Without its variables the process is alone; what is no number is refused by name."""
     assert read_launch({}) == Launch(1, 0, 1)
-    assert read_launch({"WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}) == Launch(4, 1, 2)
+    assert read_launch({"WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}) == Launch(
+        4, 1, 2
+    )
     with pytest.raises(ConfigError, match="LOCAL_RANK='x' is no number"):
         read_launch({"LOCAL_RANK": "x"})

@@ -42,7 +42,9 @@ def requests(number: int, **params: Any) -> list[Request]:
     generator = torch.Generator().manual_seed(1)
     greedy = SamplingParams(**{"temperature": 0, "max_tokens": 12, "ignore_eos": True, **params})
     return [
-        Request(f"r{i}", torch.randint(3, 99, (2 + 3 * i % 11,), generator=generator).tolist(), greedy)
+        Request(
+            f"r{i}", torch.randint(3, 99, (2 + 3 * i % 11,), generator=generator).tolist(), greedy
+        )
         for i in range(number)
     ]
 
@@ -79,7 +81,9 @@ def expect_nothing_left(core: EngineCore) -> None:
 class Fault:
     """Raises in the calls of a function that ``chosen`` picks by their number, before or after it has run."""
 
-    def __init__(self, owner: Any, name: str, chosen: Callable[[int], bool], error: type[BaseException]) -> None:
+    def __init__(
+        self, owner: Any, name: str, chosen: Callable[[int], bool], error: type[BaseException]
+    ) -> None:
         self.original, self.calls, self.chosen, self.error = getattr(owner, name), 0, chosen, error
         setattr(owner, name, self)
 
@@ -109,7 +113,16 @@ def places(core: EngineCore) -> dict[str, tuple[Any, str]]:
     }
 
 
-PLACES = ("executor", "sampling settings", "tables", "inputs", "layer", "logits", "sampler", "one of several tokens")
+PLACES = (
+    "executor",
+    "sampling settings",
+    "tables",
+    "inputs",
+    "layer",
+    "logits",
+    "sampler",
+    "one of several tokens",
+)
 
 AROUND = ("choosing", "blocks", "taking in", "contents of blocks")
 """Places before and after what the runner does."""
@@ -132,7 +145,9 @@ def test_the_requests_of_the_step_fail_and_the_others_go_on(
     core = engine(checkpoint)
     owner, name = places(core)[place]
     each_step = place not in OFTEN
-    Fault(owner, name, lambda call: call in (13 if each_step else 3, 30), RuntimeError)  # the 13th step removes some
+    Fault(
+        owner, name, lambda call: call in (13 if each_step else 3, 30), RuntimeError
+    )  # the 13th step removes some
     tokens, errors = served(core, requests(12))
     assert errors
     assert tokens
@@ -161,7 +176,9 @@ def test_requests_that_run_but_are_not_in_the_step_go_on(checkpoint: Path) -> No
     Fault(core.executor.worker.runner.model, "forward", lambda call: call == 1, RuntimeError)
     found += news(core)
     assert [output.request_id for output in found if output.error] == ["better"]
-    assert right == {name: [output.token for output in found if output.request_id == name] for name in right}
+    assert right == {
+        name: [output.token for output in found if output.request_id == name] for name in right
+    }
     expect_nothing_left(core)
 
 
@@ -261,7 +278,9 @@ def test_a_grammar_that_refuses_a_token_fails_its_request(checkpoint: Path, last
     right, _ = served(engine(checkpoint), requests(3))
     core = engine(checkpoint)
     given = requests(3)
-    asked = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, structured_output={"regex": "a"})
+    asked = SamplingParams(
+        temperature=0, max_tokens=12, ignore_eos=True, structured_output={"regex": "a"}
+    )
     given[1] = Request("r1", given[1].prompt, asked, grammar=Loose(last))
     tokens, errors = served(core, given)
     assert errors == {"r1": "the grammar is at its end"}
@@ -276,7 +295,9 @@ def test_a_grammar_that_refuses_to_go_on_after_a_preemption(checkpoint: Path) ->
     for number in (1, 3):
         core = engine(checkpoint)
         grammar = Loose(99)
-        asked = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, structured_output={"regex": "a"})
+        asked = SamplingParams(
+            temperature=0, max_tokens=12, ignore_eos=True, structured_output={"regex": "a"}
+        )
         given = requests(number)
         given[0] = Request("r0", given[0].prompt, asked, grammar=grammar)
         core.add(given)
@@ -284,7 +305,9 @@ def test_a_grammar_that_refuses_to_go_on_after_a_preemption(checkpoint: Path) ->
         grammar.last = 1
         core.scheduler._preempt(given[0])
         found += news(core)
-        assert [(each.request_id, each.error) for each in found if each.error] == [("r0", "the grammar is at its end")]
+        assert [(each.request_id, each.error) for each in found if each.error] == [
+            ("r0", "the grammar is at its end")
+        ]
         for name in ("r1", "r2")[: number - 1]:
             assert [each.token for each in found if each.request_id == name] == right[name]
         expect_nothing_left(core)
@@ -333,10 +356,22 @@ def test_a_foreign_message_is_one_harmless_line(checkpoint: Path) -> None:
 
 def test_a_model_goes_on_after_a_second_interrupt(checkpoint: Path) -> None:
     """Who interrupts twice leaves the step in the middle; the next prompts are answered, and nothing of the others."""
-    llm = LLM(str(checkpoint), max_model_len=64, block_size=4, **{"cache.num_blocks": 50, "load.progress": False})
+    llm = LLM(
+        str(checkpoint),
+        max_model_len=64,
+        block_size=4,
+        **{"cache.num_blocks": 50, "load.progress": False},
+    )
     expected = llm.generate([[5, 6], [7, 8]], GREEDY)
-    Fault(llm.engine.core.executor.worker.runner.model, "forward", lambda call: call == 4, KeyboardInterrupt)
+    Fault(
+        llm.engine.core.executor.worker.runner.model,
+        "forward",
+        lambda call: call == 4,
+        KeyboardInterrupt,
+    )
     with pytest.raises(KeyboardInterrupt, match="kernel trouble"):
         llm.generate([[9] * 5] * 9, GREEDY)
     assert not llm.engine.has_work
-    assert [output.outputs for output in llm.generate([[5, 6], [7, 8]], GREEDY)] == [each.outputs for each in expected]
+    assert [output.outputs for output in llm.generate([[5, 6], [7, 8]], GREEDY)] == [
+        each.outputs for each in expected
+    ]

@@ -20,7 +20,9 @@ from opgraft.engine.sampling_params import SamplingParams
 from torch import Tensor
 
 
-def reference(scaled: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[float]:
+def reference(
+    scaled: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> list[float]:
     """Probabilities of one row after min-p, top-k and top-p, as their definitions say."""
     weights = [math.exp(value) for value in scaled.double().tolist()]
     least = min_p * max(weights)
@@ -53,7 +55,9 @@ def drawn(scaled: Tensor, tokens: Tensor, monkeypatch: pytest.MonkeyPatch, **lim
     """What is drawn by numbers that favour each of some tokens: that very one, if it is kept."""
     monkeypatch.setattr(random_numbers, "exponentials", in_favour_of)
     rows, keys = scaled.expand(len(tokens), -1), tokens.unsqueeze(1)
-    return draw_filtered(rows, filters_of(len(tokens), **limits), keys) if limits else draw(rows, keys)
+    return (
+        draw_filtered(rows, filters_of(len(tokens), **limits), keys) if limits else draw(rows, keys)
+    )
 
 
 def kept(scaled: Tensor, monkeypatch: pytest.MonkeyPatch, **limits: Any) -> list[int]:
@@ -85,26 +89,38 @@ LIMITS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
-@pytest.mark.parametrize(("vocabulary", "spread"), [(1, 1.0), (37, 2.0), (64, 0.1), (300, 0.5), (300, 3.0)])
+@pytest.mark.parametrize(
+    ("vocabulary", "spread"), [(1, 1.0), (37, 2.0), (64, 0.1), (300, 0.5), (300, 3.0)]
+)
 def test_filters_keep_what_their_definitions_say(
     limits: dict[str, Any], vocabulary: int, spread: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over a flat or a peaked distribution, in vocabularies below and above the number of candidates."""
-    logits = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * spread
+    logits = (
+        torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * spread
+    )
     scaled = logits - logits.max()
     expected = reference(scaled[0], **limits)
-    assert kept(scaled, monkeypatch, **limits) == [token for token, share in enumerate(expected) if share > 0]
+    assert kept(scaled, monkeypatch, **limits) == [
+        token for token, share in enumerate(expected) if share > 0
+    ]
 
 
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
 @pytest.mark.parametrize(("vocabulary", "spread"), [(37, 2.0), (300, 0.5), (300, 3.0)])
-def test_shares_are_those_of_their_definitions(limits: dict[str, Any], vocabulary: int, spread: float) -> None:
+def test_shares_are_those_of_their_definitions(
+    limits: dict[str, Any], vocabulary: int, spread: float
+) -> None:
     """Drawn 4,000 times, each token comes as often as it should, by a chi-square test."""
-    logits = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * spread
+    logits = (
+        torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * spread
+    )
     scaled = (logits - logits.max()).expand(4000, -1)
     expected = torch.tensor(reference(scaled[0], **limits), dtype=torch.float64)
     keys = torch.tensor([noise_key(b"shares", position) for position in range(4000)]).unsqueeze(1)
-    tokens = draw_filtered(scaled, filters_of(4000, **limits), keys) if limits else draw(scaled, keys)
+    tokens = (
+        draw_filtered(scaled, filters_of(4000, **limits), keys) if limits else draw(scaled, keys)
+    )
     counts = torch.bincount(tokens, minlength=vocabulary).double()
     assert not counts[expected == 0].any()
     if (expected * 4000 >= 5).sum() > 1:
@@ -113,10 +129,14 @@ def test_shares_are_those_of_their_definitions(limits: dict[str, Any], vocabular
 
 
 @pytest.mark.parametrize(
-    "limits", [{"top_p": 0.9}, {"min_p": 0.05, "top_p": 0.99}, {"top_k": 2500}, {"min_p": 0.2}], ids=str
+    "limits",
+    [{"top_p": 0.9}, {"min_p": 0.05, "top_p": 0.99}, {"top_k": 2500}, {"min_p": 0.2}],
+    ids=str,
 )
 @pytest.mark.parametrize("rounded", [False, True])
-def test_filters_that_keep_thousands(limits: dict[str, Any], rounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_filters_that_keep_thousands(
+    limits: dict[str, Any], rounded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nuclei wider than any number of candidates, with many equal logits too, end at the right token."""
     logits = torch.randn(1, 5003, generator=torch.Generator().manual_seed(1))
     scaled = logits - logits.max()
@@ -152,10 +172,15 @@ def test_every_way_to_draw_gives_the_same_token() -> None:
     scaled -= scaled.amax(1, keepdim=True)
     keys = torch.arange(200).unsqueeze(1)
     for limits in ({"top_k": 1000}, {"top_p": 1 - 1e-12}, {"min_p": 1e-9}):
-        assert draw_filtered(scaled, filters_of(200, **limits), keys).tolist() == draw(scaled, keys).tolist()
+        assert (
+            draw_filtered(scaled, filters_of(200, **limits), keys).tolist()
+            == draw(scaled, keys).tolist()
+        )
 
 
-def adjusted(logits: Tensor, params: SamplingParams, prompt: list[int], output: list[int], **more: Any) -> Tensor:
+def adjusted(
+    logits: Tensor, params: SamplingParams, prompt: list[int], output: list[int], **more: Any
+) -> Tensor:
     """The logits that a request samples from, as a processor of its own cannot see them: from its adjustments."""
     batch = SamplingBatch()
     batch.add("before", SamplingParams(), [1])
@@ -205,7 +230,12 @@ def test_penalties_of_rows_that_come_and_go() -> None:
     ]  # fmt: skip
     for turn in range(200):
         if draw.random() < 0.3 or not batch._all:
-            batch.add(turn, draw.choice(settings), [draw.randrange(14) for _ in range(4)], [1] * draw.randrange(3))
+            batch.add(
+                turn,
+                draw.choice(settings),
+                [draw.randrange(14) for _ in range(4)],
+                [1] * draw.randrange(3),
+            )
         if draw.random() < 0.2:
             batch.remove(draw.choice(list(batch._all)))
         if draw.random() < 0.5:
@@ -223,9 +253,15 @@ def test_tokens_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
     settled: list[int] = []
     made, settings = TokenCounts.__init__, Penalties._settings_of
-    monkeypatch.setattr(TokenCounts, "__init__", lambda self, p, o, v: (counted.append(len(p)), made(self, p, o, v))[1])
     monkeypatch.setattr(
-        Penalties, "_settings_of", lambda self, rows: (settled.append(len(rows)), settings(self, rows))[1]
+        TokenCounts,
+        "__init__",
+        lambda self, p, o, v: (counted.append(len(p)), made(self, p, o, v))[1],
+    )
+    monkeypatch.setattr(
+        Penalties,
+        "_settings_of",
+        lambda self, rows: (settled.append(len(rows)), settings(self, rows))[1],
     )
     batch, logits = SamplingBatch(), torch.zeros(8, 5000)
     for key in range(8):
@@ -311,7 +347,11 @@ def test_a_processor_that_fails_fails_its_request() -> None:
     def broken(output: list[int], logits: Tensor) -> Tensor:
         raise KeyError("where")
 
-    processors = [broken, lambda output, logits: logits[:3], lambda output, logits: logits - math.inf]
+    processors = [
+        broken,
+        lambda output, logits: logits[:3],
+        lambda output, logits: logits - math.inf,
+    ]
     batch = SamplingBatch()
     for key, processor in enumerate(processors):
         batch.add(key, SamplingParams(logits_processors=(processor,)), [1])
@@ -332,5 +372,15 @@ def test_bad_words_become_tokens() -> None:
             assert not add_special_tokens
             return list(map(ord, text))
 
-    assert bad_word_tokens([" ab", "ab", "c"], Letters()) == ((97, 98), (32, 97, 98), (99,), (32, 99))
-    assert bad_word_tokens(["\n", " "], Letters()) == ((10,), (32, 10), (32,), (32, 32))  # not every space for a break
+    assert bad_word_tokens([" ab", "ab", "c"], Letters()) == (
+        (97, 98),
+        (32, 97, 98),
+        (99,),
+        (32, 99),
+    )
+    assert bad_word_tokens(["\n", " "], Letters()) == (
+        (10,),
+        (32, 10),
+        (32,),
+        (32, 32),
+    )  # not every space for a break

@@ -28,15 +28,21 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def batch_of(lengths: list[int], *, groups: int = 2, tokens: int = TOKENS, device: str = "cpu", **given: Any) -> Any:
+def batch_of(
+    lengths: list[int], *, groups: int = 2, tokens: int = TOKENS, device: str = "cpu", **given: Any
+) -> Any:
     """A batch with sequences of some lengths whose blocks are in no order."""
     caches = [{f"{group}.{layer}": torch.empty(0) for layer in range(3)} for group in range(groups)]
     blocks = max(BLOCKS, -(-max(lengths) // SIZE))
-    batch = InputBatch(caches, max(ROWS, len(lengths)), tokens, blocks, SIZE, torch.device(device), **given)
+    batch = InputBatch(
+        caches, max(ROWS, len(lengths)), tokens, blocks, SIZE, torch.device(device), **given
+    )
     draw = random.Random(sum(lengths))  # noqa: S311
     for number, length in enumerate(lengths):
         ids = [draw.randrange(99) for _ in range(length)]
-        tables = tuple(tuple(draw.sample(range(10 * blocks), -(-length // SIZE))) for _ in range(groups))
+        tables = tuple(
+            tuple(draw.sample(range(10 * blocks), -(-length // SIZE))) for _ in range(groups)
+        )
         new = NewSequence(str(number), tuple(ids), length, length, SamplingParams(), tables, number)
         batch.apply(Step((), (new,), (), ()))
     return batch
@@ -52,7 +58,9 @@ def expect_right(batch: InputBatch, inputs: Inputs, scheduled: list[Scheduled]) 
             ids.append(sequence.tokens[position])
             positions.append(position)
             for group, table in enumerate(batch._tables):
-                slots[group].append(int(table[sequence.row, position // SIZE]) * SIZE + position % SIZE)
+                slots[group].append(
+                    int(table[sequence.row, position // SIZE]) * SIZE + position % SIZE
+                )
         bounds.append(len(ids))
         lengths.append(each.start + each.count)
         rows += [len(ids) - 1] * each.samples
@@ -80,7 +88,9 @@ def test_decodes_and_chunks() -> None:
         for name in draw.sample(range(ROWS), draw.randrange(1, ROWS + 1)):
             start = draw.randrange(lengths[name])
             most = 1 if number % 3 == 0 else min(lengths[name] - start, TOKENS // ROWS)
-            scheduled.append(Scheduled(str(name), start, draw.randint(1, most), ((), ()), draw.random() < 0.6))
+            scheduled.append(
+                Scheduled(str(name), start, draw.randint(1, most), ((), ()), draw.random() < 0.6)
+            )
         expect_right(batch, batch.inputs(scheduled), scheduled)
 
 
@@ -110,7 +120,10 @@ def test_operations_do_not_grow_with_the_batch() -> None:
             counted.append(operations.count)
     assert counted == counted[:1] * 4
     assert counted[0] <= 30  # most of them views
-    for start, expected in ((4, 0), (5, 0)):  # of the shape of the step before, whose views are there
+    for start, expected in (
+        (4, 0),
+        (5, 0),
+    ):  # of the shape of the step before, whose views are there
         with Operations() as operations:
             batch.inputs([Scheduled("0", start, 30, ((), ()), False)])
         assert operations.count == expected
@@ -125,7 +138,13 @@ def test_steps_are_written_to_the_same_memory() -> None:
         inputs = batch.inputs(scheduled)
         expect_right(batch, inputs, scheduled)
         pages = inputs.batch.pages["1.0"]
-        tensors = inputs.input_ids, inputs.positions, inputs.batch.seq_lens, pages.slots, pages.block_table
+        tensors = (
+            inputs.input_ids,
+            inputs.positions,
+            inputs.batch.seq_lens,
+            pages.slots,
+            pages.block_table,
+        )
         found.append([tensor.data_ptr() for tensor in tensors])
     assert found[0] == found[1]
 
@@ -174,8 +193,17 @@ def test_on_a_device(pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = batch_of([40] * 4, device="meta", fits_context=True)
     inputs = batch.inputs(decodes(4, 40))
     pages = inputs.batch.pages["0.1"]
-    arrived = inputs.input_ids, inputs.positions, inputs.sampled_rows, inputs.batch.seq_lens, pages.slots
-    assert all(tensor.is_meta for tensor in (*arrived, inputs.batch.query_start_loc, inputs.batch.context_lens))
+    arrived = (
+        inputs.input_ids,
+        inputs.positions,
+        inputs.sampled_rows,
+        inputs.batch.seq_lens,
+        pages.slots,
+    )
+    assert all(
+        tensor.is_meta
+        for tensor in (*arrived, inputs.batch.query_start_loc, inputs.batch.context_lens)
+    )
     assert len(sent) == 2 + len(batch.groups)
     assert len(noted) == len(sent) * pinned
     for tensor, options in sent:

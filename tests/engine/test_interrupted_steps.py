@@ -51,7 +51,9 @@ def simulated_core(policy: str = "fcfs", depth: int = 1) -> EngineCore:
     """An engine over a cache that is too small for all, with a window, and nothing of a model."""
     core = EngineCore.__new__(EngineCore)
     kinds = [LayerKind(), LayerKind(6)]
-    core.scheduler = make_scheduler(kinds, num_blocks=24, max_model_len=32, max_num_seqs=4, budget=10, policy=policy)
+    core.scheduler = make_scheduler(
+        kinds, num_blocks=24, max_model_len=32, max_num_seqs=4, budget=10, policy=policy
+    )
     core.scheduler._reserve = lambda: 0  # type: ignore[method-assign]
     core.cache, core.counters = core.scheduler.cache, core.scheduler.counters
     core._stopped, core._shut_down = None, False
@@ -84,7 +86,13 @@ def expect_all_told(core: EngineCore, given: list[Request], told: dict[str, list
     assert core.step() == []
     scheduler = core.scheduler
     assert not any(
-        (scheduler.running, scheduler.waiting, scheduler._requests, scheduler.steps.removed, scheduler._parked)
+        (
+            scheduler.running,
+            scheduler.waiting,
+            scheduler._requests,
+            scheduler.steps.removed,
+            scheduler._parked,
+        )
     )
     assert core.cache.pool.num_free == core.cache.pool.num_blocks
     assert not core.cache._tables
@@ -95,7 +103,9 @@ def expect_all_told(core: EngineCore, given: list[Request], told: dict[str, list
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("steps_before", [0, 2, 6])
-def test_an_interrupt_at_any_line_of_a_step_loses_nothing(policy: str, steps_before: int, depth: int) -> None:
+def test_an_interrupt_at_any_line_of_a_step_loses_nothing(
+    policy: str, steps_before: int, depth: int
+) -> None:
     """Wherever in choosing a step or taking its tokens in: all answers are whole, and each token is told once."""
     number, interrupted = 1, True
     while interrupted:

@@ -73,7 +73,9 @@ def test_wrong_use_of_the_pool_is_an_error() -> None:
     """More than there is, and freeing twice, are told with the numbers."""
     pool = BlockPool(2)
     (block,) = pool.allocate(1)
-    with pytest.raises(RequestError, match="2 blocks of the cache are allocated and 1 of 2 are free"):
+    with pytest.raises(
+        RequestError, match="2 blocks of the cache are allocated and 1 of 2 are free"
+    ):
         pool.allocate(2)
     pool.free([block])
     with pytest.raises(RequestError, match=f"block {block} of the cache is freed twice"):
@@ -88,9 +90,14 @@ def test_hashes_are_the_same_in_every_process() -> None:
         "c.longest_prefix(r); print([h.hex() for h in r.block_hashes], hash('s'))"
     )
     environ = {"PYTHONHASHSEED": "1"}
-    printed = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    printed = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+    )
     told, _, seeded = printed.stdout.rpartition(" ")
-    cache, request = KVCacheManager([LayerKind()], 4, 4), Request("a", range(9), SamplingParams(), cache_salt="s")
+    cache, request = (
+        KVCacheManager([LayerKind()], 4, 4),
+        Request("a", range(9), SamplingParams(), cache_salt="s"),
+    )
     cache.longest_prefix(request)
     assert hash("s") != int(seeded)
     assert len(request.block_hashes) == 2

@@ -21,7 +21,12 @@ MEMORY = 40 << 20
 
 @pytest.mark.parametrize(
     ("seqs", "tokens", "longest", "lengths"),
-    [(4, 64, 100, [61, 1, 1, 1]), (4, 64, 20, [20, 20, 20, 4]), (4, 100, 9, [9, 9, 9, 9]), (9, 3, 100, [1, 1, 1])],
+    [
+        (4, 64, 100, [61, 1, 1, 1]),
+        (4, 64, 20, [20, 20, 20, 4]),
+        (4, 100, 9, [9, 9, 9, 9]),
+        (9, 3, 100, [1, 1, 1]),
+    ],
 )
 def test_the_largest_step(seqs: int, tokens: int, longest: int, lengths: list[int]) -> None:
     """As many sequences and tokens as a step may have, the first as long as may be, with blocks of their own."""
@@ -35,18 +40,28 @@ def test_the_largest_step(seqs: int, tokens: int, longest: int, lengths: list[in
 def live_bytes() -> int:
     """Bytes of the tensors made since ``gc.freeze``, as the memory of a simulated device that holds nothing else."""
     tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
-    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+    return sum(
+        {
+            each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors
+        }.values()
+    )
 
 
 @pytest.fixture
-def open_llm(toy_npu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
+def open_llm(
+    toy_npu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., LLM]]:
     """Makes an ``LLM`` on the toy NPU, whose free memory is what tensors leave of it."""
     written("Llama", tmp_path / "model", max_position_embeddings=512)
     platform = current_platform()
     assert platform.name == "toy_npu"
-    monkeypatch.setattr(type(platform), "memory", lambda self, index=0: DeviceMemory(MEMORY, MEMORY - live_bytes()))
+    monkeypatch.setattr(
+        type(platform), "memory", lambda self, index=0: DeviceMemory(MEMORY, MEMORY - live_bytes())
+    )
     gc.freeze()  # what there is now is not looked at: it would take a second each time
-    yield lambda **settings: LLM(str(tmp_path / "model"), dtype="float32", **{"load.progress": False, **settings})
+    yield lambda **settings: LLM(
+        str(tmp_path / "model"), dtype="float32", **{"load.progress": False, **settings}
+    )
     gc.unfreeze()
 
 
@@ -56,7 +71,8 @@ def test_the_cache_leaves_room_for_the_largest_step(open_llm: Callable[..., LLM]
     for tokens in (64, 1024):
         llm = open_llm(max_num_batched_tokens=tokens, max_num_seqs=8, max_model_len=512)
         sizes[tokens] = (
-            llm.engine.core.cache.pool.num_blocks * llm.engine.core.executor.worker.runner.layout.bytes_per_block
+            llm.engine.core.cache.pool.num_blocks
+            * llm.engine.core.executor.worker.runner.layout.bytes_per_block
         )
         for module in llm.engine.core.executor.worker.runner.model.modules():
             module.register_forward_hook(lambda *_: free.append(current_platform().memory().free))
@@ -74,7 +90,9 @@ def test_what_the_largest_step_leaves_behind(open_llm: Callable[..., LLM]) -> No
     assert not any(module._forward_hooks for module in runner.model.modules())
 
 
-def test_a_largest_step_that_fails(open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_largest_step_that_fails(
+    open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A device without memory for it is an error with the limits that make it smaller."""
 
     def full(*_: Any) -> None:
@@ -82,7 +100,8 @@ def test_a_largest_step_that_fails(open_llm: Callable[..., LLM], monkeypatch: py
 
     monkeypatch.setattr("opgraft.engine.model_runner.ModelRunner._sample", full)
     reason = (
-        "the largest step, of 2048 tokens and 256 sequences, fails on cpu: OutOfMemoryError: no room. Lower scheduler"
+        "the largest step, of 2048 tokens and 256 sequences, fails on cpu: "
+        "OutOfMemoryError: no room. Lower scheduler"
     )
     with pytest.raises(ConfigError, match=reason):
         open_llm(max_model_len=64, max_num_batched_tokens=2048, max_num_seqs=256)

@@ -98,21 +98,32 @@ def left() -> dict[str, Any]:
     links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
     kinds = [os.readlink(link).partition(":")[0] for link in links if os.path.islink(link)]
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return {"descriptors": {kind: kinds.count(kind) for kind in ("socket", "pipe", "/memfd")}, "children": children}
+    return {
+        "descriptors": {kind: kinds.count(kind) for kind in ("socket", "pipe", "/memfd")},
+        "children": children,
+    }
 
 
 def shared(pids: Sequence[int]) -> set[Path]:
     """Files by which processes share memory or meet: those that they have open where such files are."""
     text = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)
     links = [link for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir()]
-    names = {line.split(maxsplit=5)[-1] for line in text.splitlines()} | {os.readlink(link) for link in links}
+    names = {line.split(maxsplit=5)[-1] for line in text.splitlines()} | {
+        os.readlink(link) for link in links
+    }
     folders = ("/dev/shm/", tempfile.gettempdir() + "/")  # noqa: S108 - looked at
-    ours = (sys.prefix, str(Path(__file__).parents[2]), str(Path(tempfile.gettempdir()) / "pytest-of"))
+    ours = (
+        sys.prefix,
+        str(Path(__file__).parents[2]),
+        str(Path(tempfile.gettempdir()) / "pytest-of"),
+    )
     return {Path(name) for name in names if name.startswith(folders) and not name.startswith(ours)}
 
 
 @pytest.fixture(scope="module")
-def planted(folder: Path, tmp_path_factory: pytest.TempPathFactory, warm_workers: None) -> Iterator[LLM]:
+def planted(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, warm_workers: None
+) -> Iterator[LLM]:
     """An engine of two ranks that have a plugin's worker, in which faults can be planted, and are started again."""
     site = Site(tmp_path_factory.mktemp("site"))
     site.plugin("planted-faults", PLANTED)
@@ -120,7 +131,11 @@ def planted(folder: Path, tmp_path_factory: pytest.TempPathFactory, warm_workers
         patched.syspath_prepend(str(site.folder))
         opgraft.reset()  # another test may have found plugins before
         before = left()
-        settings = IN_ITS_PROCESS | {"parallel.tensor": 2, "parallel.restart_workers": 9, "scheduler.max_num_seqs": 2}
+        settings = IN_ITS_PROCESS | {
+            "parallel.tensor": 2,
+            "parallel.restart_workers": 9,
+            "scheduler.max_num_seqs": 2,
+        }
         llm = LLM(str(folder), **settings, **{"parallel.step_seconds": LIMIT})
         yield llm
         llm.shutdown()
@@ -139,15 +154,27 @@ def tokens(llm: LLM) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("fault", "ranks", "message"),
     [
-        ("kill", [1], r"process of rank 1 has ended, with the status -9 \(SIGKILL.*last stage: step \d"),
+        (
+            "kill",
+            [1],
+            r"process of rank 1 has ended, with the status -9 \(SIGKILL.*last stage: step \d",
+        ),
         ("kill beside a child", [1], r"process of rank 1 has ended, with the status -9"),
         ("segfault", [0], r"process of rank 0 has ended, with the status -11 \(SIGSEGV\)"),
         pytest.param(
-            *("hang with the lock", [1], r"rank 1 \(step \d+\) did not come to the end of a call.*, and rank 0 wait"),
+            *(
+                "hang with the lock",
+                [1],
+                r"rank 1 \(step \d+\) did not come to the end of a call.*, and rank 0 wait",
+            ),
             marks=pytest.mark.slow,
         ),
         ("stop", [0], r"rank 0 \(step \d+\) did not come to the end of a call.*, and rank 1 wait"),
-        ("raise", [1], r"rank 1 has failed \(RuntimeError: planted\), and others would have waited"),
+        (
+            "raise",
+            [1],
+            r"rank 1 has failed \(RuntimeError: planted\), and others would have waited",
+        ),
     ],
 )
 def test_a_lost_rank_ends_all_requests_and_starts_again(
@@ -205,7 +232,8 @@ def test_a_rank_that_hangs_at_the_start_is_named_with_its_stage(
     with monkeypatch.context() as patched:
         patched.setattr(process, "opgraft_config", given)
         with pytest.raises(
-            EngineError, match=r"rank 1 \(loading the model\) did not come to the end.*within 1 seconds"
+            EngineError,
+            match=r"rank 1 \(loading the model\) did not come to the end.*within 1 seconds",
         ):
             process.call_all("load_model")
         patched.setattr(process.workers, "restarts_left", 0)
@@ -216,7 +244,9 @@ def test_a_rank_that_hangs_at_the_start_is_named_with_its_stage(
 
 def test_replies_have_one_limit_together(planted: LLM, right: list[list[int]]) -> None:
     """A call does not have it anew with each of them."""
-    with pytest.raises(EngineError, match=rf"rank 1 \(nap\) did not come to the end of a call within {LIMIT:g} s"):
+    with pytest.raises(
+        EngineError, match=rf"rank 1 \(nap\) did not come to the end of a call within {LIMIT:g} s"
+    ):
         executor(planted).call_all("nap", (0.6 * LIMIT, 1.3 * LIMIT))
     assert tokens(planted) == right
 
@@ -241,16 +271,21 @@ def test_a_rank_with_another_environment_stops_the_start(
     plugin = "planted-faults 1.0"
     told = f"{plugin}, activated for the process of the engine, and {plugin}, failed for rank 1"
     assert f"plugin planted_faults is {told}" in str(caught.value)
-    variable = "variable ATEN_CPU_CAPABILITY is none for the process of the engine, and default for rank 1"
+    variable = (
+        "variable ATEN_CPU_CAPABILITY is none for the process of the engine, and default for rank 1"
+    )
     assert variable in str(caught.value)
     assert left() == before
 
 
 @pytest.mark.parametrize("admitted", [True, False])
-def test_a_lockfile_that_no_variable_names(folder: Path, site: Site, tmp_path: Path, admitted: bool) -> None:
+def test_a_lockfile_that_no_variable_names(
+    folder: Path, site: Site, tmp_path: Path, admitted: bool
+) -> None:
     """The process of a worker imports what the engine's lockfile admits, and nothing else."""
     site.plugin(
-        "acme", f"{PLUGIN}import os, pathlib\npathlib.Path({str(tmp_path)!r}, f'{{os.getpid()}}.pid').touch()\n"
+        "acme",
+        f"{PLUGIN}import os, pathlib\npathlib.Path({str(tmp_path)!r}, f'{{os.getpid()}}.pid').touch()\n",
     )
     lock(tmp_path / "opgraft.lock")
     if not admitted:

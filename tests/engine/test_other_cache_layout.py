@@ -12,11 +12,15 @@ from random_decoders import DECODERS, written
 
 
 @pytest.mark.parametrize(("name", "num_blocks"), [("llama", 12), ("gemma3", 24)])
-def test_the_engine_runs_on_another_layout(toy_npu: Path, tmp_path: Path, name: str, num_blocks: int) -> None:
+def test_the_engine_runs_on_another_layout(
+    toy_npu: Path, tmp_path: Path, name: str, num_blocks: int
+) -> None:
     """Chunks, reused prefixes, preemption and copies for siblings give transformers' tokens: no part looks inside."""
     family, values = DECODERS[name]
     model = written(family, tmp_path / "model", **values)
-    core = engine(tmp_path / "model", num_blocks=num_blocks, max_num_batched_tokens=9, max_model_len=48)
+    core = engine(
+        tmp_path / "model", num_blocks=num_blocks, max_num_batched_tokens=9, max_model_len=48
+    )
     runner = core.executor.worker.runner
     layers = runner.layout.layers.values()
     assert current_platform().name == "toy_npu"

@@ -37,7 +37,10 @@ PARAMS = [
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("Mistral", {"sliding_window": 9, "head_dim": 16}),
-    "experts": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2}),
+    "experts": (
+        "Mixtral",
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2},
+    ),
 }
 
 FORMS = [
@@ -84,7 +87,11 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Right:
 
 def cores(llm: LLM) -> list[EngineCore]:
     engine = llm.engine
-    return [engine.core] if isinstance(engine, TextEngine) else [each.engine.core for each in engine.replicas.each]
+    return (
+        [engine.core]
+        if isinstance(engine, TextEngine)
+        else [each.engine.core for each in engine.replicas.each]
+    )
 
 
 def watch(core: EngineCore, chunks: Counter[int]) -> None:
@@ -104,11 +111,15 @@ def test_the_tokens_are_those_of_one_rank(family: str, sizes: dict[str, int], ri
     """And each engine of the form has preempted, found prefixes and cut prompts."""
     folder, expected = right(family)
     chunks = Counter[int]()
-    with LLM(str(folder), **SETTINGS, **{f"parallel.{name}": size for name, size in sizes.items()}) as llm:
+    with LLM(
+        str(folder), **SETTINGS, **{f"parallel.{name}": size for name, size in sizes.items()}
+    ) as llm:
         engines = cores(llm)
         assert len(engines) == sizes.get("data", 1)
         for core in engines:
-            assert len(core.executor.workers.links) == sizes.get("tensor", 1) * sizes.get("pipeline", 1)
+            assert len(core.executor.workers.links) == sizes.get("tensor", 1) * sizes.get(
+                "pipeline", 1
+            )
             watch(core, chunks)
         assert answers(llm) == expected
         for core in engines:

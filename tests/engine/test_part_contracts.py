@@ -97,7 +97,11 @@ class Writing(Sampler):
 class Unseeded(Sampler):
     def __call__(self, logits: Any, batch: Any) -> Any:
         found = super().__call__(logits, batch)
-        drawn = [row for row, each in enumerate(batch.rows) if each.params.temperature and each.params.top_k < 1]
+        drawn = [
+            row
+            for row, each in enumerate(batch.rows)
+            if each.params.temperature and each.params.top_k < 1
+        ]
         if not drawn:
             return found
         tokens = found.tokens.clone()
@@ -143,7 +147,9 @@ class NoCopies(ModelRunner):
 class AlwaysSampling(ModelRunner):
     def execute(self, step: Any) -> StepResult:
         result = super().execute(step)
-        return replace(result, tokens={each.request_id: 7 for each in step.sequences} | dict(result.tokens))
+        return replace(
+            result, tokens={each.request_id: 7 for each in step.sequences} | dict(result.tokens)
+        )
 
 
 class Blind(ModelRunner):
@@ -162,7 +168,9 @@ RUNNERS = {
 
 
 @pytest.mark.parametrize("kind", RUNNERS, ids=lambda kind: kind.__name__)
-def test_wrong_runners(kind: type[ModelRunner], given: OpgraftConfig, use: Callable[[str, type], None]) -> None:
+def test_wrong_runners(
+    kind: type[ModelRunner], given: OpgraftConfig, use: Callable[[str, type], None]
+) -> None:
     use("model_runner", kind)
     with pytest.raises(AssertionError, match=RUNNERS[kind]):
         check_model_runner(given)
@@ -182,7 +190,9 @@ WORKERS = {Megabytes: "cache_bytes returned", Trusting: "expect_memory took"}
 
 
 @pytest.mark.parametrize("kind", WORKERS, ids=lambda kind: kind.__name__)
-def test_wrong_workers(kind: type[Worker], given: OpgraftConfig, use: Callable[[str, type], None]) -> None:
+def test_wrong_workers(
+    kind: type[Worker], given: OpgraftConfig, use: Callable[[str, type], None]
+) -> None:
     use("worker", kind)
     with pytest.raises(AssertionError, match=WORKERS[kind]):
         check_worker(given)
@@ -224,7 +234,9 @@ class Unknown(MemoryQuery):
         return None
 
 
-@pytest.mark.parametrize(("kind", "match"), [(Constant, "were taken"), (Unknown, "free returned None")])
+@pytest.mark.parametrize(
+    ("kind", "match"), [(Constant, "were taken"), (Unknown, "free returned None")]
+)
 def test_wrong_memory_queries(kind: type[MemoryQuery], match: str) -> None:
     with pytest.raises(AssertionError, match=match):
         check_memory_query(kind(torch.device("cpu")))
@@ -246,7 +258,9 @@ def test_a_wrong_executor(given: OpgraftConfig, use: Callable[[str, type], None]
         check_executor(given)
 
 
-def test_an_executor_that_lacks_a_part_is_refused(given: OpgraftConfig, use: Callable[[str, type], None]) -> None:
+def test_an_executor_that_lacks_a_part_is_refused(
+    given: OpgraftConfig, use: Callable[[str, type], None]
+) -> None:
     """It is not taken for the one of this process: the error names what is missing."""
 
     class Half(Executor):
@@ -258,11 +272,15 @@ def test_an_executor_that_lacks_a_part_is_refused(given: OpgraftConfig, use: Cal
         executor_of(given.resolved())
 
 
-def test_memory_and_graphs_are_replaced_by_name(folder: Path, use: Callable[[str, type], None]) -> None:
+def test_memory_and_graphs_are_replaced_by_name(
+    folder: Path, use: Callable[[str, type], None]
+) -> None:
     """A worker sizes its cache by the memory query of a plugin, and tells whose it is."""
     use("memory_query", Constant)
     core = engine(folder, num_blocks=None)
     share = (1 << 30) // 4
     bytes_per_block = core.executor.worker.runner.layout.bytes_per_block
     assert core.cache.pool.num_blocks == share // bytes_per_block
-    assert next(row.cls for row in core.explain().classes if row.name == "memory_query") == "Constant"
+    assert (
+        next(row.cls for row in core.explain().classes if row.name == "memory_query") == "Constant"
+    )

@@ -13,7 +13,12 @@ from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
 from random_decoders import written
 
-SIZES: dict[str, Any] = {"num_blocks": 13, "max_model_len": 40, "max_num_batched_tokens": 11, "max_num_seqs": 8}
+SIZES: dict[str, Any] = {
+    "num_blocks": 13,
+    "max_model_len": 40,
+    "max_num_batched_tokens": 11,
+    "max_num_seqs": 8,
+}
 """Too few blocks for all requests, whose prompts come in chunks."""
 
 LENGTHS = (5, 17, 9, 3, 12, 8)
@@ -38,11 +43,15 @@ def requests() -> list[Request]:
     """Requests of all kinds, two of which begin alike."""
     params = [
         SamplingParams(temperature=0, max_tokens=15, ignore_eos=True),
-        SamplingParams(seed=5, max_tokens=15, ignore_eos=True, n=2, logprobs=1, repetition_penalty=1.2),
+        SamplingParams(
+            seed=5, max_tokens=15, ignore_eos=True, n=2, logprobs=1, repetition_penalty=1.2
+        ),
     ]
     given = prompts(*LENGTHS)
     given.append([*given[1][:12], 3])
-    made = [Request(f"r{number}", prompt, params[number % 2]) for number, prompt in enumerate(given)]
+    made = [
+        Request(f"r{number}", prompt, params[number % 2]) for number, prompt in enumerate(given)
+    ]
     return [part for request in made for part in request.split()]
 
 
@@ -97,12 +106,16 @@ def test_an_abort_while_a_step_is_computed(core: EngineCore, right: dict[str, li
             core.abort(computed[0].request_id)
             aborted.add(computed[0].request_id)
             told = len(outputs)
-    again = Request(next(iter(aborted)), [7, 8, 9], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    again = Request(
+        next(iter(aborted)), [7, 8, 9], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    )
     core.add([again])
     outputs += news(core)
     assert len(aborted) == 3
     assert len(again.output) == 3
-    assert [each.token for each in outputs[told:] if each.request_id == again.request_id] == again.output
+    assert [
+        each.token for each in outputs[told:] if each.request_id == again.request_id
+    ] == again.output
     assert not {each.request_id for each in outputs[told:]} & aborted - {again.request_id}
     assert {name: tokens for name, tokens in tokens_of(outputs).items() if name not in aborted} == {
         name: tokens for name, tokens in right.items() if name not in aborted
@@ -122,5 +135,7 @@ def test_a_step_that_fails_beside_another(core: EngineCore, right: dict[str, lis
     kept = {name: tokens for name, tokens in tokens_of(outputs).items() if name not in errors}
     assert kept
     assert kept == {name: right[name] for name in kept}
-    assert core.stats().counters.failed_steps <= 2  # a second one if it was preempted while the first was computed
+    assert (
+        core.stats().counters.failed_steps <= 2
+    )  # a second one if it was preempted while the first was computed
     expect_free(core)

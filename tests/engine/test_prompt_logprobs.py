@@ -35,7 +35,9 @@ def opened(checkpoint: tuple[Path, Any], tokens: int) -> EngineCore:
 
 def given(core: EngineCore, prompt: list[int]) -> list[TokenLogprobs]:
     core.add([Request("a", prompt, ASKING)])
-    (found,) = [output.prompt_logprobs for output in news(core) if output.prompt_logprobs is not None]
+    (found,) = [
+        output.prompt_logprobs for output in news(core) if output.prompt_logprobs is not None
+    ]
     return list(found)
 
 
@@ -62,7 +64,9 @@ def test_those_of_transformers(checkpoint: tuple[Path, Any], tokens: int) -> Non
     assert [each.token for each in found] == prompt[1:]
     for each, row in zip(found, exact, strict=False):
         assert each.logprob == pytest.approx(float(row[each.token]), abs=1e-4)
-        assert [value for _, value in each.top] == pytest.approx(row.topk(2).values.tolist(), abs=1e-4)
+        assert [value for _, value in each.top] == pytest.approx(
+            row.topk(2).values.tolist(), abs=1e-4
+        )
 
 
 def test_memory_does_not_grow_with_the_prompt(checkpoint: tuple[Path, Any]) -> None:
@@ -82,7 +86,9 @@ def test_rows_that_are_sampled() -> None:
         found = token_logprobs(logits, tokens, counts)
     assert largest.elements == VOCABULARY * ROWS_AT_ONCE
     for row, each in enumerate(found):
-        (alone,) = token_logprobs(logits[row : row + 1], tokens[row : row + 1], counts[row : row + 1])
+        (alone,) = token_logprobs(
+            logits[row : row + 1], tokens[row : row + 1], counts[row : row + 1]
+        )
         assert each.logprob == pytest.approx(alone.logprob, abs=1e-5)
         assert (each.token, each.rank, [token for token, _ in each.top]) == (
             alone.token,
@@ -91,16 +97,22 @@ def test_rows_that_are_sampled() -> None:
         )
 
 
-def test_the_largest_step_has_them(checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_step_has_them(
+    checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The step that a device's cache leaves room for computes log-probabilities of whole prompts and of its samples."""
     runner = opened(checkpoint, 256).executor.worker.runner
     step = largest_step(4, 256, 256, runner.layout.block_size, 1)
     rows = []
     compute_logits = runner.model.compute_logits
     monkeypatch.setattr(
-        runner.model, "compute_logits", lambda states: rows.append(len(states)) or compute_logits(states)
+        runner.model,
+        "compute_logits",
+        lambda states: rows.append(len(states)) or compute_logits(states),
     )
     result = runner.execute(step)
-    assert [len(found) for found in result.prompt_logprobs.values()] == [each.count - 1 for each in step.sequences]
+    assert [len(found) for found in result.prompt_logprobs.values()] == [
+        each.count - 1 for each in step.sequences
+    ]
     assert len(result.logprobs) == len(step.sequences) == rows[-1]
     assert rows[:4] == [ROWS_AT_ONCE] * 3 + [step.sequences[0].count - 3 * ROWS_AT_ONCE]

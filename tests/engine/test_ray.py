@@ -67,7 +67,10 @@ def test_nothing_is_left_behind(seen: Any) -> None:
 def test_the_loss_of_a_host_ends_requests_in_time(seen: Any) -> None:
     assert seen["lost"]["errors"]
     assert len(seen["lost"]["errors"]) + seen["lost"]["whole"] == seen["lost"]["asked"]
-    assert all(re.search(r"rank 1 has ended.*last stage: (after )?step \d", each) for each in seen["lost"]["errors"])
+    assert all(
+        re.search(r"rank 1 has ended.*last stage: (after )?step \d", each)
+        for each in seen["lost"]["errors"]
+    )
     assert seen["lost"]["seconds"] < 5
     assert "rank 1 has ended" in seen["afterwards"]
 
@@ -109,7 +112,8 @@ def test_a_rank_that_hangs_is_named_with_those_that_wait(seen_too: Any) -> None:
     assert len(seen_too["stopped"]) == 2
     for error in seen_too["stopped"]:
         assert re.search(
-            r"rank 1 \(after step \d+\) did not come to the end of a call within 3 seconds, and rank 0 wait", error
+            r"rank 1 \(after step \d+\) did not come to the end of a call within 3 seconds, and rank 0 wait",
+            error,
         )
     assert seen_too["two"] == seen_too["alone"]
     assert seen_too["started_again"] == seen_too["alone"]
@@ -146,7 +150,9 @@ def test_a_stranger_who_says_nothing_holds_up_no_worker(caplog: pytest.LogCaptur
         closing(Door(listening, token)) as door,
         ExitStack() as use,
     ):
-        strangers = [use.enter_context(socket.create_connection(listening.getsockname())) for _ in range(6)]
+        strangers = [
+            use.enter_context(socket.create_connection(listening.getsockname())) for _ in range(6)
+        ]
         strangers[0].sendall(bytes(37))
         strangers[1].close()
         worker = use.enter_context(socket.create_connection(listening.getsockname()))
@@ -264,8 +270,15 @@ def test_a_host_that_vanishes_without_a_word_is_told_in_seconds(warm_python: str
 
     Four seconds pass, in which no work is done.
     """
-    done = subprocess.run([warm_python, "-c", SILENT], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [warm_python, "-c", SILENT], capture_output=True, text=True, timeout=60, check=False
+    )
     if "may not" in done.stderr:
         pytest.skip("this process may have no network of its own")
-    assert done.stdout.count("ConnectionAbortedError [Errno 110] the other host is silent") == 2, done
-    assert done.stdout.count("the process of the worker has ended, or is cut off; last stage: unknown") == 2, done
+    assert done.stdout.count("ConnectionAbortedError [Errno 110] the other host is silent") == 2, (
+        done
+    )
+    assert (
+        done.stdout.count("the process of the worker has ended, or is cut off; last stage: unknown")
+        == 2
+    ), done

@@ -110,7 +110,11 @@ def test_who_has_the_workers_of_before_reaches_none_of_those_that_started(make: 
             before.ask_beside(encoded(()))
         executor.check_health()
         assert executor.call_all("synchronize") == [None]
-        assert (executor.workers.restarts_left, executor.is_lost, executor.can_restart) == (restarts, False, False)
+        assert (executor.workers.restarts_left, executor.is_lost, executor.can_restart) == (
+            restarts,
+            False,
+            False,
+        )
 
 
 @pytest.mark.parametrize("fails", ["the model", "the processes", "an interrupt"])
@@ -131,7 +135,9 @@ def test_a_restart_that_fails_is_told_by_whoever_is_asked(
     executor.check_health()
     if fails == "the processes":
         monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    reason = {"the model": "too little memory", "the processes": "nowhere/python"}.get(fails, "KeyboardInterrupt")
+    reason = {"the model": "too little memory", "the processes": "nowhere/python"}.get(
+        fails, "KeyboardInterrupt"
+    )
     if fails == "an interrupt":
         for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
@@ -141,7 +147,9 @@ def test_a_restart_that_fails_is_told_by_whoever_is_asked(
     assert tries == ([] if fails == "the processes" else [1, 0])
     assert (executor.is_lost, executor.can_restart, executor.is_restarting) == (True, False, False)
     for use in (executor.check_health, lambda: executor.call("synchronize")):
-        with pytest.raises(EngineError, match=rf"could not be started again: .*{reason}.*start the engine"):
+        with pytest.raises(
+            EngineError, match=rf"could not be started again: .*{reason}.*start the engine"
+        ):
             use()
 
 
@@ -150,8 +158,14 @@ def test_a_worker_that_is_stopped_holds_nobody_up(make: Make) -> None:
     tokens = GrammarTokens(trained_tokenizer())
     executor = started(make, restart_workers=2)
     asks: list[tuple[Callable[[], object], str]] = [
-        (lambda: executor.share(Grammar({"choice": ["a"]}, tokens)), "did not compile a grammar within 1 seconds"),
-        (lambda: executor.call("synchronize", b"x" * 10_000_000), "did not come to the end of a call within 1 seconds"),
+        (
+            lambda: executor.share(Grammar({"choice": ["a"]}, tokens)),
+            "did not compile a grammar within 1 seconds",
+        ),
+        (
+            lambda: executor.call("synchronize", b"x" * 10_000_000),
+            "did not come to the end of a call within 1 seconds",
+        ),
     ]
     for ask, reason in asks:
         end(executor, signal.SIGSTOP)
@@ -181,7 +195,9 @@ def test_a_shutdown_ends_a_call_of_another_thread(make: Make) -> None:
         executor.check_health()
 
 
-def test_a_shutdown_while_workers_start_ends_them(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shutdown_while_workers_start_ends_them(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those that come too late are ended, and the start says so."""
     executor, start = make(), ProcessExecutor._start_workers
 
@@ -195,7 +211,9 @@ def test_a_shutdown_while_workers_start_ends_them(make: Make, monkeypatch: pytes
         executor.start()
 
 
-def test_a_worker_that_ends_while_the_others_start_is_named(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_ends_while_the_others_start_is_named(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is the one that is told, and not those that wait for it."""
     start = ProcessExecutor._start_workers
 
@@ -207,11 +225,15 @@ def test_a_worker_that_ends_while_the_others_start_is_named(make: Make, monkeypa
 
     monkeypatch.setattr(ProcessExecutor, "_start_workers", one_ends)
     executor = make(tensor=2, step_seconds=300)
-    with pytest.raises(EngineError, match=r"process of rank 1 has ended, with the status -9.*last stage: starting"):
+    with pytest.raises(
+        EngineError, match=r"process of rank 1 has ended, with the status -9.*last stage: starting"
+    ):
         executor.start()
 
 
-@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # between its making and its first use
+@pytest.mark.filterwarnings(
+    "ignore:unclosed:ResourceWarning"
+)  # between its making and its first use
 def test_an_interrupt_while_workers_start_leaves_none(make: Make) -> None:
     """Wherever it comes, those that had started are ended, once the executor is shut down."""
     files = ("process_executor.py", "remote_workers.py", "remote_executor.py", "worker_link.py")
@@ -237,12 +259,16 @@ def test_a_long_call_and_a_long_answer_do_not_wait_for_each_other(make: Make) ->
     assert executor.call("__getattribute__", "kept") == long[:3]
 
 
-def test_a_worker_of_another_version_is_told_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_of_another_version_is_told_nothing(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It says in plain text what it is; where the engine is something else, both are shown, and no job is sent."""
     sent: list[int] = []
     monkeypatch.setattr(worker_link, "__version__", "9.9")  # of this process
     monkeypatch.setattr(RemoteWorkers, "begin", lambda self, rank, job: sent.append(rank))
-    with pytest.raises(EngineError, match=r'rank 0 has .*"opgraft": "0.*, and the process of the engine .*"9\.9"'):
+    with pytest.raises(
+        EngineError, match=r'rank 0 has .*"opgraft": "0.*, and the process of the engine .*"9\.9"'
+    ):
         started(make)
     assert not sent
 
@@ -258,11 +284,15 @@ def test_a_worker_that_says_nothing_is_named(make: Make, monkeypatch: pytest.Mon
         return found
 
     monkeypatch.setattr(ProcessExecutor, "_start_workers", one_stops)
-    with pytest.raises(EngineError, match=r"rank 1 \(starting\) did not come to the end of a call within 1 seconds"):
+    with pytest.raises(
+        EngineError, match=r"rank 1 \(starting\) did not come to the end of a call within 1 seconds"
+    ):
         started(make, tensor=2, start_seconds=1)
 
 
-def test_ranks_meet_where_no_other_user_is(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ranks_meet_where_no_other_user_is(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """In a folder that is theirs alone while they run, as some groups meet late; the engine listens at no port."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     start, seen = ProcessExecutor._start_workers, []

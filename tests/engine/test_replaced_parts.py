@@ -39,7 +39,9 @@ def served(core: EngineCore) -> tuple[dict[str, list[int]], dict[str, str]]:
     core.add(requests)
     errors = {output.request_id: output.error for output in news(core) if output.error is not None}
     expect_empty(core)
-    return {each.request_id: each.output for each in requests if each.request_id not in errors}, errors
+    return {
+        each.request_id: each.output for each in requests if each.request_id not in errors
+    }, errors
 
 
 BAD_RESULTS: dict[str, tuple[Callable[[StepResult], StepResult], str]] = {
@@ -60,7 +62,9 @@ BAD_RESULTS: dict[str, tuple[Callable[[StepResult], StepResult], str]] = {
 
 
 @pytest.mark.parametrize("what", BAD_RESULTS)
-def test_a_wrong_result_of_a_runner_fails_its_step(checkpoint: Path, right: dict[str, list[int]], what: str) -> None:
+def test_a_wrong_result_of_a_runner_fails_its_step(
+    checkpoint: Path, right: dict[str, list[int]], what: str
+) -> None:
     """Whatever a replaced runner gives: the requests of that step fail and say so, and the others have their tokens."""
     spoil, message = BAD_RESULTS[what]
     core = engine(checkpoint)

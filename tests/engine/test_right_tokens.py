@@ -28,7 +28,9 @@ FAMILIES = (*DECODERS, *THROUGH_TRANSFORMERS)
 
 
 @pytest.fixture(scope="module")
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Any]:
     """A folder with a family's random weights, and transformers' model of them."""
     name = request.param
     folder = tmp_path_factory.mktemp("engine") / name
@@ -39,7 +41,9 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 every_family = pytest.mark.parametrize("checkpoint", FAMILIES, indirect=True)
-with_and_without_windows = pytest.mark.parametrize("checkpoint", ["llama", "mistral", "gemma3"], indirect=True)
+with_and_without_windows = pytest.mark.parametrize(
+    "checkpoint", ["llama", "mistral", "gemma3"], indirect=True
+)
 
 
 def crowded_engine(folder: Path) -> EngineCore:
@@ -54,7 +58,10 @@ def test_in_chunks_and_after_preemption(checkpoint: tuple[Path, Any]) -> None:
     """Prompts come in chunks beside other requests, and some are computed anew as the cache is small."""
     folder, model = checkpoint
     core = crowded_engine(folder)
-    pairs = [recorded(str(i), prompt, 10) for i, prompt in enumerate(prompts(1, 2, 3, 1, 2, 1, 19, 30, 11, 25))]
+    pairs = [
+        recorded(str(i), prompt, 10)
+        for i, prompt in enumerate(prompts(1, 2, 3, 1, 2, 1, 19, 30, 11, 25))
+    ]
     serve(core, [request for request, _ in pairs])
     assert any(request.num_preemptions for request, _ in pairs)
     for request, recorder in pairs:
@@ -71,11 +78,17 @@ def test_from_a_reused_prefix_beside_random_neighbours(checkpoint: tuple[Path, A
     same, same_logits = recorded("same", first.prompt)
     longer, longer_logits = recorded("longer", [*first.prompt, *first.output, *prompts(3)[0]])
     branch, branch_logits = recorded("branch", [*first.prompt[:9], *prompts(13)[0]])
-    neighbours = [Request(f"n{i}", prompt, SamplingParams(max_tokens=9)) for i, prompt in enumerate(prompts(5, 1, 17))]
+    neighbours = [
+        Request(f"n{i}", prompt, SamplingParams(max_tokens=9))
+        for i, prompt in enumerate(prompts(5, 1, 17))
+    ]
     serve(core, [same, neighbours[0], longer, neighbours[1], branch, neighbours[2]])
     assert same.num_cached == 21 // BLOCK * BLOCK
     assert longer.num_cached == 33 // BLOCK * BLOCK
-    assert branch.num_cached in (0, 9 // BLOCK * BLOCK)  # 0 where a window has slid over what both begin with
+    assert branch.num_cached in (
+        0,
+        9 // BLOCK * BLOCK,
+    )  # 0 where a window has slid over what both begin with
     for request, logits in ((same, same_logits), (longer, longer_logits), (branch, branch_logits)):
         expect_right(model, request, logits)
 
@@ -85,7 +98,9 @@ def test_nothing_is_found_of_a_request_that_failed(checkpoint: tuple[Path, Any])
     """One that is NaN from some token on leaves nothing to those that begin as it did before."""
     folder, model = checkpoint
     core = engine(folder, max_num_batched_tokens=32)
-    spoilt = core.executor.worker.runner.model.get_submodule("model.embed_tokens").register_forward_hook(
+    spoilt = core.executor.worker.runner.model.get_submodule(
+        "model.embed_tokens"
+    ).register_forward_hook(
         lambda module, given, found: found.masked_fill((given[0] == 98)[:, None], torch.nan)
     )
     first, second = ([token for token in prompt if token != 98] for prompt in prompts(18, 30))
@@ -120,7 +135,13 @@ def test_requests_that_come_and_go(checkpoint: tuple[Path, Any]) -> None:
     others = 0
     while request.finish_reason is None:
         length = int(torch.randint(1, 40, (), generator=generator))
-        core.add([Request(f"other {others}", prompts(length)[0], SamplingParams(max_tokens=4, seed=others))])
+        core.add(
+            [
+                Request(
+                    f"other {others}", prompts(length)[0], SamplingParams(max_tokens=4, seed=others)
+                )
+            ]
+        )
         others += 1
         if others % 3 == 0 and (running := [r for r in core.scheduler.running if r is not request]):
             core.abort(running[0].request_id)
@@ -133,7 +154,9 @@ def test_requests_that_come_and_go(checkpoint: tuple[Path, Any]) -> None:
 
 @with_and_without_windows
 @pytest.mark.parametrize("length", [22, 21, 3])
-def test_several_answers(checkpoint: tuple[Path, Any], length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_answers(
+    checkpoint: tuple[Path, Any], length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each of n answers is that of a request of its own with its seed, from logits that transformers has."""
     folder, model = checkpoint
     prompt = prompts(length)[0]
@@ -157,7 +180,9 @@ def test_answers_whose_parent_was_preempted(checkpoint: tuple[Path, Any]) -> Non
     """Siblings whose prompt is gone, or has slid out of a window, compute it anew."""
     folder, model = checkpoint
     core = crowded_engine(folder)
-    asked = [recorded(str(i), p, 16, temperature=1, seed=i, n=5) for i, p in enumerate(prompts(3, 2, 1))]
+    asked = [
+        recorded(str(i), p, 16, temperature=1, seed=i, n=5) for i, p in enumerate(prompts(3, 2, 1))
+    ]
     siblings = [sibling for request, _ in asked for sibling in request.split()]
     serve(core, siblings)
     assert any(sibling.num_preemptions for sibling in siblings)
@@ -166,7 +191,9 @@ def test_answers_whose_parent_was_preempted(checkpoint: tuple[Path, Any]) -> Non
 
 
 @pytest.mark.parametrize("checkpoint", ["llama"], indirect=True)
-def test_first_tokens_of_siblings_are_distributed_as_the_logits_say(checkpoint: tuple[Path, Any]) -> None:
+def test_first_tokens_of_siblings_are_distributed_as_the_logits_say(
+    checkpoint: tuple[Path, Any],
+) -> None:
     """The first tokens of many answers pass a chi-square test against the softmax of transformers' logits."""
     folder, model = checkpoint
     prompt, count = prompts(10)[0], 2000
@@ -174,7 +201,9 @@ def test_first_tokens_of_siblings_are_distributed_as_the_logits_say(checkpoint: 
     siblings = request.split()
     serve(engine(folder, max_num_seqs=64), siblings)
     expected = plain_logits(model, prompt, [0])[0].double().softmax(-1) * count
-    found = torch.bincount(torch.tensor([s.output[0] for s in siblings]), minlength=len(expected)).double()
+    found = torch.bincount(
+        torch.tensor([s.output[0] for s in siblings]), minlength=len(expected)
+    ).double()
     common = expected >= 5
     distances = (found - expected)[common].square() / expected[common]
     freedom = int(common.sum()) - 1

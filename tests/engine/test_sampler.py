@@ -29,7 +29,9 @@ MIXED = [
 ]
 
 
-def batch_of(params: Sequence[SamplingParams], prompt: Sequence[int] = (1, 2, 3), first: int = 0) -> SamplingBatch:
+def batch_of(
+    params: Sequence[SamplingParams], prompt: Sequence[int] = (1, 2, 3), first: int = 0
+) -> SamplingBatch:
     """A batch whose keys are 'first', 'first' + 1 and so on, which are the numbers of arrival too."""
     batch = SamplingBatch()
     for index, each in enumerate(params, first):
@@ -56,7 +58,9 @@ def test_greedy_takes_the_first_of_the_likeliest(vocabulary: int, dtype: torch.d
 
 def test_a_greedy_batch_changes_and_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all is greedy, no number is drawn and the logits are not written to."""
-    monkeypatch.setattr(SamplingBatch, "noise_keys", lambda *_: pytest.fail("a random number for a greedy request"))
+    monkeypatch.setattr(
+        SamplingBatch, "noise_keys", lambda *_: pytest.fail("a random number for a greedy request")
+    )
     logits = normal(3, 100)
     before = logits.clone()
     Sampler()(logits, batch_of([GREEDY] * 3))
@@ -125,7 +129,9 @@ def test_tokens_are_distributed_as_they_should(temperature: float, limits: dict[
 
 def test_random_numbers_are_uniform_and_independent() -> None:
     """Numbers of neighbouring seeds, positions and tokens fill (0, 1) evenly, and pairs of them the square."""
-    keys = torch.tensor([[noise_key(stream_of(seed, 0), at) for at in range(20)] for seed in range(40)])
+    keys = torch.tensor(
+        [[noise_key(stream_of(seed, 0), at) for at in range(20)] for seed in range(40)]
+    )
     counters = torch.arange(-10, 15)
     cube = (-exponentials(keys.reshape(-1, 1), counters)).exp().reshape(40, 20, 25)
     assert float(cube.min()) > 0
@@ -136,8 +142,12 @@ def test_random_numbers_are_uniform_and_independent() -> None:
         cells = ((pairs[0] * 8).long() * 8 + (pairs[1] * 8).long()).flatten()
         statistic, limit = chi_square(torch.bincount(cells, minlength=64).double(), even)
         assert statistic < limit
-    assert noise_key(stream_of(3, 9), 5) == noise_key(stream_of(3, 1), 5), "a seed makes the arrival unimportant"
-    assert noise_key(stream_of(None, 3), 5) != noise_key(stream_of(3, 0), 5), "arrivals are no seeds"
+    assert noise_key(stream_of(3, 9), 5) == noise_key(stream_of(3, 1), 5), (
+        "a seed makes the arrival unimportant"
+    )
+    assert noise_key(stream_of(None, 3), 5) != noise_key(stream_of(3, 0), 5), (
+        "arrivals are no seeds"
+    )
 
 
 def test_numbers_of_a_key_are_the_same_on_every_machine() -> None:
@@ -151,11 +161,14 @@ def test_numbers_of_a_key_are_the_same_on_every_machine() -> None:
 
     keys, counters = [0, 5, -(2**63), 2**63 - 1], [-800, -1, 0, 1, 49_151]
     found = exponentials(torch.tensor(keys).unsqueeze(1), torch.tensor(counters)).flatten().tolist()
-    assert found == pytest.approx([expected(key, counter) for key in keys for counter in counters], rel=1e-12)
+    assert found == pytest.approx(
+        [expected(key, counter) for key in keys for counter in counters], rel=1e-12
+    )
 
 
 @pytest.mark.parametrize(
-    ("spread", "limits"), [(0.3, {}), (3.0, {}), (3.0, {"top_k": 40}), (3.0, {"top_p": 0.95}), (3.0, {"min_p": 0.001})]
+    ("spread", "limits"),
+    [(0.3, {}), (3.0, {}), (3.0, {"top_k": 40}), (3.0, {"top_p": 0.95}), (3.0, {"min_p": 0.001})],
 )
 def test_rounding_of_logits_changes_few_draws(spread: float, limits: dict[str, Any]) -> None:
     """Logits that differ by 0.01 give other tokens to few of 500 seeds, over flat and peaked distributions."""
@@ -167,7 +180,9 @@ def test_rounding_of_logits_changes_few_draws(spread: float, limits: dict[str, A
     assert changed <= 15
 
 
-def tokens_of(params: Sequence[SamplingParams], logits: Tensor, keys: Sequence[int], steps: int = 4) -> dict[Any, list]:
+def tokens_of(
+    params: Sequence[SamplingParams], logits: Tensor, keys: Sequence[int], steps: int = 4
+) -> dict[Any, list]:
     """Sample some steps of the requests that are named, in their order, each from its own row of the logits."""
     batch = SamplingBatch()
     for key in keys:
@@ -226,7 +241,9 @@ def test_arrivals_and_ends_are_shown_once(monkeypatch: pytest.MonkeyPatch) -> No
     """The rows are put together when a step asks for them, not with each request that comes or goes."""
     shown: list[int] = []
     show = SamplingBatch._show
-    monkeypatch.setattr(SamplingBatch, "_show", lambda self, keys: (shown.append(len(keys)), show(self, keys))[1])
+    monkeypatch.setattr(
+        SamplingBatch, "_show", lambda self, keys: (shown.append(len(keys)), show(self, keys))[1]
+    )
     batch = batch_of([GREEDY] * 50)
     for key in range(20):
         batch.remove(key)
@@ -264,7 +281,9 @@ def test_bad_logits_fail_one_request_by_name(vocabulary: int) -> None:
 def test_a_batch_without_rows_for_the_logits_is_refused() -> None:
     """The number of rows must fit, and each request is known by one key."""
     batch = batch_of([GREEDY])
-    with pytest.raises(RequestError, match=r"logits \(2, 9\) for a batch of 1 requests: give \[1, vocabulary\]"):
+    with pytest.raises(
+        RequestError, match=r"logits \(2, 9\) for a batch of 1 requests: give \[1, vocabulary\]"
+    ):
         Sampler()(torch.zeros(2, 9), batch)
     with pytest.raises(RequestError, match="request 0 is in the batch already"):
         batch.add(0, GREEDY, [1])
@@ -304,7 +323,10 @@ def test_log_probabilities_of_a_prompt_come_by_chunks() -> None:
     logits = normal(5, 20)
     whole = prompt_logprobs(logits, prompt, 0, 2)
     assert [entry.token for entry in whole] == prompt[1:]
-    chunks = [*prompt_logprobs(logits[:2], prompt, 0, 2), *prompt_logprobs(logits[2:], prompt, 2, 2)]
+    chunks = [
+        *prompt_logprobs(logits[:2], prompt, 0, 2),
+        *prompt_logprobs(logits[2:], prompt, 2, 2),
+    ]
     assert chunks == whole
     assert prompt_logprobs(logits[4:], prompt, 4, 2) == []
     assert all(isinstance(entry, TokenLogprobs) and len(entry.top) == 2 for entry in whole)

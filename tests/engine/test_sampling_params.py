@@ -18,8 +18,16 @@ NAN, INFINITY = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("name", "values", "allowed"),
     [
-        ("n", [0, -1, True, 1.0, "1", None, 16_385, 10**9], "an integer of at least 1 and at most 16,384"),
-        ("temperature", [-1, NAN, INFINITY, 1e-9, 10**400, True, "hot", None], "0 for greedy decoding, or a number"),
+        (
+            "n",
+            [0, -1, True, 1.0, "1", None, 16_385, 10**9],
+            "an integer of at least 1 and at most 16,384",
+        ),
+        (
+            "temperature",
+            [-1, NAN, INFINITY, 1e-9, 10**400, True, "hot", None],
+            "0 for greedy decoding, or a number",
+        ),
         ("top_k", [-2, True, 1.5], "an integer of at least 0, where 0 keeps every token"),
         ("top_p", [0, -0.1, 1.1, NAN, True, "1"], "a number above 0 and at most 1"),
         ("min_p", [-0.1, 1.1, NAN], "a number from 0 to 1"),
@@ -30,7 +38,11 @@ NAN, INFINITY = float("nan"), float("inf")
         ("stop", ["", [""], ["a", ""], [1], None, b"a"], "a list of strings that are not empty"),
         ("stop_token_ids", [[-1], [True], [1.0], "12", 3], "a list of token ids"),
         ("bad_words", ["", [""], 1, ["a\ud800"]], "a list of strings that are not empty"),
-        ("logit_bias", [{1: NAN}, {1: 101}, {-1: 1}, {True: 1}, {"1": 1}, [1]], "a mapping of token ids to numbers"),
+        (
+            "logit_bias",
+            [{1: NAN}, {1: 101}, {-1: 1}, {True: 1}, {"1": 1}, [1]],
+            "a mapping of token ids to numbers",
+        ),
         ("min_tokens", [-1, True], "an integer of at least 0"),
         ("allowed_token_ids", [[], [-1], [True], "12", 3], "None or a list of token ids"),
         ("max_tokens", [0, -1, True, 1.0], "an integer of at least 1"),
@@ -62,8 +74,14 @@ def test_every_parameter_is_checked() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"min_tokens": 17}, "min_tokens is 17 and max_tokens 16, and no output .* lower the one or raise the other"),
-        ({"n": 2, "temperature": 0}, "n is 2 and temperature 0, and greedy decoding gives the same output every time"),
+        (
+            {"min_tokens": 17},
+            "min_tokens is 17 and max_tokens 16, and no output .* lower the one or raise the other",
+        ),
+        (
+            {"n": 2, "temperature": 0},
+            "n is 2 and temperature 0, and greedy decoding gives the same output every time",
+        ),
     ],
 )
 def test_contradictions(values: dict[str, Any], message: str) -> None:
@@ -75,13 +93,22 @@ def test_contradictions(values: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("yes or no", "'yes or no' is no mapping with one of the keys json, regex, choice, grammar"),
+        (
+            "yes or no",
+            "'yes or no' is no mapping with one of the keys json, regex, choice, grammar",
+        ),
         ({"json": {}, "regex": "a"}, "is no mapping with one of the keys"),
         ({"jsn": {}}, "unknown kind 'jsn': did you mean 'json'?"),
-        ({"choice": []}, r"choice is [], which is no list of choices: give a list of at least one text, none of them"),
+        (
+            {"choice": []},
+            r"choice is [], which is no list of choices: give a list of at least one text, none of them",
+        ),
         ({"choice": ["a", ""]}, "choice is ['a', ''], which is no list of choices"),
         ({"choice": "ab"}, "choice is 'ab', which is no list of choices"),
-        ({"regex": ""}, "regex is '', which is no regular expression: give a text that is not empty"),
+        (
+            {"regex": ""},
+            "regex is '', which is no regular expression: give a text that is not empty",
+        ),
         ({"grammar": 5}, "grammar is 5, which is no grammar: give a text"),
         ({"json": ["a"]}, "json is ['a'], which is no JSON schema: give an object, or its text"),
     ],
@@ -100,7 +127,9 @@ def test_structured_outputs_of_vllm() -> None:
         params = SamplingParams(structured_outputs=given)
         assert params.structured_output == {"regex": "a+"}
         assert dataclasses.replace(params, n=1) == params
-    with pytest.raises(RequestError, match="structured_output and structured_outputs are both given"):
+    with pytest.raises(
+        RequestError, match="structured_output and structured_outputs are both given"
+    ):
         SamplingParams(structured_output={"regex": "a"}, structured_outputs=form)
 
 
@@ -110,7 +139,12 @@ def test_lists_are_kept_as_tuples_of_their_own() -> None:
     params = SamplingParams(stop=stop, logit_bias=bias, bad_words="b", stop_token_ids={3})
     stop.append("c")
     bias[4] = NAN
-    assert (params.stop, params.logit_bias, params.bad_words, params.stop_token_ids) == (("a",), {1: 2.0}, ("b",), (3,))
+    assert (params.stop, params.logit_bias, params.bad_words, params.stop_token_ids) == (
+        ("a",),
+        {1: 2.0},
+        ("b",),
+        (3,),
+    )
     assert SamplingParams(temperature=0).greedy
     assert not SamplingParams().greedy
 
@@ -143,5 +177,16 @@ def test_an_empty_prompt_is_refused() -> None:
 
 def test_equal_settings_have_the_same_hash() -> None:
     """They can be keys, with biases and structured outputs too."""
-    made = [SamplingParams(logit_bias={5: 1.0}, structured_output={"regex": "a"}, stop=["x"]) for _ in range(2)]
-    assert len({*made, SamplingParams(logit_bias={5: 2.0}, structured_output={"regex": "a"}, stop=["x"])}) == 2
+    made = [
+        SamplingParams(logit_bias={5: 1.0}, structured_output={"regex": "a"}, stop=["x"])
+        for _ in range(2)
+    ]
+    assert (
+        len(
+            {
+                *made,
+                SamplingParams(logit_bias={5: 2.0}, structured_output={"regex": "a"}, stop=["x"]),
+            }
+        )
+        == 2
+    )

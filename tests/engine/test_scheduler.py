@@ -53,8 +53,12 @@ def test_order_is_by_priority_then_arrival() -> None:
         assert list(counts(step(scheduler))) == order
 
 
-@pytest.mark.parametrize(("policy", "victim", "next_in_line"), [("fcfs", "c", "d"), ("priority", "a", "d")])
-def test_the_last_is_preempted_and_none_is_admitted(policy: str, victim: str, next_in_line: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "victim", "next_in_line"), [("fcfs", "c", "d"), ("priority", "a", "d")]
+)
+def test_the_last_is_preempted_and_none_is_admitted(
+    policy: str, victim: str, next_in_line: str
+) -> None:
     """Where blocks run out the last gives its own to the others; its tokens are kept, and it waits before newcomers."""
     scheduler = make_scheduler(num_blocks=6, block_size=4, policy=policy, max_num_seqs=3)
     for name, priority, first in (("a", 1, 10), ("b", 0, 20), ("c", 0, 30)):
@@ -241,17 +245,27 @@ def test_steps_can_be_sent_to_another_process() -> None:
 @pytest.mark.parametrize(
     ("settings", "added", "message"),
     [
-        ({}, request("a", 64), "a prompt of 64 tokens, and the context holds 64, prompt and output together: shorten"),
+        (
+            {},
+            request("a", 64),
+            "a prompt of 64 tokens, and the context holds 64, prompt and output together: shorten",
+        ),
         (
             {"num_blocks": 3},
             request("a", 4, max_tokens=12),
             "^request 'a' may grow to 16 tokens, a prompt of 4 and an output of up to 12, for which it needs 4 blocks "
             "of 4 tokens, and the cache has 3: lower max_tokens, or raise cache.memory_bytes",
         ),
-        ({"chunked": False, "budget": 8}, request("a", 9), "a prompt of 9 tokens, and a step takes 8, with scheduler"),
+        (
+            {"chunked": False, "budget": 8},
+            request("a", 9),
+            "a prompt of 9 tokens, and a step takes 8, with scheduler",
+        ),
     ],
 )
-def test_what_can_never_be_served_is_refused(settings: dict[str, Any], added: Request, message: str) -> None:
+def test_what_can_never_be_served_is_refused(
+    settings: dict[str, Any], added: Request, message: str
+) -> None:
     """The error comes when the request is added, with the numbers and the settings that change them."""
     scheduler = make_scheduler(**settings)
     with pytest.raises(RequestError, match=message):
@@ -272,7 +286,9 @@ def test_ids_are_checked() -> None:
     """An id in use, an unknown one, one that has finished, a parent of another prompt, a token that is missing."""
     scheduler = make_scheduler()
     scheduler.add(request("a", max_tokens=1))
-    with pytest.raises(RequestError, match="'a' is added, and one of that id runs or waits: give each"):
+    with pytest.raises(
+        RequestError, match="'a' is added, and one of that id runs or waits: give each"
+    ):
         scheduler.add(request("a"))
     with pytest.raises(RequestError, match="'b' cannot be aborted, as none of that id"):
         scheduler.abort("b")

@@ -68,7 +68,9 @@ def test_what_does_not_fit_is_not_looked_up_in_each_step() -> None:
 
 
 @pytest.mark.parametrize("kinds", [[LayerKind()], [LayerKind(), LayerKind(6)]])
-def test_what_does_not_fit_is_admitted_when_another_has_computed_its_beginning(kinds: list[LayerKind]) -> None:
+def test_what_does_not_fit_is_admitted_when_another_has_computed_its_beginning(
+    kinds: list[LayerKind],
+) -> None:
     """Blocks that come to be shared while a request waits need no room any more."""
     scheduler = make_scheduler(kinds, num_blocks=16 * len(kinds), budget=64)
     scheduler.add(request("first", 32, max_tokens=9))

@@ -18,10 +18,25 @@ from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import DistributedError
 from opgraft.models import load_model
 from opgraft.models.stages import evenly
-from random_decoders import DECODERS, HYBRIDS, THROUGH_TRANSFORMERS, hybrid, through_transformers, written
+from random_decoders import (
+    DECODERS,
+    HYBRIDS,
+    THROUGH_TRANSFORMERS,
+    hybrid,
+    through_transformers,
+    written,
+)
 from ranks import Ranks
 
-QUICK = ("llama 3, with biases, tied", "gemma3", "deepseek v3, with experts", "bamba", "lfm2", "gpt_neox", "cohere2")
+QUICK = (
+    "llama 3, with biases, tied",
+    "gemma3",
+    "deepseek v3, with experts",
+    "bamba",
+    "lfm2",
+    "gpt_neox",
+    "cohere2",
+)
 """Of all ways to cut, a case each; the others are as one of these."""
 
 CASES = [
@@ -36,14 +51,19 @@ def two() -> Iterator[Ranks]:
         yield ranks
 
 
-def served(folder: str, compiled: bool = False) -> tuple[list[list[int]], list[torch.Tensor], dict[str, int]]:
+def served(
+    folder: str, compiled: bool = False
+) -> tuple[list[list[int]], list[torch.Tensor], dict[str, int]]:
     """Outputs and logits of requests in chunks beside each other, more than the cache holds, and bytes of weights."""
     given = settings(Path(folder), max_num_batched_tokens=11, num_blocks=25, max_model_len=40)
     if compiled:
         mode = CompilationMode.STOCK_TORCH_COMPILE
         given = replaced(given, compilation_config={"mode": mode, "backend": "eager"})
     core = EngineCore(given)
-    given = [recorded(f"r{number}", prompt, 20) for number, prompt in enumerate([*prompts(5, 17, 9, 3), [7] * 17])]
+    given = [
+        recorded(f"r{number}", prompt, 20)
+        for number, prompt in enumerate([*prompts(5, 17, 9, 3), [7] * 17])
+    ]
     core.add([request for request, _ in given])
     for output in news(core):
         assert output.error is None
@@ -98,7 +118,9 @@ def test_other_sizes(tmp_path: Path, sizes: dict[str, int]) -> None:
     with Ranks(prod(sizes.values()), **sizes) as ranks:
         for folder in ("windows", "states"):
             outputs, _, _ = served(str(tmp_path / folder))
-            assert [found for found, _, _ in ranks.run(served, str(tmp_path / folder))] == [outputs] * len(ranks.ends)
+            assert [found for found, _, _ in ranks.run(served, str(tmp_path / folder))] == [
+                outputs
+            ] * len(ranks.ends)
 
 
 def layers(folder: str, chosen: tuple[int, ...]) -> list[str] | str:
@@ -144,7 +166,10 @@ def served_with_faults(folder: str, stage: int) -> tuple[dict[str, list[int]], d
 
     layer.forward = failing
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
-    given = [Request(f"r{number}", prompt, params) for number, prompt in enumerate(prompts(4, 6, 3, 9, 5, 7))]
+    given = [
+        Request(f"r{number}", prompt, params)
+        for number, prompt in enumerate(prompts(4, 6, 3, 9, 5, 7))
+    ]
     core.add(given)
     errors = {output.request_id: output.error for output in news(core) if output.error is not None}
     expect_empty(core)
@@ -156,7 +181,9 @@ def test_a_stage_that_fails(tmp_path: Path, two: Ranks, stage: int) -> None:
     """The requests of the step end with the error of the stage it came from, on all ranks; others have their tokens."""
     make("llama", tmp_path)
     right, _ = served_with_faults(str(tmp_path), 9)
-    (tokens, errors), (tokens_there, errors_there) = two.run(served_with_faults, str(tmp_path), stage)
+    (tokens, errors), (tokens_there, errors_there) = two.run(
+        served_with_faults, str(tmp_path), stage
+    )
     assert tokens == tokens_there
     assert errors.keys() == errors_there.keys()
     assert errors

@@ -29,7 +29,9 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 def test_tokens_are_right_beside_others(model: Any, tmp_path: Path) -> None:
     """Prompts of several lengths, more than run at once and in chunks, have the tokens that transformers finds."""
-    given = [recorded(f"r{number}", prompt) for number, prompt in enumerate(prompts(5, 1, 17, 9, 30, 3))]
+    given = [
+        recorded(f"r{number}", prompt) for number, prompt in enumerate(prompts(5, 1, 17, 9, 30, 3))
+    ]
     core = engine(tmp_path, max_num_batched_tokens=11)
     serve(core, [request for request, _ in given])
     for request, recorder in given:
@@ -43,7 +45,10 @@ def test_logits_are_those_of_transformers(model: Any, tmp_path: Path) -> None:
     first, second = prompts(23, 7)
     expected = plain_logits(model, first[:1], [*first[1:], 0])
     blocks = torch.arange(4).reshape(2, 2)
-    caches = {name: torch.zeros(layer.kv_cache_shape(4, 16)) for name, layer in attention_layers(ours).items()}
+    caches = {
+        name: torch.zeros(layer.kv_cache_shape(4, 16))
+        for name, layer in attention_layers(ours).items()
+    }
     with torch.inference_mode():
         ids = torch.tensor([*second, *first])
         positions = torch.cat([torch.arange(7), torch.arange(23)])
@@ -58,7 +63,11 @@ def test_a_prefix_is_found_with_its_state(model: Any, tmp_path: Path) -> None:
     """A prompt that begins as another did goes on from the state at the end of a block, and none is found elsewhere."""
     core = engine(tmp_path)
     long, more = prompts(18, 9)
-    given = [recorded("a", long), recorded("b", [*long[:17], *more]), recorded("c", [*long[:9], *more])]
+    given = [
+        recorded("a", long),
+        recorded("b", [*long[:17], *more]),
+        recorded("c", [*long[:9], *more]),
+    ]
     for request, recorder in given:
         serve(core, [request])
         expect_right(model, request, recorder)
@@ -67,7 +76,9 @@ def test_a_prefix_is_found_with_its_state(model: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_slot_is_zeroed_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
+def test_a_slot_is_zeroed_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
     """A sequence in a slot that another had gets its own tokens; a runner that does not zero it is found out."""
     model = hybrid("mamba2", tmp_path)
     if kept:
@@ -129,7 +140,9 @@ def test_a_preempted_sequence_goes_on_where_it_was(model: Any, tmp_path: Path, l
 
     def noting() -> Step:
         step = schedule()
-        steps.extend((each.start, each.count) for each in step.sequences if each.request_id == "low")
+        steps.extend(
+            (each.start, each.count) for each in step.sequences if each.request_id == "low"
+        )
         return step
 
     core.scheduler.schedule = noting
@@ -140,7 +153,9 @@ def test_a_preempted_sequence_goes_on_where_it_was(model: Any, tmp_path: Path, l
         expect_right(model, request, recorder)
 
 
-def test_a_failed_step_leaves_no_state_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_leaves_no_state_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a step was to copy is not found after it failed: the next request computes its prompt itself."""
     model = hybrid("mamba", tmp_path)
     core = engine(tmp_path, max_num_batched_tokens=8)
@@ -169,8 +184,13 @@ def test_a_sequence_that_is_not_a_number(model: Any, tmp_path: Path) -> None:
     core.executor.worker.runner.model.get_submodule("model.embed_tokens").register_forward_hook(
         lambda module, given, found: found.masked_fill((given[0] == 98)[:, None], torch.nan)
     )
-    given = [recorded(f"r{number}", [each for each in prompt if each != 98]) for number, prompt in enumerate(well)]
-    core.add([recorded("sick", [*sick[:5], 98, *sick[5:]])[0], *(request for request, _ in given[:2])])
+    given = [
+        recorded(f"r{number}", [each for each in prompt if each != 98])
+        for number, prompt in enumerate(well)
+    ]
+    core.add(
+        [recorded("sick", [*sick[:5], 98, *sick[5:]])[0], *(request for request, _ in given[:2])]
+    )
     assert [output.request_id for output in news(core) if output.error] == ["sick"]
     serve(core, [given[2][0]])
     for request, recorder in given:
@@ -182,7 +202,9 @@ def test_no_room_for_one_state(tmp_path: Path) -> None:
     hybrid("mamba2", tmp_path)
     given = engines.settings(tmp_path)
     given = engines.replaced(given, cache={"num_blocks": None, "memory_bytes": 1000})
-    with pytest.raises(ConfigError, match=r"has 1000 bytes for states of sequences, and one takes \d+: raise"):
+    with pytest.raises(
+        ConfigError, match=r"has 1000 bytes for states of sequences, and one takes \d+: raise"
+    ):
         EngineCore(given)
 
 

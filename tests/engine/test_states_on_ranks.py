@@ -32,7 +32,9 @@ def two() -> Iterator[Ranks]:
 def served(folder: str) -> tuple[list[list[int]], list[torch.Tensor], dict[str, int]]:
     """Outputs and logits of requests in chunks beside each other, and the bytes of what was loaded and of a state."""
     core = engine(Path(folder), max_num_batched_tokens=11, num_blocks=24, max_model_len=40)
-    given = [recorded(f"r{number}", prompt, 20) for number, prompt in enumerate(prompts(5, 17, 9, 3))]
+    given = [
+        recorded(f"r{number}", prompt, 20) for number, prompt in enumerate(prompts(5, 17, 9, 3))
+    ]
     serve(core, [request for request, _ in given])
     runner = core.executor.worker.runner
     sizes = {name: value.nbytes for name, value in runner.model.named_parameters()}
@@ -57,9 +59,25 @@ def test_two_ranks(name: str, tmp_path: Path, two: Ranks) -> None:
         shared = "share" in name
         assert sizes["state"] * (1.7 if shared else 2) <= whole["state"]
         halved = [key for key, size in sizes.items() if 2 * size == whole[key]]
-        for part in ("conv.", "conv1d.", "in_proj.", "out_proj.", ".A", ".D", "bcdt_proj", "gate_up", "down_proj"):
-            cut = [key for key in whole if part in key and not (shared and part in ("conv1d.", "in_proj."))]
-            assert all(key in halved for key in cut if not key.endswith(("out_proj.bias", "o_proj.bias")))
+        for part in (
+            "conv.",
+            "conv1d.",
+            "in_proj.",
+            "out_proj.",
+            ".A",
+            ".D",
+            "bcdt_proj",
+            "gate_up",
+            "down_proj",
+        ):
+            cut = [
+                key
+                for key in whole
+                if part in key and not (shared and part in ("conv1d.", "in_proj."))
+            ]
+            assert all(
+                key in halved for key in cut if not key.endswith(("out_proj.bias", "o_proj.bias"))
+            )
 
 
 def refused(folder: str) -> str:

@@ -62,11 +62,17 @@ def test_tokens_and_requests_are_those_that_ran(checkpoint: Path) -> None:
     lengths = (3, 20, 7, 1, 30, 5)
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
     outputs = llm.generate([[5 + i] * length for i, length in enumerate(lengths)], params)
-    computed = [report.counters.prompt_tokens + report.counters.decode_tokens for report in watcher.reports]
+    computed = [
+        report.counters.prompt_tokens + report.counters.decode_tokens for report in watcher.reports
+    ]
     assert computed == watcher.tokens
     totals = llm.stats().counters
     assert totals.steps == len(watcher.tokens) == watcher.total("steps")
-    assert totals.sampled_tokens == sum(len(output.outputs[0].token_ids) for output in outputs) == 6 * 9
+    assert (
+        totals.sampled_tokens
+        == sum(len(output.outputs[0].token_ids) for output in outputs)
+        == 6 * 9
+    )
     assert totals.preemptions == totals.failed_steps == 0
     assert totals.prompt_tokens == sum(lengths)
     assert totals.decode_tokens == 6 * 8  # the last token of an answer is not computed any more
@@ -98,7 +104,10 @@ def test_preemptions_are_counted_with_what_they_cost(checkpoint: Path) -> None:
     llm, watcher = opened(checkpoint, **{"cache.num_blocks": 20, "cache.prefix_reuse": False})
     preempted = []
     stop = llm.engine.core.scheduler._preempt
-    llm.engine.core.scheduler._preempt = lambda request: (preempted.append(request.num_tokens), stop(request))  # type: ignore[method-assign]
+    llm.engine.core.scheduler._preempt = lambda request: (
+        preempted.append(request.num_tokens),
+        stop(request),
+    )  # type: ignore[method-assign]
     llm.generate([[5 + i] * 8 for i in range(4)], params)
     totals = llm.stats().counters
     assert totals.preemptions == len(preempted) > 0
@@ -190,7 +199,10 @@ def test_snapshots_from_another_thread(checkpoint: Path) -> None:
 
     thread = threading.Thread(target=read)
     thread.start()
-    llm.generate([[5 + i] * 5 for i in range(8)], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    llm.generate(
+        [[5 + i] * 5 for i in range(8)],
+        SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
+    )
     ended.set()
     thread.join()
     assert seen == sorted(seen)
@@ -211,7 +223,9 @@ def test_a_step_costs_a_few_microseconds_more() -> None:
             counters.seconds[part] += seconds
 
     def reported() -> None:
-        now = EngineStats(running=1, waiting=1, blocks_used=1, num_blocks=1, counters=copied(counters))
+        now = EngineStats(
+            running=1, waiting=1, blocks_used=1, num_blocks=1, counters=copied(counters)
+        )
         now.since(snapshot)
 
     for function in (counted, reported):

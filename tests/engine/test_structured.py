@@ -17,7 +17,10 @@ from opgraft.models.files import open_weights
 VOCABULARY = 49_152
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -38,7 +41,9 @@ def texts(specs: list[Any], tokens: GrammarTokens, tokenizer: Any, seed: int) ->
     """Sample a text by each spec from random logits, in one batch, until it ends."""
     batch = SamplingBatch()
     for key, spec in enumerate(specs):
-        params = SamplingParams(seed=seed + key, structured_output=spec, top_p=0.99 if key % 2 else 1.0)
+        params = SamplingParams(
+            seed=seed + key, structured_output=spec, top_p=0.99 if key % 2 else 1.0
+        )
         batch.add(key, params, [1], grammar=Grammar(spec, tokens))
     found: dict[Any, list[int]] = {key: [] for key in batch.keys}
     generator = torch.Generator().manual_seed(seed)
@@ -83,7 +88,12 @@ def test_requests_follow_their_grammars(tokens: GrammarTokens, tokenizer: Any, s
 def allowed(grammar: Grammar, output: list[int], words: int) -> list[int]:
     mask = torch.full((words,), -1, dtype=torch.int32)
     grammar.start(output).fill(mask)
-    return [32 * word + bit for word, bits in enumerate(mask.tolist()) for bit in range(32) if bits >> bit & 1]
+    return [
+        32 * word + bit
+        for word, bits in enumerate(mask.tolist())
+        for bit in range(32)
+        if bits >> bit & 1
+    ]
 
 
 def test_masks_of_any_width(tokens: GrammarTokens, tokenizer: Any) -> None:
@@ -104,7 +114,12 @@ def test_an_output_goes_on_after_a_preemption(tokens: GrammarTokens, tokenizer: 
         state.accept(token)
     mask = torch.zeros(VOCABULARY // 32, dtype=torch.int32)
     state.fill(mask)
-    bits = [32 * word + bit for word, part in enumerate(mask.tolist()) for bit in range(32) if part >> bit & 1]
+    bits = [
+        32 * word + bit
+        for word, part in enumerate(mask.tolist())
+        for bit in range(32)
+        if part >> bit & 1
+    ]
     assert allowed(grammar, output, VOCABULARY // 32) == bits
     with pytest.raises(RequestError, match=r"token \d+ does not follow the grammar"):
         grammar.start([*output, tokenizer.encode("\n", add_special_tokens=False)[0]])
@@ -124,11 +139,19 @@ def test_after_its_end_a_grammar_allows_ends(tokens: GrammarTokens, tokenizer: A
         state.accept(no)
 
 
-def test_a_grammar_that_leads_nowhere_fails_its_request(tokens: GrammarTokens, tokenizer: Any) -> None:
+def test_a_grammar_that_leads_nowhere_fails_its_request(
+    tokens: GrammarTokens, tokenizer: Any
+) -> None:
     """Where nothing can follow, that request fails by name and its neighbour goes on."""
     batch = SamplingBatch()
     endless = Grammar({"grammar": 'start: "no" | "yes" x\nx: x "c"'}, tokens)
-    batch.add("stuck", SamplingParams(), [1], tokenizer.encode("yes", add_special_tokens=False), grammar=endless)
+    batch.add(
+        "stuck",
+        SamplingParams(),
+        [1],
+        tokenizer.encode("yes", add_special_tokens=False),
+        grammar=endless,
+    )
     batch.add("other", SamplingParams(temperature=0.0), [1])
     sampled = Sampler()(torch.arange(float(VOCABULARY)).repeat(2, 1), batch)
     assert "its grammar cannot go on" in sampled.errors["stuck"]
@@ -147,12 +170,21 @@ def test_a_grammar_that_leads_nowhere_fails_its_request(tokens: GrammarTokens, t
         ({"json": {"type": "objekt"}}, "the JSON schema in json cannot be used: .*objekt"),
         ({"json": {"$ref": "#/$defs/nope"}}, "'/\\$defs/nope' does not exist"),
         ({"json": {"type": "array", "uniqueItems": True}}, "Unimplemented keys"),
-        ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "Unsatisfiable schema: minimum"),
+        (
+            {"json": {"type": "integer", "minimum": 5, "maximum": 3}},
+            "Unsatisfiable schema: minimum",
+        ),
         ({"json": False}, "json is False, which is no JSON schema: give an object"),
-        ({"regex": "[0-9"}, "the regular expression in regex cannot be used: .*unclosed character class"),
+        (
+            {"regex": "[0-9"},
+            "the regular expression in regex cannot be used: .*unclosed character class",
+        ),
         ({"regex": 5}, "regex is 5, which is no regular expression: give a text"),
         ({"regex": "a[^\\s\\S]"}, "nothing can meet the regular expression in regex"),
-        ({"choice": []}, r"choice is \[\], which is no list of choices: give a list of at least one text"),
+        (
+            {"choice": []},
+            r"choice is \[\], which is no list of choices: give a list of at least one text",
+        ),
         ({"choice": ["a", ""]}, "give a list of at least one text, none of them empty"),
         ({"choice": "ab"}, "choice is 'ab', which is no list of choices"),
         ({"grammar": "start: nope"}, "the grammar in grammar cannot be used: .*unknown name"),
@@ -196,7 +228,9 @@ class Broken:
 def test_a_library_that_raises_fails_the_request(tokens: GrammarTokens) -> None:
     """Whatever the library raises at a token or a mask is an error of the request."""
     state = GrammarState(Broken(), tokens.tokens)
-    with pytest.raises(RequestError, match="its grammar cannot take token 5: OverflowError: no more room"):
+    with pytest.raises(
+        RequestError, match="its grammar cannot take token 5: OverflowError: no more room"
+    ):
         state.accept(5)
     with pytest.raises(RequestError, match="its grammar cannot go on: OverflowError: no more room"):
         state.fill(torch.zeros(VOCABULARY // 32, dtype=torch.int32))

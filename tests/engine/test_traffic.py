@@ -44,7 +44,9 @@ def test_random_traffic(
     Traffic(scheduler, random.Random(seed), faults=faults).run(15)  # noqa: S311
 
 
-def traffic(seed: int, num_blocks: int = 30, policy: str = "fcfs", checked: bool = True, depth: int = 1) -> Traffic:
+def traffic(
+    seed: int, num_blocks: int = 30, policy: str = "fcfs", checked: bool = True, depth: int = 1
+) -> Traffic:
     kinds = [LayerKind(), LayerKind(8)]
     sizes = {"num_blocks": num_blocks, "max_model_len": 32, "budget": 16}
     scheduler = make_scheduler(kinds, **sizes, policy=policy, depth=depth)  # type: ignore[arg-type]

@@ -25,7 +25,14 @@ from opgraft.engine.process_executor import LocalProcess, ProcessExecutor
 from opgraft.engine.request import Request
 from opgraft.engine.sampling import Grammar
 from opgraft.engine.worker_process import _answer, portable
-from opgraft.errors import CheckpointError, DistributedError, EngineError, InputError, OpgraftError, RequestError
+from opgraft.errors import (
+    CheckpointError,
+    DistributedError,
+    EngineError,
+    InputError,
+    OpgraftError,
+    RequestError,
+)
 from opgraft.machine.channel import Channel, encoded
 from opgraft.ops import RMSNorm
 from random_decoders import written
@@ -76,7 +83,9 @@ def pid(executor: ProcessExecutor) -> int:
 
 def test_grammars_are_compiled_there_once_and_forgotten(llm: LLM) -> None:
     """A step names a grammar that the process knows already; it forgets those that are in use no more."""
-    params = SamplingParams(temperature=0, max_tokens=4, structured_output={"choice": ["yes", "no"]})
+    params = SamplingParams(
+        temperature=0, max_tokens=4, structured_output={"choice": ["yes", "no"]}
+    )
     first, second = llm.generate(["a", "b"], params)
     assert {first.outputs[0].text, second.outputs[0].text} <= {"yes", "no"}
     process = executor(llm)
@@ -92,7 +101,9 @@ def test_grammars_are_compiled_there_once_and_forgotten(llm: LLM) -> None:
     assert not process.workers.grammars.forgotten
 
 
-def test_a_step_does_not_wait_for_a_grammar_that_it_has_not(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_does_not_wait_for_a_grammar_that_it_has_not(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While the worker compiles a grammar for long, steps with others go on."""
     known = SamplingParams(temperature=0, max_tokens=4, structured_output={"choice": ["yes", "no"]})
     expected = llm.generate("a", known)[0].outputs
@@ -117,7 +128,9 @@ def test_grammars_are_compiled_while_steps_run(llm: LLM) -> None:
     """Steps and grammars cross from two threads at once, and each gets its own answers."""
     plain = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     expected = llm.generate("a", plain)[0].outputs
-    grammars = [Grammar({"choice": [f"{number}"]}, llm.engine.grammars._tokens) for number in range(50)]
+    grammars = [
+        Grammar({"choice": [f"{number}"]}, llm.engine.grammars._tokens) for number in range(50)
+    ]
     with ThreadPoolExecutor(1) as threads:
         sharing = threads.submit(lambda: [executor(llm).share(grammar) for grammar in grammars])
         for _ in range(5):
@@ -160,7 +173,10 @@ def test_what_the_worker_raises_is_raised_here(
     [
         ({"cache.num_blocks": 1}, "the cache has room for 1 blocks"),
         ({"model.max_model_len": 9999}, "was made for contexts of up to 128 tokens"),
-        ({"model.name": "minilm", "model.max_model_len": 9999}, "the encoder minilm has positions for 512"),
+        (
+            {"model.name": "minilm", "model.max_model_len": 9999},
+            "the encoder minilm has positions for 512",
+        ),
     ],
     ids=["cache", "context", "encoder"],
 )
@@ -206,7 +222,9 @@ def test_an_error_that_cannot_be_pickled_is_told_in_words() -> None:
         def __init__(self, number: int) -> None:
             super().__init__(f"number {number}")
 
-    assert str(portable(LocalError("of a function"))) == "the worker raised LocalError: of a function"
+    assert (
+        str(portable(LocalError("of a function"))) == "the worker raised LocalError: of a function"
+    )
     assert str(portable(ChangedError(3))) == "the worker raised ChangedError: number 3"
     kept = ValueError("as it is")
     assert portable(kept) is kept
@@ -214,9 +232,14 @@ def test_an_error_that_cannot_be_pickled_is_told_in_words() -> None:
 
 def test_logits_processors_are_refused_alone(llm: LLM) -> None:
     """A function of this process cannot run there: the request that has one is refused, and others go on."""
-    with pytest.raises(RequestError, match=r"logits processors.*set parallel.executor to in_process"):
+    with pytest.raises(
+        RequestError, match=r"logits processors.*set parallel.executor to in_process"
+    ):
         llm.generate("a", SamplingParams(logits_processors=(lambda output, logits: logits,)))
-    assert llm.generate("a", SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0].finish_reason == "length"
+    assert (
+        llm.generate("a", SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0].finish_reason
+        == "length"
+    )
 
 
 class OfThisScript(str):
@@ -226,7 +249,9 @@ class OfThisScript(str):
 
 
 @pytest.mark.parametrize("kind", ["of a script", "local"])
-def test_what_cannot_leave_this_process_is_refused_alone(llm: LLM, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_leave_this_process_is_refused_alone(
+    llm: LLM, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A request with a text of a class that the worker does not have is refused, and others go on."""
 
     class Local(str):
@@ -235,9 +260,14 @@ def test_what_cannot_leave_this_process_is_refused_alone(llm: LLM, kind: str, mo
     monkeypatch.setattr(OfThisScript, "__module__", "__main__")
     monkeypatch.setattr(sys.modules["__main__"], "OfThisScript", OfThisScript, raising=False)
     stop = OfThisScript("x") if kind == "of a script" else Local("x")
-    with pytest.raises(RequestError, match=r"cannot be sent to the process of the model.*(OfThisScript|Local)"):
+    with pytest.raises(
+        RequestError, match=r"cannot be sent to the process of the model.*(OfThisScript|Local)"
+    ):
         llm.generate(["b", "a"], [SamplingParams(), SamplingParams(stop=[stop])])
-    assert llm.generate("a", SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0].finish_reason == "length"
+    assert (
+        llm.generate("a", SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0].finish_reason
+        == "length"
+    )
 
 
 class Unreadable:
@@ -250,7 +280,9 @@ class Unreadable:
 def test_a_result_that_cannot_be_sent_is_told() -> None:
     """The outcome is an error that says so, and the next message is answered; the end of the other side is the end."""
     ours, theirs = map(Channel, socket.socketpair())
-    answering = threading.Thread(target=_answer, args=(theirs, lambda good: "fine" if good else threading.Lock()))
+    answering = threading.Thread(
+        target=_answer, args=(theirs, lambda good: "fine" if good else threading.Lock())
+    )
     answering.start()
     ours.send((False,))
     number, done, error = ours.receive()
@@ -273,7 +305,9 @@ def test_a_message_that_cannot_be_read_is_told(llm: LLM) -> None:
         with pytest.raises(ValueError, match="no number"):
             call()
     assert process.call("max_context") == 64
-    choice = SamplingParams(temperature=0, max_tokens=4, structured_output={"choice": ["no", "yes"]})
+    choice = SamplingParams(
+        temperature=0, max_tokens=4, structured_output={"choice": ["no", "yes"]}
+    )
     assert llm.generate("a", choice)[0].outputs[0].text in ("no", "yes")
 
 
@@ -284,7 +318,9 @@ def test_a_killed_process_is_told_and_nothing_hangs(folder: Path) -> None:
     core.add([Request("a", prompts(5)[0], SamplingParams(max_tokens=9))])
     assert isinstance(core.executor, ProcessExecutor)
     os.kill(pid(core.executor), signal.SIGKILL)
-    os.waitid(os.P_PID, pid(core.executor), os.WEXITED | os.WNOWAIT)  # it may answer until the signal has reached it
+    os.waitid(
+        os.P_PID, pid(core.executor), os.WEXITED | os.WNOWAIT
+    )  # it may answer until the signal has reached it
     (news,) = core.step()
     assert news.finish_reason == "error"
     assert "the process of the worker has ended, with the status -9" in str(news.error)
@@ -333,7 +369,9 @@ def test_a_lost_worker_takes_no_more_prompts(folder: Path) -> None:
     os.kill(pid(executor(llm)), signal.SIGKILL)
     process_of(executor(llm)).wait()
     for _ in range(2):
-        with pytest.raises(EngineError, match="the process of the worker has ended, with the status -9"):
+        with pytest.raises(
+            EngineError, match="the process of the worker has ended, with the status -9"
+        ):
             llm.generate(["a", "b"], SamplingParams(max_tokens=2))
     assert not llm.engine.has_work
     llm.shutdown()
@@ -346,21 +384,27 @@ def test_a_second_interrupt_is_told_to_later_prompts(folder: Path) -> None:
     llm = LLM(str(folder), **IN_ITS_PROCESS)
     os.kill(warm.interpreter.process_of(pid(executor(llm))), signal.SIGSTOP)
     main = threading.get_ident()
-    timers = [threading.Timer(after, signal.pthread_kill, (main, signal.SIGINT)) for after in (0.5, 1.0)]
+    timers = [
+        threading.Timer(after, signal.pthread_kill, (main, signal.SIGINT)) for after in (0.5, 1.0)
+    ]
     for timer in timers:
         timer.start()
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["a", "b"], SamplingParams(max_tokens=9))
     for timer in timers:
         timer.join()
-    with pytest.raises(EngineError, match="an interrupt came while the process of the worker was asked"):
+    with pytest.raises(
+        EngineError, match="an interrupt came while the process of the worker was asked"
+    ):
         llm.generate("a")
     assert not llm.engine.has_work
     llm.shutdown()
 
 
 @pytest.mark.parametrize("interrupted", ["a call", "a grammar"])
-def test_an_interrupt_in_the_middle_of_a_call_ends_the_process(folder: Path, llm: LLM, interrupted: str) -> None:
+def test_an_interrupt_in_the_middle_of_a_call_ends_the_process(
+    folder: Path, llm: LLM, interrupted: str
+) -> None:
     """How much of a message has come is not known then, so nothing goes on with the rest of it."""
     grammar = Grammar({"choice": ["yes", "no"]}, llm.engine.grammars._tokens)
     process = executor_of(replaced(settings(folder), parallel={"executor": "processes"}).resolved())
@@ -374,7 +418,13 @@ def test_an_interrupt_in_the_middle_of_a_call_ends_the_process(folder: Path, llm
             process.call("max_context") if interrupted == "a call" else process.share(grammar)
     finally:
         signal.signal(signal.SIGALRM, before)
-    for use in (lambda: process.call("max_context"), lambda: process.share(grammar), process.check_health):
-        with pytest.raises(EngineError, match="an interrupt came while the process of the worker was asked"):
+    for use in (
+        lambda: process.call("max_context"),
+        lambda: process.share(grammar),
+        process.check_health,
+    ):
+        with pytest.raises(
+            EngineError, match="an interrupt came while the process of the worker was asked"
+        ):
             use()
     assert process_of(process).returncode is not None

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.usefixtures("warm_workers")
 @pytest.fixture(scope="module")
 def two(folder: Path, warm_workers: None) -> Iterator[LLM]:
     """An engine of two ranks, in processes that it chose by itself."""
-    settings = {name: value for name, value in IN_ITS_PROCESS.items() if name != "parallel.executor"}
+    settings = {
+        name: value for name, value in IN_ITS_PROCESS.items() if name != "parallel.executor"
+    }
     llm = LLM(str(folder), **settings, tensor_parallel_size=2)
     yield llm
     llm.shutdown()
@@ -31,7 +33,9 @@ def test_answers_are_those_of_one_process(folder: Path, two: LLM) -> None:
         SamplingParams(temperature=0, max_tokens=9, logprobs=2, prompt_logprobs=1),
         SamplingParams(seed=3, n=3, max_tokens=9, bad_words=["the"]),
         SamplingParams(
-            temperature=0, max_tokens=30, structured_output={"json": {"type": "integer", "minimum": 0, "maximum": 99}}
+            temperature=0,
+            max_tokens=30,
+            structured_output={"json": {"type": "integer", "minimum": 0, "maximum": 99}},
         ),
     ]
     asked = ["the cat", "a dog", "number"]
@@ -42,7 +46,9 @@ def test_answers_are_those_of_one_process(folder: Path, two: LLM) -> None:
         for answer, right in zip(ours.outputs, theirs.outputs, strict=True):
             assert (answer.token_ids, answer.text) == (right.token_ids, right.text)
     ours, theirs = (outputs[0] for outputs in (found, expected))
-    assert ours.outputs[0].cumulative_logprob == pytest.approx(theirs.outputs[0].cumulative_logprob, abs=1e-3)
+    assert ours.outputs[0].cumulative_logprob == pytest.approx(
+        theirs.outputs[0].cumulative_logprob, abs=1e-3
+    )
     places = zip(ours.prompt_logprobs[1:], theirs.prompt_logprobs[1:], strict=True)
     assert all(one.keys() == other.keys() for one, other in places)
     assert found[2].outputs[0].text.strip().isdigit()
@@ -64,5 +70,9 @@ def test_one_rank_samples(two: LLM) -> None:
         Step(("one",), (), (), ()),
     ]
     answers = [executor(two).call_all("execute", step) for step in steps]
-    assert [[len(result.tokens) for result in results] for results in answers] == [[1, 0], [1, 0], [0, 0]]
+    assert [[len(result.tokens) for result in results] for results in answers] == [
+        [1, 0],
+        [1, 0],
+        [0, 0],
+    ]
     assert len(answers[0][0].prompt_logprobs["one"]) == 2

@@ -34,7 +34,11 @@ def limited(request: pytest.FixtureRequest) -> Iterator[None]:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print how many families were built, grafted and agreed, the ops that they got, and why others were not run."""
     reports = {
-        outcome: [r for r in terminalreporter.stats.get(outcome, ()) if "test_family[" in getattr(r, "nodeid", "")]
+        outcome: [
+            r
+            for r in terminalreporter.stats.get(outcome, ())
+            if "test_family[" in getattr(r, "nodeid", "")
+        ]
         for outcome in ("passed", "failed", "skipped")
     }
     if not any(reports.values()):

@@ -32,7 +32,9 @@ def _required(model: nn.Module, main: str) -> dict[str, Any]:
     """What else a forward asks for without a default."""
     parameters = inspect.signature(model.forward).parameters.values()
     names = [
-        p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and p.name != main
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and p.name != main
     ]
     found = {name: next(iter(_MAKERS[name](model)), None) for name in names if name in _MAKERS}
     if "bbox" in inspect.signature(model.forward).parameters:
@@ -65,8 +67,12 @@ def _tokens(model: nn.Module) -> Iterator[Tensor]:
 
 def _images(model: Any) -> Iterator[Tensor]:
     sizes = [*_found(model.config, "image_size"), *_IMAGES]
-    sizes.sort(key=lambda size: isinstance(size, int) and size > max(_IMAGES))  # large ones last, as they take long
-    for channels in dict.fromkeys([*_found(model.config, "num_channels"), *_found(model.config, "in_channels"), 3]):
+    sizes.sort(
+        key=lambda size: isinstance(size, int) and size > max(_IMAGES)
+    )  # large ones last, as they take long
+    for channels in dict.fromkeys(
+        [*_found(model.config, "num_channels"), *_found(model.config, "in_channels"), 3]
+    ):
         for size in dict.fromkeys(sizes):
             yield _random(2, channels, *((size, size) if isinstance(size, int) else size))
 
@@ -84,8 +90,18 @@ def _images_or_videos(model: Any) -> Iterator[Tensor]:
 
 
 def _features(model: Any) -> Iterator[Tensor]:
-    wanted = ("num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels", "input_dim", "input_size", "num_mels")
-    sizes = [size for name in wanted for size in _found(model.config, name) if isinstance(size, int)]
+    wanted = (
+        "num_mel_bins",
+        "input_feat_per_channel",
+        "feature_size",
+        "n_mels",
+        "input_dim",
+        "input_size",
+        "num_mels",
+    )
+    sizes = [
+        size for name in wanted for size in _found(model.config, name) if isinstance(size, int)
+    ]
     length = next((2 * n for n in _found(model.config, "max_source_positions")), 128)
     for size in dict.fromkeys([*sizes, 80, 128]):
         for steps in dict.fromkeys((128, length, 3000)):
@@ -102,7 +118,9 @@ def _waves(model: Any) -> Iterator[Tensor]:
 
 
 def _embeddings(model: Any) -> Iterator[Tensor]:
-    for size in dict.fromkeys([*_found(model.config, "hidden_size"), *_found(model.config, "d_model")]):
+    for size in dict.fromkeys(
+        [*_found(model.config, "hidden_size"), *_found(model.config, "d_model")]
+    ):
         yield _random(2, TOKENS, size)
 
 

@@ -25,7 +25,9 @@ def families() -> dict[str, list[str]]:
     for model_type in sorted(configuration_auto.CONFIG_MAPPING_NAMES):
         family = configuration_auto.model_type_to_module_name(model_type)
         entries = [registries[name][model_type] for name in order if model_type in registries[name]]
-        names = [name for entry in entries for name in ([entry] if isinstance(entry, str) else entry)]
+        names = [
+            name for entry in entries for name in ([entry] if isinstance(entry, str) else entry)
+        ]
         if model_type == family:
             found[family] = names + found.get(family, [])
         elif names:

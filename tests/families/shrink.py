@@ -22,7 +22,10 @@ _KEY_VALUE_HEADS = re.compile("key_value_heads|kv_heads|num_kv|query_groups|head
 
 # The first pattern that is found in a name decides; ``None`` keeps the default.
 _SIZES: tuple[tuple[str, int | None], ...] = (
-    (r"kernel|stride|dilation|padding|(^|_)patch|tubelet|labels|(in|out|input|num|image|audio)_channels$", None),
+    (
+        r"kernel|stride|dilation|padding|(^|_)patch|tubelet|labels|(in|out|input|num|image|audio)_channels$",
+        None,
+    ),
     (r"window|chunk|merge|expand|temporal|scale|ratio|sparsity|drop|freq|pad_|_id$|_index$", None),
     (r"n_fft|hop|sampling_rate|prenet_layers|postnet_layers", None),
     (r"(nextn|mtp).*layers|skip|anyres|n_codes_given|max_source", None),
@@ -42,7 +45,10 @@ _SIZES: tuple[tuple[str, int | None], ...] = (
     (r"num_queries|query_tokens|num_latents|num_proposals", 8),
     (r"intermediate|ffn|d_ff|n_inner|mlp_(size|dim)|feedforward", 2 * WIDTH),
     (r"state_size|d_state|ssm_state", HEAD),
-    (r"(size|dim|dims|width|channels|d_model|n_embd|embed|hidden|rank|features)$|^dim|_dim_|d_inner|units", WIDTH),
+    (
+        r"(size|dim|dims|width|channels|d_model|n_embd|embed|hidden|rank|features)$|^dim|_dim_|d_inner|units",
+        WIDTH,
+    ),
 )
 # What some configurations leave open and then compute with.
 _FILLED = {"head_dim": HEAD, "num_key_value_heads": 2, "prediction_length": 4}
@@ -71,7 +77,11 @@ WAYS = (
 def tiny(cls: type[PreTrainedConfig], way: Way = WAYS[0]) -> PreTrainedConfig:
     """A configuration of ``cls`` with small numbers where ``way`` finds their names, in its parts too."""
     default = cls()
-    names = {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set(vars(default))
+    names = (
+        {f.name for f in dataclasses.fields(cls)}
+        if dataclasses.is_dataclass(cls)
+        else set(vars(default))
+    )
     own = {f.name for f in dataclasses.fields(PreTrainedConfig)} - {"vocab_size"}
     sizes: dict[str, Any] = {}
     for name in sorted(names - own - {"sub_configs"}):
@@ -91,7 +101,9 @@ def tiny(cls: type[PreTrainedConfig], way: Way = WAYS[0]) -> PreTrainedConfig:
             if small != value or declared is not None:
                 sizes[name] = small
     kinds = list(dict.fromkeys(_read(default, "layer_types") or ()))
-    if "layer_types" in names and "num_hidden_layers" in names and len(kinds) > 1:  # one layer of each kind
+    if (
+        "layer_types" in names and "num_hidden_layers" in names and len(kinds) > 1
+    ):  # one layer of each kind
         sizes |= {"layer_types": kinds, "num_hidden_layers": len(kinds)}
     if "expand" in names and "num_heads" in sizes:
         sizes["num_heads"] = int(default.expand) * HEADS
@@ -125,7 +137,11 @@ def _shrunk_list(name: str, values: Any) -> list[int]:
         return [min(v, 2) for v in values]
     if _DEPTHS.search(name):
         return [min(v, 1) for v in values]
-    if _WIDTHS.search(name) and min(values) >= WIDTH // 2 and not re.search("image|kernel|patch|window|input", name):
+    if (
+        _WIDTHS.search(name)
+        and min(values) >= WIDTH // 2
+        and not re.search("image|kernel|patch|window|input", name)
+    ):
         return [max(1, v * (WIDTH // 2) // min(values)) for v in values]
     return list(values)
 
@@ -139,6 +155,7 @@ def _token_ids(default: PreTrainedConfig, names: set[str]) -> dict[str, Any]:
     ]
     found = {name: getattr(default, name) for name in special}
     number = {
-        value: VOCABULARY - 1 - i for i, value in enumerate(sorted({v for v in found.values() if v >= VOCABULARY - 64}))
+        value: VOCABULARY - 1 - i
+        for i, value in enumerate(sorted({v for v in found.values() if v >= VOCABULARY - 64}))
     }
     return {name: number.get(value, value) for name, value in found.items() if value in number}

@@ -45,7 +45,9 @@ def _model(name: str, way: Any) -> nn.Module:
     torch.manual_seed(0)
     model = cls(tiny(cls.config_class, way)).float().eval()
     generator = torch.Generator().manual_seed(2)
-    for parameter in model.parameters():  # norms and biases that start as ones and zeros would hide an error
+    for (
+        parameter
+    ) in model.parameters():  # norms and biases that start as ones and zeros would hide an error
         if parameter.dim() == 1 and parameter.is_floating_point():
             with torch.no_grad():
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
@@ -90,10 +92,20 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def gradients(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Tensor]:
     """The gradient of each parameter, of a sum over everything that the model returns."""
     model.zero_grad()
-    outputs = [tensor for tensor in floats(forward(model, arguments, gradient=True)) if tensor.requires_grad]
+    outputs = [
+        tensor
+        for tensor in floats(forward(model, arguments, gradient=True))
+        if tensor.requires_grad
+    ]
     if outputs:
-        sum(tensor[tensor.isfinite()].sin().mean() for tensor in outputs if tensor.numel()).backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+        sum(
+            tensor[tensor.isfinite()].sin().mean() for tensor in outputs if tensor.numel()
+        ).backward()
+    found = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     model.zero_grad()
     return found
 

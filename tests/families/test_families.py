@@ -43,7 +43,9 @@ def rotary_kernel() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_family(family: str, rotary_kernel: None, record_property: Callable[[str, object], None]) -> None:
+def test_family(
+    family: str, rotary_kernel: None, record_property: Callable[[str, object], None]
+) -> None:
     """Results and gradients agree, the state_dict is the same, and ungraft gives back every module and bit."""
     try:
         model, arguments = build(FAMILIES[family])
@@ -56,7 +58,9 @@ def test_family(family: str, rotary_kernel: None, record_property: Callable[[str
 
     report = graft(model)
     record_property("ops", json.dumps(Counter(row.op for row in report.replaced)))
-    record_property("sources", json.dumps(Counter(f"{row.source} {row.op}" for row in report.replaced)))
+    record_property(
+        "sources", json.dumps(Counter(f"{row.source} {row.op}" for row in report.replaced))
+    )
     _agree(floats(forward(model, arguments)), before)
     assert list(model.state_dict()) == list(state)
     _agree(list(model.state_dict().values()), list(state.values()), 0.0)
@@ -83,7 +87,9 @@ def _gradients(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Tensor]
         return {}
 
 
-def _agree(found: list[Tensor], wanted: list[Tensor], tolerance: float = TOLERANCE, least: float = 1.0) -> None:
+def _agree(
+    found: list[Tensor], wanted: list[Tensor], tolerance: float = TOLERANCE, least: float = 1.0
+) -> None:
     """Raise ``AssertionError`` unless tensors agree to a tolerance relative to their largest element, or ``least``."""
     assert [tensor.shape for tensor in found] == [tensor.shape for tensor in wanted]
     for mine, theirs in zip(found, wanted, strict=True):

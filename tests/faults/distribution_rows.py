@@ -117,17 +117,43 @@ def _of_python(site: Site, patch: pytest.MonkeyPatch) -> None:
 
 
 ASKED = "this finder on sys.meta_path cannot be asked: "
-ANOTHER = "it is another installation of acme {}, which comes first on sys.path: uninstall one of them"
+ANOTHER = (
+    "it is another installation of acme {}, which comes first on sys.path: uninstall one of them"
+)
 OF_OURS = "it calls itself opgraft and offers acme, which is no part of opgraft: uninstall it, or give it a name"
 
 ROWS: dict[str, tuple[Plant, tuple[str, ...], str | None]] = {
-    "a finder that raises": (finder(raises(OSError("no disk"))), ("Finder", f"{ASKED}OSError: no disk"), None),
-    "a finder that exits": (finder(raises(SystemExit(3))), ("Finder", f"{ASKED}SystemExit: 3"), None),
-    "a finder that raises later": (finder(found_then_raises), ("Finder", f"{ASKED}OSError: the disk is gone"), None),
+    "a finder that raises": (
+        finder(raises(OSError("no disk"))),
+        ("Finder", f"{ASKED}OSError: no disk"),
+        None,
+    ),
+    "a finder that exits": (
+        finder(raises(SystemExit(3))),
+        ("Finder", f"{ASKED}SystemExit: 3"),
+        None,
+    ),
+    "a finder that raises later": (
+        finder(found_then_raises),
+        ("Finder", f"{ASKED}OSError: the disk is gone"),
+        None,
+    ),
     "a finder that returns nothing": (finder(lambda: None), ("Finder", f"{ASKED}TypeError"), None),
-    "a finder that finds numbers": (finder(lambda: [3]), ("int: its plugin metadata is malformed: ",), None),
-    "a finder without end": (finder(lambda: repeat(Unreadable())), ("Finder", "more than 10,000 distributions"), None),
-    "a distribution that raises": (finder(lambda: [Unreadable()]), ("Unreadable", "RuntimeError: no disk"), None),
+    "a finder that finds numbers": (
+        finder(lambda: [3]),
+        ("int: its plugin metadata is malformed: ",),
+        None,
+    ),
+    "a finder without end": (
+        finder(lambda: repeat(Unreadable())),
+        ("Finder", "more than 10,000 distributions"),
+        None,
+    ),
+    "a distribution that raises": (
+        finder(lambda: [Unreadable()]),
+        ("Unreadable", "RuntimeError: no disk"),
+        None,
+    ),
     "the finder of Python": (_of_python, (), None),
     "a folder that is not there": (on_path("nowhere"), (), None),
     "a path that is no text": (on_path(Path("/nowhere")), (), None),
@@ -136,7 +162,11 @@ ROWS: dict[str, tuple[Plant, tuple[str, ...], str | None]] = {
     "an empty zip archive": (file_on_path(b""), (), None),
     "a torn zip archive": (file_on_path(b"PK\x03\x04torn"), (), None),
     "a zipped plugin": (zipped, (), "activated"),
-    "two versions in one folder": (two("site", "2.0"), ("another installation of acme",), "activated"),
+    "two versions in one folder": (
+        two("site", "2.0"),
+        ("another installation of acme",),
+        "activated",
+    ),
     "two versions in two folders": (two("other", "2.0"), (ANOTHER.format("2.0"),), "activated"),
     "the same version twice": (two("other", "1.0"), (), "activated"),
     "metadata that a build left": (stale, ("a build left it in the working folder",), None),

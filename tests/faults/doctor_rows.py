@@ -23,15 +23,39 @@ def kernel(op: str, body: str, options: str = "", mark: str = "pass") -> str:
 NATIVE = "return RMSNorm.forward_native(self, x, residual)"
 
 FINDINGS: dict[str, tuple[str, str, int]] = {
-    "an import of what is not there": ("import libacme_of_the_system\n", "ModuleNotFoundError: No module named", 4),
+    "an import of what is not there": (
+        "import libacme_of_the_system\n",
+        "ModuleNotFoundError: No module named",
+        4,
+    ),
     "an error of syntax": ("def (\n", "SyntaxError", 4),
     "an error when it is imported": ("raise OSError('no driver')\n", "OSError: no driver", 4),
     "an exit when it is imported": ("raise SystemExit(0)\n", "SystemExit: 0", 4),
-    "an error in a hook": (PLUGIN.replace("pass", "1 / 0"), "in its hook opgraft_veto: ZeroDivisionError", 4),
-    "a veto": (PLUGIN.replace("pass", "return 'old driver'"), "is not used, as it vetoed itself: old driver", 1),
-    "a change of the process": (f"{PLUGIN}opgraft.Platform.prepare = None\n", "changed opgraft's Platform.prepare", 1),
-    "a change of torch": (f"{PLUGIN}import torch\ntorch.nn.functional.silu = torch.relu\n", "functional.silu while", 1),
-    "a hook without a mark": (PLUGIN + "def opgraft_config(): pass\n", "opgraft_config is never called", 1),
+    "an error in a hook": (
+        PLUGIN.replace("pass", "1 / 0"),
+        "in its hook opgraft_veto: ZeroDivisionError",
+        4,
+    ),
+    "a veto": (
+        PLUGIN.replace("pass", "return 'old driver'"),
+        "is not used, as it vetoed itself: old driver",
+        1,
+    ),
+    "a change of the process": (
+        f"{PLUGIN}opgraft.Platform.prepare = None\n",
+        "changed opgraft's Platform.prepare",
+        1,
+    ),
+    "a change of torch": (
+        f"{PLUGIN}import torch\ntorch.nn.functional.silu = torch.relu\n",
+        "functional.silu while",
+        1,
+    ),
+    "a hook without a mark": (
+        PLUGIN + "def opgraft_config(): pass\n",
+        "opgraft_config is never called",
+        1,
+    ),
     "no hook": ("platforms = 'any'\n", "implements no hook and registers no op", 4),
     "a target that nobody registers": (
         kernel("RMSNorm", NATIVE).replace(
@@ -56,9 +80,11 @@ FINDINGS: dict[str, tuple[str, str, int]] = {
         1,
     ),
     "a kernel that is hidden": (
-        kernel("GELU", "return x", mark="def forward(self, input): return GELU.forward_native(self, input)").replace(
-            "forward_oot(self, x)", "forward_oot(self, input)"
-        ),
+        kernel(
+            "GELU",
+            "return x",
+            mark="def forward(self, input): return GELU.forward_native(self, input)",
+        ).replace("forward_oot(self, x)", "forward_oot(self, input)"),
         "Acme.forward_oot can never run: Acme.forward of that op hides it",
         1,
     ),
@@ -94,9 +120,15 @@ PLACELESS = ("no hook",)
 """Those of ``FINDINGS`` for which no line is to blame."""
 
 ENDS: dict[str, tuple[str, str]] = {
-    "a segmentation fault": ("import os\nos.kill(os.getpid(), 11)\n", "crashed the process with signal SIGSEGV"),
+    "a segmentation fault": (
+        "import os\nos.kill(os.getpid(), 11)\n",
+        "crashed the process with signal SIGSEGV",
+    ),
     "an abort": ("import os\nos.abort()\n", "crashed the process with signal SIGABRT"),
-    "an illegal instruction": ("import os\nos.kill(os.getpid(), 4)\n", "crashed the process with signal SIGILL"),
+    "an illegal instruction": (
+        "import os\nos.kill(os.getpid(), 4)\n",
+        "crashed the process with signal SIGILL",
+    ),
     "an end by status 0": ("import os\nos._exit(0)\n", "ended the process with status 0"),
     "an end by status 1": ("import os\nos._exit(1)\n", "ended the process with status 1"),
     "a hang": ("import time\ntime.sleep(3600)\n", "did not come back within 20 s"),
@@ -108,17 +140,34 @@ ENDS: dict[str, tuple[str, str]] = {
         f"{PLUGIN}import os, threading\nthreading.Timer(1.0, os.abort).start()\n",
         "some time after it was loaded alone, crashed the process with signal SIGABRT",
     ),
-    "a slow import": (f"{PLUGIN}import time\ntime.sleep(5)\n", "s to import, and each process that constructs an op"),
+    "a slow import": (
+        f"{PLUGIN}import time\ntime.sleep(5)\n",
+        "s to import, and each process that constructs an op",
+    ),
 }
 """By name: the source of a plugin that takes its process down or holds it up, and words of what is found."""
 
-WITH_A_PLACE = ("a segmentation fault", "an abort", "an illegal instruction", "a hang", "a slow import")
+WITH_A_PLACE = (
+    "a segmentation fault",
+    "an abort",
+    "an illegal instruction",
+    "a hang",
+    "a slow import",
+)
 """Those of ``ENDS`` of which Python's stack, or its module, tells the file."""
 
 POINTS = {
     "a module that is not there": ("opgraft.plugins", "acme_of_nobody", "ModuleNotFoundError"),
-    "an object that is not there": ("opgraft.plugins", "acme_points:plugin", "has no attribute 'plugin'"),
-    "a platform's object that is not there": ("opgraft.platforms", "acme_points:SPEC", "names 'SPEC', which acme_poi"),
+    "an object that is not there": (
+        "opgraft.plugins",
+        "acme_points:plugin",
+        "has no attribute 'plugin'",
+    ),
+    "a platform's object that is not there": (
+        "opgraft.platforms",
+        "acme_points:SPEC",
+        "names 'SPEC', which acme_poi",
+    ),
     "a group of another name": ("opgraft.plugin", "acme_points", "did you mean 'opgraft.plugins'"),
 }
 """By name: the group and the value of an entry point that does not resolve, and words of what is found."""

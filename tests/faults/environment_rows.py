@@ -50,10 +50,16 @@ FILES = {
         "head -c 2000000 /dev/zero > many.toml; OPGRAFT_CONFIG=many.toml {}",
         (2, "it is larger"),
     ),
-    "a lockfile that is a pipe": ("mkfifo pipe && OPGRAFT_LOCKFILE=pipe {}", (2, "it is no regular file")),
+    "a lockfile that is a pipe": (
+        "mkfifo pipe && OPGRAFT_LOCKFILE=pipe {}",
+        (2, "it is no regular file"),
+    ),
     "a lockfile that is a device": ("OPGRAFT_LOCKFILE=/dev/zero {}", (2, "it is no regular file")),
     "a lockfile that is empty": ("touch empty && OPGRAFT_LOCKFILE=empty {}", (2, "cannot be used")),
-    "a variable that nobody knows": ("OPGRAFT_PLUGIN=acme {}", (2, "unknown environment variable OPGRAFT_PLUGIN")),
+    "a variable that nobody knows": (
+        "OPGRAFT_PLUGIN=acme {}",
+        (2, "unknown environment variable OPGRAFT_PLUGIN"),
+    ),
     "a flag that is none": ("OPGRAFT_STRICT=perhaps {}", (2, "is not a flag")),
     "a plugin that is not installed": ("OPGRAFT_PLUGINS=acmee {}", (2, "did you mean 'acme'")),
 }
@@ -69,24 +75,37 @@ LIMITS = {
         "ulimit -u 1; {}",
         {
             "detect": (0, "acme: probe acme_device:SPEC: no child process could be started"),
-            "plugins doctor": (4, "the plugins cannot be tried in a process of their own: no child process could be"),
+            "plugins doctor": (
+                4,
+                "the plugins cannot be tried in a process of their own: no child process could be",
+            ),
             f"{LOCK} lock": (0, "written to lock"),
         },
     ),
     "few files": ("ulimit -n 24; {}", {"detect --all": (0, PROBED), "plugins list": (0, "acme")}),
     "no file of any size": (
         "ulimit -f 0; {}",
-        {"detect --all": (0, PROBED), f"{LOCK} lock": (2, "the lockfile lock cannot be written: File too large")},
+        {
+            "detect --all": (0, PROBED),
+            f"{LOCK} lock": (2, "the lockfile lock cannot be written: File too large"),
+        },
     ),
     "a full folder for temporary files": (
         SMALL.replace("{}", "TMPDIR=$PWD/small {}"),
-        {"detect --all": (0, PROBED), "plugins doctor": (0, "nothing wrong"), f"{LOCK} lock": (0, "written to lock")},
+        {
+            "detect --all": (0, PROBED),
+            "plugins doctor": (0, "nothing wrong"),
+            f"{LOCK} lock": (0, "written to lock"),
+        },
     ),
     "a full folder for what is kept": (
         SMALL.replace("{}", "XDG_STATE_HOME=$PWD/small XDG_CACHE_HOME=$PWD/small {}"),
         {
             "plugins doctor": (0, "nothing wrong"),
-            f"{LOCK} small/lock": (2, "the lockfile small/lock cannot be written: No space left on device"),
+            f"{LOCK} small/lock": (
+                2,
+                "the lockfile small/lock cannot be written: No space left on device",
+            ),
             "bench --tune relu2": (2, "tuning.json cannot be written: No space left on device"),
         },
     ),

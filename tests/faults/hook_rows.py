@@ -32,21 +32,43 @@ def stated(platforms: str) -> str:
 
 ADAPTER = "opgraft.Adapter('acme', SiluAndMul, lambda module: None)"
 ANY_STR = "class Text(str):\n        def __{}__(self, *_): raise OSError('no text')\n    return Text('old driver')"
-HOSTILE = "class Bad(Exception):\n        def __{}__(self, *_): raise KeyError('no')\n    raise Bad('x')"
+HOSTILE = (
+    "class Bad(Exception):\n        def __{}__(self, *_): raise KeyError('no')\n    raise Bad('x')"
+)
 
 VETO_ROWS = {
     "a veto whose text cannot be shown": (veto(ANY_STR.format("str")), "vetoed", "old driver"),
-    "a veto whose text cannot be formatted": (veto(ANY_STR.format("format")), "vetoed", "old driver"),
+    "a veto whose text cannot be formatted": (
+        veto(ANY_STR.format("format")),
+        "vetoed",
+        "old driver",
+    ),
     "a veto whose text cannot be compared": (veto(ANY_STR.format("eq")), "vetoed", "old driver"),
     "a veto with an escape": (veto("return 'old \\x1b[2J driver'"), "vetoed", "old"),
     "a veto of a million characters": (veto("return 'x' * 1_000_000"), "vetoed", "xxx"),
-    "a veto that is bytes": (veto("return b'old driver'"), "failed", "returned a bytes, expected str or None"),
+    "a veto that is bytes": (
+        veto("return b'old driver'"),
+        "failed",
+        "returned a bytes, expected str or None",
+    ),
     "a veto that is a number": (veto("return 3"), "failed", "returned a int, expected str or None"),
     "a veto that is true": (veto("return True"), "failed", "returned a bool, expected str or None"),
-    "a veto that is a generator": (veto("yield 'old'"), "failed", "returned a generator, expected str or None"),
-    "a veto that raises nothing known": (veto(HOSTILE.format("str")), "failed", "Bad (its message cannot be printed"),
+    "a veto that is a generator": (
+        veto("yield 'old'"),
+        "failed",
+        "returned a generator, expected str or None",
+    ),
+    "a veto that raises nothing known": (
+        veto(HOSTILE.format("str")),
+        "failed",
+        "Bad (its message cannot be printed",
+    ),
     "a veto whose error cannot be represented": (veto(HOSTILE.format("repr")), "failed", "Bad: x"),
-    "a veto that raises an endless message": (veto("raise OSError('x' * 1_000_000)"), "failed", "OSError: xxx"),
+    "a veto that raises an endless message": (
+        veto("raise OSError('x' * 1_000_000)"),
+        "failed",
+        "OSError: xxx",
+    ),
     "a veto that exits": (veto("raise SystemExit(0)"), "failed", "SystemExit: 0"),
     "a veto that closes": (veto("raise GeneratorExit"), "failed", "GeneratorExit"),
     "a veto that raises what is no Exception": (
@@ -57,8 +79,16 @@ VETO_ROWS = {
     "a veto without end": (veto("return opgraft_veto()"), "failed", "RecursionError"),
     "a veto that runs out of memory": (veto("raise MemoryError"), "failed", "MemoryError"),
     "a veto that stops": (veto("raise StopIteration"), "failed", "StopIteration"),
-    "a veto with many errors": (veto("raise ExceptionGroup('many', [OSError('no driver')])"), "failed", "many"),
-    "a veto caused by itself": (veto("error = OSError('loop'); raise error from error"), "failed", "OSError: loop"),
+    "a veto with many errors": (
+        veto("raise ExceptionGroup('many', [OSError('no driver')])"),
+        "failed",
+        "many",
+    ),
+    "a veto caused by itself": (
+        veto("error = OSError('loop'); raise error from error"),
+        "failed",
+        "OSError: loop",
+    ),
 }
 
 CONFIG_ROWS = {
@@ -67,7 +97,11 @@ CONFIG_ROWS = {
         "failed",
         "returned a dict, expected OpgraftConfig",
     ),
-    "a config that is a class": (hook("opgraft_config", "return opgraft.OpgraftConfig"), "failed", "returned a type"),
+    "a config that is a class": (
+        hook("opgraft_config", "return opgraft.OpgraftConfig"),
+        "failed",
+        "returned a type",
+    ),
     "a config that chooses the platform": (
         hook("opgraft_config", "return opgraft.OpgraftConfig(platform='cpu')"),
         "failed",
@@ -84,7 +118,9 @@ CONFIG_ROWS = {
         "check_values",
     ),
     "a scope of settings left open": (
-        veto("scopes.append(opgraft.set_config(opgraft.OpgraftConfig(strict=False)))\n    scopes[0].__enter__()")
+        veto(
+            "scopes.append(opgraft.set_config(opgraft.OpgraftConfig(strict=False)))\n    scopes[0].__enter__()"
+        )
         + "scopes = []\n",
         "activated",
         "changed the settings in force from none to 1 scopes in its hook opgraft_veto: it was set back",
@@ -97,14 +133,26 @@ ADAPTER_ROWS = {
         "failed",
         "more than 10,000",
     ),
-    "adapters that are none": (hook("opgraft_graft_adapters", "return [None]"), "failed", "returned a NoneType among"),
-    "adapters that are text": (hook("opgraft_graft_adapters", "return 'acme'"), "failed", "returned a str among its"),
+    "adapters that are none": (
+        hook("opgraft_graft_adapters", "return [None]"),
+        "failed",
+        "returned a NoneType among",
+    ),
+    "adapters that are text": (
+        hook("opgraft_graft_adapters", "return 'acme'"),
+        "failed",
+        "returned a str among its",
+    ),
     "adapters that raise": (
         hook("opgraft_graft_adapters", f"yield {ADAPTER}\n    raise OSError('gone')"),
         "failed",
         "OSError: gone",
     ),
-    "adapters that are no list": (hook("opgraft_graft_adapters", "return 3"), "failed", "returned a int, expected"),
+    "adapters that are no list": (
+        hook("opgraft_graft_adapters", "return 3"),
+        "failed",
+        "returned a int, expected",
+    ),
 }
 
 REGISTER = "SiluAndMul.register_oot(Acme{})"
@@ -119,19 +167,43 @@ REGISTRATION_ROWS = {
         (", priority=True", "failed", "use an integer"),
         (", priority=[]", "failed", "use an integer"),
         (", when=3", "failed", "when=3: use opgraft.When(...), or a function of the platform"),
-        (", when='cuda'", "failed", "when='cuda': use opgraft.When(...), or a function of the platform"),
-        (", when=True", "failed", "when=True: use opgraft.When(...), or a function of the platform"),
-        (", when=lambda: True", "failed", "which does not take the platform: give it one parameter"),
+        (
+            ", when='cuda'",
+            "failed",
+            "when='cuda': use opgraft.When(...), or a function of the platform",
+        ),
+        (
+            ", when=True",
+            "failed",
+            "when=True: use opgraft.When(...), or a function of the platform",
+        ),
+        (
+            ", when=lambda: True",
+            "failed",
+            "which does not take the platform: give it one parameter",
+        ),
     )
 } | {
-    "a replacement that is no class": (registers("SiluAndMul.register_oot(3)"), "failed", "got 3 as a replacement"),
+    "a replacement that is no class": (
+        registers("SiluAndMul.register_oot(3)"),
+        "failed",
+        "got 3 as a replacement",
+    ),
     "a replacement that is a function": (
         registers("SiluAndMul.register_oot(lambda x: x)"),
         "failed",
         "as a replacement: use a class",
     ),
-    "a replacement that is its target": (registers("SiluAndMul.register_oot(SiluAndMul)"), "failed", "SiluAndMul"),
-    "a replacement of another op": (registers("RMSNorm.register_oot(Acme)"), "failed", "not a subclass"),
+    "a replacement that is its target": (
+        registers("SiluAndMul.register_oot(SiluAndMul)"),
+        "failed",
+        "SiluAndMul",
+    ),
+    "a replacement of another op": (
+        registers("RMSNorm.register_oot(Acme)"),
+        "failed",
+        "not a subclass",
+    ),
     "a target that nobody registers": (
         registers("opgraft.CustomOp.register_oot('SiluAndMull')(Acme)"),
         "activated",
@@ -162,8 +234,16 @@ REGISTRATION_ROWS = {
         "failed",
         "does not support item deletion",
     ),
-    "all ops removed": (registers("opgraft.CustomOp.op_registry.clear()"), "failed", "has no attribute 'clear'"),
-    "a reset of the host": (registers("opgraft.reset()"), "failed", "called opgraft.reset() while it was loaded"),
+    "all ops removed": (
+        registers("opgraft.CustomOp.op_registry.clear()"),
+        "failed",
+        "has no attribute 'clear'",
+    ),
+    "a reset of the host": (
+        registers("opgraft.reset()"),
+        "failed",
+        "called opgraft.reset() while it was loaded",
+    ),
     "plugins loaded by a plugin": (registers("opgraft.load_plugins()"), "activated", ""),
     "an op constructed by a plugin": (registers("SiluAndMul()"), "activated", ""),
 }
@@ -181,7 +261,11 @@ STATED_ROWS = {
         ("None", "failed", "must state where its kernels apply"),
         ("['cpuu']", "rejected", "applies on cpuu only, this process runs on cpu"),
         ("type('Odd', (), {'__eq__': lambda *_: 1 / 0})()", "failed", "ZeroDivisionError"),
-        ("type('Odd', (), {'__repr__': lambda *_: 1 / 0})()", "failed", "must state where its kernels apply"),
+        (
+            "type('Odd', (), {'__repr__': lambda *_: 1 / 0})()",
+            "failed",
+            "must state where its kernels apply",
+        ),
     )
 }
 
@@ -196,7 +280,11 @@ MODULE_ROWS = {
         "failed",
         "did you mean 'opgraft_veto'",
     ),
-    "a hook that is a class": (f"{HEAD}@opgraft.hookimpl\nclass opgraft_veto: pass\n", "failed", "implements no hook"),
+    "a hook that is a class": (
+        f"{HEAD}@opgraft.hookimpl\nclass opgraft_veto: pass\n",
+        "failed",
+        "implements no hook",
+    ),
     "a hook that takes what there is none of": (
         f"{HEAD}@opgraft.hookimpl\ndef opgraft_veto(device): pass\n",
         "failed",
@@ -211,9 +299,14 @@ MODULE_ROWS = {
     "no hook": ("platforms = 'any'\n", "failed", "implements no hook and registers no op"),
     "a NUL in the source": ("\0", "failed", "null bytes"),
     "source of another encoding": ("# -*- coding: klingon -*-\n", "failed", "klingon"),
-    "a circle of imports": ("import acme\nfrom acme import later\nlater = 1\n", "failed", "ImportError"),
+    "a circle of imports": (
+        "import acme\nfrom acme import later\nlater = 1\n",
+        "failed",
+        "ImportError",
+    ),
     "an import of itself in a thread": (
-        veto("pass") + "import threading\nt = threading.Thread(target=lambda: None)\nt.start()\nt.join()\n",
+        veto("pass")
+        + "import threading\nt = threading.Thread(target=lambda: None)\nt.start()\nt.join()\n",
         "activated",
         "",
     ),

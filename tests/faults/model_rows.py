@@ -44,7 +44,9 @@ def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Harm:
 
 def each(change: Callable[[torch.Tensor], torch.Tensor], part: str = "") -> Harm:
     """Change the weights whose names have a part."""
-    return weights(lambda tensors: tensors.update({n: change(t) for n, t in tensors.items() if part in n}))
+    return weights(
+        lambda tensors: tensors.update({n: change(t) for n, t in tensors.items() if part in n})
+    )
 
 
 def instead(name: str, make: Callable[[Path], object]) -> Harm:
@@ -81,7 +83,13 @@ def more_words(folder: Path) -> None:
 
 def larger_than_memory(folder: Path) -> None:
     """Put 2 TB, which take no room, in the place of the weights."""
-    header = {"model.embed_tokens.weight": {"dtype": "F32", "shape": [1 << 34, 32], "data_offsets": [0, 1 << 41]}}
+    header = {
+        "model.embed_tokens.weight": {
+            "dtype": "F32",
+            "shape": [1 << 34, 32],
+            "data_offsets": [0, 1 << 41],
+        }
+    }
     text = json.dumps(header).encode()
     configured(vocab_size=1 << 34)(folder)
     with (folder / "model.safetensors").open("wb") as weights:
@@ -94,22 +102,43 @@ WORD = "</s>"
 HOSTILE = "ev\x1b[31m\u202eil\nFORGED: \0"
 
 CONFIGS: Mapping[str, tuple[Harm, str]] = {
-    "a million layers": (configured(num_hidden_layers=1_000_000), "no model has more than 4,096 layers"),
-    "a billion billion layers": (configured(num_hidden_layers=10**18), "no model has more than 4,096 layers"),
-    "no layers": (configured(num_hidden_layers=0), "num_hidden_layers is 0, expected an integer from 1"),
+    "a million layers": (
+        configured(num_hidden_layers=1_000_000),
+        "no model has more than 4,096 layers",
+    ),
+    "a billion billion layers": (
+        configured(num_hidden_layers=10**18),
+        "no model has more than 4,096 layers",
+    ),
+    "no layers": (
+        configured(num_hidden_layers=0),
+        "num_hidden_layers is 0, expected an integer from 1",
+    ),
     "layers below none": (configured(num_hidden_layers=-2), "num_hidden_layers is -2, expected"),
     "layers in words": (configured(num_hidden_layers="two"), "num_hidden_layers"),
     "half a layer": (configured(num_hidden_layers=1.5), "num_hidden_layers"),
-    "a vocabulary of a billion billion": (configured(vocab_size=10**18), "take the config of these weights"),
+    "a vocabulary of a billion billion": (
+        configured(vocab_size=10**18),
+        "take the config of these weights",
+    ),
     "no vocabulary": (configured(vocab_size=0), "vocab_size 0"),
     "rows without end": (configured(hidden_size=2**62), "take the config of these weights"),
     "rows below none": (configured(hidden_size=-32), "hidden_size -32"),
     "heads that do not divide": (configured(num_attention_heads=3), "not a multiple of the"),
-    "keys that do not divide": (configured(num_key_value_heads=3), "which num_key_value_heads, 3, does not divide"),
+    "keys that do not divide": (
+        configured(num_key_value_heads=3),
+        "which num_key_value_heads, 3, does not divide",
+    ),
     "no heads": (configured(num_attention_heads=0), "cannot read the configuration"),
-    "a wide layer": (configured(intermediate_size=2**60), "intermediate_size is 1152921504606846976, expected"),
+    "a wide layer": (
+        configured(intermediate_size=2**60),
+        "intermediate_size is 1152921504606846976, expected",
+    ),
     "an epsilon in words": (configured(rms_norm_eps="small"), "rms_norm_eps"),
-    "an activation that nobody knows": (configured(hidden_act="acmelu"), "the activation 'acmelu' is none of"),
+    "an activation that nobody knows": (
+        configured(hidden_act="acmelu"),
+        "the activation 'acmelu' is none of",
+    ),
     "a hostile activation": (configured(hidden_act=HOSTILE), "the activation 'ev"),
     "a hostile type": (configured(model_type=HOSTILE), "model_type is 'ev"),
     "a rope that nobody knows": (
@@ -139,30 +168,66 @@ CONFIGS: Mapping[str, tuple[Harm, str]] = {
 """Faults that every command finds, without a look at the weights."""
 
 CONTENTS: Mapping[str, tuple[Harm, str]] = {
-    "a tensor is missing": (weights(lambda tensors: tensors.pop(NORM)), "'model.norm.weight' is missing"),
-    "a tensor too many": (weights(lambda tensors: tensors.update(acme=torch.ones(2))), "'acme' has no place"),
-    "a hostile tensor": (weights(lambda tensors: tensors.update({HOSTILE: torch.ones(2)})), "has no place"),
-    "a tensor of another shape": (each(lambda tensor: tensor[:-1].clone(), NORM), "'model.norm.weight' has shape [31]"),
-    "whole numbers for weights": (each(lambda tensor: tensor.to(torch.int32), NORM), "has torch.int32"),
+    "a tensor is missing": (
+        weights(lambda tensors: tensors.pop(NORM)),
+        "'model.norm.weight' is missing",
+    ),
+    "a tensor too many": (
+        weights(lambda tensors: tensors.update(acme=torch.ones(2))),
+        "'acme' has no place",
+    ),
+    "a hostile tensor": (
+        weights(lambda tensors: tensors.update({HOSTILE: torch.ones(2)})),
+        "has no place",
+    ),
+    "a tensor of another shape": (
+        each(lambda tensor: tensor[:-1].clone(), NORM),
+        "'model.norm.weight' has shape [31]",
+    ),
+    "whole numbers for weights": (
+        each(lambda tensor: tensor.to(torch.int32), NORM),
+        "has torch.int32",
+    ),
     "bits for weights": (each(lambda tensor: tensor > 0, "mlp"), "has torch.bool"),
-    "complex weights": (each(lambda tensor: tensor.to(torch.complex64), NORM), "has torch.complex64"),
+    "complex weights": (
+        each(lambda tensor: tensor.to(torch.complex64), NORM),
+        "has torch.complex64",
+    ),
     "weights that are no numbers": (each(lambda tensor: tensor * torch.nan), "logits are NaN"),
-    "more weights than memory": (larger_than_memory, "model."),  # cannot be mapped, or others are missing
+    "more weights than memory": (
+        larger_than_memory,
+        "model.",
+    ),  # cannot be mapped, or others are missing
     "weights that are pipes": (
         instead("model.safetensors", os.mkfifo),
         "model.safetensors is no whole safetensors file (it is no regular file)",
     ),
     "weights that are a device": (instead("model.safetensors", to_zero), "(it is no regular file)"),
     "weights that are a folder": (instead("model.safetensors", Path.mkdir), "Is a directory"),
-    "a tokenizer that is a pipe": (instead("tokenizer.json", os.mkfifo), "cannot load the tokenizer"),
-    "a tokenizer that is a device": (instead("tokenizer.json", to_zero), "cannot load the tokenizer"),
-    "a tokenizer that is a folder": (instead("tokenizer.json", Path.mkdir), "cannot load the tokenizer"),
-    "a tokenizer of more words than the model": (configured(vocab_size=8), "take the config of these weights"),
+    "a tokenizer that is a pipe": (
+        instead("tokenizer.json", os.mkfifo),
+        "cannot load the tokenizer",
+    ),
+    "a tokenizer that is a device": (
+        instead("tokenizer.json", to_zero),
+        "cannot load the tokenizer",
+    ),
+    "a tokenizer that is a folder": (
+        instead("tokenizer.json", Path.mkdir),
+        "cannot load the tokenizer",
+    ),
+    "a tokenizer of more words than the model": (
+        configured(vocab_size=8),
+        "take the config of these weights",
+    ),
     "an end beyond the vocabulary": (
         configured("generation_config.json", eos_token_id=[2, 99]),
         "eos_token_id 99 is no token of the model, whose vocabulary has 16",
     ),
-    "an end below none": (configured("generation_config.json", eos_token_id=-1), "eos_token_id -1 is no token of the"),
+    "an end below none": (
+        configured("generation_config.json", eos_token_id=-1),
+        "eos_token_id -1 is no token of the",
+    ),
     "an end in words": (
         configured("generation_config.json", eos_token_id=WORD),
         "eos_token_id is '</s>', expected a token id",
@@ -171,7 +236,10 @@ CONTENTS: Mapping[str, tuple[Harm, str]] = {
         instead("generation_config.json", file(b"[]")),
         "",
     ),
-    "a word without a row": (more_words, "the token id 10000 at place 2, and the vocabulary has 16"),
+    "a word without a row": (
+        more_words,
+        "the token id 10000 at place 2, and the vocabulary has 16",
+    ),
     "a template that is torn": (
         instead("chat_template.jinja", file(b"{% for")),
         "the chat template 'default'",
@@ -207,16 +275,34 @@ SETTINGS: Mapping[tuple[str, ...], str] = {
 
 EMBEDS = ("run", "{model}", "the cat")
 ENCODERS: Mapping[str, tuple[Harm, str]] = {
-    "a million layers in an encoder": (configured(num_hidden_layers=10**6), "no model has more than 4,096 layers"),
-    "a pooling that nobody knows": (configured("1_Pooling/config.json", pooling_mode="middle"), "the pooling mode"),
-    "a hostile pooling": (configured("1_Pooling/config.json", pooling_mode=HOSTILE), "the pooling mode"),
-    "a pooling that is a list of numbers": (configured("1_Pooling/config.json", pooling_mode=[3]), "the pooling mode"),
+    "a million layers in an encoder": (
+        configured(num_hidden_layers=10**6),
+        "no model has more than 4,096 layers",
+    ),
+    "a pooling that nobody knows": (
+        configured("1_Pooling/config.json", pooling_mode="middle"),
+        "the pooling mode",
+    ),
+    "a hostile pooling": (
+        configured("1_Pooling/config.json", pooling_mode=HOSTILE),
+        "the pooling mode",
+    ),
+    "a pooling that is a list of numbers": (
+        configured("1_Pooling/config.json", pooling_mode=[3]),
+        "the pooling mode",
+    ),
     "a pooling of another form": (
         instead("1_Pooling/config.json", file(b"[]")),
         "holds a list, expected a JSON object",
     ),
-    "fewer positions than the model": (configured(max_position_embeddings=8), "position_embeddings"),
-    "a layer that is missing": (weights(lambda tensors: tensors.pop("encoder.layer.1.output.dense.weight")), "missing"),
+    "fewer positions than the model": (
+        configured(max_position_embeddings=8),
+        "position_embeddings",
+    ),
+    "a layer that is missing": (
+        weights(lambda tensors: tensors.pop("encoder.layer.1.output.dense.weight")),
+        "missing",
+    ),
     "embeddings that are no numbers": (each(lambda tensor: tensor * torch.nan), "NaN"),
 }
 """Faults of an encoder."""

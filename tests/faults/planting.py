@@ -113,7 +113,9 @@ def others_are_as_they_were(alone: dict[str, Any]) -> None:
 
 def doctor_finds() -> list[str]:
     """What the doctor finds of what this process has loaded, the checks of kernels aside."""
-    return [printable(str(finding)) for finding in found(host_state().plugins.values(), loaded=False)]
+    return [
+        printable(str(finding)) for finding in found(host_state().plugins.values(), loaded=False)
+    ]
 
 
 def status_of(name: str) -> str | None:

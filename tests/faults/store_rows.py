@@ -47,7 +47,10 @@ NO_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
 ALL = {**BROKEN, **NO_FILES}
 
 SIGNED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "edited": (lambda path: path.write_bytes(path.read_bytes().replace(b"1", b"2")), "it is not as it was written"),
+    "edited": (
+        lambda path: path.write_bytes(path.read_bytes().replace(b"1", b"2")),
+        "it is not as it was written",
+    ),
     "of another time": (with_digest(b'{"results": []}'), "unexpected keyword argument"),
     "a list with its digest": (with_digest(b"[]"), "must be a mapping"),
     "no JSON with its digest": (with_digest(b"{"), "JSONDecodeError"),

@@ -14,7 +14,9 @@ from faults.process_rows import IMPORTS, PLUGIN, SET_BACK
 LIMITS = ("--time-limit", "20", "--memory-limit", "2.5")
 
 
-def found(cli, *arguments: str, **variables: str) -> tuple[int, dict[str, list[dict[str, Any]]], dict[str, str]]:
+def found(
+    cli, *arguments: str, **variables: str
+) -> tuple[int, dict[str, list[dict[str, Any]]], dict[str, str]]:
     """The exit code of the doctor, what it finds by distribution, and what became of each plugin."""
     ended = cli("plugins", "doctor", "--json", *arguments, **variables)
     report = json.loads(ended.stdout)
@@ -24,10 +26,17 @@ def found(cli, *arguments: str, **variables: str) -> tuple[int, dict[str, list[d
     return ended.returncode, findings, {row["name"]: row["status"] for row in report["plugins"]}
 
 
-def expect(findings: list[dict[str, Any]], words: str, code: int, kind: str, file: str = "") -> None:
+def expect(
+    findings: list[dict[str, Any]], words: str, code: int, kind: str, file: str = ""
+) -> None:
     """One of the findings has these words, this exit code and this file."""
-    told = [(finding["message"], finding["exit_code"], finding["location"] or "") for finding in findings]
-    found = [row for row in told if words in row[0] and row[1] == code and file in f"{row[0]} ({row[2]})"]
+    told = [
+        (finding["message"], finding["exit_code"], finding["location"] or "")
+        for finding in findings
+    ]
+    found = [
+        row for row in told if words in row[0] and row[1] == code and file in f"{row[0]} ({row[2]})"
+    ]
     assert found, f"{kind}: {told}"
 
 
@@ -41,14 +50,20 @@ def test_everything_at_once(cli, site) -> None:
     for kind, name in points.items():
         group, value, _ = POINTS[kind]
         site.install(
-            name, {"acme_points.py": "" if "platform" in group else "import opgraft\n"}, {group: [f"{name} = {value}"]}
+            name,
+            {"acme_points.py": "" if "platform" in group else "import opgraft\n"},
+            {group: [f"{name} = {value}"]},
         )
     code, findings, statuses = found(cli)
     assert code == 4
     for kind, name in names.items():
-        expect(findings[name], FINDINGS[kind][1], FINDINGS[kind][2], kind, file_of(site, name, kind))
+        expect(
+            findings[name], FINDINGS[kind][1], FINDINGS[kind][2], kind, file_of(site, name, kind)
+        )
     for kind, name in points.items():
-        expect(findings[name], POINTS[kind][2], 4 if POINTS[kind][0] == "opgraft.plugins" else 1, kind)
+        expect(
+            findings[name], POINTS[kind][2], 4 if POINTS[kind][0] == "opgraft.plugins" else 1, kind
+        )
     assert statuses["brix"] == "activated"
     assert not findings.keys() - {*names.values(), *points.values()}
 
@@ -71,7 +86,9 @@ def test_every_change_of_the_process(cli, site, when: str) -> None:
     for change, name in names.items():
         words = f"changed {SET_BACK[change].removesuffix(' while')}"
         expect(findings[name], words, 1, change, file_of(site, name, change))
-        assert [finding["message"].endswith(f"{when}: it was set back") for finding in findings[name]] == [True], change
+        assert [
+            finding["message"].endswith(f"{when}: it was set back") for finding in findings[name]
+        ] == [True], change
     assert set(statuses.values()) == {"activated"}
     assert findings.keys() == set(names.values())
 
@@ -105,7 +122,11 @@ def test_a_process_that_is_ended(request, site, alone, kind: str, editable: bool
     expect(findings["acme"], words, 1 if kind == "a slow import" else 4, kind, file)
     expect(findings["cedar"], "OSError: no driver", 4, kind)
     assert findings.keys() == {"acme", "cedar"}
-    assert (statuses["birch"], statuses["brix"], statuses["cedar"]) == ("activated", "activated", "failed")
+    assert (statuses["birch"], statuses["brix"], statuses["cedar"]) == (
+        "activated",
+        "activated",
+        "failed",
+    )
     quarantined = statuses["acme"] == "rejected"
     if quarantined:  # which in this process the other ones would not survive
         others_are_as_they_were(alone)

@@ -72,8 +72,18 @@ def test_limits(site, tmp_path, name: str) -> None:
         folder = tmp_path / str(number)
         folder.mkdir()
         ended = subprocess.run(
-            [*user.split(), "/bin/bash", "-c", line.format(f"{sys.executable} -m opgraft {command}")],
-            env={**os.environ, "PYTHONPATH": str(site.folder), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "500"},
+            [
+                *user.split(),
+                "/bin/bash",
+                "-c",
+                line.format(f"{sys.executable} -m opgraft {command}"),
+            ],
+            env={
+                **os.environ,
+                "PYTHONPATH": str(site.folder),
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "COLUMNS": "500",
+            },
             cwd=folder,
             stdin=subprocess.DEVNULL,
             capture_output=True,

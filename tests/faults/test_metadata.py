@@ -12,7 +12,11 @@ def test_metadata(site, capsys, alone, name: str) -> None:
     """What is wrong stands in 'opgraft plugins list' and is found by the doctor; without a fault, nothing is."""
     fault = ROWS[name]
     listed = tried(site, capsys, alone, fault)
-    told = [line for line in listed.splitlines() if "acme" in line and ("ignored" in line or "rejected" in line)]
+    told = [
+        line
+        for line in listed.splitlines()
+        if "acme" in line and ("ignored" in line or "rejected" in line)
+    ]
     findings = doctor_finds()
     assert bool(findings) == (bool(fault.words) or fault.status == "failed"), findings
     for words in fault.words:

@@ -31,7 +31,12 @@ from opgraft.errors import OpgraftError
 from opgraft.text import printable
 from small_words import word_llama, word_tokenizer
 
-COMMANDS = {"chat": chat.command, "plan": plan.command, "run": run.command, "verify": verify.command}
+COMMANDS = {
+    "chat": chat.command,
+    "plan": plan.command,
+    "run": run.command,
+    "verify": verify.command,
+}
 BLOCKS = ("--cache.num_blocks", "300")
 LONGEST = 4000  # characters of a message that anybody reads
 
@@ -48,7 +53,12 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("encoder")
     tokenizer = word_tokenizer()
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     config = transformers.BertConfig(vocab_size=len(tokenizer), **sizes)
     transformers.BertModel(config, add_pooling_layer=False).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -74,7 +84,9 @@ def expect_refused(capfd, command: Sequence[str], words: str) -> None:
     assert (printable(said), said[:LONGEST]) == (said, said)
     printed = capfd.readouterr()
     assert printed.out == ""
-    assert [line for line in printed.err.splitlines() if not line.startswith("the cache holds")] == []
+    assert [
+        line for line in printed.err.splitlines() if not line.startswith("the cache holds")
+    ] == []
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -91,10 +103,14 @@ def test_configs(capfd, llama: Path, tmp_path: Path, name: str) -> None:
 def test_settings(capfd, llama: Path, setting: tuple[str, ...]) -> None:
     """Nothing is answered by settings out of range."""
     for command in (RUN, CHAT):
-        expect_refused(capfd, [*(part.format(model=llama) for part in command), *setting], SETTINGS[setting])
+        expect_refused(
+            capfd, [*(part.format(model=llama) for part in command), *setting], SETTINGS[setting]
+        )
 
 
-IN_A_SERVER = {name: row for name, row in {**CONFIGS, **CONTENTS}.items() if name not in PAST_A_SERVER}
+IN_A_SERVER = {
+    name: row for name, row in {**CONFIGS, **CONTENTS}.items() if name not in PAST_A_SERVER
+}
 
 
 @pytest.mark.faults
@@ -140,10 +156,16 @@ def test_a_line_without_end_in_a_chat(capfd, llama: Path, monkeypatch: pytest.Mo
     """It is refused before memory is full of it."""
     with open("/dev/zero", encoding="utf-8") as endless:
         monkeypatch.setattr(sys, "stdin", endless)
-        expect_refused(capfd, ["chat", str(llama), *BLOCKS], "a line of stdin has more than 4,194,304 characters")
+        expect_refused(
+            capfd,
+            ["chat", str(llama), *BLOCKS],
+            "a line of stdin has more than 4,194,304 characters",
+        )
 
 
-def test_what_is_in_order(capfd, llama: Path, encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_in_order(
+    capfd, llama: Path, encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same models answer where nothing is wrong."""
     (tmp_path / "input").write_text("the cat\na dog\n")
     monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\n"))

@@ -17,14 +17,23 @@ STAY = ("torch.nn", "torch.set", "torch's ")
 OF_ITSELF = "opgraft.Platform.default_config = None"
 """Makes the platform itself none that can be used."""
 
-CHANGES = [change for change, words in SET_BACK.items() if not words.startswith(STAY) and change != OF_ITSELF]
+CHANGES = [
+    change
+    for change, words in SET_BACK.items()
+    if not words.startswith(STAY) and change != OF_ITSELF
+]
 
 
 @pytest.mark.parametrize(
     "change",
-    [pytest.param(change, marks=[pytest.mark.faults] if number % 8 else []) for number, change in enumerate(CHANGES)],
+    [
+        pytest.param(change, marks=[pytest.mark.faults] if number % 8 else [])
+        for number, change in enumerate(CHANGES)
+    ],
 )
-def test_platforms(site, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+def test_platforms(
+    site, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
     """What others would meet is set back, and is a finding and a warning of the platform, which is chosen."""
     monkeypatch.setenv("TAKEN", "as it was")
     source = f"{IMPORTS}{change}\n{platform_source('acme')}"

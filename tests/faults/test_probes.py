@@ -44,7 +44,9 @@ def test_probes(site, name: str) -> None:
     assert bool(findings) != counts, findings
     assert counts or any(words in line and "acme" in line for line in findings)
     assert (acme.evidence is not None) == counts
-    assert [line for line in told.splitlines() if printable(line) != line or len(line) > LONGEST] == []
+    assert [
+        line for line in told.splitlines() if printable(line) != line or len(line) > LONGEST
+    ] == []
 
 
 @pytest.mark.parametrize("name", SECRETS)
@@ -68,5 +70,7 @@ def test_probes_that_tell_secrets(site, monkeypatch: pytest.MonkeyPatch, name: s
 def test_a_variable_that_a_probe_asks_for_is_shown(site, monkeypatch: pytest.MonkeyPatch) -> None:
     """It decides, and a report needs it."""
     monkeypatch.setenv("ACME_VISIBLE_DEVICES", "GPU-1,GPU-2")
-    acme, _ = decided(site, "return Evidence(False, machine.environ['ACME_VISIBLE_DEVICES'] + ' hides all')")
+    acme, _ = decided(
+        site, "return Evidence(False, machine.environ['ACME_VISIBLE_DEVICES'] + ' hides all')"
+    )
     assert acme.reason == "GPU-1,GPU-2 hides all"

@@ -35,7 +35,11 @@ def told_of_a_lockfile(path: Path) -> str:
 
 
 def told_of_measurements(path: Path) -> str:
-    with set_config(OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["auto"], tuning_file=str(path)))):
+    with set_config(
+        OpgraftConfig(
+            compilation_config=CompilationConfig(custom_ops=["auto"], tuning_file=str(path))
+        )
+    ):
         op = ReLUSquaredActivation()
     return next(part.reason for part in op.decision.parts if part.subject == "measurement of relu2")
 
@@ -57,7 +61,9 @@ def written(folder: Path) -> dict[str, tuple[Path, Callable[[Path], str]]]:
     """Write files of opgraft's own; returns where it is, and what tells of it when it is read."""
     states, key = Path(os.environ["XDG_STATE_HOME"]) / "opgraft", "0" * 40
     locking.write_rows(folder / "opgraft.lock", [locking.Locked("acme", "1.0", "00", False, ())])
-    timed = tuple(Timed(name, Provider(name, "1"), "kernel", {"shape": 1.0}) for name in ("opgraft", "native"))
+    timed = tuple(
+        Timed(name, Provider(name, "1"), "kernel", {"shape": 1.0}) for name in ("opgraft", "native")
+    )
     ProfileFile(folder / "tuning.json").add({"relu2": Measured("native", 1, "today", timed)})
     quarantine.confine(Provider("acme", "1.0"), "it crashed")
     cache = CompilationCache(folder / "cache", 1 << 20)
@@ -73,7 +79,9 @@ def written(folder: Path) -> dict[str, tuple[Path, Callable[[Path], str]]]:
 
 
 JSON = ("a lockfile", "measurements", "a record of a quarantine", "an entry of the cache")
-FILES = [(name, kind) for name in JSON for kind in ALL] + [("code in the cache", kind) for kind in NO_FILES]
+FILES = [(name, kind) for name in JSON for kind in ALL] + [
+    ("code in the cache", kind) for kind in NO_FILES
+]
 BRIEFLY = ("torn", "a pipe")
 """Kinds that are asked of each file whenever tests run."""
 
@@ -133,7 +141,10 @@ def test_two_that_write_at_once_and_are_killed(site, tmp_path: Path, name: str) 
     environ = {**os.environ, "PYTHONPATH": str(site.folder)}
     code = f"{head}{write}\nwrite(0)\nprint(flush=True)\nfor n in range(10**9): write(n)"
     writers = [
-        subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, text=True) for _ in range(2)
+        subprocess.Popen(
+            [sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
     ]
     found: dict[str, object] = {}
     exec(head + read, found)  # noqa: S102  # of the table

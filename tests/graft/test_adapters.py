@@ -75,12 +75,21 @@ def test_a_plugins_row_is_asked_first(mlp, x) -> None:
             raise LeaveAlone("acme has no linear units")
         return None
 
-    add(Adapter("acme linear", Linear, only_wide), Adapter("acme scale", AcmeScale, recognise_scale))
+    add(
+        Adapter("acme linear", Linear, only_wide), Adapter("acme scale", AcmeScale, recognise_scale)
+    )
     model = nn.Sequential(mlp(), Scale())
     report = graft(model)
-    assert {row.reason for row in report.left_alone if row.source == "Linear"} == {"acme has no linear units"}
+    assert {row.reason for row in report.left_alone if row.source == "Linear"} == {
+        "acme has no linear units"
+    }
     (row,) = (row for row in report.replaced if row.source == "Scale")
-    assert (row.path, row.adapter, row.op, row.implementation) == ("1", "acme scale", "AcmeScale", "AcmeScale.forward")
+    assert (row.path, row.adapter, row.op, row.implementation) == (
+        "1",
+        "acme scale",
+        "AcmeScale",
+        "AcmeScale.forward",
+    )
     assert row.provider == ACME
     assert "acme-npu 2.0" in str(report)
 
@@ -109,14 +118,28 @@ def test_the_documentation_lists_every_built_in_row() -> None:
     table = text.partition("| what it is | op |")[2].partition("\n\n")[0]
     documented = re.findall(r"^\| (.+) \| `(\w+)` \|$", table, flags=re.M)
     names = {cls: name for name, cls in CustomOp.op_registry.items()}
-    rows = [(adapter.name, names[adapter.op]) for adapter in builtin_adapters() if adapter.op in names]
-    assert documented == [row for row in rows if not issubclass(CustomOp.op_registry[row[1]], Composite)]
+    rows = [
+        (adapter.name, names[adapter.op]) for adapter in builtin_adapters() if adapter.op in names
+    ]
+    assert documented == [
+        row for row in rows if not issubclass(CustomOp.op_registry[row[1]], Composite)
+    ]
 
 
 def test_an_op_that_does_not_fit_is_not_used() -> None:
     """Another set or shape of parameters leaves the module alone, with the difference as the reason."""
-    add(Adapter("too wide", AcmeScale, lambda module: {"width": 5} if type(module) is Scale else None))
-    add(Adapter("no bias", Linear, lambda m: {"in_features": 2, "out_features": 2} if type(m) is nn.Linear else None))
+    add(
+        Adapter(
+            "too wide", AcmeScale, lambda module: {"width": 5} if type(module) is Scale else None
+        )
+    )
+    add(
+        Adapter(
+            "no bias",
+            Linear,
+            lambda m: {"in_features": 2, "out_features": 2} if type(m) is nn.Linear else None,
+        )
+    )
     model = nn.Sequential(Scale(), nn.Linear(2, 2, bias=False))
     reasons = [row.reason for row in graft(model).left_alone]
     assert reasons == [
@@ -180,7 +203,10 @@ class FailingOp(Linear):
 @pytest.mark.parametrize(
     ("adapter", "reason"),
     [
-        (Adapter("acme", Linear, failing_recogniser), "adapter 'acme' of acme-npu 2.0 raised KeyError: 'acme'"),
+        (
+            Adapter("acme", Linear, failing_recogniser),
+            "adapter 'acme' of acme-npu 2.0 raised KeyError: 'acme'",
+        ),
         (
             Adapter("acme", FailingOp, lambda module: {}),
             "class FailingOp for adapter 'acme' of acme-npu 2.0 raised OSError: no device",
@@ -220,7 +246,8 @@ def test_conflicts_between_plugins_are_errors(mlp) -> None:
     """Two replacements of one op at equal priority raise here as they do where the op is constructed."""
     for name in ("First", "Second"):
         CustomOp.register_oot(
-            type(name, (Linear,), {"forward_oot": lambda self, input, residual=None: input}), name="Linear"
+            type(name, (Linear,), {"forward_oot": lambda self, input, residual=None: input}),
+            name="Linear",
         )
     with pytest.raises(ConflictError, match=r"First at .* and Second at"):
         graft(mlp())
@@ -230,7 +257,9 @@ def test_a_disabled_op_is_reported_as_what_runs(mlp) -> None:
     """A replacement that custom_ops switches off does not get the credit for the native definition."""
 
     class FastLinear(Linear):
-        def forward_oot(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        def forward_oot(
+            self, input: torch.Tensor, residual: torch.Tensor | None = None
+        ) -> torch.Tensor:
             return self.forward_native(input, residual)
 
     CustomOp.register_oot(FastLinear, name="Linear")
@@ -244,7 +273,9 @@ def test_inference_only_kernels_keep_gradients_right(mlp, x) -> None:
 
     class FastLinear(Linear):
         @inference_only
-        def forward_oot(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        def forward_oot(
+            self, input: torch.Tensor, residual: torch.Tensor | None = None
+        ) -> torch.Tensor:
             return self.forward_native(input.detach(), residual).detach()
 
     CustomOp.register_oot(FastLinear, name="Linear")

@@ -46,7 +46,9 @@ def build(config: str = "LlamaConfig", **changes: Any) -> Any:
     """A causal language model of two layers with random weights."""
     torch.manual_seed(0)
     arguments = {**SHARED_HEADS, **changes}
-    return transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**arguments)).eval()
+    return transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, config)(**arguments)
+    ).eval()
 
 
 def ids() -> torch.Tensor:
@@ -76,7 +78,11 @@ def test_masks_reach_the_attention_op() -> None:
 def test_generation_with_a_static_cache() -> None:
     """A cache that is longer than the prompt, in which causal attention must not see the empty rest, works too."""
     model = build()
-    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static"}
+    options: dict[str, Any] = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "cache_implementation": "static",
+    }
     options |= {"disable_compile": True, "attention_mask": torch.ones(2, 7, dtype=torch.long)}
     before = model.generate(ids(), **options)
     graft(model)
@@ -96,7 +102,12 @@ def test_another_model_with_the_same_configuration_keeps_its_attention() -> None
     ungraft(model)
     assert torch.equal(logits(model), before)
     torch.testing.assert_close(logits(other), before)
-    assert Counter("opgraft_attention" in dict(part.named_children()) for part in other.modules())[True] == 2
+    assert (
+        Counter("opgraft_attention" in dict(part.named_children()) for part in other.modules())[
+            True
+        ]
+        == 2
+    )
     assert not any("opgraft" in name for name, _ in model.named_modules())
 
 
@@ -110,7 +121,9 @@ def test_eager_attention_and_instance_forwards_stay() -> None:
     layer = model.model.layers[0].self_attn
     layer.forward = type(layer).forward.__get__(layer)
     report = graft(model)
-    assert [row.path for row in report.replaced if "attention" in row.op] == ["model.layers.1.self_attn"]
+    assert [row.path for row in report.replaced if "attention" in row.op] == [
+        "model.layers.1.self_attn"
+    ]
     ungraft(model)
     assert model.config._attn_implementation == "sdpa"
 
@@ -130,7 +143,9 @@ def test_attention_that_writes_to_a_name_of_its_file_stays() -> None:
     model = build()
     model.model.layers[0].self_attn.__class__ = Counting
     report = graft(model)
-    assert {row.reason for row in report.left_alone if row.source == "Counting"} == {"its forward writes to LAST"}
+    assert {row.reason for row in report.left_alone if row.source == "Counting"} == {
+        "its forward writes to LAST"
+    }
     before = LAST
     logits(model)
     assert before + 1 == LAST
@@ -160,8 +175,13 @@ def test_what_is_patched_into_the_file_later(monkeypatch: pytest.MonkeyPatch) ->
     """It reaches the forward after ungraft only, as the report says."""
     model, called = build(), []
     report = graft(model)
-    assert report.notes[-1] == "2 forwards see what is patched into their files from now on after ungraft only"
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *_, **__: called.append(1) or (q, k))
+    assert (
+        report.notes[-1]
+        == "2 forwards see what is patched into their files from now on after ungraft only"
+    )
+    monkeypatch.setattr(
+        modeling_llama, "apply_rotary_pos_emb", lambda q, k, *_, **__: called.append(1) or (q, k)
+    )
     logits(model)
     assert called == []
     ungraft(model)
@@ -175,7 +195,10 @@ def test_the_configuration_keeps_its_name() -> None:
     names = sorted(transformers.AttentionInterface()), sorted(transformers.AttentionMaskInterface())
     assert "scaled_dot_product_attention" in {row.op for row in graft(model).replaced}
     assert model.config._attn_implementation == "sdpa"
-    assert (sorted(transformers.AttentionInterface()), sorted(transformers.AttentionMaskInterface())) == names
+    assert (
+        sorted(transformers.AttentionInterface()),
+        sorted(transformers.AttentionMaskInterface()),
+    ) == names
     again = type(model)(pickle.loads(pickle.dumps(model.config)))  # noqa: S301
     assert again.config._attn_implementation == "sdpa"
     assert not any("opgraft" in name for name, _ in again.named_modules())
@@ -199,7 +222,9 @@ def test_another_implementation_is_chosen_while_grafted() -> None:
 def test_continuous_batching_takes_a_grafted_model() -> None:
     """The cache that transformers pages itself reaches transformers' own function, and its answers stay."""
     model = build()
-    config = transformers.GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    config = transformers.GenerationConfig(
+        max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
     small = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=32)
 
     def answers() -> list[list[int]]:
@@ -214,7 +239,9 @@ def test_continuous_batching_takes_a_grafted_model() -> None:
 
 def test_sdpa_that_other_code_has_replaced_stays(monkeypatch) -> None:
     """If sdpa no longer means transformers' own function, the attention that was asked for is kept."""
-    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "sdpa", lambda *args, **kwargs: None)
+    monkeypatch.setitem(
+        transformers.AttentionInterface._global_mapping, "sdpa", lambda *args, **kwargs: None
+    )
     report = graft(build())
     assert {row.reason for row in report.left_alone if row.source == "LlamaAttention"} == {
         "other code has registered its own 'sdpa' attention"
@@ -246,7 +273,9 @@ def test_features_of_transformers_function_are_left_to_it() -> None:
 @pytest.mark.parametrize(("queries", "keys"), [(5, 5), (1, 5), (3, 5)])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("value_size", [8, 6])
-def test_the_attention_function_agrees_with_transformers(masked, queries, keys, groups, value_size) -> None:
+def test_the_attention_function_agrees_with_transformers(
+    masked, queries, keys, groups, value_size
+) -> None:
     """Over masks, lengths, shared heads and head sizes, causal or not, both functions return the same."""
     plain = transformers.AttentionInterface()
     interface = SUBSTITUTION.substitute(ScaledDotProductAttention(), plain)
@@ -254,12 +283,20 @@ def test_the_attention_function_agrees_with_transformers(masked, queries, keys, 
     module.num_key_value_groups = groups
     query, key = torch.randn(2, 4, queries, 8), torch.randn(2, 4 // groups, keys, 8)
     value = torch.randn(2, 4 // groups, keys, value_size)
-    mask = torch.rand(2, 4 if masked == "per head" else 1, queries, keys).round().bool() if masked else None
+    mask = (
+        torch.rand(2, 4 if masked == "per head" else 1, queries, keys).round().bool()
+        if masked
+        else None
+    )
     if mask is not None:
         mask[..., 0] = True
     for is_causal in (None, True, False):
-        expected, _ = plain["sdpa"](module, query, key, value, mask, scaling=0.3, is_causal=is_causal)
-        mine, weights = interface["sdpa"](module, query, key, value, mask, scaling=0.3, is_causal=is_causal)
+        expected, _ = plain["sdpa"](
+            module, query, key, value, mask, scaling=0.3, is_causal=is_causal
+        )
+        mine, weights = interface["sdpa"](
+            module, query, key, value, mask, scaling=0.3, is_causal=is_causal
+        )
         assert weights is None
         assert mine.is_contiguous()
         torch.testing.assert_close(mine, expected, atol=1e-5, rtol=0)
@@ -267,7 +304,9 @@ def test_the_attention_function_agrees_with_transformers(masked, queries, keys, 
 
 def test_nested_configurations_are_switched_one_by_one() -> None:
     """In a model of several parts only those with sdpa change, and each gets back what it had."""
-    vision = {key: SMALL[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
+    vision = {
+        key: SMALL[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    }
     config = transformers.Gemma3Config(
         text_config={**SHARED_HEADS},
         vision_config={**vision, "image_size": 16, "patch_size": 8, "intermediate_size": 128},
@@ -320,7 +359,9 @@ def test_dropout_in_training_draws_the_same_numbers() -> None:
 
 def test_attention_with_a_position_bias_stays() -> None:
     """T5 adds a bias to its scores in every layer, which only transformers' own function knows."""
-    config = transformers.T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=1, num_heads=4, vocab_size=99)
+    config = transformers.T5Config(
+        d_model=64, d_kv=16, d_ff=128, num_layers=1, num_heads=4, vocab_size=99
+    )
     model = transformers.T5ForConditionalGeneration(config).eval()
     report = graft(model)
     assert {row.reason for row in report.left_alone if row.source == "T5Attention"} == {
@@ -341,10 +382,14 @@ def test_keys_and_values_with_other_numbers_of_heads() -> None:
     query, key, value = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 4, 5, 8)
     called = []
 
-    def sdpa(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    def sdpa(
+        module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
         called.append(query)
         return query, None
 
-    found, _ = attention.attention(ScaledDotProductAttention(), sdpa, (), module, query, key, value, None)
+    found, _ = attention.attention(
+        ScaledDotProductAttention(), sdpa, (), module, query, key, value, None
+    )
     assert called == [query]
     assert found is query

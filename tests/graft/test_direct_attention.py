@@ -63,8 +63,12 @@ class Attention(nn.Module):
 
 class ByName(Attention):
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        out: Tensor = self.proj(scaled_dot_product_attention(q, k, v, attn_mask).transpose(1, 2).flatten(2))
+        q, k, v = (
+            self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        )
+        out: Tensor = self.proj(
+            scaled_dot_product_attention(q, k, v, attn_mask).transpose(1, 2).flatten(2)
+        )
         return out
 
 
@@ -76,7 +80,9 @@ class OfThreeDimensions(Attention):
 
 class ThroughTorch(Attention):
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-        out: Tensor = self.proj(torch.nn.functional.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1)))
+        out: Tensor = self.proj(
+            torch.nn.functional.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1))
+        )
         return out
 
 
@@ -93,7 +99,9 @@ def build(cls: type[Attention] = Attention) -> nn.Sequential:
 
 
 @pytest.mark.parametrize("cls", [Attention, ByName])
-def test_the_op_stands_where_the_forward_finds_the_function(cls: type[Attention], attended: list[Any]) -> None:
+def test_the_op_stands_where_the_forward_finds_the_function(
+    cls: type[Attention], attended: list[Any]
+) -> None:
     """Results and gradients agree, with a mask too; ungraft is exact, and other instances notice nothing."""
     model, other, x = build(cls), build(cls), torch.randn(2, 5, 32)
     expected, mask = model(x), torch.rand(5, 5) > 0.3
@@ -103,7 +111,9 @@ def test_the_op_stands_where_the_forward_finds_the_function(cls: type[Attention]
     assert [(row.path, row.source) for row in rows] == [("1", cls.__name__), ("3", cls.__name__)]
     torch.testing.assert_close(model(x), expected)
     torch.testing.assert_close(model[1](x, mask), masked)
-    torch.testing.assert_close(torch.autograd.grad(model(x).sin().sum(), [*model.parameters()]), gradients)
+    torch.testing.assert_close(
+        torch.autograd.grad(model(x).sin().sum(), [*model.parameters()]), gradients
+    )
     assert attended == [(2, 4, 5, 8)] * 5
     assert model.state_dict().keys() == other.state_dict().keys()
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301  # our own bytes
@@ -131,7 +141,9 @@ def test_other_dimensions_go_to_torch(attended: list[Any]) -> None:
     """The op was made for heads; what has none is computed as before."""
     model, x = build(OfThreeDimensions), torch.randn(2, 5, 32)
     expected = model(x)
-    assert len([row for row in graft(model).replaced if row.op == "scaled_dot_product_attention"]) == 2
+    assert (
+        len([row for row in graft(model).replaced if row.op == "scaled_dot_product_attention"]) == 2
+    )
     assert torch.equal(model[1](x), build(OfThreeDimensions)[1](x))
     torch.testing.assert_close(model(x), expected)
     assert attended == []
@@ -140,7 +152,10 @@ def test_other_dimensions_go_to_torch(attended: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("cls", "reason"),
     [
-        (ThroughTorch, "its file has no name of its own for scaled_dot_product_attention or torch.nn.functional"),
+        (
+            ThroughTorch,
+            "its file has no name of its own for scaled_dot_product_attention or torch.nn.functional",
+        ),
         (Choosing, "it chooses among torch's kernels by sdpa_kernel"),
     ],
 )
@@ -156,17 +171,24 @@ def test_without_a_kernel_the_function_stays() -> None:
     """An op that only called torch's function would be no faster."""
     model = build()
     reasons = {row.reason for row in graft(model).left_alone if row.source == "Attention"}
-    assert reasons == {"here scaled_dot_product_attention is its native definition, which is torch's function"}
+    assert reasons == {
+        "here scaled_dot_product_attention is its native definition, which is torch's function"
+    }
     assert type(model[1]) is Attention
 
 
 def test_a_family_of_transformers_that_uses_no_registry(attended: list[Any]) -> None:
     """The pooling head of AIMv2 calls torch's function itself."""
     pytest.importorskip("transformers")
-    from transformers.models.aimv2.modeling_aimv2 import Aimv2AttentionPoolingHead, Aimv2VisionConfig
+    from transformers.models.aimv2.modeling_aimv2 import (
+        Aimv2AttentionPoolingHead,
+        Aimv2VisionConfig,
+    )
 
     torch.manual_seed(0)
-    head = Aimv2AttentionPoolingHead(Aimv2VisionConfig(hidden_size=32, num_attention_heads=4)).eval()
+    head = Aimv2AttentionPoolingHead(
+        Aimv2VisionConfig(hidden_size=32, num_attention_heads=4)
+    ).eval()
     model, x = nn.Sequential(head), torch.randn(2, 5, 32)
     expected = model(x)
     assert "scaled_dot_product_attention" in [row.op for row in graft(model).replaced]

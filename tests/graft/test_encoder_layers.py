@@ -96,14 +96,21 @@ def calls() -> Calls:
     def linear(x, weight, bias=None, activation="none", residual=None):
         asked.append((activation, residual is not None))
         y = F.linear(x, weight, bias)
-        y = {"none": y, "gelu": F.gelu(y), "gelu_tanh": F.gelu(y, approximate="tanh"), "silu": F.silu(y)}[activation]
+        y = {
+            "none": y,
+            "gelu": F.gelu(y),
+            "gelu_tanh": F.gelu(y, approximate="tanh"),
+            "silu": F.silu(y),
+        }[activation]
         return y if residual is None else y + residual
 
     @CustomOp.register_oot("Linear")
     class FastLinear(Linear):
         functional_oot = {"linear": linear}  # noqa: RUF012  # read through the class, never written
 
-        def forward_oot(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        def forward_oot(
+            self, input: torch.Tensor, residual: torch.Tensor | None = None
+        ) -> torch.Tensor:
             return self.forward_native(input, residual)
 
     return asked
@@ -115,7 +122,11 @@ def build(kind: str) -> tuple[Holder, Holder, tuple[torch.Tensor, ...]]:
     plain = Holder(made()).eval()
     model = copy.deepcopy(plain)
     assert [row.op for row in graft(model).replaced] == [op]
-    return model, plain, tuple(torch.randn(2, 3, 8) for _ in range(2 if op == "linear_add_norm" else 1))
+    return (
+        model,
+        plain,
+        tuple(torch.randn(2, 3, 8) for _ in range(2 if op == "linear_add_norm" else 1)),
+    )
 
 
 @each_layer
@@ -132,9 +143,9 @@ def observe(layer: Any) -> None:
 
 
 def observe_act(layer: Any) -> None:
-    layer.get_submodule(layer.names[-1 if isinstance(layer, LinearAddNorm) else 1]).register_forward_hook(
-        lambda *_: None
-    )
+    layer.get_submodule(
+        layer.names[-1 if isinstance(layer, LinearAddNorm) else 1]
+    ).register_forward_hook(lambda *_: None)
 
 
 def set_forward(layer: Any) -> None:
@@ -151,7 +162,9 @@ def exchange(layer: Any) -> None:
 
 @pytest.mark.parametrize("change", [observe, observe_act, set_forward, exchange])
 @pytest.mark.parametrize("kind", ["gelu", "output", "feed-forward"])
-def test_children_are_called_where_somebody_watches(kind: str, calls: Calls, change: Callable[[Any], None]) -> None:
+def test_children_are_called_where_somebody_watches(
+    kind: str, calls: Calls, change: Callable[[Any], None]
+) -> None:
     """With hooks on a child, or another module in its place, each child is called as before."""
     model, plain, x = build(kind)
     change(model.layer)
@@ -183,7 +196,9 @@ def test_without_such_a_kernel_the_children_run(kind: str) -> None:
 
     @CustomOp.register_oot("Linear")
     class Plain(Linear):
-        def forward_oot(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        def forward_oot(
+            self, input: torch.Tensor, residual: torch.Tensor | None = None
+        ) -> torch.Tensor:
             return self.forward_native(input, residual)
 
     model, plain, x = build(kind)
@@ -240,7 +255,9 @@ def test_what_is_nearly_one_stays(calls: Calls) -> None:
 
     class Twice(FeedForward):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.fc2(self.activation_fn(self.fc1(x))) + self.activation_fn(x).sum()
+            out: torch.Tensor = (
+                self.fc2(self.activation_fn(self.fc1(x))) + self.activation_fn(x).sum()
+            )
             return out
 
     for layer in (NormFirst(), Twice(), Intermediate(nn.Tanh())):
@@ -260,7 +277,9 @@ def test_the_report_names_the_parts(fuses: bool, request: pytest.FixtureRequest)
 
         @CustomOp.register_oot("Linear")
         class Plain(Linear):
-            def forward_oot(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+            def forward_oot(
+                self, input: torch.Tensor, residual: torch.Tensor | None = None
+            ) -> torch.Tensor:
                 return self.forward_native(input, residual)
 
     report = graft(Holder(FeedForward()))

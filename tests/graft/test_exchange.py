@@ -22,7 +22,9 @@ from torch import nn
 
 def add(*adapters: Adapter) -> None:
     load_plugins()
-    host_state().graft_adapters.extend((Provider("acme-npu", "2.0"), adapter) for adapter in adapters)
+    host_state().graft_adapters.extend(
+        (Provider("acme-npu", "2.0"), adapter) for adapter in adapters
+    )
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -93,7 +95,9 @@ def test_a_composite_gives_up_its_weights_too() -> None:
     linear, model, x = composite.inner, nn.Sequential(composite), torch.randn(3, 4)
     graft(model)
     former = weakref.ref(model[0].inner.weight)
-    model.load_state_dict({name: torch.rand_like(tensor) for name, tensor in model.state_dict().items()}, assign=True)
+    model.load_state_dict(
+        {name: torch.rand_like(tensor) for name, tensor in model.state_dict().items()}, assign=True
+    )
     assert former() is None
     expected = model(x)
     model.double()
@@ -189,15 +193,26 @@ def test_attributes_of_the_module_are_read_from_the_op() -> None:
     """A parent that reads a norm's attributes, its class's included, finds them on the op."""
     model = nn.Sequential(Norm(), nn.RMSNorm(8), nn.RMSNorm(8, eps=1e-3, elementwise_affine=False))
     graft(model)
-    assert (model[0].kind, model[0].width, model[0].variance_epsilon, model[0].eps) == ("rms", 8, 1e-5, 1e-5)
+    assert (model[0].kind, model[0].width, model[0].variance_epsilon, model[0].eps) == (
+        "rms",
+        8,
+        1e-5,
+        1e-5,
+    )
     assert (model[1].normalized_shape, model[1].elementwise_affine) == ((8,), True)
-    assert (model[2].normalized_shape, model[2].eps, model[2].elementwise_affine) == ((8,), 1e-3, False)
+    assert (model[2].normalized_shape, model[2].eps, model[2].elementwise_affine) == (
+        (8,),
+        1e-3,
+        False,
+    )
     x = torch.randn(3, 8)
     expected = F.rms_norm(x, model[1].normalized_shape, model[1].weight, model[1].eps)
     torch.testing.assert_close(model[1](x), expected)
 
 
-@pytest.mark.parametrize(("module", "name"), [(nn.RMSNorm(8, eps=1e-6), "eps"), (Norm(), "variance_epsilon")])
+@pytest.mark.parametrize(
+    ("module", "name"), [(nn.RMSNorm(8, eps=1e-6), "eps"), (Norm(), "variance_epsilon")]
+)
 def test_eps_can_be_set_while_grafted(module: nn.Module, name: str) -> None:
     """Setting eps under the module's own name changes what the op computes, and the module has it afterwards."""
     model, x = nn.Sequential(module), torch.randn(3, 8)
@@ -258,7 +273,9 @@ def test_a_class_with_more_than_its_forward_stays(cls: type[nn.Module], names: s
     model = nn.Sequential(cls())
     (row,) = graft(model).left_alone
     assert type(model[0]) is cls
-    assert row.reason == f"its class defines more than its forward, which an op does not have: {names}"
+    assert (
+        row.reason == f"its class defines more than its forward, which an op does not have: {names}"
+    )
 
 
 def test_helpers_and_representations_do_not_matter() -> None:
@@ -269,7 +286,9 @@ def test_helpers_and_representations_do_not_matter() -> None:
 class CastLast(Norm):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         x = hidden_states.float()
-        return (self.weight * x * torch.rsqrt(x.pow(2).mean(-1, True) + 1e-5)).to(hidden_states.dtype)
+        return (self.weight * x * torch.rsqrt(x.pow(2).mean(-1, True) + 1e-5)).to(
+            hidden_states.dtype
+        )
 
 
 def mixed(norm: nn.Module, weight: torch.dtype, rest: torch.dtype) -> nn.Sequential:

@@ -24,7 +24,13 @@ COMMON = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 99, "pad_token_id": 0,
     "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 64, "eos_token_id": 2, "bos_token_id": 1,
 }  # fmt: skip
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
 FEW = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4},
@@ -71,7 +77,10 @@ def test_families(family: str, implementation: str) -> None:
     """All experts become ops that run; logits and gradients agree, and ungraft restores modules and every bit."""
     model = build(family, experts_implementation=implementation)
     before, plain, steps = logits(model), experts_of(model), gradients(model)
-    parameters, state = dict(model.named_parameters()), {k: t.clone() for k, t in model.state_dict().items()}
+    parameters, state = (
+        dict(model.named_parameters()),
+        {k: t.clone() for k, t in model.state_dict().items()},
+    )
     report = graft(model)
     rows = [row for row in report.replaced if row.path in plain]
     assert plain
@@ -130,7 +139,9 @@ def test_autocast() -> None:
 class Other(nn.Module):
     """Experts of nobody's, in a class that nothing names."""
 
-    def __init__(self, experts: int, hidden: int, intermediate: int, activation: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, experts: int, hidden: int, intermediate: int, activation: Callable[[Tensor], Tensor]
+    ) -> None:
         super().__init__()
         self.count, self.rows, self.activation = experts, 2 * intermediate, activation
         self.gate_up_proj = nn.Parameter(torch.randn(experts, self.rows, hidden) * 0.2)
@@ -158,7 +169,9 @@ def grafted(module: nn.Module) -> tuple[nn.Module, str]:
     return model["experts"], "".join(reasons)
 
 
-@pytest.mark.parametrize("sizes", [(4, 12, 20), (4, 12, 12), (4, 24, 12), (12, 12, 7), (8, 20, 8), (16, 20, 8)])
+@pytest.mark.parametrize(
+    "sizes", [(4, 12, 20), (4, 12, 12), (4, 24, 12), (12, 12, 7), (8, 20, 8), (16, 20, 8)]
+)
 @pytest.mark.parametrize("activation", [F.silu, F.gelu])
 def test_by_what_they_compute(sizes: tuple[int, int, int], activation: Any) -> None:
     """Any class is recognised by its maths, whichever of its sizes are the same."""
@@ -270,8 +283,12 @@ def test_ranks_and_other_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     module = mixtral()
     module._is_expert_parallel = True
     assert grafted(module)[1] == "its experts are spread over ranks"
-    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "mine", lambda self, x, ids, weights: x)
-    assert "registered its experts implementation 'mine'" in grafted(mixtral(implementation="mine"))[1]
+    monkeypatch.setitem(
+        ALL_EXPERTS_FUNCTIONS._global_mapping, "mine", lambda self, x, ids, weights: x
+    )
+    assert (
+        "registered its experts implementation 'mine'" in grafted(mixtral(implementation="mine"))[1]
+    )
 
 
 def test_hooks() -> None:

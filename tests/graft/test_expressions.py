@@ -46,9 +46,15 @@ def llama(x, w, eps):
 
 RMS_NORMS = {
     "llama": llama,
-    "cast last": lambda x, w, eps: (w * (x.float() * (x.float().square().mean(-1, True) + eps).rsqrt())).type_as(x),
-    "by division": lambda x, w, eps: x / torch.sqrt(eps + torch.mean(x * x, dim=-1, keepdim=True)) * w,
-    "by reciprocal": lambda x, w, eps: w.mul(x.mul(x.pow(2).mean((-1,), keepdim=True).add(eps).sqrt().reciprocal())),
+    "cast last": lambda x, w, eps: (
+        w * (x.float() * (x.float().square().mean(-1, True) + eps).rsqrt())
+    ).type_as(x),
+    "by division": lambda x, w, eps: (
+        x / torch.sqrt(eps + torch.mean(x * x, dim=-1, keepdim=True)) * w
+    ),
+    "by reciprocal": lambda x, w, eps: w.mul(
+        x.mul(x.pow(2).mean((-1,), keepdim=True).add(eps).sqrt().reciprocal())
+    ),
     "by power": lambda x, w, eps: x * (x**2).mean(dim=[-1], keepdim=True).add(eps).pow(-0.5) * w,
 }
 GEMMA_NORMS = {
@@ -59,9 +65,15 @@ GEMMA_NORMS = {
 }
 ACTIVATIONS = {
     "GELU": [F.gelu, lambda x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))],
-    "FastGELU": [lambda x: 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))],
+    "FastGELU": [
+        lambda x: 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
+    ],
     "NewGELU": [
-        lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0)))),
+        lambda x: (
+            0.5
+            * x
+            * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+        ),
         lambda x: x / 2 * (torch.tanh((x + x**3 * 0.044715) * math.sqrt(2 / math.pi)) + 1),
     ],
     "QuickGELU": [lambda x: x * torch.sigmoid(1.702 * x), lambda x: (x * 1.702).sigmoid() * x],
@@ -89,7 +101,9 @@ def test_spellings_of_gemmas_norm(spelling: str) -> None:
     check(Norm(GEMMA_NORMS[spelling]), "GemmaRMSNorm", torch.randn(3, 8) * 1e-2)
 
 
-@pytest.mark.parametrize(("op", "formula"), [(op, f) for op, formulas in ACTIVATIONS.items() for f in formulas])
+@pytest.mark.parametrize(
+    ("op", "formula"), [(op, f) for op, formulas in ACTIVATIONS.items() for f in formulas]
+)
 def test_spellings_of_activations(op: str, formula: Callable[..., torch.Tensor]) -> None:
     """Each form of GELU and SiLU is recognised as itself, in any spelling."""
     check(Activation(formula), op, torch.randn(3, 8) * 3)
@@ -97,10 +111,19 @@ def test_spellings_of_activations(op: str, formula: Callable[..., torch.Tensor])
 
 def test_modules_of_one_class_are_told_apart() -> None:
     """Norms that differ in a setting or a size alone become ops that differ in it."""
-    norms = [Norm(llama), Norm(llama), Norm(RMS_NORMS["by division"]), Norm(GEMMA_NORMS["gemma"]), Norm(llama, 4)]
+    norms = [
+        Norm(llama),
+        Norm(llama),
+        Norm(RMS_NORMS["by division"]),
+        Norm(GEMMA_NORMS["gemma"]),
+        Norm(llama, 4),
+    ]
     norms[1].eps = 1e-3
     model = nn.Sequential(*norms)
-    assert [row.op for row in graft(model).replaced] == ["rms_norm"] * 3 + ["gemma_rms_norm", "rms_norm"]
+    assert [row.op for row in graft(model).replaced] == ["rms_norm"] * 3 + [
+        "gemma_rms_norm",
+        "rms_norm",
+    ]
     assert [(op.variance_epsilon, len(op.weight)) for op in model] == [
         (1e-5, 8),
         (1e-3, 8),
@@ -119,8 +142,14 @@ def test_tanh_form_of_torch() -> None:
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
-        (Norm(lambda x, w, eps: w * x * torch.rsqrt(x.pow(2).mean(-1) + eps)), "it takes the mean over -1"),
-        (Norm(lambda x, w, eps: w * x * torch.rsqrt(x.pow(2).mean(0, True) + eps)), "it takes the mean over 0"),
+        (
+            Norm(lambda x, w, eps: w * x * torch.rsqrt(x.pow(2).mean(-1) + eps)),
+            "it takes the mean over -1",
+        ),
+        (
+            Norm(lambda x, w, eps: w * x * torch.rsqrt(x.pow(2).mean(0, True) + eps)),
+            "it takes the mean over 0",
+        ),
         (Norm(lambda x, w, eps: w * x * torch.rsqrt(x.pow(2).mean(-1, True) - eps)), ""),
         (Norm(lambda x, w, eps: w * x * (x.pow(2).mean(-1, True) + eps)), ""),
         (Norm(lambda x, w, eps: (2 + w) * x * torch.rsqrt(x.pow(2).mean(-1, True) + eps)), ""),
@@ -159,7 +188,10 @@ def test_mode_and_signature_matter() -> None:
         def forward(self, x, residual=None):
             return F.silu(x)
 
-    for module, reason in ((OnlyInEval(), "something else in training"), (WithResidual(), "takes 2 arguments")):
+    for module, reason in (
+        (OnlyInEval(), "something else in training"),
+        (WithResidual(), "takes 2 arguments"),
+    ):
         with pytest.raises(NotExpressible, match=reason):
             expression_of(module)
 

@@ -17,7 +17,9 @@ from torch.nn.utils import parametrizations
 class Gated(nn.Module):
     """A gated MLP as Llama writes it."""
 
-    def __init__(self, act: nn.Module | None = None, bias: bool = False, width: int = 16, inner: int = 24) -> None:
+    def __init__(
+        self, act: nn.Module | None = None, bias: bool = False, width: int = 16, inner: int = 24
+    ) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(width, inner, bias=bias)
         self.up_proj = nn.Linear(width, inner, bias=bias)
@@ -96,7 +98,9 @@ class WithSum(Gated):
 
 class WithCast(Gated):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj((self.act_fn(self.gate_proj(x)).float() * self.up_proj(x)).to(x.dtype))
+        out: torch.Tensor = self.down_proj(
+            (self.act_fn(self.gate_proj(x)).float() * self.up_proj(x)).to(x.dtype)
+        )
         return out
 
 

@@ -23,7 +23,9 @@ from torch.nn.utils import parametrize
 class Gated(nn.Module):
     """A gated MLP as Llama writes it."""
 
-    def __init__(self, act: nn.Module | None = None, bias: bool = False, width: int = 16, inner: int = 24) -> None:
+    def __init__(
+        self, act: nn.Module | None = None, bias: bool = False, width: int = 16, inner: int = 24
+    ) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(width, inner, bias=bias)
         self.up_proj = nn.Linear(width, inner, bias=bias)
@@ -64,7 +66,10 @@ def saved(model: nn.Module) -> nn.Module:
     return loaded
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved])  # noqa: S301
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved],  # noqa: S301
+)
 def test_copies_share_a_storage_of_their_own(duplicate: Callable[[Any], Any]) -> None:
     """A copy computes gate and up at once too, from its own weights."""
     model, x = grafted()
@@ -83,7 +88,9 @@ def test_loading(assign: bool) -> None:
     model, x = grafted()
     other = Gated()
     former = [weakref.ref(parameter) for parameter in model.parameters()]
-    model.load_state_dict({f"0.{name}": value for name, value in other.state_dict().items()}, assign=assign)
+    model.load_state_dict(
+        {f"0.{name}": value for name, value in other.state_dict().items()}, assign=assign
+    )
     assert joint(model, x)
     agrees(model, other, x)
     assert [ref() is None for ref in former] == [assign] * 3
@@ -98,7 +105,9 @@ def test_moving_and_casting() -> None:
     assert joint(model, x.double())
     agrees(model, copy.deepcopy(plain).double(), x.double())
     model.to("meta")
-    model.load_state_dict({f"0.{name}": value for name, value in plain.state_dict().items()}, assign=True)
+    model.load_state_dict(
+        {f"0.{name}": value for name, value in plain.state_dict().items()}, assign=True
+    )
     assert joint(model, x)
     agrees(model, plain, x)
 
@@ -138,7 +147,16 @@ def parametrize_up(layer: GatedMLP) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [assign_data, assign_parameter, swap_tensors, exchange_child, add_hook, set_forward, parametrize_up]
+    "change",
+    [
+        assign_data,
+        assign_parameter,
+        swap_tensors,
+        exchange_child,
+        add_hook,
+        set_forward,
+        parametrize_up,
+    ],
 )
 def test_what_separates_them_is_seen_at_once(change: Callable[[GatedMLP], None]) -> None:
     """Assigned weights, adapters in the place of a child, hooks: the next call does what the children would."""
@@ -190,7 +208,9 @@ def test_kernels_that_keep_packed_weights_see_every_step() -> None:
         packed: ClassVar[dict[tuple[int, int], torch.Tensor]] = {}
 
         @inference_only
-        def forward_oot(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        def forward_oot(
+            self, input: torch.Tensor, residual: torch.Tensor | None = None
+        ) -> torch.Tensor:
             key = (self.weight.data_ptr(), self.weight._version)
             if key not in self.packed:
                 self.packed.clear()
@@ -199,7 +219,11 @@ def test_kernels_that_keep_packed_weights_see_every_step() -> None:
 
     module = Gated()
     model, x = grafted(module)
-    for parameters in ([module.up_proj.weight], [module.gate_proj.weight], list(module.parameters())):
+    for parameters in (
+        [module.up_proj.weight],
+        [module.gate_proj.weight],
+        list(module.parameters()),
+    ):
         optimizer = torch.optim.SGD(parameters, lr=0.5)
         model(x).square().sum().backward()
         optimizer.step()
@@ -222,7 +246,9 @@ def test_training_step_is_the_same() -> None:
             optimizer.zero_grad()
             each(x).square().mean().backward()
             optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    )
     assert joint(model, x)
 
 
@@ -289,7 +315,8 @@ IN_BUFFER = [("gate_proj", "down_proj", "up_proj"), ("up_proj", "gate_proj", "do
 
 
 @pytest.mark.parametrize(
-    ("order", "at_once"), [*((order, False) for order in IN_BUFFER), (("down_proj", "gate_proj", "up_proj"), True)]
+    ("order", "at_once"),
+    [*((order, False) for order in IN_BUFFER), (("down_proj", "gate_proj", "up_proj"), True)],
 )
 def test_a_flat_buffer_keeps_its_weights(order: tuple[str, ...], at_once: bool) -> None:
     """What is written to a buffer that holds the weights is computed with, while grafted and after ungraft.
@@ -306,11 +333,16 @@ def test_a_flat_buffer_keeps_its_weights(order: tuple[str, ...], at_once: bool) 
             stage(model)
             buffer.normal_()
             state = zip(order, buffer.split(16 * 24), strict=True)
-            plain.load_state_dict({f"{n}.weight": t.view_as(plain.get_submodule(n).weight) for n, t in state})
+            plain.load_state_dict(
+                {f"{n}.weight": t.view_as(plain.get_submodule(n).weight) for n, t in state}
+            )
             agrees(model, plain, x)
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved])  # noqa: S301
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved],  # noqa: S301
+)
 def test_copies_are_separated_too(duplicate: Callable[[Any], Any]) -> None:
     """Ungrafting a copy of a grafted model gives each weight a storage of its own, as ungrafting the model does."""
     model, x = grafted()
@@ -367,7 +399,9 @@ def test_another_parameter_over_the_same_memory() -> None:
     x = torch.randn(8, 512)
 
     def expected() -> torch.Tensor:
-        out: torch.Tensor = layer.down_proj(F.silu(F.linear(x, layer.gate_proj.weight)) * layer.up_proj(x))
+        out: torch.Tensor = layer.down_proj(
+            F.silu(F.linear(x, layer.gate_proj.weight)) * layer.up_proj(x)
+        )
         return out
 
     for _ in range(4):

@@ -82,9 +82,15 @@ NORMS: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     "ConvNeXt, channels last": ("layer_norm", lambda: ConvNextLayerNorm(WIDTH)),
     "OLMo, without parameters": ("layer_norm", lambda: OlmoLayerNorm(WIDTH)),
     "PocketTTS": ("layer_norm", lambda: PocketTTSFlowLayerNorm(WIDTH)),
-    "PocketTTS, without parameters": ("layer_norm", lambda: PocketTTSFlowLayerNorm(WIDTH, elementwise_affine=False)),
+    "PocketTTS, without parameters": (
+        "layer_norm",
+        lambda: PocketTTSFlowLayerNorm(WIDTH, elementwise_affine=False),
+    ),
     "Llama 4, without weight": ("unscaled_rms_norm", Llama4TextL2Norm),
-    "Gemma 3n, without weight": ("unscaled_rms_norm", lambda: Gemma3nRMSNorm(WIDTH, with_scale=False)),
+    "Gemma 3n, without weight": (
+        "unscaled_rms_norm",
+        lambda: Gemma3nRMSNorm(WIDTH, with_scale=False),
+    ),
     "back in its dtype": ("layer_norm", lambda: LayerNormBackInItsDtype(WIDTH)),
     "in float32": ("layer_norm", lambda: LayerNormInFloat32(WIDTH)),
     "in float32, without bias": ("layer_norm", lambda: LayerNormInFloat32(WIDTH, bias=False)),
@@ -94,10 +100,22 @@ UNSIZED = {"PocketTTS, without parameters"}  # nothing says for which size of ro
 
 GATED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "Mamba 2": (lambda: MambaRMSNormGated(WIDTH, 6), {"group_size": 6, "norm_before_gate": False}),
-    "Mamba 2, one group": (lambda: MambaRMSNormGated(WIDTH, WIDTH), {"group_size": WIDTH, "norm_before_gate": False}),
-    "Qwen3-Next": (lambda: Qwen3NextRMSNormGated(WIDTH), {"group_size": None, "norm_before_gate": True}),
-    "Kimi": (lambda: KimiLinearRMSNormGated(WIDTH), {"activation": "sigmoid", "norm_before_gate": True}),
-    "Falcon-H1": (lambda: FalconH1RMSNormGated(WIDTH, n_groups=3), {"group_size": 6, "norm_before_gate": True}),
+    "Mamba 2, one group": (
+        lambda: MambaRMSNormGated(WIDTH, WIDTH),
+        {"group_size": WIDTH, "norm_before_gate": False},
+    ),
+    "Qwen3-Next": (
+        lambda: Qwen3NextRMSNormGated(WIDTH),
+        {"group_size": None, "norm_before_gate": True},
+    ),
+    "Kimi": (
+        lambda: KimiLinearRMSNormGated(WIDTH),
+        {"activation": "sigmoid", "norm_before_gate": True},
+    ),
+    "Falcon-H1": (
+        lambda: FalconH1RMSNormGated(WIDTH, n_groups=3),
+        {"group_size": 6, "norm_before_gate": True},
+    ),
     "Falcon-H1, gate first": (
         lambda: FalconH1RMSNormGated(WIDTH, n_groups=3, norm_before_gate=False),
         {"group_size": 6, "norm_before_gate": False},
@@ -145,7 +163,9 @@ def test_norms_agree(name: str, dtype: torch.dtype) -> None:
     for x, wanted in zip(inputs, expected, strict=True):
         close(model(x), wanted)
     assert list(model.state_dict()) == list(state)
-    assert all(value.data_ptr() == state[key].data_ptr() for key, value in model.state_dict().items())
+    assert all(
+        value.data_ptr() == state[key].data_ptr() for key, value in model.state_dict().items()
+    )
     ungraft(model)
     assert model[0] is module
     assert all(torch.equal(model(x), wanted) for x, wanted in zip(inputs, expected, strict=True))
@@ -189,10 +209,14 @@ def test_gated_norms_agree(name: str, dtype: torch.dtype) -> None:
     """
     make, settings = GATED[name]
     model = Gate(filled(make(), dtype))
-    inputs = [(rows(*s, dtype=dtype), rows(*s, dtype=dtype, seed=2)) for s in ((2, 3), (1, 7), (3, 1))]
+    inputs = [
+        (rows(*s, dtype=dtype), rows(*s, dtype=dtype, seed=2)) for s in ((2, 3), (1, 7), (3, 1))
+    ]
     inputs = [(x.requires_grad_(), gate.requires_grad_()) for x, gate in inputs]
     expected = [model(x, gate) for x, gate in inputs]
-    gradients = [torch.autograd.grad(model(*pair).sum(), (*pair, model.norm.weight)) for pair in inputs]
+    gradients = [
+        torch.autograd.grad(model(*pair).sum(), (*pair, model.norm.weight)) for pair in inputs
+    ]
     module = model.norm
     alone = [module(x) for x, _ in inputs] if name in UNGATED else []
     assert [row.op for row in graft(model).replaced] == ["rms_norm_gated"]
@@ -323,7 +347,9 @@ def test_a_question_about_another_dtype_is_none_that_tracing_answers() -> None:
 
 
 @pytest.mark.parametrize("make", [T5LayerNorm, CohereLayerNorm])
-def test_a_half_norm_in_a_model_with_wider_parameters_stays(make: Callable[[int], nn.Module]) -> None:
+def test_a_half_norm_in_a_model_with_wider_parameters_stays(
+    make: Callable[[int], nn.Module],
+) -> None:
     """Where float32 may reach a norm in half precision, which T5's rounds and ``layer_norm`` refuses, it stays."""
     norm = filled(make(WIDTH), torch.float16)
     wide = nn.Sequential(norm, nn.Linear(2, 2))

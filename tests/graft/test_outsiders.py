@@ -35,7 +35,9 @@ class Intermediate(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("register", [register_module_forward_hook, register_module_forward_pre_hook])
+@pytest.mark.parametrize(
+    "register", [register_module_forward_hook, register_module_forward_pre_hook]
+)
 def test_hooks_of_every_module_are_called_for_each_layer(register: Callable[..., Any]) -> None:
     """A hook that torch calls for every module of the process sees gate, up and act, as in the plain model."""
     model, x = nn.Sequential(Gated(), Intermediate()).eval(), torch.randn(2, 8)
@@ -59,7 +61,9 @@ def test_hooks_of_every_module_are_called_for_each_layer(register: Callable[...,
     assert {"0.gate", "0.up", "0.act", "1.act"} < {*called}
 
 
-@pytest.mark.filterwarnings("ignore:torch.ao.quantization", "ignore:.*quantiz", "ignore:.*TypedStorage")
+@pytest.mark.filterwarnings(
+    "ignore:torch.ao.quantization", "ignore:.*quantiz", "ignore:.*TypedStorage"
+)
 def test_quantize_dynamic_after_ungraft_and_before_graft() -> None:
     """Both orders that the note of the report names work."""
     quantize = torch.ao.quantization.quantize_dynamic
@@ -80,7 +84,9 @@ def test_torchscript_says_what_to_do(mlp) -> None:
     model = mlp()
     graft(model)
     modules = [*model.modules()]
-    with pytest.raises(GraftError, match=r"cannot compile the op LayerNorm.*opgraft\.ungraft\(model\) first"):
+    with pytest.raises(
+        GraftError, match=r"cannot compile the op LayerNorm.*opgraft\.ungraft\(model\) first"
+    ):
         torch.jit.script(model)
     assert [*model.modules()] == modules
     ungraft(model)
@@ -93,7 +99,14 @@ def test_torchscript_says_what_to_do(mlp) -> None:
 @pytest.mark.parametrize("gradient", [False, True])
 def test_nested_tensors(layout: torch.layout, gradient: bool) -> None:
     """Rows of several lengths go through as they go through torch's own modules."""
-    layers = [nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8, bias=False), nn.SiLU(), Intermediate()]
+    layers = [
+        nn.LayerNorm(8),
+        nn.Linear(8, 8),
+        nn.GELU(),
+        nn.Linear(8, 8, bias=False),
+        nn.SiLU(),
+        Intermediate(),
+    ]
     model = nn.Sequential(*layers, *([Gated()] if layout is torch.strided else [])).eval()
     x = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)], layout=layout)
     with torch.set_grad_enabled(gradient):
@@ -175,6 +188,9 @@ dist.destroy_process_group()
 def test_sharded_and_parallelized_models(tmp_path, warm_python) -> None:
     """Sharded by layers, a model is ungrafted and goes on; where ops themselves were changed, ungraft refuses."""
     done = subprocess.run(
-        [warm_python, "-c", DISTRIBUTED, str(tmp_path / "store")], capture_output=True, text=True, check=False
+        [warm_python, "-c", DISTRIBUTED, str(tmp_path / "store")],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr

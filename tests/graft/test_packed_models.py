@@ -45,7 +45,9 @@ def build(family: str, **changes: Any) -> Any:
     torch.manual_seed(0)
     arguments = {**SMALL, **changes}
     if family == "llama":
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**arguments, num_key_value_heads=2)).eval()
+        return transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**arguments, num_key_value_heads=2)
+        ).eval()
     return transformers.BertForMaskedLM(transformers.BertConfig(**arguments)).eval()
 
 
@@ -129,7 +131,10 @@ def test_copies_of_a_packed_model() -> None:
     before = logits(model)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301  # our own bytes
         assert torch.equal(logits(copied), before)
-        assert all(isinstance(op, PackedLinear) and op._packed is not None for op in weights(copied).values())
+        assert all(
+            isinstance(op, PackedLinear) and op._packed is not None
+            for op in weights(copied).values()
+        )
         opgraft.ungraft(copied)
         assert weights(copied) == {}
         assert torch.equal(logits(copied), plain)
@@ -138,7 +143,10 @@ def test_copies_of_a_packed_model() -> None:
 
 def test_a_packed_model_is_moved_loaded_and_compiled() -> None:
     """What is done with models goes on: other dtypes, weights of another model, compilation as one graph."""
-    model, other = build("llama", tie_word_embeddings=False), build("llama", tie_word_embeddings=False)
+    model, other = (
+        build("llama", tie_word_embeddings=False),
+        build("llama", tie_word_embeddings=False),
+    )
     for parameter in other.parameters():
         parameter.data.mul_(1.5)
     opgraft.graft(model)
@@ -169,7 +177,9 @@ def test_what_cannot_be_ungrafted() -> None:
     opgraft.graft(model)
     opgraft.pack(model)
     parametrize.register_parametrization(model[0], "bias", nn.Identity())
-    with pytest.raises(GraftError, match="derived from a packed layer by other code, such as a parametrization"):
+    with pytest.raises(
+        GraftError, match="derived from a packed layer by other code, such as a parametrization"
+    ):
         opgraft.ungraft(model)
     parametrize.remove_parametrizations(model[0], "bias")
     opgraft.ungraft(model)

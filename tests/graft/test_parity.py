@@ -30,7 +30,13 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "vit": (
         "ViTConfig",
         "AutoModelForImageClassification",
-        {"num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 4, "num_labels": 9},
+        {
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "image_size": 16,
+            "patch_size": 4,
+            "num_labels": 9,
+        },
     ),
 }
 each_family = pytest.mark.parametrize("family", FAMILIES)
@@ -97,12 +103,19 @@ def test_bfloat16(family: str) -> None:
 def test_the_report_is_whole(family: str) -> None:
     """Each module that has parameters of its own or no children is in one row, or in a composite's; none is in two."""
     model = build(family, 64)
-    paths = {path for path, module in model.named_modules() if not module._modules or module._parameters}
+    paths = {
+        path for path, module in model.named_modules() if not module._modules or module._parameters
+    }
     report = graft(model)
     rows = [row.path for row in (*report.replaced, *report.left_alone)]
     assert len(rows) == len(set(rows))
     within = {f"{row.path}.{part.path}" for row in report.replaced for part in row.parts}
-    inside = {path for path in paths for row in report.replaced if row.parts and path.startswith(f"{row.path}.")}
+    inside = {
+        path
+        for path in paths
+        for row in report.replaced
+        if row.parts and path.startswith(f"{row.path}.")
+    }
     assert paths <= set(rows) | inside
     assert not set(rows) & within
 
@@ -129,4 +142,6 @@ def test_saved_and_trained(family: str, tmp_path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     safetensors.save_file(model.model.layers.state_dict(), tmp_path / "layers.safetensors")
     saved = safetensors.load_file(tmp_path / "layers.safetensors")
-    assert all(torch.equal(saved[name], tensor) for name, tensor in model.model.layers.state_dict().items())
+    assert all(
+        torch.equal(saved[name], tensor) for name, tensor in model.model.layers.state_dict().items()
+    )

@@ -29,7 +29,11 @@ def _causal_conv1d_update(conv_state: Tensor, weight: Tensor, xBC: Tensor) -> tu
 
 
 def _causal_conv1d(conv_state: Any, weight: Tensor, x: Tensor, seq_idx: Any) -> tuple[Tensor, Any]:
-    before = x.new_zeros(*x.shape[:2], weight.shape[-1] - 1) if conv_state is None else conv_state.clone()
+    before = (
+        x.new_zeros(*x.shape[:2], weight.shape[-1] - 1)
+        if conv_state is None
+        else conv_state.clone()
+    )
     rows = []
     for t in range(x.shape[-1]):
         if t and seq_idx is not None:
@@ -45,7 +49,10 @@ def ssd_update_state(
 ) -> Tensor:  # fmt: skip
     step = dt.float() + dt_bias
     step = (F.softplus(step) if dt_softplus else step)[..., None, None]
-    b, c = (each.repeat_interleave(x.shape[1] // each.shape[1], 1).float()[:, :, None] for each in (B, C))
+    b, c = (
+        each.repeat_interleave(x.shape[1] // each.shape[1], 1).float()[:, :, None]
+        for each in (B, C)
+    )
     ssm_state.copy_((step * A[:, None, None]).exp() * ssm_state + step * x[..., None] * b)
     y = (ssm_state * c).sum(-1) + D[:, None] * x
     return (y * F.silu(z.float())).to(x.dtype)[:, None]
@@ -81,8 +88,13 @@ class Mixer(plamo2.Mamba):
             line, conv = _causal_conv1d(conv, self.conv1d.weight, line, seq_idx=seq_idx)
         x = line.mT.to(hidden.dtype)
         b, c, dt = self.bcdt_proj(x).split([self.state, self.state, self.rank], -1)
-        b, c = (plamo2.normalised(*each) for each in ((b, self.B_norm_weight), (c, self.C_norm_weight)))
-        dt, decay = self.dt_proj(plamo2.normalised(dt, self.dt_norm_weight)), -self.A_log.float().exp()
+        b, c = (
+            plamo2.normalised(*each) for each in ((b, self.B_norm_weight), (c, self.C_norm_weight))
+        )
+        dt, decay = (
+            self.dt_proj(plamo2.normalised(dt, self.dt_norm_weight)),
+            -self.A_log.float().exp(),
+        )
         x, b, c = x.reshape(z.shape), b[:, :, None], c[:, :, None]
         if steps_once:
             y = ssd_update_state(
@@ -147,11 +159,18 @@ def test_parts_of_prompts_and_single_tokens(kernels: Counter[str]) -> None:
     wanted = in_parts(model["mixer"], x)
     torch.testing.assert_close(whole, by_token, atol=1e-5, rtol=1e-5)
     report = graft(model)
-    assert {row.source: row.op for row in report.replaced if row.adapter == "function of a state space"} == EXPECTED
+    assert {
+        row.source: row.op for row in report.replaced if row.adapter == "function of a state space"
+    } == EXPECTED
     with torch.no_grad():
         torch.testing.assert_close(model["mixer"](x), whole, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(in_parts(model["mixer"], x), wanted, atol=1e-5, rtol=1e-5)
-    assert kernels == {"CausalConv1d": 3, "MambaChunkScan": 3, "CausalConv1dUpdate": 3, "SelectiveStateUpdate": 3}
+    assert kernels == {
+        "CausalConv1d": 3,
+        "MambaChunkScan": 3,
+        "CausalConv1dUpdate": 3,
+        "SelectiveStateUpdate": 3,
+    }
     ungraft(model)
     assert type(model["mixer"]) is Mixer
     with torch.no_grad():
@@ -181,6 +200,8 @@ def test_bfloat16(kernels: Counter[str]) -> None:
         truth.load_state_dict({name: weight.float() for name, weight in made.state_dict().items()})
         wanted, plain = truth(x.float()), made(x)
         graft(model)
-        distances = [(each.float() - wanted).square().mean().sqrt() for each in (model["mixer"](x), plain)]
+        distances = [
+            (each.float() - wanted).square().mean().sqrt() for each in (model["mixer"](x), plain)
+        ]
     assert kernels["MambaChunkScan"] == 1
     assert 0 < distances[0] <= 1.1 * distances[1]

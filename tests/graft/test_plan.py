@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from opgraft import Adapter, CustomOp, LeaveAlone, Provider, explain, graft, load_plugins, reset, ungraft
+from opgraft import (
+    Adapter,
+    CustomOp,
+    LeaveAlone,
+    Provider,
+    explain,
+    graft,
+    load_plugins,
+    reset,
+    ungraft,
+)
 from opgraft.errors import ConfigError, GraftError
 from opgraft.grafting.plan import Exchange, plan_of
 from opgraft.ops import ApplyRotaryEmb, Linear
@@ -22,7 +32,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before the import, which reads it
 
 def add(*adapters: Adapter) -> None:
     load_plugins()
-    host_state().graft_adapters.extend((Provider("acme-npu", "2.0"), adapter) for adapter in adapters)
+    host_state().graft_adapters.extend(
+        (Provider("acme-npu", "2.0"), adapter) for adapter in adapters
+    )
 
 
 class Gated(nn.Module):
@@ -41,7 +53,11 @@ class Gated(nn.Module):
 def llama() -> nn.Module:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=29
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        vocab_size=29,
     )
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config).eval()
     return model
@@ -56,12 +72,23 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
     """Every object that a model holds, by identity, and every bit of its tensors."""
     state: dict[str, Any] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        state[path] = (id(module), type(module), sorted(vars(module)), [(k, id(v)) for k, v in vars(module).items()])
+        state[path] = (
+            id(module),
+            type(module),
+            sorted(vars(module)),
+            [(k, id(v)) for k, v in vars(module).items()],
+        )
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             held = vars(module)[name]
-            state[f"{path}/{name}"] = sorted((k, id(held[k]) if isinstance(held, dict) else 0) for k in held)
+            state[f"{path}/{name}"] = sorted(
+                (k, id(held[k]) if isinstance(held, dict) else 0) for k in held
+            )
     for name, tensor in model.state_dict(keep_vars=True).items():
-        state[f"{name}/tensor"] = (tensor.data_ptr(), tensor._version, tensor.detach().clone().numpy().tobytes())
+        state[f"{name}/tensor"] = (
+            tensor.data_ptr(),
+            tensor._version,
+            tensor.detach().clone().numpy().tobytes(),
+        )
     return state
 
 
@@ -95,7 +122,10 @@ def test_the_plan_is_data() -> None:
     assert (exchange.path, exchange.module, exchange.adapter) == ("0", model[0], "gated MLP")
     assert exchange.arguments["intermediate_size"] == 16
     assert [inner.path for inner in exchange.inside] == ["0.gate", "0.up", "0.down", "0.act"]
-    assert next((place.name, place.op) for place in plan.places if place.parent is model) == ("0", exchange.op)
+    assert next((place.name, place.op) for place in plan.places if place.parent is model) == (
+        "0",
+        exchange.op,
+    )
     assert [place.name for place in plan.places if place.parent is model] == ["0", "1", "2", "4"]
     assert [row.path for row in plan.report(applied=False).replaced] == ["0", "1", "2"]
 
@@ -110,7 +140,12 @@ def test_a_child_keeps_the_mode_that_it_is_in() -> None:
     assert [module.training for module in model.modules()] == modes
 
 
-ERRORS = [ValueError("odd shapes"), SystemExit("no driver"), ConfigError("a setting"), AssertionError()]
+ERRORS = [
+    ValueError("odd shapes"),
+    SystemExit("no driver"),
+    ConfigError("a setting"),
+    AssertionError(),
+]
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
@@ -143,7 +178,9 @@ def test_strict_mode_raises_and_changes_nothing(mlp, monkeypatch) -> None:
     add(Adapter("acme", Linear, recognise))
     model = mlp()
     before = snapshot(model)
-    with pytest.raises(GraftError, match=r"strict mode: adapter 'acme' of acme-npu 2.0 raised SystemExit: 3"):
+    with pytest.raises(
+        GraftError, match=r"strict mode: adapter 'acme' of acme-npu 2.0 raised SystemExit: 3"
+    ):
         graft(model)
     assert snapshot(model) == before
 
@@ -191,7 +228,10 @@ def test_notes_for_code_that_looks_for_exact_classes() -> None:
     """quantize_dynamic finds no linear layer in a grafted model: the report says so, and what to do."""
     model = gated()
     report = graft(model, dry_run=True)
-    assert report.notes[0] == "4 torch.nn.Linear become ops: run quantize_dynamic and its like before graft"
+    assert (
+        report.notes[0]
+        == "4 torch.nn.Linear become ops: run quantize_dynamic and its like before graft"
+    )
     assert "quantize_dynamic" in str(report)
     assert report.to_dict()["notes"] == [*report.notes]
     assert graft(nn.Sequential(nn.SiLU())).notes == ()
@@ -203,5 +243,8 @@ def test_a_note_leads_to_what_compilers_get() -> None:
     notes = graft(model).notes
     assert "opgraft.explain(model) says what 5 of the ops do under a compiler or an export" in notes
     said = str(explain(model))
-    assert "while a compiler traces, gate, up and the activation are computed one after the other" in said
+    assert (
+        "while a compiler traces, gate, up and the activation are computed one after the other"
+        in said
+    )
     assert "under torch.export and torch.jit.trace torch's own linear runs" in said

@@ -88,7 +88,9 @@ def install(site: Any, plugins: dict[str, str]) -> None:
         site.plugin(name, PLUGIN.replace("CLASSES", classes))
 
 
-def graft_and_run(module: nn.Module, plugins: dict[str, str]) -> tuple[nn.Module, dict[str, str], list[str]]:
+def graft_and_run(
+    module: nn.Module, plugins: dict[str, str]
+) -> tuple[nn.Module, dict[str, str], list[str]]:
     """The grafted model, the providers of its parts, and which kernels of the plugins a call runs."""
     model = nn.Sequential(module).eval()
     plain, x = copy.deepcopy(model), torch.randn(3, 8)

@@ -60,7 +60,9 @@ def build(config: str = "LlamaConfig", **changes: Any) -> Any:
     }  # fmt: skip
     if config == "MixtralConfig":
         arguments["num_local_experts"] = 4
-    return transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**arguments)).eval()
+    return transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, config)(**arguments)
+    ).eval()
 
 
 def ids() -> torch.Tensor:
@@ -84,7 +86,9 @@ def test_families_rotate_by_the_op(family: str, rotated: Shapes) -> None:
     cls, attributes = type(attention), set(vars(attention))
     report = graft(model)
     rows = [row for row in report.replaced if row.op == "apply_rotary_emb"]
-    assert [row.path for row in rows] == [f"model.layers.{i}.self_attn.apply_rotary_pos_emb" for i in range(2)]
+    assert [row.path for row in rows] == [
+        f"model.layers.{i}.self_attn.apply_rotary_pos_emb" for i in range(2)
+    ]
     assert rows[0].implementation.endswith("FastRotary.forward_oot")
     torch.testing.assert_close(logits(model), before, atol=1e-5, rtol=0)
     assert sorted(rotated) == [(2, 7, 2, 16)] * 2 + [(2, 7, 4, 16)] * 2
@@ -184,7 +188,9 @@ def test_it_compiles_as_one_graph(config: str, rotated: Shapes) -> None:
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for length in (7, 5, 4):
         shorter = ids()[:, :length]
-        torch.testing.assert_close(compiled(input_ids=shorter, use_cache=False).logits, model(shorter).logits)
+        torch.testing.assert_close(
+            compiled(input_ids=shorter, use_cache=False).logits, model(shorter).logits
+        )
 
 
 def test_without_a_kernel_the_function_stays() -> None:
@@ -226,13 +232,24 @@ def counting(q, k, cos, sin):
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (interleaved, "nothing in the model shows that its cosines and sines have each number twice"),
-        (promoted, "apply_rotary_pos_emb computes something else than apply_rotary_emb on a query and a key"),
-        (other_arguments, "apply_rotary_pos_emb computes something else than apply_rotary_emb on a query and a key"),
+        (
+            interleaved,
+            "nothing in the model shows that its cosines and sines have each number twice",
+        ),
+        (
+            promoted,
+            "apply_rotary_pos_emb computes something else than apply_rotary_emb on a query and a key",
+        ),
+        (
+            other_arguments,
+            "apply_rotary_pos_emb computes something else than apply_rotary_emb on a query and a key",
+        ),
         (counting, "counting uses COUNTS, and whoever reads that would miss its calls"),
     ],
 )
-def test_functions_that_compute_something_else_stay(function: Any, reason: str, rotated: Shapes, monkeypatch) -> None:
+def test_functions_that_compute_something_else_stay(
+    function: Any, reason: str, rotated: Shapes, monkeypatch
+) -> None:
     """Pairs of neighbours with tables for halves, another dtype, further arguments: the module keeps its class."""
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", function)
     model = build()
@@ -260,7 +277,9 @@ def test_tables_that_do_not_repeat(rotated: Shapes) -> None:
     for each in (model, attention):
         report = graft(each)
         (reason,) = {row.reason for row in report.left_alone if "rotary" in row.source}
-        assert reason == "nothing in the model shows that its cosines and sines have each number twice"
+        assert (
+            reason == "nothing in the model shows that its cosines and sines have each number twice"
+        )
     assert not [row for row in report.replaced if row.op == "apply_rotary_emb"]
 
 
@@ -270,9 +289,11 @@ def test_a_forward_on_the_instance_stays(rotated: Shapes) -> None:
     attention = attention_of(model)
     attention.forward = attention.forward
     report = graft(model)
-    assert [row.reason for row in report.left_alone if row.path == "model.layers.0.self_attn.apply_rotary_pos_emb"] == [
-        "its forward was set on the instance"
-    ]
+    assert [
+        row.reason
+        for row in report.left_alone
+        if row.path == "model.layers.0.self_attn.apply_rotary_pos_emb"
+    ] == ["its forward was set on the instance"]
     assert len([row for row in report.replaced if row.op == "apply_rotary_emb"]) == 1
 
 
@@ -295,7 +316,9 @@ SIZES = {
 def test_embeddings_of_time_are_no_tables(rotated: Shapes) -> None:
     """Voxtral has a module with frequencies that is called with times: it says nothing about tables of positions."""
     audio = {**SIZES, "num_key_value_heads": 4}
-    config = transformers.VoxtralRealtimeConfig(text_config={**SIZES, "vocab_size": 99}, audio_config=audio)
+    config = transformers.VoxtralRealtimeConfig(
+        text_config={**SIZES, "vocab_size": 99}, audio_config=audio
+    )
     model = transformers.VoxtralRealtimeForConditionalGeneration(config)
     rows = [row.path for row in graft(model).replaced if row.op == "apply_rotary_emb"]
     assert rows == [
@@ -357,7 +380,9 @@ OfLength.__module__ = Raising.__module__ = modeling_llama.__name__
         (Raising, "transformers rotary function raised SystemExit: no such device"),
     ],
 )
-def test_what_recognition_of_tables_raises(embedding: type[nn.Module], reason: str, rotated: Shapes) -> None:
+def test_what_recognition_of_tables_raises(
+    embedding: type[nn.Module], reason: str, rotated: Shapes
+) -> None:
     """Code of the model that raises when it is tried leaves the function where it is, with the reason."""
     model = build()
     attention = nn.ModuleList([attention_of(model), embedding()])

@@ -57,14 +57,19 @@ def test_the_op_computes_the_same(family: str, batch: int, dtype: torch.dtype) -
     angles = angles.repeat_interleave(2, -1) if rotation.table_in_pairs else angles.repeat(1, 1, 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     size = 6 + 4 * rotation.partial
-    heads = [torch.randn(3, n, 5, size, generator=generator).to(dtype).requires_grad_() for n in (3, 1)]
+    heads = [
+        torch.randn(3, n, 5, size, generator=generator).to(dtype).requires_grad_() for n in (3, 1)
+    ]
     wanted = function(*heads, cos, sin)
     assert all(rotation.fits(x, cos) for x in heads)
     assert rotation.repeats(cos)
     found = tuple(rotation.apply(op, x, cos, sin) for x in heads)
     tolerance = 1e-5 if dtype is torch.float32 else 3e-2
     torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
-    gradients = [torch.autograd.grad(sum(y.float().sin().sum() for y in out), heads) for out in (found, wanted)]
+    gradients = [
+        torch.autograd.grad(sum(y.float().sin().sum() for y in out), heads)
+        for out in (found, wanted)
+    ]
     torch.testing.assert_close(*gradients, atol=10 * tolerance, rtol=10 * tolerance)
 
 
@@ -124,7 +129,13 @@ def test_what_does_not_fit_is_told() -> None:
     assert HALVES.fits(heads, table)
     assert partial.fits(heads, table[..., :4])
     assert not HALVES.fits(heads, table[..., :4])
-    for other in (torch.zeros(1, 5, 10), table.double(), torch.zeros(1, 4, 8), torch.zeros(5, 8), torch.zeros(3, 5, 8)):
+    for other in (
+        torch.zeros(1, 5, 10),
+        table.double(),
+        torch.zeros(1, 4, 8),
+        torch.zeros(5, 8),
+        torch.zeros(3, 5, 8),
+    ):
         assert not partial.fits(heads, other)
     assert not HALVES.repeats(torch.rand(1, 5, 8))
 
@@ -135,7 +146,13 @@ PAIRINGS = {
     "ernie4_5": ("Ernie4_5Config", {"head_dim": 16}),
     "deepseek_v3": (
         "DeepseekV3Config",
-        {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+        }
         | {"qk_nope_head_dim": 8, "first_k_dense_replace": 2},
     ),
 }
@@ -152,10 +169,22 @@ def test_models_rotate_by_the_op(family: str) -> None:
 
     transformers = importlib.import_module("transformers")
     name, more = PAIRINGS[family]
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"intermediate_size": 96, "vocab_size": 99, "max_position_embeddings": 64, "pad_token_id": 0}
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    sizes |= {
+        "intermediate_size": 96,
+        "vocab_size": 99,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+    }
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**{**sizes, **more})).eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, name)(**{**sizes, **more})
+    ).eval()
     ids = torch.randint(3, 99, (2, 7))
     before, cls = model(input_ids=ids).logits, type(model.model.layers[0].self_attn)
     rows = [row for row in graft(model).replaced if row.op == "apply_rotary_emb"]

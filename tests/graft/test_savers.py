@@ -127,7 +127,9 @@ SAVERS = [
 
 
 @pytest.mark.parametrize("save", SAVERS)
-@pytest.mark.parametrize("prepare", [opgraft.graft, lambda model: (opgraft.graft(model), opgraft.pack(model))])
+@pytest.mark.parametrize(
+    "prepare", [opgraft.graft, lambda model: (opgraft.graft(model), opgraft.pack(model))]
+)
 def test_every_saver(
     save: Callable[[nn.Module, Path], nn.Module], prepare: Callable[[Any], Any], tmp_path: Path
 ) -> None:
@@ -159,7 +161,12 @@ def test_files_are_as_large_as_those_of_the_plain_model(tmp_path: Path) -> None:
 def test_save_pretrained(tmp_path: Path) -> None:
     """A causal model of transformers, saved while grafted, is read again by transformers."""
     config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=50, pad_token_id=0
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=50,
+        pad_token_id=0,
     )
     model: Any = transformers.LlamaForCausalLM(config).eval()
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}

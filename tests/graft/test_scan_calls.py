@@ -32,7 +32,19 @@ def limited_chunk_scan(
     dt_limit: tuple[float, float] = (0.0, 0.1), return_final_states: bool = False,
 ) -> Any:  # fmt: skip
     """A scan that has limits where it is given none."""
-    args = (hidden_states, dt, A, B, C, chunk_size, D, dt_bias, initial_states, dt_softplus, dt_limit)
+    args = (
+        hidden_states,
+        dt,
+        A,
+        B,
+        C,
+        chunk_size,
+        D,
+        dt_bias,
+        initial_states,
+        dt_softplus,
+        dt_limit,
+    )
     return modeling_bamba.mamba2_chunk_scan.__wrapped__(*args, return_final_states)
 
 
@@ -63,7 +75,11 @@ class Exchanged(nn.Module):
 
 @pytest.mark.parametrize(
     ("mixer", "op"),
-    [(Plain, "selective_state_update"), (Exchanged, "selective_state_update"), (Limited, "mamba_chunk_scan")],
+    [
+        (Plain, "selective_state_update"),
+        (Exchanged, "selective_state_update"),
+        (Limited, "mamba_chunk_scan"),
+    ],
 )
 def test_what_differs_in_some_call_stays(mixer: type[nn.Module], op: str) -> None:
     """The reason says what it is not."""

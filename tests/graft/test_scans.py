@@ -26,7 +26,13 @@ COMMON = {
     "eos_token_id": 2, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }  # fmt: skip
-OF_HEADS = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+OF_HEADS = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 8,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Mamba": {"state_size": 8},
     "Mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2, "chunk_size": 8},
@@ -50,14 +56,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GraniteMoeHybrid": {"layer_types": ["mamba", "attention"], "num_local_experts": 2, **OF_HEADS},
 }  # fmt: skip
 CONVOLUTION = {"causal_conv1d_fn": "causal_conv1d", "causal_conv1d_update": "causal_conv1d_update"}
-CHANNELS = {"mamba_selective_scan": "selective_scan", "mamba_selective_state_update": "selective_state_update"}
-HEADS = {"mamba2_chunk_scan": "mamba_chunk_scan", "mamba2_selective_state_update": "selective_state_update"}
+CHANNELS = {
+    "mamba_selective_scan": "selective_scan",
+    "mamba_selective_state_update": "selective_state_update",
+}
+HEADS = {
+    "mamba2_chunk_scan": "mamba_chunk_scan",
+    "mamba2_selective_state_update": "selective_state_update",
+}
 EXPECTED = {
     **dict.fromkeys(("Mamba", "FalconMamba", "Jamba", "Zamba"), CONVOLUTION | CHANNELS),
     **dict.fromkeys(("Mamba2", "Bamba", "Zamba2", "GraniteMoeHybrid"), CONVOLUTION | HEADS),
     "Lfm2": CONVOLUTION,
 }
-OPS = ("CausalConv1d", "CausalConv1dUpdate", "SelectiveScan", "SelectiveStateUpdate", "MambaChunkScan")
+OPS = (
+    "CausalConv1d",
+    "CausalConv1dUpdate",
+    "SelectiveScan",
+    "SelectiveStateUpdate",
+    "MambaChunkScan",
+)
 IDS = torch.randint(3, 99, (2, 11), generator=torch.Generator().manual_seed(1))
 
 CALLS: Counter[str] = Counter()
@@ -68,7 +86,9 @@ def replacement(name: str) -> type:
         CALLS[name] += 1
         return self.forward_native(*args, **kwargs)
 
-    return type(f"Fast{name}", (getattr(ops, name),), {"forward_oot": forward_oot, "__module__": __name__})
+    return type(
+        f"Fast{name}", (getattr(ops, name),), {"forward_oot": forward_oot, "__module__": __name__}
+    )
 
 
 REPLACEMENTS = {f"Fast{name}": replacement(name) for name in OPS}
@@ -113,7 +133,9 @@ def logits(model: Any, **more: Any) -> Tensor:
 
 
 def rows_of(report: Any) -> dict[str, str]:
-    return {row.source: row.op for row in report.replaced if row.adapter == "function of a state space"}
+    return {
+        row.source: row.op for row in report.replaced if row.adapter == "function of a state space"
+    }
 
 
 def generated(model: Any) -> Tensor:
@@ -147,7 +169,8 @@ LONG = ("Bamba", "GraniteMoeHybrid", "Zamba2")
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=[pytest.mark.slow] * (family in LONG)) for family in FAMILIES]
+    "family",
+    [pytest.param(family, marks=[pytest.mark.slow] * (family in LONG)) for family in FAMILIES],
 )
 def test_families(family: str, kernels: Counter[str]) -> None:
     """Prompts, their continuations and single tokens go through the ops and give the same; training does not.
@@ -156,10 +179,15 @@ def test_families(family: str, kernels: Counter[str]) -> None:
     """
     model = build(family)
     plain = logits(model), continued(model), generated(model), gradients(model)
-    classes, state = {name: type(part) for name, part in model.named_modules()}, list(model.state_dict())
+    classes, state = (
+        {name: type(part) for name, part in model.named_modules()},
+        list(model.state_dict()),
+    )
     assert rows_of(graft(model)) == EXPECTED[family]
     torch.testing.assert_close(logits(model), plain[0], atol=1e-5, rtol=1e-5)
-    scans = {"Lfm2": []}.get(family, ["MambaChunkScan" if "mamba2_chunk_scan" in EXPECTED[family] else "SelectiveScan"])
+    scans = {"Lfm2": []}.get(
+        family, ["MambaChunkScan" if "mamba2_chunk_scan" in EXPECTED[family] else "SelectiveScan"]
+    )
     assert kernels.keys() == {"CausalConv1d", *scans}
     torch.testing.assert_close(continued(model), plain[1], atol=1e-5, rtol=1e-5)
     assert torch.equal(generated(model), plain[2])
@@ -174,17 +202,23 @@ def test_families(family: str, kernels: Counter[str]) -> None:
     assert torch.equal(logits(model), plain[0])
 
 
-@pytest.mark.parametrize("family", ["Mamba", pytest.param("Mamba2", marks=pytest.mark.slow), "Lfm2"])
+@pytest.mark.parametrize(
+    "family", ["Mamba", pytest.param("Mamba2", marks=pytest.mark.slow), "Lfm2"]
+)
 def test_bfloat16(family: str, kernels: Counter[str]) -> None:
     """A mixer is no farther from the same weights in float32 than before, but for a tenth."""
     kinds = ("Mixer", "ShortConv")
-    mixer = next(part for part in build(family).modules() if type(part).__name__.endswith(kinds)).to(torch.bfloat16)
+    mixer = next(
+        part for part in build(family).modules() if type(part).__name__.endswith(kinds)
+    ).to(torch.bfloat16)
     x = torch.randn(4, 50, 32, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     model = nn.ModuleDict({"mixer": mixer})
     with torch.no_grad():
         truth, plain = copy.deepcopy(mixer).float()(x.float()), mixer(x)
         graft(model)
-        distances = [(each.float() - truth).square().mean().sqrt() for each in (model["mixer"](x), plain)]
+        distances = [
+            (each.float() - truth).square().mean().sqrt() for each in (model["mixer"](x), plain)
+        ]
     assert kernels["CausalConv1d"] == 1
     assert 0 < distances[0] <= 1.1 * distances[1]
 
@@ -209,7 +243,11 @@ def test_without_kernels() -> None:
     """Functions stay where the op has its native definition only, and that is no faster; scans of chunks go."""
     report = graft(without_gated_norms(build("Mamba2")))
     assert rows_of(report) == {"mamba2_chunk_scan": "mamba_chunk_scan"}
-    stayed = {row.source: row.reason for row in report.left_alone if "conv1d_" in row.source or "update" in row.source}
+    stayed = {
+        row.source: row.reason
+        for row in report.left_alone
+        if "conv1d_" in row.source or "update" in row.source
+    }
     assert stayed == {
         name: f"here {op} is its native definition, which is no faster"
         for name, op in (EXPECTED["Mamba2"].items() - {("mamba2_chunk_scan", "mamba_chunk_scan")})
@@ -264,21 +302,31 @@ def kept_state_update(
     return plamo_state_update(state.clone(), hidden_states, dt, A, B, C, D, dt_bias, dt_softplus)
 
 
-def reading_conv1d_fn(hidden_states: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, **kwargs: Any):
+def reading_conv1d_fn(
+    hidden_states: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, **kwargs: Any
+):
     """A convolution that looks at what else it is given."""
     out = modeling_mamba.causal_conv1d_fn.__wrapped__(hidden_states, weight, bias, activation)
     return out * kwargs.get("scale", 1.0)
 
 
 def scaled_conv1d_fn(
-    hidden_states: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, scale: float = 1.0
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Any = None,
+    activation: Any = None,
+    scale: float = 1.0,
 ) -> Tensor:
     """A convolution with an argument more."""
-    out: Tensor = modeling_mamba.causal_conv1d_fn.__wrapped__(hidden_states, weight, bias, activation)
+    out: Tensor = modeling_mamba.causal_conv1d_fn.__wrapped__(
+        hidden_states, weight, bias, activation
+    )
     return out * scale
 
 
-def fast_conv1d_fn(hidden_states: Tensor, weight: Tensor, bias: Any = None, activation: Any = None) -> Tensor:
+def fast_conv1d_fn(
+    hidden_states: Tensor, weight: Tensor, bias: Any = None, activation: Any = None
+) -> Tensor:
     """A function that another package brings."""
     return hidden_states
 
@@ -373,4 +421,6 @@ def test_a_decorator_that_cannot_be_followed(kernels: Counter[str]) -> None:
 
     report = graft(nn.ModuleDict({"mixer": Held()}))
     assert not rows_of(report)
-    assert any("decorated in a way that cannot be followed" in row.reason for row in report.left_alone)
+    assert any(
+        "decorated in a way that cannot be followed" in row.reason for row in report.left_alone
+    )

@@ -327,11 +327,16 @@ CountsInEnclosedObject = enclosing()
 def test_a_forward_that_writes_to_what_it_does_not_own_stays(cls: type[Norm], reason: str) -> None:
     """Wherever a forward keeps account of its calls, its module stays, and grafting calls nothing that counts."""
     model = nn.Sequential(cls())
-    before = repr((vars(METER), CALLS, TOTALS, SUMS, HITS, TICKS, Register.total, graft_counting.SEEN))
+    before = repr(
+        (vars(METER), CALLS, TOTALS, SUMS, HITS, TICKS, Register.total, graft_counting.SEEN)
+    )
     report = graft(model)
     assert len(report.left_alone) == 1
     assert f"its forward {reason}" in report.left_alone[0].reason
-    assert repr((vars(METER), CALLS, TOTALS, SUMS, HITS, TICKS, Register.total, graft_counting.SEEN)) == before
+    assert (
+        repr((vars(METER), CALLS, TOTALS, SUMS, HITS, TICKS, Register.total, graft_counting.SEEN))
+        == before
+    )
 
 
 FACTORS = {"one": 1.0}
@@ -345,7 +350,13 @@ class ReadsConstants(Norm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         import math as of_numbers
 
-        return self._norm(x) * FACTORS["one"] * self.factors["one"] * math.cos(0.0) * of_numbers.cos(0.0)
+        return (
+            self._norm(x)
+            * FACTORS["one"]
+            * self.factors["one"]
+            * math.cos(0.0)
+            * of_numbers.cos(0.0)
+        )
 
 
 def test_a_forward_that_only_reads_is_replaced() -> None:

@@ -26,7 +26,14 @@ def test_every_module_is_replaced_and_comes_back(mlp, x) -> None:
     modules, parameters, keys = list(model), list(model.parameters()), list(model.state_dict())
     expected = model(x)
     report = graft(model)
-    assert [type(module).op_class for module in model[:6]] == [LayerNorm, Linear, GELU, Linear, RMSNorm, SiLU]
+    assert [type(module).op_class for module in model[:6]] == [
+        LayerNorm,
+        Linear,
+        GELU,
+        Linear,
+        RMSNorm,
+        SiLU,
+    ]
     torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=0)
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert list(model.state_dict()) == keys
@@ -44,7 +51,12 @@ def test_report_as_data_and_as_text(mlp) -> None:
     """The report names path, classes, implementation and provider, counts them, and fits a terminal."""
     report = graft(mlp())
     row = report.replaced[1]
-    assert (row.path, row.source, row.adapter, row.op) == ("1", "Linear", "torch.nn.Linear", "linear")
+    assert (row.path, row.source, row.adapter, row.op) == (
+        "1",
+        "Linear",
+        "torch.nn.Linear",
+        "linear",
+    )
     assert row.implementation == "Linear.forward_cpu"
     assert row.provider.name == "opgraft"
     (linear, *_) = report.counts()
@@ -183,7 +195,9 @@ def test_modules_that_other_code_has_taken_hold_of_stay(mlp, x, change, reason: 
     torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # newer torch discourages TorchScript
+@pytest.mark.filterwarnings(
+    "ignore:.*deprecated:DeprecationWarning"
+)  # newer torch discourages TorchScript
 def test_torchscript_stays() -> None:
     """A TorchScript module is compiled code: nothing in it is replaced."""
     scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
@@ -207,10 +221,15 @@ def test_the_fused_transformer_layer_keeps_its_modules() -> None:
     }
     reasons = {row.path: row.reason for row in report.left_alone}
     assert reasons["encoder.linear1"] == "TransformerEncoderLayer reads its weights in fused code"
-    assert reasons["decoder.self_attn.out_proj"] == "MultiheadAttention reads its weights in fused code"
+    assert (
+        reasons["decoder.self_attn.out_proj"]
+        == "MultiheadAttention reads its weights in fused code"
+    )
     assert reasons["decoder.self_attn"] == "no adapter recognises it"
     with torch.no_grad():
-        for mine, theirs in zip([model["encoder"](x), model["decoder"](x, x)], expected, strict=True):
+        for mine, theirs in zip(
+            [model["encoder"](x), model["decoder"](x, x)], expected, strict=True
+        ):
             torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
 
 
@@ -277,7 +296,10 @@ def duplicate_by_save(model: nn.Module) -> nn.Module:
     return copied
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), duplicate_by_save])  # noqa: S301
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), duplicate_by_save],  # noqa: S301
+)
 def test_copies_of_a_grafted_model(mlp, x, duplicate) -> None:
     """A copy runs, shares nothing with the model, and can be ungrafted on its own."""
     model = mlp()
@@ -368,8 +390,12 @@ def test_public_names() -> None:
     assert opgraft.GraftReport.__module__ == "opgraft.grafting.report"
 
 
-@pytest.mark.parametrize("function", [opgraft.graft, opgraft.ungraft, opgraft.rebind, opgraft.refresh])
+@pytest.mark.parametrize(
+    "function", [opgraft.graft, opgraft.ungraft, opgraft.rebind, opgraft.refresh]
+)
 def test_what_is_no_module_is_refused(function: Callable[[Any], object]) -> None:
     """The error names the function and what it was given, such as a class in the place of an instance."""
-    with pytest.raises(TypeError, match=rf"{function.__name__} was given the class .*Linear, expected a torch.nn"):
+    with pytest.raises(
+        TypeError, match=rf"{function.__name__} was given the class .*Linear, expected a torch.nn"
+    ):
         function(nn.Linear)

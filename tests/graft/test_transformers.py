@@ -37,12 +37,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "llama": ("LlamaConfig", SHARED_HEADS, {"linear": 9, "rms_norm": 5, "gated_mlp": 2}),
     "qwen2": ("Qwen2Config", SHARED_HEADS, {"linear": 9, "rms_norm": 5, "gated_mlp": 2}),
     "qwen3": ("Qwen3Config", SHARED_HEADS, {"linear": 9, "rms_norm": 9, "gated_mlp": 2}),
-    "mistral": ("MistralConfig", {**SHARED_HEADS, "sliding_window": 4}, {"linear": 9, "rms_norm": 5, "gated_mlp": 2}),
+    "mistral": (
+        "MistralConfig",
+        {**SHARED_HEADS, "sliding_window": 4},
+        {"linear": 9, "rms_norm": 5, "gated_mlp": 2},
+    ),
     "gemma": ("GemmaConfig", SHARED_HEADS, {"linear": 9, "gemma_rms_norm": 5, "gated_mlp": 2}),
     "gemma2": ("Gemma2Config", SHARED_HEADS, {"linear": 9, "gemma_rms_norm": 9, "gated_mlp": 2}),
-    "gemma3": ("Gemma3TextConfig", SHARED_HEADS, {"linear": 9, "gemma_rms_norm": 13, "gated_mlp": 2}),
-    "mixtral": ("MixtralConfig", {**SHARED_HEADS, "num_local_experts": 4}, {"linear": 9, "rms_norm": 5, "experts": 2}),
-    "bert": ("BertConfig", SMALL, {"linear": 8, "linear_act": 2, "linear_add_norm": 4, "layer_norm": 2, "gelu": 1}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        SHARED_HEADS,
+        {"linear": 9, "gemma_rms_norm": 13, "gated_mlp": 2},
+    ),
+    "mixtral": (
+        "MixtralConfig",
+        {**SHARED_HEADS, "num_local_experts": 4},
+        {"linear": 9, "rms_norm": 5, "experts": 2},
+    ),
+    "bert": (
+        "BertConfig",
+        SMALL,
+        {"linear": 8, "linear_act": 2, "linear_add_norm": 4, "layer_norm": 2, "gelu": 1},
+    ),
     "vit": ("ViTConfig", {**SMALL, **IMAGE}, {"linear": 9, "mlp": 2, "layer_norm": 5}),
 }
 GENERATING = [name for name in FAMILIES if name not in ("bert", "vit")]
@@ -51,7 +67,9 @@ GENERATING = [name for name in FAMILIES if name not in ("bert", "vit")]
 def build(family: str, **changes: Any) -> Any:
     """A model with weights that make every norm and bias matter."""
     name, arguments, _ = FAMILIES[family]
-    arguments = {key: value for key, value in arguments.items() if family != "vit" or "token" not in key}
+    arguments = {
+        key: value for key, value in arguments.items() if family != "vit" or "token" not in key
+    }
     config = getattr(transformers, name)(**{**arguments, **changes})
     auto = {"bert": "AutoModelForMaskedLM", "vit": "AutoModelForImageClassification"}.get(
         family, "AutoModelForCausalLM"
@@ -114,10 +132,14 @@ def test_nothing_recognisable_stays(family: str) -> None:
     report = graft(build(family))
     assert all(row.reason for row in report.left_alone)
     sources = {row.source for row in report.left_alone}
-    assert not {name for name in sources if "Norm" in name or "Linear" in name or "GELU" in name or "SiLU" in name}
-    assert {row.source for row in report.left_alone if "attention implementation" in row.reason} == (
-        {"Gemma2Attention"} if family == "gemma2" else set()
-    )
+    assert not {
+        name
+        for name in sources
+        if "Norm" in name or "Linear" in name or "GELU" in name or "SiLU" in name
+    }
+    assert {
+        row.source for row in report.left_alone if "attention implementation" in row.reason
+    } == ({"Gemma2Attention"} if family == "gemma2" else set())
 
 
 @pytest.mark.parametrize("family", GENERATING)
@@ -192,7 +214,10 @@ def test_a_deep_copy_stands_on_its_own() -> None:
     graft(model)
     copied = copy.deepcopy(model)
     ungraft(copied)
-    assert (copied.config._attn_implementation, model.config._attn_implementation) == ("sdpa", "sdpa")
+    assert (copied.config._attn_implementation, model.config._attn_implementation) == (
+        "sdpa",
+        "sdpa",
+    )
     assert not any("opgraft" in name for name, _ in copied.named_modules())
     assert torch.equal(logits(copied), before)
     torch.testing.assert_close(logits(model), before)
@@ -206,7 +231,9 @@ def test_a_compiled_model_agrees() -> None:
     # torch 2.8 cannot trace how transformers makes a cache, hence none.
     for length in (7, 5, 4):
         ids = inputs("llama")["input_ids"][:, :length]
-        torch.testing.assert_close(compiled(input_ids=ids, use_cache=False).logits, model(input_ids=ids).logits)
+        torch.testing.assert_close(
+            compiled(input_ids=ids, use_cache=False).logits, model(input_ids=ids).logits
+        )
 
 
 def test_a_model_inside_a_plain_module() -> None:
@@ -237,7 +264,9 @@ def test_a_replacement_shows_up_in_the_report() -> None:
     counts = {row.op: row for row in report.counts()}
     assert counts["rms_norm"].implementation.endswith("FastRMSNorm.forward_oot")
     assert counts["rms_norm"].provider.name != "opgraft"
-    assert counts["scaled_dot_product_attention"].implementation.endswith("FastAttention.forward_oot")
+    assert counts["scaled_dot_product_attention"].implementation.endswith(
+        "FastAttention.forward_oot"
+    )
     assert counts["linear"].provider.name == "opgraft"
     torch.testing.assert_close(logits(model), before, atol=1e-5, rtol=0)
 

@@ -29,7 +29,10 @@ def test_the_linear_layer_of_gpt2(dtype: torch.dtype) -> None:
     """It becomes an op over the same parameter, in its own layout, with the same results and gradients."""
     model = nn.Sequential(conv1d(dtype))
     module, weight = model[0], model[0].weight
-    inputs = [torch.randn(*shape, 7, dtype=dtype, requires_grad=True) for shape in ((3,), (2, 3), (1, 2, 3), (0,))]
+    inputs = [
+        torch.randn(*shape, 7, dtype=dtype, requires_grad=True)
+        for shape in ((3,), (2, 3), (1, 2, 3), (0,))
+    ]
     expected = [model(x) for x in inputs]
     gradients = [torch.autograd.grad(model(x).sum(), (x, *module.parameters())) for x in inputs]
     (row,) = graft(model).replaced
@@ -41,7 +44,9 @@ def test_the_linear_layer_of_gpt2(dtype: torch.dtype) -> None:
     }
     for x, wanted, gradient in zip(inputs, expected, gradients, strict=True):
         torch.testing.assert_close(model(x), wanted)
-        torch.testing.assert_close(torch.autograd.grad(model(x).sum(), (x, *model[0].parameters())), gradient)
+        torch.testing.assert_close(
+            torch.autograd.grad(model(x).sum(), (x, *model[0].parameters())), gradient
+        )
     ungraft(model)
     assert model[0] is module
     assert all(torch.equal(model(x), wanted) for x, wanted in zip(inputs, expected, strict=True))

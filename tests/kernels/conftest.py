@@ -56,9 +56,15 @@ class Launch(NamedTuple):
         import triton
         from triton.compiler import ASTSource
 
-        constants = {**self.constants, "tile_rows": self.tile.rows, "tile_columns": self.tile.columns}
+        constants = {
+            **self.constants,
+            "tile_rows": self.tile.rows,
+            "tile_columns": self.tile.columns,
+        }
         types, attributes = {}, {}
-        for index, (parameter, value) in enumerate(zip(self.kernel.params, self.arguments, strict=False)):
+        for index, (parameter, value) in enumerate(
+            zip(self.kernel.params, self.arguments, strict=False)
+        ):
             types[parameter.name] = _type(value)
             if parameter.do_not_specialize:
                 continue
@@ -117,7 +123,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 def on_meta() -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Arguments with their tensors on the device ``meta``."""
     return lambda arguments: {
-        name: value.to("meta") if isinstance(value, Tensor) else value for name, value in arguments.items()
+        name: value.to("meta") if isinstance(value, Tensor) else value
+        for name, value in arguments.items()
     }
 
 
@@ -136,12 +143,16 @@ def exact_arithmetic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def convert(values: Any, taken: Any, made: Any, rounding: object) -> Any:
         (source, bits), (target, target_bits) = IN_MEMORY[taken.name], IN_MEMORY[made.name]
         given = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8).copy())
-        return given.view(bits).view(source).to(target).view(target_bits).numpy().reshape(values.shape)
+        return (
+            given.view(bits).view(source).to(target).view(target_bits).numpy().reshape(values.shape)
+        )
 
     def in_float32(x: Any) -> Any:
         if x.dtype != tl.bfloat16:
             return x
-        return interpreter.TensorHandle(convert(x.data, x.dtype, tl.float32, None).view(np.float32), tl.float32)
+        return interpreter.TensorHandle(
+            convert(x.data, x.dtype, tl.float32, None).view(np.float32), tl.float32
+        )
 
     def product(builder: Any, a: Any, b: Any, *others: Any) -> Any:
         return multiply(builder, in_float32(a), in_float32(b), *others)
@@ -150,5 +161,7 @@ def exact_arithmetic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", product)
     with warnings.catch_warnings():
         # numpy warns of what floating-point arithmetic does on purpose: exp overflows to infinity, 0 / 0 is NaN.
-        warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
+        warnings.filterwarnings(
+            "ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter"
+        )
         yield

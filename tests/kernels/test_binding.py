@@ -19,7 +19,10 @@ from opgraft.errors import MissingKernelError
 from opgraft.ops import on_triton
 from opgraft.ops.on_triton import triton_kernels, triton_missing
 
-GPU_CHAINS = {"forward_cuda": ("oot", "hip", "cuda", "native"), "forward_xpu": ("oot", "xpu", "native")}
+GPU_CHAINS = {
+    "forward_cuda": ("oot", "hip", "cuda", "native"),
+    "forward_xpu": ("oot", "xpu", "native"),
+}
 
 
 def test_every_declared_module_exists_and_names_its_kernels() -> None:
@@ -29,7 +32,9 @@ def test_every_declared_module_exists_and_names_its_kernels() -> None:
         assert found is not None
         assert found.origin is not None
         tree = ast.parse(Path(found.origin).read_text(encoding="utf-8"))
-        names = next(ast.literal_eval(n.value) for n in tree.body if isinstance(n, ast.Assign) and _is_all(n))
+        names = next(
+            ast.literal_eval(n.value) for n in tree.body if isinstance(n, ast.Assign) and _is_all(n)
+        )
         defined = {n.name for n in tree.body if isinstance(n, ast.FunctionDef)} | {
             target.id
             for n in tree.body
@@ -44,7 +49,9 @@ def _is_all(node: ast.Assign) -> bool:
     return isinstance(node.targets[0], ast.Name) and node.targets[0].id == "__all__"
 
 
-@pytest.mark.parametrize("op", [ops.SiluAndMul, ops.RMSNorm, ops.LayerNorm, ops.RotaryEmbedding, ops.QuantFP8])
+@pytest.mark.parametrize(
+    "op", [ops.SiluAndMul, ops.RMSNorm, ops.LayerNorm, ops.RotaryEmbedding, ops.QuantFP8]
+)
 def test_methods_are_derived_from_the_declared_kernels(op: type) -> None:
     """Where a class declares kernels for GPUs of a vendor it has the method for their key."""
     holder = next(base for base in op.__mro__ if "functional_cuda" in vars(base))
@@ -57,12 +64,16 @@ def test_importing_the_table_leaves_triton_alone() -> None:
     """Importing ops imports neither Triton nor the modules that need it."""
     ours = "m.endswith('.triton') and m.startswith('opgraft.ops.')"
     source = f"import sys, opgraft.ops; print([m for m in sys.modules if m.split('.')[0] == 'triton' or {ours}])"
-    printed = subprocess.run([sys.executable, "-c", source], check=True, capture_output=True, text=True).stdout
+    printed = subprocess.run(
+        [sys.executable, "-c", source], check=True, capture_output=True, text=True
+    ).stdout
     assert printed.strip() == "[]"
 
 
 @pytest.mark.parametrize("method", GPU_CHAINS)
-def test_without_triton_the_native_definition_is_chosen(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_triton_the_native_definition_is_chosen(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where Triton is not installed the decision names the kernel that was passed over, and why."""
     monkeypatch.setattr(on_triton.importlib.util, "find_spec", lambda name: None)
     choice = choose_kernel(ops.RMSNorm, GPU_CHAINS[method], True, "for this test")
@@ -71,11 +82,15 @@ def test_without_triton_the_native_definition_is_chosen(method: str, monkeypatch
     assert "needs Triton, which is not installed" in passed_over[f"RMSNorm.{method}"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is installed here")
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is not None, reason="Triton is installed here"
+)
 def test_a_kernel_that_is_called_by_name_says_what_is_missing() -> None:
     """A replacement that falls back on ``self.forward_cuda`` learns that Triton is not installed."""
     acme = type("Acme", (ops.SiluAndMul,), {"forward_oot": lambda self, x: self.forward_cuda(x)})
-    with pytest.raises(MissingKernelError, match="needs Triton, which is not installed: pip install triton"):
+    with pytest.raises(
+        MissingKernelError, match="needs Triton, which is not installed: pip install triton"
+    ):
         acme().forward_oot(torch.ones(1, 4))
 
 
@@ -85,14 +100,18 @@ def test_a_broken_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = SimpleNamespace(util=importlib.util, import_module=_refuse_to_import)
     monkeypatch.setattr(on_triton, "importlib", broken)
     monkeypatch.setattr(on_triton.importlib.util, "find_spec", lambda name: name)
-    assert triton_missing() == "needs Triton, whose import failed: its library is for another system"
+    assert (
+        triton_missing() == "needs Triton, whose import failed: its library is for another system"
+    )
 
 
 def _refuse_to_import(module: str) -> None:
     raise ImportError("its library is for another system")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed here")
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed here"
+)
 @pytest.mark.parametrize("method", GPU_CHAINS)
 def test_with_triton_the_kernel_is_chosen(method: str) -> None:
     """With Triton the kernel comes first on GPUs of each vendor, with the functions of its forms."""

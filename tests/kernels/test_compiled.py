@@ -16,16 +16,23 @@ from opgraft.ops.spec import OpSpec
 from opgraft.testing.catalogue import SPECS
 from packaging.version import Version
 
-triton = pytest.importorskip("triton", reason="Triton is not installed here; make test-triton runs these tests")
+triton = pytest.importorskip(
+    "triton", reason="Triton is not installed here; make test-triton runs these tests"
+)
 
 from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 if knobs.runtime.interpret:
-    pytest.skip("TRITON_INTERPRET is set, so that there is nothing to compile", allow_module_level=True)
+    pytest.skip(
+        "TRITON_INTERPRET is set, so that there is nothing to compile", allow_module_level=True
+    )
 
 if Version(triton.__version__) < Version("3.7"):
-    pytest.skip("needs Triton 3.7, which brings a linker for AMD; make test-triton has it", allow_module_level=True)
+    pytest.skip(
+        "needs Triton 3.7, which brings a linker for AMD; make test-triton has it",
+        allow_module_level=True,
+    )
 
 TARGETS = {"cubin": GPUTarget("cuda", 90, 32), "hsaco": GPUTarget("hip", "gfx942", 64)}
 TRITON = triton_kernels()
@@ -95,7 +102,12 @@ def test_offsets_have_64_bits_where_tensors_need_them(launches) -> None:
 
 
 def pages(
-    tokens: int, sequences: int, head_size: int, dtype: torch.dtype, codes: torch.dtype | None = None, blocks: int = 256
+    tokens: int,
+    sequences: int,
+    head_size: int,
+    dtype: torch.dtype,
+    codes: torch.dtype | None = None,
+    blocks: int = 256,
 ) -> Any:
     """Arguments on ``meta`` for attention over contexts of so many blocks, with eight key heads for 32 of the query."""
     with torch.device("meta"):
@@ -111,14 +123,25 @@ def pages(
 
 
 @pytest.mark.parametrize("codes", [None, torch.uint8], ids=str)
-@pytest.mark.parametrize(("head_size", "dtype"), [(64, torch.bfloat16), (128, torch.float16), (256, torch.float32)])
+@pytest.mark.parametrize(
+    ("head_size", "dtype"), [(64, torch.bfloat16), (128, torch.float16), (256, torch.float32)]
+)
 @pytest.mark.parametrize(("tokens", "sequences", "parted"), [(4, 4, True), (3000, 2, False)])
 def test_attention_fits(
-    tokens: int, sequences: int, parted: bool, head_size: int, dtype: torch.dtype, codes: Any, launches
+    tokens: int,
+    sequences: int,
+    parted: bool,
+    head_size: int,
+    dtype: torch.dtype,
+    codes: Any,
+    launches,
 ) -> None:
     """Tiles fit into the registers and the shared memory of GPUs; elements are read by 16 bytes, codes by four."""
     TRITON["paged_attention"](*pages(tokens, sequences, head_size, dtype, codes))
-    assert [launch.name for launch in launches] == ["paged_attention_kernel", *["added_parts_kernel"] * parted]
+    assert [launch.name for launch in launches] == [
+        "paged_attention_kernel",
+        *["added_parts_kernel"] * parted,
+    ]
     for launch in launches:
         for code, target in TARGETS.items():
             compiled = launch.compiled(target)
@@ -133,13 +156,16 @@ def test_attention_fits(
     assert ("mma" in code) == (dtype != torch.float32)
 
 
-def latents(tokens: int, sequences: int, heads: int, rank: int, dtype: torch.dtype, blocks: int = 256) -> Any:
+def latents(
+    tokens: int, sequences: int, heads: int, rank: int, dtype: torch.dtype, blocks: int = 256
+) -> Any:
     """Arguments on ``meta`` for attention over latents of contexts of so many blocks."""
     with torch.device("meta"):
         query = torch.empty(tokens, heads, rank + 64, dtype=dtype)
         cache = torch.empty(1000, 16, rank + 64, dtype=dtype)
         table, bounds, lengths = (
-            torch.empty(n, dtype=torch.int32) for n in ((sequences, blocks), sequences + 1, sequences)
+            torch.empty(n, dtype=torch.int32)
+            for n in ((sequences, blocks), sequences + 1, sequences)
         )
         return query, cache, table, bounds, lengths, rank, 0.1
 
@@ -147,8 +173,18 @@ def latents(tokens: int, sequences: int, heads: int, rank: int, dtype: torch.dty
 def experts(tokens: int, dtype: torch.dtype, activation: str) -> Any:
     """Arguments on ``meta`` for 64 experts, eight of each token."""
     with torch.device("meta"):
-        x, w13, w2 = (torch.empty(n, dtype=dtype) for n in ((tokens, 2048), (64, 2048, 2048), (64, 2048, 1024)))
-        return x, w13, w2, torch.empty(tokens, 8), torch.empty(tokens, 8, dtype=torch.int64), activation
+        x, w13, w2 = (
+            torch.empty(n, dtype=dtype)
+            for n in ((tokens, 2048), (64, 2048, 2048), (64, 2048, 1024))
+        )
+        return (
+            x,
+            w13,
+            w2,
+            torch.empty(tokens, 8),
+            torch.empty(tokens, 8, dtype=torch.int64),
+            activation,
+        )
 
 
 def scan(tokens: int, dtype: torch.dtype) -> Any:
@@ -162,7 +198,9 @@ def scan(tokens: int, dtype: torch.dtype) -> Any:
 def heads_scan(tokens: int, dtype: torch.dtype) -> Any:
     """Arguments on ``meta`` for the scan of Mamba-2 over four sequences."""
     with torch.device("meta"):
-        x, dt, b = (torch.empty(n, dtype=dtype) for n in ((tokens, 64, 64), (tokens, 64), (tokens, 8, 128)))
+        x, dt, b = (
+            torch.empty(n, dtype=dtype) for n in ((tokens, 64, 64), (tokens, 64), (tokens, 8, 128))
+        )
         a, initial = torch.empty(64), torch.empty(4, 64, 64, 128)
         return x, dt, a, b, b, torch.empty(5, dtype=torch.int32), initial, 256, a, x, a, True
 
@@ -214,7 +252,11 @@ def test_steps_share_a_compilation(form: str, launches) -> None:
         over_latents = latents(sequences, sequences, 16, 512, torch.bfloat16, blocks)
         TRITON[form](*(over_pages if form == "paged_attention" else over_latents))
     for name in (f"{form}_kernel", "added_parts_kernel"):
-        same = [launch.compiled(TARGETS["cubin"]).asm["ttir"] for launch in launches if launch.name == name]
+        same = [
+            launch.compiled(TARGETS["cubin"]).asm["ttir"]
+            for launch in launches
+            if launch.name == name
+        ]
         assert len(same) == 3
         assert len(set(same)) == 1
 
@@ -252,9 +294,13 @@ def test_launches_are_traced(spec: OpSpec, traceable: None) -> None:
         return lambda *inputs: tuple(torch.zeros(1) for _ in outputs)
 
     torch.compiler.reset()
-    compiled = torch.compile(TRITON[spec.functional.name], backend=backend, fullgraph=True, dynamic=True)
+    compiled = torch.compile(
+        TRITON[spec.functional.name], backend=backend, fullgraph=True, dynamic=True
+    )
     for rows in (6, 7, 40):
         lead = LEADS.get(spec.functional.name, lambda rows: (rows,))(rows)
-        compiled(**spec.arguments(next(iter(spec.variants)), torch.float32, lead, max(spec.sizes[:2])))
+        compiled(
+            **spec.arguments(next(iter(spec.variants)), torch.float32, lead, max(spec.sizes[:2]))
+        )
     assert len(graphs) == 1
     assert any("triton_kernel_wrapper" in str(node.target) for node in graphs[0].graph.nodes)

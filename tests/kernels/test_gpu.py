@@ -36,7 +36,13 @@ def on_gpu(form: str) -> checks.Implementation:
         made = TRITON[form](**there)
         for name in SPECS[form].functional.mutates:
             arguments[name].copy_(there[name])
-        return tuple(t.cpu() for t in made) if isinstance(made, tuple) else None if made is None else made.cpu()
+        return (
+            tuple(t.cpu() for t in made)
+            if isinstance(made, tuple)
+            else None
+            if made is None
+            else made.cpu()
+        )
 
     return call
 
@@ -87,7 +93,9 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("settings", [{}, {"sliding_window": 1000, "logits_soft_cap": 5.0}], ids=["plain", "window"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"sliding_window": 1000, "logits_soft_cap": 5.0}], ids=["plain", "window"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_attention_of_batches(batch: str, settings: dict[str, Any], dtype: torch.dtype) -> None:
     """Batches as engines have them, long contexts among them, attend as in float64; NaN beside them is not read."""

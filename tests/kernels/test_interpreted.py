@@ -20,9 +20,14 @@ from opgraft.testing import checks
 from opgraft.testing.catalogue import SPECS
 from torch import Tensor
 
-triton = pytest.importorskip("triton", reason="Triton is not installed here; make test-triton runs these tests")
+triton = pytest.importorskip(
+    "triton", reason="Triton is not installed here; make test-triton runs these tests"
+)
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs a process with TRITON_INTERPRET=1; make test-triton runs these tests", allow_module_level=True)
+    pytest.skip(
+        "needs a process with TRITON_INTERPRET=1; make test-triton runs these tests",
+        allow_module_level=True,
+    )
 
 pytestmark = pytest.mark.usefixtures("exact_arithmetic")
 
@@ -31,7 +36,9 @@ from opgraft.ops.activation.triton import tile_at  # noqa: E402
 from opgraft.ops.rotary import triton as triton_rotary  # noqa: E402
 
 TRITON = triton_kernels()
-CASES = [(spec, variant) for name, spec in SPECS.items() if name in TRITON for variant in spec.variants]
+CASES = [
+    (spec, variant) for name, spec in SPECS.items() if name in TRITON for variant in spec.variants
+]
 CHUNKS = "dual_chunk_rotary_embedding"
 PRECISION = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes from the coarsest to the finest."""
@@ -48,7 +55,9 @@ def test_values(spec: OpSpec, variant: str, dtype: torch.dtype) -> None:
     """Each kernel computes what the reference computes in float64: odd widths, several rows, empty."""
     # Element by element the interpreter would take hours for realistic sizes.
     small = dataclasses.replace(spec, large=(), leads=(spec.leads[1], spec.leads[-1]))
-    checks.check_values(small, variant, dtype, TRITON[spec.functional.name], brief=dtype != torch.float32)
+    checks.check_values(
+        small, variant, dtype, TRITON[spec.functional.name], brief=dtype != torch.float32
+    )
 
 
 @each_case
@@ -101,13 +110,24 @@ def test_rows_that_share_memory() -> None:
 
 
 @pytest.mark.parametrize("method", ["forward_cuda", "forward_xpu"])
-@pytest.mark.parametrize("shape", [(6, 48), (6, 3, 16), (2, 3, 48), (2, 3, 3, 16), (6, 2, 48)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(6, 48), (6, 3, 16), (2, 3, 48), (2, 3, 3, 16), (6, 2, 48)], ids=str
+)
 def test_versions_of_a_query(shape: tuple[int, ...], method: str) -> None:
     """A module lays the five versions of a query side by side as the definition does, however heads are arranged."""
-    op = ops.DualChunkRotaryEmbedding(16, 8, 64, 10000.0, True, torch.float32, chunk_size=12, local_size=3)
+    op = ops.DualChunkRotaryEmbedding(
+        16, 8, 64, 10000.0, True, torch.float32, chunk_size=12, local_size=3
+    )
     positions = torch.tensor([0, 8, 9, 11, 31, 62]).reshape(shape[:2] if shape[:2] == (2, 3) else 6)
-    arguments = (positions, torch.randn(shape), torch.randn(6, 16), torch.ones(1, dtype=torch.int64))
-    for got, expected in zip(getattr(op, method)(*arguments), op.forward_native(*arguments), strict=True):
+    arguments = (
+        positions,
+        torch.randn(shape),
+        torch.randn(6, 16),
+        torch.ones(1, dtype=torch.int64),
+    )
+    for got, expected in zip(
+        getattr(op, method)(*arguments), op.forward_native(*arguments), strict=True
+    ):
         torch.testing.assert_close(got, expected)
 
 
@@ -115,18 +135,38 @@ def test_negative_positions_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where values are not checked, the place of a negative position is in the table, as in the definition."""
     monkeypatch.setattr(triton_rotary, "expect_in_range", lambda *arguments: None)
     cache = torch.randn(24, 8)
-    got, key = TRITON[CHUNKS](torch.tensor([-1, -13]), torch.ones(2, 8), torch.ones(2, 8), 8, cache, 12, 0)
-    expected = FUNCTIONALS[CHUNKS].native(torch.tensor([11, 11]), torch.ones(2, 8), torch.ones(2, 8), 8, cache, 12, 0)
+    got, key = TRITON[CHUNKS](
+        torch.tensor([-1, -13]), torch.ones(2, 8), torch.ones(2, 8), 8, cache, 12, 0
+    )
+    expected = FUNCTIONALS[CHUNKS].native(
+        torch.tensor([11, 11]), torch.ones(2, 8), torch.ones(2, 8), 8, cache, 12, 0
+    )
     torch.testing.assert_close((got, key), expected)
 
 
 REFUSED = {
-    "cache of integers": ("rotary_embedding", {"cos_sin_cache": lambda table: table.long()}, "cos_sin_cache is"),
-    "query of integers": ("rotary_embedding", {"query": Tensor.int, "key": Tensor.int}, "query is torch.int32"),
-    "in place": ("rotary_embedding_", {"cos_sin_cache": Tensor.int}, "cos_sin_cache is torch.int32"),
+    "cache of integers": (
+        "rotary_embedding",
+        {"cos_sin_cache": lambda table: table.long()},
+        "cos_sin_cache is",
+    ),
+    "query of integers": (
+        "rotary_embedding",
+        {"query": Tensor.int, "key": Tensor.int},
+        "query is torch.int32",
+    ),
+    "in place": (
+        "rotary_embedding_",
+        {"cos_sin_cache": Tensor.int},
+        "cos_sin_cache is torch.int32",
+    ),
     "axes": ("mrope", {"cos_sin_cache": Tensor.int}, "cos_sin_cache is torch.int32"),
     "chunks": (CHUNKS, {"cos_sin_cache": Tensor.int}, "cos_sin_cache is torch.int32"),
-    "short table": (CHUNKS, {"cos_sin_cache": lambda table: table[:3]}, "has 3 rows, expected at least"),
+    "short table": (
+        CHUNKS,
+        {"cos_sin_cache": lambda table: table[:3]},
+        "has 3 rows, expected at least",
+    ),
     "local size": (CHUNKS, {"local_size": lambda size: -1}, "local_size is -1"),
     "cosines": ("apply_rotary_emb", {"cos": Tensor.int}, "cos is torch.int32"),
     "numbers to quantise": ("quant_fp8_dynamic", {"x": Tensor.int}, "x is torch.int32"),
@@ -142,7 +182,9 @@ def test_refusals(case: str) -> None:
     """What the definition refuses the kernel refuses, in the same words."""
     name, changes, said = REFUSED[case]
     spec = SPECS[name]
-    arguments = spec.arguments(next(iter(spec.variants)), torch.float32, spec.leads[1], max(spec.sizes[:2]))
+    arguments = spec.arguments(
+        next(iter(spec.variants)), torch.float32, spec.leads[1], max(spec.sizes[:2])
+    )
     arguments |= {argument: change(arguments.get(argument)) for argument, change in changes.items()}
     with pytest.raises(ValueError, match=said) as by_definition:
         spec.functional.native(**arguments)
@@ -156,7 +198,9 @@ def test_a_bound_that_is_not_a_number(powers_of_two: bool) -> None:
     """A bound of the scale that is NaN shows in the scales, as in the definition, instead of being no bound."""
     x, bound = torch.randn(3, 40), torch.tensor(math.nan)
     q, scale = TRITON["quant_fp8_dynamic"](x, (1, -1), bound, powers_of_two)
-    expected, expected_scale = FUNCTIONALS["quant_fp8_dynamic"].native(x, (1, -1), bound, powers_of_two)
+    expected, expected_scale = FUNCTIONALS["quant_fp8_dynamic"].native(
+        x, (1, -1), bound, powers_of_two
+    )
     torch.testing.assert_close(scale, expected_scale, equal_nan=True)
     torch.testing.assert_close(q.float(), expected.float(), equal_nan=True)
 
@@ -184,28 +228,40 @@ def test_query_and_key_in_one_memory(case: str, monkeypatch: pytest.MonkeyPatch)
     FUNCTIONALS["rotary_embedding_"].native(positions, expected_query, expected_key, 16, cache)
     seen: list[bool] = []
     launch = triton_rotary.launch
-    monkeypatch.setattr(triton_rotary, "launch", lambda *a, **c: (seen.append(c["in_place"]), launch(*a, **c)))
+    monkeypatch.setattr(
+        triton_rotary, "launch", lambda *a, **c: (seen.append(c["in_place"]), launch(*a, **c))
+    )
     TRITON["rotary_embedding_"](positions, query, key, 16, cache)
     assert seen == [in_place]
     torch.testing.assert_close((ours, query, key), (exact, expected_query, expected_key))
 
 
-MIXED = [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)]
+MIXED = [
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.bfloat16),
+]
 
 
 @pytest.mark.parametrize(("dtype", "weight_dtype"), MIXED, ids=str)
-@pytest.mark.parametrize("form", ["rms_norm", "fused_add_rms_norm", "gemma_rms_norm", "rms_norm_gated", "layer_norm"])
+@pytest.mark.parametrize(
+    "form", ["rms_norm", "fused_add_rms_norm", "gemma_rms_norm", "rms_norm_gated", "layer_norm"]
+)
 def test_weights_of_another_dtype(form: str, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
     """A norm rounds where its definition does: to the dtype of the weight in ``rms_norm`` only; what one refuses,
     the other does."""
     x, weight = torch.randn(4, 96).to(dtype), torch.randn(96).to(weight_dtype)
-    first = (x, x.flip(0)) if form.startswith("fused") else (x, (96,)) if form == "layer_norm" else (x,)
+    first = (
+        (x, x.flip(0)) if form.startswith("fused") else (x, (96,)) if form == "layer_norm" else (x,)
+    )
     if form == "layer_norm" and weight_dtype != torch.float32:
         for norm in (FUNCTIONALS[form].native, TRITON[form]):
             with pytest.raises(ValueError, match="layer_norm: weight is"):
                 norm(*first, weight)
         return
-    got, expected = (checks.tensors(norm(*first, weight)) for norm in (TRITON[form], FUNCTIONALS[form].native))
+    got, expected = (
+        checks.tensors(norm(*first, weight)) for norm in (TRITON[form], FUNCTIONALS[form].native)
+    )
     rounded = form.endswith("rms_norm") and "gemma" not in form
     narrowest = min(dtype, weight_dtype, key=PRECISION.index) if rounded else dtype
     for ours, exact in zip(got, expected, strict=True):

@@ -25,9 +25,14 @@ from opgraft.testing.catalogue import SPECS
 from random_decoders import DECODERS, written
 from torch import Tensor
 
-pytest.importorskip("triton", reason="Triton is not installed here; make test-triton runs these tests")
+pytest.importorskip(
+    "triton", reason="Triton is not installed here; make test-triton runs these tests"
+)
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs a process with TRITON_INTERPRET=1; make test-triton runs these tests", allow_module_level=True)
+    pytest.skip(
+        "needs a process with TRITON_INTERPRET=1; make test-triton runs these tests",
+        allow_module_level=True,
+    )
 
 from opgraft.ops.attention import triton as kernels
 from opgraft.ops.quantization import triton as quantization
@@ -50,7 +55,10 @@ BATCHES: dict[str, tuple[Sequence[int], Sequence[int]]] = {
     "one token": ([1], [1]),
     "decodes": ([1, 1, 1, 1, 1], [70, 1, 16, 33, 5]),
     "a prompt": ([67], [67]),
-    "prompts, a part of one, decodes and nothing": ([9, 0, 1, 20, 1, 0, 3], [9, 0, 40, 61, 2, 7, 3]),
+    "prompts, a part of one, decodes and nothing": (
+        [9, 0, 1, 20, 1, 0, 3],
+        [9, 0, 40, 61, 2, 7, 3],
+    ),
     "drafts": ([3, 3, 3], [3, 50, 17]),
     "nothing": ([0, 0], [4, 0]),
 }
@@ -84,7 +92,11 @@ def drawn(
         cache.transpose(2, 3)[places[0], :, places[1]] = torch.randn(
             length, 2, heads[1], head_size, generator=generator
         ).to(dtype)
-    sinks = torch.randn(heads[0], generator=generator).to(dtype) if settings.pop("sinks", False) else None
+    sinks = (
+        torch.randn(heads[0], generator=generator).to(dtype)
+        if settings.pop("sinks", False)
+        else None
+    )
     return {
         "query": torch.randn(sum(counts), heads[0], head_size, generator=generator).to(dtype),
         "cache": cache,
@@ -99,7 +111,10 @@ def drawn(
 
 def expect_right(arguments: dict[str, Any]) -> None:
     """See that the kernel attends as the spec's reference does in float64."""
-    exact = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in arguments.items()}
+    exact = {
+        k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
+        for k, v in arguments.items()
+    }
     got, expected = ATTEND(**arguments), SPECS["paged_attention"].reference(**exact)
     assert got.dtype == arguments["query"].dtype
     atol, rtol = SPECS["paged_attention"].tolerance(got.dtype)
@@ -123,17 +138,25 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @each_batch
 @each_setting
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_batches(batch: Any, settings: dict[str, Any], dtype: torch.dtype, launched: list[str]) -> None:
+def test_batches(
+    batch: Any, settings: dict[str, Any], dtype: torch.dtype, launched: list[str]
+) -> None:
     """Prompts, parts of them and decodes attend as by the reference, and read nothing that no token sees."""
     expect_right(drawn(batch, dtype, **settings))
     assert launched == ["paged_attention_kernel"] * bool(sum(batch[0]))
 
 
-@pytest.mark.parametrize("batch", [BATCHES["drafts"], BATCHES["prompts, a part of one, decodes and nothing"]])
+@pytest.mark.parametrize(
+    "batch", [BATCHES["drafts"], BATCHES["prompts, a part of one, decodes and nothing"]]
+)
 @each_setting
 @pytest.mark.parametrize("parts", [2, 8])
 def test_keys_in_parts(
-    batch: Any, settings: dict[str, Any], parts: int, launched: list[str], monkeypatch: pytest.MonkeyPatch
+    batch: Any,
+    settings: dict[str, Any],
+    parts: int,
+    launched: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where programs divide the keys, the sum of their parts is the whole, even of parts without a key."""
     monkeypatch.setattr(kernels, "PART", 1)
@@ -148,18 +171,26 @@ def test_keys_in_parts(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("lengths", "parted"), [((1500, 3), True), ((200, 90), False)])
-def test_a_long_context(dtype: torch.dtype, lengths: Any, parted: bool, launched: list[str]) -> None:
+def test_a_long_context(
+    dtype: torch.dtype, lengths: Any, parted: bool, launched: list[str]
+) -> None:
     """Two sequences with long contexts leave a GPU idle, so that their keys are divided; short ones are not."""
     expect_right(drawn(([1, 1], lengths), dtype, head_size=16, block_size=16, sinks=True))
     assert launched == ["paged_attention_kernel", *["added_parts_kernel"] * parted]
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (5, 5), (6, 2), (7, 1), (71, 1)], ids=str)
-@pytest.mark.parametrize(("head_size", "block_size"), [(1, 1), (16, 16), (33, 3), (80, 32), (130, 5)])
-def test_sizes(heads: tuple[int, int], head_size: int, block_size: int, launched: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("head_size", "block_size"), [(1, 1), (16, 16), (33, 3), (80, 32), (130, 5)]
+)
+def test_sizes(
+    heads: tuple[int, int], head_size: int, block_size: int, launched: list[str]
+) -> None:
     """Any number of heads that share a key head, any size of a head and of a block."""
     batch = [4, 1, 40], [19, 23, 41]
-    expect_right(drawn(batch, heads=heads, head_size=head_size, block_size=block_size, sliding_window=18))
+    expect_right(
+        drawn(batch, heads=heads, head_size=head_size, block_size=block_size, sliding_window=18)
+    )
     assert launched == ["paged_attention_kernel"]
 
 
@@ -172,7 +203,9 @@ def test_views(seed: int, launched: list[str]) -> None:
     arguments["query"] = projected[:, 40:120].view(query.shape).copy_(query)
     gaps = torch.full((2 * len(cache), *cache.shape[1:]), torch.nan)
     arguments["cache"] = gaps[::2].copy_(cache)
-    arguments["block_table"] = torch.zeros(3, 40, dtype=torch.int64)[:, 1 : table.shape[1] + 1].copy_(table)
+    arguments["block_table"] = torch.zeros(3, 40, dtype=torch.int64)[
+        :, 1 : table.shape[1] + 1
+    ].copy_(table)
     arguments["query_start_loc"] = arguments["query_start_loc"].long().repeat_interleave(2)[::2]
     arguments["seq_lens"] = arguments["seq_lens"].long().repeat_interleave(2)[::2]
     expect_right(arguments)
@@ -182,7 +215,11 @@ def test_views(seed: int, launched: list[str]) -> None:
 def test_what_is_not_a_number_shows() -> None:
     """A NaN in a query, a key or a value makes NaN of those tokens that see it, and of no others."""
     batch = [30, 1], [30, 40]
-    for name, place in (("query", (4, 1)), ("cache", (slice(None), 0)), ("cache", (slice(None), 1))):
+    for name, place in (
+        ("query", (4, 1)),
+        ("cache", (slice(None), 0)),
+        ("cache", (slice(None), 1)),
+    ):
         clean, dirty = (drawn(batch, heads=(2, 2), nothing=0.0) for _ in range(2))
         before = ATTEND(**clean)
         blocks = dirty["block_table"][0, 5] if name == "cache" else None
@@ -200,14 +237,22 @@ def test_what_is_not_a_number_shows() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", [None, *CODES], ids=str)
 @pytest.mark.parametrize(("heads", "head_size"), [(1, 64), (2, 9), (11, 20)])
-def test_writing(dtype: torch.dtype, kind: torch.dtype | None, heads: int, head_size: int, launched: list[str]) -> None:
+def test_writing(
+    dtype: torch.dtype, kind: torch.dtype | None, heads: int, head_size: int, launched: list[str]
+) -> None:
     """Keys and values of any magnitude, views of one projection, are written bit for bit as by the definition."""
     blocks = torch.full((18, 2, heads, 4, head_size + (4 if kind else 0)), 77, dtype=kind or dtype)
     ours, theirs = blocks[::2], blocks.clone()[::2]
-    magnitudes = 10.0 ** torch.arange(-11, 12).clamp(*((-6, 4) if dtype == torch.float16 else (-20, 20)))
+    magnitudes = 10.0 ** torch.arange(-11, 12).clamp(
+        *((-6, 4) if dtype == torch.float16 else (-20, 20))
+    )
     projected = (torch.randn(23, 3 * heads * head_size) * magnitudes.view(-1, 1)).to(dtype)
     key, value = (x.view(23, heads, head_size) for x in projected.chunk(3, dim=1)[1:])
-    slots = torch.randperm(36).int()[:23] if heads == 2 else torch.randperm(46)[::2].clamp(max=35).unique()
+    slots = (
+        torch.randperm(36).int()[:23]
+        if heads == 2
+        else torch.randperm(46)[::2].clamp(max=35).unique()
+    )
     key, value = key[: len(slots)], value[: len(slots)]
     WRITE(key, value, ours, slots)
     BY_DEFINITION["write_kv_cache"](key, value, theirs, slots)
@@ -232,7 +277,9 @@ def test_rows_of_codes_that_are_not_finite(kind: torch.dtype, nothing: float) ->
 @pytest.mark.parametrize("settings", [SETTINGS["plain"], SETTINGS["all"]], ids=["plain", "all"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", CODES, ids=str)
-def test_codes(settings: dict[str, Any], dtype: torch.dtype, kind: torch.dtype, launched: list[str]) -> None:
+def test_codes(
+    settings: dict[str, Any], dtype: torch.dtype, kind: torch.dtype, launched: list[str]
+) -> None:
     """Codes that the kernel has written attend as the numbers that they stand for; places that none sees are NaN."""
     arguments = drawn(([9, 0, 1], [9, 0, 40]), dtype, **settings)
     cache = arguments["cache"]
@@ -289,7 +336,12 @@ def test_devices_without_fp8(launched: list[str], monkeypatch: pytest.MonkeyPatc
 def test_blocks_that_share_memory(launched: list[str]) -> None:
     """Blocks that lie over each other are the definition's, which does as torch does."""
     cache = torch.zeros(1, 2, 2, 4, 20)
-    WRITE(torch.ones(2, 2, 20), torch.ones(2, 2, 20), cache.expand(3, -1, -1, -1, -1), torch.tensor([1, 5]))
+    WRITE(
+        torch.ones(2, 2, 20),
+        torch.ones(2, 2, 20),
+        cache.expand(3, -1, -1, -1, -1),
+        torch.tensor([1, 5]),
+    )
     assert not launched
     assert cache.sum() == cache[:, :, :, 1].sum() == 80
 
@@ -297,8 +349,16 @@ def test_blocks_that_share_memory(launched: list[str]) -> None:
 REFUSED = {
     "query": ("paged_attention", {"query": Tensor.int}, "query is torch.int32"),
     "heads": ("paged_attention", {"cache": lambda cache: cache[:, :, :0]}, "cache has 0 heads"),
-    "bounds": ("paged_attention", {"query_start_loc": lambda bounds: bounds + 1}, "expected it to ascend from 0"),
-    "lengths": ("paged_attention", {"seq_lens": lambda lengths: lengths * 99}, "seq_lens are .* and at most"),
+    "bounds": (
+        "paged_attention",
+        {"query_start_loc": lambda bounds: bounds + 1},
+        "expected it to ascend from 0",
+    ),
+    "lengths": (
+        "paged_attention",
+        {"seq_lens": lambda lengths: lengths * 99},
+        "seq_lens are .* and at most",
+    ),
     "window": ("paged_attention", {"sliding_window": lambda window: 0}, "sliding_window is 0"),
     "cap": ("paged_attention", {"logits_soft_cap": lambda cap: -1.0}, "logits_soft_cap is -1.0"),
     "sinks": ("paged_attention", {"sinks": lambda sinks: torch.zeros(1)}, "sinks has shape"),
@@ -331,7 +391,9 @@ def test_an_engine(family: str, dtype: str, tmp_path: Path, launched: list[str])
         for op in (ops.PagedAttention, ops.WriteKVCache):
             op.register_oot(type(f"{op.__name__}Here", (op,), {"functional_oot": kernel}), name=op)
         config = settings(tmp_path, max_num_batched_tokens=9)
-        core = EngineCore(dataclasses.replace(config, cache=dataclasses.replace(config.cache, dtype=dtype)))
+        core = EngineCore(
+            dataclasses.replace(config, cache=dataclasses.replace(config.cache, dtype=dtype))
+        )
         requests = [recorded(str(i), prompt, 3)[0] for i, prompt in enumerate(prompts(1, 14, 5))]
         serve(core, requests)
         outputs.append([request.output for request in requests])

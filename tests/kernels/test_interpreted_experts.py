@@ -16,9 +16,14 @@ from opgraft.ops.on_triton import triton_kernels
 from opgraft.testing.catalogue import SPECS
 from torch import Tensor
 
-pytest.importorskip("triton", reason="Triton is not installed here; make test-triton runs these tests")
+pytest.importorskip(
+    "triton", reason="Triton is not installed here; make test-triton runs these tests"
+)
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs a process with TRITON_INTERPRET=1; make test-triton runs these tests", allow_module_level=True)
+    pytest.skip(
+        "needs a process with TRITON_INTERPRET=1; make test-triton runs these tests",
+        allow_module_level=True,
+    )
 
 from opgraft.ops.fused_moe import triton as kernels
 
@@ -49,7 +54,10 @@ def drawn(
 
 def expect_right(arguments: dict[str, Any]) -> Tensor:
     """See that the kernels compute as the spec's reference does in float64, and return their result."""
-    exact = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in arguments.items()}
+    exact = {
+        k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
+        for k, v in arguments.items()
+    }
     got = EXPERTS(**arguments)
     atol, rtol = SPEC.tolerance(got.dtype)
     torch.testing.assert_close(got.double(), SPEC.reference(**exact), atol=atol, rtol=rtol)
@@ -71,9 +79,12 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "experts", "topk", "rows"), [(1, 9, 4, 16), (40, 3, 1, 16), (70, 2, 1, 64), (75, 3, 2, 64)]
+    ("tokens", "experts", "topk", "rows"),
+    [(1, 9, 4, 16), (40, 3, 1, 16), (70, 2, 1, 64), (75, 3, 2, 64)],
 )
-def test_blocks(tokens: int, experts: int, topk: int, rows: int, tiles: list[tuple[str, int]]) -> None:
+def test_blocks(
+    tokens: int, experts: int, topk: int, rows: int, tiles: list[tuple[str, int]]
+) -> None:
     """Experts with several blocks, a part of one, or no token at all, in small tiles and in large ones."""
     expect_right(drawn(tokens, experts, topk))
     assert tiles[:2] == [("gate_up_kernel", rows), ("down_kernel", rows)]

@@ -17,9 +17,14 @@ from opgraft.ops.on_triton import triton_kernels
 from opgraft.testing.catalogue import SPECS
 from torch import Tensor
 
-pytest.importorskip("triton", reason="Triton is not installed here; make test-triton runs these tests")
+pytest.importorskip(
+    "triton", reason="Triton is not installed here; make test-triton runs these tests"
+)
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs a process with TRITON_INTERPRET=1; make test-triton runs these tests", allow_module_level=True)
+    pytest.skip(
+        "needs a process with TRITON_INTERPRET=1; make test-triton runs these tests",
+        allow_module_level=True,
+    )
 
 from opgraft.ops.attention import triton as pages
 from opgraft.ops.latent_attention import triton as kernels
@@ -33,7 +38,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BATCHES: dict[str, tuple[Sequence[int], Sequence[int]]] = {
     "one token": ([1], [1]),
     "decodes": ([1, 1, 1, 1, 1], [70, 1, 16, 33, 5]),
-    "prompts, a part of one, decodes and nothing": ([9, 0, 1, 20, 1, 0, 3], [9, 0, 40, 61, 2, 7, 3]),
+    "prompts, a part of one, decodes and nothing": (
+        [9, 0, 1, 20, 1, 0, 3],
+        [9, 0, 40, 61, 2, 7, 3],
+    ),
     "drafts": ([3, 3, 3], [3, 50, 17]),
     "nothing": ([0, 0], [4, 0]),
 }
@@ -76,7 +84,10 @@ def drawn(
 
 def expect_right(arguments: dict[str, Any]) -> None:
     """See that the kernel attends as the spec's reference does in float64."""
-    exact = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in arguments.items()}
+    exact = {
+        k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
+        for k, v in arguments.items()
+    }
     got, expected = ATTEND(**arguments), SPECS["mla_paged_attention"].reference(**exact)
     assert got.dtype == arguments["query"].dtype
     atol, rtol = SPECS["mla_paged_attention"].tolerance(got.dtype)
@@ -107,7 +118,9 @@ def test_batches(batch: Any, dtype: torch.dtype, launched: list[str]) -> None:
 
 @pytest.mark.parametrize("parts", [2, 8])
 @pytest.mark.parametrize("name", ["drafts", "prompts, a part of one, decodes and nothing"])
-def test_keys_in_parts(name: str, parts: int, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_in_parts(
+    name: str, parts: int, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where programs divide the keys, the sum of their parts is the whole, even of parts without a key."""
     for constant, value in (("PART", 1), ("PROGRAMS", 10**6), ("MOST_PARTS", parts)):
         monkeypatch.setattr(pages, constant, value)
@@ -125,10 +138,14 @@ def test_a_long_context(dtype: torch.dtype, launched: list[str]) -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 5, 16, 17, 40])
-@pytest.mark.parametrize(("rank", "rope", "block_size"), [(1, 1, 1), (16, 16, 16), (33, 0, 3), (70, 40, 5)])
+@pytest.mark.parametrize(
+    ("rank", "rope", "block_size"), [(1, 1, 1), (16, 16, 16), (33, 0, 3), (70, 40, 5)]
+)
 def test_sizes(heads: int, rank: int, rope: int, block_size: int, launched: list[str]) -> None:
     """Any number of heads, more than a program has rows among them, any size of a latent, of its key and of a block."""
-    expect_right(drawn(([4, 1, 11], [19, 23, 12]), heads=heads, rank=rank, rope=rope, block_size=block_size))
+    expect_right(
+        drawn(([4, 1, 11], [19, 23, 12]), heads=heads, rank=rank, rope=rope, block_size=block_size)
+    )
     assert launched == ["mla_paged_attention_kernel"]
 
 
@@ -140,7 +157,9 @@ def test_views(launched: list[str]) -> None:
     arguments["query"] = projected[:, 40:118].view(query.shape).copy_(query)
     gaps = torch.full((2 * len(cache), *cache.shape[1:]), torch.nan)
     arguments["cache"] = gaps[::2].copy_(cache)
-    arguments["block_table"] = torch.zeros(3, 40, dtype=torch.int64)[:, 1 : table.shape[1] + 1].copy_(table)
+    arguments["block_table"] = torch.zeros(3, 40, dtype=torch.int64)[
+        :, 1 : table.shape[1] + 1
+    ].copy_(table)
     for name in ("query_start_loc", "seq_lens"):
         arguments[name] = arguments[name].long().repeat_interleave(2)[::2]
     expect_right(arguments)
@@ -172,7 +191,11 @@ def test_writing(dtype: torch.dtype, rank: int, rope: int, launched: list[str]) 
     projected = torch.randn(23, rank + rope + 5).to(dtype)
     projected[3, 2] = torch.nan
     latents, rotated = projected[:, :rank], projected[:, rank + 5 :]
-    slots = torch.randperm(36)[:23].int() if rank == 9 else torch.randperm(46)[::2].clamp(max=35).unique()
+    slots = (
+        torch.randperm(36)[:23].int()
+        if rank == 9
+        else torch.randperm(46)[::2].clamp(max=35).unique()
+    )
     latents, rotated = latents[: len(slots)], rotated[: len(slots)]
     WRITE(latents, rotated, ours, slots)
     BY_DEFINITION["concat_and_cache_mla"](latents, rotated, theirs, slots)
@@ -198,8 +221,16 @@ def test_caches_that_the_definition_writes(launched: list[str]) -> None:
 REFUSED = {
     "query": ("mla_paged_attention", {"query": Tensor.int}, "query is torch.int32"),
     "rank": ("mla_paged_attention", {"kv_lora_rank": lambda rank: 99}, "kv_lora_rank is 99"),
-    "bounds": ("mla_paged_attention", {"query_start_loc": lambda bounds: bounds + 1}, "expected it to ascend from 0"),
-    "lengths": ("mla_paged_attention", {"seq_lens": lambda lengths: lengths * 99}, "seq_lens are .* and at most"),
+    "bounds": (
+        "mla_paged_attention",
+        {"query_start_loc": lambda bounds: bounds + 1},
+        "expected it to ascend from 0",
+    ),
+    "lengths": (
+        "mla_paged_attention",
+        {"seq_lens": lambda lengths: lengths * 99},
+        "seq_lens are .* and at most",
+    ),
     "slots": ("concat_and_cache_mla", {"slots": lambda slots: slots - 99}, "slots reach from"),
     "dtype": ("concat_and_cache_mla", {"k_pe": Tensor.half}, "k_pe is torch.float16"),
 }

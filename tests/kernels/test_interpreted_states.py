@@ -16,9 +16,14 @@ from opgraft.ops.spec import Arguments
 from opgraft.testing.catalogue import SPECS
 from torch import Tensor
 
-pytest.importorskip("triton", reason="Triton is not installed here; make test-triton runs these tests")
+pytest.importorskip(
+    "triton", reason="Triton is not installed here; make test-triton runs these tests"
+)
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs a process with TRITON_INTERPRET=1; make test-triton runs these tests", allow_module_level=True)
+    pytest.skip(
+        "needs a process with TRITON_INTERPRET=1; make test-triton runs these tests",
+        allow_module_level=True,
+    )
 
 from opgraft.ops.state_space import triton_chunks, triton_conv, triton_scan
 
@@ -56,12 +61,16 @@ def expect_right(form: str, arguments: Arguments) -> None:
     """See that a kernel computes what the definition computes in float64."""
     spec, ours, exact = SPECS[form], dict(arguments), {}
     for name, value in arguments.items():
-        exact[name] = value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        exact[name] = (
+            value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        )
     for name in spec.functional.mutates:
         ours[name], exact[name] = arguments[name].clone(), exact[name].clone()
     got, expected = TRITON[form](**ours), spec.functional.native(**exact)
     if spec.functional.mutates:
-        got, expected = ([given[name] for name in spec.functional.mutates] for given in (ours, exact))
+        got, expected = (
+            [given[name] for name in spec.functional.mutates] for given in (ours, exact)
+        )
     for mine, theirs in zip(got, expected, strict=True):
         atol, rtol = spec.tolerance(mine.dtype)
         torch.testing.assert_close(mine.double(), theirs, atol=atol, rtol=rtol)
@@ -70,11 +79,16 @@ def expect_right(form: str, arguments: Arguments) -> None:
 def with_bounds(arguments: Arguments, *bounds: int) -> Arguments:
     """Arguments of a prompt with sequences that end there, of which the first states are those of as many."""
     states = arguments["initial_states"][: len(bounds) - 1]
-    return arguments | {"query_start_loc": torch.tensor(bounds, dtype=torch.int32), "initial_states": states}
+    return arguments | {
+        "query_start_loc": torch.tensor(bounds, dtype=torch.int32),
+        "initial_states": states,
+    }
 
 
 @pytest.mark.parametrize("form", OF_PROMPTS)
-@pytest.mark.parametrize("bounds", [(0, 50), (0, 16, 48, 50), (0, 0, 17, 17, 50), (0, 1, 2, 33, 50)], ids=str)
+@pytest.mark.parametrize(
+    "bounds", [(0, 50), (0, 16, 48, 50), (0, 0, 17, 17, 50), (0, 1, 2, 33, 50)], ids=str
+)
 def test_chunks(form: str, bounds: tuple[int, ...], short_chunks: None) -> None:
     """Sequences of several chunks, whole ones and parts, of one token and of none, from states of their own."""
     expect_right(form, with_bounds(SPECS[form].arguments("", torch.float32, (50,), 5), *bounds))
@@ -87,7 +101,10 @@ def test_parts_of_a_prompt(form: str, short_chunks: None) -> None:
     whole, final = TRITON[form](**arguments)
     found, state = [], arguments["initial_states"]
     for begin, end in ((0, 2), (2, 21), (21, 40)):
-        part = {name: v[begin:end] if isinstance(v, Tensor) and len(v) == 40 else v for name, v in arguments.items()}
+        part = {
+            name: v[begin:end] if isinstance(v, Tensor) and len(v) == 40 else v
+            for name, v in arguments.items()
+        }
         y, state = TRITON[form](**with_bounds(part, 0, end - begin) | {"initial_states": state})
         found.append(y)
     torch.testing.assert_close(torch.cat(found), whole, atol=1e-5, rtol=1e-5)
@@ -109,7 +126,10 @@ def test_states_of_another_dtype(form: str) -> None:
     arguments = SPECS[form].arguments("", torch.bfloat16, (9,), 5)
     arguments["initial_states"] = arguments["initial_states"].float()
     y, final = TRITON[form](**arguments)
-    exact = {n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in arguments.items()}
+    exact = {
+        n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
+        for n, v in arguments.items()
+    }
     expected = SPECS[form].functional.native(**exact)
     assert (y.dtype, final.dtype) == (torch.bfloat16, torch.float32)
     torch.testing.assert_close(y.double(), expected[0], atol=1e-2, rtol=1.6e-2)
@@ -129,8 +149,14 @@ def test_sizes_of_heads(head_size: int, state: int, short_chunks: None) -> None:
 
 def test_small_decays_after_large_ones(short_chunks: None) -> None:
     """What a step decays little is not lost beside a step that decays all."""
-    arguments = with_bounds(SPECS["mamba_chunk_scan"].arguments("plain", torch.float32, (12,), 5), 0, 12)
-    arguments |= {"dt_softplus": False, "dt": torch.full((12, 4), 1e-4), "A": torch.full((4,), -1.0)}
+    arguments = with_bounds(
+        SPECS["mamba_chunk_scan"].arguments("plain", torch.float32, (12,), 5), 0, 12
+    )
+    arguments |= {
+        "dt_softplus": False,
+        "dt": torch.full((12, 4), 1e-4),
+        "A": torch.full((4,), -1.0),
+    }
     arguments["dt"][3] = 1e5
     expect_right("mamba_chunk_scan", arguments)
 
@@ -157,12 +183,17 @@ def test_states_in_slots(form: str, launched: list[str]) -> None:
 def per_head(arguments: Arguments) -> Arguments:
     """Arguments of a step whose step sizes and weights are one number per head, expanded as Mamba-2's are."""
     heads, head_size, state = arguments["A"].shape
-    expanded = {name: arguments[name][..., :1].expand(arguments[name].shape) for name in ("dt", "D", "dt_bias")}
+    expanded = {
+        name: arguments[name][..., :1].expand(arguments[name].shape)
+        for name in ("dt", "D", "dt_bias")
+    }
     return arguments | expanded | {"A": arguments["A"][:, :1, :1].expand(heads, head_size, state)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_numbers_per_head(dtype: torch.dtype, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_per_head(
+    dtype: torch.dtype, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Numbers that are expanded over a head are read where they lie: nothing of the size of a state is copied."""
     arguments = per_head(SPECS["selective_state_update"].arguments("", dtype, (5,), 9))
     sizes: list[int] = []
@@ -181,7 +212,10 @@ def test_numbers_per_head(dtype: torch.dtype, launched: list[str], monkeypatch: 
 def test_an_output_that_is_the_input(launched: list[str]) -> None:
     """A convolution may write its result over its input."""
     arguments = SPECS["causal_conv1d_update"].arguments("", torch.float32, (5,), 9)
-    expected = {name: value.clone() if isinstance(value, Tensor) else value for name, value in arguments.items()}
+    expected = {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in arguments.items()
+    }
     SPECS["causal_conv1d_update"].functional.native(**expected)
     TRITON["causal_conv1d_update"](**arguments | {"out": arguments["x"]})
     torch.testing.assert_close(arguments["x"], expected["out"])
@@ -196,7 +230,8 @@ def test_widths(width: int) -> None:
     expect_right("causal_conv1d", prompt)
     step = SPECS["causal_conv1d_update"].arguments("", torch.float32, (7,), 5)
     expect_right(
-        "causal_conv1d_update", step | {"weight": prompt["weight"], "conv_state": torch.randn(12, 5, width - 1)}
+        "causal_conv1d_update",
+        step | {"weight": prompt["weight"], "conv_state": torch.randn(12, 5, width - 1)},
     )
 
 
@@ -206,7 +241,10 @@ def test_what_the_definition_takes(form: str, launched: list[str]) -> None:
     gaps = SPECS[form].arguments("", torch.float32, (4,), 5)
     gaps[STEPS[form]] = gaps[STEPS[form]].repeat_interleave(2, -1)[..., ::2]
     for arguments in (gaps, SPECS[form].arguments("", torch.float32, (0,), 5)):
-        expected = {name: value.clone() if isinstance(value, Tensor) else value for name, value in arguments.items()}
+        expected = {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in arguments.items()
+        }
         SPECS[form].functional.native(**expected)
         TRITON[form](**arguments)
         for name in SPECS[form].functional.mutates:
@@ -216,9 +254,17 @@ def test_what_the_definition_takes(form: str, launched: list[str]) -> None:
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "activation": ("causal_conv1d", {"activation": lambda name: "relu"}, "activation is 'relu'"),
-    "states": ("causal_conv1d", {"initial_states": lambda states: states[..., :1]}, "initial_states has shape"),
+    "states": (
+        "causal_conv1d",
+        {"initial_states": lambda states: states[..., :1]},
+        "initial_states has shape",
+    ),
     "slots": ("causal_conv1d_update", {"slots": lambda slots: slots + 99}, "slots reach from"),
-    "bounds": ("selective_scan", {"query_start_loc": lambda bounds: bounds + 1}, "expected it to ascend from 0"),
+    "bounds": (
+        "selective_scan",
+        {"query_start_loc": lambda bounds: bounds + 1},
+        "expected it to ascend from 0",
+    ),
     "steps": ("selective_scan", {"dt": lambda dt: dt[:, :2]}, "dt has shape"),
     "groups": ("mamba_chunk_scan", {"B": lambda b: b[:, :1].expand(-1, 3, -1)}, "B has 3 groups"),
     "chunks": ("mamba_chunk_scan", {"chunk_size": lambda size: 0}, "chunk_size is 0"),

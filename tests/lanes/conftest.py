@@ -22,7 +22,15 @@ def built_plugin(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
         target = folder / name
         if not target.exists():
             source = shutil.copytree(REFERENCE_PLUGINS / name, folder / "sources" / name)
-            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+            pip = [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--no-deps",
+                "--no-build-isolation",
+            ]
             subprocess.run([*pip, "--target", str(target), str(source)], check=True)
         return target
 
@@ -30,7 +38,9 @@ def built_plugin(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
 
 @pytest.fixture
-def plugin(built_plugin: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+def plugin(
+    built_plugin: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], None]]:
     """Put a reference plugin on ``sys.path``; its modules are forgotten after the test."""
     before = set(sys.modules)
 

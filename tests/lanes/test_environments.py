@@ -29,7 +29,12 @@ def test_every_requirement_is_pinned(lane: str) -> None:
     pins = {normalized(name): version for name, version in pinned}
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    for line in (*lines(f"environments/{lane}.in"), *project["dependencies"], *extras["demo"], *extras["test"]):
+    for line in (
+        *lines(f"environments/{lane}.in"),
+        *project["dependencies"],
+        *extras["demo"],
+        *extras["test"],
+    ):
         requirement = Requirement(line)
         assert requirement.specifier.contains(pins[normalized(requirement.name)]), line
 

@@ -16,11 +16,16 @@ from opgraft.state import PluginStatus, host_state
 from torch import Tensor, nn
 
 pytest.importorskip(
-    "intel_extension_for_pytorch", reason="Intel's extension is not installed here; make test-ipex runs these tests"
+    "intel_extension_for_pytorch",
+    reason="Intel's extension is not installed here; make test-ipex runs these tests",
 )
 
 HIDDEN, HEADS, KEY_HEADS, HEAD_SIZE, POSITIONS = 40, 4, 2, 16, 64
-TOLERANCES = {torch.float32: (1e-5, 1.3e-6), torch.bfloat16: (3e-2, 1.6e-2), torch.float16: (4e-3, 2e-3)}  # atol, rtol
+TOLERANCES = {
+    torch.float32: (1e-5, 1.3e-6),
+    torch.bfloat16: (3e-2, 1.6e-2),
+    torch.float16: (4e-3, 2e-3),
+}  # atol, rtol
 LEADING = {"tokens": (5,), "batch": (2, 3), "one token": (1,), "none": (0,)}
 
 dtypes = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -40,7 +45,11 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def outputs(result: Tensor | tuple[Tensor | None, ...]) -> list[Tensor]:
-    return [result] if isinstance(result, Tensor) else [tensor for tensor in result if tensor is not None]
+    return (
+        [result]
+        if isinstance(result, Tensor)
+        else [tensor for tensor in result if tensor is not None]
+    )
 
 
 def assert_parity(op: nn.Module, *arguments: Tensor | None) -> None:
@@ -62,7 +71,9 @@ def rms_norm(dtype: torch.dtype) -> ops.RMSNorm:
     return op
 
 
-def rotary(dtype: torch.dtype, *, rotary_dim: int = HEAD_SIZE, neox: bool = True) -> ops.RotaryEmbedding:
+def rotary(
+    dtype: torch.dtype, *, rotary_dim: int = HEAD_SIZE, neox: bool = True
+) -> ops.RotaryEmbedding:
     return ops.RotaryEmbedding(HEAD_SIZE, rotary_dim, POSITIONS, 10000.0, neox, dtype)
 
 
@@ -70,8 +81,13 @@ def test_the_plugin_is_activated_on_the_real_extension() -> None:
     """With the extension that fits this torch the plugin is active, and its CPU kernels are the ones bound."""
     load_plugins()
     assert host_state().plugins["ipex"].status is PluginStatus.ACTIVATED
-    chosen = [op.decision.chosen for op in (rms_norm(torch.float32), rotary(torch.float32), ops.SiluAndMul())]
-    assert chosen == [f"Ipex{name}.forward_cpu" for name in ("RMSNorm", "RotaryEmbedding", "SiluAndMul")]
+    chosen = [
+        op.decision.chosen
+        for op in (rms_norm(torch.float32), rotary(torch.float32), ops.SiluAndMul())
+    ]
+    assert chosen == [
+        f"Ipex{name}.forward_cpu" for name in ("RMSNorm", "RotaryEmbedding", "SiluAndMul")
+    ]
 
 
 @pytest.fixture
@@ -101,7 +117,9 @@ def test_rms_norm(calls, dtype: torch.dtype, lead: tuple[int, ...]) -> None:
 def test_rms_norm_with_residual(calls, dtype: torch.dtype, lead: tuple[int, ...]) -> None:
     """The fused addition and norm agree with the native definition, in both results."""
     kernel = calls("add_rms_norm")
-    assert_parity(rms_norm(dtype), draw(*lead, HIDDEN, dtype=dtype), draw(*lead, HIDDEN, dtype=dtype) - 1)
+    assert_parity(
+        rms_norm(dtype), draw(*lead, HIDDEN, dtype=dtype), draw(*lead, HIDDEN, dtype=dtype) - 1
+    )
     assert kernel.called == (0 not in lead)
 
 
@@ -158,7 +176,9 @@ def test_a_grafted_llama_agrees(calls) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed here")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 99}
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=4)).eval()
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, num_attention_heads=4)
+    ).eval()
     ids = torch.randint(0, 99, (2, 7))
     kernel = calls("rms_norm")
     with torch.no_grad():

@@ -24,7 +24,9 @@ VARIABLE = "JAX_RUNTIME_DEVICE"
 
 
 @pytest.fixture(autouse=True)
-def jax_plugin(fresh_host: None, plugin: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def jax_plugin(
+    fresh_host: None, plugin: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The plugin, installed by pip, and JAX's CPU asked for."""
     plugin("opgraft-jax")
     monkeypatch.setenv(VARIABLE, "cpu")
@@ -38,7 +40,15 @@ def crossing() -> Any:
 def test_the_whole_kit(built_plugin: Callable[[str], Path]) -> None:
     """The plugin's own test file passes: every check of the kit, in each dtype."""
     environ = {**os.environ, "PYTHONPATH": str(built_plugin("opgraft-jax"))}
-    command = [sys.executable, "-m", "pytest", "--quiet", "-p", "no:cacheprovider", str(PLUGIN / "tests")]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--quiet",
+        "-p",
+        "no:cacheprovider",
+        str(PLUGIN / "tests"),
+    ]
     ran = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout
     assert re.search(r"\d{3} passed", ran.stdout.splitlines()[-1]), ran.stdout
@@ -105,8 +115,12 @@ def test_an_input_may_be_written_to_after_the_call() -> None:
 
 KERNELS: dict[str, Callable[[Any, Any], Callable[..., Any]]] = {
     "rms_norm": lambda pallas, w: lambda x: pallas.rms_norm(x, None, w, eps=1e-6, interpret=False),
-    "rms_norm with residual": lambda pallas, w: lambda x: pallas.rms_norm(x, x, w, eps=1e-6, interpret=False),
-    "rms_norm without weight": lambda pallas, w: lambda x: pallas.rms_norm(x, None, None, eps=1e-6, interpret=False),
+    "rms_norm with residual": lambda pallas, w: (
+        lambda x: pallas.rms_norm(x, x, w, eps=1e-6, interpret=False)
+    ),
+    "rms_norm without weight": lambda pallas, w: (
+        lambda x: pallas.rms_norm(x, None, None, eps=1e-6, interpret=False)
+    ),
     "silu_and_mul": lambda pallas, w: functools.partial(pallas.silu_and_mul, interpret=False),
 }
 

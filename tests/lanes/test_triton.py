@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="Triton is not installed here; make test-triton runs this test")
+pytest.importorskip(
+    "triton", reason="Triton is not installed here; make test-triton runs this test"
+)
 
 KERNELS = Path(__file__).parents[1] / "kernels"
 
@@ -29,7 +31,9 @@ def test_interpreted(file: str) -> None:
     """Every kernel computes what the specs ask for; none of these tests is skipped where Triton is installed."""
     parallel = ["--numprocesses", "2", "--dist", "worksteal"]
     command = [sys.executable, "-m", "pytest", "--quiet", *parallel, str(KERNELS / file)]
-    ran = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    ran = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
     summary = ran.stdout.strip().splitlines()[-1:]
     assert ran.returncode == 0, ran.stdout
     assert re.match(r"\d{2,} passed in", "".join(summary)), summary

@@ -33,7 +33,9 @@ ROWS = [
     for name, home in found.items()
     if names.is_adapted(home)
 ]
-SETTINGS = sorted(name for name in names.NAMES["vllm.config"] if is_dataclass(getattr(config, name, None)))
+SETTINGS = sorted(
+    name for name in names.NAMES["vllm.config"] if is_dataclass(getattr(config, name, None))
+)
 OLDER = {"vllm.utils.direct_register_custom_op"}
 """Names at which plugins for other versions find them."""
 
@@ -90,7 +92,12 @@ def test_a_platform_has_the_members_of_vllms() -> None:
 
 @needs_vllm
 @pytest.mark.parametrize(
-    "name", sorted(name for name in vars(config) if name.endswith("Config") and name in names.NAMES["vllm.config"])
+    "name",
+    sorted(
+        name
+        for name in vars(config)
+        if name.endswith("Config") and name in names.NAMES["vllm.config"]
+    ),
 )
 def test_settings_are_those_of_vllm(name: str) -> None:
     """Every setting is one of vLLM's, in the class of that name."""
@@ -108,13 +115,20 @@ def test_the_bridge_stands_aside_for_vllm(tmp_path: Path) -> None:
     )
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BRIDGE / "src"), str(SITE)])}
     result = subprocess.run(
-        [sys.executable, "-c", code], env=environ, cwd=tmp_path, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env=environ,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert json.loads(result.stdout) == [str(INSTALLED[-1]), None]
 
 
 @needs_vllm
-def test_the_wheel_of_the_bridge_runs_a_plugin(built_plugin: Callable[[str], Path], site: Any, cli: Any) -> None:
+def test_the_wheel_of_the_bridge_runs_a_plugin(
+    built_plugin: Callable[[str], Path], site: Any, cli: Any
+) -> None:
     """Built and installed by pip it detects the platform of a plugin, and doctor finds nothing wrong."""
     install_acme(site)
     path = str(built_plugin("opgraft-vllm-bridge"))
@@ -136,17 +150,28 @@ def test_public_plugins(built_plugin: Callable[[str], Path], cli: Any) -> None:
     finally:
         sys.path.remove(str(BRIDGE / "src"))
     assert "| vllm-spyre-next 0.1.0 |" in text
-    path = os.pathsep.join(map(str, (built_plugin("opgraft-vllm-bridge"), tool["fetched"]("vllm-spyre-next"))))
-    assert json.loads(cli("detect", "--json", PYTHONPATH=path).stdout)["decision"]["chosen"] == "spyre_next"
+    path = os.pathsep.join(
+        map(str, (built_plugin("opgraft-vllm-bridge"), tool["fetched"]("vllm-spyre-next")))
+    )
+    assert (
+        json.loads(cli("detect", "--json", PYTHONPATH=path).stdout)["decision"]["chosen"]
+        == "spyre_next"
+    )
     judged = cli("conformance", "spyre_next", PYTHONPATH=path)
-    assert (judged.returncode, " 0 failed" in judged.stdout) == (0, True), judged.stdout + judged.stderr
+    assert (judged.returncode, " 0 failed" in judged.stdout) == (0, True), (
+        judged.stdout + judged.stderr
+    )
 
 
 @pytest.mark.slow
 @needs_vllm
-def test_conformance_judges_a_plugin(built_plugin: Callable[[str], Path], site: Any, cli: Any) -> None:
+def test_conformance_judges_a_plugin(
+    built_plugin: Callable[[str], Path], site: Any, cli: Any
+) -> None:
     """The command puts the platform and the ops of a plugin before every check, and it passes."""
     install_acme(site)
     judged = cli("conformance", "acme-vllm", PYTHONPATH=str(built_plugin("opgraft-vllm-bridge")))
     assert judged.returncode == 0, judged.stdout + judged.stderr
-    assert re.search(r"^acme-vllm 2.0 on acme \(Acme A1\): [67]\d passed, 0 failed", judged.stdout, re.M), judged.stdout
+    assert re.search(
+        r"^acme-vllm 2.0 on acme \(Acme A1\): [67]\d passed, 0 failed", judged.stdout, re.M
+    ), judged.stdout

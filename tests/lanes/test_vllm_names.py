@@ -13,7 +13,9 @@ import pytest
 from lanes.vllm_source import definition, needs_vllm, parameters
 from opgraft.porting.counterparts import COUNTERPARTS, HINTS, PLATFORM
 
-ROWS = [(module, name, home) for module, names in COUNTERPARTS.items() for name, home in names.items()]
+ROWS = [
+    (module, name, home) for module, names in COUNTERPARTS.items() for name, home in names.items()
+]
 
 OTHER_VERSIONS = {
     "vllm.model_executor.layers.fused_moe.FusedMoE",
@@ -24,11 +26,30 @@ OTHER_VERSIONS = {
 """Names at which plugins for other versions find them."""
 
 ATTENTION = {
-    *("alibi_slopes", "use_alibi_sqrt", "cache_config", "quant_config", "per_layer_sliding_window", "attn_type"),
-    *("kv_sharing_target_layer_name", "mm_prefix_clamp_sliding_window", "attn_backend", "head_size_v"),
+    *(
+        "alibi_slopes",
+        "use_alibi_sqrt",
+        "cache_config",
+        "quant_config",
+        "per_layer_sliding_window",
+        "attn_type",
+    ),
+    *(
+        "kv_sharing_target_layer_name",
+        "mm_prefix_clamp_sliding_window",
+        "attn_backend",
+        "head_size_v",
+    ),
 }
 LATENT = {
-    *("dcp_q_replicate", "attn_backend", "use_sparse", "indexer", "topk_indices_buffer", "index_group_builder"),
+    *(
+        "dcp_q_replicate",
+        "attn_backend",
+        "use_sparse",
+        "indexer",
+        "topk_indices_buffer",
+        "index_group_builder",
+    ),
     *("non_causal_multi_token_decode", "sliding_window", "prefill_backend_cls"),
 }
 DIFFERENT = {
@@ -67,8 +88,14 @@ def test_attributes_of_platforms(name: str) -> None:
     found = definition("vllm.platforms.interface", "Platform")
     assert found is not None
     assert isinstance(found[1], ast.ClassDef)
-    names = {node.target.id for node in found[1].body if isinstance(node, ast.AnnAssign) and hasattr(node.target, "id")}
-    assert name in names | {node.name for node in found[1].body if isinstance(node, ast.FunctionDef)}
+    names = {
+        node.target.id
+        for node in found[1].body
+        if isinstance(node, ast.AnnAssign) and hasattr(node.target, "id")
+    }
+    assert name in names | {
+        node.name for node in found[1].body if isinstance(node, ast.FunctionDef)
+    }
 
 
 def test_counterparts_are_there() -> None:

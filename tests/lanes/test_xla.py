@@ -17,14 +17,25 @@ from opgraft.plugins.selection import selected_platform
 from torch import Tensor, nn
 
 if os.environ.get("PJRT_DEVICE") != "CPU":
-    pytest.skip("runs on XLA's CPU client: set PJRT_DEVICE=CPU, as make test-xla does", allow_module_level=True)
-pytest.importorskip("torch_xla", reason="torch_xla is not installed here; make test-xla runs these tests")
+    pytest.skip(
+        "runs on XLA's CPU client: set PJRT_DEVICE=CPU, as make test-xla does",
+        allow_module_level=True,
+    )
+pytest.importorskip(
+    "torch_xla", reason="torch_xla is not installed here; make test-xla runs these tests"
+)
 
 WIDTH, HEADS, HEAD_SIZE = 24, 4, 6
-TOLERANCES = {torch.float32: (1e-5, 1.3e-6), torch.bfloat16: (2e-2, 1.6e-2), torch.float16: (2e-3, 2e-3)}  # atol, rtol
+TOLERANCES = {
+    torch.float32: (1e-5, 1.3e-6),
+    torch.bfloat16: (2e-2, 1.6e-2),
+    torch.float16: (2e-3, 2e-3),
+}  # atol, rtol
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 
-OPS: dict[str, tuple[Callable[[], nn.Module], list[tuple[int, ...]]]] = {  # how to make it, shapes of its arguments
+OPS: dict[
+    str, tuple[Callable[[], nn.Module], list[tuple[int, ...]]]
+] = {  # how to make it, shapes of its arguments
     "RMSNorm": (lambda: ops.RMSNorm(WIDTH), [(5, WIDTH)]),
     "RMSNorm with residual": (lambda: ops.RMSNorm(WIDTH), [(5, WIDTH), (5, WIDTH)]),
     "GemmaRMSNorm": (lambda: ops.GemmaRMSNorm(WIDTH), [(5, WIDTH)]),
@@ -37,9 +48,15 @@ OPS: dict[str, tuple[Callable[[], nn.Module], list[tuple[int, ...]]]] = {  # how
     "QuickGELU": (ops.QuickGELU, [(5, WIDTH)]),
     "SiluAndMul": (ops.SiluAndMul, [(5, 2 * WIDTH)]),
     "GeluAndMul": (ops.GeluAndMul, [(5, 2 * WIDTH)]),
-    "ApplyRotaryEmb": (ops.ApplyRotaryEmb, [(5, HEADS, HEAD_SIZE), (5, HEAD_SIZE // 2), (5, HEAD_SIZE // 2)]),
+    "ApplyRotaryEmb": (
+        ops.ApplyRotaryEmb,
+        [(5, HEADS, HEAD_SIZE), (5, HEAD_SIZE // 2), (5, HEAD_SIZE // 2)],
+    ),
     "ScaledDotProductAttention": (ops.ScaledDotProductAttention, [(2, HEADS, 5, HEAD_SIZE)] * 3),
-    "MMEncoderAttention": (lambda: ops.MMEncoderAttention(HEADS, HEAD_SIZE), [(2, 5, HEADS * HEAD_SIZE)] * 3),
+    "MMEncoderAttention": (
+        lambda: ops.MMEncoderAttention(HEADS, HEAD_SIZE),
+        [(2, 5, HEADS * HEAD_SIZE)] * 3,
+    ),
 }
 
 
@@ -56,10 +73,16 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def outputs(result: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
-    return [result] if isinstance(result, Tensor) else [tensor for tensor in result if tensor is not None]
+    return (
+        [result]
+        if isinstance(result, Tensor)
+        else [tensor for tensor in result if tensor is not None]
+    )
 
 
-def assert_agrees(result: Tensor | tuple[Tensor, ...], exact: Tensor | tuple[Tensor, ...], dtype: torch.dtype) -> None:
+def assert_agrees(
+    result: Tensor | tuple[Tensor, ...], exact: Tensor | tuple[Tensor, ...], dtype: torch.dtype
+) -> None:
     """Compare what XLA computed in ``dtype`` with a result in float64."""
     atol, rtol = TOLERANCES[dtype]
     for ours, reference in zip(outputs(result), outputs(exact), strict=True):
@@ -84,7 +107,11 @@ class Block(nn.Module):
 def test_the_platform_is_selected_by_its_setting() -> None:
     """OPGRAFT_PLATFORM=tpu selects the platform on torch_xla, whose device, memory and generators then work."""
     platform = current_platform()
-    assert (platform.name, platform.device_type, platform.compile_backend) == ("tpu", "xla", "openxla")
+    assert (platform.name, platform.device_type, platform.compile_backend) == (
+        "tpu",
+        "xla",
+        "openxla",
+    )
     assert "PJRT_DEVICE=CPU" in selected_platform().decision.reason
     assert platform.device_count() == 1
     assert torch.float32 in platform.capability().dtypes
@@ -124,7 +151,10 @@ def test_ops_on_the_device_agree_with_float64(kind: str, dtype: torch.dtype) -> 
 def test_rotary_embedding_on_the_device(dtype: torch.dtype) -> None:
     """The table moves to the device with the op, and is looked up there."""
     op = ops.RotaryEmbedding(HEAD_SIZE, HEAD_SIZE, 32, 10000.0, True, dtype)
-    positions, query, key = torch.tensor([3, 0, 31]), *(draw(3, n * HEAD_SIZE, dtype=dtype) for n in (HEADS, 2))
+    positions, query, key = (
+        torch.tensor([3, 0, 31]),
+        *(draw(3, n * HEAD_SIZE, dtype=dtype) for n in (HEADS, 2)),
+    )
     exact = op.double()(positions, query.double(), key.double())
     op.to(device="xla", dtype=dtype)
     assert_agrees(op(*(x.to("xla") for x in (positions, query, key))), exact, dtype)
@@ -151,7 +181,9 @@ def test_a_compiled_model_agrees_with_float64() -> None:
     """A model of ops compiles without a graph break for the backend that the platform names."""
     model = Block(WIDTH).double()
     exact = model(draw(5, WIDTH).double()).detach()
-    compiled = torch.compile(model.float().to("xla"), backend=current_platform().compile_backend, fullgraph=True)
+    compiled = torch.compile(
+        model.float().to("xla"), backend=current_platform().compile_backend, fullgraph=True
+    )
     with torch.no_grad():
         assert_agrees(compiled(draw(5, WIDTH).to("xla")), exact, torch.float32)
 
@@ -162,15 +194,21 @@ BUCKETS = {"decode": bucketing.decode_buckets(256), "prefill": bucketing.prefill
 @pytest.mark.parametrize("buckets", BUCKETS.values(), ids=BUCKETS)
 def test_batches_of_all_sizes_compile_once_per_bucket(buckets: bucketing.Buckets) -> None:
     """Batches from 1 to 256, padded to buckets, cost XLA one compilation per bucket, and each row stays right."""
-    width = WIDTH + len(buckets.sizes)  # XLA remembers programs: what another test compiled would not count
+    width = WIDTH + len(
+        buckets.sizes
+    )  # XLA remembers programs: what another test compiled would not count
     rows = draw(256, width)
     model = Block(width).double()
     exact = model(rows.double()).detach()
-    compiled = torch.compile(model.float().to("xla"), backend="openxla", fullgraph=True, dynamic=False)
+    compiled = torch.compile(
+        model.float().to("xla"), backend="openxla", fullgraph=True, dynamic=False
+    )
     compilations = current_platform().compilations
 
     def run(size: int) -> Tensor:
-        padded = buckets.pad(rows[:size])  # on the host: on the device each padding would be a program of its own
+        padded = buckets.pad(
+            rows[:size]
+        )  # on the host: on the device each padding would be a program of its own
         return compiled(padded.to("xla")).cpu()[:size]
 
     before = compilations()
@@ -201,7 +239,12 @@ ATTENTION = {  # query, key, value, arguments
     "causal": ((2, 2, 200, 16), (2, 2, 200, 16), (2, 2, 200, 16), {"is_causal": True}),
     "causal, more keys": ((1, 2, 130, 8), (1, 2, 400, 8), (1, 2, 400, 8), {"is_causal": True}),
     "causal, more queries": ((1, 2, 400, 8), (1, 2, 130, 8), (1, 2, 130, 8), {"is_causal": True}),
-    "grouped heads": ((2, 6, 9, 8), (2, 2, 9, 8), (2, 2, 9, 8), {"enable_gqa": True, "is_causal": True}),
+    "grouped heads": (
+        (2, 6, 9, 8),
+        (2, 2, 9, 8),
+        (2, 2, 9, 8),
+        {"enable_gqa": True, "is_causal": True},
+    ),
     "other value size, scale": ((2, 2, 9, 8), (2, 2, 7, 8), (2, 2, 7, 5), {"scale": 0.7}),
 }
 
@@ -214,7 +257,9 @@ def pallas(plugin: Callable[[str], None]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", ATTENTION)
-def test_attention_in_pallas_agrees_with_float64(pallas: None, case: str, dtype: torch.dtype) -> None:
+def test_attention_in_pallas_agrees_with_float64(
+    pallas: None, case: str, dtype: torch.dtype
+) -> None:
     """The plugin's kernel takes the place of the op, and its interpreted form agrees with float64."""
     op = ops.ScaledDotProductAttention()
     assert op.decision.chosen == "PallasAttention.forward_tpu"
@@ -257,7 +302,10 @@ def test_the_kernel_lowers_for_a_tpu(pallas: None, is_causal: bool) -> None:
     from jax import export
     from opgraft_pallas import kernel
 
-    shapes = [jax.ShapeDtypeStruct((heads, tokens, 64), "bfloat16") for heads, tokens in ((6, 200), (2, 300), (2, 300))]
+    shapes = [
+        jax.ShapeDtypeStruct((heads, tokens, 64), "bfloat16")
+        for heads, tokens in ((6, 200), (2, 300), (2, 300))
+    ]
     function = jax.jit(kernel.attention(0.125, is_causal, False))
     assert "tpu_custom_call" in export.export(function, platforms=["tpu"])(*shapes).mlir_module()
 
@@ -289,12 +337,19 @@ def test_compiled_by_openxla() -> None:
     expected = {size: model(draw(size, WIDTH)) for size in (4, 1, 2, 9)}
     on_device = copy.deepcopy(model).to("xla")
     compiled = opgraft.compile(on_device, args=(draw(4, WIDTH).to("xla"),))
-    assert (compiled.decision.chosen, compiled.decision.parts[0].chosen) == ("openxla", "torch.export")
+    assert (compiled.decision.chosen, compiled.decision.parts[0].chosen) == (
+        "openxla",
+        "torch.export",
+    )
     for size, reference in expected.items():
         assert_agrees(compiled(draw(size, WIDTH).to("xla")), reference.double(), torch.float32)
     for name in ("openxla", "eager"):
-        stock = opgraft.CompilationConfig(mode=opgraft.CompilationMode.STOCK_TORCH_COMPILE, backend=name)
+        stock = opgraft.CompilationConfig(
+            mode=opgraft.CompilationMode.STOCK_TORCH_COMPILE, backend=name
+        )
         by_torch = opgraft.compile(on_device, stock, args=(draw(4, WIDTH).to("xla"),))
         for size, reference in expected.items():
             with torch.no_grad():
-                assert_agrees(by_torch(draw(size, WIDTH).to("xla")), reference.double(), torch.float32)
+                assert_agrees(
+                    by_torch(draw(size, WIDTH).to("xla")), reference.double(), torch.float32
+                )

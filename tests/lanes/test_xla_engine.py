@@ -21,8 +21,13 @@ from opgraft.ops.attention.padded import PaddedAttention
 from random_decoders import written
 
 if os.environ.get("PJRT_DEVICE") != "CPU":
-    pytest.skip("runs on XLA's CPU client: set PJRT_DEVICE=CPU, as make test-xla does", allow_module_level=True)
-pytest.importorskip("torch_xla", reason="torch_xla is not installed here; make test-xla runs these tests")
+    pytest.skip(
+        "runs on XLA's CPU client: set PJRT_DEVICE=CPU, as make test-xla does",
+        allow_module_level=True,
+    )
+pytest.importorskip(
+    "torch_xla", reason="torch_xla is not installed here; make test-xla runs these tests"
+)
 
 SMOLLM2 = {
     "vocab_size": 49152,
@@ -53,13 +58,22 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("xla") / "tiny"
-    written("Llama", folder, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, hidden_size=64)
+    written(
+        "Llama",
+        folder,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        hidden_size=64,
+    )
     return folder
 
 
 def started(folder: Path, max_model_len: int, devices: int = 1) -> EngineCore:
     """An engine with the settings of its platform; each length makes programs that XLA has not compiled before."""
-    given = settings(folder, max_model_len=max_model_len, **{**LIMITS, "max_num_seqs": 12 if devices == 1 else 8})
+    given = settings(
+        folder, max_model_len=max_model_len, **{**LIMITS, "max_num_seqs": 12 if devices == 1 else 8}
+    )
     strict = {"compilation_config": {"fail_on_recompile": True}}
     with set_config(replaced(given, parallel={"devices_per_rank": devices}, **strict)):
         return EngineCore()
@@ -68,9 +82,16 @@ def started(folder: Path, max_model_len: int, devices: int = 1) -> EngineCore:
 def requests() -> list[Request]:
     """Prompts in chunks, decodes, siblings, and requests that are sampled on the host."""
     greedy = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
-    made = [Request(f"r{i}", prompt, SamplingParams(**greedy)) for i, prompt in enumerate(prompts(19, 3, 1, 8, 30))]
-    drawn = SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=5, ignore_eos=True, logprobs=2)
-    siblings = Request("n", prompts(6)[0], SamplingParams(n=2, seed=3, max_tokens=4, ignore_eos=True)).split()
+    made = [
+        Request(f"r{i}", prompt, SamplingParams(**greedy))
+        for i, prompt in enumerate(prompts(19, 3, 1, 8, 30))
+    ]
+    drawn = SamplingParams(
+        temperature=0.8, top_p=0.9, seed=5, max_tokens=5, ignore_eos=True, logprobs=2
+    )
+    siblings = Request(
+        "n", prompts(6)[0], SamplingParams(n=2, seed=3, max_tokens=4, ignore_eos=True)
+    ).split()
     return [*made, Request("drawn", prompts(12)[0], drawn), *siblings]
 
 
@@ -80,7 +101,9 @@ def tokens(core: EngineCore) -> dict[str, list[int]]:
     return {each.request_id: each.output for each in asked}
 
 
-def on_the_cpu(folder: Path, max_model_len: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+def on_the_cpu(
+    folder: Path, max_model_len: int, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, list[int]]:
     """The tokens of the engine on the CPU's own platform."""
     monkeypatch.setenv("OPGRAFT_PLATFORM", "cpu")
     opgraft.reset()
@@ -94,10 +117,15 @@ def places(core: EngineCore) -> list[int]:
     """Where the caches lie in memory."""
     import torch_xla
 
-    return [torch_xla._XLAC._unsafe_buffer_pointer(cache) for cache in core.executor.worker.runner.tensors]
+    return [
+        torch_xla._XLAC._unsafe_buffer_pointer(cache)
+        for cache in core.executor.worker.runner.tensors
+    ]
 
 
-def test_the_whole_engine_on_the_shape_of_smollm2(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_engine_on_the_shape_of_smollm2(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The tokens are those of the CPU; XLA compiles a program for each shape and one that copies blocks, ahead; the
     cache stays where it is, however many steps write to it."""
     expected = on_the_cpu(smollm2, 56, monkeypatch)
@@ -132,7 +160,9 @@ def pallas(plugin: Callable[[str], None]) -> None:
     plugin("opgraft-pallas")
 
 
-def test_the_engine_attends_in_pallas(pallas: None, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_attends_in_pallas(
+    pallas: None, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the plugin the kernel is part of each program, and the tokens are the same."""
     expected = on_the_cpu(tiny, 52, monkeypatch)
     core = started(tiny, 52)
@@ -151,7 +181,9 @@ PAGES = {  # sequences, rows, heads, key heads, blocks of a sequence, window, ca
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", PAGES)
-def test_the_kernel_over_pages_agrees_with_its_native_form(pallas: None, case: str, dtype: torch.dtype) -> None:
+def test_the_kernel_over_pages_agrees_with_its_native_form(
+    pallas: None, case: str, dtype: torch.dtype
+) -> None:
     """Interpreted, it gives what the definition gives in float64; what no token sees may be NaN."""
     from opgraft_pallas.op import paged_attention
 
@@ -164,11 +196,16 @@ def test_the_kernel_over_pages_agrees_with_its_native_form(pallas: None, case: s
     first = lens - rows
     lens -= rows // 3  # the last rows are padding
     for row in range(sequences):
-        unseen = table[row].repeat_interleave(8)[lens[row] :], torch.arange(width * 8)[lens[row] :] % 8
+        unseen = (
+            table[row].repeat_interleave(8)[lens[row] :],
+            torch.arange(width * 8)[lens[row] :] % 8,
+        )
         cache[unseen[0].long(), :, :, unseen[1]] = float("nan")
     layer = PaddedAttention(heads, 16, 0.3, kv_heads, window, cap)
     exact = layer.attend_rows(query.double(), cache.double(), table, first, lens)
-    found = paged_attention(*(x.to("xla") for x in (query, cache, table, first, lens)), 0.3, window, cap).cpu()
+    found = paged_attention(
+        *(x.to("xla") for x in (query, cache, table, first, lens)), 0.3, window, cap
+    ).cpu()
     real = first[:, None] + torch.arange(rows) < lens[:, None]
     atol, rtol = (1e-5, 1.3e-6) if dtype == torch.float32 else (2e-2, 1.6e-2)
     torch.testing.assert_close(found[real].double(), exact[real], atol=atol, rtol=rtol)
@@ -182,8 +219,16 @@ def test_the_kernel_over_pages_lowers_for_a_tpu(pallas: None, rows: int) -> None
     from opgraft_pallas.paged import Settings, paged_attention
 
     sequences = 8 if rows == 1 else 1
-    shapes = [(sequences, rows, 9, 64), (50, 2, 3, 32, 64), (sequences, 16), (sequences,), (sequences,)]
-    given = [jax.ShapeDtypeStruct(shape, "bfloat16" if len(shape) > 3 else "int32") for shape in shapes]
+    shapes = [
+        (sequences, rows, 9, 64),
+        (50, 2, 3, 32, 64),
+        (sequences, 16),
+        (sequences,),
+        (sequences,),
+    ]
+    given = [
+        jax.ShapeDtypeStruct(shape, "bfloat16" if len(shape) > 3 else "int32") for shape in shapes
+    ]
     function = jax.jit(paged_attention(Settings(0.125), False))
     assert "tpu_custom_call" in export.export(function, platforms=["tpu"])(*given).mlir_module()
 
@@ -209,7 +254,9 @@ def test_four_chips_as_one_process(tiny: Path, monkeypatch: pytest.MonkeyPatch) 
     path = os.pathsep.join((str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")))
     environ = {**os.environ, "CPU_NUM_DEVICES": "4", "PYTHONPATH": path}
     command = [sys.executable, "-c", SPREAD, str(tiny)]
-    result = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=600)
+    result = subprocess.run(
+        command, env=environ, capture_output=True, text=True, check=False, timeout=600
+    )
     assert result.returncode == 0, result.stderr[-4000:]
     found, specs, cache, devices = json.loads(result.stdout.splitlines()[-1])
     assert found == expected

@@ -10,17 +10,23 @@ from pathlib import Path
 import pytest
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-INSTALLED = sorted((CACHE / "opgraft/envs").glob("vllm-wheel-*/lib/python3*/site-packages/vllm/__init__.py"))
+INSTALLED = sorted(
+    (CACHE / "opgraft/envs").glob("vllm-wheel-*/lib/python3*/site-packages/vllm/__init__.py")
+)
 SITE = INSTALLED[-1].parents[1] if INSTALLED else Path()
 
-needs_vllm = pytest.mark.skipif(not INSTALLED, reason="no vLLM is installed here; make test-vllm-bridge installs one")
+needs_vllm = pytest.mark.skipif(
+    not INSTALLED, reason="no vLLM is installed here; make test-vllm-bridge installs one"
+)
 
 
 @functools.cache
 def statements(module: str) -> tuple[dict[str, ast.stmt], list[ast.ImportFrom]]:
     """What a module defines, by name, and what it imports."""
     path = SITE / module.replace(".", "/")
-    file = next((each for each in (path / "__init__.py", path.with_suffix(".py")) if each.is_file()), None)
+    file = next(
+        (each for each in (path / "__init__.py", path.with_suffix(".py")) if each.is_file()), None
+    )
     defined: dict[str, ast.stmt] = {}
     imports: list[ast.ImportFrom] = []
     waiting = list(ast.parse(file.read_text(encoding="utf-8")).body) if file else []
@@ -47,7 +53,9 @@ def definition(module: str, name: str) -> tuple[str, ast.stmt] | None:
     for node in imports:
         for alias in node.names:
             if name in (alias.asname, alias.name) or alias.name == "*":
-                found = definition(imported_from(module, node), name if alias.name == "*" else alias.name)
+                found = definition(
+                    imported_from(module, node), name if alias.name == "*" else alias.name
+                )
                 if found:
                     return found
     return None
@@ -67,7 +75,11 @@ def constructor(module: str, cls: ast.ClassDef) -> ast.FunctionDef | None:
             return node
     for base in cls.bases:
         found = definition(module, base.id) if isinstance(base, ast.Name) else None
-        if found and isinstance(found[1], ast.ClassDef) and (init := constructor(found[0], found[1])):
+        if (
+            found
+            and isinstance(found[1], ast.ClassDef)
+            and (init := constructor(found[0], found[1]))
+        ):
             return init
     return None
 
@@ -78,4 +90,8 @@ def parameters(module: str, node: ast.stmt) -> list[str]:
     if not isinstance(function, ast.FunctionDef):
         return []
     arguments = function.args
-    return [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs) if each.arg != "self"]
+    return [
+        each.arg
+        for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+        if each.arg != "self"
+    ]

@@ -34,7 +34,9 @@ HEADS = [(1, 1, 5), (3, 3, 7), (6, 2, 5), (5, 1, 16)]
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64
+    ).to(dtype)
 
 
 def layer_of(heads: tuple[int, int, int], sinks: bool = False, **settings: Any) -> Attention:
@@ -42,18 +44,24 @@ def layer_of(heads: tuple[int, int, int], sinks: bool = False, **settings: Any) 
     return Attention(heads[0], heads[2], 0.4, heads[1], sinks=given, prefix="attn", **settings)
 
 
-def arguments(heads: tuple[int, int, int], tokens: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def arguments(
+    heads: tuple[int, int, int], tokens: int, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
     return [
         drawn(tokens, count, heads[2], seed=seed, dtype=dtype)
         for seed, count in enumerate((heads[0], heads[1], heads[1]))
     ]
 
 
-def batch_of(lengths: Sequence[int], before: Sequence[int], rows: Sequence[int], cache: Tensor) -> AttentionBatch:
+def batch_of(
+    lengths: Sequence[int], before: Sequence[int], rows: Sequence[int], cache: Tensor
+) -> AttentionBatch:
     """Sequences of a block each, which is a row of the cache of the layer ``attn``."""
     so_far = [old + new for old, new in zip(before, lengths, strict=True)]
     table = torch.tensor(rows, dtype=torch.int32).view(-1, 1)
-    return AttentionBatch.of_sequences(lengths, so_far, table, {"attn": cache}, block_size=cache.shape[3])
+    return AttentionBatch.of_sequences(
+        lengths, so_far, table, {"attn": cache}, block_size=cache.shape[3]
+    )
 
 
 def reference(layer: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -82,7 +90,9 @@ def test_one_sequence(settings: str, heads: tuple[int, int, int], tokens: int) -
     """Without a batch all tokens are one sequence, whatever its length, heads and settings."""
     layer = layer_of(heads, **SETTINGS[settings])
     given = arguments(heads, tokens)
-    torch.testing.assert_close(layer(*given).double(), reference(layer, *given), **TOLERANCES[torch.float32])
+    torch.testing.assert_close(
+        layer(*given).double(), reference(layer, *given), **TOLERANCES[torch.float32]
+    )
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -101,9 +111,13 @@ def test_dtypes(settings: str, dtype: torch.dtype) -> None:
 def test_scores_are_summed_in_float32() -> None:
     """Half types do not overflow or round where a cap or sinks have the layer compute step by step."""
     layer = layer_of((2, 1, 16), logits_soft_cap=2.0)
-    query, key, value = (x * scale for x, scale in zip(arguments((2, 1, 16), 9), (200.0, 200.0, 1.0), strict=True))
+    query, key, value = (
+        x * scale for x, scale in zip(arguments((2, 1, 16), 9), (200.0, 200.0, 1.0), strict=True)
+    )
     given = [x.half() for x in (query, key, value)]
-    torch.testing.assert_close(layer(*given).double(), reference(layer, *given), **TOLERANCES[torch.float16])
+    torch.testing.assert_close(
+        layer(*given).double(), reference(layer, *given), **TOLERANCES[torch.float16]
+    )
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -124,11 +138,15 @@ def test_views(settings: str) -> None:
         before = [x.clone() for x in view]
         found = layer(*view)
         assert found.shape == view[0].shape, name
-        torch.testing.assert_close(found.reshape(expected.shape), expected, **TOLERANCES[torch.float32])
+        torch.testing.assert_close(
+            found.reshape(expected.shape), expected, **TOLERANCES[torch.float32]
+        )
         assert all(torch.equal(x, old) for x, old in zip(view, before, strict=True)), name
     same = given[1][:1].expand(tokens, -1, -1)
     torch.testing.assert_close(
-        layer(given[0], same, same).double(), reference(layer, given[0], same, same), **TOLERANCES[torch.float32]
+        layer(given[0], same, same).double(),
+        reference(layer, given[0], same, same),
+        **TOLERANCES[torch.float32],
     )
 
 
@@ -144,7 +162,9 @@ def test_nothing_to_do(settings: str) -> None:
             assert layer(*arguments(heads, 0)).shape == (0, 6, 5)
     given = arguments(heads, 3)
     with attending(batch_of((0, 3, 0), (4, 0, 0), (0, 1, 2), cache)):
-        torch.testing.assert_close(layer(*given).double(), reference(layer, *given), **TOLERANCES[torch.float32])
+        torch.testing.assert_close(
+            layer(*given).double(), reference(layer, *given), **TOLERANCES[torch.float32]
+        )
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -155,16 +175,25 @@ def test_chunks(settings: str, heads: tuple[int, int, int], dtype: torch.dtype) 
     layer = layer_of(heads, **SETTINGS[settings])
     cache = torch.full(layer.kv_cache_shape(4, 14), torch.nan, dtype=dtype)
     texts = {3: arguments(heads, 13, dtype), 0: [x.flip(0) for x in arguments(heads, 11, dtype)]}
-    done, found = dict.fromkeys(texts, 0), {row: [drawn(0, heads[0], heads[2], dtype=dtype)] for row in texts}
+    done, found = (
+        dict.fromkeys(texts, 0),
+        {row: [drawn(0, heads[0], heads[2], dtype=dtype)] for row in texts},
+    )
     for chunks in ({3: 6, 0: 1}, {0: 4, 3: 1}, {3: 0, 0: 5}, {0: 1, 3: 5}, {3: 1}):
-        parts = [[x[done[row] : done[row] + size] for x in texts[row]] for row, size in chunks.items()]
-        with attending(batch_of(list(chunks.values()), [done[row] for row in chunks], list(chunks), cache)):
+        parts = [
+            [x[done[row] : done[row] + size] for x in texts[row]] for row, size in chunks.items()
+        ]
+        with attending(
+            batch_of(list(chunks.values()), [done[row] for row in chunks], list(chunks), cache)
+        ):
             out = layer(*(torch.cat(x) for x in zip(*parts, strict=True)))
         for (row, size), part in zip(chunks.items(), out.split(list(chunks.values())), strict=True):
             found[row].append(part)
             done[row] += size
     for row, text in texts.items():
-        torch.testing.assert_close(torch.cat(found[row]).double(), reference(layer, *text), **TOLERANCES[dtype])
+        torch.testing.assert_close(
+            torch.cat(found[row]).double(), reference(layer, *text), **TOLERANCES[dtype]
+        )
         assert torch.equal(cache[row, 0, :, : done[row]], text[1].transpose(0, 1))
         assert torch.equal(cache[row, 1, :, : done[row]], text[2].transpose(0, 1))
         assert cache[row, :, :, done[row] :].isnan().all()
@@ -181,7 +210,9 @@ def test_keys_behind_the_window_are_not_read() -> None:
     cache[:, :, :, :4] = torch.nan
     with attending(batch_of([2], [6], [0], cache)):
         found = layer(*(x[6:] for x in given))
-    torch.testing.assert_close(found.double(), reference(layer, *given)[6:], **TOLERANCES[torch.float32])
+    torch.testing.assert_close(
+        found.double(), reference(layer, *given)[6:], **TOLERANCES[torch.float32]
+    )
 
 
 def test_the_batch_holds_within_its_block() -> None:
@@ -222,7 +253,10 @@ def test_shape_of_a_cache() -> None:
 def test_layers_by_prefix() -> None:
     """Each layer of a model is listed once; two under one prefix, which would share a cache, are refused."""
     first, second = layer_of((2, 1, 4)), Attention(2, 4, 0.5, prefix="other")
-    assert attention_layers(nn.ModuleList([first, second, first])) == {"attn": first, "other": second}
+    assert attention_layers(nn.ModuleList([first, second, first])) == {
+        "attn": first,
+        "other": second,
+    }
     for clash in (copy.deepcopy(first), layer_of((2, 2, 4))):
         with pytest.raises(LayerError, match="'1' has the prefix 'attn', as another"):
             attention_layers(nn.ModuleList([first, clash]))
@@ -261,14 +295,26 @@ def test_settings_that_no_layer_can_have(settings: dict[str, Any], message: str)
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({0: torch.zeros(())}, r"query has shape \(\), expected \[tokens, 4 · 3\] or \[tokens, 4, 3\]"),
+        (
+            {0: torch.zeros(())},
+            r"query has shape \(\), expected \[tokens, 4 · 3\] or \[tokens, 4, 3\]",
+        ),
         ({0: torch.zeros(5, 13)}, r"query has shape \(5, 13\), expected \[5, 4 · 3\]"),
-        ({1: torch.zeros(4, 2, 3)}, r"key has shape \(4, 2, 3\), expected \[5, 2 · 3\] or \[5, 2, 3\]"),
+        (
+            {1: torch.zeros(4, 2, 3)},
+            r"key has shape \(4, 2, 3\), expected \[5, 2 · 3\] or \[5, 2, 3\]",
+        ),
         ({1: torch.zeros(5, 4, 3)}, r"key has shape \(5, 4, 3\)"),
         ({2: torch.zeros(1, 5, 2, 3)}, r"value has shape \(1, 5, 2, 3\)"),
-        ({2: torch.zeros(5, 2, 3).half()}, "value is torch.float16, expected torch.float32 as query"),
+        (
+            {2: torch.zeros(5, 2, 3).half()},
+            "value is torch.float16, expected torch.float32 as query",
+        ),
         ({1: torch.zeros(5, 2, 3, device="meta")}, "key is on meta, expected cpu as query"),
-        (dict(enumerate(torch.zeros(5, n, 3, dtype=torch.long) for n in (4, 2, 2))), "query is torch.int64, expected"),
+        (
+            dict(enumerate(torch.zeros(5, n, 3, dtype=torch.long) for n in (4, 2, 2))),
+            "query is torch.int64, expected",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit(settings: str, changed: dict[int, Tensor], message: str) -> None:
@@ -302,7 +348,9 @@ def test_batches_that_cannot_be(values: tuple[Any, ...], message: str) -> None:
 def test_tensors_of_a_batch() -> None:
     """Bounds are one more than lengths, and a tensor is no mapping of pages."""
     two = torch.tensor([0, 1], dtype=torch.int32)
-    with pytest.raises(LayerError, match=r"query_start_loc of shape \(2,\) and seq_lens of shape \(2,\)"):
+    with pytest.raises(
+        LayerError, match=r"query_start_loc of shape \(2,\) and seq_lens of shape \(2,\)"
+    ):
         AttentionBatch(two, two, 1, 1, {}, 16)
     with pytest.raises(LayerError, match=r"pages of a batch is tensor.*expected a mapping"):
         AttentionBatch(two, two[1:], 1, 1, torch.zeros(2), 16)  # type: ignore[arg-type]
@@ -321,7 +369,9 @@ def test_tensors_of_a_batch() -> None:
 def test_caches_that_do_not_fit(count: int, cache: tuple[int, ...], message: str) -> None:
     """The message names the layer; the cache is not written to."""
     layer, held = layer_of((4, 2, 4)), torch.zeros(cache)
-    batch = AttentionBatch.of_sequences([count], None, torch.zeros(1, 1), {"attn": held}, block_size=8)
+    batch = AttentionBatch.of_sequences(
+        [count], None, torch.zeros(1, 1), {"attn": held}, block_size=8
+    )
     with attending(batch), pytest.raises(LayerError, match=f"'attn': .*{message}"):
         layer(*arguments((4, 2, 4), 3))
     assert not held.any()
@@ -331,10 +381,22 @@ def test_caches_of_another_kind() -> None:
     """A cache that is missing, or has another dtype or device, is told as that."""
     layer, given = layer_of((4, 2, 4)), arguments((4, 2, 4), 3)
     shape, table = layer.kv_cache_shape(1, 4), torch.zeros(1, 1)
-    other = AttentionBatch.of_sequences([3], None, table, {"other": torch.zeros(shape)}, block_size=4)
-    with attending(other), pytest.raises(LayerError, match="'attn': the batch has no pages for the layer, but for 'ot"):
+    other = AttentionBatch.of_sequences(
+        [3], None, table, {"other": torch.zeros(shape)}, block_size=4
+    )
+    with (
+        attending(other),
+        pytest.raises(
+            LayerError, match="'attn': the batch has no pages for the layer, but for 'ot"
+        ),
+    ):
         layer(*given)
-    for kind, message in (({"dtype": torch.half}, "torch.float16, expected torch.float32"), ({"device": "meta"}, "on")):
-        batch = AttentionBatch.of_sequences([3], None, table, {"attn": torch.zeros(shape, **kind)}, block_size=4)
+    for kind, message in (
+        ({"dtype": torch.half}, "torch.float16, expected torch.float32"),
+        ({"device": "meta"}, "on"),
+    ):
+        batch = AttentionBatch.of_sequences(
+            [3], None, table, {"attn": torch.zeros(shape, **kind)}, block_size=4
+        )
         with attending(batch), pytest.raises(ValueError, match=f"cache is {message}.* as key"):
             layer(*given)

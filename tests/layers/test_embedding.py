@@ -66,7 +66,12 @@ def with_added() -> Any:
     rows = ADDED[shard.added_vocab_start_index - 1010 : shard.added_vocab_end_index - 1010]
     start = shard.num_org_elements_padded
     layer.weight.data[start : start + len(rows)] = rows
-    attributes = (layer.num_embeddings_padded, layer.num_embeddings_per_partition, start, layer.num_added_embeddings)
+    attributes = (
+        layer.num_embeddings_padded,
+        layer.num_embeddings_per_partition,
+        start,
+        layer.num_added_embeddings,
+    )
     head = ops.ParallelLMHead(1026, 8, org_num_embeddings=1010)
     head.tie_weights(layer)
     hidden = torch.cat((TABLE, ADDED))[:5]
@@ -107,7 +112,9 @@ def test_tying_to_another_embedding() -> None:
     """An embedding with other ids or vectors has no weight that fits, even where padding makes the rows as many."""
     head = ops.ParallelLMHead(10, 8, prefix="lm_head")
     for other in (ops.VocabParallelEmbedding(12, 8), ops.VocabParallelEmbedding(10, 4)):
-        with pytest.raises(LayerError, match="'lm_head' cannot share the weight of VocabParallelEmbedding"):
+        with pytest.raises(
+            LayerError, match="'lm_head' cannot share the weight of VocabParallelEmbedding"
+        ):
             head.tie_weights(other)
     assert head.tie_weights(ops.VocabParallelEmbedding(10, 8)) is head
 
@@ -115,7 +122,9 @@ def test_tying_to_another_embedding() -> None:
 def test_logits_of_more_ids_than_there_are() -> None:
     """Padding is no id."""
     head = ops.ParallelLMHead(10, 8, prefix="lm_head")
-    with pytest.raises(LayerError, match=r"logits of 20 ids are wanted, and ParallelLMHead 'lm_head' has 10"):
+    with pytest.raises(
+        LayerError, match=r"logits of 20 ids are wanted, and ParallelLMHead 'lm_head' has 10"
+    ):
         ops.LogitsProcessor(20)(head, TABLE[:5])
 
 
@@ -148,7 +157,9 @@ def logits(bias: bool, cap: float | None, scale: float) -> Any:
     return plain, processor(head, HIDDEN)
 
 
-@pytest.mark.parametrize(("bias", "cap", "scale"), [(False, None, 1.0), (True, None, 0.5), (True, 3.0, 2.0)])
+@pytest.mark.parametrize(
+    ("bias", "cap", "scale"), [(False, None, 1.0), (True, None, 0.5), (True, 3.0, 2.0)]
+)
 def test_logits(two: Ranks, bias: bool, cap: float | None, scale: float) -> None:
     """Gathered without padding; capped, then scaled, then given to further functions."""
     expected = F.linear(HIDDEN, TABLE, BIAS if bias else None)
@@ -162,7 +173,9 @@ def test_logits_as_input() -> None:
     """Logits that are given are capped and scaled only."""
     head = ops.ParallelLMHead(1010, 8)
     given = torch.randn(2, 1010)
-    assert torch.equal(ops.LogitsProcessor(1010, scale=2.0, logits_as_input=True)(head, given), given * 2)
+    assert torch.equal(
+        ops.LogitsProcessor(1010, scale=2.0, logits_as_input=True)(head, given), given * 2
+    )
 
 
 def test_an_output_layer_is_not_called() -> None:
@@ -211,7 +224,10 @@ class LinearOnly(QuantizationConfig):
 
 def test_a_weight_method_without_embedding() -> None:
     """An embedding refuses it; an output layer, which looks nothing up, takes it."""
-    with pytest.raises(QuantizationError, match=r"'embed': the weight method UnquantizedLinearMethod has no embedding"):
+    with pytest.raises(
+        QuantizationError,
+        match=r"'embed': the weight method UnquantizedLinearMethod has no embedding",
+    ):
         ops.VocabParallelEmbedding(100, 8, quant_config=LinearOnly(), prefix="embed")
     assert issubclass(QuantizationError, NotImplementedError)
     ops.VocabParallelEmbedding(100, 8, quant_config=LinearOnly(), prefix="skipped")
@@ -221,5 +237,7 @@ def test_a_weight_method_without_embedding() -> None:
 def test_a_table_of_another_size() -> None:
     """The error names the layer, the shape of the weight and what was expected."""
     layer = ops.VocabParallelEmbedding(1010, 8, prefix="embed")
-    with pytest.raises(WeightError, match=r"'embed': .* shape \(1000, 8\), expected 1010 in dimension 0"):
+    with pytest.raises(
+        WeightError, match=r"'embed': .* shape \(1000, 8\), expected 1010 in dimension 0"
+    ):
         load(layer, torch.zeros(1000, 8))

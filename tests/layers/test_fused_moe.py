@@ -45,7 +45,9 @@ def summed(weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """What chosen experts give, token by token."""
     rows = []
     for token, chosen, shares in zip(X, ids.tolist(), weights, strict=True):
-        made = [F.linear(F.silu(F.linear(token, W1[e])) * F.linear(token, W3[e]), W2[e]) for e in chosen]
+        made = [
+            F.linear(F.silu(F.linear(token, W1[e])) * F.linear(token, W3[e]), W2[e]) for e in chosen
+        ]
         rows.append(sum(share * one for share, one in zip(shares, made, strict=True)))
     return torch.stack(rows)
 
@@ -61,7 +63,9 @@ def test_weights_by_expert(names: tuple[str, ...]) -> None:
     """Each expert's matrices come by themselves, under the names of either convention."""
     made = layer()
     by_expert = zip(names, (W1, W3, W2), strict=True)
-    load_weights(made, {f"{e}.{name}.weight": w[e] for name, w in by_expert for e in range(EXPERTS)})
+    load_weights(
+        made, {f"{e}.{name}.weight": w[e] for name, w in by_expert for e in range(EXPERTS)}
+    )
     assert torch.equal(made.w13_weight, torch.cat([W1, W3], 1))
     assert torch.equal(made.w2_weight, W2)
 
@@ -71,7 +75,9 @@ def test_a_missing_expert_is_named() -> None:
     weights = {f"{e}.{n}.weight": W1[e] for n in ("w1", "w3") for e in range(EXPERTS)}
     weights |= {f"{e}.w2.weight": W2[e] for e in range(EXPERTS)}
     del weights["5.w3.weight"]
-    with pytest.raises(opgraft.errors.CheckpointError, match=r"'5\.up_proj\.weight \(a part\)' is missing"):
+    with pytest.raises(
+        opgraft.errors.CheckpointError, match=r"'5\.up_proj\.weight \(a part\)' is missing"
+    ):
         load_weights(layer(), weights)
 
 
@@ -87,7 +93,9 @@ def test_weights_in_one() -> None:
 def test_a_weight_of_another_shape() -> None:
     """The error names the layer, and both sizes."""
     made = layer()
-    with pytest.raises(WeightError, match=r"FusedMoE 'mlp.experts'.*\(8, 5, 12\), expected 12 in dimension 1 of 3"):
+    with pytest.raises(
+        WeightError, match=r"FusedMoE 'mlp.experts'.*\(8, 5, 12\), expected 12 in dimension 1 of 3"
+    ):
         made.weight_loader(made.w13_weight, torch.zeros(8, 5, 12))
     with pytest.raises(WeightError, match=r"\(5, 12\), expected 6 in dimension 0 of 2"):
         made.weight_loader(made.w13_weight, torch.zeros(5, 12), (1, "w3"))
@@ -96,7 +104,9 @@ def test_a_weight_of_another_shape() -> None:
 def test_softmax_router() -> None:
     """The best by softmax, renormalised, as in Mixtral; not renormalised, as in OLMoE."""
     shares, ids = LOGITS.softmax(-1).topk(TOPK)
-    torch.testing.assert_close(filled(layer())(X, LOGITS), summed(shares / shares.sum(-1, keepdim=True), ids))
+    torch.testing.assert_close(
+        filled(layer())(X, LOGITS), summed(shares / shares.sum(-1, keepdim=True), ids)
+    )
     torch.testing.assert_close(filled(layer(renormalize=False))(X, LOGITS), summed(shares, ids))
 
 
@@ -118,7 +128,9 @@ def test_sigmoid_router_with_bias_and_groups() -> None:
 def test_a_router_of_the_model() -> None:
     """A function takes the router's place."""
 
-    def last(hidden_states: Any, logits: Any, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def last(
+        hidden_states: Any, logits: Any, top_k: int, renormalize: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ids = torch.arange(EXPERTS - top_k, EXPERTS).expand(len(logits), -1)
         return torch.ones(ids.shape), ids
 
@@ -138,10 +150,16 @@ def test_shared_experts_and_leading_dimensions() -> None:
 
 def test_a_weight_on_the_input() -> None:
     """One expert's weight multiplies what goes in."""
-    made = filled(ops.FusedMoE(EXPERTS, 1, HIDDEN, INTERMEDIATE, apply_router_weight_on_input=True, renormalize=False))
+    made = filled(
+        ops.FusedMoE(
+            EXPERTS, 1, HIDDEN, INTERMEDIATE, apply_router_weight_on_input=True, renormalize=False
+        )
+    )
     shares, ids = LOGITS.softmax(-1).topk(1)
     gate, up = (torch.einsum("tih,th->ti", w[ids[:, 0]], X * shares) for w in (W1, W3))
-    torch.testing.assert_close(made(X, LOGITS), torch.einsum("thi,ti->th", W2[ids[:, 0]], F.silu(gate) * up))
+    torch.testing.assert_close(
+        made(X, LOGITS), torch.einsum("thi,ti->th", W2[ids[:, 0]], F.silu(gate) * up)
+    )
 
 
 def test_experts_that_the_caller_has_chosen() -> None:
@@ -178,7 +196,9 @@ def test_what_the_parts_refuse() -> None:
         with pytest.raises(ValueError, match="modular_fused_moe: topk_ids reach from"):
             made.quant_method.apply(made, X, torch.ones(7, 1), torch.full((7, 1), wrong))
     made.w13_weight = nn.Parameter(made.w13_weight.to(torch.int8), requires_grad=False)
-    with pytest.raises(ValueError, match=r"moe_experts: w13_weight is torch\.int8, expected torch\.float32 as x"):
+    with pytest.raises(
+        ValueError, match=r"moe_experts: w13_weight is torch\.int8, expected torch\.float32 as x"
+    ):
         made(X, LOGITS)
 
 
@@ -188,10 +208,14 @@ def test_what_is_elsewhere_adds_nothing(form: str) -> None:
     spec = SPECS["quantized_experts" if form == "quantized_experts" else "fused_experts"]
     given = spec.arguments(next(iter(spec.variants)), torch.float32, (6,), 16)
     given["topk_ids"][::2, 1] = given["topk_ids"][1] = -1
-    call: Any = spec.functional
+    call = spec.functional
     if form == "modular_fused_moe":
         method, arguments = spec.module(**given)
-        call = lambda **changed: ops.FusedMoEModularMethod(method)(*arguments[:2], *list(changed.values())[3:])  # noqa: E731
+        modular = ops.FusedMoEModularMethod(method)
+
+        def call(**changed: Any) -> Any:
+            return modular(*arguments[:2], *list(changed.values())[3:])
+
     expected = call(**given)
     spoilt = given["topk_weights"].masked_fill(given["topk_ids"] < 0, torch.nan)
     assert torch.equal(call(**{**given, "topk_weights": spoilt}), expected)
@@ -217,7 +241,9 @@ def test_a_token_with_nan() -> None:
     assert with_nan[2].isnan().all()
     with (
         set_config(OpgraftConfig(check_values=True)),
-        pytest.raises(ValueError, match=r"router_logits of FusedMoE 'mlp.experts' are NaN for tokens \[2\]"),
+        pytest.raises(
+            ValueError, match=r"router_logits of FusedMoE 'mlp.experts' are NaN for tokens \[2\]"
+        ),
     ):
         made(X, logits)
 
@@ -231,15 +257,24 @@ def test_a_token_with_nan() -> None:
             {"use_grouped_topk": True, "num_expert_group": 3, "topk_group": 1},
             "num_expert_group is 3 and topk_group 1, expected a divisor of 8 experts",
         ),
-        ({"top_k": 5, "use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2}, "top_k is 5, expected 1 to 4"),
+        (
+            {"top_k": 5, "use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2},
+            "top_k is 5, expected 1 to 4",
+        ),
         ({"activation": "relu"}, "activation is 'relu', expected one of silu, gelu, swigluoai"),
-        ({"apply_router_weight_on_input": True}, "apply_router_weight_on_input is set and top_k is 3, expected 1"),
+        (
+            {"apply_router_weight_on_input": True},
+            "apply_router_weight_on_input is set and top_k is 3, expected 1",
+        ),
         ({"tp_size": 2}, "tp_size is 2, and the tensor group of this process has 1: give 1"),
         (
             {"use_grouped_topk": True, "topk_group": 2},
             "use_grouped_topk is set, num_expert_group is None and topk_group 2",
         ),
-        ({"e_score_correction_bias": torch.zeros(3)}, r"e_score_correction_bias has shape \(3,\), expected \[8\]"),
+        (
+            {"e_score_correction_bias": torch.zeros(3)},
+            r"e_score_correction_bias has shape \(3,\), expected \[8\]",
+        ),
     ],
 )
 def test_settings_that_do_not_fit(settings: dict[str, Any], words: str) -> None:
@@ -254,7 +289,9 @@ def test_tokens_of_another_size() -> None:
     made = ops.FusedMoE(EXPERTS, TOPK, HIDDEN, INTERMEDIATE)
     with pytest.raises(ValueError, match="hidden_states"):
         made(drawn(7, HIDDEN + 1), LOGITS)
-    with pytest.raises(ValueError, match="fused_moe: intermediate_size is 0, expected a positive number"):
+    with pytest.raises(
+        ValueError, match="fused_moe: intermediate_size is 0, expected a positive number"
+    ):
         ops.FusedMoE(EXPERTS, TOPK, HIDDEN, 0)
     with pytest.raises(LayerError, match=r"^FusedMoE: its experts are placed"):
         made.place_experts(range(EXPERTS))
@@ -264,7 +301,10 @@ def on_rank(activation: str) -> torch.Tensor:
     """What this rank has after the reduction, with biases, of which the sum has each once."""
     made = layer(reduce_results=True, has_bias=True, activation=activation)
     assert made.w13_weight.shape[1] == 2 * INTERMEDIATE // made.tp_size
-    biases = {"gate_up_proj_bias": drawn(EXPERTS, 2 * INTERMEDIATE), "down_proj_bias": drawn(EXPERTS, HIDDEN)}
+    biases = {
+        "gate_up_proj_bias": drawn(EXPERTS, 2 * INTERMEDIATE),
+        "down_proj_bias": drawn(EXPERTS, HIDDEN),
+    }
     load_weights(made, {"gate_up_proj": torch.cat([W1, W3], 1), "down_proj": W2, **biases})
     result: torch.Tensor = made(X, LOGITS)
     return result
@@ -333,7 +373,10 @@ class VendorFinalize(MoEFinalize):
 def run_replaced() -> tuple[torch.Tensor, list[str], list[str]]:
     import vendor_experts
 
-    made, runner = filled(layer()), filled(ops.TransformersFusedMoE(EXPERTS, TOPK, HIDDEN, INTERMEDIATE))
+    made, runner = (
+        filled(layer()),
+        filled(ops.TransformersFusedMoE(EXPERTS, TOPK, HIDDEN, INTERMEDIATE)),
+    )
     result = made(X, LOGITS)
     runner(X, *reversed(made.select_experts(X, LOGITS)))
     made.quant_method = ops.FusedMoEModularMethod(made.quant_method)
@@ -351,13 +394,32 @@ def test_a_distribution_replaces_each(site: Site) -> None:
     with Ranks(1, path=[str(site.folder)], plugins="vendor_experts") as ranks:
         ((result, calls, classes),) = ranks.run(run_replaced)
     torch.testing.assert_close(result, expected)
-    assert calls == ["layer", "method", "runner", "method", "layer", "modular", "prepare", "experts", "finalize"]
+    assert calls == [
+        "layer",
+        "method",
+        "runner",
+        "method",
+        "layer",
+        "modular",
+        "prepare",
+        "experts",
+        "finalize",
+    ]
     assert classes == sorted(
-        ["VendorMoE", "VendorRunner", "VendorModular", "VendorPrepare", "VendorExperts", "VendorFinalize"]
+        [
+            "VendorMoE",
+            "VendorRunner",
+            "VendorModular",
+            "VendorPrepare",
+            "VendorExperts",
+            "VendorFinalize",
+        ]
     )
 
 
-@pytest.mark.parametrize("name", ["fused_moe", "unquantized_fused_moe", "modular_fused_moe", "transformers_fused_moe"])
+@pytest.mark.parametrize(
+    "name", ["fused_moe", "unquantized_fused_moe", "modular_fused_moe", "transformers_fused_moe"]
+)
 def test_explained(name: str, cli: Cli) -> None:
     """Each op answers to its name."""
     done = cli("ops", "explain", name)

@@ -24,8 +24,14 @@ def test_rows_are_alike(block: int | None, residual: bool) -> None:
     x, others = torch.randn(2, 6, 72), torch.randn(2, 6, 48)
     given = {"residual": others} if residual else {}
     whole = layer.quant_method.apply(layer, x, layer.bias, **given)
-    exact = x.double() @ layer.weight.double().T + layer.bias.double() + (others.double() if residual else 0)
+    exact = (
+        x.double() @ layer.weight.double().T
+        + layer.bias.double()
+        + (others.double() if residual else 0)
+    )
     torch.testing.assert_close(whole.double(), exact, atol=1e-5, rtol=1e-5)
     for rows in (0, 1, 4, 5, 6):
         part = {"residual": others[:, :rows]} if residual else {}
-        assert torch.equal(layer.quant_method.apply(layer, x[:, :rows], layer.bias, **part), whole[:, :rows])
+        assert torch.equal(
+            layer.quant_method.apply(layer, x[:, :rows], layer.bias, **part), whole[:, :rows]
+        )

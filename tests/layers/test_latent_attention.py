@@ -33,13 +33,22 @@ TOLERANCES = {
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64
+    ).to(dtype)
 
 
-def layer_of(value: int = VALUE, dtype: torch.dtype = torch.float32, quantization: str | None = None) -> MLAAttention:
+def layer_of(
+    value: int = VALUE, dtype: torch.dtype = torch.float32, quantization: str | None = None
+) -> MLAAttention:
     config = quantizations()[quantization].from_config({}) if quantization else None
     proj = ColumnParallelLinear(
-        RANK, HEADS * (NOPE + value), bias=False, params_dtype=dtype, quant_config=config, prefix="kv_b_proj"
+        RANK,
+        HEADS * (NOPE + value),
+        bias=False,
+        params_dtype=dtype,
+        quant_config=config,
+        prefix="kv_b_proj",
     )
     weight = drawn(HEADS * (NOPE + value), RANK, seed=4, dtype=dtype) / 4
     proj.weight.weight_loader(proj.weight, weight)
@@ -52,7 +61,9 @@ def arguments(tokens: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [drawn(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes)]
 
 
-def reference(weight: Tensor, query: Tensor, kv_c: Tensor, k_pe: Tensor, value: int = VALUE) -> Tensor:
+def reference(
+    weight: Tensor, query: Tensor, kv_c: Tensor, k_pe: Tensor, value: int = VALUE
+) -> Tensor:
     """Attend in float64, one query and head at a time, over keys and values that each latent is expanded to."""
     w, q, c, pe = (x.double() for x in (weight.view(HEADS, NOPE + value, RANK), query, kv_c, k_pe))
     out = torch.zeros(len(q), HEADS, value, dtype=torch.float64)
@@ -68,7 +79,9 @@ def batch_of(
     lengths: Sequence[int], before: Sequence[int], tables: Sequence[Sequence[int]], cache: Tensor
 ) -> AttentionBatch:
     so_far = [old + new for old, new in zip(before, lengths, strict=True)]
-    return AttentionBatch.of_sequences(lengths, so_far, torch.tensor(tables), {"attn": cache}, block_size=BLOCK)
+    return AttentionBatch.of_sequences(
+        lengths, so_far, torch.tensor(tables), {"attn": cache}, block_size=BLOCK
+    )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -98,8 +111,15 @@ def test_chunks(absorbs: bool | None, dtype: torch.dtype, monkeypatch: pytest.Mo
     texts = {0: arguments(13, dtype), 1: [x.flip(0) for x in arguments(9, dtype)]}
     found: dict[int, list[Tensor]] = {0: [], 1: []}
     for chunks in ({0: 5, 1: 1}, {1: 3, 0: 1}, {0: 0, 1: 4}, {0: 1, 1: 1}, {0: 6}):
-        parts = [[x[done[row] : done[row] + size] for x in texts[row]] for row, size in chunks.items()]
-        batch = batch_of(list(chunks.values()), [done[row] for row in chunks], [tables[row] for row in chunks], cache)
+        parts = [
+            [x[done[row] : done[row] + size] for x in texts[row]] for row, size in chunks.items()
+        ]
+        batch = batch_of(
+            list(chunks.values()),
+            [done[row] for row in chunks],
+            [tables[row] for row in chunks],
+            cache,
+        )
         with attending(batch):
             out = layer(*(torch.cat(x) for x in zip(*parts, strict=True)))
         for (row, size), part in zip(chunks.items(), out.split(list(chunks.values())), strict=True):
@@ -216,14 +236,30 @@ def test_shapes_that_do_not_fit(changed: dict[int, Tensor], words: str) -> None:
 def test_a_bias_cannot_be_absorbed() -> None:
     """The projection of keys and values has none."""
     with pytest.raises(LayerError, match="kv_b_proj has a bias"):
-        MLAAttention(HEADS, 0.3, NOPE, ROPE, VALUE, None, RANK, nn.Linear(RANK, HEADS * (NOPE + VALUE)), prefix="attn")
+        MLAAttention(
+            HEADS,
+            0.3,
+            NOPE,
+            ROPE,
+            VALUE,
+            None,
+            RANK,
+            nn.Linear(RANK, HEADS * (NOPE + VALUE)),
+            prefix="attn",
+        )
 
 
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"query": torch.zeros(2, HEADS, 25)}, r"query has shape .*, expected \[tokens, num_heads, size\]"),
-        ({"cache": torch.zeros(3, BLOCK, 26).double()}, "cache is torch.float64, expected torch.float32"),
+        (
+            {"query": torch.zeros(2, HEADS, 25)},
+            r"query has shape .*, expected \[tokens, num_heads, size\]",
+        ),
+        (
+            {"cache": torch.zeros(3, BLOCK, 26).double()},
+            "cache is torch.float64, expected torch.float32",
+        ),
         ({"kv_lora_rank": 27}, "kv_lora_rank is 27, expected at most 26"),
         ({"kv_lora_rank": 0}, "kv_lora_rank is 0, expected a positive"),
         ({"query_start_loc": torch.tensor([0, 1])}, "query_start_loc is .*ascend from 0 to 2"),
@@ -251,7 +287,10 @@ def test_the_form_refuses(changed: dict[str, Any], words: str) -> None:
     ("changed", "words"),
     [
         ({"k_pe": torch.zeros(3, ROPE)}, r"k_pe \(3, 6\)"),
-        ({"cache": torch.zeros(3, BLOCK, RANK)}, r"cache has shape .*, expected \[num_blocks, block_size, 26\]"),
+        (
+            {"cache": torch.zeros(3, BLOCK, RANK)},
+            r"cache has shape .*, expected \[num_blocks, block_size, 26\]",
+        ),
         ({"slots": torch.tensor([0, 12])}, "slots reach from 0 to 12, expected 0 to 11"),
         ({"slots": torch.tensor([0.0, 1.0])}, "slots are torch.float32"),
         ({"cache": torch.zeros(3, BLOCK, RANK + ROPE).half()}, "cache is torch.float16"),
@@ -260,7 +299,12 @@ def test_the_form_refuses(changed: dict[str, Any], words: str) -> None:
 def test_writing_refuses(changed: dict[str, Any], words: str) -> None:
     """What does not fit is named, and nothing is written."""
     cache = torch.zeros(3, BLOCK, RANK + ROPE)
-    given = {"kv_c": drawn(2, RANK), "k_pe": drawn(2, ROPE), "cache": cache, "slots": torch.tensor([0, 1])}
+    given = {
+        "kv_c": drawn(2, RANK),
+        "k_pe": drawn(2, ROPE),
+        "cache": cache,
+        "slots": torch.tensor([0, 1]),
+    }
     with pytest.raises(ValueError, match=words):
         functional.concat_and_cache_mla(**{**given, **changed})
     assert not cache.any()
@@ -284,7 +328,9 @@ def modules(**changed: Any) -> MLAModules:
 
 
 def wrapper(**changed: Any) -> MultiHeadLatentAttentionWrapper:
-    return MultiHeadLatentAttentionWrapper(12, HEADS, 0.3, NOPE, ROPE, VALUE, None, RANK, modules(**changed))
+    return MultiHeadLatentAttentionWrapper(
+        12, HEADS, 0.3, NOPE, ROPE, VALUE, None, RANK, modules(**changed)
+    )
 
 
 @torch.no_grad()
@@ -297,9 +343,13 @@ def test_the_wrapper_projects_rotates_scales_and_gates() -> None:
     latents, key = parts.kv_a_proj_with_mqa(hidden)[0].split([RANK, ROPE], dim=1)
     rotated, key = parts.rotary_emb(positions, query[..., NOPE:].contiguous(), key.contiguous())
     query = torch.cat((query[..., :NOPE], rotated), dim=-1) * scaling
-    values = reference(parts.kv_b_proj.weight, query, parts.kv_a_layernorm(latents.contiguous()), key)
+    values = reference(
+        parts.kv_b_proj.weight, query, parts.kv_a_layernorm(latents.contiguous()), key
+    )
     expected = parts.o_proj(values.float() * parts.g_proj(hidden)[0].sigmoid())[0]
-    torch.testing.assert_close(layer(positions, hidden, scaling), expected, **TOLERANCES[torch.float32])
+    torch.testing.assert_close(
+        layer(positions, hidden, scaling), expected, **TOLERANCES[torch.float32]
+    )
 
 
 @pytest.mark.parametrize(
@@ -319,5 +369,7 @@ def test_a_projection_of_another_size() -> None:
     """Queries that are not those of the heads are refused with both sizes."""
     layer = wrapper(q_proj=ColumnParallelLinear(12, HEADS * NOPE, bias=False))
     size = HEADS * (NOPE + ROPE)
-    with pytest.raises(ValueError, match=f"what q_proj gives has shape .*, expected a last dimension of {size}"):
+    with pytest.raises(
+        ValueError, match=f"what q_proj gives has shape .*, expected a last dimension of {size}"
+    ):
         layer(torch.arange(7), drawn(7, 12))

@@ -25,10 +25,14 @@ PLAMO = {
     "rms_norm_eps": 1e-6,
 }
 MIXERS: dict[str, Callable[[], Any]] = {
-    "short_conv": lambda: ops.ShortConv(SimpleNamespace(conv_L_cache=3, conv_bias=True), HIDDEN, 0, prefix="m"),
+    "short_conv": lambda: ops.ShortConv(
+        SimpleNamespace(conv_L_cache=3, conv_bias=True), HIDDEN, 0, prefix="m"
+    ),
     "mamba_mixer": lambda: ops.MambaMixer(HIDDEN, 5, 4, 24, 3, True, True, True, prefix="m"),
     "mamba_mixer2": lambda: ops.MambaMixer2(HIDDEN, 5, 4, 24, True, True, 2, 4, 6, prefix="m"),
-    "plamo2_mamba_mixer": lambda: ops.Plamo2MambaMixer(of_config(SimpleNamespace(**PLAMO)), prefix="m"),
+    "plamo2_mamba_mixer": lambda: ops.Plamo2MambaMixer(
+        of_config(SimpleNamespace(**PLAMO)), prefix="m"
+    ),
 }
 
 
@@ -177,7 +181,9 @@ def test_the_gated_norm(groups: int, dtype: torch.dtype) -> None:
 
 def test_sizes_that_do_not_fit() -> None:
     """Sizes that contradict each other are refused."""
-    with pytest.raises(ValueError, match="mamba_mixer2: 4 heads of 5 in 2 groups, expected 24 elements"):
+    with pytest.raises(
+        ValueError, match="mamba_mixer2: 4 heads of 5 in 2 groups, expected 24 elements"
+    ):
         ops.MambaMixer2(HIDDEN, 5, 4, 24, True, True, 2, 4, 5)
     with pytest.raises(ValueError, match="mamba_mixer2: n_groups is 0"):
         ops.MambaMixer2(HIDDEN, 5, 4, 24, True, True, 0, 4, 6)
@@ -189,7 +195,9 @@ def test_sizes_that_do_not_fit() -> None:
         ops.Plamo2MambaMixer(of_config(SimpleNamespace(**{**PLAMO, "mamba_d_state": -1})))
     with pytest.raises(ValueError, match="mamba_mixer: ssm_state_size is -5"):
         ops.MambaMixer(HIDDEN, -5, 4, 24, 3, True, True, False)
-    with pytest.raises(ValueError, match="mixer2_gated_rms_norm: full_n_groups is 5, expected a divisor of 24"):
+    with pytest.raises(
+        ValueError, match="mixer2_gated_rms_norm: full_n_groups is 5, expected a divisor of 24"
+    ):
         ops.Mixer2RMSNormGated(24, 5)
     with pytest.raises(ValueError, match="causal_conv1d: activation is 'relu', expected one of"):
         ops.MambaMixer(HIDDEN, 5, 4, 24, 3, True, True, False, activation="relu")
@@ -199,10 +207,15 @@ def test_sizes_that_do_not_fit() -> None:
 def test_tokens_that_do_not_fit(name: str) -> None:
     """Sequences side by side, as transformers has them, and an output of another size are refused by name."""
     mixer = made(name)
-    with pytest.raises(ValueError, match=r"hidden_states has shape \(2, 5, 12\), expected \[tokens, hidden_size\]"):
+    with pytest.raises(
+        ValueError, match=r"hidden_states has shape \(2, 5, 12\), expected \[tokens, hidden_size\]"
+    ):
         mixed(mixer, drawn(2, 5, HIDDEN))
     if name != "mamba_mixer2":  # which returns its result
-        with pytest.raises(ValueError, match=r"output has shape \(4, 12\), expected that of hidden_states, \(5, 12\)"):
+        with pytest.raises(
+            ValueError,
+            match=r"output has shape \(4, 12\), expected that of hidden_states, \(5, 12\)",
+        ):
             mixer(drawn(5, HIDDEN), torch.empty(4, HIDDEN))
 
 
@@ -223,7 +236,9 @@ def test_states_of_another_shape() -> None:
     """A layer that is given states of another layer says so."""
     mixer = made("short_conv")
     batch = AttentionBatch.of_sequences([2])
-    object.__setattr__(batch, "states", {"m": LayerStates((torch.zeros(3, 5, 2),), torch.tensor([0]))})
+    object.__setattr__(
+        batch, "states", {"m": LayerStates((torch.zeros(3, 5, 2),), torch.tensor([0]))}
+    )
     with (
         attending(batch),
         pytest.raises(LayerError, match=r"have shapes \(\(5, 2\),\), expected \(\(12, 2\),\)"),

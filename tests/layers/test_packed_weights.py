@@ -19,7 +19,9 @@ from ranks import Ranks
 from torch import nn
 from torch.nn import functional as F
 
-pytestmark = pytest.mark.skipif(packed_linear.missing() is not None, reason=f"{packed_linear.missing()}")
+pytestmark = pytest.mark.skipif(
+    packed_linear.missing() is not None, reason=f"{packed_linear.missing()}"
+)
 SIZE = 1024
 WEIGHT = torch.randn((SIZE, SIZE), generator=torch.Generator().manual_seed(0)) / 32
 
@@ -91,7 +93,11 @@ def test_a_state_dict_is_plain(x: torch.Tensor) -> None:
 def test_copies_are_packed_too(x: torch.Tensor, how: str) -> None:
     """A copy has the weight, packed, and goes its own way."""
     layer = linear()
-    ways = {"deepcopy": copy.deepcopy, "copy": copy.copy, "pickle": lambda it: pickle.loads(pickle.dumps(it))}  # noqa: S301
+    ways = {
+        "deepcopy": copy.deepcopy,
+        "copy": copy.copy,
+        "pickle": lambda it: pickle.loads(pickle.dumps(it)),  # noqa: S301
+    }
     copied = ways[how](layer)
     assert is_packed(copied)
     opgraft.unpack(layer)
@@ -126,7 +132,9 @@ def test_other_dtypes_and_back(x: torch.Tensor) -> None:
 def test_compiled_whole(x: torch.Tensor) -> None:
     """A packed layer is one operator in compiled code, without a break."""
     layer = linear()
-    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
+    torch.testing.assert_close(
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x)
+    )
 
 
 def head(tied: bool) -> Any:
@@ -175,7 +183,9 @@ def test_a_weight_method_may_hold_what_is_no_parameter(x: torch.Tensor) -> None:
             del layer.weight
             layer.weight = weight.t().contiguous()
 
-        def apply(self, layer: Any, x: torch.Tensor, bias: Any = None, **after: Any) -> torch.Tensor:
+        def apply(
+            self, layer: Any, x: torch.Tensor, bias: Any = None, **after: Any
+        ) -> torch.Tensor:
             return x @ layer.weight
 
     layer = linear()

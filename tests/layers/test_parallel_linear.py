@@ -82,7 +82,13 @@ def row(cut: bool, skip_bias_add: bool) -> Any:
     load(layer, "bias", B)
     x = X.chunk(2, -1)[layer.tp_rank] if cut else X
     out, bias = layer(x)
-    return out, None if bias is None else bias.data, tuple(layer.weight.shape), layer.input_size_per_partition, read
+    return (
+        out,
+        None if bias is None else bias.data,
+        tuple(layer.weight.shape),
+        layer.input_size_per_partition,
+        read,
+    )
 
 
 @pytest.mark.parametrize("cut", [True, False])
@@ -130,7 +136,9 @@ def test_merged_column_parallel(two: Ranks, how: str) -> None:
     gate, up = F.linear(X, GATE), F.linear(X, UP)
     for rank, (out, sizes) in enumerate(two.run(merged, how)):
         assert sizes == [4, 2]
-        torch.testing.assert_close(out, torch.cat((gate.chunk(2, -1)[rank], up.chunk(2, -1)[rank]), -1))
+        torch.testing.assert_close(
+            out, torch.cat((gate.chunk(2, -1)[rank], up.chunk(2, -1)[rank]), -1)
+        )
 
 
 def test_merged_gathered(two: Ranks) -> None:
@@ -141,7 +149,10 @@ def test_merged_gathered(two: Ranks) -> None:
 
 def qkv(heads: int, kv_heads: int, v_head_size: int, at_once: bool) -> Any:
     layer = ops.QKVParallelLinear(12, 3, heads, kv_heads, bias=True, v_head_size=v_head_size)
-    weights = [drawn(n, 12, seed=i) for i, n in enumerate((heads * 3, kv_heads * 3, kv_heads * v_head_size))]
+    weights = [
+        drawn(n, 12, seed=i)
+        for i, n in enumerate((heads * 3, kv_heads * 3, kv_heads * v_head_size))
+    ]
     biases = [weight[:, 0].contiguous() for weight in weights]
     if at_once:
         load(layer, "weight", torch.cat(weights))
@@ -159,7 +170,9 @@ def qkv(heads: int, kv_heads: int, v_head_size: int, at_once: bool) -> Any:
 def test_qkv_parallel(four: Ranks, kv_heads: int, at_once: bool) -> None:
     """A rank has whole heads; with fewer key heads than ranks, neighbouring ranks have the same one."""
     heads = 8
-    for rank, (out, counts, weights, biases) in enumerate(four.run(qkv, heads, kv_heads, 2, at_once)):
+    for rank, (out, counts, weights, biases) in enumerate(
+        four.run(qkv, heads, kv_heads, 2, at_once)
+    ):
         replicas = max(1, 4 // kv_heads)
         assert counts == (2, max(1, kv_heads // 4), replicas)
         whole = [F.linear(X, w, b) for w, b in zip(weights, biases, strict=True)]
@@ -183,16 +196,24 @@ def uneven(heads: int, kv_heads: int, at_once: bool) -> Any:
 
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(9, 9), (15, 5), (12, 6)])
-def test_key_heads_that_ranks_do_not_divide(four: Ranks, heads: int, kv_heads: int, at_once: bool) -> None:
+def test_key_heads_that_ranks_do_not_divide(
+    four: Ranks, heads: int, kv_heads: int, at_once: bool
+) -> None:
     """The first ranks have a key head more, with its query heads, and the layer behind has as many columns."""
     expected = F.linear(drawn(5, heads * 2, seed=8), drawn(12, heads * 2, seed=9))
     group, counted = heads // kv_heads, [kv_heads // 4 + (rank < kv_heads % 4) for rank in range(4)]
     firsts = torch.tensor([0, *counted]).cumsum(0)
-    for rank, ((out, counts, weights, biases), *mapped) in enumerate(four.run(uneven, heads, kv_heads, at_once)):
+    for rank, ((out, counts, weights, biases), *mapped) in enumerate(
+        four.run(uneven, heads, kv_heads, at_once)
+    ):
         first, last = int(firsts[rank]), int(firsts[rank + 1])
         assert counts == ((last - first) * group, last - first, 1)
         q, k, v = (F.linear(X, w, b) for w, b in zip(weights, biases, strict=True))
-        parts = q[:, first * group * 3 : last * group * 3], k[:, first * 3 : last * 3], v[:, first * 2 : last * 2]
+        parts = (
+            q[:, first * group * 3 : last * group * 3],
+            k[:, first * 3 : last * 3],
+            v[:, first * 2 : last * 2],
+        )
         torch.testing.assert_close(out, torch.cat(parts, -1))
         for each in mapped:
             torch.testing.assert_close(each, expected)
@@ -267,7 +288,10 @@ def refusals() -> list[str]:
 def test_sizes_that_ranks_do_not_divide(two: Ranks) -> None:
     """The error names the layer, the size and the number of ranks."""
     up, down, gate_up, heads, groups = two.run(refusals)[0]
-    assert "ColumnParallelLinear 'a.up': the output size is 7, which 2 tensor-parallel ranks do not divide" in up
+    assert (
+        "ColumnParallelLinear 'a.up': the output size is 7, which 2 tensor-parallel ranks do not divide"
+        in up
+    )
     assert "RowParallelLinear 'a.down': the input size is 7" in down
     assert "'a.gate_up': the output size is 3" in gate_up
     assert "'a.qkv': the number of heads is 3, which 2 tensor-parallel ranks do not divide" in heads
@@ -288,7 +312,9 @@ def test_key_heads_that_ranks_cannot_share(four: Ranks) -> None:
 @pytest.mark.parametrize("key_heads", [0, -1])
 def test_attention_without_key_heads(key_heads: int) -> None:
     """There is at least one."""
-    with pytest.raises(LayerError, match=f"'a.qkv': the number of key heads is {key_heads}, expected at least 1"):
+    with pytest.raises(
+        LayerError, match=f"'a.qkv': the number of key heads is {key_heads}, expected at least 1"
+    ):
         ops.QKVParallelLinear(12, 4, 4, key_heads, prefix="a.qkv")
 
 
@@ -303,16 +329,38 @@ def test_a_bias_for_results_that_are_not_reduced() -> None:
 @pytest.mark.parametrize(
     ("make", "shape", "shard", "told"),
     [
-        (lambda: ops.ColumnParallelLinear(4, 6, prefix="up"), (7, 4), (), r"'up': .* shape \(7, 4\), expected 6"),
-        (lambda: ops.ColumnParallelLinear(4, 6, prefix="up"), (6, 5), (), r"'up': .* shape \(6, 5\), expected \(6, 4"),
-        (lambda: ops.RowParallelLinear(4, 6, prefix="down"), (6, 8), (), r"'down': .* expected 4 in dimension 1"),
-        (lambda: ops.ReplicatedLinear(4, 6, prefix="gate"), (6,), (), r"'gate': .* expected 6 in dimension 0 of 2"),
+        (
+            lambda: ops.ColumnParallelLinear(4, 6, prefix="up"),
+            (7, 4),
+            (),
+            r"'up': .* shape \(7, 4\), expected 6",
+        ),
+        (
+            lambda: ops.ColumnParallelLinear(4, 6, prefix="up"),
+            (6, 5),
+            (),
+            r"'up': .* shape \(6, 5\), expected \(6, 4",
+        ),
+        (
+            lambda: ops.RowParallelLinear(4, 6, prefix="down"),
+            (6, 8),
+            (),
+            r"'down': .* expected 4 in dimension 1",
+        ),
+        (
+            lambda: ops.ReplicatedLinear(4, 6, prefix="gate"),
+            (6,),
+            (),
+            r"'gate': .* expected 6 in dimension 0 of 2",
+        ),
         (lambda: ops.MergedColumnParallelLinear(4, [6, 2]), (8, 4), (0,), "expected 6"),
         (lambda: ops.MergedColumnParallelLinear(4, [6, 2]), (6, 4), (2,), "no layer 2 among its 2"),
         (lambda: ops.QKVParallelLinear(4, 2, 2), (4, 4), ("w",), "no projection 'w'"),
     ],
 )
-def test_weights_that_do_not_fit(make: Any, shape: tuple[int, ...], shard: tuple[Any, ...], told: str) -> None:
+def test_weights_that_do_not_fit(
+    make: Any, shape: tuple[int, ...], shard: tuple[Any, ...], told: str
+) -> None:
     """The error names the layer, the shape of the weight and what was expected."""
     layer = make()
     with pytest.raises(WeightError, match=told):

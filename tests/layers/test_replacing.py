@@ -149,7 +149,10 @@ def test_the_doctor_reports_what_is_never_used(vendor: Site, cli: Cli) -> None:
 
 def test_a_narrower_method_is_refused() -> None:
     """A replacement has to accept each call of the methods of its target."""
-    with pytest.raises(RegistrationError, match=r"Narrow\.all_gather at .* is narrower than Communicator\.all_gather"):
+    with pytest.raises(
+        RegistrationError,
+        match=r"Narrow\.all_gather at .* is narrower than Communicator\.all_gather",
+    ):
 
         @Communicator.register_oot
         class Narrow(Communicator):
@@ -159,7 +162,9 @@ def test_a_narrower_method_is_refused() -> None:
 
 def test_a_class_that_overrides_nothing_is_refused() -> None:
     """The error names the methods that could be meant."""
-    with pytest.raises(RegistrationError, match="Define one of all_gather, all_gather_object, all_reduce"):
+    with pytest.raises(
+        RegistrationError, match="Define one of all_gather, all_gather_object, all_reduce"
+    ):
 
         @Communicator.register_oot
         class Empty(Communicator):
@@ -174,7 +179,9 @@ def test_a_class_that_is_called_names_its_call() -> None:
         class Empty(MoEPrepare):
             pass
 
-    with pytest.raises(RegistrationError, match=r"Narrow\.__call__ at .* is narrower than MoEPrepare\.__call__"):
+    with pytest.raises(
+        RegistrationError, match=r"Narrow\.__call__ at .* is narrower than MoEPrepare\.__call__"
+    ):
 
         @MoEPrepare.register_oot
         class Narrow(MoEPrepare):
@@ -211,5 +218,7 @@ def test_settings_choose_between_classes() -> None:
             return super().apply(layer, x, bias, **after)
 
     assert type(ops.ReplicatedLinear(2, 2).quant_method) is Other
-    with opgraft.set_config(opgraft.OpgraftConfig(providers={"unquantized_linear_method": "opgraft"})):
+    with opgraft.set_config(
+        opgraft.OpgraftConfig(providers={"unquantized_linear_method": "opgraft"})
+    ):
         assert type(ops.ReplicatedLinear(2, 2).quant_method) is UnquantizedLinearMethod

@@ -29,7 +29,9 @@ def decoder() -> nn.ModuleDict:
         layers[f"norm{index}"] = ops.RMSNorm(HIDDEN)
         layers[f"qkv{index}"] = ops.QKVParallelLinear(HIDDEN, 64, 8, 4)
         layers[f"o{index}"] = ops.RowParallelLinear(HIDDEN, HIDDEN, bias=False)
-        layers[f"gate_up{index}"] = ops.MergedColumnParallelLinear(HIDDEN, [INTERMEDIATE] * 2, bias=False)
+        layers[f"gate_up{index}"] = ops.MergedColumnParallelLinear(
+            HIDDEN, [INTERMEDIATE] * 2, bias=False
+        )
         layers[f"down{index}"] = ops.RowParallelLinear(INTERMEDIATE, HIDDEN, bias=False)
     layers["head"] = ops.ParallelLMHead(VOCABULARY, HIDDEN)
     return layers
@@ -63,7 +65,9 @@ def with_gradient(name: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter", "gather", "broadcast"])
+@pytest.mark.parametrize(
+    "name", ["all_reduce", "all_gather", "reduce_scatter", "gather", "broadcast"]
+)
 def test_gradients_are_refused(two: Ranks, name: str) -> None:
     """A collective that would lose a gradient says so; without gradients it runs."""
     for told in two.run(with_gradient, name):
@@ -83,7 +87,9 @@ def test_alone_gradients_pass() -> None:
 def scales(layer: Any, rows: int, columns: int, unit: int) -> torch.Tensor:
     """The scales of blocks of a weight, as a weight method makes them."""
     param = nn.Parameter(torch.zeros(-(-rows // unit), -(-columns // unit)), requires_grad=False)
-    set_weight_attrs(param, {"output_dim": 0, "input_dim": 1, "output_unit": unit, "input_unit": unit})
+    set_weight_attrs(
+        param, {"output_dim": 0, "input_dim": 1, "output_unit": unit, "input_unit": unit}
+    )
     return param
 
 

@@ -108,7 +108,14 @@ class Tree:
             bus, slot = 0x80 + index // 32, index % 32
             vendor, device, code, driver = _OTHER_FUNCTIONS[index % len(_OTHER_FUNCTIONS)]
             node = index * NUMA_NODES // count
-            self.add_pci(f"{domain:04x}:{bus:02x}:{slot:02x}.0", vendor, device, code, numa_node=node, driver=driver)
+            self.add_pci(
+                f"{domain:04x}:{bus:02x}:{slot:02x}.0",
+                vendor,
+                device,
+                code,
+                numa_node=node,
+                driver=driver,
+            )
 
     def add_cpu(
         self,
@@ -119,14 +126,25 @@ class Tree:
         memory_kib: int = 2113442188,
     ) -> None:
         """An x86 host. Formats: Linux, arch/x86/kernel/cpu/proc.c and fs/proc/meminfo.c."""
-        blocks = (f"processor\t: {index}\nmodel name\t: {model}\nflags\t\t: {flags}\n" for index in range(processors))
+        blocks = (
+            f"processor\t: {index}\nmodel name\t: {model}\nflags\t\t: {flags}\n"
+            for index in range(processors)
+        )
         self.write("/proc/cpuinfo", "\n".join(blocks) + "\n")
-        self.write("/proc/meminfo", f"MemTotal:       {memory_kib:8} kB\nMemFree:        {memory_kib // 2:8} kB\n")
+        self.write(
+            "/proc/meminfo",
+            f"MemTotal:       {memory_kib:8} kB\nMemFree:        {memory_kib // 2:8} kB\n",
+        )
 
     def save(self) -> None:
         """Write ``machine.json``, which makes the tree a recorded machine."""
         torch = {"version": self.torch, "backends": self.backends} if self.torch else None
-        data = {"environ": self.environ, "packages": self.packages, "torch": torch, "denied": sorted(self.denied)}
+        data = {
+            "environ": self.environ,
+            "packages": self.packages,
+            "torch": torch,
+            "denied": sorted(self.denied),
+        }
         self.write("/machine.json", json.dumps(data, indent=2) + "\n")
 
     def _place(self, path: str) -> Path:
@@ -164,7 +182,9 @@ def build(name: str, root: Path) -> Path:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(FOLDER.parent))  # where 'machines' is the folder's name, as in pyproject.toml
+    sys.path.insert(
+        0, str(FOLDER.parent)
+    )  # where 'machines' is the folder's name, as in pyproject.toml
     if len(sys.argv) == 3:
         build(sys.argv[1], Path(sys.argv[2]))
     else:

@@ -26,16 +26,33 @@ def add_vm(tree: Tree) -> None:
 def add_accel_chips(tree: Tree, device: int, count: int, subsystem: int = 0) -> None:
     """Chips up to v4, at /dev/accel<index>."""
     for index in range(count):
-        tree.add_pci(f"0000:00:{4 + index:02x}.0", 0x1AE0, device, UNASSIGNED, subsystem=subsystem, numa_node=0)
+        tree.add_pci(
+            f"0000:00:{4 + index:02x}.0",
+            0x1AE0,
+            device,
+            UNASSIGNED,
+            subsystem=subsystem,
+            numa_node=0,
+        )
         tree.add_nodes(f"/dev/accel{index}")
 
 
-def add_vfio_chips(tree: Tree, device: int, count: int, *, nodes: bool = True, denied: bool = False) -> None:
+def add_vfio_chips(
+    tree: Tree, device: int, count: int, *, nodes: bool = True, denied: bool = False
+) -> None:
     """Chips from v5e on, at /dev/vfio/<iommu group>; the groups do not count from 0."""
     for index in range(count):
         address, group = f"0000:00:{4 + index:02x}.0", index + 10
         node = index * 2 // count
-        tree.add_pci(address, 0x1AE0, device, UNASSIGNED, numa_node=node, driver="vfio-pci", iommu_group=group)
+        tree.add_pci(
+            address,
+            0x1AE0,
+            device,
+            UNASSIGNED,
+            numa_node=node,
+            driver="vfio-pci",
+            iommu_group=group,
+        )
         if nodes:
             tree.add_nodes(f"/dev/vfio/{group}", denied=denied)
     if nodes:

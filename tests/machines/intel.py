@@ -47,7 +47,9 @@ def add_two_max(tree: Tree) -> None:
     tree.add_cpu()
     tree.add_torch("2.8.0+xpu", xpu=XPU_BUILD)
     for number, address in enumerate(("0000:29:00.0", "0000:9a:00.0")):
-        add_gpu(tree, address, MAX_1550, number, code=OTHER_DISPLAY, driver="i915", numa_node=number)
+        add_gpu(
+            tree, address, MAX_1550, number, code=OTHER_DISPLAY, driver="i915", numa_node=number
+        )
     tree.add_other_functions(24)
 
 

@@ -20,7 +20,10 @@ A40 = (0x2235, "NVIDIA A40", 0x145A)
 
 def add_driver(tree: Tree, version: str = "570.124.06") -> None:
     build = f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {version}  Release Build  (dvs-builder@U22)"
-    tree.write(f"{DRIVER}/version", f"{build}  Wed Feb 26 01:53:13 UTC 2025\nGCC version:  gcc version 12.3.0\n")
+    tree.write(
+        f"{DRIVER}/version",
+        f"{build}  Wed Feb 26 01:53:13 UTC 2025\nGCC version:  gcc version 12.3.0\n",
+    )
     tree.add_nodes("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools")
 
 
@@ -59,7 +62,9 @@ def add_gpus(
     addresses = [f"0000:{0x18 + 0x10 * minor:02x}:00.0" for minor in range(count)]
     for minor, address in enumerate(addresses):
         node = minor * 2 // count
-        tree.add_pci(address, 0x10DE, device, 0x030200, subsystem=subsystem, numa_node=node, driver=driver)
+        tree.add_pci(
+            address, 0x10DE, device, 0x030200, subsystem=subsystem, numa_node=node, driver=driver
+        )
         if driver == "nvidia":
             add_information(tree, address, minor, name)
             if nodes is None or minor in nodes:
@@ -88,7 +93,12 @@ def h100_mig(tree: Tree) -> None:
     add_mig(tree, 5, 7, 687)
     for index in range(4):
         tree.add_pci(
-            f"0000:{index + 5:02x}:00.0", 0x10DE, 0x22A3, 0x068000, numa_node=index // 2, driver="nvidia-nvswitch"
+            f"0000:{index + 5:02x}:00.0",
+            0x10DE,
+            0x22A3,
+            0x068000,
+            numa_node=index // 2,
+            driver="nvidia-nvswitch",
         )
     tree.add_other_functions(188)
 
@@ -138,8 +148,14 @@ def jetson(tree: Tree) -> None:
     release = "# R36 (release), REVISION: 4.3, GCID: 38968081, BOARD: generic, EABI: aarch64"
     tree.write("/etc/nv_tegra_release", f"{release}, DATE: Wed Jan  8 01:49:37 UTC 2025\n")
     tree.write("/proc/device-tree/model", "NVIDIA Jetson AGX Orin Developer Kit\0")
-    tree.write("/proc/device-tree/compatible", "nvidia,p3737-0000+p3701-0000\0nvidia,p3701-0000\0nvidia,tegra234\0")
-    tree.write("/proc/cpuinfo", "processor\t: 0\nFeatures\t: fp asimd evtstrm aes\nCPU implementer\t: 0x41\n")
+    tree.write(
+        "/proc/device-tree/compatible",
+        "nvidia,p3737-0000+p3701-0000\0nvidia,p3701-0000\0nvidia,tegra234\0",
+    )
+    tree.write(
+        "/proc/cpuinfo",
+        "processor\t: 0\nFeatures\t: fp asimd evtstrm aes\nCPU implementer\t: 0x41\n",
+    )
     tree.write("/proc/meminfo", "MemTotal:       64349612 kB\n")
     tree.add_nodes("/dev/nvhost-gpu", "/dev/nvmap")
     tree.add_pci("0004:00:00.0", 0x10DE, 0x229C, 0x060400, driver="pcieport")

@@ -10,7 +10,13 @@ from collections.abc import Callable
 
 from machines.build import Tree
 
-ACCELERATOR, VGA, CONTROLLER_3D, OTHER_DISPLAY, CO_PROCESSOR = 0x120000, 0x030000, 0x030200, 0x038000, 0x0B4000
+ACCELERATOR, VGA, CONTROLLER_3D, OTHER_DISPLAY, CO_PROCESSOR = (
+    0x120000,
+    0x030000,
+    0x030200,
+    0x038000,
+    0x0B4000,
+)
 
 
 def ascend(tree: Tree) -> None:
@@ -23,7 +29,14 @@ def ascend(tree: Tree) -> None:
     tree.add_cpu("Kunpeng-920", "", memory_kib=1584234496)
     for index in range(8):
         address = f"0000:{0xC1 - 0x10 * index:02x}:00.0"
-        tree.add_pci(address, 0x19E5, 0xD802, ACCELERATOR, numa_node=index // 4, driver="devdrv_device_driver")
+        tree.add_pci(
+            address,
+            0x19E5,
+            0xD802,
+            ACCELERATOR,
+            numa_node=index // 4,
+            driver="devdrv_device_driver",
+        )
         tree.add_nodes(f"/dev/davinci{index}")
     tree.add_pci("0000:05:00.0", 0x19E5, 0x1711, VGA, driver="hibmc-drm")
     tree.add_pci("0000:75:00.0", 0x19E5, 0xA250, ACCELERATOR, driver="hisi_zip")
@@ -33,7 +46,9 @@ def ascend(tree: Tree) -> None:
 def ascend_container(tree: Tree) -> None:
     """A container that sees the nodes of two NPUs and no PCI."""
     tree.add_cpu("Kunpeng-920", "")
-    tree.add_nodes("/dev/davinci3", "/dev/davinci7", "/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
+    tree.add_nodes(
+        "/dev/davinci3", "/dev/davinci7", "/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc"
+    )
 
 
 def huawei_server(tree: Tree) -> None:
@@ -50,10 +65,14 @@ def gaudi2(tree: Tree) -> None:
     Ids: HabanaAI's habanalabs driver; nodes: hlthunk.h (hlthunk_open_control_by_bus_id) and the habana operator's
     documentation. /sys/class/accel: Documentation/ABI/testing/sysfs-driver-habanalabs of Linux.
     """
-    tree.add_cpu("Intel(R) Xeon(R) Platinum 8380 CPU @ 2.30GHz", "fpu sse4_2 avx avx2 avx512f avx512_vnni")
+    tree.add_cpu(
+        "Intel(R) Xeon(R) Platinum 8380 CPU @ 2.30GHz", "fpu sse4_2 avx avx2 avx512f avx512_vnni"
+    )
     for index in range(8):
         address = f"0000:{0x19 + 0x1A * (index % 4) + index // 4:02x}:00.0"
-        tree.add_pci(address, 0x1DA3, 0x1020, ACCELERATOR, numa_node=index // 4, driver="habanalabs")
+        tree.add_pci(
+            address, 0x1DA3, 0x1020, ACCELERATOR, numa_node=index // 4, driver="habanalabs"
+        )
         tree.write(f"/sys/class/accel/accel{index}/device/device_type", "GAUDI2\n")
         tree.write(f"/sys/class/accel/accel{index}/device/pci_addr", f"{address}\n")
         tree.add_nodes(f"/dev/accel/accel{index}", f"/dev/accel/accel_controlD{index}")
@@ -116,7 +135,10 @@ def iluvatar(tree: Tree) -> None:
 
 def apple(tree: Tree) -> None:
     """macOS: no /proc, no /sys, and the file that has told its version since 10.0 (sw_vers reads it)."""
-    tree.write("/System/Library/CoreServices/SystemVersion.plist", '<?xml version="1.0" encoding="UTF-8"?>\n')
+    tree.write(
+        "/System/Library/CoreServices/SystemVersion.plist",
+        '<?xml version="1.0" encoding="UTF-8"?>\n',
+    )
     tree.add_torch("2.8.0")
 
 

@@ -27,8 +27,16 @@ class Layer:
 
 
 class Decoder:
-    def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "", names: tuple[str, ...] = ("a", "b")) -> None:
-        self.layers = [Layer(opgraft_config=opgraft_config, prefix=f"{prefix}layers.{name}") for name in names]
+    def __init__(
+        self,
+        *,
+        opgraft_config: OpgraftConfig,
+        prefix: str = "",
+        names: tuple[str, ...] = ("a", "b"),
+    ) -> None:
+        self.layers = [
+            Layer(opgraft_config=opgraft_config, prefix=f"{prefix}layers.{name}") for name in names
+        ]
 
 
 class Twice(Decoder):
@@ -43,11 +51,15 @@ class Pair:
 
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
         self.vision = Decoder(opgraft_config=opgraft_config, prefix=f"{prefix}vision.")
-        self.language = construct(Decoder, opgraft_config=opgraft_config, prefix=f"{prefix}{self.second}")
+        self.language = construct(
+            Decoder, opgraft_config=opgraft_config, prefix=f"{prefix}{self.second}"
+        )
 
 
 class OlderDecoder:
-    def __init__(self, config: Any, cache_config: Any = None, quant_config: Any = None, prefix: str = "") -> None:
+    def __init__(
+        self, config: Any, cache_config: Any = None, quant_config: Any = None, prefix: str = ""
+    ) -> None:
         self.arguments = (config, cache_config, quant_config, prefix)
 
 
@@ -66,7 +78,10 @@ def test_a_model_is_composed_of_models() -> None:
     """Parts have the prefix of their place; a second model of the same names is another model."""
     for _ in range(2):
         made = construct(Pair, opgraft_config=OpgraftConfig())
-        assert [layer.prefix for layer in made.language.layers] == ["language.layers.a", "language.layers.b"]
+        assert [layer.prefix for layer in made.language.layers] == [
+            "language.layers.a",
+            "language.layers.b",
+        ]
 
 
 def test_a_prefix_that_is_used_twice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +92,9 @@ def test_a_prefix_that_is_used_twice_is_an_error(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Pair, "second", "vision.")
     with pytest.raises(ConstructionError, match=r"'vision\.layers\.a'"):
         construct(Pair, opgraft_config=OpgraftConfig())
-    assert construct(Decoder, opgraft_config=OpgraftConfig(), prefix="m.")  # what failed is forgotten
+    assert construct(
+        Decoder, opgraft_config=OpgraftConfig(), prefix="m."
+    )  # what failed is forgotten
 
 
 def test_ops_within_a_model_follow_its_config() -> None:
@@ -92,10 +109,17 @@ def test_ops_within_a_model_follow_its_config() -> None:
 def test_older_signatures_are_adapted_with_a_warning() -> None:
     """An older constructor gets the sections that it names, resolved, and a warning that names its class."""
     config = OpgraftConfig(cache=CacheConfig(block_size=64))
-    with pytest.warns(DeprecationWarning, match=r"OlderDecoder has an older constructor \(config, cache_config"):
+    with pytest.warns(
+        DeprecationWarning, match=r"OlderDecoder has an older constructor \(config, cache_config"
+    ):
         made = construct(OlderDecoder, opgraft_config=config, prefix="m", config="checkpoint")
     checkpoint, cache, quant, prefix = made.arguments
-    assert (checkpoint, cache.block_size, cache.prefix_reuse, prefix) == ("checkpoint", 64, True, "m")
+    assert (checkpoint, cache.block_size, cache.prefix_reuse, prefix) == (
+        "checkpoint",
+        64,
+        True,
+        "m",
+    )
     assert quant is None
     with pytest.warns(DeprecationWarning, match="OlderDecoder"):
         made = construct(OlderDecoder, opgraft_config=config, config=1, quant_config="awq")
@@ -131,7 +155,9 @@ def test_a_checkpoint_is_loaded_into_an_older_signature(tmp_path: Path, method: 
     """The class gets the architecture's config, and a layer of it the method that the settings ask for."""
     transformers = pytest.importorskip("transformers")
     PluggableClass.register("OlderForCausalLM")(OlderForCausalLM)
-    transformers.LlamaConfig(architectures=["OlderForCausalLM"], hidden_size=64).save_pretrained(tmp_path)
+    transformers.LlamaConfig(architectures=["OlderForCausalLM"], hidden_size=64).save_pretrained(
+        tmp_path
+    )
     weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
     save_file({"proj.weight": weight}, tmp_path / "model.safetensors")
     config = OpgraftConfig(

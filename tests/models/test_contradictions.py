@@ -31,7 +31,9 @@ def config(name: object, implementation: str = "auto", **quantization: object) -
     )
 
 
-def changed(folder: Path, to: Path, edit: Callable[[dict[str, Tensor]], object], **values: object) -> Path:
+def changed(
+    folder: Path, to: Path, edit: Callable[[dict[str, Tensor]], object], **values: object
+) -> Path:
     """Copy a checkpoint with other tensors and settings."""
     shutil.copytree(folder, to)
     settings = json.loads((to / "config.json").read_text("utf-8")) | values
@@ -43,24 +45,35 @@ def changed(folder: Path, to: Path, edit: Callable[[dict[str, Tensor]], object],
 
 
 @pytest.mark.parametrize("implementation", ["auto", "transformers"])
-def test_another_head_than_the_embedding_is_not_tied(implementation: str, single: Path, tmp_path: Path) -> None:
+def test_another_head_than_the_embedding_is_not_tied(
+    implementation: str, single: Path, tmp_path: Path
+) -> None:
     """Tied weights may be stored twice, but only if they are equal."""
     other = changed(single, tmp_path / "other", lambda w: None, tie_word_embeddings=True)
-    with pytest.raises(CheckpointError, match=r"embed_tokens.*differs from.*lm_head|lm_head.*differs from.*embed_tok"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"embed_tokens.*differs from.*lm_head|lm_head.*differs from.*embed_tok",
+    ):
         load_model(config(other, implementation))
 
     def tie(weights: dict[str, Tensor]) -> None:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
 
-    load_model(config(changed(single, tmp_path / "same", tie, tie_word_embeddings=True), implementation))
+    load_model(
+        config(changed(single, tmp_path / "same", tie, tie_word_embeddings=True), implementation)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bool])
 def test_codes_are_no_weights(dtype: torch.dtype, single: Path, tmp_path: Path) -> None:
     """Integers without a quantization are not read as floating-point numbers."""
-    folder = changed(single, tmp_path / "codes", lambda w: w.update({DOWN: (w[DOWN] * 99).to(dtype)}))
+    folder = changed(
+        single, tmp_path / "codes", lambda w: w.update({DOWN: (w[DOWN] * 99).to(dtype)})
+    )
     for method in ({}, {"method": "int8"}):
-        with pytest.raises(CheckpointError, match=rf"down_proj.weight' has {dtype}, the model has torch.float32"):
+        with pytest.raises(
+            CheckpointError, match=rf"down_proj.weight' has {dtype}, the model has torch.float32"
+        ):
             load_model(config(folder, **method))
 
 
@@ -68,11 +81,15 @@ def test_wide_numbers_are_not_rounded_to_fp8(single: Path, tmp_path: Path) -> No
     """A checkpoint that says fp8 has weights in fp8."""
 
     def scale(weights: dict[str, Tensor]) -> None:
-        weights.update({f"{name}_scale": torch.ones(()) for name in list(weights) if "_proj" in name})
+        weights.update(
+            {f"{name}_scale": torch.ones(()) for name in list(weights) if "_proj" in name}
+        )
 
     said = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     folder = changed(single, tmp_path / "wide", scale, quantization_config=said)
-    with pytest.raises(CheckpointError, match=r"has torch\.float32, the model has torch.float8_e4m3fn"):
+    with pytest.raises(
+        CheckpointError, match=r"has torch\.float32, the model has torch.float8_e4m3fn"
+    ):
         load_model(config(folder))
 
 
@@ -99,17 +116,35 @@ INPUTS = {"type": "float", "num_bits": 8, "dynamic": True, "strategy": "token"}
 def test_settings_of_compressed_tensors_that_are_not_read(more: dict, in_group: dict) -> None:
     """What would change the numbers and is not read is refused; empty it is none."""
     group = {"targets": ["Linear"], "weights": FP8, "input_activations": INPUTS}
-    plain = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"]}
-    CompressedTensorsConfig.from_config({**plain, "config_groups": {"0": group}, **dict.fromkeys(more)})
+    plain = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": ["lm_head"],
+    }
+    CompressedTensorsConfig.from_config(
+        {**plain, "config_groups": {"0": group}, **dict.fromkeys(more)}
+    )
     with pytest.raises(QuantizationError, match=next(iter({**more, **in_group}))):
-        CompressedTensorsConfig.from_config({**plain, **more, "config_groups": {"0": {**group, **in_group}}})
+        CompressedTensorsConfig.from_config(
+            {**plain, **more, "config_groups": {"0": {**group, **in_group}}}
+        )
 
 
 def test_a_scheme_for_the_cache_changes_no_weights() -> None:
     """What compressed-tensors would keep in its cache is no reason to refuse the weights."""
     group = {"targets": ["Linear"], "weights": FP8, "input_activations": INPUTS}
-    plain = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"0": group}}
-    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    plain = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"0": group},
+    }
+    scheme = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "tensor",
+        "dynamic": False,
+        "symmetric": True,
+    }
     CompressedTensorsConfig.from_config({**plain, "kv_cache_scheme": scheme})
 
 
@@ -125,19 +160,30 @@ def test_a_scheme_for_the_cache_changes_no_weights() -> None:
     ],
 )
 def test_scales_for_a_cache_are_left_out_and_told_of(
-    names: tuple[str, ...], implementation: str, single: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    names: tuple[str, ...],
+    implementation: str,
+    single: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """By whichever tool's names: the weights are those of the checkpoint without, and the log says so."""
 
     def scale(weights: dict[str, Tensor]) -> None:
-        weights.update({f"model.layers.{i}.{name}": torch.tensor(0.02) for i in range(2) for name in names})
+        weights.update(
+            {f"model.layers.{i}.{name}": torch.tensor(0.02) for i in range(2) for name in names}
+        )
 
     logger = logging.getLogger("opgraft")
     with caplog.at_level("INFO", logger.name):
         plain = load_model(config(single, implementation)).state_dict()
         assert "scales for the cache" not in caplog.text
-        scaled = load_model(config(changed(single, tmp_path / "scaled", scale), implementation)).state_dict()
-    assert f"scaled has {2 * len(names)} scales for the cache, such as model.layers.0.{names[0]}" in caplog.text
+        scaled = load_model(
+            config(changed(single, tmp_path / "scaled", scale), implementation)
+        ).state_dict()
+    assert (
+        f"scaled has {2 * len(names)} scales for the cache, such as model.layers.0.{names[0]}"
+        in caplog.text
+    )
     assert plain.keys() == scaled.keys()
     assert all(torch.equal(plain[name], scaled[name]) for name in plain)
 
@@ -146,14 +192,24 @@ def test_other_scales_have_no_place(single: Path, tmp_path: Path) -> None:
     """A scale that is not known to be for a cache is not left out in silence."""
     name = "model.layers.0.self_attn.o_proj.output_scale"
     with pytest.raises(CheckpointError, match=r"o_proj.output_scale' has no place"):
-        load_model(config(changed(single, tmp_path / "other", lambda w: w.update({name: torch.tensor(0.02)}))))
+        load_model(
+            config(
+                changed(single, tmp_path / "other", lambda w: w.update({name: torch.tensor(0.02)}))
+            )
+        )
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [((), "auto"), (("--model.dtype", "bfloat16"), "bfloat16"), (("--dtype", "float16"), "float16")],
+    [
+        ((), "auto"),
+        (("--model.dtype", "bfloat16"), "bfloat16"),
+        (("--dtype", "float16"), "float16"),
+    ],
 )
-def test_the_dtype_of_an_answer(options: tuple, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dtype_of_an_answer(
+    options: tuple, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The option goes before the setting, which holds where the option is not given."""
     seen = []
 

@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from opgraft.config import LoadConfig, ModelConfig, OpgraftConfig, ParallelConfig, QuantizationSettings
+from opgraft.config import (
+    LoadConfig,
+    ModelConfig,
+    OpgraftConfig,
+    ParallelConfig,
+    QuantizationSettings,
+)
 from opgraft.distributed import get_dp_group, get_ep_group, get_tp_group
 from opgraft.engine.expert_balancer import ExpertBalancer
 from opgraft.errors import LayerError
@@ -60,7 +66,8 @@ def test_a_placement_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loads", "places", "most"), [([1000, 1, 1, 1], 8, 501.5), ([1000, 10, 10, 10, 10, 10], 10, 525)]
+    ("loads", "places", "most"),
+    [([1000, 1, 1, 1], 8, 501.5), ([1000, 10, 10, 10, 10, 10], 10, 525)],
 )
 def test_no_more_replicas_than_ranks(loads: list[int], places: int, most: float) -> None:
     """A third replica on two ranks would stand beside another one, and take a place from others."""
@@ -97,7 +104,9 @@ def test_moves(seed: int) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("mixtral")
-    written("Mixtral", path, num_local_experts=EXPERTS, num_experts_per_tok=TOPK, num_hidden_layers=2)
+    written(
+        "Mixtral", path, num_local_experts=EXPERTS, num_experts_per_tok=TOPK, num_hidden_layers=2
+    )
     return path
 
 
@@ -117,7 +126,9 @@ def model_of(folder: str, redundant: int, method: str | None) -> Any:
         OpgraftConfig(
             model=ModelConfig(name=folder, dtype="float32"),
             load=LoadConfig(device="cpu", progress=False),
-            parallel=ParallelConfig(expert=size, redundant_experts=redundant, expert_balance_steps=3),
+            parallel=ParallelConfig(
+                expert=size, redundant_experts=redundant, expert_balance_steps=3
+            ),
             quantization=QuantizationSettings(method=method),
         )
     )
@@ -136,8 +147,12 @@ def watched(folder: str, redundant: int, method: str | None) -> dict[str, Any]:
         layer.custom_routing_function = skewed
     chosen = [torch.zeros(EXPERTS, dtype=torch.int64) for _ in layers]
     for counts, layer in zip(chosen, layers, strict=True):
-        layer.register_forward_pre_hook(lambda layer, args, counts=counts: count(layer, args, counts))
-    balancer = ExpertBalancer.of(model, ParallelConfig(expert=2, expert_balance_steps=3, expert_moves=2))
+        layer.register_forward_pre_hook(
+            lambda layer, args, counts=counts: count(layer, args, counts)
+        )
+    balancer = ExpertBalancer.of(
+        model, ParallelConfig(expert=2, expert_balance_steps=3, expert_moves=2)
+    )
     assert balancer is not None
     tokens = ids(40 if get_dp_group().rank_in_group == 0 else 9)
     positions = torch.arange(len(tokens))
@@ -149,7 +164,10 @@ def watched(folder: str, redundant: int, method: str | None) -> dict[str, Any]:
             ran = [get_dp_group().all_reduce(each).tolist() for each in chosen]
         before = [placement.experts for _, placement in balancer.layers]
         moved.append(balancer.after_step())
-        changed = [zip(old, new.experts, strict=True) for old, (_, new) in zip(before, balancer.layers, strict=True)]
+        changed = [
+            zip(old, new.experts, strict=True)
+            for old, (_, new) in zip(before, balancer.layers, strict=True)
+        ]
         assert sum(old != new for pairs in changed for old, new in pairs) == moved[-1]
     for _, placement in balancer.layers:
         placement.loads.zero_()
@@ -165,7 +183,9 @@ def watched(folder: str, redundant: int, method: str | None) -> dict[str, Any]:
     }
 
 
-def skewed(hidden_states: Any, logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, ...]:
+def skewed(
+    hidden_states: Any, logits: torch.Tensor, top_k: int, renormalize: bool
+) -> tuple[torch.Tensor, ...]:
     """Route as the model does, but for a liking for the last experts."""
     shares, chosen = (logits + torch.arange(EXPERTS) * 0.4).softmax(-1).topk(top_k)
     return shares / shares.sum(-1, keepdim=True), chosen
@@ -206,8 +226,12 @@ class PackedMethod(UnquantizedFusedMoEMethod):
     def expert_tensors(self, layer: Any) -> list[torch.Tensor]:
         return [layer.packed, layer.factors]
 
-    def apply(self, layer: Any, x: Any = None, weights: Any = None, ids: Any = None, *shared: Any) -> Any:
-        w13, w2 = (layer.packed * layer.factors.unsqueeze(1)).split([each.numel() for each in self.sizes], 1)
+    def apply(
+        self, layer: Any, x: Any = None, weights: Any = None, ids: Any = None, *shared: Any
+    ) -> Any:
+        w13, w2 = (layer.packed * layer.factors.unsqueeze(1)).split(
+            [each.numel() for each in self.sizes], 1
+        )
         shaped = (part.reshape(-1, *size) for part, size in zip((w13, w2), self.sizes, strict=True))
         return fused_experts(x, *shaped, weights, ids)
 
@@ -216,7 +240,16 @@ def moved_in_parts() -> tuple[list[int], bool]:
     """Moves after each step while experts travel that are larger than what the first pauses send; and whether each
     expert has its own weights in the end."""
     size, hidden = get_ep_group().world_size, 512
-    layer = FusedMoE(EXPERTS, TOPK, hidden, hidden, tp_size=1, ep_size=size, enable_eplb=True, reduce_results=True)
+    layer = FusedMoE(
+        EXPERTS,
+        TOPK,
+        hidden,
+        hidden,
+        tp_size=1,
+        ep_size=size,
+        enable_eplb=True,
+        reduce_results=True,
+    )
     placement = layer.placement
     for place, expert in enumerate(placement.local):
         layer.w13_weight.data[place], layer.w2_weight.data[place] = expert, expert / 2
@@ -302,7 +335,15 @@ def weights_of(seed: int) -> dict[str, torch.Tensor]:
 
 def layer_of(config: QuantizationConfig | None, ep_size: int, seed: int = 0) -> Any:
     made = FusedMoE(
-        EXPERTS, TOPK, 8, 6, quant_config=config, tp_size=1, ep_size=ep_size, enable_eplb=True, reduce_results=True
+        EXPERTS,
+        TOPK,
+        8,
+        6,
+        quant_config=config,
+        tp_size=1,
+        ep_size=ep_size,
+        enable_eplb=True,
+        reduce_results=True,
     )
     load_weights(made, weights_of(seed))
     return made
@@ -310,7 +351,9 @@ def layer_of(config: QuantizationConfig | None, ep_size: int, seed: int = 0) -> 
 
 def routed(layer: Any) -> torch.Tensor:
     generator = torch.Generator().manual_seed(5)
-    output: torch.Tensor = layer(torch.randn(9, 8, generator=generator), torch.randn(9, EXPERTS, generator=generator))
+    output: torch.Tensor = layer(
+        torch.randn(9, 8, generator=generator), torch.randn(9, EXPERTS, generator=generator)
+    )
     return output
 
 
@@ -346,7 +389,10 @@ def silent() -> str:
 def test_a_method_that_does_not_say_what_it_keeps(two: Ranks) -> None:
     """The balancer refuses it at start, where it moved nothing and noted that it had."""
     for said in two.run(silent):
-        assert "SilentMethod keeps of them tensors of the shapes [], expected some, each of 4 experts" in said
+        assert (
+            "SilentMethod keeps of them tensors of the shapes [], expected some, each of 4 experts"
+            in said
+        )
 
 
 def loaded_again(names: str) -> torch.Tensor:
@@ -359,7 +405,9 @@ def loaded_again(names: str) -> torch.Tensor:
 def by_expert(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     gate, up = weights["gate_up_proj"].chunk(2, 1)
     by_name = {"gate_proj": gate, "up_proj": up, "down_proj": weights["down_proj"]}
-    return {f"{e}.{name}.weight": weight[e] for name, weight in by_name.items() for e in range(EXPERTS)}
+    return {
+        f"{e}.{name}.weight": weight[e] for name, weight in by_name.items() for e in range(EXPERTS)
+    }
 
 
 @pytest.mark.parametrize("names", ["in one", "by expert"])
@@ -372,7 +420,9 @@ def test_weights_that_are_loaded_after_experts_have_moved(names: str, two: Ranks
 
 def test_places_where_nothing_is_shared() -> None:
     """A layer of which each rank has a part of every expert has no places, and says so."""
-    with pytest.raises(LayerError, match="its experts are placed, and each rank has a part of all: set ep_size"):
+    with pytest.raises(
+        LayerError, match="its experts are placed, and each rank has a part of all: set ep_size"
+    ):
         layer_of(None, 1).place_experts(range(EXPERTS))
 
 

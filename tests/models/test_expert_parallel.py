@@ -26,11 +26,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 5}),
     "qwen3_moe": (
         "Qwen3Moe",
-        {**ROUTED, "num_local_experts": 8, "moe_intermediate_size": 24, "mlp_only_layers": [1], "norm_topk_prob": True},
+        {
+            **ROUTED,
+            "num_local_experts": 8,
+            "moe_intermediate_size": 24,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+        },
     ),
     "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
     "gpt_oss": ("GptOss", {**ROUTED, "num_local_experts": 8, "sliding_window": 5}),
-    "deepseek_v2": ("DeepseekV2", {**LATENT, **DEEPSEEK_EXPERTS, "topk_method": "group_limited_greedy"}),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {**LATENT, **DEEPSEEK_EXPERTS, "topk_method": "group_limited_greedy"},
+    ),
     "deepseek_v3": ("DeepseekV3", {**LATENT, **DEEPSEEK_EXPERTS, "q_lora_rank": 20}),
 }
 
@@ -39,10 +48,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
     """By family: the folder, and the model of transformers."""
     folder = tmp_path_factory.mktemp("experts")
-    return {name: (folder / name, written(family, folder / name, **v)) for name, (family, v) in FAMILIES.items()}
+    return {
+        name: (folder / name, written(family, folder / name, **v))
+        for name, (family, v) in FAMILIES.items()
+    }
 
 
-@pytest.fixture(scope="module", params=[{"tensor": 2}, {"data": 2}, {"tensor": 2, "data": 2}], ids=str)
+@pytest.fixture(
+    scope="module", params=[{"tensor": 2}, {"data": 2}, {"tensor": 2, "data": 2}], ids=str
+)
 def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[Ranks, int]]:
     """A job, and how many of its ranks have tokens of their own."""
     sizes = request.param
@@ -79,7 +93,9 @@ def bytes_of_experts(model: Any) -> int:
     return sum(layer.w13_weight.nbytes + layer.w2_weight.nbytes for layer in experts_of(model))
 
 
-def on_rank(folder: str, steps: Sequence[Sequence[int]], redundant: int = 0) -> tuple[list[torch.Tensor], int, int]:
+def on_rank(
+    folder: str, steps: Sequence[Sequence[int]], redundant: int = 0
+) -> tuple[list[torch.Tensor], int, int]:
     """The logits of steps, of which each data replica has so many tokens; bytes of experts; places of a layer."""
     model = loaded(folder, expert=get_ep_group().world_size, redundant_experts=redundant)
     replica = get_dp_group().rank_in_group
@@ -110,7 +126,9 @@ def test_logits(
             torch.testing.assert_close(logits, expected, **TOLERANCE)
 
 
-def chosen_by_caller(tokens: torch.Tensor, chosen: torch.Tensor, ep_size: int, redundant: int = 0) -> torch.Tensor:
+def chosen_by_caller(
+    tokens: torch.Tensor, chosen: torch.Tensor, ep_size: int, redundant: int = 0
+) -> torch.Tensor:
     """What four experts of the same weights on every rank make of tokens."""
     layer = TransformersFusedMoE(
         4, 2, 8, 6, tp_size=1, ep_size=ep_size, num_redundant_experts=redundant, reduce_results=True
@@ -118,7 +136,9 @@ def chosen_by_caller(tokens: torch.Tensor, chosen: torch.Tensor, ep_size: int, r
     generator = torch.Generator().manual_seed(1)
     for parameter, shape in ((layer.w13_weight, (4, 12, 8)), (layer.w2_weight, (4, 8, 6))):
         layer.weight_loader(parameter, torch.randn(shape, generator=generator))
-    output: torch.Tensor = layer(tokens, chosen, torch.linspace(0.2, 1.1, chosen.numel()).reshape(chosen.shape))
+    output: torch.Tensor = layer(
+        tokens, chosen, torch.linspace(0.2, 1.1, chosen.numel()).reshape(chosen.shape)
+    )
     return output
 
 
@@ -145,7 +165,9 @@ def test_a_choice_of_no_expert(redundant: int, ranks: tuple[Ranks, int]) -> None
 def test_a_choice_of_an_expert_that_is_not_there(ranks: tuple[Ranks, int]) -> None:
     """Ids beyond the experts are refused where ranks share them, as on one rank."""
     for said in ranks[0].run(refused_choice, torch.zeros(1, 8), torch.tensor([[0, 4]])):
-        assert said.startswith("TransformersFusedMoE: topk_ids reach from 0 to 4, expected those of 4 experts")
+        assert said.startswith(
+            "TransformersFusedMoE: topk_ids reach from 0 to 4, expected those of 4 experts"
+        )
 
 
 PLUGIN = """
@@ -175,14 +197,20 @@ class VendorExchange(ExpertExchange):
 """
 
 
-def by_vendor(folder: str, steps: Sequence[Sequence[int]]) -> tuple[list[torch.Tensor], list[Any], list[str]]:
+def by_vendor(
+    folder: str, steps: Sequence[Sequence[int]]
+) -> tuple[list[torch.Tensor], list[Any], list[str]]:
     """The logits of steps, calls of the plugin's exchange, and the class of each layer's exchange."""
     import vendor_exchange
 
     model = loaded(folder, expert=get_ep_group().world_size)
     replica = get_dp_group().rank_in_group
     results = [logits_of(model, step[replica]) for step in steps]
-    return results, vendor_exchange.CALLS, [type(layer.exchange).__name__ for layer in experts_of(model)]
+    return (
+        results,
+        vendor_exchange.CALLS,
+        [type(layer.exchange).__name__ for layer in experts_of(model)],
+    )
 
 
 def test_an_exchange_of_a_plugin(site: Site, checkpoints: dict[str, tuple[Path, Any]]) -> None:
@@ -214,13 +242,18 @@ def test_experts_that_ranks_do_not_divide(ranks: tuple[Ranks, int], tmp_path: Pa
     written("Mixtral", tmp_path, num_local_experts=5)
     for said in ranks[0].run(refused, str(tmp_path)):
         assert "model.layers.0.mlp.experts" in said
-        assert f"5 experts and 0 redundant ones cannot be shared by {len(ranks[0].processes)} ranks" in said
+        assert (
+            f"5 experts and 0 redundant ones cannot be shared by {len(ranks[0].processes)} ranks"
+            in said
+        )
         assert "parallel.redundant_experts" in said
 
 
 def test_redundant_experts_of_one_rank(checkpoints: dict[str, tuple[Path, Any]]) -> None:
     """Without ranks that share experts there is no use for redundant ones."""
-    with pytest.raises(LayerError, match="num_redundant_experts is 2, expected 0 where ep_size is 1"):
+    with pytest.raises(
+        LayerError, match="num_redundant_experts is 2, expected 0 where ep_size is 1"
+    ):
         loaded(str(checkpoints["mixtral"][0]), redundant_experts=2)
 
 
@@ -228,12 +261,24 @@ def test_redundant_experts_of_one_rank(checkpoints: dict[str, tuple[Path, Any]])
     ("family", "values", "words"),
     [
         ("mixtral", {"num_experts_per_tok": 9}, "top_k is 9, expected 1 to 8"),
-        ("deepseek_v3", {"n_group": 3}, "num_expert_group is 3 and topk_group 2, expected a divisor of 8 experts"),
-        ("deepseek_v3", {"num_experts_per_tok": 5}, "top_k is 5, expected 1 to 4, the experts to choose from"),
+        (
+            "deepseek_v3",
+            {"n_group": 3},
+            "num_expert_group is 3 and topk_group 2, expected a divisor of 8 experts",
+        ),
+        (
+            "deepseek_v3",
+            {"num_experts_per_tok": 5},
+            "top_k is 5, expected 1 to 4, the experts to choose from",
+        ),
     ],
 )
 def test_numbers_of_experts_that_do_not_fit(
-    family: str, values: dict[str, Any], words: str, checkpoints: dict[str, tuple[Path, Any]], tmp_path: Path
+    family: str,
+    values: dict[str, Any],
+    words: str,
+    checkpoints: dict[str, tuple[Path, Any]],
+    tmp_path: Path,
 ) -> None:
     """A config whose numbers contradict each other is refused before weights are read, with the layer's name."""
     folder = tmp_path / "model"

@@ -14,14 +14,27 @@ from opgraft.models.gguf_names import config_values
 
 from .conftest import gguf, llama_config, transformers, write_gguf
 
-SIZES = {"context_length": 8192, "vocab_size": 96, "feed_forward_length": 512, "rope.freq_base": 500000.0}
-SMALL = {"block_count": 2, "embedding_length": 256, "attention.head_count": 4, "attention.head_count_kv": 2}
+SIZES = {
+    "context_length": 8192,
+    "vocab_size": 96,
+    "feed_forward_length": 512,
+    "rope.freq_base": 500000.0,
+}
+SMALL = {
+    "block_count": 2,
+    "embedding_length": 256,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+}
 
 
 def values_of(arch: str, **settings: object) -> dict:
     """The settings of a file with these keys, whose dots are written as two underscores."""
     keys = {**SIZES, **SMALL, **{key.replace("__", "."): value for key, value in settings.items()}}
-    metadata = {"general.architecture": arch, **{f"{arch}.{key}": value for key, value in keys.items()}}
+    metadata = {
+        "general.architecture": arch,
+        **{f"{arch}.{key}": value for key, value in keys.items()},
+    }
     return config_values(metadata, {}, "model.gguf")
 
 
@@ -36,7 +49,11 @@ def values_of(arch: str, **settings: object) -> dict:
 )
 def test_the_scale_of_queries_of_gemma(arch, blocks, hidden, heads, head, scalar) -> None:
     """Sizes and scalars are those of the published models."""
-    sizes = {"embedding_length": hidden, "attention__head_count": heads, "attention__key_length": head}
+    sizes = {
+        "embedding_length": hidden,
+        "attention__head_count": heads,
+        "attention__key_length": head,
+    }
     assert values_of(arch, block_count=blocks, **sizes)["query_pre_attn_scalar"] == scalar
 
 
@@ -78,20 +95,40 @@ def test_all_that_is_not_read_is_one_error() -> None:
 
 def test_settings_that_change_nothing() -> None:
     """They pass."""
-    same = {"attention.causal": True, "expert_count": 0, "rope.dimension_count": 64, "rope.scaling.type": "none"}
+    same = {
+        "attention.causal": True,
+        "expert_count": 0,
+        "rope.dimension_count": 64,
+        "rope.scaling.type": "none",
+    }
     assert values_of("llama", **same) == values_of("llama")
 
 
 def test_settings_that_only_some_families_read() -> None:
     """A window and caps of Gemma 2, scales of Granite, the rotated part of Phi-3."""
-    gemma = values_of("gemma2", attention__sliding_window=16, attn_logit_softcapping=20.0, final_logit_softcapping=0.0)
-    assert (gemma["sliding_window"], gemma["attn_logit_softcapping"], gemma["final_logit_softcapping"]) == (
+    gemma = values_of(
+        "gemma2",
+        attention__sliding_window=16,
+        attn_logit_softcapping=20.0,
+        final_logit_softcapping=0.0,
+    )
+    assert (
+        gemma["sliding_window"],
+        gemma["attn_logit_softcapping"],
+        gemma["final_logit_softcapping"],
+    ) == (
         16,
         20,
         None,
     )
-    granite = values_of("granite", attention__scale=0.5, embedding_scale=3.0, residual_scale=0.25, logit_scale=2.0)
-    assert (granite["attention_multiplier"], granite["residual_multiplier"], granite["logits_scaling"]) == (
+    granite = values_of(
+        "granite", attention__scale=0.5, embedding_scale=3.0, residual_scale=0.25, logit_scale=2.0
+    )
+    assert (
+        granite["attention_multiplier"],
+        granite["residual_multiplier"],
+        granite["logits_scaling"],
+    ) == (
         0.5,
         0.25,
         2,
@@ -122,7 +159,12 @@ def with_settings(folder: Path, model, settings: Mapping[str, object], monkeypat
 
 def divisors(factor: float) -> torch.Tensor:
     """What llama.cpp's converter writes: what transformers' rope llama3 divides frequencies by."""
-    rope = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     rope |= {"original_max_position_embeddings": 8192, "rope_theta": 10000.0}
     init = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"]
     scaled = init(llama_config(rope_parameters=rope), "cpu")[0]
@@ -132,15 +174,27 @@ def divisors(factor: float) -> torch.Tensor:
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 YARN = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
 ROPES = {
-    "linear": ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, {"factor": 4.0}),
-    "linear without a type": ({"llama.rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+    "linear": (
+        {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
+        {"factor": 4.0},
+    ),
+    "linear without a type": (
+        {"llama.rope.scaling.factor": 4.0},
+        {"rope_type": "linear", "factor": 4.0},
+    ),
     "linear of old": ({"llama.rope.scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
     "yarn": (
         {**YARN, "llama.rope.scaling.original_context_length": 512.0},
         {"factor": 4.0, "original_max_position_embeddings": 512},
     ),
-    "llama3 8": ({"rope_freqs.weight": divisors(8.0)}, {"rope_type": "llama3", "factor": 8.0, **LLAMA3}),
-    "llama3 32": ({"rope_freqs.weight": divisors(32.0)}, {"rope_type": "llama3", "factor": 32.0, **LLAMA3}),
+    "llama3 8": (
+        {"rope_freqs.weight": divisors(8.0)},
+        {"rope_type": "llama3", "factor": 8.0, **LLAMA3},
+    ),
+    "llama3 32": (
+        {"rope_freqs.weight": divisors(32.0)},
+        {"rope_type": "llama3", "factor": 32.0, **LLAMA3},
+    ),
 }
 
 
@@ -156,11 +210,15 @@ def test_ropes(kind: str, tmp_path, llama, monkeypatch) -> None:
     ids, positions = torch.arange(64), 8 * torch.arange(64)
     logits = reference(ids[None], position_ids=positions[None]).logits[0]
     assert (logits - llama(ids[None], position_ids=positions[None]).logits[0]).abs().max() > 3e-3
-    torch.testing.assert_close(ours.compute_logits(ours(ids, positions)), logits, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        ours.compute_logits(ours(ids, positions)), logits, rtol=1e-3, atol=1e-4
+    )
 
 
 def test_other_frequencies_are_refused(tmp_path, llama, monkeypatch) -> None:
     """Divisors that no rope of the config gives are an error that says so."""
-    file = with_settings(tmp_path, llama, {"rope_freqs.weight": torch.linspace(1, 8, 32)}, monkeypatch)
+    file = with_settings(
+        tmp_path, llama, {"rope_freqs.weight": torch.linspace(1, 8, 32)}, monkeypatch
+    )
     with pytest.raises(CheckpointError, match=r"rope_freqs.weight is not that of rope_type llama3"):
         load_model(OpgraftConfig(model=ModelConfig(name=str(file))))

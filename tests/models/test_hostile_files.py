@@ -115,7 +115,8 @@ def test_a_file_that_is_cut_short_is_one_problem(file) -> None:
     """However many tensors are cut, the sizes and their number are told once."""
     file.write_bytes(file.read_bytes()[:-160])
     with pytest.raises(
-        CheckpointError, match=r"file: the file is cut short: 16 of 176 bytes .* 3 of 3 tensors, from 'a'"
+        CheckpointError,
+        match=r"file: the file is cut short: 16 of 176 bytes .* 3 of 3 tensors, from 'a'",
     ):
         open_weights(file)
 
@@ -124,7 +125,8 @@ def test_a_file_that_is_cut_short_is_one_problem(file) -> None:
     "content",
     [b"", b"abc", b"\xff" * 8, (2**40).to_bytes(8, "little") + b"{}", b"\x02" + bytes(7) + b"[]"]
     + [
-        (len(t).to_bytes(8, "little") + t) for t in (b'{"a":1,"a":2}', b"[" * 9999, b"\xff\xfe", b'{"a":' + b"9" * 9999)
+        (len(t).to_bytes(8, "little") + t)
+        for t in (b'{"a":1,"a":2}', b"[" * 9999, b"\xff\xfe", b'{"a":' + b"9" * 9999)
     ],
 )
 def test_what_is_no_header(file, content: bytes) -> None:
@@ -149,12 +151,16 @@ def test_shards_that_contradict_their_index(sharded, tmp_path) -> None:
             open_weights(with_map(x=path))
     with pytest.raises(CheckpointError, match=r"is no .safetensors file: it is refused"):
         open_weights(with_map(x="pytorch_model.bin"))
-    with pytest.raises(CheckpointError, match=r"2 problems: one.safetensors .*missing; two.safetensors .*missing"):
+    with pytest.raises(
+        CheckpointError, match=r"2 problems: one.safetensors .*missing; two.safetensors .*missing"
+    ):
         open_weights(with_map(x="one.safetensors", y="two.safetensors"))
     with pytest.raises(CheckpointError, match="it is in none of the files"):
         open_weights(with_map(x=content["weight_map"]["lm_head.weight"]))
     shutil.copy(folder / content["weight_map"]["lm_head.weight"], folder / "again.safetensors")
-    with pytest.raises(CheckpointError, match=r"tensor '[\w.]+' is in again.safetensors and model-"):
+    with pytest.raises(
+        CheckpointError, match=r"tensor '[\w.]+' is in again.safetensors and model-"
+    ):
         open_weights(with_map(x="again.safetensors"))
 
 
@@ -164,7 +170,9 @@ def test_pickles_are_refused(tmp_path) -> None:
     for path in (tmp_path, tmp_path / "pytorch_model.bin"):
         with pytest.raises(CheckpointError, match="pickle"):
             open_weights(path)
-    with pytest.raises(CheckpointError, match=r"'smollm' is no folder and no file.*did you mean 'smollm2'"):
+    with pytest.raises(
+        CheckpointError, match=r"'smollm' is no folder and no file.*did you mean 'smollm2'"
+    ):
         open_weights("smollm")
     with pytest.raises(CheckpointError, match=r"or one of 'minilm', 'smollm2'$"):
         open_weights("zebra")
@@ -202,7 +210,10 @@ def test_edited_gguf_headers(gguf_file) -> None:
         (name, struct.pack("<I", 7)): "has 7 dimensions, at most 4",
         (name + 4, struct.pack("<Q", 33)): "overlap|cut short|no multiple",
         (name + 20, struct.pack("<I", 77)): "its type 77 is not known to gguf",
-        (name + 20, struct.pack("<I", 14)): r"rows of 32 are no whole blocks of Q6_K \(256 values\)",
+        (
+            name + 20,
+            struct.pack("<I", 14),
+        ): r"rows of 32 are no whole blocks of Q6_K \(256 values\)",
         (name + 24, struct.pack("<Q", 2**62)): "the file is cut short",
         (name + 24, struct.pack("<Q", 5)): "no multiple of 32",
     }
@@ -218,7 +229,9 @@ def test_edited_gguf_headers(gguf_file) -> None:
 def test_a_name_that_is_no_architecture(gguf_file) -> None:
     """An architecture that is not known is named, with the nearest that are."""
     gguf_file.write_bytes(gguf_file.read_bytes().replace(b"llama", b"llamb"))
-    with pytest.raises(CheckpointError, match="'llamb', which is not known here: did you mean 'llama'"):
+    with pytest.raises(
+        CheckpointError, match="'llamb', which is not known here: did you mean 'llama'"
+    ):
         open_weights(gguf_file)
 
 
@@ -248,7 +261,11 @@ def mutated(content: bytes, changes: list[tuple[int, int]], span: int) -> bytes:
 @given(changes=MUTATIONS)
 def test_mutated_safetensors(file, changes) -> None:
     """Whatever bytes of the header are changed, the file is refused by a CheckpointError or read whole."""
-    content = file.read_bytes() if not (file.parent / "sound").exists() else (file.parent / "sound").read_bytes()
+    content = (
+        file.read_bytes()
+        if not (file.parent / "sound").exists()
+        else (file.parent / "sound").read_bytes()
+    )
     (file.parent / "sound").write_bytes(content)
     file.write_bytes(mutated(content, changes, 8 + int.from_bytes(content[:8], "little")))
     read_all(file)
@@ -267,6 +284,8 @@ def test_mutated_gguf(gguf_file, changes) -> None:
 
 def test_a_config_that_names_code_elsewhere(tmp_path) -> None:
     """Implementations of a hub are refused at any depth."""
-    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"_attn_implementation": "someone/kernel"}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"text_config": {"_attn_implementation": "someone/kernel"}})
+    )
     with pytest.raises(CheckpointError, match="may take it from a hub"):
         check_config(tmp_path / "config.json")

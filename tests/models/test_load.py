@@ -64,8 +64,13 @@ class Model(nn.Module):
 
 def checkpoint() -> dict[str, torch.Tensor]:
     rows = {"q_proj": 8, "k_proj": 4, "v_proj": 4, "gate_proj": 6, "up_proj": 6}
-    names = {f"blocks.{i}.{name}.weight": (size, 8) for i in range(2) for name, size in rows.items()}
-    names |= {f"blocks.{i}.norm.weight": (8,) for i in range(2)} | {"embed.weight": (10, 8), "steps": (3,)}
+    names = {
+        f"blocks.{i}.{name}.weight": (size, 8) for i in range(2) for name, size in rows.items()
+    }
+    names |= {f"blocks.{i}.norm.weight": (8,) for i in range(2)} | {
+        "embed.weight": (10, 8),
+        "steps": (3,),
+    }
     generator = torch.Generator().manual_seed(0)
     return {name: torch.rand(shape, generator=generator) + 1 for name, shape in names.items()}
 
@@ -73,7 +78,10 @@ def checkpoint() -> dict[str, torch.Tensor]:
 def test_stacked_layers_tied_weights_and_hooks() -> None:
     """Packed layers are filled in parts, a tied head by its other name; hooks run once, after all rows are filled."""
     weights, model = checkpoint(), Model()
-    left = {f"blocks.0.{name}": torch.ones(2) for name in ("rotary_emb.inv_freq", "attn.k_scale", "attn.v_scale")}
+    left = {
+        f"blocks.0.{name}": torch.ones(2)
+        for name in ("rotary_emb.inv_freq", "attn.k_scale", "attn.v_scale")
+    }
     loaded = load_weights(model, {**weights, **left, "head.weight": weights["embed.weight"]})
     assert loaded.tensors == len(weights)
     assert loaded.ignored == (*left, "head.weight")
@@ -96,7 +104,10 @@ def test_a_packed_tensor_is_taken_whole() -> None:
 def test_names_are_mapped() -> None:
     """Prefixes, parts and endings are changed by data, and a part that maps to None drops the tensor."""
     weights, model = checkpoint(), Model()
-    theirs = {f"model.{name.replace('norm', 'ln').replace('weight', 'w')}": t for name, t in weights.items()}
+    theirs = {
+        f"model.{name.replace('norm', 'ln').replace('weight', 'w')}": t
+        for name, t in weights.items()
+    }
     theirs["vision.x"] = torch.ones(1)
     mapper = WeightsMapper({"model.": "", "vision.": None}, {".ln.": ".norm."}, {".w": ".weight"})
     assert load_weights(model, theirs, mapper=mapper).ignored == ("vision.x",)
@@ -113,20 +124,27 @@ def test_one_error_lists_all_that_does_not_fit() -> None:
         load_weights(model, weights)
     message = str(caught.value)
     assert "the Model that the configuration describes: 4 problems: " in message
-    assert "'blocks.0.k_proj.weight (a part)' is missing (near: 'blocks.0.k_projj.weight')" in message
+    assert (
+        "'blocks.0.k_proj.weight (a part)' is missing (near: 'blocks.0.k_projj.weight')" in message
+    )
     assert "'blocks.0.k_projj.weight' has no place (near: 'blocks.0.k_proj.weight')" in message
     assert "'other' has no place" in message
     assert "'blocks.1.norm.weight' has shape [9], the model has [8]" in message
     assert model.blocks[0].qkv_proj.processed == []
     with pytest.raises(CheckpointError, match=r"embed.weight' is missing"):
-        load_weights(Model(), {name: t for name, t in checkpoint().items() if name != "embed.weight"})
+        load_weights(
+            Model(), {name: t for name, t in checkpoint().items() if name != "embed.weight"}
+        )
 
 
 def test_loaders_that_refuse_are_listed_together() -> None:
     """A part that its loader refuses is a problem like any other, with the loader's words."""
     weights = checkpoint()
     weights["blocks.0.q_proj.weight"] = weights["blocks.1.up_proj.weight"] = torch.ones(3, 8)
-    with pytest.raises(CheckpointError, match=r"2 problems: .*q_proj.*expected \(8, 8\).*up_proj.*expected \(6, 8\)"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"2 problems: .*q_proj.*expected \(8, 8\).*up_proj.*expected \(6, 8\)",
+    ):
         load_weights(Model(), weights)
 
 
@@ -143,15 +161,24 @@ class Untied(nn.Module):
 
 def test_a_head_that_the_config_ties() -> None:
     """The error about its weight tells how to tie it; where more is wrong, or it is not tied, as for any other."""
-    model, weights = Untied(), {"model.embed_tokens.weight": torch.ones(96, 8), "norm.weight": torch.ones(8)}
+    model, weights = (
+        Untied(),
+        {"model.embed_tokens.weight": torch.ones(96, 8), "norm.weight": torch.ones(8)},
+    )
     way = r"self\.lm_head = self\.lm_head\.tie_weights\(self\.model\.embed_tokens\)"
-    with pytest.raises(CheckpointError, match=rf"'lm_head.weight' is missing: .*tie_word_embeddings.* {way}") as caught:
+    with pytest.raises(
+        CheckpointError, match=rf"'lm_head.weight' is missing: .*tie_word_embeddings.* {way}"
+    ) as caught:
         load_weights(model, weights)
     assert str(caught.value).endswith("Next: tie the head where the model is constructed.")
-    with pytest.raises(CheckpointError, match=rf"2 problems: .*{way}.* Next: give the configuration"):
+    with pytest.raises(
+        CheckpointError, match=rf"2 problems: .*{way}.* Next: give the configuration"
+    ):
         load_weights(model, {"model.embed_tokens.weight": torch.ones(96, 8)})
     model.config.tie_word_embeddings = False
-    with pytest.raises(CheckpointError, match=r"'lm_head.weight' is missing\. Next: give the configuration"):
+    with pytest.raises(
+        CheckpointError, match=r"'lm_head.weight' is missing\. Next: give the configuration"
+    ):
         load_weights(model, weights)
     model.config.tie_word_embeddings = True
     model.lm_head = model.lm_head.tie_weights(model.model["embed_tokens"])  # type: ignore[assignment]
@@ -160,7 +187,9 @@ def test_a_head_that_the_config_ties() -> None:
 
 def test_the_reason_of_many_shapes_is_given_once() -> None:
     """Weights of other shapes are told by their sizes, and why that may be stands before the list."""
-    layers = nn.ModuleDict({f"a{i}": ops.ColumnParallelLinear(4, 8, bias=False, prefix=f"a{i}") for i in range(3)})
+    layers = nn.ModuleDict(
+        {f"a{i}": ops.ColumnParallelLinear(4, 8, bias=False, prefix=f"a{i}") for i in range(3)}
+    )
     with pytest.raises(
         CheckpointError, match=r"'a0': the weight .* \(9, 4\), expected 8 in dimension 0.*'a2': "
     ) as caught:
@@ -182,16 +211,23 @@ def test_transformers_models_are_filled(llama, sharded, tmp_path, dtype) -> None
     """A Llama of transformers gets its weights from shards and from GGUF, converted to its dtype."""
     empty = transformers.LlamaForCausalLM(llama_config()).to(dtype)
     load_weights(empty, open_weights(sharded).tensors)
-    assert all(torch.equal(tensor, llama.state_dict()[name].to(dtype)) for name, tensor in empty.state_dict().items())
+    assert all(
+        torch.equal(tensor, llama.state_dict()[name].to(dtype))
+        for name, tensor in empty.state_dict().items()
+    )
     expected = write_gguf(tmp_path / "model.gguf", llama, "Q8_0")
     load_weights(empty, open_weights(tmp_path).tensors)
-    assert all(torch.equal(tensor, expected[name].to(dtype)) for name, tensor in empty.state_dict().items())
+    assert all(
+        torch.equal(tensor, expected[name].to(dtype)) for name, tensor in empty.state_dict().items()
+    )
 
 
 def test_a_config_that_contradicts_the_weights(sharded) -> None:
     """A configuration of another size is one error, which says so."""
     model = transformers.LlamaForCausalLM(llama_config(hidden_size=128, intermediate_size=512))
-    with pytest.raises(CheckpointError, match="not those of the LlamaForCausalLM that the configuration describes"):
+    with pytest.raises(
+        CheckpointError, match="not those of the LlamaForCausalLM that the configuration describes"
+    ):
         load_weights(model, open_weights(sharded).tensors)
 
 

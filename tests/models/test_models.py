@@ -12,7 +12,14 @@ import pytest
 import torch
 from opgraft import PluggableClass
 from opgraft.config import LoadConfig, ModelConfig, OpgraftConfig, ParallelConfig
-from opgraft.errors import CheckpointError, ConfigError, ConflictError, DistributedError, LayerError, ModelError
+from opgraft.errors import (
+    CheckpointError,
+    ConfigError,
+    ConflictError,
+    DistributedError,
+    LayerError,
+    ModelError,
+)
 from opgraft.models import LlamaForCausalLM, load_model, model_class, model_classes
 from opgraft.ops.attention import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
@@ -42,7 +49,10 @@ def logits_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
     """By name of a case: the folder, and the model of transformers."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    return {name: (folder / name, written(family, folder / name, **v)) for name, (family, v) in DECODERS.items()}
+    return {
+        name: (folder / name, written(family, folder / name, **v))
+        for name, (family, v) in DECODERS.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -67,17 +77,25 @@ class TestDecoders:
         """Two sequences that come in chunks of unlike lengths give what each gives at once."""
         model = loaded(checkpoints[name][0])
         long, short = ids(17), ids(11)
-        caches = {key: torch.full(layer.kv_cache_shape(12, 4), torch.nan) for key, layer in layers_of(model).items()}
+        caches = {
+            key: torch.full(layer.kv_cache_shape(12, 4), torch.nan)
+            for key, layer in layers_of(model).items()
+        }
         table = {2: [3, 7, 11, 0, 5], 0: [9, 1, 4, 10, 2]}
         rows: dict[int, list[torch.Tensor]] = {0: [], 2: []}
         done = {0: 0, 2: 0}
         for chunk_long, chunk_short in ((7, 4), (1, 1), (1, 5), (8, 1)):
-            chunks = {2: long[done[2] : done[2] + chunk_long], 0: short[done[0] : done[0] + chunk_short]}
+            chunks = {
+                2: long[done[2] : done[2] + chunk_long],
+                0: short[done[0] : done[0] + chunk_short],
+            }
             lengths = tuple(map(len, chunks.values()))
             so_far = [done[row] + len(part) for row, part in chunks.items()]
             blocks = torch.tensor([table[row] for row in chunks])
             batch = AttentionBatch.of_sequences(lengths, so_far, blocks, caches, block_size=4)
-            positions = torch.cat([torch.arange(done[row], done[row] + len(part)) for row, part in chunks.items()])
+            positions = torch.cat(
+                [torch.arange(done[row], done[row] + len(part)) for row, part in chunks.items()]
+            )
             with torch.no_grad(), attending(batch):
                 logits = model.compute_logits(model(torch.cat(list(chunks.values())), positions))
             for row, part in zip(chunks, logits.split(lengths), strict=True):
@@ -86,7 +104,9 @@ class TestDecoders:
         torch.testing.assert_close(torch.cat(rows[2]), logits_of(model, long), **TOLERANCE)
         torch.testing.assert_close(torch.cat(rows[0]), logits_of(model, short), **TOLERANCE)
 
-    def test_two_ranks(self, name: str, checkpoints: dict[str, tuple[Path, Any]], two: Ranks) -> None:
+    def test_two_ranks(
+        self, name: str, checkpoints: dict[str, tuple[Path, Any]], two: Ranks
+    ) -> None:
         """Two ranks give the logits of one, each with half of the weights in memory."""
         folder = checkpoints[name][0]
         alone, whole = on_rank(str(folder))
@@ -112,7 +132,11 @@ def on_rank(folder: str) -> tuple[torch.Tensor, int]:
     """The logits, and the bytes of the weights that layers share among ranks."""
     model = loaded(Path(folder))
     whole = ("_a_proj", ".gate.")  # projections to latents, and routers, which every rank has
-    shared = [p for name, p in model.named_parameters() if p.dim() > 1 and not any(part in name for part in whole)]
+    shared = [
+        p
+        for name, p in model.named_parameters()
+        if p.dim() > 1 and not any(part in name for part in whole)
+    ]
     return logits_of(model, ids()), sum(parameter.nbytes for parameter in shared)
 
 
@@ -131,7 +155,9 @@ def test_encoders(architecture: str, tmp_path: Path, two: Ranks) -> None:
 def encoded(folder: str) -> torch.Tensor:
     model = loaded(Path(folder))
     with torch.no_grad(), attending(AttentionBatch.of_sequences([7, 12])):
-        states: torch.Tensor = model(torch.cat((ids(7), ids(12))), torch.cat((torch.arange(7), torch.arange(12))))
+        states: torch.Tensor = model(
+            torch.cat((ids(7), ids(12))), torch.cat((torch.arange(7), torch.arange(12)))
+        )
     return states
 
 
@@ -139,7 +165,8 @@ def test_a_part_of_a_larger_model(tmp_path: Path) -> None:
     """A model is made of a part of a config, under a prefix of its own, which names its caches."""
     text = transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 2})
     config = transformers.LlavaConfig(
-        text_config=text, vision_config=transformers.CLIPVisionConfig(hidden_size=8, num_attention_heads=2)
+        text_config=text,
+        vision_config=transformers.CLIPVisionConfig(hidden_size=8, num_attention_heads=2),
     )
     config.save_pretrained(tmp_path)
     saved(transformers.LlamaForCausalLM(text), tmp_path / "weights")
@@ -167,7 +194,9 @@ def test_a_second_class_for_an_architecture_is_told_how_to_replace() -> None:
         pass
 
     way = r"@LlamaForCausalLM.register_oot \(from opgraft.models import LlamaForCausalLM\) instead"
-    with pytest.raises(ConflictError, match=rf"^class name 'LlamaForCausalLM' is registered twice.* {way}"):
+    with pytest.raises(
+        ConflictError, match=rf"^class name 'LlamaForCausalLM' is registered twice.* {way}"
+    ):
         PluggableClass.register("LlamaForCausalLM")(Other)
 
 
@@ -191,7 +220,10 @@ def test_key_heads_that_ranks_do_not_divide(name: str, tmp_path: Path, two: Rank
 
 def test_an_encoder_with_heads_that_ranks_do_not_divide(tmp_path: Path, two: Ranks) -> None:
     """Two ranks with two and one of three heads give the hidden states of one."""
-    saved(transformers.BertModel(transformers.BertConfig(**{**SIZES, "num_attention_heads": 3})), tmp_path)
+    saved(
+        transformers.BertModel(transformers.BertConfig(**{**SIZES, "num_attention_heads": 3})),
+        tmp_path,
+    )
     alone = encoded(str(tmp_path))
     for states in two.run(encoded, str(tmp_path)):
         torch.testing.assert_close(states, alone, **TOLERANCE)
@@ -215,10 +247,15 @@ def refused(folder: str) -> str:
     ("value", "words"),
     [
         ({"hidden_act": "relu6"}, "activation 'relu6' is none of"),
-        ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
+        (
+            {"layer_types": ["full_attention", "chunked_attention", "full_attention"]},
+            "chunked_attention",
+        ),
     ],
 )
-def test_a_config_that_is_not_written_for(tmp_path: Path, value: dict[str, Any], words: str) -> None:
+def test_a_config_that_is_not_written_for(
+    tmp_path: Path, value: dict[str, Any], words: str
+) -> None:
     """A config that asks for something else is refused with what it asks for."""
     config = transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 2})
     saved(transformers.LlamaForCausalLM(config), tmp_path)
@@ -234,11 +271,14 @@ def test_settings_that_contradict_what_is_there(checkpoints: dict[str, tuple[Pat
     name = ModelConfig(name=str(checkpoints["llama"][0]))
     for kind in ("tensor", "pipeline", "data", "expert"):
         with pytest.raises(
-            DistributedError, match=rf"parallel\.{kind} is 2, and the {kind} group of this process has 1"
+            DistributedError,
+            match=rf"parallel\.{kind} is 2, and the {kind} group of this process has 1",
         ):
             load_model(OpgraftConfig(model=name, parallel=ParallelConfig(**{kind: 2})))
     for device in ("qpu", "cpu:x"):
-        with pytest.raises(ConfigError, match=f"load.device is '{device}', which torch cannot use here"):
+        with pytest.raises(
+            ConfigError, match=f"load.device is '{device}', which torch cannot use here"
+        ):
             load_model(OpgraftConfig(model=name, load=LoadConfig(device=device)))
     with pytest.raises(CheckpointError, match=r"load\.format is 'gguf', and .* as safetensors"):
         load_model(OpgraftConfig(model=name, load=LoadConfig(format="gguf")))
@@ -247,13 +287,22 @@ def test_settings_that_contradict_what_is_there(checkpoints: dict[str, tuple[Pat
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ({"vocab_size": 10**15}, "model.embed_tokens.weight has the shape .*vocab_size 1000000000000000"),
+        (
+            {"vocab_size": 10**15},
+            "model.embed_tokens.weight has the shape .*vocab_size 1000000000000000",
+        ),
         ({"max_position_embeddings": 10**13}, "set model.max_model_len"),
         ({"max_position_embeddings": 10**9}, "set model.max_model_len"),
         ({"logits_scaling": 0}, "logits_scaling is 0"),
-        ({"num_key_value_heads": 3}, "num_attention_heads is 4, which num_key_value_heads, 3, does not divide"),
+        (
+            {"num_key_value_heads": 3},
+            "num_attention_heads is 4, which num_key_value_heads, 3, does not divide",
+        ),
         ({"num_key_value_heads": -2}, "num_key_value_heads is -2"),
-        ({"intermediate_size": 10**15}, "intermediate_size is 1000000000000000, expected an integer from 1"),
+        (
+            {"intermediate_size": 10**15},
+            "intermediate_size is 1000000000000000, expected an integer from 1",
+        ),
     ],
 )
 def test_sizes_that_cannot_be(tmp_path: Path, value: dict[str, Any], words: str) -> None:
@@ -294,7 +343,9 @@ def test_sizes_that_cannot_be(tmp_path: Path, value: dict[str, Any], words: str)
         ("plamo2", "rms_norm_eps", -1),
     ],
 )
-def test_experts_and_mixers_that_cannot_be(tmp_path: Path, name: str, setting: str, value: Any) -> None:
+def test_experts_and_mixers_that_cannot_be(
+    tmp_path: Path, name: str, setting: str, value: Any
+) -> None:
     """Settings of experts and of layers with states are refused by the config's name and their own."""
     if name in HYBRIDS:
         hybrid(name, tmp_path)
@@ -323,7 +374,12 @@ def test_a_shorter_context_than_the_config_claims(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [{"is_decoder": True}, {"add_cross_attention": True}, {"position_embedding_type": "relative_key"}]
+    "value",
+    [
+        {"is_decoder": True},
+        {"add_cross_attention": True},
+        {"position_embedding_type": "relative_key"},
+    ],
 )
 def test_encoders_that_are_computed_otherwise(tmp_path: Path, value: dict[str, Any]) -> None:
     """An encoder that attends one way, to another model or by distances is refused."""

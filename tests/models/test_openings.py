@@ -37,14 +37,17 @@ def openings(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 @pytest.mark.parametrize("implementation", ["auto", "transformers"])
 @pytest.mark.parametrize("kind", ["gguf", "sharded"])
-def test_loading_opens_each_file_once(kind: str, implementation: str, llama, sharded, tmp_path, openings) -> None:
+def test_loading_opens_each_file_once(
+    kind: str, implementation: str, llama, sharded, tmp_path, openings
+) -> None:
     """The loader, the model's config and its quantization read one checkpoint; the next loading opens it again."""
     name = sharded
     if kind == "gguf":
         name = tmp_path / "model.gguf"
         write_gguf(name, llama, "Q8_0")
     config = OpgraftConfig(
-        model=ModelConfig(name=str(name), implementation=implementation), load=LoadConfig(progress=False)
+        model=ModelConfig(name=str(name), implementation=implementation),
+        load=LoadConfig(progress=False),
     )
     load_model(config)
     assert openings

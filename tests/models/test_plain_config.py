@@ -29,7 +29,12 @@ SIZES = {
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
 }
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 USUAL = [
     {},
     {"rope_theta": 500_000.0},
@@ -40,7 +45,14 @@ USUAL = [
     {"dtype": "float16", "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
     {"use_sliding_window": False, "sliding_window": 32, "max_window_layers": 1},
 ]
-READ = ("dtype", "bos_token_id", "eos_token_id", "pad_token_id", "vocab_size", "max_position_embeddings")
+READ = (
+    "dtype",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "vocab_size",
+    "max_position_embeddings",
+)
 
 
 def _checkpoint(folder: Path, **values: object) -> Path:
@@ -51,15 +63,21 @@ def _checkpoint(folder: Path, **values: object) -> Path:
 
 @pytest.mark.parametrize("values", USUAL, ids=lambda values: "-".join(values) or "sizes")
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
-def test_a_plain_config_is_what_transformers_makes(kind: str, values: dict[str, object], tmp_path: Path) -> None:
+def test_a_plain_config_is_what_transformers_makes(
+    kind: str, values: dict[str, object], tmp_path: Path
+) -> None:
     """Its shapes of a decoder, and all else that is read of it, are those of transformers' class."""
-    weights = open_weights(_checkpoint(tmp_path, model_type=kind, architectures=["Some"], **{**SIZES, **values}))
+    weights = open_weights(
+        _checkpoint(tmp_path, model_type=kind, architectures=["Some"], **{**SIZES, **values})
+    )
     plain, whole = read_config(weights, plain=True), read_config(weights)
     assert isinstance(plain, PlainConfig)
     assert isinstance(whole, transformers.PreTrainedConfig)
     for family in (Family(), Family(windowed=kind == "mistral")):
         assert DecoderShape.of(plain, family) == DecoderShape.of(whole, family)
-    assert {name: getattr(plain, name) for name in READ} == {name: getattr(whole, name) for name in READ}
+    assert {name: getattr(plain, name) for name in READ} == {
+        name: getattr(whole, name) for name in READ
+    }
     assert plain.get_text_config().architectures == whole.architectures
 
 
@@ -98,7 +116,9 @@ def test_a_usual_decoder_runs_without_transformers(tmp_path: Path) -> None:
         "print(len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids))\n"
         "print([name for name in ('transformers', 'torch._dynamo', 'sympy', 'torch.onnx') if name in sys.modules])\n"
     )
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    child = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
+    )
     assert child.stdout.split("\n")[:2] == ["3", "[]"], child.stderr
 
 
@@ -108,10 +128,16 @@ def test_a_usual_decoder_runs_without_transformers(tmp_path: Path) -> None:
         ({"mamba_num_heads": "six"}, "mamba_num_heads is 'six', expected one like 64"),
         ({"mamba_d_state": True}, "mamba_d_state is True, expected one like 64"),
         ({"full_attention_idx": 3}, "full_attention_idx is 3 and dtype None, expected a list"),
-        ({"torch_dtype": "float33"}, "and dtype 'float33', expected a list of layers and the name of a dtype"),
+        (
+            {"torch_dtype": "float33"},
+            "and dtype 'float33', expected a list of layers and the name of a dtype",
+        ),
         ({"n_expert": 8}, "n_expert is 8 and mamba_step 2, expected no experts"),
         ({"mamba_step": 1}, "mamba_step 1, expected no experts and a step of at least 2"),
-        ({"max_position_embeddings": 10 * 2**20}, "a context of 10485760 tokens .* set model.max_model_len"),
+        (
+            {"max_position_embeddings": 10 * 2**20},
+            "a context of 10485760 tokens .* set model.max_model_len",
+        ),
         ({"hidden_size_per_head": 0}, "head_dim is 0, expected an integer from 1"),
         ({"mamba_num_heads": 0}, "mamba_num_heads is 0, expected an integer from 1"),
     ],

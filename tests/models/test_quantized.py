@@ -80,7 +80,12 @@ def test_mixers_are_quantized(name: str, tmp_path: Path) -> None:
     hybrid(name, tmp_path)
     plain, coded = load_model(config(tmp_path)), load_model(config(tmp_path, method="int8"))
     layers = [layer for layer in coded.modules() if isinstance(layer, StateLayer)]
-    weights = [w for layer in layers for part, w in layer.named_parameters() if part.endswith("_proj.weight")]
+    weights = [
+        w
+        for layer in layers
+        for part, w in layer.named_parameters()
+        if part.endswith("_proj.weight")
+    ]
     assert len(weights) >= 2 * len(layers) > 0
     assert {weight.dtype for weight in weights} == {torch.int8}
     assert distance(logits_of(coded), logits_of(plain)) < 3 * BOUNDS["int8"]
@@ -90,10 +95,15 @@ def test_methods_by_pattern(single: Path, plain: Tensor) -> None:
     """Layers that are skipped stay plain, some take other methods, and all others the method of the whole."""
     others = {"*.down_proj": "int4", "model.layers.0.mlp": "fp8"}
     model: Any = load_model(
-        config(single, method="int8", skip=["model.layers.1.self_attn", "lm_head"], by_prefix=others)
+        config(
+            single, method="int8", skip=["model.layers.1.self_attn", "lm_head"], by_prefix=others
+        )
     )
     first, second = model.model.layers
-    dtypes = [layer.weight.dtype for layer in (first.self_attn.qkv_proj, first.mlp.gate_up_proj, first.mlp.down_proj)]
+    dtypes = [
+        layer.weight.dtype
+        for layer in (first.self_attn.qkv_proj, first.mlp.gate_up_proj, first.mlp.down_proj)
+    ]
     assert dtypes == [torch.int8, torch.float8_e4m3fn, torch.uint8]
     assert not [name for name, _ in second.self_attn.named_parameters() if "scale" in name]
     assert second.mlp.down_proj.weight.dtype == torch.uint8
@@ -102,7 +112,9 @@ def test_methods_by_pattern(single: Path, plain: Tensor) -> None:
 
 def test_a_method_for_some_layers_only(single: Path) -> None:
     """Without a method of the whole, layers that no pattern names stay plain; a merged one answers to its parts."""
-    model: Any = load_model(config(single, by_prefix={"*.gate_proj": "int8", "re:.*up_proj": "int8"}))
+    model: Any = load_model(
+        config(single, by_prefix={"*.gate_proj": "int8", "re:.*up_proj": "int8"})
+    )
     assert model.model.layers[0].mlp.gate_up_proj.weight.dtype == torch.int8
     assert not hasattr(model.model.layers[0].mlp.down_proj, "scales")
 
@@ -111,7 +123,10 @@ def test_a_method_for_some_layers_only(single: Path) -> None:
     ("settings", "message"),
     [
         ({"method": "int9"}, "no quantization is called 'int9': did you mean int8"),
-        ({"method": "int8", "by_prefix": {"*.down_proj": "fq8"}}, "no quantization is called 'fq8'"),
+        (
+            {"method": "int8", "by_prefix": {"*.down_proj": "fq8"}},
+            "no quantization is called 'fq8'",
+        ),
         (
             {"method": "int8", "skip": ["model.layers.7", "lm_head"]},
             r"quantization.skip: no layer of the model answers to 'model.layers.7' \(did you mean 'model.layers.\d'",
@@ -120,16 +135,31 @@ def test_a_method_for_some_layers_only(single: Path) -> None:
             {"method": "int8", "skip": ["model.layers.0.self_atn", "lm_hed"]},
             r"self_atn' \(did you mean 'model.layers.0.self_attn'\?\), 'lm_hed' \(did you mean 'lm_head'\?\): give",
         ),
-        ({"method": "int8", "skip": ["*.feed_forward.down_proj"]}, r"did you mean '\*.down_proj'\?"),
-        ({"method": "int8", "skip": ["model.layers.1.mlp.gate_prj"]}, r"did you mean 'model.layers.1.mlp.gate_proj'\?"),
-        ({"method": "int8", "skip": ["zebra"]}, r"no layer of the model answers to 'zebra': give names"),
+        (
+            {"method": "int8", "skip": ["*.feed_forward.down_proj"]},
+            r"did you mean '\*.down_proj'\?",
+        ),
+        (
+            {"method": "int8", "skip": ["model.layers.1.mlp.gate_prj"]},
+            r"did you mean 'model.layers.1.mlp.gate_proj'\?",
+        ),
+        (
+            {"method": "int8", "skip": ["zebra"]},
+            r"no layer of the model answers to 'zebra': give names",
+        ),
         (
             {"by_prefix": {"*.down_pro": "int8"}},
             r"^quantization.by_prefix: no layer .* '\*.down_pro' \(did you mean '\*.down_proj'\?\): give names",
         ),
-        ({"method": "int8", "skip": ["re:("]}, r"^quantization.skip: 're:\(' is no regular expression"),
+        (
+            {"method": "int8", "skip": ["re:("]},
+            r"^quantization.skip: 're:\(' is no regular expression",
+        ),
         ({"skip": ["lm_head"]}, "quantization.skip is set and nothing is quantized"),
-        ({"method": "int8", "skip": ["*.q_proj"]}, "q_proj match a pattern and .* none, but they are one layer"),
+        (
+            {"method": "int8", "skip": ["*.q_proj"]},
+            "q_proj match a pattern and .* none, but they are one layer",
+        ),
     ],
 )
 def test_settings_that_do_not_fit(settings: dict[str, Any], message: str, single: Path) -> None:
@@ -144,15 +174,21 @@ def test_a_setting_against_the_checkpoint(single: Path, tmp_path: Path) -> None:
     """A checkpoint that is quantized already cannot be quantized otherwise, and one without a name not be read."""
     own = {"quant_method": "gptq", "bits": 4, "group_size": 128}
     folder = changed(single, tmp_path / "quantized", quantization_config=own)
-    with pytest.raises(QuantizationError, match=r"quantized already, by gptq, which quantization.method contradict"):
+    with pytest.raises(
+        QuantizationError, match=r"quantized already, by gptq, which quantization.method contradict"
+    ):
         load_model(config(folder, method="int8"))
-    with pytest.raises(QuantizationError, match=r"which quantization.skip and quantization.by_prefix contradict"):
+    with pytest.raises(
+        QuantizationError, match=r"which quantization.skip and quantization.by_prefix contradict"
+    ):
         load_model(config(folder, skip=["lm_head"], by_prefix={"*": "int8"}))
     folder = changed(single, tmp_path / "nameless", quantization_config={"bits": 4})
     with pytest.raises(CheckpointError, match="expected settings with a quant_method"):
         load_model(config(folder))
     folder = changed(single, tmp_path / "unknown", quantization_config={"quant_method": "int7"})
-    with pytest.raises(QuantizationError, match="no quantization is called 'int7': did you mean") as caught:
+    with pytest.raises(
+        QuantizationError, match="no quantization is called 'int7': did you mean"
+    ) as caught:
         load_model(config(folder))
     assert not isinstance(caught.value, ConfigError), "no setting is to blame"
 
@@ -162,9 +198,14 @@ def test_the_blocks_of_a_gguf_file(kind: str, llama: Any, tmp_path: Path) -> Non
     """With ``method="gguf"`` layers hold the file's blocks; by default the same numbers, in more memory."""
     file = tmp_path / "model.gguf"
     write_gguf(file, llama, kind)
-    kept, numbers = load_model(config(file, method="gguf", skip=["*.o_proj"])), load_model(config(file))
+    kept, numbers = (
+        load_model(config(file, method="gguf", skip=["*.o_proj"])),
+        load_model(config(file)),
+    )
     torch.testing.assert_close(logits_of(kept), logits_of(numbers), rtol=1e-4, atol=1e-5)
-    assert bytes_of(kept) < 0.5 * sum(4 * p.numel() for name, p in llama.named_parameters() if "_proj" in name)
+    assert bytes_of(kept) < 0.5 * sum(
+        4 * p.numel() for name, p in llama.named_parameters() if "_proj" in name
+    )
 
 
 def test_the_blocks_of_a_gguf_file_on_two_ranks(llama: Any, tmp_path: Path) -> None:
@@ -199,7 +240,9 @@ def test_a_model_through_transformers(single: Path, plain: Tensor) -> None:
     settings = config(single, method="int8", skip=["model.layers.0.mlp.down_proj"])
     through = dataclasses.replace(settings.model, implementation="transformers")
     model: Any = load_model(dataclasses.replace(settings, model=through))
-    held = {name: p.dtype for name, p in model.named_parameters() if name.endswith("down_proj.weight")}
+    held = {
+        name: p.dtype for name, p in model.named_parameters() if name.endswith("down_proj.weight")
+    }
     assert [dtype for name, dtype in sorted(held.items()) if ".1." in name] == [torch.int8]
     assert distance(logits_of(model), plain) < BOUNDS["int8"]
 

@@ -25,7 +25,17 @@ TOKENS = torch.tensor([1, 5, 9, 33, 2, 71, 8])
 
 
 ROUNDS_INPUTS = ("fp8", "integers", "floats")
-ON_RANKS = ("awq", "gptq", "fp8", "fp8 static", "fp8 blocks", "packed, zeros", "integers", "integers, groups", "floats")
+ON_RANKS = (
+    "awq",
+    "gptq",
+    "fp8",
+    "fp8 static",
+    "fp8 blocks",
+    "packed, zeros",
+    "integers",
+    "integers, groups",
+    "floats",
+)
 
 
 def is_quantized(name: str) -> bool:
@@ -42,7 +52,9 @@ def write(folder: Path, plain: Path, llama: Any, form: str, **settings: Any) -> 
             tensors[name] = weight.clone()
             continue
         parts, meant[name] = quantize(weight)
-        tensors |= {name.removesuffix("weight") + end: part.contiguous() for end, part in parts.items()}
+        tensors |= {
+            name.removesuffix("weight") + end: part.contiguous() for end, part in parts.items()
+        }
     save_file(tensors, folder / "model.safetensors")
     values = json.loads((folder / "config.json").read_text("utf-8"))
     values["quantization_config"] = {**config, **settings}
@@ -73,7 +85,9 @@ def logits_on_rank(folder: Path, method: str | None = None) -> list[list[float]]
 def held(layer: Any) -> Tensor:
     """Return the weight that a layer holds, in float64, inputs in their own order."""
     if layer.weight.dtype != FP8:
-        plain = dequantize(layer.weight, layer.scales, layer.offsets, layer.input_size, torch.float64)
+        plain = dequantize(
+            layer.weight, layer.scales, layer.offsets, layer.input_size, torch.float64
+        )
         order = getattr(layer, "input_order", None)
         return plain if order is None else plain[:, order.argsort()]
     rows, columns = layer.weight_scale.shape
@@ -98,13 +112,18 @@ def test_a_quantized_checkpoint(form: str, llama: Any, single: Path, tmp_path: P
         for module, parts in {
             layer.self_attn.qkv_proj: [f"{prefix}.self_attn.{part}_proj.weight" for part in "qkv"],
             layer.self_attn.o_proj: [f"{prefix}.self_attn.o_proj.weight"],
-            layer.mlp.gate_up_proj: [f"{prefix}.mlp.gate_proj.weight", f"{prefix}.mlp.up_proj.weight"],
+            layer.mlp.gate_up_proj: [
+                f"{prefix}.mlp.gate_proj.weight",
+                f"{prefix}.mlp.up_proj.weight",
+            ],
             layer.mlp.down_proj: [f"{prefix}.mlp.down_proj.weight"],
         }.items():
             assert torch.equal(held(module), torch.cat([meant[part] for part in parts]))
             assert sum(p.nbytes for p in module.parameters()) < module.weight.nbytes * 1.6 + 8 * 512
     reference = copy.deepcopy(llama)
-    reference.load_state_dict({name: weight.float() for name, weight in meant.items()}, strict=False)
+    reference.load_state_dict(
+        {name: weight.float() for name, weight in meant.items()}, strict=False
+    )
     with torch.inference_mode():
         expected = reference(TOKENS[None]).logits[0]
     bound = 0.1 if form.startswith(ROUNDS_INPUTS) and form != "integers, groups" else 1e-4
@@ -112,7 +131,9 @@ def test_a_quantized_checkpoint(form: str, llama: Any, single: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("form", ON_RANKS)
-def test_two_ranks_have_a_half_each(form: str, two: Ranks, llama: Any, single: Path, tmp_path: Path) -> None:
+def test_two_ranks_have_a_half_each(
+    form: str, two: Ranks, llama: Any, single: Path, tmp_path: Path
+) -> None:
     """Two ranks give the logits of one; where inputs are rounded row by row, each rank rounds its part."""
     write(tmp_path / "quantized", single, llama, form)
     expected = logits_of(tmp_path / "quantized")
@@ -125,8 +146,13 @@ def test_two_ranks_have_a_half_each(form: str, two: Ranks, llama: Any, single: P
 def test_through_transformers(form: str, llama: Any, single: Path, tmp_path: Path) -> None:
     """Models of transformers' own definition hold quantized checkpoints in the same layers."""
     write(tmp_path / "quantized", single, llama, form)
-    expected, got = logits_of(tmp_path / "quantized"), logits_of(tmp_path / "quantized", None, "transformers")
-    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4 if form != "fp8 blocks" else 0.05)
+    expected, got = (
+        logits_of(tmp_path / "quantized"),
+        logits_of(tmp_path / "quantized", None, "transformers"),
+    )
+    torch.testing.assert_close(
+        got, expected, rtol=1e-3, atol=1e-4 if form != "fp8 blocks" else 0.05
+    )
 
 
 def test_static_scales_of_inputs(llama: Any, single: Path, tmp_path: Path) -> None:
@@ -157,7 +183,9 @@ def cut(folder: Path) -> str:
         ),
     ],
 )
-def test_what_ranks_cannot_share(form: str, message: str, two: Ranks, llama: Any, single: Path, tmp_path: Path) -> None:
+def test_what_ranks_cannot_share(
+    form: str, message: str, two: Ranks, llama: Any, single: Path, tmp_path: Path
+) -> None:
     """A rank's part that cuts groups or blocks is an error that names the layer."""
     write(tmp_path / "quantized", single, llama, form)
     for answer in two.run(cut, tmp_path / "quantized"):
@@ -184,14 +212,42 @@ def test_what_ranks_cannot_share(form: str, message: str, two: Ranks, llama: Any
         ("fp8 static", {"weight_block_size": [64, 64]}, r"fp8 has blocks and static scales"),
         ("packed", {"format": "marlin-24"}, r"has the format 'marlin-24' with weights of type int"),
         ("packed", {"config_groups": 3}, r"has config_groups 3"),
-        ("awq", {"modules_to_not_convert": 5}, r"awq has modules_to_not_convert 5, expected a list of names"),
-        ("fp8", {"ignored_layers": "lm_head"}, r"fp8 has ignored_layers 'lm_head', expected a list of names"),
-        ("packed", {"ignore": [3]}, r"compressed-tensors has ignore \[3\], expected a list of names"),
-        ("packed", {"config_groups": {"a": {"targets": "Linear"}}}, r"has targets 'Linear', expected a list"),
-        ("packed", {"config_groups": {"a": {"weights": "int4"}}}, r"has weights 'int4', expected settings"),
-        ("packed", {"config_groups": {"a": {"input_activations": 8}}}, r"has input_activations 8, expected settings"),
+        (
+            "awq",
+            {"modules_to_not_convert": 5},
+            r"awq has modules_to_not_convert 5, expected a list of names",
+        ),
+        (
+            "fp8",
+            {"ignored_layers": "lm_head"},
+            r"fp8 has ignored_layers 'lm_head', expected a list of names",
+        ),
+        (
+            "packed",
+            {"ignore": [3]},
+            r"compressed-tensors has ignore \[3\], expected a list of names",
+        ),
+        (
+            "packed",
+            {"config_groups": {"a": {"targets": "Linear"}}},
+            r"has targets 'Linear', expected a list",
+        ),
+        (
+            "packed",
+            {"config_groups": {"a": {"weights": "int4"}}},
+            r"has weights 'int4', expected settings",
+        ),
+        (
+            "packed",
+            {"config_groups": {"a": {"input_activations": 8}}},
+            r"has input_activations 8, expected settings",
+        ),
         ("packed", {"sparsity_config": {"format": "sparse-24"}}, r"has format 'sparse-24'"),
-        ("packed", {"ignore": ["*.q_proj"]}, r"q_proj match a pattern and .* none, but they are one layer"),
+        (
+            "packed",
+            {"ignore": ["*.q_proj"]},
+            r"q_proj match a pattern and .* none, but they are one layer",
+        ),
     ],
 )
 def test_settings_that_cannot_be_read(
@@ -210,28 +266,45 @@ def test_a_quantization_that_the_checkpoint_has_not(single: Path) -> None:
             model_of(single, method=method)
 
 
-@pytest.mark.parametrize(("method", "bound"), [("int8", 0.02), ("int8_dynamic", 0.03), ("int4", 1e-4), ("fp8", 0.1)])
-def test_quantized_while_loading_on_two_ranks(method: str, bound: float, two: Ranks, single: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "bound"), [("int8", 0.02), ("int8_dynamic", 0.03), ("int4", 1e-4), ("fp8", 0.1)]
+)
+def test_quantized_while_loading_on_two_ranks(
+    method: str, bound: float, two: Ranks, single: Path
+) -> None:
     """Each rank quantizes its part: groups round as on one rank; rows, of which a rank has a part, not quite."""
     expected = logits_of(single, method=method)
     for answer in two.run(logits_on_rank, single, method):
         assert float((torch.tensor(answer) - expected).norm() / expected.norm()) < bound
 
 
-@pytest.mark.parametrize("targets", [["re:.*_proj$"], ["Linear"], [r"re:.*(q|k|v|o|gate|up|down)_proj"]])
+@pytest.mark.parametrize(
+    "targets", [["re:.*_proj$"], ["Linear"], [r"re:.*(q|k|v|o|gate|up|down)_proj"]]
+)
 def test_targets(targets: list[str], llama: Any, single: Path, tmp_path: Path) -> None:
     """Layers of a group are named, or all; one that no group names is plain."""
     config = compressed("pack-quantized", INT4)
     config["config_groups"]["group_0"]["targets"] = targets
     write(tmp_path / "quantized", single, llama, "packed", config_groups=config["config_groups"])
-    assert model_of(tmp_path / "quantized").model.layers[0].mlp.gate_up_proj.weight.dtype == torch.uint8
+    assert (
+        model_of(tmp_path / "quantized").model.layers[0].mlp.gate_up_proj.weight.dtype
+        == torch.uint8
+    )
 
 
 @pytest.mark.parametrize(
     ("form", "file", "settings"),
     [
-        ("awq", "quant_config.json", {"w_bit": 4, "q_group_size": GROUP, "zero_point": True, "version": "GEMM"}),
-        ("gptq", "quantize_config.json", {"bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}),
+        (
+            "awq",
+            "quant_config.json",
+            {"w_bit": 4, "q_group_size": GROUP, "zero_point": True, "version": "GEMM"},
+        ),
+        (
+            "gptq",
+            "quantize_config.json",
+            {"bits": 4, "group_size": GROUP, "desc_act": False, "sym": False},
+        ),
     ],
 )
 def test_settings_in_a_file_of_their_own(

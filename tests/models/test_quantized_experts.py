@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from opgraft.config import LoadConfig, ModelConfig, OpgraftConfig, ParallelConfig, QuantizationSettings
+from opgraft.config import (
+    LoadConfig,
+    ModelConfig,
+    OpgraftConfig,
+    ParallelConfig,
+    QuantizationSettings,
+)
 from opgraft.distributed import get_ep_group
 from opgraft.errors import QuantizationError
 from opgraft.models import load_model
@@ -35,8 +41,20 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-QWEN = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-V3 = {**LATENT, **DEEPSEEK_EXPERTS, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+QWEN = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+}
+V3 = {
+    **LATENT,
+    **DEEPSEEK_EXPERTS,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "Mixtral": lambda: transformers.MixtralConfig(**{**SIZES, **EXPERTS}),
     "Qwen3Moe": lambda: transformers.Qwen3MoeConfig(**{**SIZES, **QWEN, "head_dim": 32}),
@@ -78,16 +96,27 @@ def write(folder: Path, source: Path, form: str) -> tuple[dict[str, Tensor], Any
             tensors[name] = weight
             continue
         parts, meant[name] = quantize(weight)
-        tensors |= {name.removesuffix("weight") + end: part.contiguous() for end, part in parts.items()}
+        tensors |= {
+            name.removesuffix("weight") + end: part.contiguous() for end, part in parts.items()
+        }
     save_file(tensors, folder / "model.safetensors")
     values = json.loads((folder / "config.json").read_text("utf-8"))
-    plain_layers = ["lm_head", "re:.*self_attn", "re:.*shared_experts", "re:.*layers\\.[0-9]+\\.mlp\\.[a-z_]+_proj"]
+    plain_layers = [
+        "lm_head",
+        "re:.*self_attn",
+        "re:.*shared_experts",
+        "re:.*layers\\.[0-9]+\\.mlp\\.[a-z_]+_proj",
+    ]
     names = {"compressed-tensors": "ignore"}.get(config["quant_method"], "modules_to_not_convert")
     values["quantization_config"] = {**config, names: plain_layers}
     (folder / "config.json").write_text(json.dumps(values), "utf-8")
     dense = folder.with_name("dense")
     shutil.copytree(source, dense)
-    save_file({**found, **{k: v.float() for k, v in meant.items()}}, dense / "model.safetensors", {"format": "pt"})
+    save_file(
+        {**found, **{k: v.float() for k, v in meant.items()}},
+        dense / "model.safetensors",
+        {"format": "pt"},
+    )
     return meant, transformers.AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
 
 
@@ -119,13 +148,17 @@ def experts_of(model: Any) -> list[Any]:
 
 
 def held(layer: Any, name: str, expert: int, inputs: int) -> Tensor:
-    codes, scales, offsets = (getattr(layer, f"{name}_{part}") for part in ("weight", "scales", "offsets"))
+    codes, scales, offsets = (
+        getattr(layer, f"{name}_{part}") for part in ("weight", "scales", "offsets")
+    )
     of_one = (codes[expert], scales[expert], None if offsets is None else offsets[expert])
     return dequantize_expert(*of_one, inputs, torch.float64)
 
 
 @pytest.mark.parametrize(("family", "form"), CASES)
-def test_a_quantized_checkpoint(family: str, form: str, plain: dict[str, Path], tmp_path: Path) -> None:
+def test_a_quantized_checkpoint(
+    family: str, form: str, plain: dict[str, Path], tmp_path: Path
+) -> None:
     """Experts hold exactly the checkpoint's numbers, and logits are those of transformers with these in plain."""
     meant, reference = write(tmp_path / "quantized", plain[family], form)
     model = loaded(tmp_path / "quantized")
@@ -149,10 +182,15 @@ BOUNDS = {"int8": 0.02, "int8_dynamic": 0.03, "int4": 0.2, "fp8": 0.1}
 @pytest.mark.parametrize("family", CONFIGS)
 def test_quantized_while_loading(method: str, family: str, plain: dict[str, Path]) -> None:
     """One setting quantizes the experts of a plain checkpoint: less memory, nearly the same logits."""
-    model, expected = loaded(plain[family], by_prefix={"*.experts": method}), logits_of(loaded(plain[family]))
+    model, expected = (
+        loaded(plain[family], by_prefix={"*.experts": method}),
+        logits_of(loaded(plain[family])),
+    )
     for layer in experts_of(model):
         numbers = 3 * 4 * 128 * 128
-        assert layer.w13_weight.nbytes + layer.w2_weight.nbytes == numbers // (2 if method == "int4" else 1)
+        assert layer.w13_weight.nbytes + layer.w2_weight.nbytes == numbers // (
+            2 if method == "int4" else 1
+        )
     assert float((logits_of(model) - expected).norm() / expected.norm()) < BOUNDS[method]
 
 
@@ -171,14 +209,18 @@ def test_experts_that_were_not_loaded() -> None:
     layer = FusedMoE(4, 2, 8, 4, quant_config=Int8Config(), prefix="mlp.experts")
     for expert, part, shape in ((0, "w1", (4, 8)), (0, "w3", (4, 8)), (1, "w1", (4, 8))):
         layer.w13_weight.weight_loader(layer.w13_weight, torch.zeros(shape), (expert, part))
-    with pytest.raises(QuantizationError, match=r"FusedMoE 'mlp.experts': weights of the experts 1, 2, 3, which"):
+    with pytest.raises(
+        QuantizationError, match=r"FusedMoE 'mlp.experts': weights of the experts 1, 2, 3, which"
+    ):
         layer.process_weights_after_loading()
 
 
 def test_inputs_by_activation(plain: dict[str, Path], tmp_path: Path) -> None:
     """An order of inputs for each expert is refused, with the layer's name."""
     write(tmp_path / "quantized", plain["Mixtral"], "gptq by activation")
-    with pytest.raises(QuantizationError, match=r"experts.0.gate_up_proj: its inputs are in groups by activation"):
+    with pytest.raises(
+        QuantizationError, match=r"experts.0.gate_up_proj: its inputs are in groups by activation"
+    ):
         loaded(tmp_path / "quantized")
 
 
@@ -192,12 +234,16 @@ def test_a_checkpoint_with_some_plain_experts(
     write(folder, plain[family], "fp8 blocks")
     values = json.loads((folder / "config.json").read_text("utf-8"))
     pattern = {"2.down": "2.(w2|down_proj)"}.get(skipped, f"{skipped}.")
-    values["quantization_config"]["modules_to_not_convert"].append(f"re:.*layers.1.*experts.{pattern}.*")
+    values["quantization_config"]["modules_to_not_convert"].append(
+        f"re:.*layers.1.*experts.{pattern}.*"
+    )
     (folder / "config.json").write_text(json.dumps(values), "utf-8")
     number, _, which = skipped.partition(".")
     with pytest.raises(QuantizationError) as caught:
         loaded(folder)
-    assert f"model.layers.1.mlp.experts.{number}.{which or 'gate_up'}_proj is plain" in str(caught.value)
+    assert f"model.layers.1.mlp.experts.{number}.{which or 'gate_up'}_proj is plain" in str(
+        caught.value
+    )
     assert f"{'1' if number == '0' else '0'}.gate_up_proj is quantized" in str(caught.value)
 
 
@@ -206,18 +252,25 @@ def test_gates_and_ups_in_turn() -> None:
     from opgraft.quantization import AWQConfig
 
     config = AWQConfig.from_config({"bits": 4, "group_size": 8, "zero_point": True})
-    with pytest.raises(QuantizationError, match=r"mlp.experts: its activation swigluoai takes rows of gate and up in"):
+    with pytest.raises(
+        QuantizationError,
+        match=r"mlp.experts: its activation swigluoai takes rows of gate and up in",
+    ):
         FusedMoE(4, 2, 16, 16, quant_config=config, prefix="mlp.experts", activation="swigluoai")
 
 
-def on_rank(folder: str, shared: bool, quantization: dict[str, Any]) -> tuple[Tensor, tuple[int, ...]]:
+def on_rank(
+    folder: str, shared: bool, quantization: dict[str, Any]
+) -> tuple[Tensor, tuple[int, ...]]:
     model = loaded(folder, expert=get_ep_group().world_size if shared else 1, **quantization)
     return logits_of(model), tuple(experts_of(model)[0].w13_weight.shape)
 
 
 @pytest.mark.parametrize("form", ["awq", "gptq", "fp8 blocks", "packed, zeros", "int4"])
 @pytest.mark.parametrize("shared", [False, True])
-def test_two_ranks(form: str, shared: bool, two: Ranks, plain: dict[str, Path], tmp_path: Path) -> None:
+def test_two_ranks(
+    form: str, shared: bool, two: Ranks, plain: dict[str, Path], tmp_path: Path
+) -> None:
     """Two ranks, with a half of each expert or with half of the experts, give the logits of one."""
     settings = {"method": form} if form == "int4" else {}
     folder = plain["Mixtral"]
@@ -230,13 +283,21 @@ def test_two_ranks(form: str, shared: bool, two: Ranks, plain: dict[str, Path], 
         torch.testing.assert_close(logits, alone, rtol=1e-5, atol=1e-5)
 
 
-GPT_OSS = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 5}
+GPT_OSS = {
+    **SIZES,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 16,
+    "sliding_window": 5,
+}
 
 
 def mxfp4(weight: Tensor) -> Written:
     """Round ``[experts, out, in]``; return blocks and scales as gpt-oss has them, and what they stand for."""
     generator = torch.Generator().manual_seed(weight.shape[1])
-    blocks = torch.randint(0, 256, (*weight.shape[:2], weight.shape[2] // 32, 16), generator=generator)
+    blocks = torch.randint(
+        0, 256, (*weight.shape[:2], weight.shape[2] // 32, 16), generator=generator
+    )
     scales = torch.randint(120, 124, blocks.shape[:3], generator=generator)
     return {"blocks": blocks.to(torch.uint8), "scales": scales.to(torch.uint8)}, torch.empty(0)
 
@@ -250,13 +311,22 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     reference = saved(transformers.GptOssForCausalLM(transformers.GptOssConfig(**GPT_OSS)), folder)
     tensors = load_file(folder / "model.safetensors")
     state = reference.state_dict()
-    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+    for name in [
+        name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    ]:
         parts, _ = mxfp4(tensors.pop(name).transpose(1, 2))
         tensors |= {f"{name}_{end}": part for end, part in parts.items()}
-        state[name].copy_(convert_moe_packed_tensors(parts["blocks"], parts["scales"], dtype=torch.float32))
+        state[name].copy_(
+            convert_moe_packed_tensors(parts["blocks"], parts["scales"], dtype=torch.float32)
+        )
     save_file(tensors, folder / "model.safetensors")
     values = json.loads((folder / "config.json").read_text("utf-8"))
-    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    skipped = [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ]
     values["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": skipped}
     (folder / "config.json").write_text(json.dumps(values), "utf-8")
     return folder, reference
@@ -268,7 +338,9 @@ def test_gpt_oss(gpt_oss: tuple[Path, Any]) -> None:
     model = loaded(folder)
     for layer in experts_of(model):
         assert layer.w13_weight.dtype == torch.uint8
-        sizes = [p.nbytes for name, p in layer.named_parameters(recurse=False) if "bias" not in name]
+        sizes = [
+            p.nbytes for name, p in layer.named_parameters(recurse=False) if "bias" not in name
+        ]
         assert sum(sizes) == 3 * 4 * 128 * 128 * 17 // 32
     expected = expected_of(reference)
     assert expected.abs().max() > 0.1, "the model's logits are too small to tell a difference"

@@ -69,12 +69,16 @@ PARTS = [
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "F16", "Q8_0", "Q4_1"])
-@pytest.mark.parametrize("name", ["model.layers.1.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"])
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"]
+)
 def test_parts(kind: str, name: str, llama, single, tmp_path) -> None:
     """Slices, indices and narrowed parts are those of the whole tensor, rows that were reordered too."""
     if kind != "safetensors":
         write_gguf(tmp_path / "model.gguf", llama, kind)
-    tensor = open_weights(single if kind == "safetensors" else tmp_path / "model.gguf").tensors[name]
+    tensor = open_weights(single if kind == "safetensors" else tmp_path / "model.gguf").tensors[
+        name
+    ]
     whole = tensor[...]
     for part in PARTS:
         assert torch.equal(tensor[part], whole[part]), part
@@ -91,7 +95,11 @@ def test_a_copy_reads_in_chunks_and_converts(llama, single, monkeypatch) -> None
     monkeypatch.setattr("opgraft.models.safetensors_file.MAPPED_BYTES", 20_000)
     read = []
     original = LazyTensor.__getitem__
-    monkeypatch.setattr(LazyTensor, "__getitem__", lambda self, index: read.append(self.shape) or original(self, index))
+    monkeypatch.setattr(
+        LazyTensor,
+        "__getitem__",
+        lambda self, index: read.append(self.shape) or original(self, index),
+    )
     target = torch.zeros(96, 256, dtype=torch.bfloat16)
     target.copy_(tensor)
     assert torch.equal(target, llama.state_dict()[name].bfloat16())
@@ -104,7 +112,12 @@ def test_the_protocol_is_that_of_tensors(single) -> None:
     assert isinstance(tensor, LoadedTensor)
     assert isinstance(torch.ones(2), LoadedTensor)
     assert torch.equal(torch.stack([tensor, tensor]), torch.ones(2, 256))
-    assert (tensor.dim(), tensor.size(0), tensor.numel(), tensor.dtype) == (1, 256, 256, torch.float32)
+    assert (tensor.dim(), tensor.size(0), tensor.numel(), tensor.dtype) == (
+        1,
+        256,
+        256,
+        torch.float32,
+    )
 
 
 def test_raw_blocks(llama, tmp_path) -> None:

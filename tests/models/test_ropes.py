@@ -37,7 +37,12 @@ LONGROPE = {
     "original_max_position_embeddings": 32,
 }
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 32}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 2.0,
+    "original_max_position_embeddings": 32,
+}
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
 
@@ -80,11 +85,16 @@ def expected_of(reference: Any, tokens: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def in_chunks(model: Any, tokens: torch.Tensor, longest: int | None, size: int) -> torch.Tensor:
     """The logits of one sequence, which may come to have ``longest`` tokens, in chunks over a cache."""
-    caches = {name: torch.zeros(layer.kv_cache_shape(25, 4)) for name, layer in attention_layers(model).items()}
+    caches = {
+        name: torch.zeros(layer.kv_cache_shape(25, 4))
+        for name, layer in attention_layers(model).items()
+    }
     logits, done = [], 0
     for chunk in tokens.split(size):
         lengths, table = ([len(chunk)], [done + len(chunk)]), torch.arange(25)[None]
-        batch = AttentionBatch.of_sequences(*lengths, table, caches, block_size=4, max_context_len=longest)
+        batch = AttentionBatch.of_sequences(
+            *lengths, table, caches, block_size=4, max_context_len=longest
+        )
         with attending(batch):
             logits.append(model.compute_logits(model(chunk, torch.arange(done, done + len(chunk)))))
         done += len(chunk)
@@ -98,7 +108,9 @@ def test_longrope(longest: int | None, tmp_path: Path) -> None:
     model = loaded(tmp_path, longest)
     for count in (10, 33, 32, 48):
         if count <= (longest or 64):
-            torch.testing.assert_close(logits_of(model, ids(count)), expected_of(reference, ids(count)), **TOLERANCE)
+            torch.testing.assert_close(
+                logits_of(model, ids(count)), expected_of(reference, ids(count)), **TOLERANCE
+            )
 
 
 def test_longrope_over_a_cache(tmp_path: Path) -> None:
@@ -124,10 +136,15 @@ def test_dynamic(longest: int | None, tmp_path: Path) -> None:
     model = loaded(tmp_path, longest)
     for count in (30, 100, 128, 40):
         if count <= (longest or 64):
-            torch.testing.assert_close(logits_of(model, ids(count)), expected_of(reference, ids(count)), **TOLERANCE)
+            torch.testing.assert_close(
+                logits_of(model, ids(count)), expected_of(reference, ids(count)), **TOLERANCE
+            )
     if longest == 128:
         torch.testing.assert_close(
-            in_chunks(model, ids(100), 100, 30), expected_of(reference, ids(100)), rtol=1e-4, atol=1e-4
+            in_chunks(model, ids(100), 100, 30),
+            expected_of(reference, ids(100)),
+            rtol=1e-4,
+            atol=1e-4,
         )
 
 
@@ -135,7 +152,9 @@ def test_yarn_for_too_long_a_context(tmp_path: Path) -> None:
     """A context beyond the stretched one is an error before there is a model."""
     written("Llama", tmp_path, rope_parameters=YARN)
     assert logits_of(loaded(tmp_path, 64), ids(64)).isfinite().all()
-    with pytest.raises(ModelError, match=r"'yarn' has 64 positions.* 65: set model\.max_model_len to at most 64"):
+    with pytest.raises(
+        ModelError, match=r"'yarn' has 64 positions.* 65: set model\.max_model_len to at most 64"
+    ):
         loaded(tmp_path, 65)
 
 

@@ -16,7 +16,13 @@ from greedy import greedy_tokens
 from opgraft import OpgraftConfig
 from opgraft.config import ModelConfig
 from opgraft.errors import CheckpointError, ModelError
-from opgraft.models import TransformersForCausalLM, load_model, load_weights, model_class, through_transformers
+from opgraft.models import (
+    TransformersForCausalLM,
+    load_model,
+    load_weights,
+    model_class,
+    through_transformers,
+)
 from opgraft.models.transformers_layers import Replacer
 from opgraft.ops.attention import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
@@ -60,8 +66,22 @@ DECODERS: dict[str, dict[str, Any]] = {
     "stablelm": {"use_qkv_bias": True},
     "starcoder2": {"sliding_window": 6},
 }
-PLANNED = ("cohere", "exaone4", "glm", "gpt_neox", "olmo", "phi", "seed_oss", "smollm3", "starcoder2")
-ENCODERS: dict[str, dict[str, Any]] = {"electra": {}, "modernbert": {"local_attention": 8}, "xlm-roberta": {}}
+PLANNED = (
+    "cohere",
+    "exaone4",
+    "glm",
+    "gpt_neox",
+    "olmo",
+    "phi",
+    "seed_oss",
+    "smollm3",
+    "starcoder2",
+)
+ENCODERS: dict[str, dict[str, Any]] = {
+    "electra": {},
+    "modernbert": {"local_attention": 8},
+    "xlm-roberta": {},
+}
 UNCACHED: dict[str, dict[str, Any]] = {
     "falcon": {"head_dim": None},
     "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 8},
@@ -73,7 +93,9 @@ TOKENS = 20
 def reference(kind: str, options: dict[str, Any], folder: Path, auto: Any = None) -> Any:
     """Save a random model of transformers and return it."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **{k: v for k, v in (SMALL | options).items() if v is not None})
+    config = transformers.AutoConfig.for_model(
+        kind, **{k: v for k, v in (SMALL | options).items() if v is not None}
+    )
     model = (auto or transformers.AutoModelForCausalLM).from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -84,7 +106,9 @@ def reference(kind: str, options: dict[str, Any], folder: Path, auto: Any = None
 
 def through(folder: Path) -> Any:
     """Construct the model of a checkpoint through transformers and load it."""
-    return load_model(OpgraftConfig(model=ModelConfig(name=str(folder), implementation="transformers")))
+    return load_model(
+        OpgraftConfig(model=ModelConfig(name=str(folder), implementation="transformers"))
+    )
 
 
 def tokens(seed: int) -> Tensor:
@@ -105,15 +129,21 @@ def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     sequences = [tokens(0), tokens(1)]
     logits = [expected(ids[None]).logits[0] for ids in sequences]
     positions = torch.arange(TOKENS)
-    torch.testing.assert_close(model.compute_logits(model(sequences[0], positions)), logits[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        model.compute_logits(model(sequences[0], positions)), logits[0], rtol=0, atol=1e-5
+    )
     layers = attention_layers(model)
-    caches = {name: torch.full(layer.kv_cache_shape(9, 8), torch.nan) for name, layer in layers.items()}
+    caches = {
+        name: torch.full(layer.kv_cache_shape(9, 8), torch.nan) for name, layer in layers.items()
+    }
     table = torch.tensor([[5, 2, 8, 1], [0, 3, 7, 4]])
     assert len(caches) == 2
     start = 0
     for size in (7, 1, 5, 1, 6):
         part = slice(start, start + size)
-        batch = AttentionBatch.of_sequences([size] * 2, [start + size] * 2, table, caches, block_size=8)
+        batch = AttentionBatch.of_sequences(
+            [size] * 2, [start + size] * 2, table, caches, block_size=8
+        )
         with attending(batch):
             hidden = model(torch.cat([ids[part] for ids in sequences]), positions[part].repeat(2))
         chunk = torch.cat([whole[part] for whole in logits])
@@ -125,7 +155,10 @@ def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
 @torch.no_grad()
 def test_encoders_attend_within_each_sequence(kind: str, tmp_path: Path) -> None:
     """The hidden states of a base model are transformers', of one sequence and of two in a batch."""
-    expected, model = reference(kind, ENCODERS[kind], tmp_path, transformers.AutoModel), through(tmp_path)
+    expected, model = (
+        reference(kind, ENCODERS[kind], tmp_path, transformers.AutoModel),
+        through(tmp_path),
+    )
     first, second = tokens(0), tokens(1)[:9]
     alone = [expected(ids[None])[0][0] for ids in (first, second)]
     positions = torch.arange(TOKENS)
@@ -173,21 +206,27 @@ def test_embeddings_may_be_given_in_place_of_ids(tmp_path: Path) -> None:
     reference("olmo", {}, tmp_path)
     model = through(tmp_path)
     ids, positions = tokens(0), torch.arange(TOKENS)
-    torch.testing.assert_close(model(None, positions, model.model.embed_tokens(ids)), model(ids, positions))
+    torch.testing.assert_close(
+        model(None, positions, model.model.embed_tokens(ids)), model(ids, positions)
+    )
 
 
 def test_generation_is_that_of_transformers(tmp_path: Path) -> None:
     """Greedy tokens over a cache are those of transformers' own generation."""
     expected, model = reference("starcoder2", DECODERS["starcoder2"], tmp_path), through(tmp_path)
     prompt = tokens(0)
-    whole = expected.generate(prompt[None], max_new_tokens=12, do_sample=False, eos_token_id=None)[0]
+    whole = expected.generate(prompt[None], max_new_tokens=12, do_sample=False, eos_token_id=None)[
+        0
+    ]
     assert greedy_tokens(model, prompt.tolist(), 12) == whole[TOKENS:].tolist()
     assert model.max_position == 64
 
 
 @pytest.mark.parametrize("kind", ["apertus", "gpt_neox", "smollm3"])
 @torch.no_grad()
-def test_ungraft_leaves_the_attention_that_the_model_is_made_with(kind: str, tmp_path: Path) -> None:
+def test_ungraft_leaves_the_attention_that_the_model_is_made_with(
+    kind: str, tmp_path: Path
+) -> None:
     """What was grafted goes and comes again; over a cache the model answers as before, and so does its copy."""
     reference(kind, DECODERS[kind], tmp_path)
     model = through(tmp_path)
@@ -240,13 +279,17 @@ class Noting(QuantizationConfig):
         self.asked[prefix] = type(layer).__name__
 
 
-def test_quantization_is_asked_about_every_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantization_is_asked_about_every_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Layers ask by the names that the checkpoint has: cut or not, embeddings and the output layer with them."""
     expected, noting = reference("gpt_neox", {}, tmp_path), Noting()
     monkeypatch.setattr(through_transformers, "quantization_config", lambda config, model: noting)
     through(tmp_path)
     linears = [
-        name for name, part in expected.named_modules() if isinstance(part, torch.nn.Linear | torch.nn.Embedding)
+        name
+        for name, part in expected.named_modules()
+        if isinstance(part, torch.nn.Linear | torch.nn.Embedding)
     ]
     assert sorted(noting.asked) == sorted(linears)
     assert noting.asked["lm_head"] == "ParallelLMHead"
@@ -300,7 +343,9 @@ def report_of_rank(folder: str) -> str:
     return " ".join(str(through(Path(folder)).report).split())
 
 
-def test_nothing_is_allocated_before_it_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_allocated_before_it_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The model of transformers has no weights of its own: its linear layers are on meta when ours are made."""
     reference("olmo", {}, tmp_path)
     seen = []
@@ -308,7 +353,9 @@ def test_nothing_is_allocated_before_it_is_cut(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(
         Replacer,
         "_linear",
-        lambda self, path, linear: seen.append(linear.weight.device.type) or from_meta(self, path, linear),
+        lambda self, path, linear: (
+            seen.append(linear.weight.device.type) or from_meta(self, path, linear)
+        ),
     )
     model = through(tmp_path)
     assert seen == ["meta"] * 14
@@ -337,7 +384,10 @@ def test_names_without_the_base_model_and_older_ones_are_found(tmp_path: Path) -
     model = through(tmp_path)
     assert model.weights_mapper.map("h.0.ln_1.weight") == "transformer.h.0.ln_1.weight"
     assert model.weights_mapper.map("LayerNorm.gamma") == "LayerNorm.weight"
-    base = {name.removeprefix("transformer."): tensor for name, tensor in expected.transformer.state_dict().items()}
+    base = {
+        name.removeprefix("transformer."): tensor
+        for name, tensor in expected.transformer.state_dict().items()
+    }
     for parameter in model.parameters():
         parameter.zero_()
     load_weights(model, base, mapper=model.weights_mapper)
@@ -349,7 +399,9 @@ def test_names_without_the_base_model_and_older_ones_are_found(tmp_path: Path) -
 def test_tensors_that_transformers_computes_are_refused(tmp_path: Path) -> None:
     """Experts that a checkpoint has apart and the model as one are an error that says so."""
     reference("mixtral", {"num_local_experts": 4}, tmp_path)
-    with pytest.raises(CheckpointError, match=r"transformers computes .*experts\.gate_up_proj.* and others"):
+    with pytest.raises(
+        CheckpointError, match=r"transformers computes .*experts\.gate_up_proj.* and others"
+    ):
         through(tmp_path)
 
 
@@ -359,7 +411,11 @@ def test_the_class_is_chosen_by_implementation() -> None:
     assert model_class(["LlamaForCausalLM"], "transformers") is TransformersForCausalLM
     assert model_class(["StableLmForCausalLM"]) is TransformersForCausalLM
     assert model_class(["ElectraModel"]).__name__ == "TransformersModel"
-    with pytest.raises(ModelError, match=r"StableLmForCausalLM: .*--model\.implementation transformers"):
+    with pytest.raises(
+        ModelError, match=r"StableLmForCausalLM: .*--model\.implementation transformers"
+    ):
         model_class(["StableLmForCausalLM"], "opgraft")
-    with pytest.raises(ModelError, match=r"StableLmForCausalLN: .*did you mean.*StableLmForCausalLM.* of it either"):
+    with pytest.raises(
+        ModelError, match=r"StableLmForCausalLN: .*did you mean.*StableLmForCausalLM.* of it either"
+    ):
         model_class(["StableLmForCausalLN"])

@@ -17,12 +17,33 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({}, None),
         ({"max_position_embeddings": None}, None),
         ({"max_position_embeddings": 2048}, 2048),
-        ({"max_position_embeddings": 2048, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 2048),
-        ({"max_position_embeddings": 2048, "rope_scaling": {"type": "linear", "factor": 4.0}}, 8192),
-        ({"max_position_embeddings": 2048, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, 4096),
+        (
+            {
+                "max_position_embeddings": 2048,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            2048,
+        ),
+        (
+            {"max_position_embeddings": 2048, "rope_scaling": {"type": "linear", "factor": 4.0}},
+            8192,
+        ),
+        (
+            {
+                "max_position_embeddings": 2048,
+                "rope_parameters": {"rope_type": "dynamic", "factor": 2.0},
+            },
+            4096,
+        ),
         ({"max_position_embeddings": 4096, "rope_parameters": YARN}, 4096),
         ({"max_position_embeddings": 1024, "rope_parameters": YARN}, 4096),
-        ({"max_position_embeddings": 131072, "rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, 131072),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_parameters": {"rope_type": "llama3", "factor": 8.0},
+            },
+            131072,
+        ),
         ({"max_position_embeddings": 1024, "rope_parameters": {"full": YARN, "sliding": {}}}, 4096),
     ],
 )

@@ -40,17 +40,31 @@ class Stack(nn.Module):
 
 
 def in_turn(layer: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = layer(hidden_states, MASK, attention_mask=MASK, position_embeddings=(MASK, MASK))[0]
+    result: torch.Tensor = layer(
+        hidden_states, MASK, attention_mask=MASK, position_embeddings=(MASK, MASK)
+    )[0]
     return result
 
 
 CALLS: dict[str, tuple[Any, str]] = {
     "by name": (lambda layer, x: layer(hidden_states=x)[0], ""),
     "in turn": (in_turn, ""),
-    "changed between": (lambda layer, x: layer(x)[0] + 1, "called once with what the one before returned"),
-    "called twice": (lambda layer, x: layer(layer(x)[0])[0], "called once with what the one before returned"),
-    "an input of its own": (lambda layer, x: layer(x, per_layer=[x])[0], "its layers take per_layer"),
-    "another without a name": (lambda layer, x: layer(x, MASK, x)[0], "its layers take a tensor without a name"),
+    "changed between": (
+        lambda layer, x: layer(x)[0] + 1,
+        "called once with what the one before returned",
+    ),
+    "called twice": (
+        lambda layer, x: layer(layer(x)[0])[0],
+        "called once with what the one before returned",
+    ),
+    "an input of its own": (
+        lambda layer, x: layer(x, per_layer=[x])[0],
+        "its layers take per_layer",
+    ),
+    "another without a name": (
+        lambda layer, x: layer(x, MASK, x)[0],
+        "its layers take a tensor without a name",
+    ),
 }
 
 
@@ -73,7 +87,8 @@ def test_stages_one_after_another() -> None:
     whole, x = Stack(in_turn), torch.ones(1, 2, 3)
     first, last = Stack(in_turn), Stack(in_turn)
     gates = [
-        leave_out(model.layers, Stage(layers, 4), 2, 3) for model, layers in ((first, range(3)), (last, range(3, 4)))
+        leave_out(model.layers, Stage(layers, 4), 2, 3)
+        for model, layers in ((first, range(3)), (last, range(3, 4)))
     ]
     assert [layer.kind for layer in last.layers] == [0, 1, 0, 1]
     passed = gates[0].leave(first(x))

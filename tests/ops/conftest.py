@@ -8,4 +8,6 @@ import torch
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    torch.default_generator.manual_seed(2026)  # torch.manual_seed notes a traceback for each kind of device as well
+    torch.default_generator.manual_seed(
+        2026
+    )  # torch.manual_seed notes a traceback for each kind of device as well

@@ -24,8 +24,15 @@ REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda y: y * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (y + 0.044715 * y**3))) / 2,
 }
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float64: torch.int64}
-needs_onednn = pytest.mark.skipif(bool(onednn.missing()), reason=f"packed linear: {onednn.missing()}")
+BITS = {
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+    torch.float64: torch.int64,
+}
+needs_onednn = pytest.mark.skipif(
+    bool(onednn.missing()), reason=f"packed linear: {onednn.missing()}"
+)
 _RANGES_FOR = packed_linear.ranges_for.__wrapped__
 
 
@@ -36,14 +43,19 @@ class Calls(list[str]):
 def record_calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Packing made worth it everywhere, whatever the CPU, and every call of oneDNN written down."""
     made = Calls()
-    rows = {feature: dict.fromkeys(DTYPES, (packed_linear.RowRange(1, 1),)) for feature in packed_linear.PACKED}
+    rows = {
+        feature: dict.fromkeys(DTYPES, (packed_linear.RowRange(1, 1),))
+        for feature in packed_linear.PACKED
+    }
     use_tables(monkeypatch, rows, rows)
     for name in ("pack", "linear", "linear_add"):
         monkeypatch.setattr(onednn, name, _noting(made, name, getattr(onednn, name)))
     return made
 
 
-def use_tables(monkeypatch: pytest.MonkeyPatch, packed: packed_linear.Table, direct: packed_linear.Table) -> None:
+def use_tables(
+    monkeypatch: pytest.MonkeyPatch, packed: packed_linear.Table, direct: packed_linear.Table
+) -> None:
     """Have oneDNN compute where these say, over weights that are packed at once, and over plain ones."""
     monkeypatch.setattr(packed_linear._COPIES, "after", 0)
     monkeypatch.setattr(packed_linear, "PACKED", packed)
@@ -59,21 +71,31 @@ def _noting(made: Calls, name: str, function: Callable[..., Any]) -> Callable[..
     return noting
 
 
-def expected(x: Tensor, op: nn.Linear, activation: str = "none", residual: Tensor | None = None) -> Tensor:
+def expected(
+    x: Tensor, op: nn.Linear, activation: str = "none", residual: Tensor | None = None
+) -> Tensor:
     """In float64, from the affine map written out."""
     y = (x.double().unsqueeze(-2) * op.weight.detach().double()).sum(-1)
     y = REFERENCES[activation](y if op.bias is None else y + op.bias.detach().double())
     return y if residual is None else y + residual.double()
 
 
-def check(actual: Tensor, x: Tensor, op: nn.Linear, activation: str = "none", residual: Tensor | None = None) -> None:
+def check(
+    actual: Tensor,
+    x: Tensor,
+    op: nn.Linear,
+    activation: str = "none",
+    residual: Tensor | None = None,
+) -> None:
     absolute, relative = TOLERANCES[actual.dtype]
     reference = expected(x, op, activation, residual)
     assert actual.shape == reference.shape
     torch.testing.assert_close(actual.double(), reference, atol=absolute, rtol=relative)
 
 
-def make(size: int = 13, out: int = 7, dtype: torch.dtype = torch.float32, **options: Any) -> Linear:
+def make(
+    size: int = 13, out: int = 7, dtype: torch.dtype = torch.float32, **options: Any
+) -> Linear:
     """A layer whose weights are frozen, so that they are packed."""
     op = Linear(size, out, **options).to(dtype)
     opgraft.freeze(op)
@@ -90,4 +112,6 @@ def packed(size: int = 13, out: int = 7, **options: Any) -> tuple[Any, nn.Linear
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one.view(BITS[one.dtype]), other.view(BITS[other.dtype]))
+    return one.dtype == other.dtype and torch.equal(
+        one.view(BITS[one.dtype]), other.view(BITS[other.dtype])
+    )

@@ -18,7 +18,9 @@ TOKENS = sum(LENGTHS)
 BOUNDS = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
 
 
-def qkv(batch: int, tokens: int, heads: int = KEY_HEADS, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def qkv(
+    batch: int, tokens: int, heads: int = KEY_HEADS, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
     return [torch.randn(batch, tokens, n, SIZE).to(dtype) for n in (HEADS, heads, heads)]
 
 
@@ -38,8 +40,14 @@ def test_bits_of_torch(options: dict[str, Any], enable_gqa: bool) -> None:
     """Every option reaches torch's function, by keyword and by position."""
     tensors = [x.transpose(1, 2) for x in qkv(2, 7, KEY_HEADS if enable_gqa else HEADS)]
     expected = F.scaled_dot_product_attention(*tensors, **options, enable_gqa=enable_gqa)
-    assert torch.equal(ScaledDotProductAttention()(*tensors, **options, enable_gqa=enable_gqa), expected)
-    positional = [options.get("attn_mask"), options.get("dropout_p", 0.0), options.get("is_causal", False)]
+    assert torch.equal(
+        ScaledDotProductAttention()(*tensors, **options, enable_gqa=enable_gqa), expected
+    )
+    positional = [
+        options.get("attn_mask"),
+        options.get("dropout_p", 0.0),
+        options.get("is_causal", False),
+    ]
     keywords = {"scale": options.get("scale"), "enable_gqa": enable_gqa}
     assert torch.equal(ScaledDotProductAttention()(*tensors, *positional, **keywords), expected)
 
@@ -60,7 +68,10 @@ def test_layouts_agree(split: tuple[bool, bool], packed: bool) -> None:
     op = MMEncoderAttention(HEADS, SIZE, num_kv_heads=KEY_HEADS)
     query, key, value = qkv(1, TOKENS)
     bounds = BOUNDS if packed else None
-    q, k, v = (x if s else x.flatten(2) for x, s in zip((query, key, value), (*split, split[1]), strict=True))
+    q, k, v = (
+        x if s else x.flatten(2)
+        for x, s in zip((query, key, value), (*split, split[1]), strict=True)
+    )
     got = op(q, k, v, bounds)
     assert got.shape == q.shape
     assert torch.equal(got.reshape(query.shape), op(query, key, value, bounds))
@@ -72,7 +83,12 @@ def test_packed_sequences_are_apart(dtype: torch.dtype, batch: int) -> None:
     """Each packed sequence is attended as if it were alone, empty ones too, counting tokens through batch rows."""
     op = MMEncoderAttention(HEADS, SIZE, num_kv_heads=KEY_HEADS)
     tensors = qkv(batch, TOKENS // batch, dtype=dtype)
-    got = op(*tensors, cu_seqlens=BOUNDS, max_seqlen=torch.tensor(5), sequence_lengths=torch.tensor(LENGTHS))
+    got = op(
+        *tensors,
+        cu_seqlens=BOUNDS,
+        max_seqlen=torch.tensor(5),
+        sequence_lengths=torch.tensor(LENGTHS),
+    )
     flat = [x.flatten(0, 1) for x in tensors]
     for start, end in pairwise(BOUNDS):
         alone = op(*(x[None, start:end] for x in flat))[0]
@@ -116,7 +132,10 @@ def test_padded_rows() -> None:
         torch.testing.assert_close(got[row, :length], alone)
         assert not got[row, length:].any()
     leaves = [x.requires_grad_() for x in tensors]
-    assert all(g.isfinite().all() for g in torch.autograd.grad(op(*leaves, sequence_lengths=lengths).sum(), leaves))
+    assert all(
+        g.isfinite().all()
+        for g in torch.autograd.grad(op(*leaves, sequence_lengths=lengths).sum(), leaves)
+    )
 
 
 def test_scale() -> None:
@@ -124,7 +143,9 @@ def test_scale() -> None:
     assert MMEncoderAttention(HEADS, 16).scale == 0.25
     op = MMEncoderAttention(HEADS, SIZE, 0.5)
     tensors = qkv(2, 7, HEADS)
-    expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in tensors), scale=0.5).transpose(1, 2)
+    expected = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in tensors), scale=0.5
+    ).transpose(1, 2)
     assert torch.equal(op(*tensors), expected)
 
 
@@ -137,7 +158,9 @@ def test_mixed_dtypes_under_autocast() -> None:
         assert torch.equal(got, F.scaled_dot_product_attention(query, key, value.bfloat16()))
         compiled = torch.compile(op, backend="eager", fullgraph=True)
         assert torch.equal(compiled(query, key, value.bfloat16()), got)
-    with pytest.raises(ValueError, match=r"value is torch\.bfloat16, expected torch\.float32 as query"):
+    with pytest.raises(
+        ValueError, match=r"value is torch\.bfloat16, expected torch\.float32 as query"
+    ):
         op(query, key, value.bfloat16())
 
 
@@ -146,8 +169,12 @@ def test_dropout_has_no_registered_backward() -> None:
     tensors = [x.transpose(1, 2).requires_grad_() for x in qkv(2, 7, HEADS)]
     registered = torch.ops.opgraft.scaled_dot_product_attention
     got = torch.autograd.grad(registered(*tensors).sum(), tensors)
-    torch.testing.assert_close(got, torch.autograd.grad(F.scaled_dot_product_attention(*tensors).sum(), tensors))
-    with pytest.raises(ValueError, match=r"scaled_dot_product_attention: dropout_p is 0\.5, expected 0 where"):
+    torch.testing.assert_close(
+        got, torch.autograd.grad(F.scaled_dot_product_attention(*tensors).sum(), tensors)
+    )
+    with pytest.raises(
+        ValueError, match=r"scaled_dot_product_attention: dropout_p is 0\.5, expected 0 where"
+    ):
         registered(*tensors, None, 0.5)
     with torch.no_grad():
         assert registered(*tensors, None, 0.5).shape == tensors[0].shape
@@ -159,15 +186,22 @@ def test_what_an_encoder_prepares() -> None:
     assert MMEncoderAttention.maybe_compute_seq_lens("any", bounds, "cpu") is None
     got = MMEncoderAttention.maybe_recompute_cu_seqlens("any", BOUNDS, 24, 1, "meta")
     assert (got.device.type, got.shape, got.dtype) == ("meta", BOUNDS.shape, BOUNDS.dtype)
-    assert MMEncoderAttention.maybe_recompute_cu_seqlens("any", bounds, 24, 1, "cpu").tolist() == bounds
+    assert (
+        MMEncoderAttention.maybe_recompute_cu_seqlens("any", bounds, 24, 1, "cpu").tolist()
+        == bounds
+    )
 
     class Kernel(MMEncoderAttention):
         @classmethod
-        def maybe_compute_seq_lens(cls, attn_backend: object, cu_seqlens: Any, device: Any) -> torch.Tensor:
+        def maybe_compute_seq_lens(
+            cls, attn_backend: object, cu_seqlens: Any, device: Any
+        ) -> torch.Tensor:
             return torch.as_tensor(cu_seqlens, device=device).diff()
 
         @classmethod
-        def maybe_recompute_cu_seqlens(cls, *args: Any, fp8_padded_hidden_size: int | None = None) -> torch.Tensor:
+        def maybe_recompute_cu_seqlens(
+            cls, *args: Any, fp8_padded_hidden_size: int | None = None
+        ) -> torch.Tensor:
             return super().maybe_recompute_cu_seqlens(*args) * (fp8_padded_hidden_size or 0)
 
     CustomOp.register_oot("MMEncoderAttention")(Kernel)
@@ -175,7 +209,9 @@ def test_what_an_encoder_prepares() -> None:
         lengths = asked.maybe_compute_seq_lens("any", bounds, "cpu")
         assert lengths is not None
         assert lengths.tolist() == [3, 5]
-        assert asked.maybe_recompute_cu_seqlens("any", bounds, 24, 1, "cpu", fp8_padded_hidden_size=2).tolist() == [
+        assert asked.maybe_recompute_cu_seqlens(
+            "any", bounds, 24, 1, "cpu", fp8_padded_hidden_size=2
+        ).tolist() == [
             0,
             6,
             16,

@@ -46,20 +46,53 @@ ACTIVATIONS = [
     "swigluoai_and_mul",
     "swiglustep_and_mul",
 ]
-ACTIVATIONS += ["gelu", "gelu_tanh", "gelu_new", "gelu_fast", "quick_gelu", "relu2", "silu", "silu_"]
+ACTIVATIONS += [
+    "gelu",
+    "gelu_tanh",
+    "gelu_new",
+    "gelu_fast",
+    "quick_gelu",
+    "relu2",
+    "silu",
+    "silu_",
+]
 QKV = (t(1, 3, 8), t(1, 3, 4), t(1, 3, 4))
 HEADS = t(1, 4, 3, 8)
 CASES: list[tuple[Callable[[], Any], str]] = [
-    (lambda: linear(t(3, 5), t(2, 4)), r"linear: x has shape \(3, 5\), expected a last dimension of 4"),
+    (
+        lambda: linear(t(3, 5), t(2, 4)),
+        r"linear: x has shape \(3, 5\), expected a last dimension of 4",
+    ),
     (lambda: linear(t(), t(2, 4)), r"linear: x has shape \(\), expected a last dimension of 4"),
-    (lambda: linear(t(3, 4), t(4)), r"linear: weight has shape \(4,\), expected \[out_features, in_features\]"),
-    (lambda: linear(t(3, 4), t(2, 4, dtype=HALF)), "linear: weight is torch.float16, expected torch.float32 as x"),
-    (lambda: linear(t(3, 4), t(2, 4, device="meta")), "linear: weight is on meta, expected cpu as x"),
-    (lambda: linear(t(3, 4, dtype=WHOLE), t(2, 4, dtype=WHOLE)), r"linear: x is torch.int64, expected one of \(torch"),
+    (
+        lambda: linear(t(3, 4), t(4)),
+        r"linear: weight has shape \(4,\), expected \[out_features, in_features\]",
+    ),
+    (
+        lambda: linear(t(3, 4), t(2, 4, dtype=HALF)),
+        "linear: weight is torch.float16, expected torch.float32 as x",
+    ),
+    (
+        lambda: linear(t(3, 4), t(2, 4, device="meta")),
+        "linear: weight is on meta, expected cpu as x",
+    ),
+    (
+        lambda: linear(t(3, 4, dtype=WHOLE), t(2, 4, dtype=WHOLE)),
+        r"linear: x is torch.int64, expected one of \(torch",
+    ),
     (lambda: linear(t(3, 4), t(2, 4), t(1)), r"linear: bias has shape \(1,\), expected \(2,\)"),
-    (lambda: linear(t(3, 4), t(2, 4), t(3, 2)), r"linear: bias has shape \(3, 2\), expected \(2,\)"),
-    (lambda: linear(t(3, 4), t(2, 4), t(2, dtype=HALF)), "linear: bias is torch.float16, expected torch.float32 as x"),
-    (lambda: linear(t(3, 4), t(2, 4), t(2, device="meta")), "linear: bias is on meta, expected cpu as x"),
+    (
+        lambda: linear(t(3, 4), t(2, 4), t(3, 2)),
+        r"linear: bias has shape \(3, 2\), expected \(2,\)",
+    ),
+    (
+        lambda: linear(t(3, 4), t(2, 4), t(2, dtype=HALF)),
+        "linear: bias is torch.float16, expected torch.float32 as x",
+    ),
+    (
+        lambda: linear(t(3, 4), t(2, 4), t(2, device="meta")),
+        "linear: bias is on meta, expected cpu as x",
+    ),
     (
         lambda: linear(t(3, 4), t(2, 4), residual=t(2)),
         r"linear: residual has shape \(2,\), expected that of the",
@@ -68,19 +101,55 @@ CASES: list[tuple[Callable[[], Any], str]] = [
         lambda: linear(t(3, 4), t(2, 4), residual=t(3, 2, dtype=torch.float64)),
         "linear: residual is torch.float64, expected torch.float32 as the result",
     ),
-    (lambda: linear(t(3, 4), t(2, 4), residual=t(3, 2, device="meta")), "linear: residual is on meta, expected cpu"),
-    (lambda: ops.SiluAndMulWithClamp(-1.0), "silu_and_mul_with_clamp: swiglu_limit is -1.0, expected a number that is"),
-    (lambda: ops.SwigluOAIAndMul(limit=NAN), "swigluoai_and_mul: limit is nan, expected a number that is not negative"),
-    (lambda: ops.SwigluStepAndMul(-1.0), "swiglustep_and_mul: limit is -1.0, expected a number that is not negative"),
-    (lambda: functional.silu_and_mul_with_clamp(t(4), NAN), "silu_and_mul_with_clamp: limit is nan, expected a number"),
-    (lambda: functional.swigluoai_and_mul(t(4), limit=-1.0), "swigluoai_and_mul: limit is -1.0, expected a number"),
-    (lambda: functional.swiglustep_and_mul(t(4), -1.0), "swiglustep_and_mul: limit is -1.0, expected a number"),
-    (lambda: ops.RMSNorm((64,)), r"rms_norm: hidden_size is \(64,\), expected a whole number that is not negative"),  # type: ignore[arg-type]
-    (lambda: ops.GemmaRMSNorm(-1), "gemma_rms_norm: hidden_size is -1, expected a whole number that is not negative"),
-    (lambda: ops.RMSNorm(4, eps=-1.0), "rms_norm: eps is -1.0, expected a number that is not negative"),
-    (lambda: rotary(positions=0), "rotary_embedding: max_position_embeddings is 0, expected a positive number"),
+    (
+        lambda: linear(t(3, 4), t(2, 4), residual=t(3, 2, device="meta")),
+        "linear: residual is on meta, expected cpu",
+    ),
+    (
+        lambda: ops.SiluAndMulWithClamp(-1.0),
+        "silu_and_mul_with_clamp: swiglu_limit is -1.0, expected a number that is",
+    ),
+    (
+        lambda: ops.SwigluOAIAndMul(limit=NAN),
+        "swigluoai_and_mul: limit is nan, expected a number that is not negative",
+    ),
+    (
+        lambda: ops.SwigluStepAndMul(-1.0),
+        "swiglustep_and_mul: limit is -1.0, expected a number that is not negative",
+    ),
+    (
+        lambda: functional.silu_and_mul_with_clamp(t(4), NAN),
+        "silu_and_mul_with_clamp: limit is nan, expected a number",
+    ),
+    (
+        lambda: functional.swigluoai_and_mul(t(4), limit=-1.0),
+        "swigluoai_and_mul: limit is -1.0, expected a number",
+    ),
+    (
+        lambda: functional.swiglustep_and_mul(t(4), -1.0),
+        "swiglustep_and_mul: limit is -1.0, expected a number",
+    ),
+    (
+        lambda: ops.RMSNorm((64,)),
+        r"rms_norm: hidden_size is \(64,\), expected a whole number that is not negative",
+    ),  # type: ignore[arg-type]
+    (
+        lambda: ops.GemmaRMSNorm(-1),
+        "gemma_rms_norm: hidden_size is -1, expected a whole number that is not negative",
+    ),
+    (
+        lambda: ops.RMSNorm(4, eps=-1.0),
+        "rms_norm: eps is -1.0, expected a number that is not negative",
+    ),
+    (
+        lambda: rotary(positions=0),
+        "rotary_embedding: max_position_embeddings is 0, expected a positive number",
+    ),
     (lambda: rotary(base=0.0), "rotary_embedding: base is 0.0, expected a positive number"),
-    (lambda: rotary(dtype=WHOLE), r"rotary_embedding: dtype is torch.int64, expected one of \(torch"),
+    (
+        lambda: rotary(dtype=WHOLE),
+        r"rotary_embedding: dtype is torch.int64, expected one of \(torch",
+    ),
     (lambda: rotate(0), "rotary_embedding: head_size is 0, expected a positive number"),
     (
         lambda: torch.ops.opgraft.rms_norm(t(3, 4), t(4, device="meta")),
@@ -94,16 +163,43 @@ CASES: list[tuple[Callable[[], Any], str]] = [
         lambda: functional.mm_encoder_attn(t(3, 8), t(3, 8), t(3, 8), 2, 2, 1.0),
         r"query has shape \(3, 8\), expected \[batch, tokens, 2 · head_size\] or",
     ),
-    (lambda: ops.Linear(4, 2)(t(3, 5)), r"linear: x has shape \(3, 5\), expected a last dimension of 4"),
-    (lambda: ops.LayerNorm([2, 4])(t(4, 2)), r"layer_norm: x has shape \(4, 2\), expected it to end in \(2, 4\)"),
-    (lambda: ops.LayerNorm([2, 4])(t(4)), r"layer_norm: x has shape \(4,\), expected it to end in \(2, 4\)"),
-    (lambda: layer_norm(t(3, 4), ()), r"layer_norm: x has shape \(3, 4\), expected it to end in \(\)"),
+    (
+        lambda: ops.Linear(4, 2)(t(3, 5)),
+        r"linear: x has shape \(3, 5\), expected a last dimension of 4",
+    ),
+    (
+        lambda: ops.LayerNorm([2, 4])(t(4, 2)),
+        r"layer_norm: x has shape \(4, 2\), expected it to end in \(2, 4\)",
+    ),
+    (
+        lambda: ops.LayerNorm([2, 4])(t(4)),
+        r"layer_norm: x has shape \(4,\), expected it to end in \(2, 4\)",
+    ),
+    (
+        lambda: layer_norm(t(3, 4), ()),
+        r"layer_norm: x has shape \(3, 4\), expected it to end in \(\)",
+    ),
     (lambda: layer_norm(t(4, dtype=WHOLE), (4,)), "layer_norm: x is torch.int64, expected one of"),
-    (lambda: layer_norm(t(3, 4), (4,), t(1)), r"layer_norm: weight has shape \(1,\), expected \(4,\)"),
-    (lambda: layer_norm(t(3, 4), (4,), t(4), t(3)), r"layer_norm: bias has shape \(3,\), expected \(4,\)"),
-    (lambda: layer_norm(t(4), (4,), t(4, dtype=HALF)), "layer_norm: weight is torch.float16, expected torch.float32"),
-    (lambda: layer_norm(t(4).double(), (4,), t(4)), "layer_norm: weight is torch.float32, expected torch.float64"),
-    (lambda: layer_norm(t(4), (4,), t(4), t(4, device="meta")), "layer_norm: bias is on meta, expected cpu as x"),
+    (
+        lambda: layer_norm(t(3, 4), (4,), t(1)),
+        r"layer_norm: weight has shape \(1,\), expected \(4,\)",
+    ),
+    (
+        lambda: layer_norm(t(3, 4), (4,), t(4), t(3)),
+        r"layer_norm: bias has shape \(3,\), expected \(4,\)",
+    ),
+    (
+        lambda: layer_norm(t(4), (4,), t(4, dtype=HALF)),
+        "layer_norm: weight is torch.float16, expected torch.float32",
+    ),
+    (
+        lambda: layer_norm(t(4).double(), (4,), t(4)),
+        "layer_norm: weight is torch.float32, expected torch.float64",
+    ),
+    (
+        lambda: layer_norm(t(4), (4,), t(4), t(4, device="meta")),
+        "layer_norm: bias is on meta, expected cpu as x",
+    ),
     (lambda: rms_norm(t(3, 4), variance_size=0), "rms_norm: variance_size is 0, expected 1 to 4"),
     (lambda: rms_norm(t(3, 4), variance_size=5), "rms_norm: variance_size is 5, expected 1 to 4"),
     (
@@ -113,61 +209,140 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: rms_norm(t()), r"rms_norm: x has shape \(\), expected at least one dimension"),
     (lambda: rms_norm(t(4, dtype=WHOLE)), "rms_norm: x is torch.int64, expected one of"),
     (lambda: rms_norm(t(4), t(4, dtype=WHOLE)), "rms_norm: weight is torch.int64, expected one of"),
-    (lambda: functional.gemma_rms_norm(t(4, dtype=WHOLE), t(4)), "gemma_rms_norm: x is torch.int64, expected one of"),
-    (lambda: functional.rms_norm_gated(t(4, dtype=WHOLE), t(4)), "rms_norm_gated: x is torch.int64, expected one of"),
+    (
+        lambda: functional.gemma_rms_norm(t(4, dtype=WHOLE), t(4)),
+        "gemma_rms_norm: x is torch.int64, expected one of",
+    ),
+    (
+        lambda: functional.rms_norm_gated(t(4, dtype=WHOLE), t(4)),
+        "rms_norm_gated: x is torch.int64, expected one of",
+    ),
     (
         lambda: functional.fused_add_rms_norm(t(4), t(4, dtype=HALF)),
         "fused_add_rms_norm: residual is torch.float16, expected torch.float32 as x",
     ),
-    (lambda: functional.xielu(t(4), t(2), t(1)), r"xielu: alpha_p has shape \(2,\), expected one element"),
-    (lambda: functional.xielu(t(4), t(1), t(0)), r"xielu: alpha_n has shape \(0,\), expected one element"),
-    (lambda: functional.xielu(t(4), t(1), t(1, device="meta")), "xielu: alpha_n is on meta, expected cpu as x"),
+    (
+        lambda: functional.xielu(t(4), t(2), t(1)),
+        r"xielu: alpha_p has shape \(2,\), expected one element",
+    ),
+    (
+        lambda: functional.xielu(t(4), t(1), t(0)),
+        r"xielu: alpha_n has shape \(0,\), expected one element",
+    ),
+    (
+        lambda: functional.xielu(t(4), t(1), t(1, device="meta")),
+        "xielu: alpha_n is on meta, expected cpu as x",
+    ),
     (lambda: encode(*QKV, heads=0), "mm_encoder_attn: num_heads is 0, expected a positive number"),
-    (lambda: ops.MMEncoderAttention(0, 4), "mm_encoder_attn: num_heads is 0, expected a positive number"),
-    (lambda: ops.MMEncoderAttention(2, 0), "mm_encoder_attn: head_size is 0, expected a positive number"),
-    (lambda: encode(t(), t(), t()), r"mm_encoder_attn: query has shape \(\), expected \[batch, tokens"),
-    (lambda: encode(*QKV, cu_seqlens=torch.tensor([0.0, 3.0])), "mm_encoder_attn: cu_seqlens are torch.float32, expec"),
+    (
+        lambda: ops.MMEncoderAttention(0, 4),
+        "mm_encoder_attn: num_heads is 0, expected a positive number",
+    ),
+    (
+        lambda: ops.MMEncoderAttention(2, 0),
+        "mm_encoder_attn: head_size is 0, expected a positive number",
+    ),
+    (
+        lambda: encode(t(), t(), t()),
+        r"mm_encoder_attn: query has shape \(\), expected \[batch, tokens",
+    ),
+    (
+        lambda: encode(*QKV, cu_seqlens=torch.tensor([0.0, 3.0])),
+        "mm_encoder_attn: cu_seqlens are torch.float32, expec",
+    ),
     (
         lambda: encode(*QKV, sequence_lengths=t(1)),
         "mm_encoder_attn: sequence_lengths are torch.float32, expected",
     ),
-    (lambda: attend(HEADS, HEADS, HEADS, t(3, 3, dtype=WHOLE)), "attn_mask is torch.int64, expected one of"),
-    (lambda: attend(HEADS, HEADS, HEADS, t(3, 3, dtype=HALF)), "attn_mask is torch.float16, expected torch.float32 as"),
-    (lambda: attend(HEADS, HEADS, HEADS, t(3, 3, device="meta")), "attn_mask is on meta, expected cpu as query"),
-    (lambda: attend(HEADS, HEADS, HEADS, t(2, 3)), r"attn_mask has shape \(2, 3\), expected it to broadcast to \(1, 4"),
+    (
+        lambda: attend(HEADS, HEADS, HEADS, t(3, 3, dtype=WHOLE)),
+        "attn_mask is torch.int64, expected one of",
+    ),
+    (
+        lambda: attend(HEADS, HEADS, HEADS, t(3, 3, dtype=HALF)),
+        "attn_mask is torch.float16, expected torch.float32 as",
+    ),
+    (
+        lambda: attend(HEADS, HEADS, HEADS, t(3, 3, device="meta")),
+        "attn_mask is on meta, expected cpu as query",
+    ),
+    (
+        lambda: attend(HEADS, HEADS, HEADS, t(2, 3)),
+        r"attn_mask has shape \(2, 3\), expected it to broadcast to \(1, 4",
+    ),
     (
         lambda: attend(t(3, 8), t(3, 8), t(3, 8), enable_gqa=True),
         r"query has shape \(3, 8\), expected \[..., heads",
     ),
-    (lambda: attend(t(8), t(8), t(8)), r"query has shape \(8,\), expected \[..., tokens, head_size\]"),
+    (
+        lambda: attend(t(8), t(8), t(8)),
+        r"query has shape \(8,\), expected \[..., tokens, head_size\]",
+    ),
     (
         lambda: attend(HEADS, HEADS, t(1, 4, 2, 8)),
         "scaled_dot_product_attention: value has 2 tokens, expected 3 as",
     ),
-    (lambda: attend(HEADS, HEADS, t(1, 2, 3, 8), enable_gqa=True), "value has 2 heads, expected 4 as key has"),
-    (lambda: attend(HEADS, t(1, 3, 3, 8), HEADS), r"key has shape \(1, 3, 3, 8\), expected it to fit \(1, 4, 3, 8\)"),
-    (lambda: attend(*(HEADS.long(),) * 3), "scaled_dot_product_attention: query is torch.int64, expected one of"),
-    (lambda: functional.conv2d(*(t(1, 1, 2, 2, dtype=WHOLE),) * 2), "conv2d: x is torch.int64, expected one of"),
+    (
+        lambda: attend(HEADS, HEADS, t(1, 2, 3, 8), enable_gqa=True),
+        "value has 2 heads, expected 4 as key has",
+    ),
+    (
+        lambda: attend(HEADS, t(1, 3, 3, 8), HEADS),
+        r"key has shape \(1, 3, 3, 8\), expected it to fit \(1, 4, 3, 8\)",
+    ),
+    (
+        lambda: attend(*(HEADS.long(),) * 3),
+        "scaled_dot_product_attention: query is torch.int64, expected one of",
+    ),
+    (
+        lambda: functional.conv2d(*(t(1, 1, 2, 2, dtype=WHOLE),) * 2),
+        "conv2d: x is torch.int64, expected one of",
+    ),
     (
         lambda: functional.apply_rotary_emb(t(3, 1, 4, dtype=WHOLE), t(3, 2), t(3, 2)),
         "apply_rotary_emb: x is torch.int64, expected one of",
     ),
     (
-        lambda: functional.rotary_embedding(torch.arange(3), *(t(3, 4, dtype=WHOLE),) * 2, 4, t(8, 4)),
+        lambda: functional.rotary_embedding(
+            torch.arange(3), *(t(3, 4, dtype=WHOLE),) * 2, 4, t(8, 4)
+        ),
         "rotary_embedding: query is torch.int64, expected one of",
     ),
     (
-        lambda: functional.grouped_topk(t(2, 4), 1, True, 0, 0, e_score_correction_bias=t(4, dtype=WHOLE)),
+        lambda: functional.grouped_topk(
+            t(2, 4), 1, True, 0, 0, e_score_correction_bias=t(4, dtype=WHOLE)
+        ),
         "grouped_topk: e_score_correction_bias is torch.int64, expected one of",
     ),
     (lambda: experts(activation="relu"), "fused_experts: activation is 'relu', expected one of"),
-    (lambda: experts(x=t(3, 1, 4)), r"fused_experts: x has shape \(3, 1, 4\), expected 2 dimensions"),
-    (lambda: experts(w13=t(5, 4, 3)), r"fused_experts: w13 has shape \(5, 4, 3\), expected \(5, 4, 4\)"),
-    (lambda: experts(w2=t(4, 4, 2)), r"fused_experts: w2 has shape \(4, 4, 2\), expected \(5, 4, 2\)"),
-    (lambda: experts(w2=t(5, 4, 2, dtype=HALF)), "fused_experts: w2 is torch.float16, expected torch.float32 as x"),
-    (lambda: experts(topk_weights=t(3, 1)), r"fused_experts: topk_weights has shape \(3, 1\), expected \(3, 2\)"),
-    (lambda: experts(topk_ids=t(3, 2)), "fused_experts: topk_ids are torch.float32, expected torch.int32 or"),
-    (lambda: experts(w2_bias=t(5, 2)), r"fused_experts: w2_bias has shape \(5, 2\), expected \(5, 4\)"),
+    (
+        lambda: experts(x=t(3, 1, 4)),
+        r"fused_experts: x has shape \(3, 1, 4\), expected 2 dimensions",
+    ),
+    (
+        lambda: experts(w13=t(5, 4, 3)),
+        r"fused_experts: w13 has shape \(5, 4, 3\), expected \(5, 4, 4\)",
+    ),
+    (
+        lambda: experts(w2=t(4, 4, 2)),
+        r"fused_experts: w2 has shape \(4, 4, 2\), expected \(5, 4, 2\)",
+    ),
+    (
+        lambda: experts(w2=t(5, 4, 2, dtype=HALF)),
+        "fused_experts: w2 is torch.float16, expected torch.float32 as x",
+    ),
+    (
+        lambda: experts(topk_weights=t(3, 1)),
+        r"fused_experts: topk_weights has shape \(3, 1\), expected \(3, 2\)",
+    ),
+    (
+        lambda: experts(topk_ids=t(3, 2)),
+        "fused_experts: topk_ids are torch.float32, expected torch.int32 or",
+    ),
+    (
+        lambda: experts(w2_bias=t(5, 2)),
+        r"fused_experts: w2_bias has shape \(5, 2\), expected \(5, 4\)",
+    ),
     (
         lambda: experts(topk_ids=t(3, 2, dtype=WHOLE) + 5),
         "fused_experts: topk_ids reach from 5 to 5, expected those of 5 experts, 0 to 4, or -1 for none",
@@ -175,7 +350,9 @@ CASES: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), CASES, ids=[str(number) for number in range(len(CASES))])
+@pytest.mark.parametrize(
+    ("call", "message"), CASES, ids=[str(number) for number in range(len(CASES))]
+)
 def test_error(call: Callable[[], Any], message: str) -> None:
     """A ``ValueError`` says which op and argument, what it got and what it expected."""
     with pytest.raises(ValueError, match=message):
@@ -183,7 +360,9 @@ def test_error(call: Callable[[], Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e5m2], ids=str
+)
 def test_activations_take_floating_point(name: str, dtype: torch.dtype) -> None:
     """Activations refuse what is no floating-point number that they compute with, by name."""
     with pytest.raises(ValueError, match=f"^{name}: x is {dtype}, expected one of"):
@@ -195,7 +374,9 @@ def test_a_linear_that_is_known() -> None:
     op = ops.Linear(4, 2)
     for _ in range(3):
         op(t(3, 4))
-        with pytest.raises(ValueError, match=r"linear: x has shape \(3, 5\), expected a last dimension of 4"):
+        with pytest.raises(
+            ValueError, match=r"linear: x has shape \(3, 5\), expected a last dimension of 4"
+        ):
             op(t(3, 5))
 
 
@@ -207,7 +388,9 @@ def test_convolution_under_autocast() -> None:
         op.load_state_dict(module.state_dict())
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(op(x), module(x))
-        with pytest.raises(ValueError, match=r"weight is torch\.float32, expected torch\.bfloat16 as x"):
+        with pytest.raises(
+            ValueError, match=r"weight is torch\.float32, expected torch\.bfloat16 as x"
+        ):
             op(x)
 
 
@@ -218,7 +401,9 @@ def test_linear_and_layer_norm_under_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(op(x, residual), F.linear(x, op.weight, op.bias) + residual)
         assert torch.equal(norm(op(x)), F.layer_norm(op(x), (2,), norm.weight, norm.bias))
-        with pytest.raises(ValueError, match=r"linear: weight is torch\.float32, expected torch\.float64 as x"):
+        with pytest.raises(
+            ValueError, match=r"linear: weight is torch\.float32, expected torch\.float64 as x"
+        ):
             op(x.double())
 
 
@@ -238,9 +423,13 @@ def test_residual_under_autocast(norm: Any) -> None:
             assert torch.equal(normed, op(narrow + x))
             compiled = torch.compile(op, backend="eager", fullgraph=True)
             assert torch.equal(compiled(*pair)[1], summed)
-        with pytest.raises(ValueError, match=r"residual is torch\.float32, expected torch\.bfloat16 as x"):
+        with pytest.raises(
+            ValueError, match=r"residual is torch\.float32, expected torch\.bfloat16 as x"
+        ):
             torch.ops.opgraft.fused_add_rms_norm(narrow, x)
-    with pytest.raises(ValueError, match=r"residual is torch\.float32, expected torch\.bfloat16 as x"):
+    with pytest.raises(
+        ValueError, match=r"residual is torch\.float32, expected torch\.bfloat16 as x"
+    ):
         op(narrow, x)
 
 

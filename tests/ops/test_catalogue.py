@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from opgraft import CompilationConfig, CustomOp, OpgraftConfig, load_plugins, maybe_get_oot_by_class, ops, set_config
+from opgraft import (
+    CompilationConfig,
+    CustomOp,
+    OpgraftConfig,
+    load_plugins,
+    maybe_get_oot_by_class,
+    ops,
+    set_config,
+)
 from opgraft.errors import RegistrationError, UnknownTargetError
 
 NAMES: dict[str, Any] = {
@@ -60,7 +68,9 @@ def test_replacement(name: str, named: str) -> None:
     """A subclass that only adds a kernel replaces the op, called by op name, class name or module and class."""
     target = NAMES[name]
     module_and_class = f"{target.__module__}:{target.__name__}"
-    wanted = {"op name": name, "class name": target.__name__, "module and class": module_and_class}[named]
+    wanted = {"op name": name, "class name": target.__name__, "module and class": module_and_class}[
+        named
+    ]
     forward_oot = lambda self, *args, **kwargs: self.forward_native(*args, **kwargs)  # noqa: E731
     replacement = type("Fast", (target,), {"forward_oot": forward_oot})
     CustomOp.register_oot(wanted)(replacement)
@@ -87,7 +97,12 @@ def test_a_variant_is_replaced_by_its_class_name() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["Llama3RotaryEmbedding", "YaRNScalingRotaryEmbedding", "DeepseekScalingRotaryEmbedding", "MRotaryEmbedding"],
+    [
+        "Llama3RotaryEmbedding",
+        "YaRNScalingRotaryEmbedding",
+        "DeepseekScalingRotaryEmbedding",
+        "MRotaryEmbedding",
+    ],
 )
 def test_further_variants_are_targets(name: str) -> None:
     """The variants with other frequencies are replaced by their class names and switched with the plain op."""

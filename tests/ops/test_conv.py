@@ -70,27 +70,39 @@ def test_initial_values_are_torchs(ours: Any, torchs: Any, sizes: tuple[int, ...
 @pairs
 @settings
 def test_the_matrix_product_is_taken_where_it_is_right(
-    ours: Any, torchs: Any, sizes: tuple[int, ...], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ours: Any,
+    torchs: Any,
+    sizes: tuple[int, ...],
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Kernels side by side, seeing all channels of an unpadded input, are one matrix product; no others are."""
     op = ours(4, 8, **options)
-    assert op.enable_linear == any(options is SETTINGS[name] for name in ("valid", "patches", "one by one"))
+    assert op.enable_linear == any(
+        options is SETTINGS[name] for name in ("valid", "patches", "one by one")
+    )
     taken = []
     for name in ("_forward_conv", "_forward_mulmat"):
         real = getattr(ours, name)
-        monkeypatch.setattr(ours, name, lambda self, x, n=name, f=real: (taken.append(n), f(self, x))[1])
+        monkeypatch.setattr(
+            ours, name, lambda self, x, n=name, f=real: (taken.append(n), f(self, x))[1]
+        )
     op(torch.randn(2, 4, *sizes))
     assert taken == ["_forward_mulmat" if op.enable_linear else "_forward_conv"]
 
 
 @pairs
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_both_ways_agree(ours: Any, torchs: Any, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_both_ways_agree(
+    ours: Any, torchs: Any, sizes: tuple[int, ...], dtype: torch.dtype
+) -> None:
     """What is left behind the last whole patch is not read, whichever way is taken."""
     op = ours(4, 6, 2, 2, params_dtype=dtype)
     x = torch.randn(2, 4, *sizes, dtype=dtype)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
-    torch.testing.assert_close(op._forward_mulmat(x), op._forward_conv(x), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(
+        op._forward_mulmat(x), op._forward_conv(x), atol=tolerance, rtol=tolerance
+    )
     assert op._forward_mulmat(x).shape[2:] == tuple(size // 2 for size in sizes)
 
 
@@ -100,7 +112,12 @@ def test_attributes(ours: Any, torchs: Any, sizes: tuple[int, ...]) -> None:
     dims = len(sizes)
     op = ours(3, 5, 4, 4, params_dtype=torch.bfloat16)
     assert (op.in_channels, op.out_channels, op.kernel_size) == (3, 5, (4,) * dims)
-    assert (op.input_size, op.enable_linear, op.groups, op.padding_mode) == (3 * 4**dims, True, 1, "zeros")
+    assert (op.input_size, op.enable_linear, op.groups, op.padding_mode) == (
+        3 * 4**dims,
+        True,
+        1,
+        "zeros",
+    )
     assert {p.dtype for p in op.parameters()} == {torch.bfloat16}
     assert isinstance(op, torchs)
     assert ours(3, 5, 4, bias=False).bias is None
@@ -140,34 +157,91 @@ def t(*shape: int) -> Tensor:
 
 two, three = functional.conv2d, functional.conv3d
 BAD: list[tuple[Callable[[], Any], str]] = [
-    (lambda: Conv2dLayer(2, 2, 3, 2, "same"), r"conv2d: stride is \(2, 2\), expected 1 with padding 'same'"),
-    (lambda: Conv3dLayer(2, 2, 3, (1, 1, 2), "same"), r"conv3d: stride is \(1, 1, 2\), expected 1 with padding 'same'"),
-    (lambda: Conv2dLayer(2, 2, 3, 1, "full"), "conv2d: padding is 'full', expected 'same', 'valid' or numbers"),
-    (lambda: Conv2dLayer(2, 2, (3, 3, 3)), r"conv2d: kernel_size is \(3, 3, 3\), .* expected 2 numbers each"),
-    (lambda: Conv2dLayer(2, 2, (3, 3, 3), 1, "same"), r"conv2d: kernel_size is \(3, 3, 3\), .* expected 2 numbers"),
-    (lambda: Conv2dLayer(2, 2, 0), r"conv2d: kernel_size is \(0, 0\), expected 2 numbers of at least 1"),
-    (lambda: Conv2dLayer(2, 2, 3, (1, 1, 1)), r"conv2d: stride is \(1, 1, 1\), expected 2 numbers of at least 1"),
-    (lambda: Conv2dLayer(2, 2, 3, 0), r"conv2d: stride is \(0, 0\), expected 2 numbers of at least 1"),
-    (lambda: Conv2dLayer(2, 2, 3, padding=-1), r"conv2d: padding is \(-1, -1\), expected 2 numbers of at least 0"),
-    (lambda: Conv2dLayer(2, 2, 3, padding=(1, 1, 1, 1)), r"conv2d: padding is \(1, 1, 1, 1\), expected 2 numbers"),
-    (lambda: Conv3dLayer(2, 2, 3, dilation=(1, 2)), r"conv3d: .* dilation \(1, 2\), expected 3 numbers each"),
+    (
+        lambda: Conv2dLayer(2, 2, 3, 2, "same"),
+        r"conv2d: stride is \(2, 2\), expected 1 with padding 'same'",
+    ),
+    (
+        lambda: Conv3dLayer(2, 2, 3, (1, 1, 2), "same"),
+        r"conv3d: stride is \(1, 1, 2\), expected 1 with padding 'same'",
+    ),
+    (
+        lambda: Conv2dLayer(2, 2, 3, 1, "full"),
+        "conv2d: padding is 'full', expected 'same', 'valid' or numbers",
+    ),
+    (
+        lambda: Conv2dLayer(2, 2, (3, 3, 3)),
+        r"conv2d: kernel_size is \(3, 3, 3\), .* expected 2 numbers each",
+    ),
+    (
+        lambda: Conv2dLayer(2, 2, (3, 3, 3), 1, "same"),
+        r"conv2d: kernel_size is \(3, 3, 3\), .* expected 2 numbers",
+    ),
+    (
+        lambda: Conv2dLayer(2, 2, 0),
+        r"conv2d: kernel_size is \(0, 0\), expected 2 numbers of at least 1",
+    ),
+    (
+        lambda: Conv2dLayer(2, 2, 3, (1, 1, 1)),
+        r"conv2d: stride is \(1, 1, 1\), expected 2 numbers of at least 1",
+    ),
+    (
+        lambda: Conv2dLayer(2, 2, 3, 0),
+        r"conv2d: stride is \(0, 0\), expected 2 numbers of at least 1",
+    ),
+    (
+        lambda: Conv2dLayer(2, 2, 3, padding=-1),
+        r"conv2d: padding is \(-1, -1\), expected 2 numbers of at least 0",
+    ),
+    (
+        lambda: Conv2dLayer(2, 2, 3, padding=(1, 1, 1, 1)),
+        r"conv2d: padding is \(1, 1, 1, 1\), expected 2 numbers",
+    ),
+    (
+        lambda: Conv3dLayer(2, 2, 3, dilation=(1, 2)),
+        r"conv3d: .* dilation \(1, 2\), expected 3 numbers each",
+    ),
     (lambda: Conv2dLayer(2, 2, 3, groups=0), "conv2d: groups is 0, expected a positive number"),
-    (lambda: Conv2dLayer(3, 2, 3, groups=2), "conv2d: in_channels is 3, expected a positive multiple of groups=2"),
-    (lambda: Conv2dLayer(2, 3, 3, groups=2), "conv2d: out_channels is 3, expected a positive multiple of groups=2"),
-    (lambda: Conv2dLayer(2, 2, 3, padding_mode="wrap"), "conv2d: padding_mode is 'wrap', expected one of"),
+    (
+        lambda: Conv2dLayer(3, 2, 3, groups=2),
+        "conv2d: in_channels is 3, expected a positive multiple of groups=2",
+    ),
+    (
+        lambda: Conv2dLayer(2, 3, 3, groups=2),
+        "conv2d: out_channels is 3, expected a positive multiple of groups=2",
+    ),
+    (
+        lambda: Conv2dLayer(2, 2, 3, padding_mode="wrap"),
+        "conv2d: padding_mode is 'wrap', expected one of",
+    ),
     (
         lambda: Conv2dLayer(2, 2, 3)(t(2, 5, 5)),
         r"conv2d: x has shape \(2, 5, 5\), expected \[batch, channels=2, height",
     ),
-    (lambda: Conv2dLayer(2, 2, 3)(t(1, 3, 5, 5)), r"conv2d: x has shape \(1, 3, 5, 5\), expected \[batch, channels=2"),
-    (lambda: Conv3dLayer(2, 2, 3)(t(1, 2, 5, 5)), r"conv3d: x has .*, expected \[batch, channels=2, time, height"),
-    (lambda: Conv2dLayer(2, 2, 3)(t(1, 2, 5, 2)), r"conv2d: x has shape \(1, 2, 5, 2\), expected room for a kernel"),
-    (lambda: Conv2dLayer(2, 2, 3, 3)(t(1, 2, 5, 2)), r"conv2d: x has shape \(1, 2, 5, 2\), expected room for a kernel"),
+    (
+        lambda: Conv2dLayer(2, 2, 3)(t(1, 3, 5, 5)),
+        r"conv2d: x has shape \(1, 3, 5, 5\), expected \[batch, channels=2",
+    ),
+    (
+        lambda: Conv3dLayer(2, 2, 3)(t(1, 2, 5, 5)),
+        r"conv3d: x has .*, expected \[batch, channels=2, time, height",
+    ),
+    (
+        lambda: Conv2dLayer(2, 2, 3)(t(1, 2, 5, 2)),
+        r"conv2d: x has shape \(1, 2, 5, 2\), expected room for a kernel",
+    ),
+    (
+        lambda: Conv2dLayer(2, 2, 3, 3)(t(1, 2, 5, 2)),
+        r"conv2d: x has shape \(1, 2, 5, 2\), expected room for a kernel",
+    ),
     (
         lambda: Conv2dLayer(2, 2, 3)(t(1, 2, 5, 5).half()),
         "conv2d: weight is torch.float32, expected torch.float16 as x",
     ),
-    (lambda: Conv2dLayer(2, 2, 3)(t(1, 2, 5, 5).to("meta")), "conv2d: weight is on cpu, expected meta as x"),
+    (
+        lambda: Conv2dLayer(2, 2, 3)(t(1, 2, 5, 5).to("meta")),
+        "conv2d: weight is on cpu, expected meta as x",
+    ),
     (
         lambda: Conv2dLayer(2, 2, 3, padding=4, padding_mode="reflect")(t(1, 2, 9, 4)),
         r"conv2d: padding is \(4, 4\), expected at most 3 for x of shape \(1, 2, 9, 4\) with padding_mode 'reflect'",
@@ -176,9 +250,18 @@ BAD: list[tuple[Callable[[], Any], str]] = [
         lambda: Conv2dLayer(2, 2, 3, padding=5, padding_mode="circular")(t(1, 2, 4, 9)),
         "conv2d: padding is .* expected at most 4 for x",
     ),
-    (lambda: two(t(1, 2, 5, 5), t(2, 2, 3)), r"conv2d: weight has shape \(2, 2, 3\), expected 4 dimensions"),
-    (lambda: three(t(1, 2, 5, 5, 5), t(2, 2, 3, 3)), r"conv3d: weight has shape \(2, 2, 3, 3\), expected 5 dimensions"),
-    (lambda: two(t(1, 2, 5, 5), t(2, 2, 3, 3), t(3)), r"conv2d: bias has shape \(3,\), expected \(2,\)"),
+    (
+        lambda: two(t(1, 2, 5, 5), t(2, 2, 3)),
+        r"conv2d: weight has shape \(2, 2, 3\), expected 4 dimensions",
+    ),
+    (
+        lambda: three(t(1, 2, 5, 5, 5), t(2, 2, 3, 3)),
+        r"conv3d: weight has shape \(2, 2, 3, 3\), expected 5 dimensions",
+    ),
+    (
+        lambda: two(t(1, 2, 5, 5), t(2, 2, 3, 3), t(3)),
+        r"conv2d: bias has shape \(3,\), expected \(2,\)",
+    ),
     (
         lambda: two(t(1, 4, 5, 5), t(3, 2, 3, 3), groups=2),
         "conv2d: groups is 2, expected a divisor of 3 output channels",

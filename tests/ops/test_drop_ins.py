@@ -28,7 +28,9 @@ twins = pytest.mark.parametrize(("op_class", "module_class", "arguments"), TWINS
 
 @twins
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_bits_of_torch(op_class: Any, module_class: Any, arguments: Any, dtype: torch.dtype) -> None:
+def test_bits_of_torch(
+    op_class: Any, module_class: Any, arguments: Any, dtype: torch.dtype
+) -> None:
     """With the module's state the op computes the same bits, writes in place where asked, and prints the same."""
     module = module_class(*arguments).to(dtype)
     op = op_class(*arguments).to(dtype)
@@ -51,7 +53,9 @@ def test_symbolic_tracing(op_class: Any, module_class: Any, arguments: Any) -> N
     assert torch.equal(torch.fx.symbolic_trace(model)(x.clone()), model(x.clone()))
 
 
-@pytest.mark.parametrize(("op_class", "module_class"), sorted({pair[:2] for pair in TWINS}, key=str))
+@pytest.mark.parametrize(
+    ("op_class", "module_class"), sorted({pair[:2] for pair in TWINS}, key=str)
+)
 def test_constructor_of_torch(op_class: Any, module_class: Any) -> None:
     """The constructor takes torch's parameters under their names, in their order, with their defaults.
 
@@ -88,7 +92,12 @@ def test_a_sharded_linear() -> None:
 
 @pytest.mark.parametrize(
     ("op_class", "activation"),
-    [(ops.NewGELU, "gelu_new"), (ops.FastGELU, "gelu_fast"), (ops.QuickGELU, "quick_gelu"), (ops.GELU, "gelu")],
+    [
+        (ops.NewGELU, "gelu_new"),
+        (ops.FastGELU, "gelu_fast"),
+        (ops.QuickGELU, "quick_gelu"),
+        (ops.GELU, "gelu"),
+    ],
 )
 def test_bits_of_transformers(op_class: Any, activation: str) -> None:
     """In float32 the activation of that name in transformers gives the same bits."""

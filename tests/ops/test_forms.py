@@ -41,11 +41,15 @@ def draw(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
         ),
     ],
 )
-def test_in_place_registered_ops_refuse_gradients(name: str, written: str, arguments: Callable[[], list[Any]]) -> None:
+def test_in_place_registered_ops_refuse_gradients(
+    name: str, written: str, arguments: Callable[[], list[Any]]
+) -> None:
     """Each argument alone that requires a gradient is refused, by name and before anything is written."""
     op, plain = getattr(torch.ops.opgraft, name), name.removesuffix("_")
     floating = [
-        index for index, value in enumerate(arguments()) if isinstance(value, Tensor) and value.is_floating_point()
+        index
+        for index, value in enumerate(arguments())
+        if isinstance(value, Tensor) and value.is_floating_point()
     ]
     for index in floating:
         given = arguments()
@@ -58,7 +62,9 @@ def test_in_place_registered_ops_refuse_gradients(name: str, written: str, argum
             rf"gradient is required: use torch\.ops\.opgraft\.{plain}, or",
         ):
             op(*given)
-        assert all(map(torch.equal, before, [value for value in given if isinstance(value, Tensor)]))
+        assert all(
+            map(torch.equal, before, [value for value in given if isinstance(value, Tensor)])
+        )
         with torch.no_grad():
             op(*given)
         with torch.inference_mode():
@@ -110,7 +116,9 @@ def penalty_gradients(call: Callable[..., Tensor], arguments: list[Tensor]) -> t
         ("conv2d", lambda: [draw(2, 3, 6, 5), draw(4, 3, 3, 2), draw(4)]),
     ],
 )
-def test_registered_ops_are_differentiable_twice(name: str, arguments: Callable[[], list[Tensor]]) -> None:
+def test_registered_ops_are_differentiable_twice(
+    name: str, arguments: Callable[[], list[Tensor]]
+) -> None:
     """A gradient penalty through the registered op has the gradients of one through the native definition."""
     given = arguments()
     got = penalty_gradients(getattr(torch.ops.opgraft, name), given)
@@ -137,14 +145,19 @@ def test_forms_without_gradients_require_none() -> None:
     q, scale = torch.ops.opgraft.quant_fp8_dynamic(x, (1, -1))
     again = torch.ops.opgraft.quant_fp8_static(x, scale, (1, -1))
     assert [made.requires_grad for made in (q, scale, again)] == [False] * 3
-    assert {name for name, made in FUNCTIONALS.items() if not made.differentiable and not made.mutates} == {
+    assert {
+        name for name, made in FUNCTIONALS.items() if not made.differentiable and not made.mutates
+    } == {
         "quant_fp8_static",
         "quant_fp8_dynamic",
         "quant_fp4",
         "int8_dynamic_linear",
         "fp8_linear",
         "quantized_experts",
-        *(f"{name}_quant_fp4" for name in ("rms_norm", "fused_add_rms_norm", "silu_and_mul", "all_reduce_rms_norm")),
+        *(
+            f"{name}_quant_fp4"
+            for name in ("rms_norm", "fused_add_rms_norm", "silu_and_mul", "all_reduce_rms_norm")
+        ),
         "rms_norm_quant_fp8_static",
         "rms_norm_quant_fp8_dynamic",
         "fused_add_rms_norm_quant_fp8_static",
@@ -163,8 +176,14 @@ def test_forms_without_gradients_require_none() -> None:
     ("name", "arguments"),
     [
         ("linear", lambda: [draw(3, 5, dtype=torch.float32), draw(4, 5, dtype=torch.float32)]),
-        ("conv2d", lambda: [draw(2, 3, 6, 5, dtype=torch.float32), draw(4, 3, 3, 2, dtype=torch.float32)]),
-        ("scaled_dot_product_attention", lambda: [draw(1, 2, 3, 4, dtype=torch.float32) for _ in range(3)]),
+        (
+            "conv2d",
+            lambda: [draw(2, 3, 6, 5, dtype=torch.float32), draw(4, 3, 3, 2, dtype=torch.float32)],
+        ),
+        (
+            "scaled_dot_product_attention",
+            lambda: [draw(1, 2, 3, 4, dtype=torch.float32) for _ in range(3)],
+        ),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -177,7 +196,11 @@ def test_registered_ops_run_without_autocast(
     expected = torch.autograd.grad(call(*given).sum(), given)
     with torch.autocast("cpu", torch.bfloat16 if dtype == torch.float32 else torch.float16):
         result = call(*given)
-        assert result.dtype == FUNCTIONALS[name].fake(*(value.to("meta") for value in given)).dtype == dtype
+        assert (
+            result.dtype
+            == FUNCTIONALS[name].fake(*(value.to("meta") for value in given)).dtype
+            == dtype
+        )
         assert torch.compile(call, backend="aot_eager", fullgraph=True)(*given).dtype == dtype
         got = torch.autograd.grad(result.sum(), given)
     assert torch.equal(result, call(*given))
@@ -234,7 +257,9 @@ def test_a_second_form_of_a_name_is_refused() -> None:
         return x + 2
 
     another.__name__ = "twice_defined"
-    with pytest.raises(ConflictError, match=r"(?s)'twice_defined'.*test_forms\.py:\d+ \(.*test_forms\.py:\d+ \("):
+    with pytest.raises(
+        ConflictError, match=r"(?s)'twice_defined'.*test_forms\.py:\d+ \(.*test_forms\.py:\d+ \("
+    ):
         register_functional("silu", like)(another)
     assert FUNCTIONALS["twice_defined"] is first
     x = draw(3)
@@ -244,7 +269,9 @@ def test_a_second_form_of_a_name_is_refused() -> None:
     torch.testing.assert_close(torch.ops.opgraft.twice_defined(x), x + 2)
 
 
-def test_a_reloaded_form_takes_the_place_of_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reloaded_form_takes_the_place_of_the_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Reloading a module registers its forms anew."""
     (tmp_path / "module_with_a_form.py").write_text(
         "from opgraft.ops.fakes import like\n"
@@ -290,7 +317,9 @@ def test_forms_under_vmap() -> None:
     """Values are not looked at in torch.vmap, whose results are those of a loop."""
     positions, query = torch.randint(7, (5, 3)), torch.randn(5, 3, 8)
     got = torch.vmap(rotated)(positions, query)
-    torch.testing.assert_close(got, torch.stack([rotated(p, q) for p, q in zip(positions, query, strict=True)]))
+    torch.testing.assert_close(
+        got, torch.stack([rotated(p, q) for p, q in zip(positions, query, strict=True)])
+    )
 
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])

@@ -54,11 +54,19 @@ def test_the_chains_are_those_of_the_platform_classes() -> None:
     ("defined", "expected"),
     [
         ((), dict.fromkeys(BUILT_IN, "native")),
-        (("cuda",), {"cpu": "native", "cuda": "cuda", "rocm": "cuda", "tpu": "native", "xpu": "native"}),
-        (("cuda", "hip", "cpu"), {"cpu": "cpu", "cuda": "cuda", "rocm": "hip", "tpu": "native", "xpu": "native"}),
+        (
+            ("cuda",),
+            {"cpu": "native", "cuda": "cuda", "rocm": "cuda", "tpu": "native", "xpu": "native"},
+        ),
+        (
+            ("cuda", "hip", "cpu"),
+            {"cpu": "cpu", "cuda": "cuda", "rocm": "hip", "tpu": "native", "xpu": "native"},
+        ),
     ],
 )
-def test_each_platform_has_the_first_kernel_of_its_chain(defined: tuple[str, ...], expected: dict[str, str]) -> None:
+def test_each_platform_has_the_first_kernel_of_its_chain(
+    defined: tuple[str, ...], expected: dict[str, str]
+) -> None:
     """By platform, the key is that of the kernel that would be bound there."""
     assert keys_of(make_op(*defined)) == expected
 
@@ -102,7 +110,12 @@ def test_a_conflict_is_the_key() -> None:
 
 def test_a_platform_whose_plugin_is_not_loaded_is_unknown(site) -> None:
     """What a plugin brings for a device that is not there is not guessed, and nothing of it is imported."""
-    site.platform("acme", probe="return Evidence(False, 'no device')", platform="raise RuntimeError", plugin="")
+    site.platform(
+        "acme",
+        probe="return Evidence(False, 'no device')",
+        platform="raise RuntimeError",
+        plugin="",
+    )
     keys = keys_of(RMSNorm)
     assert list(keys) == [*BUILT_IN, "acme"]
     assert keys["acme"] is None
@@ -113,12 +126,18 @@ def test_a_platform_whose_plugin_is_not_loaded_is_unknown(site) -> None:
 @pytest.mark.parametrize(
     ("source", "expected", "reason"),
     [
-        ("raise SystemExit('no driver')\n", None, "its class cannot be asked: SystemExit: no driver"),
+        (
+            "raise SystemExit('no driver')\n",
+            None,
+            "its class cannot be asked: SystemExit: no driver",
+        ),
         ("class Device:\n    dispatch_chain = ('cpu',)", "native", ""),
         ("", "native", ""),
     ],
 )
-def test_a_platform_without_plugin_is_asked_for_its_chain(site, source: str, expected: str | None, reason: str) -> None:
+def test_a_platform_without_plugin_is_asked_for_its_chain(
+    site, source: str, expected: str | None, reason: str
+) -> None:
     """A platform class that cannot be imported or asked leaves its key unknown and says why; another one is asked."""
     site.platform("acme", probe="return Evidence(False, 'no device')", platform=source)
     assert keys_of(make_op("cuda"))["acme"] == expected
@@ -127,14 +146,18 @@ def test_a_platform_without_plugin_is_asked_for_its_chain(site, source: str, exp
 
 def test_platforms_that_settings_refuse_are_left_out(site) -> None:
     """A platform on the deny list is not asked."""
-    site.platform("acme", probe="return Evidence(False, 'no device')", platform="raise RuntimeError")
+    site.platform(
+        "acme", probe="return Evidence(False, 'no device')", platform="raise RuntimeError"
+    )
     with opgraft.set_config(opgraft.OpgraftConfig(plugins_disable=("acme",))):
         assert "acme" not in keys_of(RMSNorm)
 
 
 def test_keys_in_words() -> None:
     """One key for all platforms is said once."""
-    assert inventory.keys_in_words({"cpu": "native", "cuda": "native"}) == "native on every platform"
+    assert (
+        inventory.keys_in_words({"cpu": "native", "cuda": "native"}) == "native on every platform"
+    )
     assert inventory.keys_in_words({"cpu": "cpu", "acme": None}) == "cpu=cpu acme=?"
     assert inventory.kernel_keys(RMSNorm, [DeclaredPlatform("acme")]) == {"acme": None}
 
@@ -147,7 +170,13 @@ def test_forms_belong_to_the_op_that_they_run() -> None:
         for name in ("rms_norm", "fused_add_rms_norm", "all_reduce_rms_norm")
         for kind in ("fp8_static", "fp8_dynamic", "fp4")
     }
-    assert names == {"rms_norm", "fused_add_rms_norm", "fused_add_rms_norm_", "all_reduce_rms_norm", *quantised}
+    assert names == {
+        "rms_norm",
+        "fused_add_rms_norm",
+        "fused_add_rms_norm_",
+        "all_reduce_rms_norm",
+        *quantised,
+    }
     assert inventory.functionals_of(GatedMLP) == []
     assert inventory.find_op("fused_add_rms_norm") is RMSNorm
     assert inventory.find_op("rms_nrm") is None
@@ -186,7 +215,9 @@ def test_proofs_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
 
     proved = "native definition proved: 13 forms, 6 checks, 4 dtypes, 1 against torch.nn.functional.rms_norm"
     assert words() == proved
-    records["fused_add_rms_norm_"] = dataclasses.replace(records["fused_add_rms_norm_"], dtypes=("float32",))
+    records["fused_add_rms_norm_"] = dataclasses.replace(
+        records["fused_add_rms_norm_"], dtypes=("float32",)
+    )
     assert words() == proved.replace("4 dtypes", "1 dtype")
     records["rms_norm"] = dataclasses.replace(records["rms_norm"], digest="then")
     del records["fused_add_rms_norm"]
@@ -201,8 +232,15 @@ def test_proofs_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_package_for_cpus_serves_the_ops_that_it_is_said_to_serve() -> None:
     """The ops that the CPU platform names for opgraft-cpu-kernels are those that the plugin's classes replace."""
     source = REPOSITORY / "reference_plugins/opgraft-cpu-kernels/src/opgraft_cpu_kernels/ops.py"
-    classes = [node for node in ast.parse(source.read_text("utf-8")).body if isinstance(node, ast.ClassDef)]
-    replaced = [getattr(ops, base.attr) for cls in classes for base in cls.bases if isinstance(base, ast.Attribute)]
+    classes = [
+        node for node in ast.parse(source.read_text("utf-8")).body if isinstance(node, ast.ClassDef)
+    ]
+    replaced = [
+        getattr(ops, base.attr)
+        for cls in classes
+        for base in cls.bases
+        if isinstance(base, ast.Attribute)
+    ]
     served = {op_name_of(cls, host_state()) for cls in replaced if issubclass(cls, CustomOp)}
     assert served == opgraft.current_platform().kernel_packages["opgraft-cpu-kernels"]
 
@@ -212,7 +250,9 @@ def test_packages_that_are_not_installed(site) -> None:
     load_plugins()
     assert inventory.missing_packages(RMSNorm) == ["opgraft-cpu-kernels"]
     assert inventory.missing_packages(MLP) == []
-    site.install("Opgraft_CPU_kernels", {"other.py": ""}, {"opgraft.plugins": ["cpu_kernels = other"]})
+    site.install(
+        "Opgraft_CPU_kernels", {"other.py": ""}, {"opgraft.plugins": ["cpu_kernels = other"]}
+    )
     opgraft.reset()
     with opgraft.set_config(opgraft.OpgraftConfig(plugins=())):
         assert inventory.missing_packages(RMSNorm) == []

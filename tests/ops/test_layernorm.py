@@ -49,7 +49,10 @@ def test_a_part_of_the_row_is_measured() -> None:
     op, x = RMSNorm(10, var_hidden_size=4), draw(3, 10)
     expected = x / (x[:, :4].square().mean(-1, keepdim=True) + 1e-6).sqrt()
     torch.testing.assert_close(op(x), expected)
-    assert (op.variance_size_override, RMSNorm(10, var_hidden_size=10).variance_size_override) == (4, None)
+    assert (op.variance_size_override, RMSNorm(10, var_hidden_size=10).variance_size_override) == (
+        4,
+        None,
+    )
 
 
 def test_a_norm_without_weight_has_ones() -> None:

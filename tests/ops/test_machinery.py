@@ -40,7 +40,10 @@ def spec_of() -> Iterator[Callable[..., OpSpec]]:
     known = set(FUNCTIONALS)
 
     def make(
-        native: Callable[[Tensor], Any], fake: Callable[..., Any] = like, settings: Arguments | None = None, **more: Any
+        native: Callable[[Tensor], Any],
+        fake: Callable[..., Any] = like,
+        settings: Arguments | None = None,
+        **more: Any,
     ) -> OpSpec:
         def wrong_op(x: Tensor) -> Tensor:
             return native(x)
@@ -70,7 +73,9 @@ def knows_one_row_stride(x: Tensor) -> Tensor:
     if x.stride(-1) != 1 or not x.numel():
         return F.silu(x)
     rows = x.shape[:-1].numel()
-    return F.silu(x.as_strided((rows, x.shape[-1]), (x.stride(0) * x.shape[0] // rows, 1))).reshape(x.shape)
+    return F.silu(x.as_strided((rows, x.shape[-1]), (x.stride(0) * x.shape[0] // rows, 1))).reshape(
+        x.shape
+    )
 
 
 def writes_to_its_input(x: Tensor) -> Tensor:
@@ -109,7 +114,11 @@ CHECKS: dict[str, Callable[[OpSpec, Any], None]] = {
     "compilation": lambda s, c: checks.check_compilation(s, "", c),
     "gradients": lambda s, c: checks.check_gradients(s, "", c),
 }
-CLOSE, SHAPE, HALF = "not close", "'shape' do not match", "returned torch.float32 for torch.bfloat16"
+CLOSE, SHAPE, HALF = (
+    "not close",
+    "'shape' do not match",
+    "returned torch.float32 for torch.bfloat16",
+)
 WROTE, SHARED = r"wrote to \['x'\], declared are \[\]", "returned memory of an argument"
 
 ROWS: list[tuple[Callable[[Tensor], Tensor], dict[str, str]]] = [
@@ -120,8 +129,14 @@ ROWS: list[tuple[Callable[[Tensor], Tensor], dict[str, str]]] = [
     (ignores_strides, {"strides": CLOSE}),
     (packs_elements_only, {"strides": CLOSE}),
     (knows_one_row_stride, {"strides": CLOSE}),
-    (writes_to_its_input, {"effects": WROTE, "compilation": CLOSE, "gradients": "in-place operation"}),
-    (returns_its_input, {"values": CLOSE, "values in half types": CLOSE, "strides": CLOSE, "effects": SHARED}),
+    (
+        writes_to_its_input,
+        {"effects": WROTE, "compilation": CLOSE, "gradients": "in-place operation"},
+    ),
+    (
+        returns_its_input,
+        {"values": CLOSE, "values in half types": CLOSE, "strides": CLOSE, "effects": SHARED},
+    ),
     (breaks_the_graph, {"compilation": "data-dependent"}),
     (knows_one_size, {"compilation": "was compiled 2 times"}),
     (cuts_the_gradient, {"gradients": "Jacobian mismatch"}),
@@ -132,7 +147,10 @@ ROWS: list[tuple[Callable[[Tensor], Tensor], dict[str, str]]] = [
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize(("op", "failures"), ROWS, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_wrong_op_fails(
-    op: Callable[[Tensor], Tensor], failures: dict[str, str], check: str, spec_of: Callable[..., OpSpec]
+    op: Callable[[Tensor], Tensor],
+    failures: dict[str, str],
+    check: str,
+    spec_of: Callable[..., OpSpec],
 ) -> None:
     """An op fails the checks that are about what is wrong with it, and no other; the right one fails none."""
     if check not in failures:
@@ -151,7 +169,9 @@ def other_layout(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("fake", [wider, other_layout])
-def test_a_wrong_fake_rule_fails(fake: Callable[[Tensor], Tensor], spec_of: Callable[..., OpSpec]) -> None:
+def test_a_wrong_fake_rule_fails(
+    fake: Callable[[Tensor], Tensor], spec_of: Callable[..., OpSpec]
+) -> None:
     """A fake rule that tells another shape or another layout is found; the right one passes."""
     checks.check_fake(spec_of(right), "", torch.float32)
     with pytest.raises(AssertionError, match="the fake rule tells"):

@@ -69,7 +69,11 @@ def test_there_and_back(dtype: torch.dtype) -> None:
     assert type(op) is cls
     assert [name for name, _ in op.named_parameters()] == ["weight", "bias"]
     assert op.bias is bias
-    assert (type(op.weight), op.weight.requires_grad, op.weight.mark) == (nn.Parameter, True, "kept")
+    assert (type(op.weight), op.weight.requires_grad, op.weight.mark) == (
+        nn.Parameter,
+        True,
+        "kept",
+    )
     assert same_bits(op.weight, before)
     assert "_packed" not in vars(op)
 
@@ -97,13 +101,17 @@ def test_packed_weights_go_with_their_layers() -> None:
     gc.collect()
     assert number not in packed_only._BY_NUMBER
     with pytest.raises(PackError, match="called with a packed weight that is gone"):
-        torch.ops.opgraft.packed_only_linear(torch.randn(3, 13), torch.tensor(number), 7, None, "none", None)
+        torch.ops.opgraft.packed_only_linear(
+            torch.randn(3, 13), torch.tensor(number), 7, None, "none", None
+        )
 
 
 @each_dtype
 @pytest.mark.parametrize("activation", REFERENCES)
 @pytest.mark.parametrize("bias", [True, False])
-def test_values(calls: Calls, rebuilt: list[Tensor], dtype: torch.dtype, activation: str, bias: bool) -> None:
+def test_values(
+    calls: Calls, rebuilt: list[Tensor], dtype: torch.dtype, activation: str, bias: bool
+) -> None:
     """For any number of rows the result is that of the path that keeps the plain weight, bit by bit."""
     op, plain = packed(dtype=dtype, activation=activation, bias=bias)
     calls.clear()
@@ -173,7 +181,9 @@ PLAIN: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "torch.func.vmap": lambda op, x: torch.func.vmap(op)(x),
     "torch.func.jvp": lambda op, x: torch.func.jvp(op, (x,), (x + 1,))[1],
     "torch.func.grad": lambda op, x: torch.func.grad(lambda x: op(x).square().sum())(x),
-    "torch.func.functional_call": lambda op, x: torch.func.functional_call(op, {"bias": op.bias * 2}, (x,)),
+    "torch.func.functional_call": lambda op, x: torch.func.functional_call(
+        op, {"bias": op.bias * 2}, (x,)
+    ),
     "forward-mode differentiation": _forward_mode,
     "a FLOP counter": _with_a_counter,
     "oneDNN switched off": _without_onednn,
@@ -186,7 +196,9 @@ PLAIN: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:TF32 acceleration", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit", "ignore:TF32 acceleration", "ignore::torch.jit.TracerWarning"
+)
 @pytest.mark.parametrize("situation", PLAIN)
 def test_where_the_plain_weight_is_rebuilt(situation: str) -> None:
     """What must see through the op gets the result that it has of the plain layer."""
@@ -235,7 +247,9 @@ def test_compiled_gradients() -> None:
     x, found = torch.randn(3, 13, requires_grad=True), []
     for layer in (op, plain):
         compiled = torch.compile(
-            lambda x, layer=layer: layer(x) + layer.weight.sum(), backend="aot_eager", fullgraph=True
+            lambda x, layer=layer: layer(x) + layer.weight.sum(),
+            backend="aot_eager",
+            fullgraph=True,
         )
         found += torch.autograd.grad(compiled(x).square().sum(), x)
     torch.testing.assert_close(*found)
@@ -274,7 +288,14 @@ def test_the_operators_keep_their_promises(dtype: torch.dtype) -> None:
     """torch's own checks of registered operators find nothing: schema, fake rules, dynamic shapes."""
     op, _ = packed(dtype=dtype)
     handle = op._packed.handle
-    arguments = (torch.randn(5, 13).to(dtype), handle, 7, op.bias, "gelu", torch.randn(5, 7).to(dtype))
+    arguments = (
+        torch.randn(5, 13).to(dtype),
+        handle,
+        7,
+        op.bias,
+        "gelu",
+        torch.randn(5, 7).to(dtype),
+    )
     torch.library.opcheck(torch.ops.opgraft.packed_only_linear.default, arguments)
     torch.library.opcheck(torch.ops.opgraft.dense_weight.default, (handle, 7, 13, dtype))
 
@@ -292,9 +313,18 @@ def test_export_is_refused(strict: bool) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda op, x: op(x[:, :12]), r"linear: x has shape \(3, 12\), expected a last dimension of 13"),
-        (lambda op, x: op(x.double()), r"linear: weight is torch.float32, expected torch.float64 as x"),
-        (lambda op, x: op(x, torch.randn(7)), r"linear: residual has shape \(7,\), expected that of the result"),
+        (
+            lambda op, x: op(x[:, :12]),
+            r"linear: x has shape \(3, 12\), expected a last dimension of 13",
+        ),
+        (
+            lambda op, x: op(x.double()),
+            r"linear: weight is torch.float32, expected torch.float64 as x",
+        ),
+        (
+            lambda op, x: op(x, torch.randn(7)),
+            r"linear: residual has shape \(7,\), expected that of the result",
+        ),
         (lambda op, x: op(x.to("meta")), r"linear: weight is on cpu"),
     ],
 )

@@ -41,7 +41,10 @@ def model_of(*layers: nn.Module) -> nn.Sequential:
 
 def state_of(model: nn.Module) -> dict[str, tuple[type, dict[str, int]]]:
     return {
-        path: (type(module), {name: id(parameter) for name, parameter in module._parameters.items()})
+        path: (
+            type(module),
+            {name: id(parameter) for name, parameter in module._parameters.items()},
+        )
         for path, module in model.named_modules()
     }
 
@@ -81,13 +84,22 @@ CHANGES: dict[str, tuple[Callable[[Any], nn.Module | None], str]] = {
     "a tied embedding": (_tied, "it shares memory with 1.weight"),
     "other parameters over its memory": (_same_memory, "it shares memory with 1.weight"),
     "a buffer over a part of it": (_buffer, "it shares memory with 1.seen"),
-    "a part of a larger memory": (_set_data(lambda w: torch.randn(9, 13)[1:8]), "it is part of a larger memory"),
+    "a part of a larger memory": (
+        _set_data(lambda w: torch.randn(9, 13)[1:8]),
+        "it is part of a larger memory",
+    ),
     "strides": (_set_data(lambda w: torch.randn(13, 7).t()), "it is strided, (1, 7)"),
     "an inference tensor": (_made_for_inference, "it was made in inference mode"),
     "float16": (lambda op: op.half() and None, "oneDNN packs no torch.float16 here"),
     "float64": (lambda op: op.double() and None, "oneDNN packs no torch.float64 here"),
-    "the meta device": (lambda op: op.to("meta") and None, "it is no matrix in the memory of the CPU"),
-    "memory that processes share": (lambda op: op.share_memory() and None, "processes share its memory"),
+    "the meta device": (
+        lambda op: op.to("meta") and None,
+        "it is no matrix in the memory of the CPU",
+    ),
+    "memory that processes share": (
+        lambda op: op.share_memory() and None,
+        "processes share its memory",
+    ),
     "a gradient": (
         lambda op: setattr(op.requires_grad_(True).weight, "grad", torch.ones(7, 13)),
         "it has a gradient, or hooks that wait for one",
@@ -96,7 +108,10 @@ CHANGES: dict[str, tuple[Callable[[Any], nn.Module | None], str]] = {
         lambda op: op.requires_grad_(True).weight.register_hook(lambda g: g) and None,
         "it has a gradient, or hooks that wait for one",
     ),
-    "a class of its own": (lambda op: setattr(op, "weight", _Weight(op.weight.data)), "it is a _Weight, expected"),
+    "a class of its own": (
+        lambda op: setattr(op, "weight", _Weight(op.weight.data)),
+        "it is a _Weight, expected",
+    ),
     "a parametrization": (
         lambda op: parametrizations.weight_norm(op) and None,
         "its class was derived from the op by other code, such as a parametrization",
@@ -121,9 +136,9 @@ def test_what_stays_plain(change: str) -> None:
     rows = {row.path: row.reason for row in report.kept}
     assert rows["0"].startswith(reason)
     assert [row.path for row in report.packed] == [str(len(model) - 1)]
-    assert {path: state for path, state in after.items() if path not in ("", str(len(model) - 1))} == {
-        path: state for path, state in before.items() if path not in ("", str(len(model) - 1))
-    }
+    assert {
+        path: state for path, state in after.items() if path not in ("", str(len(model) - 1))
+    } == {path: state for path, state in before.items() if path not in ("", str(len(model) - 1))}
 
 
 def test_one_layer_in_several_places_is_packed() -> None:
@@ -250,10 +265,16 @@ def test_what_is_no_op_stays() -> None:
         "its class is test_what_is_no_op_stays.<locals>.Theirs",
     ]
     assert report.kept[2].reason.endswith(f"of {served_by(model_of(Narrow(13, 7))[0])}")
-    assert report.kept[3].reason.endswith("graft under OpgraftConfig(providers={'linear': 'opgraft'}) to pack it")
+    assert report.kept[3].reason.endswith(
+        "graft under OpgraftConfig(providers={'linear': 'opgraft'}) to pack it"
+    )
     model = model_of(make())
     with switched_off():
-        assert opgraft.pack(model).kept[0].reason.startswith("its kernel is Linear.forward_native under")
+        assert (
+            opgraft.pack(model)
+            .kept[0]
+            .reason.startswith("its kernel is Linear.forward_native under")
+        )
 
 
 def test_training_is_refused() -> None:
@@ -261,7 +282,9 @@ def test_training_is_refused() -> None:
     model = model_of(make(), make())
     model[1].train()
     before = state_of(model)
-    with pytest.raises(PackError, match=r"pack: 1 of .* of Sequential are in training.*'1'.*model\.eval\(\) first"):
+    with pytest.raises(
+        PackError, match=r"pack: 1 of .* of Sequential are in training.*'1'.*model\.eval\(\) first"
+    ):
         opgraft.pack(model)
     assert state_of(model) == before
 
@@ -270,7 +293,8 @@ def test_training_is_refused() -> None:
 def test_what_is_no_module(function: Callable[..., object]) -> None:
     """Anything but a module is a TypeError."""
     with pytest.raises(
-        TypeError, match=f"{function.__name__} was given the class .*Linear, expected a torch.nn.Module"
+        TypeError,
+        match=f"{function.__name__} was given the class .*Linear, expected a torch.nn.Module",
     ):
         function(Linear)
 
@@ -280,14 +304,18 @@ def test_where_nothing_can_be_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = make().eval()
     opgraft.pack(packed)
     written, plain = pickle.dumps(packed), packed.weight
-    monkeypatch.setattr(onednn, "missing", lambda dtype=torch.float32: "torch was built without oneDNN")
+    monkeypatch.setattr(
+        onednn, "missing", lambda dtype=torch.float32: "torch was built without oneDNN"
+    )
     opgraft.reset()
     model = model_of(make())
     before = state_of(model)
     report = opgraft.pack(model)
     assert state_of(model) == before
     assert report.packed == ()
-    assert [row.reason for row in report.kept] == ["packed linear unavailable: torch was built without oneDNN"]
+    assert [row.reason for row in report.kept] == [
+        "packed linear unavailable: torch was built without oneDNN"
+    ]
     restored = pickle.loads(written)  # noqa: S301  # our own bytes
     assert restored.decision.chosen == "Linear.forward_native"
     assert torch.equal(restored._parameters["weight"], plain)
@@ -315,7 +343,10 @@ def test_the_report() -> None:
     """Names, bytes and reasons, as text of at most 80 columns and as data."""
     model = model_of(make(1024, 512), make(), nn.Linear(13, 7), nn.Linear(13, 7))
     report = opgraft.pack(model)
-    assert [(row.path, row.bytes) for row in report.packed] == [("0", 4 * 1024 * 512), ("1", 4 * 13 * 7)]
+    assert [(row.path, row.bytes) for row in report.packed] == [
+        ("0", 4 * 1024 * 512),
+        ("1", 4 * 13 * 7),
+    ]
     assert report.total_bytes() == 4 * (1024 * 512 + 13 * 7)
     assert str(report).splitlines() == [
         "2 weights packed, whose plain ones took 2.0 MiB; 2 kept plain",
@@ -325,7 +356,11 @@ def test_the_report() -> None:
     ]
     data = json.loads(json.dumps(report.to_dict()))
     assert data["bytes"] == report.total_bytes()
-    assert data["kept"][0] == {"path": "2", "source": "Linear", "reason": "it is no op: opgraft.graft makes it one"}
+    assert data["kept"][0] == {
+        "path": "2",
+        "source": "Linear",
+        "reason": "it is no op: opgraft.graft makes it one",
+    }
 
 
 def test_rebind_and_refresh(calls: Calls) -> None:
@@ -383,7 +418,9 @@ def test_other_code_derived_a_class() -> None:
     opgraft.pack(model)
     parametrize.register_parametrization(model[1], "bias", nn.Identity())
     before = state_of(model)
-    with pytest.raises(PackError, match="unpack: ParametrizedPackedLinear at '1' was derived from a packed layer"):
+    with pytest.raises(
+        PackError, match="unpack: ParametrizedPackedLinear at '1' was derived from a packed layer"
+    ):
         opgraft.unpack(model)
     assert state_of(model) == before
     parametrize.remove_parametrizations(model[1], "bias")

@@ -129,7 +129,9 @@ def test_assigning() -> None:
         assert opgraft.pack(op).kept[0].reason == "it is empty"
     op.weight = nn.Parameter(given)
     opgraft.pack(op)
-    with pytest.raises(TypeError, match=r"cannot assign 'torch\.FloatTensor' as parameter 'weight'"):
+    with pytest.raises(
+        TypeError, match=r"cannot assign 'torch\.FloatTensor' as parameter 'weight'"
+    ):
         op.weight = torch.randn(7, 13)
     assert same_bits(op.weight, given)
     opgraft.unpack(op)

@@ -16,7 +16,17 @@ from opgraft.ops import GatedMLP, Linear
 from opgraft.ops.linear import packed as packed_linear
 from opgraft.ops.linear import weight_cache
 from opgraft.ops.linear.functional import linear as form
-from ops.packing import DTYPES, REFERENCES, TOLERANCES, Calls, check, each_dtype, make, needs_onednn, record_calls
+from ops.packing import (
+    DTYPES,
+    REFERENCES,
+    TOLERANCES,
+    Calls,
+    check,
+    each_dtype,
+    make,
+    needs_onednn,
+    record_calls,
+)
 from torch import nn
 from torch.nn import functional as F
 
@@ -32,7 +42,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 @pytest.mark.parametrize("activation", REFERENCES)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("frozen", [True, False])
-def test_values(calls: Calls, dtype: torch.dtype, activation: str, bias: bool, frozen: bool) -> None:
+def test_values(
+    calls: Calls, dtype: torch.dtype, activation: str, bias: bool, frozen: bool
+) -> None:
     """With every activation, with and without bias and residual, the result is that of float64, rounded."""
     op = make(dtype=dtype, activation=activation, bias=bias)
     if not frozen:
@@ -82,7 +94,9 @@ def test_strided_biases(calls: Calls, layout: str) -> None:
 
 
 @each_dtype
-@pytest.mark.parametrize("layout", ["transposed", "expanded rows", "expanded columns", "overlapping"])
+@pytest.mark.parametrize(
+    "layout", ["transposed", "expanded rows", "expanded columns", "overlapping"]
+)
 def test_strided_residuals(calls: Calls, dtype: torch.dtype, layout: str) -> None:
     """Residuals and inputs whose elements are shared or out of order are read as they are, and not written to."""
     op = make(dtype=dtype)
@@ -90,7 +104,11 @@ def test_strided_residuals(calls: Calls, dtype: torch.dtype, layout: str) -> Non
     def lay(rows: int, columns: int) -> torch.Tensor:
         if layout == "overlapping":
             return torch.randn(rows + columns).to(dtype).as_strided((rows, columns), (1, 1))
-        shape = {"transposed": (columns, rows), "expanded rows": (1, columns), "expanded columns": (rows, 1)}[layout]
+        shape = {
+            "transposed": (columns, rows),
+            "expanded rows": (1, columns),
+            "expanded columns": (rows, 1),
+        }[layout]
         tensor = torch.randn(shape).to(dtype)
         return tensor.t() if layout == "transposed" else tensor.expand(rows, columns)
 
@@ -104,16 +122,24 @@ def test_strided_residuals(calls: Calls, dtype: torch.dtype, layout: str) -> Non
 @each_dtype
 @pytest.mark.parametrize("activation", REFERENCES)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite(calls: Calls, dtype: torch.dtype, activation: str, value: float) -> None:
+def test_what_is_not_finite(
+    calls: Calls, dtype: torch.dtype, activation: str, value: float
+) -> None:
     """NaN and the infinities come out where, and as, torch's own activation has them."""
-    op, x, residual = make(16, dtype=dtype), torch.randn(5, 16).to(dtype), torch.randn(5, 7).to(dtype)
+    op, x, residual = (
+        make(16, dtype=dtype),
+        torch.randn(5, 16).to(dtype),
+        torch.randn(5, 7).to(dtype),
+    )
     op.weight[:, 0] = 1
     x[2] = 0
     x[2, 0] = value
     for added in (None, residual):
         y = packed_linear.linear(x, op.weight, op.bias, activation, added)
         plain = form.native(x, op.weight, op.bias, activation, added)
-        torch.testing.assert_close(y, plain, equal_nan=True, atol=TOLERANCES[dtype][0], rtol=TOLERANCES[dtype][1])
+        torch.testing.assert_close(
+            y, plain, equal_nan=True, atol=TOLERANCES[dtype][0], rtol=TOLERANCES[dtype][1]
+        )
     assert "linear" in calls
 
 
@@ -128,11 +154,17 @@ def test_no_rows(calls: Calls, dtype: torch.dtype, shape: tuple[int, ...]) -> No
 
 CHANGES: dict[str, Callable[[nn.Linear], object]] = {
     "an optimizer's step": lambda op: _step(op),
-    "load_state_dict": lambda op: op.load_state_dict({"weight": torch.randn(7, 13), "bias": torch.randn(7)}),
+    "load_state_dict": lambda op: op.load_state_dict(
+        {"weight": torch.randn(7, 13), "bias": torch.randn(7)}
+    ),
     "an assignment to .data": lambda op: setattr(op.weight, "data", torch.randn(7, 13)),
-    "two assignments to .data": lambda op: [setattr(op.weight, "data", op.weight.data * 2) for _ in range(2)],
+    "two assignments to .data": lambda op: [
+        setattr(op.weight, "data", op.weight.data * 2) for _ in range(2)
+    ],
     ".bfloat16() and .float()": lambda op: op.bfloat16().float(),
-    "nothing, then other memory": lambda op: [setattr(op.weight, "data", t) for t in (torch.empty(0), _other(op))],
+    "nothing, then other memory": lambda op: [
+        setattr(op.weight, "data", t) for t in (torch.empty(0), _other(op))
+    ],
     "the meta device, then other memory": lambda op: (
         op.to("meta").to_empty(device="cpu").load_state_dict(make().state_dict())
     ),
@@ -140,9 +172,17 @@ CHANGES: dict[str, Callable[[nn.Linear], object]] = {
     "fewer rows of the same memory": lambda op: setattr(op.weight, "data", op.weight.data[:3]),
     "writing in place": lambda op: op.weight.mul_(3),
     ".to() and back": lambda op: op.to(torch.float64).to(torch.float32),
-    "a new parameter": lambda op: setattr(op, "weight", nn.Parameter(torch.randn(7, 13), requires_grad=False)),
-    "refresh of a module after .data.copy_": lambda op: (op.weight.data.mul_(3), opgraft.refresh(nn.Sequential(op))),
-    "refresh of a tensor after .data.copy_": lambda op: (op.weight.data.mul_(3), opgraft.refresh(op.weight)),
+    "a new parameter": lambda op: setattr(
+        op, "weight", nn.Parameter(torch.randn(7, 13), requires_grad=False)
+    ),
+    "refresh of a module after .data.copy_": lambda op: (
+        op.weight.data.mul_(3),
+        opgraft.refresh(nn.Sequential(op)),
+    ),
+    "refresh of a tensor after .data.copy_": lambda op: (
+        op.weight.data.mul_(3),
+        opgraft.refresh(op.weight),
+    ),
 }
 
 
@@ -226,7 +266,9 @@ def test_a_weight_is_packed_once(calls: Calls) -> None:
     assert calls.count("pack") == 1
 
 
-def test_a_weight_is_packed_once_calls_make_up_for_it(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_is_packed_once_calls_make_up_for_it(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first calls read the weight as it is, and are as right; a write to it makes them the first ones again."""
     monkeypatch.setattr(packed_linear._COPIES, "after", 2)
     op = make()
@@ -259,7 +301,11 @@ def test_packed_weights_go_with_their_parameters(calls: Calls) -> None:
 
 def test_no_copies_of_views(calls: Calls) -> None:
     """Rows of a frozen weight that are taken for one call are read as they are, and leave nothing behind."""
-    weight, x, before = nn.Parameter(torch.randn(32, 13)), torch.randn(3, 13), {*packed_linear._COPIES}
+    weight, x, before = (
+        nn.Parameter(torch.randn(32, 13)),
+        torch.randn(3, 13),
+        {*packed_linear._COPIES},
+    )
     opgraft.freeze(weight)
     for start in range(8):
         part = weight[start : start + 16]
@@ -301,11 +347,18 @@ def test_copies_and_files(calls: Calls) -> None:
 def test_gradients(calls: Calls, wanted: str) -> None:
     """Where any tensor requires a gradient, torch's linear runs and the gradients are those of the definition."""
     op = make()
-    tensors = {"input": torch.randn(3, 13), "weight": op.weight, "bias": op.bias, "residual": torch.randn(3, 7)}
+    tensors = {
+        "input": torch.randn(3, 13),
+        "weight": op.weight,
+        "bias": op.bias,
+        "residual": torch.randn(3, 7),
+    }
     op(tensors["input"], tensors["residual"])
     calls.clear()
     tensor = tensors[wanted].requires_grad_(True)
-    (gradient,) = torch.autograd.grad(op(tensors["input"], tensors["residual"]).square().sum(), tensor)
+    (gradient,) = torch.autograd.grad(
+        op(tensors["input"], tensors["residual"]).square().sum(), tensor
+    )
     plain = F.linear(tensors["input"], op.weight, op.bias) + tensors["residual"]
     (reference,) = torch.autograd.grad(plain.square().sum(), tensor)
     torch.testing.assert_close(gradient, reference)
@@ -338,8 +391,14 @@ def test_after_a_change_of_dtype(calls: Calls) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda op, x: op(x[:, :12]), r"linear: x has shape \(3, 12\), expected a last dimension of 13"),
-        (lambda op, x: op(x.double()), r"linear: weight is torch.float32, expected torch.float64 as x"),
+        (
+            lambda op, x: op(x[:, :12]),
+            r"linear: x has shape \(3, 12\), expected a last dimension of 13",
+        ),
+        (
+            lambda op, x: op(x.double()),
+            r"linear: weight is torch.float32, expected torch.float64 as x",
+        ),
         (
             lambda op, x: op(x, torch.randn(7)),
             r"linear: residual has shape \(7,\), expected that of the result, \(3, 7\)",
@@ -348,8 +407,14 @@ def test_after_a_change_of_dtype(calls: Calls) -> None:
             lambda op, x: packed_linear.linear(x, op.weight, None, "celu"),
             "linear: activation is 'celu', expected one of",
         ),
-        (lambda op, x: Linear(3, 3, activation="celu"), "linear: activation is 'celu', expected one of"),
-        (lambda op, x: op(torch.tensor(1.0)), r"linear: x has shape \(\), expected a last dimension of 13"),
+        (
+            lambda op, x: Linear(3, 3, activation="celu"),
+            "linear: activation is 'celu', expected one of",
+        ),
+        (
+            lambda op, x: op(torch.tensor(1.0)),
+            r"linear: x has shape \(\), expected a last dimension of 13",
+        ),
         (
             lambda op, x: packed_linear.linear(x, op.weight, torch.randn(1)),
             r"linear: bias has shape \(1,\), expected \(7,\)",

@@ -12,7 +12,17 @@ from opgraft.compat import packed_linear as onednn
 from opgraft.ops import GatedMLP, Linear
 from opgraft.ops.linear import packed as packed_linear
 from opgraft.ops.linear.functional import linear
-from ops.packing import DTYPES, Calls, check, each_dtype, make, needs_onednn, packed, record_calls, use_tables
+from ops.packing import (
+    DTYPES,
+    Calls,
+    check,
+    each_dtype,
+    make,
+    needs_onednn,
+    packed,
+    record_calls,
+    use_tables,
+)
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
@@ -80,19 +90,25 @@ def test_where_the_plain_linear_runs(calls: Calls, situation: str) -> None:
     calls.clear()
     y = PLAIN[situation](op, x)
     reference = F.linear(x, op.weight, op.bias)
-    torch.testing.assert_close(y, reference.to(y.dtype), atol=2e-2 if y.dtype == torch.bfloat16 else 1e-5, rtol=1e-2)
+    torch.testing.assert_close(
+        y, reference.to(y.dtype), atol=2e-2 if y.dtype == torch.bfloat16 else 1e-5, rtol=1e-2
+    )
     assert "linear" not in calls
 
 
 @pytest.mark.parametrize("made", [_computed_weight, _created_for_inference])
-def test_weights_that_are_no_frozen_parameters(calls: Calls, made: Callable[[nn.Linear, Tensor], Tensor]) -> None:
+def test_weights_that_are_no_frozen_parameters(
+    calls: Calls, made: Callable[[nn.Linear, Tensor], Tensor]
+) -> None:
     """A weight that is computed for a call, or of which torch counts no writes, is read as it is."""
     op, x = make(), torch.randn(3, 13)
     op(x)
     calls.clear()
     weight = op.weight * 2
     y = made(op, x)
-    torch.testing.assert_close(y, F.linear(x, weight if made is _computed_weight else op.weight, op.bias))
+    torch.testing.assert_close(
+        y, F.linear(x, weight if made is _computed_weight else op.weight, op.bias)
+    )
     assert calls == ["linear"]
 
 
@@ -144,7 +160,13 @@ def test_compiled_training(calls: Calls) -> None:
 def test_the_operator_keeps_its_promises(calls: Calls, dtype: torch.dtype) -> None:
     """torch's own checks of a registered operator find nothing: schema, fake rule, dynamic shapes."""
     op = make(dtype=dtype)
-    arguments = (torch.randn(5, 13).to(dtype), op.weight, op.bias, "gelu", torch.randn(5, 7).to(dtype))
+    arguments = (
+        torch.randn(5, 13).to(dtype),
+        op.weight,
+        op.bias,
+        "gelu",
+        torch.randn(5, 7).to(dtype),
+    )
     torch.library.opcheck(torch.ops.opgraft.packed_linear.default, arguments)
 
 
@@ -165,7 +187,11 @@ BF16 = ("avx2", "avx512_bf16")
         (BF16, (128, 128), torch.float32, "none", None),
         (("avx2",), (1024, 1024), torch.float32, "none", (4, 256)),
         (("asimd", "bf16"), (1024, 1024), torch.float32, "none", None),
-        *([(BF16, (128, 128), torch.bfloat16, "none", (1, 2048))] if torch.bfloat16 in DTYPES else []),
+        *(
+            [(BF16, (128, 128), torch.bfloat16, "none", (1, 2048))]
+            if torch.bfloat16 in DTYPES
+            else []
+        ),
     ],
 )
 def test_the_table_decides(
@@ -187,7 +213,9 @@ def test_the_table_decides(
     seen_by_onednn: list[tuple[int, bool]] = []
     real = onednn.linear
     monkeypatch.setattr(
-        onednn, "linear", lambda x, w, *rest: seen_by_onednn.append((len(x), w.is_mkldnn)) or real(x, w, *rest)
+        onednn,
+        "linear",
+        lambda x, w, *rest: seen_by_onednn.append((len(x), w.is_mkldnn)) or real(x, w, *rest),
     )
     weight = nn.Parameter(torch.randn(shape).to(dtype), requires_grad=False)
     tried = [1, 3, 4, 15, 16, 256, 257, 2048]
@@ -203,7 +231,9 @@ def test_the_table_decides(
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where oneDNN or its operators are absent the plain definition is bound, and the decision says why."""
-    monkeypatch.setattr(onednn, "missing", lambda dtype=torch.float32: "torch was built without oneDNN")
+    monkeypatch.setattr(
+        onednn, "missing", lambda dtype=torch.float32: "torch was built without oneDNN"
+    )
     opgraft.reset()
     op = Linear(13, 7)
     assert op.decision.chosen == "Linear.forward_native"
@@ -223,11 +253,15 @@ def test_where_something_else_runs_is_said(calls: Calls) -> None:
     """The decisions of layers that do less for a compiler or an exporter name that, and it is what happens."""
     op, x = make(), torch.randn(3, 13)
     for each in (op, packed()[0]):
-        assert "under torch.export and torch.jit.trace torch's own linear runs" in str(each.decision)
+        assert "under torch.export and torch.jit.trace torch's own linear runs" in str(
+            each.decision
+        )
     exported = torch.export.export(op, (x,))
     assert "torch.ops.aten.linear.default" in exported.graph_module.code
     layer = GatedMLP(16, 24).eval()
-    assert "while a compiler traces, gate, up and the activation are computed one" in str(layer.decision)
+    assert "while a compiler traces, gate, up and the activation are computed one" in str(
+        layer.decision
+    )
     calls.clear()
     with torch.no_grad():
         torch.compile(layer, backend="eager")(torch.randn(3, 16))
@@ -236,7 +270,9 @@ def test_where_something_else_runs_is_said(calls: Calls) -> None:
         assert calls.count("linear") == 5
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's rules, by itself
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
+)  # torch's rules, by itself
 @pytest.mark.parametrize("whole", [False, True])
 def test_compiled_tangents(calls: Calls, whole: bool) -> None:
     """Compiled code keeps the tangents of forward-mode differentiation, for a weight that is held packed only too."""

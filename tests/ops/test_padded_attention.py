@@ -34,7 +34,9 @@ def filled(layer: Attention, dtype: torch.dtype | None) -> Tensor:
     return torch.full(shape, float("nan")) if dtype is None else torch.zeros(shape, dtype=dtype)
 
 
-def attend(layer: Attention, rows: tuple[Tensor, ...], cache: Tensor, batch: dict[str, Any]) -> Tensor:
+def attend(
+    layer: Attention, rows: tuple[Tensor, ...], cache: Tensor, batch: dict[str, Any]
+) -> Tensor:
     pages = {"": LayerPages(cache, batch["table"], batch["slots"])}
     with attending(AttentionBatch(batch["bounds"], batch["lens"], batch["most"], 16, pages, BLOCK)):
         return layer(*rows)
@@ -47,10 +49,22 @@ def ints(*values: int) -> Tensor:
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a prompt": (
         {"bounds": ints(0, 6), "lens": ints(6), "most": 6, "table": ints(7, 2)[None], "tokens": 6},
-        {"bounds": ints(0, 6), "lens": ints(6), "most": 8, "table": ints(7, 2, SCRATCH, SCRATCH)[None], "tokens": 8},
+        {
+            "bounds": ints(0, 6),
+            "lens": ints(6),
+            "most": 8,
+            "table": ints(7, 2, SCRATCH, SCRATCH)[None],
+            "tokens": 8,
+        },
     ),
     "single tokens": (
-        {"bounds": ints(0, 1, 2), "lens": ints(1, 1), "most": 1, "table": ints(3, 5)[:, None], "tokens": 2},
+        {
+            "bounds": ints(0, 1, 2),
+            "lens": ints(1, 1),
+            "most": 1,
+            "table": ints(3, 5)[:, None],
+            "tokens": 2,
+        },
         {
             "bounds": ints(0, 1, 2, 2),
             "lens": ints(1, 1, 0),
@@ -76,7 +90,10 @@ def test_padding_changes_nothing(case: str, setting: str, dtype: str) -> None:
         layer = kind(4, 8, 0.3, 2, **SETTINGS[setting])
         caches.append(filled(layer, DTYPES[dtype]))
         rows = [draw(6, heads * 8)[: plain["tokens"]] for heads in (4, 2, 2)]
-        rows = [torch.cat((each, each.new_ones(batch["tokens"] - len(each), each.shape[1]))) for each in rows]
+        rows = [
+            torch.cat((each, each.new_ones(batch["tokens"] - len(each), each.shape[1])))
+            for each in rows
+        ]
         results.append(attend(layer, tuple(rows), caches[-1], batch)[: plain["tokens"]])
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(caches[0][:SCRATCH], caches[1][:SCRATCH], equal_nan=True)
@@ -88,7 +105,9 @@ def test_other_batches_are_computed_as_ever() -> None:
     batch["slots"] = torch.tensor([0, 1, 2, 4])
     rows = tuple(draw(4, heads * 8) for heads in (4, 2, 2))
     layers = [kind(4, 8, 0.3, 2) for kind in (Attention, PaddedAttention)]
-    torch.testing.assert_close(*(attend(layer, rows, filled(layer, None), batch) for layer in layers))
+    torch.testing.assert_close(
+        *(attend(layer, rows, filled(layer, None), batch) for layer in layers)
+    )
 
 
 def test_a_step_is_padded_to_its_shape() -> None:

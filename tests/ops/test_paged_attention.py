@@ -71,7 +71,10 @@ def test_layer_over_pages(settings: dict[str, Any]) -> None:
     for counts in ((4, 3), (1, 2), (0, 1), (6, 1)):
         so_far = [before + count for before, count in zip(done, counts, strict=True)]
         batch = AttentionBatch.of_sequences(counts, so_far, table, caches, block_size=BLOCK)
-        parts = [torch.cat([given[row][i][done[row] : so_far[row]] for row in (0, 1)]).flatten(1) for i in range(3)]
+        parts = [
+            torch.cat([given[row][i][done[row] : so_far[row]] for row in (0, 1)]).flatten(1)
+            for i in range(3)
+        ]
         with attending(batch):
             result = layer(*parts)
         for row, part in enumerate(result.unflatten(1, (HEADS, SIZE)).split(counts)):
@@ -85,8 +88,14 @@ def test_layer_over_pages(settings: dict[str, Any]) -> None:
     ("changed", "words"),
     [
         ({"query": torch.zeros(3, HEADS, 7)}, "query has shape"),
-        ({"query": torch.zeros(3, 5, SIZE)}, "cache has 2 heads, expected a divisor of the 5 of query"),
-        ({"query": torch.zeros(3, HEADS, SIZE).double()}, "cache is torch.float32, expected torch.float64"),
+        (
+            {"query": torch.zeros(3, 5, SIZE)},
+            "cache has 2 heads, expected a divisor of the 5 of query",
+        ),
+        (
+            {"query": torch.zeros(3, HEADS, SIZE).double()},
+            "cache is torch.float32, expected torch.float64",
+        ),
         ({"cache": torch.zeros(3, KV_HEADS, BLOCK, SIZE)}, "cache has shape"),
         ({"block_table": torch.zeros(2, 3, dtype=torch.int32)}, "block_table has shape"),
         ({"block_table": torch.zeros(1, 3)}, "block_table are torch.float32"),
@@ -97,8 +106,14 @@ def test_layer_over_pages(settings: dict[str, Any]) -> None:
         ({"sliding_window": 0}, "sliding_window is 0"),
         ({"logits_soft_cap": -1.0}, "logits_soft_cap is -1.0"),
         ({"sinks": torch.zeros(2)}, "sinks has shape"),
-        ({"cache": torch.zeros(7, 2, KV_HEADS, BLOCK, SIZE, dtype=torch.int8)}, r"query has shape .*, heads, 4\]"),
-        ({"cache": torch.zeros(7, 2, KV_HEADS, BLOCK, SIZE + 4, dtype=torch.int16)}, "cache is torch.int16"),
+        (
+            {"cache": torch.zeros(7, 2, KV_HEADS, BLOCK, SIZE, dtype=torch.int8)},
+            r"query has shape .*, heads, 4\]",
+        ),
+        (
+            {"cache": torch.zeros(7, 2, KV_HEADS, BLOCK, SIZE + 4, dtype=torch.int16)},
+            "cache is torch.int16",
+        ),
     ],
 )
 def test_attention_refuses(changed: dict[str, Any], words: str) -> None:
@@ -119,7 +134,10 @@ def test_attention_refuses(changed: dict[str, Any], words: str) -> None:
         ({"slots": torch.tensor([-1, 1])}, "slots reach from -1 to 1"),
         ({"slots": torch.tensor([0.0, 1.0])}, "slots are torch.float32"),
         ({"slots": torch.tensor([0])}, r"slots \(1,\)"),
-        ({"cache": torch.zeros(3, 2, KV_HEADS, BLOCK, SIZE, dtype=torch.uint8)}, r"key has shape .*, heads, 4\]"),
+        (
+            {"cache": torch.zeros(3, 2, KV_HEADS, BLOCK, SIZE, dtype=torch.uint8)},
+            r"key has shape .*, heads, 4\]",
+        ),
     ],
 )
 def test_writing_refuses(changed: dict[str, Any], words: str) -> None:
@@ -141,7 +159,9 @@ def test_rows_of_codes(codes: torch.dtype, error: float) -> None:
     assert ((again - x).abs() <= bound * (error + 1e-6)).all()
     zeros = torch.zeros(2, 5)
     for rows in (zeros, zeros[:1], zeros[:0]):
-        assert torch.equal(dequantize_rows(quantize_rows(rows, codes), torch.bfloat16), rows.bfloat16())
+        assert torch.equal(
+            dequantize_rows(quantize_rows(rows, codes), torch.bfloat16), rows.bfloat16()
+        )
 
 
 @pytest.mark.parametrize("codes", [torch.int8, torch.uint8])

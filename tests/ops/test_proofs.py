@@ -30,19 +30,26 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Record]:
 def test_every_form_is_proved_as_it_is() -> None:
     """No form is missing, none has changed since it was checked, and none is gone: 'make prove' renews them."""
     states = {name: proof_records.state_of(name) for name in SPECS}
-    stale = sorted(f"{name}: {state.value}" for name, state in states.items() if state is not State.CURRENT)
+    stale = sorted(
+        f"{name}: {state.value}" for name, state in states.items() if state is not State.CURRENT
+    )
     assert stale == [], "renew them by 'make prove'"
     assert set(proof_records.recorded()) == set(SPECS), "renew it by 'make prove'"
 
 
 def test_the_records_say_what_the_specs_say() -> None:
     """Checks, variants, dtypes and outside implementations of each record are those of the form's spec."""
-    family_of = {spec.functional.name: family.__name__ for family in FAMILIES for spec in family.SPECS}
+    family_of = {
+        spec.functional.name: family.__name__ for family in FAMILIES for spec in family.SPECS
+    }
     for name, record in proof_records.recorded().items():
         spec = SPECS[name]
         assert record.sources == (spec.functional.native.__module__, family_of[name])
         assert record.checks == (*checks_of(spec), *(["outside"] if spec.outside else []))
-        assert (record.variants, set(record.dtypes)) == (len(spec.variants), {str(t)[6:] for t in spec.dtypes})
+        assert (record.variants, set(record.dtypes)) == (
+            len(spec.variants),
+            {str(t)[6:] for t in spec.dtypes},
+        )
         assert set(record.outside) == {outside.name for outside in spec.outside}
 
 
@@ -57,7 +64,10 @@ def test_the_file_is_what_its_writer_writes() -> None:
 
 def test_writing_and_reading(tmp_path: Path) -> None:
     """What was written is read back, whatever the order in which it was proved."""
-    records = {"b_form": RECORD, "a_form": dataclasses.replace(RECORD, outside=("torch.nn.functional.silu",))}
+    records = {
+        "b_form": RECORD,
+        "a_form": dataclasses.replace(RECORD, outside=("torch.nn.functional.silu",)),
+    }
     file = tmp_path / proof_records.FILE
     file.write_text(proof_records.written(records), encoding="utf-8")
     assert proof_records.read(file) == records
@@ -106,8 +116,13 @@ def test_the_digest_is_of_all_that_a_proof_is_made_of(
     module: str, counts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A change of the module, of the spec, of a check or of what they import makes a proof one of something else."""
-    known, before = sources.source_of, sources.digest_of(proof_records.recorded()["rms_norm"].sources)
-    monkeypatch.setattr(sources, "source_of", lambda name: (known(name) or "") + "\nother = 1" * (name == module))
+    known, before = (
+        sources.source_of,
+        sources.digest_of(proof_records.recorded()["rms_norm"].sources),
+    )
+    monkeypatch.setattr(
+        sources, "source_of", lambda name: (known(name) or "") + "\nother = 1" * (name == module)
+    )
     changed = sources.digest_of(proof_records.recorded()["rms_norm"].sources) != before
     assert changed is counts
 
@@ -119,7 +134,9 @@ def test_the_classes_that_specs_build_count() -> None:
         assert spec.functional.native.__module__ in made_of
         if spec.module:
             op, _ = spec.module(
-                **spec.arguments(next(iter(spec.variants)), spec.dtypes[0], spec.leads[0], spec.sizes[0])
+                **spec.arguments(
+                    next(iter(spec.variants)), spec.dtypes[0], spec.leads[0], spec.sizes[0]
+                )
             )
             assert type(op).__module__ in made_of
 
@@ -130,8 +147,13 @@ def test_only_native_definitions_are_proved() -> None:
     with opgraft.set_config(SETTINGS):
         SiluAndMul.register_oot(type("Fast", (SiluAndMul,), {"forward_oot": lambda self, x: x}))
         expect_native(spec)
-        settings = dataclasses.replace(SETTINGS, compilation_config=opgraft.CompilationConfig(custom_ops=("all",)))
-        with opgraft.set_config(settings), pytest.raises(AssertionError, match=r"runs Fast\.forward_oot here"):
+        settings = dataclasses.replace(
+            SETTINGS, compilation_config=opgraft.CompilationConfig(custom_ops=("all",))
+        )
+        with (
+            opgraft.set_config(settings),
+            pytest.raises(AssertionError, match=r"runs Fast\.forward_oot here"),
+        ):
             expect_native(spec)
 
 

@@ -32,7 +32,11 @@ def test_the_reference_knows_the_formats(dtype: torch.dtype) -> None:
     numbers = codes.view(dtype).double()
     finite = numbers.isfinite()
     assert torch.equal(decoded(codes.long(), mantissa_bits, bias)[finite], numbers[finite])
-    assert limit == FP8_MAX[dtype] == (224.0 if dtype == torch.float8_e4m3fnuz else numbers[finite].max())
+    assert (
+        limit
+        == FP8_MAX[dtype]
+        == (224.0 if dtype == torch.float8_e4m3fnuz else numbers[finite].max())
+    )
 
 
 @formats
@@ -46,7 +50,9 @@ def test_every_half_number_is_rounded_to_the_nearest(dtype: torch.dtype, half: t
 
 
 @pytest.mark.parametrize("variant", SPECS["quant_fp8_dynamic"].variants)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
+)
 def test_fewer_than_two_in_a_thousand_differ(variant: str, dtype: torch.dtype) -> None:
     """Rounding the quotient to float32 first moves next to no value to a neighbour."""
     spec = SPECS["quant_fp8_dynamic"]
@@ -65,7 +71,9 @@ def test_shapes_of_scales(shape: tuple[int, ...], group_shape: tuple[int, int]) 
     q, scale = functional.quant_fp8_dynamic(x, group_shape)
     *lead, hidden = shape
     expected = {TENSOR: (1,), TOKEN: (*lead, 1), CHANNEL: (1, hidden)}
-    assert scale.shape == expected.get(GroupShape(*group_shape), (*lead, math.ceil(hidden / group_shape[1])))
+    assert scale.shape == expected.get(
+        GroupShape(*group_shape), (*lead, math.ceil(hidden / group_shape[1]))
+    )
     assert (q.shape, q.dtype, scale.dtype) == (x.shape, E4M3, torch.float32)
     assert torch.equal(bits(functional.quant_fp8_static(x, scale, group_shape)), bits(q))
 
@@ -75,8 +83,12 @@ def test_the_last_group_may_be_smaller() -> None:
     x = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0]])
     _, scale = functional.quant_fp8_dynamic(x, (1, 2))
     torch.testing.assert_close(scale, torch.tensor([[2.0, 4.0, 5.0]]) / 448)
-    blocks = functional.quant_fp8_static(torch.ones(3, 3), torch.tensor([[1.0, 2.0], [4.0, 8.0]]), (2, 2))
-    assert torch.equal(blocks.float(), torch.tensor([[1.0, 1, 0.5], [1, 1, 0.5], [0.25, 0.25, 0.125]]))
+    blocks = functional.quant_fp8_static(
+        torch.ones(3, 3), torch.tensor([[1.0, 2.0], [4.0, 8.0]]), (2, 2)
+    )
+    assert torch.equal(
+        blocks.float(), torch.tensor([[1.0, 1, 0.5], [1, 1, 0.5], [0.25, 0.25, 0.125]])
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,7 +107,9 @@ def test_the_last_group_may_be_smaller() -> None:
         (GroupShape(4, 4), (2, 2)),
     ],
 )
-def test_given_scales_may_be_flat(group_shape: tuple[int, int], scale_shape: tuple[int, ...]) -> None:
+def test_given_scales_may_be_flat(
+    group_shape: tuple[int, int], scale_shape: tuple[int, ...]
+) -> None:
     """Leading dimensions of scales may be flattened and dimensions of one left out."""
     x = torch.randn(2, 3, 8)
     scale = torch.rand(scale_shape) + 0.5
@@ -119,8 +133,12 @@ def test_what_is_no_number() -> None:
     """A NaN stays where it is and leaves the scale alone; an infinity saturates where the scale does not follow it."""
     x = torch.tensor([[1.0, math.nan, -2.0, 0.5], [math.inf, 1.0, -math.inf, 2.0]])
     q, scale = functional.quant_fp8_dynamic(x, TOKEN)
-    torch.testing.assert_close(q.float()[0], torch.tensor([224.0, math.nan, -448, 112]), equal_nan=True)
-    torch.testing.assert_close(q.float()[1], torch.tensor([math.nan, 0, math.nan, 0]), equal_nan=True)
+    torch.testing.assert_close(
+        q.float()[0], torch.tensor([224.0, math.nan, -448, 112]), equal_nan=True
+    )
+    torch.testing.assert_close(
+        q.float()[1], torch.tensor([math.nan, 0, math.nan, 0]), equal_nan=True
+    )
     torch.testing.assert_close(scale[:, 0], torch.tensor([2 / 448, math.inf]))
     for dtype in FP8_MAX:
         q = functional.quant_fp8_static(x, torch.ones(1), TENSOR, dtype)
@@ -190,7 +208,10 @@ def test_layout_of_group_scales(shape: tuple[int, ...], aligned: bool, step: int
     """Column-major scales of neighbouring tokens adjoin; aligned columns start at multiples of 16 bytes."""
     x = torch.randn(shape)
     op = QuantFP8(False, GroupShape(1, 2), column_major_scales=True, tma_aligned_scales=aligned)
-    (q, scale), (plain_q, plain) = op(x), QuantFP8(False, GroupShape(1, 2), tma_aligned_scales=aligned)(x)
+    (q, scale), (plain_q, plain) = (
+        op(x),
+        QuantFP8(False, GroupShape(1, 2), tma_aligned_scales=aligned)(x),
+    )
     assert torch.equal(scale, plain)
     assert torch.equal(bits(q), bits(plain_q))
     assert scale.stride()[-2:] == (1, step)
@@ -201,7 +222,9 @@ def test_layout_of_group_scales(shape: tuple[int, ...], aligned: bool, step: int
 def test_layout_is_for_groups() -> None:
     """Scales of tensor, token and channel, and those of a single token without its dimension, have one layout."""
     for group_shape in (TENSOR, TOKEN, CHANNEL):
-        _, scale = QuantFP8(False, group_shape, column_major_scales=True, tma_aligned_scales=True)(torch.randn(5, 6))
+        _, scale = QuantFP8(False, group_shape, column_major_scales=True, tma_aligned_scales=True)(
+            torch.randn(5, 6)
+        )
         assert scale.is_contiguous()
     assert QuantFP8(False, (1, 2), column_major_scales=True)(torch.randn(6))[1].shape == (3,)
 
@@ -212,7 +235,9 @@ def test_dtype_of_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     real = current_platform().capability()
     for named, expected in ((torch.float8_e4m3fnuz, torch.float8_e4m3fnuz), (None, E4M3)):
         changed = type(real)(real.name, real.dtypes, named, real.features)
-        monkeypatch.setattr(type(current_platform()), "capability", lambda self, index=0, c=changed: c)
+        monkeypatch.setattr(
+            type(current_platform()), "capability", lambda self, index=0, c=changed: c
+        )
         assert QuantFP8(False, TOKEN).dtype == expected
 
 
@@ -221,7 +246,11 @@ def test_settings_of_the_module() -> None:
     op = QuantFP8(False, (1, 128), 16, True, True, True, dtype=torch.float8_e5m2)
     assert (op.static, op.group_shape, op.num_token_padding) == (False, GroupShape(1, 128), 16)
     assert (op.column_major_scales, op.tma_aligned_scales, op.use_ue8m0) == (True, True, True)
-    assert (op.is_group_quant, op.use_per_token_if_dynamic, op.dtype) == (True, False, torch.float8_e5m2)
+    assert (op.is_group_quant, op.use_per_token_if_dynamic, op.dtype) == (
+        True,
+        False,
+        torch.float8_e5m2,
+    )
     assert QuantFP8(False, TOKEN).use_ue8m0 is False
     assert "group_shape=(1, 128)" in repr(op)
     assert maybe_get_oot_by_class(QuantFP8) is QuantFP8
@@ -230,29 +259,83 @@ def test_settings_of_the_module() -> None:
 X, S = torch.randn(4, 6), torch.ones(1)
 static, dynamic = functional.quant_fp8_static, functional.quant_fp8_dynamic
 BAD: list[tuple[Callable[[], Any], str]] = [
-    (lambda: QuantFP8(False, GroupShape(2, 2)), r"quant_fp8: group_shape is \(2, 2\), expected \(-1, -1\), \(1, -1\)"),
+    (
+        lambda: QuantFP8(False, GroupShape(2, 2)),
+        r"quant_fp8: group_shape is \(2, 2\), expected \(-1, -1\), \(1, -1\)",
+    ),
     (lambda: QuantFP8(False, (-1, 2)), r"quant_fp8: group_shape is \(-1, 2\), expected"),
-    (lambda: QuantFP8(True, (0, 2)), r"quant_fp8: group_shape is \(0, 2\), expected \(rows, columns\), each positive"),
-    (lambda: QuantFP8(True, (1, 2, 3)), r"quant_fp8: group_shape is \(1, 2, 3\), expected \(rows, columns\)"),
+    (
+        lambda: QuantFP8(True, (0, 2)),
+        r"quant_fp8: group_shape is \(0, 2\), expected \(rows, columns\), each positive",
+    ),
+    (
+        lambda: QuantFP8(True, (1, 2, 3)),
+        r"quant_fp8: group_shape is \(1, 2, 3\), expected \(rows, columns\)",
+    ),
     (lambda: QuantFP8(True, TENSOR, -1), "quant_fp8: num_token_padding is -1, expected 0 or more"),
-    (lambda: QuantFP8(True, TENSOR, dtype=torch.int8), "quant_fp8: dtype is torch.int8, expected one of"),
-    (lambda: QuantFP8(True, TENSOR)(X), "quant_fp8: scale is None, expected a tensor with static=True"),
-    (lambda: QuantFP8(False, TENSOR)(X, S), "quant_fp8: scale is given, expected none with static=False"),
-    (lambda: QuantFP8(True, TOKEN)(X, S, S), "quant_fp8: scale_ub is given, expected it with computed scales"),
-    (lambda: QuantFP8(False, TENSOR)(X, None, S), r"scale_ub is given, expected it with .* \(1, -1\) only"),
-    (lambda: QuantFP8(False, TOKEN)(X, None, torch.ones(2)), r"scale_ub has shape \(2,\), expected one element"),
-    (lambda: QuantFP8(False, TOKEN, 8)(torch.ones(2, 3, 4)), r"x has shape \(2, 3, 4\), expected \[tokens, hidden\]"),
+    (
+        lambda: QuantFP8(True, TENSOR, dtype=torch.int8),
+        "quant_fp8: dtype is torch.int8, expected one of",
+    ),
+    (
+        lambda: QuantFP8(True, TENSOR)(X),
+        "quant_fp8: scale is None, expected a tensor with static=True",
+    ),
+    (
+        lambda: QuantFP8(False, TENSOR)(X, S),
+        "quant_fp8: scale is given, expected none with static=False",
+    ),
+    (
+        lambda: QuantFP8(True, TOKEN)(X, S, S),
+        "quant_fp8: scale_ub is given, expected it with computed scales",
+    ),
+    (
+        lambda: QuantFP8(False, TENSOR)(X, None, S),
+        r"scale_ub is given, expected it with .* \(1, -1\) only",
+    ),
+    (
+        lambda: QuantFP8(False, TOKEN)(X, None, torch.ones(2)),
+        r"scale_ub has shape \(2,\), expected one element",
+    ),
+    (
+        lambda: QuantFP8(False, TOKEN, 8)(torch.ones(2, 3, 4)),
+        r"x has shape \(2, 3, 4\), expected \[tokens, hidden\]",
+    ),
     (lambda: dynamic(X.int(), TOKEN), "quant_fp8_dynamic: x is torch.int32, expected one of"),
-    (lambda: dynamic(X.to(E4M3), TOKEN), "quant_fp8_dynamic: x is torch.float8_e4m3fn, expected one of"),
-    (lambda: dynamic(torch.tensor(1.0), TENSOR), r"quant_fp8_dynamic: x has shape \(\), expected \[..., hidden\]"),
-    (lambda: dynamic(X, TOKEN, dtype=torch.float16), "quant_fp8_dynamic: dtype is torch.float16, expected one of"),
+    (
+        lambda: dynamic(X.to(E4M3), TOKEN),
+        "quant_fp8_dynamic: x is torch.float8_e4m3fn, expected one of",
+    ),
+    (
+        lambda: dynamic(torch.tensor(1.0), TENSOR),
+        r"quant_fp8_dynamic: x has shape \(\), expected \[..., hidden\]",
+    ),
+    (
+        lambda: dynamic(X, TOKEN, dtype=torch.float16),
+        "quant_fp8_dynamic: dtype is torch.float16, expected one of",
+    ),
     (lambda: dynamic(X, (3, 3)), r"quant_fp8_dynamic: group_shape is \(3, 3\), expected"),
-    (lambda: dynamic(X, TOKEN, S.to("meta")), "quant_fp8_dynamic: scale_ub is on meta, expected cpu as x"),
-    (lambda: static(X, torch.ones(4), CHANNEL), r"quant_fp8_static: scale has shape \(4,\), expected \(1, 6\)"),
-    (lambda: static(X, torch.ones(1, 4), TOKEN), r"quant_fp8_static: scale has shape \(1, 4\), expected \(4, 1\)"),
+    (
+        lambda: dynamic(X, TOKEN, S.to("meta")),
+        "quant_fp8_dynamic: scale_ub is on meta, expected cpu as x",
+    ),
+    (
+        lambda: static(X, torch.ones(4), CHANNEL),
+        r"quant_fp8_static: scale has shape \(4,\), expected \(1, 6\)",
+    ),
+    (
+        lambda: static(X, torch.ones(1, 4), TOKEN),
+        r"quant_fp8_static: scale has shape \(1, 4\), expected \(4, 1\)",
+    ),
     (lambda: static(X, torch.ones(3, 2), (2, 2)), r"scale has shape \(3, 2\), expected \(2, 3\)"),
-    (lambda: static(X, S.to("meta"), TENSOR), "quant_fp8_static: scale is on meta, expected cpu as x"),
-    (lambda: static(X, S, TENSOR, torch.uint8), "quant_fp8_static: dtype is torch.uint8, expected one of"),
+    (
+        lambda: static(X, S.to("meta"), TENSOR),
+        "quant_fp8_static: scale is on meta, expected cpu as x",
+    ),
+    (
+        lambda: static(X, S, TENSOR, torch.uint8),
+        "quant_fp8_static: dtype is torch.uint8, expected one of",
+    ),
 ]
 
 

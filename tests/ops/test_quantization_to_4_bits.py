@@ -30,7 +30,12 @@ def row(*values: float, size: int = 16) -> Tensor:
 def test_the_reference_knows_the_format() -> None:
     """The numbers of the codes are those of one bit of mantissa and a bias of one."""
     assert decoded(torch.arange(8), 1, 1).tolist() == list(E2M1[:8])
-    assert fp4_numbers(torch.tensor([0xF1, 0x07], dtype=torch.uint8), torch.float64).tolist() == [0.5, -6, 6, 0]
+    assert fp4_numbers(torch.tensor([0xF1, 0x07], dtype=torch.uint8), torch.float64).tolist() == [
+        0.5,
+        -6,
+        6,
+        0,
+    ]
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
@@ -47,7 +52,9 @@ def test_every_half_number_is_rounded_to_the_nearest(half: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("variant", SPECS["quant_fp4"].variants)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
+)
 def test_fewer_than_two_in_a_thousand_differ(variant: str, dtype: torch.dtype) -> None:
     """Rounding the quotient to float32 first moves next to no value to a neighbour, and no scale."""
     spec = SPECS["quant_fp4"]
@@ -61,7 +68,9 @@ def test_fewer_than_two_in_a_thousand_differ(variant: str, dtype: torch.dtype) -
 
 def test_nvfp4_has_scales_of_16_elements() -> None:
     """Each group reaches six by a scale in e4m3, which saturates, and below whose numbers a group is zeros."""
-    x = torch.stack([row(3.0, -1.5), row(6 * 448.0, 6.0), row(6 * 2048.0, 6 * 448.0), row(6 * 2**-11, 1e-9)])
+    x = torch.stack(
+        [row(3.0, -1.5), row(6 * 448.0, 6.0), row(6 * 2048.0, 6 * 448.0), row(6 * 2**-11, 1e-9)]
+    )
     packed, scales = functional.quant_fp4(x, ONE)
     assert (scales.dtype, scales.shape) == (torch.float8_e4m3fn, (4, 1))
     assert scales.float().flatten().tolist() == [0.5, 448, 448, 0]
@@ -72,7 +81,9 @@ def test_nvfp4_has_scales_of_16_elements() -> None:
 
 def test_mxfp4_has_scales_of_32_elements() -> None:
     """Each group has a power of two by which its largest magnitude is four or more, clipped at six."""
-    x = torch.stack([row(value, 1.0, size=32) for value in (4.0, 7.9, 8.0, 0.0, 2.0**-140, 2.0**127)])
+    x = torch.stack(
+        [row(value, 1.0, size=32) for value in (4.0, 7.9, 8.0, 0.0, 2.0**-140, 2.0**127)]
+    )
     x[3:5, 1] = 0
     packed, scales = functional.quant_fp4(x)
     assert (scales.dtype, scales.shape) == (torch.float8_e8m0fnu, (6, 1))
@@ -83,10 +94,15 @@ def test_mxfp4_has_scales_of_32_elements() -> None:
 @pytest.mark.parametrize("scale", [ONE, None], ids=["NVFP4", "MXFP4"])
 def test_what_is_no_number(scale: Tensor | None) -> None:
     """A NaN is told by the scale of its group, an infinity is the largest number; other groups are as they were."""
-    x = torch.stack([row(math.nan, 1.0, size=32), row(-math.inf, 1.0, size=32), row(4.0, 1.0, size=32)])
+    x = torch.stack(
+        [row(math.nan, 1.0, size=32), row(-math.inf, 1.0, size=32), row(4.0, 1.0, size=32)]
+    )
     packed, scales = functional.quant_fp4(x, scale)
     assert scales[:, 0].float().isnan().tolist() == [True, False, False]
-    assert (numbers(packed)[:2, 0].tolist(), numbers(packed)[2, 1]) == ([0, -6], 1 if scale is None else 1.5)
+    assert (numbers(packed)[:2, 0].tolist(), numbers(packed)[2, 1]) == (
+        [0, -6],
+        1 if scale is None else 1.5,
+    )
 
 
 def test_the_module_is_the_form() -> None:
@@ -94,7 +110,10 @@ def test_the_module_is_the_form() -> None:
     x = torch.randn(2, 3, 64, requires_grad=True)
     for scale in (ONE * 0.01, None):
         found, expected = QuantFP4()(x, scale), functional.quant_fp4(x, scale)
-        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, expected, strict=True))
+        assert all(
+            torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+            for a, b in zip(found, expected, strict=True)
+        )
         assert not any(each.requires_grad for each in found)
 
 
@@ -109,9 +128,18 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
         lambda: functional.quant_fp4(torch.ones(2, 48)),
         r"x has shape \(2, 48\), expected .* 32\] for MXFP4, as no scale",
     ),
-    (lambda: functional.quant_fp4(torch.ones(2, 8), ONE), r"x has shape \(2, 8\), expected .* 16\] for NVFP4, as a"),
-    (lambda: functional.quant_fp4(X, torch.ones(2)), r"quant_fp4: scale has shape \(2,\), expected one element"),
-    (lambda: functional.quant_fp4(X, ONE.to("meta")), "quant_fp4: scale is on meta, expected cpu as x"),
+    (
+        lambda: functional.quant_fp4(torch.ones(2, 8), ONE),
+        r"x has shape \(2, 8\), expected .* 16\] for NVFP4, as a",
+    ),
+    (
+        lambda: functional.quant_fp4(X, torch.ones(2)),
+        r"quant_fp4: scale has shape \(2,\), expected one element",
+    ),
+    (
+        lambda: functional.quant_fp4(X, ONE.to("meta")),
+        "quant_fp4: scale is on meta, expected cpu as x",
+    ),
 ]
 
 

@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import torch
 from opgraft import functional, ops
-from opgraft.ops.quantized_linear.quantizers import AT_ONCE, quantize_fp8, quantize_int4, quantize_int8
+from opgraft.ops.quantized_linear.quantizers import (
+    AT_ONCE,
+    quantize_fp8,
+    quantize_int4,
+    quantize_int8,
+)
 from opgraft.ops.quantized_linear.storage import (
     dequantize,
     in_tiles,
@@ -57,9 +62,16 @@ def test_where_a_code_lies_in_a_tile() -> None:
 @pytest.mark.parametrize("width", [32, 70, 160])
 def test_tiles_are_exact(width: int, bits: int) -> None:
     """Codes, scales and offsets come out of tiles as they went in: all rows, or those that are asked for."""
-    weight = pack_int4(torch.randint(0, 16, (96, width))) if bits == 4 else torch.randint(-128, 128, (96, width)).char()
+    weight = (
+        pack_int4(torch.randint(0, 16, (96, width)))
+        if bits == 4
+        else torch.randint(-128, 128, (96, width)).char()
+    )
     scales, offsets = torch.randn(2, 96, width // 10)
-    rows, held = torch.tensor([95, 0, 33, 33]), (in_tiles(weight, width), *map(scales_in_tiles, (scales, offsets)))
+    rows, held = (
+        torch.tensor([95, 0, 33, 33]),
+        (in_tiles(weight, width), *map(scales_in_tiles, (scales, offsets))),
+    )
     for got, given in zip(out_of_tiles(*held, width), (weight, scales, offsets), strict=True):
         assert got is not None
         assert torch.equal(got, given)
@@ -153,7 +165,9 @@ def test_gradients_reach_the_input() -> None:
     op = ops.QuantizedLinear(64, 8, bits=4, group_size=32, offsets=True)
     x = torch.randn(3, 64, requires_grad=True)
     op(x).sum().backward()
-    torch.testing.assert_close(x.grad, dequantize(op.weight, op.scales, op.offsets, 64).sum(0).expand(3, 64))
+    torch.testing.assert_close(
+        x.grad, dequantize(op.weight, op.scales, op.offsets, 64).sum(0).expand(3, 64)
+    )
     for frozen in (ops.Int8DynamicLinear(64, 8), ops.FP8Linear(64, 8)):
         assert not frozen(x).requires_grad
 
@@ -164,21 +178,77 @@ FP8 = quantize_fp8(plain())
 X = torch.ones(2, 96)
 TILES = torch.zeros(2, 3, 512, dtype=torch.uint8)
 REFUSED: dict[str, tuple[Any, tuple[Any, ...], str]] = {
-    "width": ("quantized_linear", (torch.ones(2, 200), *CODES), r"expected \[out_features, 128\] for 200 inputs"),
-    "plain weight": ("quantized_linear", (X, plain(), CODES[1]), "weight is torch.float32, expected torch.int8"),
-    "scales of another layer": ("quantized_linear", (X, CODES[0], CODES[1][:4]), r"scales have shape \(4, 3\)"),
-    "groups": ("quantized_linear", (X, CODES[0], torch.ones(6, 5)), "96 inputs cannot be cut into the 5 groups"),
-    "offsets": ("quantized_linear", (X, *CODES[:2], torch.ones(6, 1)), r"offsets have shape \(6, 1\)"),
-    "bias": ("quantized_linear", (X, *CODES, torch.ones(5)), r"bias has shape \(5,\), expected \(6,\)"),
-    "device": ("quantized_linear", (X, CODES[0], CODES[1].to("meta")), "scales is on meta, expected cpu"),
-    "tiles": ("quantized_linear", (X[:, :64], TILES, torch.ones(2, 3, 32)), r"\[out_features / 32, 2, 512\] for 64"),
-    "scales beside tiles": ("quantized_linear", (X, TILES, torch.ones(64, 3)), r"expected \[2, groups, 32\] as"),
-    "four bits": ("int8_dynamic_linear", (X, *CODES[:2]), "weight is torch.uint8, expected torch.int8"),
-    "grouped": ("int8_dynamic_linear", (X, BYTES[0], torch.ones(6, 2)), "expected one for each channel"),
+    "width": (
+        "quantized_linear",
+        (torch.ones(2, 200), *CODES),
+        r"expected \[out_features, 128\] for 200 inputs",
+    ),
+    "plain weight": (
+        "quantized_linear",
+        (X, plain(), CODES[1]),
+        "weight is torch.float32, expected torch.int8",
+    ),
+    "scales of another layer": (
+        "quantized_linear",
+        (X, CODES[0], CODES[1][:4]),
+        r"scales have shape \(4, 3\)",
+    ),
+    "groups": (
+        "quantized_linear",
+        (X, CODES[0], torch.ones(6, 5)),
+        "96 inputs cannot be cut into the 5 groups",
+    ),
+    "offsets": (
+        "quantized_linear",
+        (X, *CODES[:2], torch.ones(6, 1)),
+        r"offsets have shape \(6, 1\)",
+    ),
+    "bias": (
+        "quantized_linear",
+        (X, *CODES, torch.ones(5)),
+        r"bias has shape \(5,\), expected \(6,\)",
+    ),
+    "device": (
+        "quantized_linear",
+        (X, CODES[0], CODES[1].to("meta")),
+        "scales is on meta, expected cpu",
+    ),
+    "tiles": (
+        "quantized_linear",
+        (X[:, :64], TILES, torch.ones(2, 3, 32)),
+        r"\[out_features / 32, 2, 512\] for 64",
+    ),
+    "scales beside tiles": (
+        "quantized_linear",
+        (X, TILES, torch.ones(64, 3)),
+        r"expected \[2, groups, 32\] as",
+    ),
+    "four bits": (
+        "int8_dynamic_linear",
+        (X, *CODES[:2]),
+        "weight is torch.uint8, expected torch.int8",
+    ),
+    "grouped": (
+        "int8_dynamic_linear",
+        (X, BYTES[0], torch.ones(6, 2)),
+        "expected one for each channel",
+    ),
     "no fp8": ("fp8_linear", (X, plain(), FP8[1]), "weight is torch.float32, expected one of"),
-    "fp8 scales": ("fp8_linear", (X, FP8[0], torch.ones(3)), r"weight_scale has shape \(3,\), expected one number"),
-    "blocks": ("fp8_linear", (X, *FP8, None, None, (4, 32)), r"expected \(2, 3\), one for each block"),
-    "static blocks": ("fp8_linear", (X, *FP8, torch.ones(1), None, (4, 32)), "input_scale is given with block_shape"),
+    "fp8 scales": (
+        "fp8_linear",
+        (X, FP8[0], torch.ones(3)),
+        r"weight_scale has shape \(3,\), expected one number",
+    ),
+    "blocks": (
+        "fp8_linear",
+        (X, *FP8, None, None, (4, 32)),
+        r"expected \(2, 3\), one for each block",
+    ),
+    "static blocks": (
+        "fp8_linear",
+        (X, *FP8, torch.ones(1), None, (4, 32)),
+        "input_scale is given with block_shape",
+    ),
 }
 
 
@@ -192,7 +262,9 @@ def test_bad_arguments(case: str) -> None:
 
 def test_bad_settings() -> None:
     """Groups that do not divide a row, and other numbers of bits, are refused when a layer is made, or a weight is."""
-    with pytest.raises(ValueError, match="group_size is 40, expected -1 or a divisor of in_features, 96"):
+    with pytest.raises(
+        ValueError, match="group_size is 40, expected -1 or a divisor of in_features, 96"
+    ):
         ops.QuantizedLinear(96, 4, group_size=40)
     with pytest.raises(ValueError, match="bits is 3"):
         ops.QuantizedLinear(96, 4, bits=3)

@@ -131,7 +131,9 @@ def test_helpers_for_kernels() -> None:
     plain = RotaryEmbedding(16, 8, 32, 1e4, True, torch.float32)
     for key in (None, query):
         expected = plain(positions, query, key)
-        for got, wanted in zip(RotaryEmbedding.forward_static(positions, query, key, *settings), expected, strict=True):
+        for got, wanted in zip(
+            RotaryEmbedding.forward_static(positions, query, key, *settings), expected, strict=True
+        ):
             assert got is wanted is None or torch.equal(got, wanted)
 
 

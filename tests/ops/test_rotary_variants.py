@@ -15,7 +15,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 HEAD_SIZE, TRAINED, BASE = 48, 512, 50000.0
 
 
-def variant(cls: Any, *more: Any, dtype: torch.dtype = torch.float32, neox: bool = True, **options: Any) -> Any:
+def variant(
+    cls: Any, *more: Any, dtype: torch.dtype = torch.float32, neox: bool = True, **options: Any
+) -> Any:
     """A variant with whole heads rotated; the scaling factor comes before the dtype in the classes with YaRN."""
     scaled = cls in (ops.YaRNScalingRotaryEmbedding, ops.DeepseekScalingRotaryEmbedding)
     order = (*more, dtype) if scaled else (dtype, *more)
@@ -24,7 +26,9 @@ def variant(cls: Any, *more: Any, dtype: torch.dtype = torch.float32, neox: bool
 
 def outside(kind: str, **rope: Any) -> tuple[Tensor, float]:
     """Frequencies and scale of transformers, for a model that was trained for ``TRAINED`` positions."""
-    config = LlamaConfig(hidden_size=4 * HEAD_SIZE, num_attention_heads=4, max_position_embeddings=8 * TRAINED)
+    config = LlamaConfig(
+        hidden_size=4 * HEAD_SIZE, num_attention_heads=4, max_position_embeddings=8 * TRAINED
+    )
     config.rope_parameters = {
         "rope_type": kind,
         "rope_theta": BASE,
@@ -44,18 +48,23 @@ def table(frequencies: Tensor, rows: int, scale: float = 1.0) -> Tensor:
 def assert_table(op: Any, frequencies: Tensor, rows: int, scale: float = 1.0) -> None:
     """The op has these frequencies and this table, up to float32's rounding of angles."""
     of_factor = isinstance(
-        op, (ops.YaRNScalingRotaryEmbedding, ops.DeepseekScalingRotaryEmbedding, ops.MRotaryEmbedding)
+        op,
+        (ops.YaRNScalingRotaryEmbedding, ops.DeepseekScalingRotaryEmbedding, ops.MRotaryEmbedding),
     )
     given = op.scaling_factor if of_factor else op.base
     torch.testing.assert_close(op._compute_inv_freq(given), frequencies, rtol=2e-6, atol=0)
     assert op.cos_sin_cache.shape == (rows, HEAD_SIZE)
-    torch.testing.assert_close(op.cos_sin_cache.double(), table(frequencies, rows, scale), rtol=0, atol=rows * 1e-6)
+    torch.testing.assert_close(
+        op.cos_sin_cache.double(), table(frequencies, rows, scale), rtol=0, atol=rows * 1e-6
+    )
 
 
 LLAMA3: dict[str, float] = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-@pytest.mark.parametrize("changed", [{}, {"factor": 32.0}, {"low_freq_factor": 2.5, "high_freq_factor": 2.75}])
+@pytest.mark.parametrize(
+    "changed", [{}, {"factor": 32.0}, {"low_freq_factor": 2.5, "high_freq_factor": 2.75}]
+)
 def test_llama3(changed: dict[str, float]) -> None:
     """Frequencies are those of transformers for Llama 3.1, and the high ones bit for bit the plain ones."""
     settings = LLAMA3 | changed
@@ -68,7 +77,12 @@ def test_llama3(changed: dict[str, float]) -> None:
     assert torch.equal(op._compute_inv_freq(BASE)[kept], plain[kept])
 
 
-YARN: list[dict[str, Any]] = [{}, {"beta_fast": 8, "beta_slow": 2}, {"truncate": False}, {"beta_fast": 1}]
+YARN: list[dict[str, Any]] = [
+    {},
+    {"beta_fast": 8, "beta_slow": 2},
+    {"truncate": False},
+    {"beta_fast": 1},
+]
 
 
 @pytest.mark.parametrize("factor", [1.0, 4.0, 2.5])
@@ -86,7 +100,12 @@ def test_yarn_scales() -> None:
     own = 0.1 * math.log(4.0) + 1.0
     assert variant(ops.YaRNScalingRotaryEmbedding, 4.0).mscale == own
     assert variant(ops.YaRNScalingRotaryEmbedding, 4.0, attn_factor=2.0).mscale == 2.0 * own
-    assert variant(ops.YaRNScalingRotaryEmbedding, 4.0, attn_factor=2.0, apply_yarn_scaling=False).mscale == 2.0
+    assert (
+        variant(
+            ops.YaRNScalingRotaryEmbedding, 4.0, attn_factor=2.0, apply_yarn_scaling=False
+        ).mscale
+        == 2.0
+    )
     slow = variant(ops.YaRNScalingRotaryEmbedding, 4.0, extrapolation_factor=0.0)
     plain = variant(ops.RotaryEmbedding)
     torch.testing.assert_close(slow._compute_inv_freq(4.0), plain._compute_inv_freq(BASE) / 4.0)
@@ -102,10 +121,19 @@ def test_deepseek(scales: tuple[float, float]) -> None:
     """Frequencies and the quotient of the two scales are those of transformers."""
     mscale, mscale_all_dim = scales
     frequencies, scale = outside("yarn", factor=4.0, mscale=mscale, mscale_all_dim=mscale_all_dim)
-    op = variant(ops.DeepseekScalingRotaryEmbedding, 4.0, mscale=mscale, mscale_all_dim=mscale_all_dim, neox=False)
+    op = variant(
+        ops.DeepseekScalingRotaryEmbedding,
+        4.0,
+        mscale=mscale,
+        mscale_all_dim=mscale_all_dim,
+        neox=False,
+    )
     assert op.mscale == pytest.approx(scale, rel=1e-12)
     assert_table(op, frequencies, 4 * TRAINED, scale)
-    assert variant(ops.DeepseekScalingRotaryEmbedding, 4.0, attn_factor=3.0, mscale_all_dim=1).mscale == 3.0
+    assert (
+        variant(ops.DeepseekScalingRotaryEmbedding, 4.0, attn_factor=3.0, mscale_all_dim=1).mscale
+        == 3.0
+    )
 
 
 @pytest.mark.parametrize("factor", [None, 4.0])
@@ -130,7 +158,10 @@ def test_interleaved_cosines() -> None:
     section = [10, 8, 6]
     op = variant(ops.MRotaryEmbedding, section, True)
     positions, query = torch.randint(0, TRAINED, (3, 7)), torch.randn(7, 2, HEAD_SIZE)
-    cos, sin = (ops.apply_interleaved_rope(half, section) for half in op.cos_sin_cache[positions].chunk(2, -1))
+    cos, sin = (
+        ops.apply_interleaved_rope(half, section)
+        for half in op.cos_sin_cache[positions].chunk(2, -1)
+    )
     assert cos.shape == (7, HEAD_SIZE // 2)
     torch.testing.assert_close(op.apply_rotary_emb(query, cos, sin), op(positions, query)[0])
 
@@ -144,7 +175,12 @@ def test_a_constructor_that_skips_the_variants_own() -> None:
             super(ops.DeepseekScalingRotaryEmbedding, self).__init__(*arguments)
 
     frequencies, _ = outside("yarn", factor=4.0)
-    assert_table(Acme(HEAD_SIZE, HEAD_SIZE, TRAINED, BASE, True, torch.float32), frequencies, 4 * TRAINED, 1.25)
+    assert_table(
+        Acme(HEAD_SIZE, HEAD_SIZE, TRAINED, BASE, True, torch.float32),
+        frequencies,
+        4 * TRAINED,
+        1.25,
+    )
 
 
 @pytest.mark.parametrize("section", [[12, 6, 6], [9, 8, 7]])
@@ -152,7 +188,11 @@ def test_a_constructor_that_skips_the_variants_own() -> None:
 def test_text_among_images(section: list[int], interleaved: bool) -> None:
     """Text, whose three positions are one, is rotated as by the plain op, given as one row or as three."""
     op = variant(ops.MRotaryEmbedding, section, interleaved)
-    positions, query, key = torch.randint(0, TRAINED, (7,)), torch.randn(7, 3, HEAD_SIZE), torch.randn(7, HEAD_SIZE)
+    positions, query, key = (
+        torch.randint(0, TRAINED, (7,)),
+        torch.randn(7, 3, HEAD_SIZE),
+        torch.randn(7, HEAD_SIZE),
+    )
     expected = variant(ops.RotaryEmbedding)(positions, query, key)
     for given in (positions, positions.expand(3, 7)):
         for got, wanted in zip(op(given, query, key), expected, strict=True):
@@ -167,7 +207,9 @@ def test_without_sections() -> None:
 
 
 VARIANTS: dict[str, Any] = {
-    "llama3": lambda dtype: variant(ops.Llama3RotaryEmbedding, *LLAMA3.values(), TRAINED, dtype=dtype),
+    "llama3": lambda dtype: variant(
+        ops.Llama3RotaryEmbedding, *LLAMA3.values(), TRAINED, dtype=dtype
+    ),
     "yarn": lambda dtype: variant(ops.YaRNScalingRotaryEmbedding, 4.0, dtype=dtype),
     "deepseek": lambda dtype: variant(ops.DeepseekScalingRotaryEmbedding, 4.0, dtype=dtype),
     "multimodal": lambda dtype: variant(ops.MRotaryEmbedding, [10, 8, 6], dtype=dtype),
@@ -193,7 +235,9 @@ def test_no_key(name: str) -> None:
     """Without a key the query is rotated as it is with one, and the second result is ``None``."""
     op = VARIANTS[name](torch.float32)
     query = torch.randn(7, 3 * HEAD_SIZE)
-    rows = [torch.randint(0, TRAINED, (7,))] + [torch.randint(0, TRAINED, (3, 7))] * (name == "multimodal")
+    rows = [torch.randint(0, TRAINED, (7,))] + [torch.randint(0, TRAINED, (3, 7))] * (
+        name == "multimodal"
+    )
     for positions in rows:
         rotated, key = op(positions, query)
         assert key is None
@@ -206,7 +250,9 @@ def test_offsets(name: str) -> None:
     op = VARIANTS[name](torch.float32)
     positions, offsets = torch.randint(0, 99, (7,)), torch.randint(0, 99, (7,))
     query, key = torch.randn(7, HEAD_SIZE), torch.randn(7, HEAD_SIZE)
-    for got, wanted in zip(op(positions, query, key, offsets), op(positions + offsets, query, key), strict=True):
+    for got, wanted in zip(
+        op(positions, query, key, offsets), op(positions + offsets, query, key), strict=True
+    ):
         assert torch.equal(got, wanted)
 
 
@@ -226,7 +272,9 @@ def test_chunks_keep_distances() -> None:
     chunks = positions[:, None] // length - positions // length
     at = lambda distance: scores[distance.clamp(min=0)]  # noqa: E731
     place, key_place = (positions % length)[:, None], positions % length
-    torch.testing.assert_close(own[(chunks == 0) & (distances >= 0)], at(distances)[(chunks == 0) & (distances >= 0)])
+    torch.testing.assert_close(
+        own[(chunks == 0) & (distances >= 0)], at(distances)[(chunks == 0) & (distances >= 0)]
+    )
     bounded = at((place + length).clamp(max=chunk) - key_place)
     torch.testing.assert_close(before[chunks == 1], bounded[chunks == 1])
     near = (chunks == 1) & (distances <= local)
@@ -238,17 +286,29 @@ def test_chunks_keep_distances() -> None:
 def test_attributes() -> None:
     """Kernels of plugins read the settings from the op."""
     llama3 = VARIANTS["llama3"](torch.float32)
-    assert (llama3.scaling_factor, llama3.low_freq_factor, llama3.high_freq_factor) == (8.0, 1.0, 4.0)
+    assert (llama3.scaling_factor, llama3.low_freq_factor, llama3.high_freq_factor) == (
+        8.0,
+        1.0,
+        4.0,
+    )
     assert llama3.orig_max_position == TRAINED
     for name in ("yarn", "deepseek"):
         op = VARIANTS[name](torch.float32)
         assert (op.scaling_factor, op.beta_fast, op.beta_slow, op.attn_factor) == (4.0, 32, 1, 1)
         assert (op.extrapolation_factor, op.truncate) == (1, True)
     multimodal = VARIANTS["multimodal"](torch.float32)
-    assert (multimodal.mrope_section, multimodal.mrope_interleaved, multimodal.mscale) == ([10, 8, 6], False, 1.0)
+    assert (multimodal.mrope_section, multimodal.mrope_interleaved, multimodal.mscale) == (
+        [10, 8, 6],
+        False,
+        1.0,
+    )
     chunked = VARIANTS["dual chunk"](torch.float32)
     assert (chunked.chunk_size, chunked.local_size, chunked.cos_sin_cache.shape[0]) == (24, 7, 41)
-    assert (chunked.head_size, chunked.rotary_dim, chunked.is_neox_style) == (HEAD_SIZE, HEAD_SIZE, True)
+    assert (chunked.head_size, chunked.rotary_dim, chunked.is_neox_style) == (
+        HEAD_SIZE,
+        HEAD_SIZE,
+        True,
+    )
     assert "chunk_size=24" in repr(chunked)
 
 

@@ -31,30 +31,53 @@ LAST = [(spec, [*spec.variants][-1]) for spec in SPECS.values()]
 TRACED = [(spec, "" if spec.functional.name == "conv2d" else variant) for spec, variant in LAST]
 """The last variants, but for the plain convolution: to trace circular padding takes four times as long."""
 LONG_TO_TRACE = {
-    *("conv3d", "dual_chunk_rotary_embedding", "fp8_linear", "mamba_chunk_scan", "mm_encoder_attn", "mrope"),
-    *("paged_attention", "quantized_experts", "quantized_linear", "rotary_embedding", "rotary_embedding_"),
+    *(
+        "conv3d",
+        "dual_chunk_rotary_embedding",
+        "fp8_linear",
+        "mamba_chunk_scan",
+        "mm_encoder_attn",
+        "mrope",
+    ),
+    *(
+        "paged_attention",
+        "quantized_experts",
+        "quantized_linear",
+        "rotary_embedding",
+        "rotary_embedding_",
+    ),
     "selective_scan",
 }
 """Ops that take seconds to trace, by AOT autograd or by Dynamo; each has a relative that does not."""
 SHORTEST = [
-    next((spec for spec in family.SPECS if spec.functional.name not in LONG_TO_TRACE), None) for family in FAMILIES
+    next((spec for spec in family.SPECS if spec.functional.name not in LONG_TO_TRACE), None)
+    for family in FAMILIES
 ]
 TRACED_HERE = {spec.functional.name for spec in SHORTEST if spec is not None}
 """One op of each family, which is traced in every run."""
 DIFFERENTIATED_LONG = ("conv3d", "mamba_chunk_scan", "paged_attention")
 """Ops that take seconds to differentiate by finite differences; so have these."""
 TRACED_ELSEWHERE = SPECS.keys() - TRACED_HERE
-LONG = {"registration": TRACED_ELSEWHERE, "compilation": TRACED_ELSEWHERE, "gradients": DIFFERENTIATED_LONG}
+LONG = {
+    "registration": TRACED_ELSEWHERE,
+    "compilation": TRACED_ELSEWHERE,
+    "gradients": DIFFERENTIATED_LONG,
+}
 HALF_AND_SINGLE = (torch.bfloat16, torch.float32)
 
 
 def dtypes_of(spec: OpSpec, variant: str) -> tuple[torch.dtype, ...]:
     """The dtypes in which a variant is computed: two of them where it is neither the first nor the last."""
-    return tuple(dtype for dtype in spec.dtypes if (spec, variant) in ENDS or dtype in HALF_AND_SINGLE)
+    return tuple(
+        dtype for dtype in spec.dtypes if (spec, variant) in ENDS or dtype in HALF_AND_SINGLE
+    )
 
 
 SAMPLES: dict[str, list[Case]] = {
-    "values": [(dataclasses.replace(spec, large=(), dtypes=dtypes_of(spec, name)), name) for spec, name in CASES],
+    "values": [
+        (dataclasses.replace(spec, large=(), dtypes=dtypes_of(spec, name)), name)
+        for spec, name in CASES
+    ],
     "strides": CASES,
     "effects": CASES,
     "registration": TRACED,
@@ -71,12 +94,19 @@ def named(spec: OpSpec, variant: str) -> str:
 def made(check: str, spec: OpSpec, variant: str) -> Any:
     """A check of a variant as a parameter; some are for 'make test-slow'."""
     slow = spec.functional.name in LONG.get(check, ())
-    return pytest.param(check, spec, variant, id=f"{check}-{named(spec, variant)}", marks=[pytest.mark.slow] * slow)
+    return pytest.param(
+        check, spec, variant, id=f"{check}-{named(spec, variant)}", marks=[pytest.mark.slow] * slow
+    )
 
 
 @pytest.mark.parametrize(
     ("check", "spec", "variant"),
-    [made(check, *case) for check, rows in SAMPLES.items() for case in rows if check in checks_of(case[0])],
+    [
+        made(check, *case)
+        for check, rows in SAMPLES.items()
+        for case in rows
+        if check in checks_of(case[0])
+    ],
 )
 def test_check(check: str, spec: OpSpec, variant: str) -> None:
     """What 'make prove' proves of native definitions holds for whatever is bound here."""
@@ -85,7 +115,11 @@ def test_check(check: str, spec: OpSpec, variant: str) -> None:
 
 @pytest.mark.parametrize(
     ("spec", "variant"),
-    [pytest.param(*case, id=named(*case)) for case in CASES if not case[0].functional.differentiable],
+    [
+        pytest.param(*case, id=named(*case))
+        for case in CASES
+        if not case[0].functional.differentiable
+    ],
 )
 def test_refusal(spec: OpSpec, variant: str) -> None:
     """What has no gradients loses none: of registration, which traces, the part that takes no time."""
@@ -98,7 +132,8 @@ def test_refusal(spec: OpSpec, variant: str) -> None:
         pytest.param(
             *(spec, variant, dtype),
             id=f"{dtype}-{named(spec, variant)}",
-            marks=[pytest.mark.slow] * ((spec, variant) not in LAST or dtype not in HALF_AND_SINGLE),
+            marks=[pytest.mark.slow]
+            * ((spec, variant) not in LAST or dtype not in HALF_AND_SINGLE),
         )
         for spec, variant in CASES
         if spec.large
@@ -122,13 +157,19 @@ def test_outside(spec: OpSpec) -> None:
     """Others' implementations compute the same, each in at least one variant."""
     if any(outside.name.startswith("transformers") for outside in spec.outside):
         pytest.importorskip("transformers")
-    compared = [name for variant in spec.variants for name in checks.check_outside(spec, variant, spec.functional)]
+    compared = [
+        name
+        for variant in spec.variants
+        for name in checks.check_outside(spec, variant, spec.functional)
+    ]
     assert set(compared) == {outside.name for outside in spec.outside}
 
 
 def test_every_form_has_a_spec_and_a_public_name() -> None:
     """What is registered with torch is in opgraft.functional and carries its proof."""
-    own = {name for name, form in FUNCTIONALS.items() if form.native.__module__.startswith("opgraft.")}
+    own = {
+        name for name, form in FUNCTIONALS.items() if form.native.__module__.startswith("opgraft.")
+    }
     assert own == set(SPECS) == set(functional.__all__)
     for name in own:
         assert getattr(functional, name) is FUNCTIONALS[name]
@@ -137,10 +178,18 @@ def test_every_form_has_a_spec_and_a_public_name() -> None:
 
 def test_every_op_class_is_built_by_a_spec() -> None:
     """Each native definition of an exported op class, but for layers made of ops, runs in what some spec builds."""
-    exported: set[Any] = {value for value in map(vars(ops).get, ops.__all__) if isinstance(value, type)}
-    leaves = {cls for cls in exported if issubclass(cls, ops.CustomOp) and not issubclass(cls, ops.PluggableLayer)}
+    exported: set[Any] = {
+        value for value in map(vars(ops).get, ops.__all__) if isinstance(value, type)
+    }
+    leaves = {
+        cls
+        for cls in exported
+        if issubclass(cls, ops.CustomOp) and not issubclass(cls, ops.PluggableLayer)
+    }
     built = {
-        spec.module(**spec.arguments(variant, spec.dtypes[0], spec.leads[0], spec.sizes[0]))[0].op_class
+        spec.module(**spec.arguments(variant, spec.dtypes[0], spec.leads[0], spec.sizes[0]))[
+            0
+        ].op_class
         for spec, variant in CASES
         if spec.module
     }

@@ -14,19 +14,39 @@ HEADS, SIZE, STATE, GROUPS = 4, 6, 5, 2
 
 
 def drawn(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64
+    )
 
 
 def of_channels(tokens: int) -> dict[str, Tensor]:
     """Arguments of ``selective_scan``, without states."""
-    names = {"x": (tokens, SIZE), "dt": (tokens, SIZE), "A": (SIZE, STATE), "B": (tokens, STATE), "C": (tokens, STATE)}
-    return decaying({name: drawn(*shape) for name, shape in {**names, "D": (SIZE,), "z": (tokens, SIZE)}.items()})
+    names = {
+        "x": (tokens, SIZE),
+        "dt": (tokens, SIZE),
+        "A": (SIZE, STATE),
+        "B": (tokens, STATE),
+        "C": (tokens, STATE),
+    }
+    return decaying(
+        {
+            name: drawn(*shape)
+            for name, shape in {**names, "D": (SIZE,), "z": (tokens, SIZE)}.items()
+        }
+    )
 
 
 def of_heads(tokens: int) -> dict[str, Tensor]:
     """Arguments of ``mamba_chunk_scan``, without states."""
     group = (tokens, GROUPS, STATE)
-    names = {"x": (tokens, HEADS, SIZE), "dt": (tokens, HEADS), "A": (HEADS,), "B": group, "C": group, "D": (HEADS,)}
+    names = {
+        "x": (tokens, HEADS, SIZE),
+        "dt": (tokens, HEADS),
+        "A": (HEADS,),
+        "B": group,
+        "C": group,
+        "D": (HEADS,),
+    }
     return decaying({name: drawn(*shape) for name, shape in names.items()})
 
 
@@ -37,10 +57,14 @@ def decaying(given: dict[str, Tensor]) -> dict[str, Tensor]:
 PER_TOKEN = ("x", "dt", "B", "C", "z")
 
 
-def scanned(given: dict[str, Tensor], start: int, end: int, states: Tensor, **others: Any) -> tuple[Tensor, Tensor]:
+def scanned(
+    given: dict[str, Tensor], start: int, end: int, states: Tensor, **others: Any
+) -> tuple[Tensor, Tensor]:
     part = {name: value[start:end] if name in PER_TOKEN else value for name, value in given.items()}
     run: Any = functional.mamba_chunk_scan if "z" not in given else functional.selective_scan
-    return run(**part, query_start_loc=torch.tensor([0, end - start]), initial_states=states, **others)
+    return run(
+        **part, query_start_loc=torch.tensor([0, end - start]), initial_states=states, **others
+    )
 
 
 @pytest.mark.parametrize("tokens", [130, 257])
@@ -65,7 +89,9 @@ def stepped(given: dict[str, Tensor], state: Tensor) -> Tensor:
     for x, dt, b, c in zip(given["x"], given["dt"], given["B"], given["C"], strict=True):
         out = torch.empty_like(x[None])
         step = dt[None, :, None].expand(1, HEADS, SIZE)
-        functional.selective_state_update(state, x[None], step, a, b[None], c[None], torch.tensor([0]), out, d)
+        functional.selective_state_update(
+            state, x[None], step, a, b[None], c[None], torch.tensor([0]), out, d
+        )
         rows.append(out)
     return torch.cat(rows)
 
@@ -88,7 +114,9 @@ def test_states_that_fade_at_once() -> None:
     states = torch.ones(1, HEADS, SIZE, STATE, dtype=torch.float64)
     y, final = scanned(given, 0, 70, states, chunk_size=16)
     assert y.isfinite().all()
-    last = (given["dt"][-1][:, None] * given["x"][-1])[..., None] * given["B"][-1].repeat_interleave(2, 0)[:, None]
+    last = (given["dt"][-1][:, None] * given["x"][-1])[..., None] * given["B"][
+        -1
+    ].repeat_interleave(2, 0)[:, None]
     torch.testing.assert_close(final[0], last)
 
 
@@ -96,7 +124,9 @@ def test_states_that_fade_at_once() -> None:
 @pytest.mark.parametrize("name", ["x", "dt", "initial_states"])
 @pytest.mark.parametrize("sick", [0, 1, 2])
 @pytest.mark.parametrize("draw", [of_channels, of_heads])
-def test_a_sequence_that_is_not_a_number(draw: Callable[[int], Any], sick: int, name: str, bad: float) -> None:
+def test_a_sequence_that_is_not_a_number(
+    draw: Callable[[int], Any], sick: int, name: str, bad: float
+) -> None:
     """Those beside it are as they are without it, and it does not end in numbers itself."""
     bounds = [0, 30, 71, 100]
     of_all = HEADS if draw is of_heads else None
@@ -123,8 +153,12 @@ def t(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 BOUNDS = torch.tensor([0, 3])
 
 
-def conv(x: Tensor, weight: Tensor, bounds: Tensor = BOUNDS, states: Tensor | None = None, **others: Any) -> Any:
-    return functional.causal_conv1d(x, weight, bounds, t(1, 4, 2) if states is None else states, **others)
+def conv(
+    x: Tensor, weight: Tensor, bounds: Tensor = BOUNDS, states: Tensor | None = None, **others: Any
+) -> Any:
+    return functional.causal_conv1d(
+        x, weight, bounds, t(1, 4, 2) if states is None else states, **others
+    )
 
 
 def update(slots: Any, **others: Any) -> Any:
@@ -144,20 +178,44 @@ def update(slots: Any, **others: Any) -> Any:
     ("call", "words"),
     [
         (lambda: conv(t(3, 5), t(4, 3)), r"causal_conv1d: x has shape \(3, 5\), expected \(3, 4\)"),
-        (lambda: conv(t(3, 4), t(4)), r"causal_conv1d: weight has shape \(4,\), expected \[channels, width\]"),
-        (lambda: conv(t(3, 4), t(4, 3), torch.tensor([0, 2])), r"query_start_loc is \[0, 2\], expected it to ascend"),
-        (lambda: conv(t(3, 4), t(4, 3), torch.tensor([0, 1, 3])), "initial_states are of 1 sequences, expected 2"),
+        (
+            lambda: conv(t(3, 4), t(4)),
+            r"causal_conv1d: weight has shape \(4,\), expected \[channels, width\]",
+        ),
+        (
+            lambda: conv(t(3, 4), t(4, 3), torch.tensor([0, 2])),
+            r"query_start_loc is \[0, 2\], expected it to ascend",
+        ),
+        (
+            lambda: conv(t(3, 4), t(4, 3), torch.tensor([0, 1, 3])),
+            "initial_states are of 1 sequences, expected 2",
+        ),
         (
             lambda: conv(t(3, 4), t(4, 3), states=t(1, 4, 3)),
             r"initial_states has shape \(1, 4, 3\), expected \(1, 4, 2\)",
         ),
-        (lambda: conv(t(3, 4), t(4, 3), activation="gelu"), "causal_conv1d: activation is 'gelu', expected one of"),
-        (lambda: conv(t(3, 4, dtype=torch.int64), t(4, 3)), "causal_conv1d: x is torch.int64, expected one of"),
-        (lambda: update([0, 3]), "selective_state_update: slots reach from 0 to 3, expected 0 to 2"),
-        (lambda: update([-1, 1]), "selective_state_update: slots reach from -1 to 1, expected 0 to 2"),
+        (
+            lambda: conv(t(3, 4), t(4, 3), activation="gelu"),
+            "causal_conv1d: activation is 'gelu', expected one of",
+        ),
+        (
+            lambda: conv(t(3, 4, dtype=torch.int64), t(4, 3)),
+            "causal_conv1d: x is torch.int64, expected one of",
+        ),
+        (
+            lambda: update([0, 3]),
+            "selective_state_update: slots reach from 0 to 3, expected 0 to 2",
+        ),
+        (
+            lambda: update([-1, 1]),
+            "selective_state_update: slots reach from -1 to 1, expected 0 to 2",
+        ),
         (lambda: update([1]), r"selective_state_update: slots has shape \(1,\), expected \(2,\)"),
         (lambda: update([0, 1], B=t(2, 3, 5)), "B has 3 groups, expected a divisor of 2 heads"),
-        (lambda: update([0, 1], out=t(2, 2, 5)), r"out has shape \(2, 2, 5\), expected \(2, 2, 4\)"),
+        (
+            lambda: update([0, 1], out=t(2, 2, 5)),
+            r"out has shape \(2, 2, 5\), expected \(2, 2, 4\)",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit(call: Callable[[], Any], words: str) -> None:

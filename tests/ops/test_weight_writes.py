@@ -25,7 +25,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return record_calls(monkeypatch)
 
 
-def trained_by(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Callable[[nn.Linear], object]:
+def trained_by(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+) -> Callable[[nn.Linear], object]:
     """A training step, after which parameters require a gradient again only if they did."""
 
     def step(op: nn.Linear) -> None:
@@ -310,8 +312,18 @@ with pytest.MonkeyPatch.context() as patch, torch.no_grad():
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast"])
 def test_collectives(tmp_path: Path, name: str, warm_python: str) -> None:
     """What two processes sum or send into a parameter is what it computes with."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OPGRAFT_PLUGINS": ""}
-    commands = [[warm_python, "-c", COLLECTIVES, str(rank), name, str(tmp_path / "store")] for rank in range(2)]
-    ranks = [subprocess.Popen(each, env=environment, text=True, stdout=subprocess.PIPE) for each in commands]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parent.parent),
+        "OPGRAFT_PLUGINS": "",
+    }
+    commands = [
+        [warm_python, "-c", COLLECTIVES, str(rank), name, str(tmp_path / "store")]
+        for rank in range(2)
+    ]
+    ranks = [
+        subprocess.Popen(each, env=environment, text=True, stdout=subprocess.PIPE)
+        for each in commands
+    ]
     said = [process.communicate(timeout=120)[0].split() for process in ranks]
     assert said == [["False", "True", "False"], [str(name == "broadcast"), "True", "False"]]

@@ -106,7 +106,9 @@ def insert(path: Path, mark: str, text: str) -> None:
 
 def run(package: Path, *command: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(package)}
-    child = subprocess.run(command, cwd=package, env=environment, capture_output=True, text=True, check=False)
+    child = subprocess.run(
+        command, cwd=package, env=environment, capture_output=True, text=True, check=False
+    )
     assert child.returncode == 0, child.stdout + child.stderr
     return child.stdout
 
@@ -114,8 +116,17 @@ def run(package: Path, *command: str) -> str:
 @pytest.mark.source
 def test_an_op_is_added_in_the_folder_of_its_family(tmp_path: Path) -> None:
     """What is written in one folder is known to functions, modules, proof, commands, pages and the tests of these."""
-    shutil.copytree(Path(opgraft.__file__).parent, tmp_path / "opgraft")  # with the bytecode of what stays as it is
-    for place in ("docs", "tools", "tests/conftest.py", "tests/docs", "tests/plugins", "mkdocs.yml"):
+    shutil.copytree(
+        Path(opgraft.__file__).parent, tmp_path / "opgraft"
+    )  # with the bytecode of what stays as it is
+    for place in (
+        "docs",
+        "tools",
+        "tests/conftest.py",
+        "tests/docs",
+        "tests/plugins",
+        "mkdocs.yml",
+    ):
         copied = shutil.copytree if (REPOSITORY / place).is_dir() else shutil.copyfile
         (tmp_path / place).parent.mkdir(exist_ok=True)
         copied(REPOSITORY / place, tmp_path / place)
@@ -126,9 +137,18 @@ def test_an_op_is_added_in_the_folder_of_its_family(tmp_path: Path) -> None:
     insert(family / "__init__.py", "from opgraft.ops.activation.modules import (", "Softsign, ")
     insert(family / "__init__.py", "__all__ = [", '"Softsign", ')
     append(family / "spec.py", SPEC)
-    options = ["-q", "--import-mode=importlib", "-o", f"pythonpath={REPOSITORY / 'tests'}", "-c", os.devnull]
+    options = [
+        "-q",
+        "--import-mode=importlib",
+        "-o",
+        f"pythonpath={REPOSITORY / 'tests'}",
+        "-c",
+        os.devnull,
+    ]
     options += ["--rootdir", str(tmp_path)]
-    _, listed, explained = run(tmp_path, sys.executable, "-W", "error", "-c", ASK, *options, *CHECKS).split(MARK)
+    _, listed, explained = run(
+        tmp_path, sys.executable, "-W", "error", "-c", ASK, *options, *CHECKS
+    ).split(MARK)
     page = (tmp_path / "docs/reference/ops/softsign.md").read_text(encoding="utf-8")
     assert "opgraft.functional.softsign" in page
     assert "softsign" in listed

@@ -13,7 +13,9 @@ from opgraft.moved import MOVED
 
 
 @pytest.mark.parametrize("former", MOVED)
-def test_a_former_name_gives_the_module_that_took_its_place(former: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_former_name_gives_the_module_that_took_its_place(
+    former: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Importing it warns, names what to import instead, and loads nothing a second time."""
     monkeypatch.delitem(sys.modules, former, raising=False)
     present = importlib.import_module(MOVED[former])
@@ -36,11 +38,19 @@ def test_names_come_from_a_former_module(tmp_path: Path) -> None:
         "from opgraft.specs.catalogue import SPECS\nfrom opgraft.specs.proof import prove\n"
         "from opgraft.kernels.weight_cache import WeightCache\nfrom opgraft.definitions.form import form\n"
     )
-    subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", source], cwd=tmp_path, check=True)
+    subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", source], cwd=tmp_path, check=True
+    )
 
 
 def test_opgraft_itself_uses_present_names() -> None:
     """Nothing in the package imports a former name."""
     folder = Path(str(importlib.util.find_spec("opgraft").origin)).parent  # type: ignore[union-attr]
-    sources = {path: path.read_text(encoding="utf-8") for path in folder.rglob("*.py") if path.name != "moved.py"}
-    assert [str(path) for path, text in sources.items() for name in MOVED if f"from {name} " in text] == []
+    sources = {
+        path: path.read_text(encoding="utf-8")
+        for path in folder.rglob("*.py")
+        if path.name != "moved.py"
+    }
+    assert [
+        str(path) for path, text in sources.items() for name in MOVED if f"from {name} " in text
+    ] == []

@@ -31,10 +31,21 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = folder / "source"
     source.mkdir()
     for name in FOLDERS:
-        shutil.copytree(REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, folder=source)
+    run(
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        folder,
+        folder=source,
+    )
     return next(folder.glob("*.whl"))
 
 
@@ -48,7 +59,9 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("venv")
     venv.create(folder, with_pip=False)
     scripts = folder / "bin"
-    site_packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
+    site_packages = Path(
+        sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)})
+    )
     (site_packages / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     pip = [sys.executable, "-m", "pip", "--python", scripts / "python", "install", "--quiet"]
     run(*pip, "--no-deps", "--no-index", wheel, folder=folder)
@@ -63,8 +76,14 @@ def test_the_wheel_holds_every_module(wheel: Path) -> None:
         for path in (REPOSITORY / folder).rglob("*.py")
     }
     template = [path for path in (REPOSITORY / "core/template").rglob("*") if path.is_file()]
-    data = [*(REPOSITORY / "core").rglob("proof.json"), *template, *(REPOSITORY / "plugins/api").glob("*.json")]
-    others = {f"opgraft/{path.relative_to(REPOSITORY).as_posix().removeprefix('core/')}" for path in data}
+    data = [
+        *(REPOSITORY / "core").rglob("proof.json"),
+        *template,
+        *(REPOSITORY / "plugins/api").glob("*.json"),
+    ]
+    others = {
+        f"opgraft/{path.relative_to(REPOSITORY).as_posix().removeprefix('core/')}" for path in data
+    }
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     pages = {"opgraft/cli/report.html", "opgraft/server/page.html"}
     assert names == {*expected, *others, *pages, "opgraft/py.typed"}
@@ -78,15 +97,22 @@ def test_the_wheel_carries_its_licence(wheel: Path) -> None:
 
 def test_the_installed_wheel_is_what_runs(installed: Path, tmp_path: Path) -> None:
     """In the fresh environment opgraft is imported from the wheel, not from the source tree."""
-    origin = run(installed / "python", "-c", "import opgraft; print(opgraft.__file__)", folder=tmp_path)
+    origin = run(
+        installed / "python", "-c", "import opgraft; print(opgraft.__file__)", folder=tmp_path
+    )
     assert Path(origin.strip()).is_relative_to(installed.parent)
 
 
 @pytest.mark.parametrize("arguments", [["opgraft"], ["python", "-m", "opgraft"]], ids=" ".join)
-def test_the_command_tells_its_version(arguments: list[str], installed: Path, tmp_path: Path) -> None:
+def test_the_command_tells_its_version(
+    arguments: list[str], installed: Path, tmp_path: Path
+) -> None:
     """The console script and the module both answer --version with the version of the package."""
     program, *rest = arguments
-    assert run(installed / program, *rest, "--version", folder=tmp_path).split()[-1] == opgraft.__version__
+    assert (
+        run(installed / program, *rest, "--version", folder=tmp_path).split()[-1]
+        == opgraft.__version__
+    )
 
 
 def test_the_proofs_are_about_what_is_in_the_wheel(installed: Path, tmp_path: Path) -> None:
@@ -100,6 +126,8 @@ def test_the_proofs_are_about_what_is_in_the_wheel(installed: Path, tmp_path: Pa
 def test_the_built_in_platform_is_found(installed: Path, tmp_path: Path) -> None:
     """The entry points of the wheel work: 'opgraft detect' offers the CPU, from this version of opgraft."""
     answer = json.loads(run(installed / "opgraft", "detect", "--json", folder=tmp_path))
-    cpu = next(candidate for candidate in answer["decision"]["candidates"] if candidate["name"] == "cpu")
+    cpu = next(
+        candidate for candidate in answer["decision"]["candidates"] if candidate["name"] == "cpu"
+    )
     assert cpu["provider"] == {"name": "opgraft", "version": opgraft.__version__}
     assert cpu["location"] == "opgraft.platforms.cpu:SPEC"

@@ -57,16 +57,22 @@ def experts(tmp_path: Path) -> Path:
 
 def test_a_large_model_on_16_devices() -> None:
     """What 405 billion parameters take on 16 devices of 80 GiB, against the same by hand."""
-    found = answer("--devices", "16", "--device", "h100", "--pipeline", "1", "--data", "1", "--batch", "16")
+    found = answer(
+        "--devices", "16", "--device", "h100", "--pipeline", "1", "--data", "1", "--batch", "16"
+    )
     (row,) = found["splits"]
     assert row["tensor"] == 16
     layer = 16384 * (128 // 16 * 128 * 2 + 2 * 128) + 3 * 16384 * 53248 // 16 + 2 * 16384
     rope = 131072 * 128  # rows of a table, beside the weights
     assert row["weight_bytes"] == 2 * (126 * layer + 2 * 128256 // 16 * 16384 + 16384 + rope)
     cache = (80 * 2**30 - row["weight_bytes"]) * 0.9
-    assert row["cache_tokens"] == cache // (126 * 2 * 128 * 2 * 32) * 32  # one of eight key heads, in blocks of 32
+    assert (
+        row["cache_tokens"] == cache // (126 * 2 * 128 * 2 * 32) * 32
+    )  # one of eight key heads, in blocks of 32
     summed = 2 * 15 / 16 * 16384 * 2
-    assert row["sent_bytes_per_token"]["tensor"] == pytest.approx(253 * summed + 15 * 128256 // 16 * 2)
+    assert row["sent_bytes_per_token"]["tensor"] == pytest.approx(
+        253 * summed + 15 * 128256 // 16 * 2
+    )
     read = row["weight_bytes"] - 2 * (128256 // 16 * 16384 + rope)
     assert row["stages"][0]["weights"] == pytest.approx(read / 3.35e12, rel=1e-3)
     assert row["tokens_per_second"] == pytest.approx(16 / row["step_seconds"])
@@ -92,7 +98,12 @@ def test_what_is_published_of_a_large_model() -> None:
     assert found.exit_code == 1
     none = json.loads(found.stdout)
     assert none["splits"] == []
-    assert {(row["tensor"], row["pipeline"]) for row in none["refused"]} >= {(1, 8), (2, 4), (4, 2), (8, 1)}
+    assert {(row["tensor"], row["pipeline"]) for row in none["refused"]} >= {
+        (1, 8),
+        (2, 4),
+        (4, 2),
+        (8, 1),
+    }
 
 
 def test_what_does_not_fit_has_a_reason_and_the_least_number() -> None:
@@ -105,15 +116,40 @@ def test_what_does_not_fit_has_a_reason_and_the_least_number() -> None:
 
 def test_a_cache_too_small_for_the_batch() -> None:
     """Weights fit and the sequences do not: the reason has both numbers."""
-    found = plan("--devices", "16", "--device", "h100", "--tensor", "16", "--batch", "64", "--context", "32768")
+    found = plan(
+        "--devices",
+        "16",
+        "--device",
+        "h100",
+        "--tensor",
+        "16",
+        "--batch",
+        "64",
+        "--context",
+        "32768",
+    )
     assert found.exit_code == 1
     assert "sequences of 32768 tokens, and not for 64" in found.stdout
 
 
 def test_sizes_that_do_not_divide(experts: Path) -> None:
     """Three ranks share neither eight heads nor eight experts evenly: each split says which."""
-    found = answer("--devices", "3", "--memory", "1GiB", "--bandwidth", "1TB/s", "--context", "64", model=experts)
-    reasons = {(row["tensor"], row["expert"]): row["reason"] for row in found["refused"] if row["pipeline"] == 1}
+    found = answer(
+        "--devices",
+        "3",
+        "--memory",
+        "1GiB",
+        "--bandwidth",
+        "1TB/s",
+        "--context",
+        "64",
+        model=experts,
+    )
+    reasons = {
+        (row["tensor"], row["expert"]): row["reason"]
+        for row in found["refused"]
+        if row["pipeline"] == 1
+    }
     assert "cannot share 2 key heads" in reasons[3, 1]
     assert "cannot be shared by 3 ranks evenly" in reasons[1, 3]
     assert [row["data"] for row in found["splits"]] == [3]
@@ -121,8 +157,21 @@ def test_sizes_that_do_not_divide(experts: Path) -> None:
 
 def test_experts_over_replicas_are_exchanged(experts: Path) -> None:
     """Experts of all ranks of two replicas take less memory, and their tokens are sent."""
-    arguments = ("--devices", "4", "--memory", "1GiB", "--bandwidth", "1TB/s", "--context", "64", "--data", "2")
-    rows = {row["expert"]: row for row in answer(*arguments, "--tensor", "2", model=experts)["splits"]}
+    arguments = (
+        "--devices",
+        "4",
+        "--memory",
+        "1GiB",
+        "--bandwidth",
+        "1TB/s",
+        "--context",
+        "64",
+        "--data",
+        "2",
+    )
+    rows = {
+        row["expert"]: row for row in answer(*arguments, "--tensor", "2", model=experts)["splits"]
+    }
     assert rows[4]["weight_bytes"] < rows[1]["weight_bytes"]
     assert set(rows[1]["sent_bytes_per_step"]) == {"tensor"}
     assert rows[4]["sent_bytes_per_step"]["data"] > 0
@@ -132,11 +181,26 @@ def test_experts_over_replicas_are_exchanged(experts: Path) -> None:
     ("arguments", "message"),
     [
         (("--device", "h10"), "no device is known as 'h10' (did you mean h100"),
-        (("--bandwidth", "1TB/s"), "--memory of a device is not given: name one by --device, which knows a100"),
-        (("--device", "h100", "--memory", "80"), "--memory is '80', expected bytes above zero with their unit"),
-        (("--device", "h100", "--link", "4GiB"), "--link is '4GiB', expected bytes per second above zero"),
-        (("--device", "h100", "--flops", "0TFLOPS"), "--flops is '0TFLOPS', expected operations per second"),
-        (("--device", "h100", "--tensor", "5"), "16 devices cannot be split with tensor 5: fix sizes whose product"),
+        (
+            ("--bandwidth", "1TB/s"),
+            "--memory of a device is not given: name one by --device, which knows a100",
+        ),
+        (
+            ("--device", "h100", "--memory", "80"),
+            "--memory is '80', expected bytes above zero with their unit",
+        ),
+        (
+            ("--device", "h100", "--link", "4GiB"),
+            "--link is '4GiB', expected bytes per second above zero",
+        ),
+        (
+            ("--device", "h100", "--flops", "0TFLOPS"),
+            "--flops is '0TFLOPS', expected operations per second",
+        ),
+        (
+            ("--device", "h100", "--tensor", "5"),
+            "16 devices cannot be split with tensor 5: fix sizes whose product",
+        ),
     ],
 )
 def test_mistakes_say_what_to_give(experts: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -177,19 +241,27 @@ def test_a_plugin_makes_its_device_known(site: Site, caplog: pytest.LogCaptureFi
     """A platform of a plugin names figures of its devices, and one that cannot be asked harms nobody."""
     points = {"opgraft.platforms": ["brix = brix_device:SPEC", "brax = brix_device:BROKEN"]}
     site.install("brix-dist", {"brix_device.py": DEVICES}, points)
-    assert device_of("2", {"flops": 1e15}) == DeviceFigures("brix-2", 1e12, 1e13, {"": 1e15}, source="its maker")
+    assert device_of("2", {"flops": 1e15}) == DeviceFigures(
+        "brix-2", 1e12, 1e13, {"": 1e15}, source="its maker"
+    )
     assert "the devices of platform brax are not known" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tensor": 5}, r"shared by tensor 5: embedding .* 192, which 5 tensor-parallel ranks do not divide"),
+        (
+            {"tensor": 5},
+            r"shared by tensor 5: embedding .* 192, which 5 tensor-parallel ranks do not divide",
+        ),
         (
             {"tensor": 2, "pipeline": 3},
             r"shared by tensor 2, pipeline 3: the pipeline has 3 stages.* 2 layers",
         ),
-        ({"pipeline": 2, "stage_layers": "1,2", "executor": "ray"}, r"shared by pipeline 2: .*stage_layers"),
+        (
+            {"pipeline": 2, "stage_layers": "1,2", "executor": "ray"},
+            r"shared by pipeline 2: .*stage_layers",
+        ),
         ({"expert": 6, "tensor": 2, "data": 3}, r"shared by tensor 2, data 3, expert 6: .*experts"),
     ],
 )
@@ -198,7 +270,9 @@ def test_what_cannot_be_is_refused_before_workers_start(
     experts: Path, start: list[Any], settings: dict[str, object], message: str
 ) -> None:
     """There are no weights here, of which a worker would tell."""
-    options = [text for name, value in settings.items() for text in (f"--parallel.{name}", str(value))]
+    options = [
+        text for name, value in settings.items() for text in (f"--parallel.{name}", str(value))
+    ]
     result = CliRunner().invoke(start[0], [str(experts), *start[1:], *options])
     assert isinstance(result.exception, ConfigError)
     assert re.search(message, str(result.exception))

@@ -18,7 +18,16 @@ from opgraft.planning.shard import Shard
 from random_decoders import DEEPSEEK_EXPERTS, LATENT, ROUTED, hybrid, through_transformers, written
 from ranks import Ranks
 
-OPERATIONS = ("all_reduce", "all_gather", "gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv")
+OPERATIONS = (
+    "all_reduce",
+    "all_gather",
+    "gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "send",
+    "recv",
+)
 ROWS = 3
 TENSORS = ParallelLayout(2)
 
@@ -162,11 +171,17 @@ def test_a_config_is_enough(tmp_path: Path) -> None:
     assert parallelism() is alone
 
 
-def test_layers_that_are_alike_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_are_alike_are_computed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of six layers two are run, the first and one that has a residual stream, and the sums of all are counted."""
     written("Llama", tmp_path, num_hidden_layers=6)
     calls, forward = [], DecoderAttention.forward
-    monkeypatch.setattr(DecoderAttention, "forward", lambda self, *given: calls.append(self) or forward(self, *given))
+    monkeypatch.setattr(
+        DecoderAttention,
+        "forward",
+        lambda self, *given: calls.append(self) or forward(self, *given),
+    )
     shard = Shard(settings(tmp_path).resolved(), TENSORS, 0)
     for _ in range(2):
         operations = [each.operation for each in shard.step(ROWS, 8).transfers]

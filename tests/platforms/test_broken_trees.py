@@ -27,13 +27,29 @@ LARGE = 10 << 20  # bytes
 CONTENTS = st.one_of(
     st.binary(max_size=200),
     st.text(max_size=200).map(lambda text: text.encode("utf-8", "surrogatepass")),
-    st.sampled_from([b"", b"\0", b"-1\n", b"0x\n", b"9" * 5000, b"0x" + b"f" * 5000, "٣\n".encode(), b"\xff\xfe"]),
+    st.sampled_from(
+        [
+            b"",
+            b"\0",
+            b"-1\n",
+            b"0x\n",
+            b"9" * 5000,
+            b"0x" + b"f" * 5000,
+            "٣\n".encode(),
+            b"\xff\xfe",
+        ]
+    ),
 )
-FILLINGS = st.sampled_from([b"\n", b" ", b"9", b"f", b"a 1\n", b"\0", b":\t", b"10de,", b"processor\t: 1\n"])
+FILLINGS = st.sampled_from(
+    [b"\n", b" ", b"9", b"f", b"a 1\n", b"\0", b":\t", b"10de,", b"processor\t: 1\n"]
+)
 DAMAGE = st.one_of(
     st.tuples(st.just("content"), CONTENTS),
     st.tuples(st.just("large"), FILLINGS),
-    st.tuples(st.sampled_from(["missing", "denied", "loop", "dangling", "fifo", "folder", "unreadable"]), st.just(b"")),
+    st.tuples(
+        st.sampled_from(["missing", "denied", "loop", "dangling", "fifo", "folder", "unreadable"]),
+        st.just(b""),
+    ),
 )
 
 
@@ -47,7 +63,9 @@ def read_paths(machine_folder, built_in_probes):
             probe(recording)
         seen = recording.seen
         paths = {path.lstrip("/") for path in (*seen.files, *seen.listed, *seen.links)}
-        parents = {str(parent) for path in paths for parent in Path(path).parents if str(parent) != "."}
+        parents = {
+            str(parent) for path in paths for parent in Path(path).parents if str(parent) != "."
+        }
         present = (path for path in paths | parents if os.path.lexists(machine_folder(name) / path))
         return sorted(present)
 
@@ -128,7 +146,9 @@ def test_probes_survive_broken_trees(
         denied = {f"/{path}" for path, (kind, _) in damages if kind == "denied"}
         for path, (kind, content) in damages:
             if kind != "denied":
-                damage(folder / path, kind, content, large_files(content) if kind == "large" else None)
+                damage(
+                    folder / path, kind, content, large_files(content) if kind == "large" else None
+                )
         for probe in built_in_probes.values():
             with within(DEADLINE):
                 evidence = probe(replace(machine, denied=machine.denied | denied, memo={}))
@@ -140,7 +160,9 @@ def test_probes_survive_broken_trees(
 
 
 @pytest.mark.parametrize("root", ["missing", "file"])
-def test_probes_survive_a_root_that_is_no_folder(root: str, built_in_probes, tmp_path: Path) -> None:
+def test_probes_survive_a_root_that_is_no_folder(
+    root: str, built_in_probes, tmp_path: Path
+) -> None:
     """A root that does not exist, or is a file, is a machine without anything."""
     (tmp_path / "file").touch()
     for name, probe in built_in_probes.items():

@@ -13,7 +13,9 @@ from opgraft.errors import PluginError
 from opgraft.ops import GELU
 from opgraft.platforms.cpu import allocator
 
-needs_glibc = pytest.mark.skipif(not allocator._c_library().startswith("glibc"), reason="the C library is not glibc")
+needs_glibc = pytest.mark.skipif(
+    not allocator._c_library().startswith("glibc"), reason="the C library is not glibc"
+)
 
 _COUNT_FAULTS = """
 import resource, threading
@@ -40,10 +42,18 @@ _IN_A_THREAD = "thread = threading.Thread(target=work); thread.start(); thread.j
 _PAGES = 10 * 2048 * 8192 * 4 // os.sysconf("SC_PAGE_SIZE")
 
 
-def run(begin: str = "opgraft.load_plugins()", work: str = "work()", **variables: str) -> tuple[int, str]:
+def run(
+    begin: str = "opgraft.load_plugins()", work: str = "work()", **variables: str
+) -> tuple[int, str]:
     """Page faults of ten clones of 64 MiB in a fresh process that begins so, and what it logged."""
     command = [sys.executable, "-c", _COUNT_FAULTS.format(begin=begin, work=work)]
-    environ = {**os.environ, "OPGRAFT_PLATFORM": "cpu", "OPGRAFT_PLUGINS": "", "OMP_NUM_THREADS": "1", **variables}
+    environ = {
+        **os.environ,
+        "OPGRAFT_PLATFORM": "cpu",
+        "OPGRAFT_PLUGINS": "",
+        "OMP_NUM_THREADS": "1",
+        **variables,
+    }
     result = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
     return int(result.stdout), result.stderr
 
@@ -53,7 +63,9 @@ def test_large_tensors_no_longer_fault() -> None:
     """With the variable set, clones are made in memory that the process has; without it every page of each faults."""
     assert run(OPGRAFT_CPU_KEEP_MEMORY="1")[0] < _PAGES // 10_000
     faulted, _ = run(OPGRAFT_CPU_KEEP_MEMORY="0")
-    assert faulted > _PAGES // 1000  # huge pages, where the kernel gives them unasked, are 512 times fewer
+    assert (
+        faulted > _PAGES // 1000
+    )  # huge pages, where the kernel gives them unasked, are 512 times fewer
 
 
 @needs_glibc
@@ -101,7 +113,10 @@ def test_it_is_decided_once() -> None:
     opgraft.load_plugins()
     with (
         set_config(OpgraftConfig(cpu_keep_memory=True)),
-        pytest.raises(PluginError, match="set_config sets cpu_keep_memory to True, but plugins were loaded with False"),
+        pytest.raises(
+            PluginError,
+            match="set_config sets cpu_keep_memory to True, but plugins were loaded with False",
+        ),
     ):
         GELU()
 

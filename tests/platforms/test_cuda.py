@@ -108,7 +108,10 @@ class TestMig:
     def test_each_is_a_device(self, tmp_path: Path) -> None:
         """A MIG device has the address of its GPU; one process sees one of them at most."""
         evidence = probe(machine(tmp_path, self.build))
-        assert [device.pci_address for device in evidence.devices] == ["0000:18:00.0", *["0000:28:00.0"] * 3]
+        assert [device.pci_address for device in evidence.devices] == [
+            "0000:18:00.0",
+            *["0000:28:00.0"] * 3,
+        ]
         assert visible_count(evidence) == 1
 
     @pytest.mark.parametrize(
@@ -122,7 +125,9 @@ class TestMig:
     def test_they_can_be_named(self, tmp_path: Path, value: str, visible: set[int]) -> None:
         """By instance numbers exactly; by a UUID of its own a MIG device is known to be one, not which."""
         evidence = probe(machine(tmp_path, self.build, CUDA_VISIBLE_DEVICES=value))
-        assert {index for index, device in enumerate(evidence.devices) if not device.hidden} == visible
+        assert {
+            index for index, device in enumerate(evidence.devices) if not device.hidden
+        } == visible
 
 
 def test_everything_that_is_missing_is_said(tmp_path: Path) -> None:
@@ -133,7 +138,10 @@ def test_everything_that_is_missing_is_said(tmp_path: Path) -> None:
         tree.add_torch("2.8.0+cpu")
 
     evidence = probe(machine(tmp_path, build))
-    assert "may not open /dev/nvidia0; the installed torch 2.8.0+cpu is built without cuda" in evidence.reason
+    assert (
+        "may not open /dev/nvidia0; the installed torch 2.8.0+cpu is built without cuda"
+        in evidence.reason
+    )
     assert "group" in evidence.remedy
     assert "pip install" in evidence.remedy
 
@@ -185,7 +193,9 @@ class TestNvml:
     def test_a_gpu_without_memory_of_its_own(self, site) -> None:
         """Where the library has no answer for memory, the rest of what it says counts."""
         self.install(site, "pass", "raise NVMLError('Not Supported')")
-        assert nvml.with_detail(self.LIVE, [self.FOUND])[0] == [Device("GPU", "sm_90", None, "0000:18:00.0")]
+        assert nvml.with_detail(self.LIVE, [self.FOUND])[0] == [
+            Device("GPU", "sm_90", None, "0000:18:00.0")
+        ]
 
     def test_it_tells_the_devices_of_a_windows_host(self, site) -> None:
         """Where the only file is a node without address, the library's list is the better one."""
@@ -229,7 +239,9 @@ class TestNvml:
         ((10, 0), True, torch.float8_e4m3fn),
     ],
 )
-def test_capability(monkeypatch, level: tuple[int, int], bfloat16: bool, fp8: torch.dtype | None) -> None:
+def test_capability(
+    monkeypatch, level: tuple[int, int], bfloat16: bool, fp8: torch.dtype | None
+) -> None:
     """The dtypes follow from the compute capability."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: level)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")

@@ -37,7 +37,10 @@ SEEN = {
 @pytest.mark.parametrize("name", sorted(machines()))
 def test_what_is_seen(name: str, machine_folder) -> None:
     """Each machine shows its own kind and no other; processors and controllers of the same vendors show nothing."""
-    seen = [(sighting.kind, sighting.count) for sighting in sightings(Machine.recorded(machine_folder(name)))]
+    seen = [
+        (sighting.kind, sighting.count)
+        for sighting in sightings(Machine.recorded(machine_folder(name)))
+    ]
     assert seen == ([SEEN[name]] if name in SEEN else [])
 
 
@@ -52,7 +55,9 @@ def test_a_recording_shows_the_same(name: str, machine_folder, tmp_path: Path) -
 
 def test_accel_nodes_tell_nothing(machine_folder, built_in_probes, tmp_path: Path) -> None:
     """Nodes named accel belong to TPUs, to Gaudi and to NPUs: PCI decides which, and nodes alone are nothing."""
-    gaudi, npu = (Machine.recorded(machine_folder(name)) for name in ("other-gaudi2", "other-intel-npu"))
+    gaudi, npu = (
+        Machine.recorded(machine_folder(name)) for name in ("other-gaudi2", "other-intel-npu")
+    )
     assert not built_in_probes["tpu"](gaudi).devices
     assert not built_in_probes["tpu"](npu).devices
     tree = Tree(tmp_path / "tpu")
@@ -73,7 +78,10 @@ def test_several_kinds_of_one_vendor(tmp_path: Path) -> None:
     for bus, device in ((1, 0x1000), (2, 0x1020), (3, 0x1021), (4, 0x1063), (5, 0x1FFF)):
         tree.add_pci(f"0000:{bus:02x}:00.0", 0x1DA3, device, 0x120000)
     tree.add_pci("0000:06:00.0", 0x1DA3, 0x1020, 0x020000)  # some other function
-    seen = {sighting.kind: sighting.addresses for sighting in sightings(Machine(tmp_path, {}, packages={}))}
+    seen = {
+        sighting.kind: sighting.addresses
+        for sighting in sightings(Machine(tmp_path, {}, packages={}))
+    }
     assert seen == {
         "Intel Gaudi": ("0000:01:00.0", "0000:05:00.0"),
         "Intel Gaudi 2": ("0000:02:00.0", "0000:03:00.0"),

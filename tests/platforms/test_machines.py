@@ -38,7 +38,9 @@ def compare(file: str, text: str) -> None:
 
 def detect(*arguments: str) -> str:
     """What the command prints, without the version of opgraft."""
-    result = CliRunner().invoke(command_line, ["detect", *arguments], env={"COLUMNS": "80"}, catch_exceptions=False)
+    result = CliRunner().invoke(
+        command_line, ["detect", *arguments], env={"COLUMNS": "80"}, catch_exceptions=False
+    )
     assert result.exit_code == 0, result.output
     return result.output.replace(opgraft.__version__, "VERSION")
 
@@ -70,7 +72,9 @@ def test_every_snapshot_has_its_machine() -> None:
 def test_probes_are_pure(name: str, machine_folder, built_in_probes) -> None:
     """Asked twice about the same files, in a machine of its own each time, a probe says the same."""
     for probe in built_in_probes.values():
-        assert probe(Machine.recorded(machine_folder(name))) == probe(Machine.recorded(machine_folder(name)))
+        assert probe(Machine.recorded(machine_folder(name))) == probe(
+            Machine.recorded(machine_folder(name))
+        )
 
 
 @each_machine
@@ -88,7 +92,9 @@ def seconds(probe, folder: Path) -> float:
 
 
 @each_machine
-def test_a_recording_decides_the_same(name: str, machine_folder, built_in_probes, tmp_path: Path) -> None:
+def test_a_recording_decides_the_same(
+    name: str, machine_folder, built_in_probes, tmp_path: Path
+) -> None:
     """What the probes read of a machine, written down, gives the evidence of the machine itself."""
     recording = RecordingMachine(Machine.recorded(machine_folder(name)))
     evidence = [probe(recording) for probe in built_in_probes.values()]
@@ -100,16 +106,24 @@ def test_a_recording_decides_the_same(name: str, machine_folder, built_in_probes
 
 def without_uuids(evidence: Evidence) -> str:
     """The evidence as text; a recording has other UUIDs than the machine."""
-    return re.sub(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "UUID", json.dumps(evidence.to_dict()))
+    return re.sub(
+        r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "UUID", json.dumps(evidence.to_dict())
+    )
 
 
 def test_building_is_repeatable(tmp_path: Path) -> None:
     """The same name gives the same files each time; the largest machine has more than a thousand."""
-    first, second = build("nvidia-8-h100-mig", tmp_path / "a"), build("nvidia-8-h100-mig", tmp_path / "b")
+    first, second = (
+        build("nvidia-8-h100-mig", tmp_path / "a"),
+        build("nvidia-8-h100-mig", tmp_path / "b"),
+    )
     assert tree(first) == tree(second)
     assert len(tree(first)) > 1000
 
 
 def tree(folder: Path) -> dict[str, str]:
     paths = (path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
-    return {str(p.relative_to(folder)): os.readlink(p) if p.is_symlink() else p.read_text() for p in paths}
+    return {
+        str(p.relative_to(folder)): os.readlink(p) if p.is_symlink() else p.read_text()
+        for p in paths
+    }

@@ -71,7 +71,9 @@ def test_partition_numbers_in_the_upper_bits(tmp_path: Path) -> None:
         add_card(tree, 0, 1)
         add_gpu_node(tree, 3, 128, location=3 << 28 | 0x0500)
 
-    assert [device.pci_address for device in probe(machine(tmp_path, build)).devices] == ["0000:05:00.0"] * 2
+    assert [device.pci_address for device in probe(machine(tmp_path, build)).devices] == [
+        "0000:05:00.0"
+    ] * 2
 
 
 @pytest.mark.parametrize(
@@ -102,8 +104,14 @@ def test_visible_devices(tmp_path: Path, environ: dict[str, str], visible: set[i
     ("change", "reason"),
     [
         (lambda root: (root / "dev/kfd").unlink(), "there is no device node /dev/kfd"),
-        (lambda root: (root / "dev/dri/renderD128").unlink(), "there is no device node /dev/dri/renderD128"),
-        (lambda root: (root / "sys/class/kfd").rename(root / "away"), "the driver offers no compute device"),
+        (
+            lambda root: (root / "dev/dri/renderD128").unlink(),
+            "there is no device node /dev/dri/renderD128",
+        ),
+        (
+            lambda root: (root / "sys/class/kfd").rename(root / "away"),
+            "the driver offers no compute device",
+        ),
     ],
 )
 def test_what_is_missing(tmp_path: Path, change, reason: str) -> None:

@@ -37,7 +37,9 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def fork(name: str, class_name: str, device: str) -> None:
     """Ask a platform everything that takes no device index, fork, and compute in the child."""
     code = FORK.format(name=name, class_name=class_name, device=device)
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    child = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
     assert child.returncode == 0, child.stderr
 
 

@@ -35,11 +35,16 @@ def tree(tmp_path: Path) -> Tree:
 
 
 def machine(
-    tree: Tree, installed: dict[str, str] | None = None, torch: str | None = "2.13.0", **environ: str
+    tree: Tree,
+    installed: dict[str, str] | None = None,
+    torch: str | None = "2.13.0",
+    **environ: str,
 ) -> Machine:
     build = TorchBuild(torch, {}) if torch else None
     packages = TORCH_TPU if installed is None else installed
-    return Machine(tree.root, environ, packages=packages, torch=build, denied=frozenset(tree.denied))
+    return Machine(
+        tree.root, environ, packages=packages, torch=build, denied=frozenset(tree.denied)
+    )
 
 
 class TestThePackage:
@@ -77,7 +82,11 @@ class TestThePackage:
         assert (choice.package.name if choice.package else None) == chosen
         facts = {fact.source: fact.value for fact in choice.facts}
         assert facts["package torch"] == (torch_version or "not installed")
-        assert (f"package {chosen}" in facts) if chosen else {"package torch_xla", "package torch_tpu"} <= set(facts)
+        assert (
+            (f"package {chosen}" in facts)
+            if chosen
+            else {"package torch_xla", "package torch_tpu"} <= set(facts)
+        )
         assert bool(choice.remedy) == (chosen is None)
 
     @pytest.mark.parametrize(
@@ -85,7 +94,10 @@ class TestThePackage:
         [
             ("2.9.1", "install torch_xla 2.9, which is built for torch 2.9"),
             ("2.13.0", "install torch_tpu 0.2, which is built for torch 2.11 to 2.15.0"),
-            ("2.10.0", "install torch 2.9 with torch_xla 2.9 or torch 2.11 to 2.15.0 with torch_tpu 0.2"),
+            (
+                "2.10.0",
+                "install torch 2.9 with torch_xla 2.9 or torch 2.11 to 2.15.0 with torch_tpu 0.2",
+            ),
         ],
     )
     def test_the_remedy_fits_the_torch(self, tree: Tree, torch_version: str, remedy: str) -> None:
@@ -101,7 +113,10 @@ class TestTheProbe:
         for bus, subsystem in ((4, 0x004E), (5, 0x004F), (6, 0x0001)):
             tree.add_pci(f"0000:00:{bus:02x}.0", 0x1AE0, V2_OR_V3, UNASSIGNED, subsystem=subsystem)
         devices = probe(machine(tree)).devices
-        assert [(device.capability, device.memory) for device in devices] == [("v2", 16 * 2**30), ("v3", 32 * 2**30)]
+        assert [(device.capability, device.memory) for device in devices] == [
+            ("v2", 16 * 2**30),
+            ("v3", 32 * 2**30),
+        ]
 
     def test_other_functions_of_the_vendor(self, tree: Tree) -> None:
         """Network cards and drives of Google's are no TPUs."""
@@ -152,7 +167,10 @@ class TestTheProbe:
         tree.add_nodes("/dev/vfio/11", "/dev/vfio/12", "/dev/vfio/vfio")
         evidence = probe(machine(tree))
         assert evidence.available
-        assert [device.pci_address for device in evidence.devices] == ["0000:00:05.0", "0000:00:06.0"]
+        assert [device.pci_address for device in evidence.devices] == [
+            "0000:00:05.0",
+            "0000:00:06.0",
+        ]
         assert "2 of 4 TPU v6e chips within reach" in evidence.reason
 
     def test_old_images_of_v5e(self, tree: Tree) -> None:
@@ -166,7 +184,11 @@ class TestTheProbe:
         """No driver, all hidden and no package: three reasons, three remedies."""
         tree.add_pci("0000:00:04.0", 0x1AE0, V4, UNASSIGNED)
         evidence = probe(machine(tree, {}, "2.10.0", TPU_VISIBLE_CHIPS="7"))
-        for part in ("has no driver", "TPU_VISIBLE_CHIPS='7' hides", "no runtime package fits torch 2.10.0"):
+        for part in (
+            "has no driver",
+            "TPU_VISIBLE_CHIPS='7' hides",
+            "no runtime package fits torch 2.10.0",
+        ):
             assert part in evidence.reason
         assert evidence.remedy.count(";") == 2
 
@@ -174,9 +196,13 @@ class TestTheProbe:
         """TPU_LIBRARY_PATH stands in for the package libtpu, as torch_xla has it."""
         add_vfio_chips(tree, V6E, 1)
         assert not probe(machine(tree, {"torch_tpu": "0.2.0"})).available
-        assert probe(machine(tree, {"torch_tpu": "0.2.0"}, TPU_LIBRARY_PATH="/opt/libtpu.so")).available
+        assert probe(
+            machine(tree, {"torch_tpu": "0.2.0"}, TPU_LIBRARY_PATH="/opt/libtpu.so")
+        ).available
 
-    @pytest.mark.parametrize(("value", "available"), [("TPU", True), ("tpu", True), ("", True), ("CUDA", False)])
+    @pytest.mark.parametrize(
+        ("value", "available"), [("TPU", True), ("tpu", True), ("", True), ("CUDA", False)]
+    )
     def test_another_client_of_xla(self, tree: Tree, value: str, available: bool) -> None:
         """PJRT_DEVICE may ask torch_xla for another device; torch_tpu does not look at it."""
         add_vfio_chips(tree, V6E, 1)
@@ -198,7 +224,11 @@ class TestTheClientForTests:
 
     @pytest.mark.parametrize(
         ("gpu", "environ", "chosen"),
-        [(False, {"PJRT_DEVICE": "CPU"}, "tpu"), (False, {}, "cpu"), (True, {"PJRT_DEVICE": "CPU"}, "xpu")],
+        [
+            (False, {"PJRT_DEVICE": "CPU"}, "tpu"),
+            (False, {}, "cpu"),
+            (True, {"PJRT_DEVICE": "CPU"}, "xpu"),
+        ],
     )
     def test_it_comes_before_the_cpu_and_after_gpus(
         self, tree: Tree, gpu: bool, environ: dict[str, str], chosen: str
@@ -270,11 +300,15 @@ def serve(site, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Tpu
         if importlib.util.find_spec(name):
             pytest.skip(f"{name} itself is installed here")
     for name in ("device_count", "synchronize", "get_memory_info"):
-        monkeypatch.setattr(torch.accelerator, name, None, raising=False)  # so that it is put back afterwards
+        monkeypatch.setattr(
+            torch.accelerator, name, None, raising=False
+        )  # so that it is put back afterwards
 
     def install(name: str) -> TpuPlatform:
         rows = [package for package in packages.PACKAGES if package.name == name]
-        monkeypatch.setattr(packages, "PACKAGES", [replace(row, oldest=(2, 8), newest=(3,)) for row in rows])
+        monkeypatch.setattr(
+            packages, "PACKAGES", [replace(row, oldest=(2, 8), newest=(3,)) for row in rows]
+        )
         files, version = {"torch_xla": (FAKE_XLA, "2.9.0"), "torch_tpu": (FAKE_TPU, "0.2.0")}[name]
         site.install(name, files, "", version=version, requires=())
         return TpuPlatform()
@@ -291,7 +325,11 @@ class TestTheRuntimes:
         """Every member calls torch_xla as release 2.9 wants to be called."""
         platform = serve("torch_xla")
         torch_xla = importlib.import_module("torch_xla")
-        assert (platform.name, platform.device_type, platform.compile_backend) == ("tpu", "xla", "openxla")
+        assert (platform.name, platform.device_type, platform.compile_backend) == (
+            "tpu",
+            "xla",
+            "openxla",
+        )
         assert platform.distributed_backend == "xla"
         assert platform.device_count() == 2
         assert platform.memory(1) == DeviceMemory(total=1000, free=899)
@@ -343,7 +381,9 @@ class TestTheRuntimes:
         platform.manual_seed(7)
         assert torch.equal(torch.randn(3), first)
 
-    def test_the_capability_names_the_generation(self, serve, tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_capability_names_the_generation(
+        self, serve, tree: Tree, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """On chips the capability is what the probe found, for every device of a chip."""
         platform = serve("torch_tpu")
         add_vfio_chips(tree, V6E, 2)

@@ -51,11 +51,15 @@ def worker(local_rank: int = 0, local_size: int = 1, **parallel: int) -> Worker:
         ({"TPU_VISIBLE_DEVICES": "1,2,3"}, {"TPU_VISIBLE_DEVICES": "3", **ALONE}),
     ],
 )
-def test_each_worker_has_a_chip(runtime: Mock, environ: dict[str, str], expected: dict[str, str]) -> None:
+def test_each_worker_has_a_chip(
+    runtime: Mock, environ: dict[str, str], expected: dict[str, str]
+) -> None:
     """A worker sees the chip of its rank on the host, of those that are visible, before the runtime takes any."""
     os.environ.update(environ)
     worker(2, 4).claim_devices()
-    assert {name: value for name, value in os.environ.items() if name.startswith("TPU_")} == expected
+    assert {
+        name: value for name, value in os.environ.items() if name.startswith("TPU_")
+    } == expected
     assert not runtime.mock_calls
 
 
@@ -68,7 +72,9 @@ def test_one_worker_has_all_that_is_visible(runtime: Mock) -> None:
 
 def test_a_worker_without_a_chip() -> None:
     """More workers than visible chips are an error that names the variable."""
-    with pytest.raises(PlatformError, match=r"worker 2 .* no chip, as TPU_VISIBLE_CHIPS='0,1' shows 2: list a chip"):
+    with pytest.raises(
+        PlatformError, match=r"worker 2 .* no chip, as TPU_VISIBLE_CHIPS='0,1' shows 2: list a chip"
+    ):
         one_chip(2, {"TPU_VISIBLE_CHIPS": "0,1"})
 
 
@@ -82,14 +88,18 @@ def test_elsewhere_a_process_has_one_device() -> None:
     """A platform that knows no better refuses several devices for a rank, and says what does the same."""
     config = OpgraftConfig(parallel=ParallelConfig(devices_per_rank=2))
     for start in (EngineCore, Embedder):
-        with pytest.raises(ConfigError, match=r"parallel.devices_per_rank is 2, .* set parallel.tensor"):
+        with pytest.raises(
+            ConfigError, match=r"parallel.devices_per_rank is 2, .* set parallel.tensor"
+        ):
             start(config)
 
 
 @pytest.mark.parametrize("split", [{"tensor": 4}, {"pipeline": 4}, {"data": 4, "expert": 4}])
 def test_processes_share_no_model(split: dict[str, int]) -> None:
     """Ranks that would each sum alone are refused, and the message says what shares a model among chips."""
-    with pytest.raises(ConfigError, match=r"processes on TPUs share no model.* parallel.devices_per_rank to 4"):
+    with pytest.raises(
+        ConfigError, match=r"processes on TPUs share no model.* parallel.devices_per_rank to 4"
+    ):
         engine.TpuWorker.expect_split(resolved(**split).parallel)
     engine.TpuWorker.expect_split(resolved(data=4).parallel)
 
@@ -97,7 +107,11 @@ def test_processes_share_no_model(split: dict[str, int]) -> None:
 def test_a_runtime_that_cannot_spread() -> None:
     """A package without it says what to use."""
     one = torch.ones(2)
-    for call in (Runtime.spread, lambda own: Runtime.shard(own, one, 0), lambda own: Runtime.placing(own, 1, 0)):
+    for call in (
+        Runtime.spread,
+        lambda own: Runtime.shard(own, one, 0),
+        lambda own: Runtime.placing(own, 1, 0),
+    ):
         with pytest.raises(PlatformError, match=r"torch_xla|does not divide"):
             call(Mock(spec=Runtime))
 
@@ -120,7 +134,9 @@ def test_weights_are_divided_as_among_ranks() -> None:
 
 def test_compilations_are_counted_by_whom_can(runtime: Mock) -> None:
     """Where the package has no counter, the runner counts what it had compiled."""
-    runner = engine.TpuModelRunner(OpgraftConfig(model=ModelConfig(name="none")).resolved(), torch.device("cpu"))
+    runner = engine.TpuModelRunner(
+        OpgraftConfig(model=ModelConfig(name="none")).resolved(), torch.device("cpu")
+    )
     runner.built, runtime.compilations.return_value = 3, 7
     assert runner.compilations() == 7
     runtime.compilations.side_effect = PlatformError("no counter")

@@ -26,7 +26,9 @@ def tree(tmp_path: Path) -> Tree:
 
 
 def look(tree: Tree, torch_build: TorchBuild | None = XPU_BUILD, **environ: str):
-    return probe(Machine(tree.root, environ, packages={}, torch=torch_build, denied=frozenset(tree.denied)))
+    return probe(
+        Machine(tree.root, environ, packages={}, torch=torch_build, denied=frozenset(tree.denied))
+    )
 
 
 def hidden(evidence) -> list[bool]:
@@ -44,7 +46,12 @@ def test_the_facts_of_a_card(machine_folder) -> None:
     """Name, memory, address, node and driver come from the id, the driver's files and PCI."""
     (arc,) = probe(Machine.recorded(machine_folder("intel-arc-beside-integrated"))).devices
     assert (arc.name, arc.capability, arc.memory) == ("Intel Arc B580", "Xe2-HPG", 12 * 2**30)
-    assert (arc.pci_address, arc.numa_node, arc.driver, arc.hidden) == ("0000:03:00.0", 0, "xe", False)
+    assert (arc.pci_address, arc.numa_node, arc.driver, arc.hidden) == (
+        "0000:03:00.0",
+        0,
+        "xe",
+        False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,7 +68,9 @@ def test_the_facts_of_a_card(machine_folder) -> None:
         ("COMPOSITE", "0.0,1.1", [False, False]),
     ],
 )
-def test_the_mask_hides_tiles_or_cards(tree: Tree, hierarchy: str, mask: str, expected: list[bool]) -> None:
+def test_the_mask_hides_tiles_or_cards(
+    tree: Tree, hierarchy: str, mask: str, expected: list[bool]
+) -> None:
     """The mask counts what the hierarchy makes a device: each tile, or each card."""
     for number in range(2):
         add_gpu(tree, f"0000:{0x29 + number:02x}:00.0", MAX_1550, number, code=OTHER_DISPLAY)
@@ -157,7 +166,9 @@ def test_what_it_asks_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         has_subgroup_matrix_multiply_accumulate=True,
     )
     monkeypatch.setattr(torch.xpu, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda index: asked.append(index) or properties)
+    monkeypatch.setattr(
+        torch.xpu, "get_device_properties", lambda index: asked.append(index) or properties
+    )
     monkeypatch.setattr(torch.xpu, "mem_get_info", lambda index: asked.append(index) or (5, 12))
     monkeypatch.setattr(torch.xpu, "synchronize", asked.append)
     platform = XpuPlatform()
@@ -199,4 +210,7 @@ def test_kernels_for_xpus_are_bound(site) -> None:
     assert RMSNorm(4).decision.chosen == "Norm.forward_xpu"
     assert torch.equal(RMSNorm(4)(torch.ones(2, 4)), torch.full((2, 4), 3.0))
     own = SiluAndMul().decision.chosen
-    assert own in ("SiluAndMul.forward_native", "SiluAndMul.forward_xpu")  # the latter where Triton is installed
+    assert own in (
+        "SiluAndMul.forward_native",
+        "SiluAndMul.forward_xpu",
+    )  # the latter where Triton is installed

@@ -92,21 +92,29 @@ DEFECTS = {
     "Gemma's norm without the +1 in the residual path": Defect(
         "fused_add_gemma_rms_norm-values-float32", "Tensor-likes are not close", GEMMA
     ),
-    "ignored variance_size_override": Defect("rms_norm-values-float32", "variant 'part of a row'", rms(part="False")),
+    "ignored variance_size_override": Defect(
+        "rms_norm-values-float32", "variant 'part of a row'", rms(part="False")
+    ),
     "wrong epsilon": Defect("rms_norm-values-float32", "variant 'eps'", rms(eps="1e-6")),
     "overflow in float16": Defect("rms_norm-range", "not close", rms(wide="False")),
     "wrong dtype of the result": Defect(
         "rms_norm-values-bfloat16", "returned torch.float32 for torch.bfloat16", rms(cast="")
     ),
-    "a result too few": Defect("fused_add_rms_norm-values-float32", "made 1 tensors, expected 2", rms(single="or 1 ")),
-    "swapped halves": Defect("silu_and_mul-values-float32", "not close", SILU_AND_MUL.format(result="gate * silu(up)")),
+    "a result too few": Defect(
+        "fused_add_rms_norm-values-float32", "made 1 tensors, expected 2", rms(single="or 1 ")
+    ),
+    "swapped halves": Defect(
+        "silu_and_mul-values-float32", "not close", SILU_AND_MUL.format(result="gate * silu(up)")
+    ),
     "in place on an input": Defect(
         "silu_and_mul-effects",
         "wrote to ['x'], declared are []",
         SILU_AND_MUL.format(result="silu(gate).mul(up.mul_(1.5)) / 1.5"),
     ),
     "a gradient that is another one": Defect(
-        "silu_and_mul-gradients", "Jacobian mismatch", SILU_AND_MUL.format(result="silu(gate).detach() * up")
+        "silu_and_mul-gradients",
+        "Jacobian mismatch",
+        SILU_AND_MUL.format(result="silu(gate).detach() * up"),
     ),
     "interleaved rope for neox": Defect(
         "apply_rotary_emb-values-float32",
@@ -144,7 +152,9 @@ class Acme(LayerNorm):
         ),
     ),
     "another result each time": Defect(
-        "gelu-repetition", "a second call of gelu", of_gelu(f"{EXACT}\nout = out + 1e-6 * torch.rand_like(out)")
+        "gelu-repetition",
+        "a second call of gelu",
+        of_gelu(f"{EXACT}\nout = out + 1e-6 * torch.rand_like(out)"),
     ),
     "a buffer that threads share": Defect(
         "gelu-reentrancy",
@@ -173,7 +183,9 @@ class Acme(LayerNorm):
         of_gelu(f"{EXACT}\nout = out if input.numel() else input.new_empty(0)"),
     ),
     "a gradient that is detached": Defect(
-        "gelu-gradients", "Acme.forward_oot loses gradients", of_gelu("input = input.detach()\n" + EXACT)
+        "gelu-gradients",
+        "Acme.forward_oot loses gradients",
+        of_gelu("input = input.detach()\n" + EXACT),
     ),
     "a missing fake rule": Defect(
         "gelu-compilation",
@@ -197,7 +209,9 @@ class Acme(LayerNorm):
         ),
     ),
     "a graph break": Defect(
-        "gelu-compilation", "item", of_gelu(f"{EXACT}\nif input.abs().max().item() > 1e9:\n    out = out.clone()")
+        "gelu-compilation",
+        "item",
+        of_gelu(f"{EXACT}\nif input.abs().max().item() > 1e9:\n    out = out.clone()"),
     ),
     "a recompilation for each size": Defect(
         "gelu-compilation",
@@ -299,9 +313,13 @@ OF_PLATFORMS = {
         "    def memory(self, index=0):\n        return DeviceMemory(total=1, free=2)\n",
     ),
     "a seed that is dropped": Defect(
-        "(platform)-seeding", "other random numbers the second time", "    def manual_seed(self, seed):\n        pass\n"
+        "(platform)-seeding",
+        "other random numbers the second time",
+        "    def manual_seed(self, seed):\n        pass\n",
     ),
-    "no device": Defect("(platform)-devices", "returned 0", "    def device_count(self):\n        return 0\n"),
+    "no device": Defect(
+        "(platform)-devices", "returned 0", "    def device_count(self):\n        return 0\n"
+    ),
 }
 
 SIMULATED = """
@@ -316,7 +334,8 @@ class Device(SimulatedPlatform):
 OF_STREAMS = {
     "streams in order": (SIMULATED, ""),
     "a stream that is not waited for": (
-        SIMULATED + "class Stream(right.Stream):\n    def wait_stream(self, stream):\n        pass\n"
+        SIMULATED
+        + "class Stream(right.Stream):\n    def wait_stream(self, stream):\n        pass\n"
         "Device.streams.Stream = Stream\n",
         "after wait_stream() of the reader",
     ),

@@ -41,7 +41,9 @@ def quarantined(site: Site) -> dict[str, object]:
 
 def unfit(site: Site) -> dict[str, object]:
     metadata = site.folder / "acme_dist-1.0.dist-info/METADATA"
-    metadata.write_text(metadata.read_text().replace("Requires-Dist: opgraft", "Requires-Dist: opgraft>=99"))
+    metadata.write_text(
+        metadata.read_text().replace("Requires-Dist: opgraft", "Requires-Dist: opgraft>=99")
+    )
     return {}
 
 
@@ -67,7 +69,9 @@ WAYS: dict[Callable[[Site], dict[str, object]], str] = {
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("name", ["acme", "acme-dist"])
-def test_the_error_says_why_it_is_not_there(site, way: Callable[[Site], dict[str, object]], name: str) -> None:
+def test_the_error_says_why_it_is_not_there(
+    site, way: Callable[[Site], dict[str, object]], name: str
+) -> None:
     """Whether it is asked for by its plugin's or its distribution's name; the reason has the next step."""
     site.install("acme-dist", {"acme.py": PLUGIN}, {"opgraft.plugins": ["acme = acme"]})
     settings = way(site)
@@ -75,9 +79,14 @@ def test_the_error_says_why_it_is_not_there(site, way: Callable[[Site], dict[str
     with set_config(config, origin="a block"), pytest.raises(ConfigError) as caught:
         RMSNorm(8)
     told = str(caught.value)
-    assert told.startswith(f"providers asks for '{name}' for 'rms_norm' (a block), which has no replacement of RMSNorm")
+    assert told.startswith(
+        f"providers asks for '{name}' for 'rms_norm' (a block), which has no replacement of RMSNorm"
+    )
     assert re.search(rf"on cpu, as plugin acme of acme-dist 1\.0 is {WAYS[way]}", told)
-    assert re.search(r"[^.]\. Mend that, or choose another \(active: none; .opgraft. keeps the op.s own class", told)
+    assert re.search(
+        r"[^.]\. Mend that, or choose another \(active: none; .opgraft. keeps the op.s own class",
+        told,
+    )
 
 
 def test_one_that_is_active_and_has_no_such_op(site) -> None:
@@ -85,6 +94,8 @@ def test_one_that_is_active_and_has_no_such_op(site) -> None:
     site.plugin("acme", PLUGIN)
     with (
         set_config(OpgraftConfig(providers="communicator=acme")),
-        pytest.raises(ConfigError, match=r"no replacement of Communicator that applies on cpu \(active: none"),
+        pytest.raises(
+            ConfigError, match=r"no replacement of Communicator that applies on cpu \(active: none"
+        ),
     ):
         Communicator()

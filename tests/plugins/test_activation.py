@@ -51,11 +51,15 @@ def test_a_hook_defines_its_classes_again(site, body: str, result: int) -> None:
     site.plugin("acme", IN_A_HOOK.replace("BODY", body))
     for _ in range(3):
         assert RMSNorm(4)(None) == result
-        assert host_state().plugins["acme"].status is PluginStatus.ACTIVATED, host_state().plugins["acme"].reason
+        assert host_state().plugins["acme"].status is PluginStatus.ACTIVATED, (
+            host_state().plugins["acme"].reason
+        )
         assert len(host_state().active) == body.count("norm")
         assert opgraft.CustomOp.op_registry["acme_op"]()(5) == 5
         opgraft.reset()
-    assert len([r for r in host_state().registry.replacements if r.plugin == "acme"]) == body.count("norm")
+    assert len([r for r in host_state().registry.replacements if r.plugin == "acme"]) == body.count(
+        "norm"
+    )
 
 
 def test_two_classes_of_one_statement_still_compete(site) -> None:
@@ -95,14 +99,23 @@ def test_whatever_a_plugin_raises_names_it(site, cli, place: str, raises: str) -
         "    def forward_oot(self, x, residual=None): ...\n"
         "IMPORT\n"
     )
-    marks = {"import": "fail()", "hook": "return fail()", "when": "when=fail", "needs": "@opgraft.needs(fail)"}
+    marks = {
+        "import": "fail()",
+        "hook": "return fail()",
+        "when": "when=fail",
+        "needs": "@opgraft.needs(fail)",
+    }
     for mark in marks:
-        source = source.replace(mark.upper(), marks[mark] if mark == place else "pass" if mark != "when" else "")
+        source = source.replace(
+            mark.upper(), marks[mark] if mark == place else "pass" if mark != "when" else ""
+        )
     site.plugin("acme", source)
     doctor = cli("plugins", "doctor")
     explain = CliRunner().invoke(commands, ["ops", "explain", "rms_norm"])
     if place != "needs":  # a kernel that is not chosen; the replacement is
-        assert doctor.returncode == {"import": 4, "hook": 4, "when": 1}[place], doctor.stdout + doctor.stderr
+        assert doctor.returncode == {"import": 4, "hook": 4, "when": 1}[place], (
+            doctor.stdout + doctor.stderr
+        )
     assert "acme" in doctor.stdout
     assert explain.exit_code == 0, explain.output
     assert raises.split()[1].split("(")[0] in explain.stdout
@@ -119,7 +132,9 @@ def test_a_platform_that_cannot_be_set_up(site, cli, raises: str) -> None:
     plugin = IN_A_HOOK.replace("BODY", "norm(3)")
     site.platform("acme", probe="return Evidence(True, 'here')", platform=platform, plugin=plugin)
     for _ in range(2):
-        with pytest.raises(PlatformError, match=r"platform 'acme' of acme-dist 1.0 cannot be set up: its prepare"):
+        with pytest.raises(
+            PlatformError, match=r"platform 'acme' of acme-dist 1.0 cannot be set up: its prepare"
+        ):
             load_plugins()
         assert host_state().active == []
     result = cli("plugins", "doctor")
@@ -138,11 +153,16 @@ def crashing_library(folder: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["exit", "crash"])
 @pytest.mark.parametrize("place", ["import", "hook", "platform"])
-def test_a_plugin_that_ends_the_process_is_named_by_doctor(site, cli, tmp_path: Path, kind: str, place: str) -> None:
+def test_a_plugin_that_ends_the_process_is_named_by_doctor(
+    site, cli, tmp_path: Path, kind: str, place: str
+) -> None:
     """Neither os._exit(0) nor a segmentation fault ends doctor, which says whose code it was."""
     end, message = {
         "exit": ("import os; os._exit(0)", "ended the process with status 0"),
-        "crash": (f"import ctypes; ctypes.CDLL({str(crashing_library(tmp_path))!r}).crash()", "signal SIGSEGV"),
+        "crash": (
+            f"import ctypes; ctypes.CDLL({str(crashing_library(tmp_path))!r}).crash()",
+            "signal SIGSEGV",
+        ),
     }[kind]
     hook = f"import opgraft\nplatforms = 'any'\n@opgraft.hookimpl\ndef opgraft_register_ops(platform):\n    {end}\n"
     if place == "platform":

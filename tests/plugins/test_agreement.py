@@ -135,14 +135,22 @@ def lines_of(site, tmp_path: Path, source: str, *arguments: str) -> list[str]:
     quarantine.confine(Provider("acme", "1.0"), "it crashed")
     record = Path(os.environ["XDG_STATE_HOME"]) / "opgraft/quarantine/acme.json"
     record.rename(tmp_path / "quarantine.json")
-    environ = {**os.environ, "PYTHONPATH": str(site.folder), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(site.folder),
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
     command = [sys.executable, str(tmp_path / "program.py"), *arguments]
     result = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout.splitlines()
 
 
-ACTIVE, KERNEL, FILES = "acme 1.0, activated", "Acme.forward_oot of acme 1.0", r"1.0, files with the SHA-256 \w{12}"
+ACTIVE, KERNEL, FILES = (
+    "acme 1.0, activated",
+    "Acme.forward_oot of acme 1.0",
+    r"1.0, files with the SHA-256 \w{12}",
+)
 OURS = r"RMSNorm.forward_\w+ of \S+ \S+"
 ROWS = {
     "selection": ("kernel of rms_norm", KERNEL, OURS),
@@ -171,12 +179,17 @@ def check_answers(answers: dict[str, str]) -> None:
     assert answers.keys() == ROWS.keys()
     for way, answer in answers.items():
         subject, theirs, own = ROWS[way]
-        told = rf"[:;] {subject} is {theirs} for the process that started it, and {own} for this one"
-        assert re.search(rf"^AgreementError: process \d+ would compute otherwise .*{told}", answer), answer
+        told = (
+            rf"[:;] {subject} is {theirs} for the process that started it, and {own} for this one"
+        )
+        assert re.search(
+            rf"^AgreementError: process \d+ would compute otherwise .*{told}", answer
+        ), answer
 
 
 @pytest.mark.parametrize(
-    "method", ["spawn", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fork", "forkserver"))]
+    "method",
+    ["spawn", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fork", "forkserver"))],
 )
 def test_processes_of_multiprocessing(site, tmp_path: Path, method: str) -> None:
     """However they are started, they compare what they decide."""
@@ -190,9 +203,13 @@ def test_a_lockfile_that_no_variable_names(site, tmp_path: Path) -> None:
     same, none, other = lines_of(site, tmp_path, PINNED)
     assert same == "agrees; imported: True"
     lock = r"one of 2 distributions with the SHA-256 [0-9a-f]{16}"
-    begins = rf"AgreementError: process \d+ .*: lockfile is {lock} for the process that started it, and "
+    begins = (
+        rf"AgreementError: process \d+ .*: lockfile is {lock} for the process that started it, and "
+    )
     assert re.fullmatch(rf"{begins}none for this one\. .*; imported: False", none)
-    assert re.fullmatch(rf"{begins}one of 0 distributions with .* for this one\. .*; imported: False", other)
+    assert re.fullmatch(
+        rf"{begins}one of 0 distributions with .* for this one\. .*; imported: False", other
+    )
 
 
 @pytest.mark.slow
@@ -220,10 +237,15 @@ def test_a_process_does_not_bind_itself() -> None:
     opgraft.reset()
     with opgraft.set_config(opgraft.OpgraftConfig(providers="rms_norm=native")):
         RMSNorm(4)
-    rows = {name: value.replace("RMSNorm.forward_", "RMSNorm.elsewhere_") for name, value in other.rows.items()}
+    rows = {
+        name: value.replace("RMSNorm.forward_", "RMSNorm.elsewhere_")
+        for name, value in other.rows.items()
+    }
     os.environ[DECISION] = dataclasses.replace(other, rows=rows).to_text()
     opgraft.reset()
-    with pytest.raises(AgreementError, match=r"kernel of rms_norm is RMSNorm.elsewhere_.* unset OPGRAFT_DECISION"):
+    with pytest.raises(
+        AgreementError, match=r"kernel of rms_norm is RMSNorm.elsewhere_.* unset OPGRAFT_DECISION"
+    ):
         RMSNorm(4)
     take_back()
     opgraft.reset()
@@ -231,7 +253,13 @@ def test_a_process_does_not_bind_itself() -> None:
     assert host_state().known_environment().decision is None
 
 
-TEXTS = ["{", "[]", '{"rows": []}', '{"rows": {}, "process": "x"}', '{"digest": "0", "process": Infinity, "rows": {}}']
+TEXTS = [
+    "{",
+    "[]",
+    '{"rows": []}',
+    '{"rows": {}, "process": "x"}',
+    '{"digest": "0", "process": Infinity, "rows": {}}',
+]
 
 
 def test_a_child_that_was_forked_is_another_process() -> None:
@@ -252,7 +280,9 @@ def test_a_child_that_was_forked_is_another_process() -> None:
 def test_decisions_of_which_a_part_is_lost() -> None:
     """A digest tells."""
     text = SharedDecision("another", {"a": "1", "b": "2"}).to_text()
-    assert read_environment({DECISION: text}).decision == SharedDecision("another", {"a": "1", "b": "2"})
+    assert read_environment({DECISION: text}).decision == SharedDecision(
+        "another", {"a": "1", "b": "2"}
+    )
     with pytest.raises(ConfigError, match=r"is nothing that opgraft\.share_decisions wrote"):
         read_environment({DECISION: text.replace(', "b": "2"', "")})
 
@@ -260,5 +290,7 @@ def test_decisions_of_which_a_part_is_lost() -> None:
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_variable_that_somebody_else_wrote(text: str) -> None:
     """What ``share_decisions`` did not write is an error that names the variable."""
-    with pytest.raises(ConfigError, match=r"OPGRAFT_DECISION=.* is nothing that opgraft\.share_decisions wrote"):
+    with pytest.raises(
+        ConfigError, match=r"OPGRAFT_DECISION=.* is nothing that opgraft\.share_decisions wrote"
+    ):
         read_environment({DECISION: text})

@@ -101,7 +101,13 @@ def test_a_module_beside_the_built_in_platforms_is_not_built_in(site) -> None:
     assert not offer.built_in
     settings = resolve([("a block", OpgraftConfig(plugins=()))])
     assert (objection(offer, settings) or "").startswith("not on the allow list")
-    assert {offer.name for offer in discover().offers if offer.built_in} == {"cpu", "cuda", "rocm", "tpu", "xpu"}
+    assert {offer.name for offer in discover().offers if offer.built_in} == {
+        "cpu",
+        "cuda",
+        "rocm",
+        "tpu",
+        "xpu",
+    }
 
 
 @pytest.mark.parametrize("name", ["brix-kernels", "Brix.Kernels", "opgraft", "OpGraft"])
@@ -112,7 +118,10 @@ def test_an_entry_point_has_no_name_of_another_distribution(site, name: str) -> 
     assert [offer.name for offer in discover().offers if not offer.built_in] == ["brix"]
     (problem,) = discover().problems
     assert problem.provider.name == "evil"
-    assert f"its entry point {name!r} in opgraft.plugins has the name of the distribution" in problem.reason
+    assert (
+        f"its entry point {name!r} in opgraft.plugins has the name of the distribution"
+        in problem.reason
+    )
 
 
 def test_a_deny_list_is_read_in_every_spelling(site) -> None:
@@ -129,17 +138,29 @@ def test_a_deny_list_is_read_in_every_spelling(site) -> None:
 def test_who_is_shut_out_by_a_fault_is_told(site, caplog, strict: bool) -> None:
     """A process that serves without it says so: a warning, in strict mode an error."""
     site.plugin("acme", PLUGIN, requires=["opgraft>=99"])
-    with set_config(OpgraftConfig(strict=strict)), caplog.at_level(logging.WARNING, logger="opgraft"):
+    with (
+        set_config(OpgraftConfig(strict=strict)),
+        caplog.at_level(logging.WARNING, logger="opgraft"),
+    ):
         if strict:
-            with pytest.raises(PluginError, match=r"strict mode: plugin 'acme' of acme 1\.0 is not used: it requires"):
+            with pytest.raises(
+                PluginError,
+                match=r"strict mode: plugin 'acme' of acme 1\.0 is not used: it requires",
+            ):
                 load_plugins()
         else:
             load_plugins()
-            assert [line for line in caplog.messages if "plugin 'acme' of acme 1.0 is not used: it requires" in line]
+            assert [
+                line
+                for line in caplog.messages
+                if "plugin 'acme' of acme 1.0 is not used: it requires" in line
+            ]
 
 
 @pytest.mark.parametrize("names", [("aaa", "zzz"), ("zzz", "aaa")])
-def test_the_order_of_a_listing_decides_nothing(site, monkeypatch: pytest.MonkeyPatch, names: tuple[str, str]) -> None:
+def test_the_order_of_a_listing_decides_nothing(
+    site, monkeypatch: pytest.MonkeyPatch, names: tuple[str, str]
+) -> None:
     """Of two that offer one name the same one counts on each machine."""
     for name in names:
         site.install(name, {f"{name}.py": PLUGIN}, {"opgraft.plugins": [f"npu = {name}"]})
@@ -157,7 +178,9 @@ def test_the_order_of_a_listing_decides_nothing(site, monkeypatch: pytest.Monkey
 
 def test_the_version_of_a_package_whose_metadata_is_a_pipe(site) -> None:
     """Nobody waits for it: none is known."""
-    site.install("acme", {"acme.py": PLUGIN}, {"opgraft.plugins": ["acme = acme"]}, requires=["torch>=2"])
+    site.install(
+        "acme", {"acme.py": PLUGIN}, {"opgraft.plugins": ["acme = acme"]}, requires=["torch>=2"]
+    )
     site.install("planted", {}, {})
     assert version_of("planted") == Machine().version_of("planted") == "1.0"
     path = site.folder / "planted-1.0.dist-info/METADATA"
@@ -175,7 +198,9 @@ def test_a_traceback_moves_no_terminal() -> None:
         "try: raise RuntimeError('\\x1b]0;owned\\x07 platform: forged\\u202e')\n"
         "except RuntimeError as error: print_traceback(error)\n"
     )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stderr
     assert r"RuntimeError: \x1b]0;owned\x07 platform: forged\u202e" in shown
     assert "Traceback (most recent call last):" in shown
     assert "\x1b" not in shown
@@ -183,7 +208,16 @@ def test_a_traceback_moves_no_terminal() -> None:
 
 def test_a_probe_of_a_changed_platform_is_told(site, caplog) -> None:
     """A platform that is shut out by a fault is no silent one either."""
-    site.install("acme", {"acme.py": ""}, {"opgraft.platforms": ["acme = acme:SPEC"]}, requires=["opgraft>=99"])
+    site.install(
+        "acme",
+        {"acme.py": ""},
+        {"opgraft.platforms": ["acme = acme:SPEC"]},
+        requires=["opgraft>=99"],
+    )
     with caplog.at_level(logging.WARNING, logger="opgraft"):
         decide_platform(resolve([]), Machine())
-    assert [line for line in caplog.messages if "platform 'acme' of acme 1.0 is left out: it requires" in line]
+    assert [
+        line
+        for line in caplog.messages
+        if "platform 'acme' of acme 1.0 is left out: it requires" in line
+    ]

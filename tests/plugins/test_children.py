@@ -53,7 +53,9 @@ def bomb(tmp_path: Path) -> tuple[Path, Path]:
     return library, trace
 
 
-def test_variables_of_a_recording_are_data(site, cli, tmp_path: Path, bomb: tuple[Path, Path]) -> None:
+def test_variables_of_a_recording_are_data(
+    site, cli, tmp_path: Path, bomb: tuple[Path, Path]
+) -> None:
     """A probe is told the variables of a recorded machine, and none of them reaches the process that it runs in."""
     library, trace = bomb
     root = build("cpu-avx2", tmp_path / "machine")
@@ -69,13 +71,24 @@ def test_variables_of_a_recording_are_data(site, cli, tmp_path: Path, bomb: tupl
 def test_a_probe_is_told_no_secret(site, cli) -> None:
     """On this machine a probe sees the variables that decide, and neither it nor its process those with secrets."""
     site.platform("acme", probe=TELLS)
-    secrets = {"HF_TOKEN": "x", "AWS_SECRET_ACCESS_KEY": "x", "DB_PASSWORD": "x", "OPENAI_API_KEY": "x"}
+    secrets = {
+        "HF_TOKEN": "x",
+        "AWS_SECRET_ACCESS_KEY": "x",
+        "DB_PASSWORD": "x",
+        "OPENAI_API_KEY": "x",
+    }
     value, variables, own = told(cli, DEVICE="3", **secrets)
     assert value == "3"
     assert not set(secrets) & {*variables, *own}
-    assert set(own) <= {"PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "LD_LIBRARY_PATH"} | {
-        "TORCH_DEVICE_BACKEND_AUTOLOAD"
-    }
+    assert set(own) <= {
+        "PATH",
+        "HOME",
+        "LANG",
+        "LC_ALL",
+        "LC_CTYPE",
+        "TMPDIR",
+        "LD_LIBRARY_PATH",
+    } | {"TORCH_DEVICE_BACKEND_AUTOLOAD"}
 
 
 def test_links_do_not_lead_out_of_a_recorded_tree(cli, tmp_path: Path) -> None:
@@ -135,7 +148,10 @@ def test_without_a_usable_temporary_folder(site, command: tuple[str, ...]) -> No
             preexec_fn=no_file_can_be_written,  # nothing else runs in this process
         )
 
-    assert "No usable temporary directory" in run("-c", "import tempfile; tempfile.gettempdir()").stderr
+    assert (
+        "No usable temporary directory"
+        in run("-c", "import tempfile; tempfile.gettempdir()").stderr
+    )
     result = run("-m", "opgraft", *command)
     assert result.returncode == 0, result.stderr
     assert "looked at" in result.stdout
@@ -166,7 +182,11 @@ def test_what_a_child_leaves_behind_ends_too(tmp_path: Path, left: str) -> None:
     pid = tmp_path / "pid"
     code = (
         f"import subprocess, time\nstarted = {LEFT[left].format(pid=pid)}\n"
-        + ("started.wait()\n" if "{pid}" in LEFT[left] else f"open({str(pid)!r}, 'w').write(str(started.pid))\n")
+        + (
+            "started.wait()\n"
+            if "{pid}" in LEFT[left]
+            else f"open({str(pid)!r}, 'w').write(str(started.pid))\n"
+        )
         + "with open(reply_to, 'w') as pipe: json.dump(1, pipe)"
     )
     assert ask_child(code, time_limit=20.0) == 1
@@ -213,14 +233,21 @@ def test_a_child_that_got_no_processor_is_not_to_blame() -> None:
     try:
         idle = run_child("import time; time.sleep(60)", time_limit=1.0)
         late = run_child(f"{pinned}os.nice(19)\nwhile True: pass", time_limit=3.0)
-        large = run_child(f"{pinned}os.nice(5)\n{TAKES_MEMORY_LATE}", time_limit=3.0, memory_limit=48 << 20)
+        large = run_child(
+            f"{pinned}os.nice(5)\n{TAKES_MEMORY_LATE}", time_limit=3.0, memory_limit=48 << 20
+        )
     finally:
         for process in others:
             process.kill()
             process.wait()
     assert (idle.status, idle.starved, idle.died) == (None, False, True)
     assert (late.status, late.starved, late.died) == (None, True, False)
-    assert (large.status, large.starved, large.died, large.memory > 48 << 20) == (None, False, True, True)
+    assert (large.status, large.starved, large.died, large.memory > 48 << 20) == (
+        None,
+        False,
+        True,
+        True,
+    )
 
 
 @pytest.mark.parametrize(

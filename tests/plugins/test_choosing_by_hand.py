@@ -20,9 +20,13 @@ import torch
 def soften(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.softplus(x)
 """
-USER = (
-    "from app import soften\nclass Layer:\n    activation = staticmethod(soften)\ndef use(x):\n    return soften(x)\n"
-)
+USER = """
+from app import soften
+class Layer:
+    activation = staticmethod(soften)
+def use(x):
+    return soften(x)
+"""
 PLUGIN = """
 import opgraft
 from opgraft.ops import RMSNorm
@@ -69,7 +73,9 @@ def chosen(way: str, monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[None
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_choice_holds_however_it_is_made(user, monkeypatch: pytest.MonkeyPatch, tmp_path, way: str) -> None:
+def test_a_choice_holds_however_it_is_made(
+    user, monkeypatch: pytest.MonkeyPatch, tmp_path, way: str
+) -> None:
     """Bindings that a program made before, in a class too, run the chosen function, and ops the chosen kernel."""
     x = torch.randn(3, 8, dtype=torch.float64)
     native = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
@@ -84,8 +90,13 @@ def test_a_choice_holds_however_it_is_made(user, monkeypatch: pytest.MonkeyPatch
 
 def test_a_choice_on_the_command_line(cli, user) -> None:
     """The option takes the very text."""
-    for op, winner, file in (("soften", "times.forward_oot", "acme.py"), ("rms_norm", "RMSNorm.forward_native", "")):
-        told = json.loads(cli("ops", "explain", op, "--json", "--providers", CHOICE).stdout)["decision"]
+    for op, winner, file in (
+        ("soften", "times.forward_oot", "acme.py"),
+        ("rms_norm", "RMSNorm.forward_native", ""),
+    ):
+        told = json.loads(cli("ops", "explain", op, "--json", "--providers", CHOICE).stdout)[
+            "decision"
+        ]
         assert told["chosen"].endswith(winner)
         (accepted,) = (row for row in told["candidates"] if row["accepted"])
         assert file in accepted["location"]

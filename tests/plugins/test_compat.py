@@ -49,7 +49,11 @@ def examined(site, source: str, here: Listing, there: Listing | None = None) -> 
 def changed(listing: Listing, *, without: str = "", **rows: dict) -> Listing:
     """The listing of a version to come."""
     names = {name: row for name, row in listing.names.items() if name != without}
-    return Listing("9.0", listing.modules, {**names, **{key.replace("__", "."): row for key, row in rows.items()}})
+    return Listing(
+        "9.0",
+        listing.modules,
+        {**names, **{key.replace("__", "."): row for key, row in rows.items()}},
+    )
 
 
 def test_the_listing_is_what_the_code_has() -> None:
@@ -67,7 +71,10 @@ def test_names_are_found_by_whatever_they_are_called(site, here) -> None:
     found = examined(site, PLUGIN, here)
     assert found.unread == ()
     rows = {row.name: row for row in found.names}
-    lines = {name: [int(place.rpartition(":")[2]) for place in row.locations] for name, row in rows.items()}
+    lines = {
+        name: [int(place.rpartition(":")[2]) for place in row.locations]
+        for name, row in rows.items()
+    }
     assert lines["opgraft.ops.RMSNorm"] == [5]
     assert lines["opgraft.CustomOp.forward_oot"] == [8]
     assert lines["opgraft.functional.rms_norm"] == [9]
@@ -75,24 +82,63 @@ def test_names_are_found_by_whatever_they_are_called(site, here) -> None:
     assert lines["opgraft.ops.SiluAndMul"] == [10]
     assert lines["opgraft.plugins.hookspecs.opgraft_veto"] == [15]
     status = {name: row.status for name, row in rows.items() if row.status != "public"}
-    assert status == {"opgraft.binding.functional.form": "deprecated", "opgraft.specs.checks": "deprecated"}
+    assert status == {
+        "opgraft.binding.functional.form": "deprecated",
+        "opgraft.specs.checks": "deprecated",
+    }
     assert rows["opgraft.specs.checks"].reason.startswith("import opgraft.testing.checks")
 
 
 @pytest.mark.parametrize(
     ("source", "name", "status", "reason"),
     [
-        ("from opgraft import CustomOpp", "opgraft.CustomOpp", "gone", "has no CustomOpp: did you mean 'CustomOp'"),
-        ("import opgraft.ops as o\no.RMSnorm", "opgraft.ops.RMSnorm", "gone", "did you mean 'RMSNorm'"),
-        ("import opgraft.nowhere", "opgraft.nowhere", "gone", "opgraft of opgraft .* has no nowhere"),
-        ("from opgraft.binding import marks", "opgraft.binding.marks", "private", "no part of the public API"),
-        ("import opgraft\nopgraft.rebind(deep=1)", "opgraft.rebind", "changed", "called with deep=, and takes .model"),
-        ("from opgraft.ops import RMSNorm\nRMSNorm.cuda(device=1)", "opgraft.ops.RMSNorm", "public", "^$"),
+        (
+            "from opgraft import CustomOpp",
+            "opgraft.CustomOpp",
+            "gone",
+            "has no CustomOpp: did you mean 'CustomOp'",
+        ),
+        (
+            "import opgraft.ops as o\no.RMSnorm",
+            "opgraft.ops.RMSnorm",
+            "gone",
+            "did you mean 'RMSNorm'",
+        ),
+        (
+            "import opgraft.nowhere",
+            "opgraft.nowhere",
+            "gone",
+            "opgraft of opgraft .* has no nowhere",
+        ),
+        (
+            "from opgraft.binding import marks",
+            "opgraft.binding.marks",
+            "private",
+            "no part of the public API",
+        ),
+        (
+            "import opgraft\nopgraft.rebind(deep=1)",
+            "opgraft.rebind",
+            "changed",
+            "called with deep=, and takes .model",
+        ),
+        (
+            "from opgraft.ops import RMSNorm\nRMSNorm.cuda(device=1)",
+            "opgraft.ops.RMSNorm",
+            "public",
+            "^$",
+        ),
     ],
 )
-def test_a_name_and_its_status(site, here, source: str, name: str, status: str, reason: str) -> None:
+def test_a_name_and_its_status(
+    site, here, source: str, name: str, status: str, reason: str
+) -> None:
     """What is not there is gone, with near names; what is not public is private; wrong keywords are a change."""
-    row = next(row for row in examined(site, source, here).names if row.name == name and row.status == status)
+    row = next(
+        row
+        for row in examined(site, source, here).names
+        if row.name == name and row.status == status
+    )
     assert re.search(reason, row.reason)
 
 
@@ -101,14 +147,23 @@ def test_a_name_and_its_status(site, here, source: str, name: str, status: str, 
     [
         ("from opgraft import *\ndef register(cls):\n    rebind(cls)", 3),
         ("from opgraft.ops import RMSNorm\nnorm = RMSNorm(8)\nnorm.rebind(2)", 3),
-        ("from opgraft import ops\nclass A(ops.RMSNorm):\n    def go(self): return self.rebind(2)", 3),
-        ("from opgraft.ops import RMSNorm\nclass A(RMSNorm):\n    def rebind(self, x): super().rebind(x)", 3),
+        (
+            "from opgraft import ops\nclass A(ops.RMSNorm):\n    def go(self): return self.rebind(2)",
+            3,
+        ),
+        (
+            "from opgraft.ops import RMSNorm\nclass A(RMSNorm):\n    def rebind(self, x): super().rebind(x)",
+            3,
+        ),
         ("import opgraft\ndef go(platform: opgraft.Platform):\n    platform.rebind()", 3),
     ],
 )
 def test_names_that_are_not_written_out_are_found(site, here, source: str, line: int) -> None:
     """What ``import *`` binds, and methods of instances, of ``self`` and of ``super()``, are uses of what has them."""
-    members = {f"{cls}.rebind": {"signature": "(self, x)"} for cls in ("opgraft.ops.RMSNorm", "opgraft.Platform")}
+    members = {
+        f"{cls}.rebind": {"signature": "(self, x)"}
+        for cls in ("opgraft.ops.RMSNorm", "opgraft.Platform")
+    }
     before = Listing(here.version, here.modules, {**here.names, **members})
     there = changed(here, without="opgraft.rebind")
     gone = [row for row in examined(site, source, before, there).names if row.status == "gone"]
@@ -146,7 +201,8 @@ def test_another_version(site, here) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["def", "x = '\0'", "(" * 5000, "-" * 200_000, f"import opgraft\nopgraft{'.a' * 2000}"]
+    "source",
+    ["def", "x = '\0'", "(" * 5000, "-" * 200_000, f"import opgraft\nopgraft{'.a' * 2000}"],
 )
 def test_what_cannot_be_read_is_named(site, here, source: str) -> None:
     """A file that is no Python ends nothing: it stands there with the reason."""
@@ -169,16 +225,26 @@ def test_a_record_that_cannot_be_read_is_named(site, here) -> None:
     os.mkfifo(record)
     found = examine(discover().offers[-1:], here, here)
     ((name, reason),) = found.unread
-    assert (name, "RECORD cannot be read: it is no regular file" in reason) == ("RECORD of acme 1.0", True)
+    assert (name, "RECORD cannot be read: it is no regular file" in reason) == (
+        "RECORD of acme 1.0",
+        True,
+    )
     assert found.names
 
 
 def test_a_relative_import_is_none_of_ours() -> None:
     """``from .opgraft import x`` and names that only begin alike are other packages."""
-    assert uses_in(b"from .opgraft import x\nimport opgraft_toy\nfrom opgraft_toy import ops\nops.a", {}) == []
+    assert (
+        uses_in(
+            b"from .opgraft import x\nimport opgraft_toy\nfrom opgraft_toy import ops\nops.a", {}
+        )
+        == []
+    )
 
 
-@pytest.mark.parametrize("function", ["def f(ops): return ops.own", "def f():\n    ops = g()\n    return ops.own"])
+@pytest.mark.parametrize(
+    "function", ["def f(ops): return ops.own", "def f():\n    ops = g()\n    return ops.own"]
+)
 def test_a_name_that_a_function_binds_is_its_own(function: str) -> None:
     """A parameter or a variable called as an import is none of ours there, and elsewhere the import counts."""
     found = uses_in(f"from opgraft import ops\n{function}\nops.RMSNorm".encode(), {})
@@ -191,9 +257,16 @@ def test_the_command(cli, site, tmp_path: Path, here) -> None:
     shown = cli("plugins", "compat", "acme")
     assert shown.returncode == 0, shown.stderr
     assert "deprecated: opgraft.specs.checks at " in shown.stdout
-    assert shown.stdout.splitlines()[-1].startswith(f"acme 1.0 uses names of opgraft {__version__}: ")
+    assert shown.stdout.splitlines()[-1].startswith(
+        f"acme 1.0 uses names of opgraft {__version__}: "
+    )
     there = changed(here, without="opgraft.functional.rms_norm")
-    listing = {"schema": "opgraft.api/1", "version": "9.0", "modules": [*there.modules], "names": there.names}
+    listing = {
+        "schema": "opgraft.api/1",
+        "version": "9.0",
+        "modules": [*there.modules],
+        "names": there.names,
+    }
     (tmp_path / "next.json").write_text(json.dumps(listing))
     result = cli("plugins", "compat", "acme", "--against", "next.json", "--json")
     assert result.returncode == 1
@@ -204,8 +277,14 @@ def test_the_command(cli, site, tmp_path: Path, here) -> None:
 
 REQUIRED = {
     ("opgraft>=0.1", "torch>=2"): (0, ["met: opgraft>=0.1 by {own}", "met: torch>=2 by {torch}"]),
-    ("opgraft>=9", "torch>=2"): (1, ["unmet: it requires 'opgraft>=9', this is opgraft {own}: install one of them"]),
-    ("opgraft>=0.1,<9", "torch>=99"): (1, ["met: opgraft", "unmet: it requires 'torch>=99', this is torch {torch}: "]),
+    ("opgraft>=9", "torch>=2"): (
+        1,
+        ["unmet: it requires 'opgraft>=9', this is opgraft {own}: install one of them"],
+    ),
+    ("opgraft>=0.1,<9", "torch>=99"): (
+        1,
+        ["met: opgraft", "unmet: it requires 'torch>=99', this is torch {torch}: "],
+    ),
     ("opgraft=>1",): (1, ["unmet: its requirement 'opgraft=>1' is malformed"]),
     ("opgraft>=9; extra == 'more'", "numpy"): (0, ["it requires no version of opgraft or torch"]),
 }
@@ -225,7 +304,12 @@ def test_requirements_on_versions(cli, site, requires: tuple[str, ...]) -> None:
 def test_requirements_on_another_version(site, cli, tmp_path: Path, here) -> None:
     """The range of opgraft is compared with the version that is asked about, that of torch with the installed one."""
     site.plugin("acme", PLUGIN, requires=["opgraft<9", "torch>=2"])
-    listing = {"schema": "opgraft.api/1", "version": "9.0", "modules": [*here.modules], "names": here.names}
+    listing = {
+        "schema": "opgraft.api/1",
+        "version": "9.0",
+        "modules": [*here.modules],
+        "names": here.names,
+    }
     (tmp_path / "next.json").write_text(json.dumps(listing))
     result = cli("plugins", "compat", "acme", "--against", "next.json", "--json")
     host, torch = json.loads(result.stdout)["requirements"]
@@ -235,14 +319,21 @@ def test_requirements_on_another_version(site, cli, tmp_path: Path, here) -> Non
     assert result.returncode == 1
 
 
-@pytest.mark.parametrize(("version", "message"), [("7.7", "is kept: known: 0.1.0"), ("none.json", "is no listing")])
+@pytest.mark.parametrize(
+    ("version", "message"), [("7.7", "is kept: known: 0.1.0"), ("none.json", "is no listing")]
+)
 def test_a_listing_that_is_not_there(version: str, message: str) -> None:
     """A version of which none is kept, and a file that cannot be read, are errors that say so."""
     with pytest.raises(InputError, match=message):
         read_listing(version)
 
 
-OTHER = {"schema": "opgraft.api/1", "version": "9.0", "modules": ["opgraft"], "names": {"opgraft.ops": {}}}
+OTHER = {
+    "schema": "opgraft.api/1",
+    "version": "9.0",
+    "modules": ["opgraft"],
+    "names": {"opgraft.ops": {}},
+}
 
 
 @pytest.mark.parametrize(
@@ -254,7 +345,14 @@ OTHER = {"schema": "opgraft.api/1", "version": "9.0", "modules": ["opgraft"], "n
         {**OTHER, "names": [5]},
         *(
             {**OTHER, "names": {"opgraft.CustomOp": row}}
-            for row in (5, {"bases": 5}, {"bases": [5]}, {"is": "opgraft.gone"}, {"deprecated": 5}, {"signature": "(a"})
+            for row in (
+                5,
+                {"bases": 5},
+                {"bases": [5]},
+                {"is": "opgraft.gone"},
+                {"deprecated": 5},
+                {"signature": "(a"},
+            )
         ),
     ],
 )

@@ -92,7 +92,9 @@ def test_a_reset_waits_for_the_plugins(site) -> None:
     assert len(host_state().active) == 1
 
 
-def test_a_reset_that_the_plugin_waits_for_is_refused(site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reset_that_the_plugin_waits_for_is_refused(
+    site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A hook that joins a thread which resets the host fails with a word about it, and does not hang."""
     site.plugin("acme", PLUGIN.format(wait="from acme_reset import reset; reset()"))
     (site.folder / "acme_reset.py").write_text(
@@ -103,13 +105,20 @@ def test_a_reset_that_the_plugin_waits_for_is_refused(site, monkeypatch: pytest.
     )
     monkeypatch.setattr(state, "LOADING_PATIENCE", 0.3)
     load_plugins()
-    assert "plugins have been loading in another thread for 0.3 s" in host_state().plugins["acme"].reason
+    assert (
+        "plugins have been loading in another thread for 0.3 s"
+        in host_state().plugins["acme"].reason
+    )
 
 
 def test_ops_that_are_constructed_during_resets_are_replaced(site) -> None:
     """An op is bound before a reset or after it, never in between, when no plugin is active."""
     acme = PLUGIN.format(wait="pass") + THING
-    site.install("acme", {"acme.py": acme, "acme_thing.py": THING_CLASS}, {"opgraft.plugins": ["acme = acme"]})
+    site.install(
+        "acme",
+        {"acme.py": acme, "acme_thing.py": THING_CLASS},
+        {"opgraft.plugins": ["acme = acme"]},
+    )
     from acme_thing import Thing
 
     ended = threading.Event()
@@ -153,11 +162,15 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_processes_that_start_while_plugins_load(site, tmp_path: Path, warm_python: str, method: str) -> None:
+def test_processes_that_start_while_plugins_load(
+    site, tmp_path: Path, warm_python: str, method: str
+) -> None:
     """A child has all of the plugins or loads them itself; none inherits a lock that nobody will release."""
     site.plugin("acme", PLUGIN.format(wait="go_on.wait(1)"))
     (tmp_path / "program.py").write_text(PROGRAM)
     environ = {**os.environ, "PYTHONPATH": str(site.folder), "OPGRAFT_PLUGINS": "acme"}
     command = [warm_python, str(tmp_path / "program.py"), method]
-    ran = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(
+        command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert ran.stdout.split() == ["AcmeRMSNorm", "AcmeRMSNorm"], ran.stdout + ran.stderr

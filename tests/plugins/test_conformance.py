@@ -20,12 +20,21 @@ from opgraft.testing.conformance import Conformance, Outcome, alone
 from plugins.own_tests import PLUGINS, own_tests
 
 
-@pytest.mark.parametrize("options", [("--opgraft-brief",), pytest.param((), marks=pytest.mark.slow)])
-def test_the_toy_npu_conforms(toy_npu_site: Path, warm_python: str, options: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "options", [("--opgraft-brief",), pytest.param((), marks=pytest.mark.slow)]
+)
+def test_the_toy_npu_conforms(
+    toy_npu_site: Path, warm_python: str, options: tuple[str, ...]
+) -> None:
     """Its test file, which is the class of the kit and a name, passes; its kernels are among what was asked."""
     result = own_tests(warm_python, "opgraft-toy-npu", toy_npu_site, "-rp", *options)
     assert result.returncode == 0, result.stdout + result.stderr
-    for case in ("(platform)-memory", "rms_norm-values-bfloat16", "gelu-gradients", "silu_and_mul-compilation"):
+    for case in (
+        "(platform)-memory",
+        "rms_norm-values-bfloat16",
+        "gelu-gradients",
+        "silu_and_mul-compilation",
+    ):
         assert f"::test_conforms[{case}]\n" in result.stdout
 
 
@@ -49,9 +58,16 @@ def test_pytest_tells_which_op_raised(site, tmp_path: Path, warm_python: str) ->
     """The report of a test that failed has a section with op, provider and setting, where an op raised."""
     site.plugin("acme", WRONG.replace("torch.nn.functional.gelu(input.detach())", "input.nothing"))
     (tmp_path / "test_ops.py").write_text(FAILING)
-    environ = {**os.environ, "PYTHONPATH": str(site.folder), "COLUMNS": "200", "OPGRAFT_PLUGINS": "acme"}
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(site.folder),
+        "COLUMNS": "200",
+        "OPGRAFT_PLUGINS": "acme",
+    }
     command = [warm_python, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
-    ended = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     sections = re.findall(r"-+ opgraft -+\n(.*)\n", ended.stdout)
     assert ended.returncode == 1
     assert len(sections) == 1, ended.stdout
@@ -69,7 +85,13 @@ def test_pytest_starts_without_torch(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     loaded = result.stdout.strip().splitlines()[-1]
-    expected = {"opgraft", "opgraft.moved", "opgraft.version", "opgraft.testing", "opgraft.testing.pytest_plugin"}
+    expected = {
+        "opgraft",
+        "opgraft.moved",
+        "opgraft.version",
+        "opgraft.testing",
+        "opgraft.testing.pytest_plugin",
+    }
     assert set(ast.literal_eval(loaded)) == expected
 
 
@@ -93,9 +115,13 @@ def test_failures_and_skips_say_why(site) -> None:
     site.plugin("acme", WRONG)
     with alone("acme"):
         conformance = Conformance("acme")
-        told = {str(case): conformance.judge(case) for case in conformance.cases if case.check in ASKED}
+        told = {
+            str(case): conformance.judge(case) for case in conformance.cases if case.check in ASKED
+        }
     assert told["(plugin)-loading"].status == told["gelu-reachable"].status == "passed"
-    values, gradients, operators = (told[f"gelu-{name}"] for name in ("values-float32", "gradients", "operators"))
+    values, gradients, operators = (
+        told[f"gelu-{name}"] for name in ("values-float32", "gradients", "operators")
+    )
     assert (values.status, gradients.status, operators.status) == ("failed", "failed", "skipped")
     assert values.reason.startswith("variant 'tanh': of inputs (1,) by 1 in torch.float32: ")
     assert "AcmeGELU.forward_oot loses gradients" in gradients.reason
@@ -106,7 +132,9 @@ def judged(plugin: str, *checks: str) -> dict[str, Outcome]:
     """Answer the questions of some checks, in the order in which they are asked."""
     with alone(plugin):
         conformance = Conformance(plugin)
-        return {str(case): conformance.judge(case) for case in conformance.cases if case.check in checks}
+        return {
+            str(case): conformance.judge(case) for case in conformance.cases if case.check in checks
+        }
 
 
 def test_a_class_that_is_made_when_the_plugin_registers(site) -> None:
@@ -145,8 +173,12 @@ class AcmeGELU(GELU):
 """
 
 
-@pytest.mark.parametrize(("number", "shape", "status"), [(0, "x.shape", "passed"), (1, "1", "failed")])
-def test_an_operator_that_refuses_what_is_computed_otherwise(site, number: int, shape: str, status: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "shape", "status"), [(0, "x.shape", "passed"), (1, "1", "failed")]
+)
+def test_an_operator_that_refuses_what_is_computed_otherwise(
+    site, number: int, shape: str, status: str
+) -> None:
     """It is asked with inputs that it takes: what it raises for others, which its kernel catches, is no failure."""
     site.plugin("acme", CHOOSY.format(number=number, shape=shape))
     told = judged("acme", "operators")["gelu-operators"]
@@ -224,7 +256,10 @@ def test_plugins_that_may_not_run_here_are_no_company(site) -> None:
     site.platform("brix", probe="return Evidence(False, 'no device')", plugin=other)
     site.plugin("dune", other, requires=("opgraft>=9",))
     found = judged("acme", "together")["(plugin)-together"]
-    assert (found.status, found.reason) == ("skipped", "no other plugin is installed that may run here")
+    assert (found.status, found.reason) == (
+        "skipped",
+        "no other plugin is installed that may run here",
+    )
 
 
 OWN = """
@@ -253,7 +288,9 @@ def test_nothing_to_send_is_no_answer(site) -> None:
 
 def test_what_a_plugin_asserts_is_shown_harmlessly(site) -> None:
     """The message of an AssertionError is the plugin's own text: marks that reorder it are escapes."""
-    wrong = WRONG.replace("return torch", "raise AssertionError('\\u202edne\\x1b[2J')\n        return torch")
+    wrong = WRONG.replace(
+        "return torch", "raise AssertionError('\\u202edne\\x1b[2J')\n        return torch"
+    )
     site.plugin("acme", wrong)
     told = judged("acme", "strides")["gelu-strides"]
     assert told.status == "failed"
@@ -263,14 +300,22 @@ def test_what_a_plugin_asserts_is_shown_harmlessly(site) -> None:
 def test_the_page_lists_the_checks() -> None:
     """The table of the how-to has each check of the kit, in its words."""
     page = (PLUGINS.parent / "docs/how-to/check-a-plugin.md").read_text(encoding="utf-8")
-    rows = page.partition("| check | passing means |\n|---|---|\n")[2].partition("\n\n")[0].splitlines()
+    rows = (
+        page.partition("| check | passing means |\n|---|---|\n")[2]
+        .partition("\n\n")[0]
+        .splitlines()
+    )
     assert rows == [f"| `{name}` | {summary} |" for name, summary in SUMMARIES.items()]
 
 
 @pytest.mark.parametrize(
     ("wrong", "check", "reason"),
     [
-        ('@GELU.register_oot(name="Gelux")', "registration", "replaces 'Gelux', which no registered op answers to"),
+        (
+            '@GELU.register_oot(name="Gelux")',
+            "registration",
+            "replaces 'Gelux', which no registered op answers to",
+        ),
         ("raise OSError('no driver')", "loading", "OSError: no driver"),
     ],
 )
@@ -279,7 +324,11 @@ def test_a_plugin_that_does_not_load(site, wrong: str, check: str, reason: str) 
     site.plugin("acme", WRONG.replace("@GELU.register_oot", wrong))
     with alone("acme"):
         conformance = Conformance("acme")
-        answers = [conformance.judge(case) for case in conformance.cases if case.check in ("loading", check)]
+        answers = [
+            conformance.judge(case)
+            for case in conformance.cases
+            if case.check in ("loading", check)
+        ]
     failed = [outcome for outcome in answers if outcome.status == "failed"]
     assert [outcome.check for outcome in failed] == [check]
     assert reason in failed[0].reason

@@ -48,7 +48,9 @@ def test_one_scan_per_process(site) -> None:
         "[opgraft.plugins]\nbroken =",
     ],
 )
-def test_malformed_metadata_is_a_recorded_problem_and_the_rest_goes_on(site, caplog, text: str) -> None:
+def test_malformed_metadata_is_a_recorded_problem_and_the_rest_goes_on(
+    site, caplog, text: str
+) -> None:
     """One distribution with a broken entry_points.txt hides no other, and is reported once."""
     site.install("broken-dist", {}, text)
     site.plugin("good", "")
@@ -63,7 +65,9 @@ def test_malformed_metadata_is_a_recorded_problem_and_the_rest_goes_on(site, cap
 def test_metadata_that_cannot_even_be_decoded_or_lacks_its_name(site) -> None:
     """Bytes that are no text, and a dist-info folder without METADATA, are problems too."""
     site.install("garbage", {}, "x")
-    (site.folder / "garbage-1.0.dist-info/entry_points.txt").write_bytes(b"[opgraft.plugins]\n\xff\xfe = x")
+    (site.folder / "garbage-1.0.dist-info/entry_points.txt").write_bytes(
+        b"[opgraft.plugins]\n\xff\xfe = x"
+    )
     site.plugin("nameless", "")
     (site.folder / "nameless-1.0.dist-info/METADATA").unlink()
     assert discover().of_group(PLUGIN_GROUP) == []
@@ -75,7 +79,10 @@ def test_a_name_that_is_taken_is_a_problem(site) -> None:
     site.install("one", {"one.py": ""}, {"opgraft.plugins": ["acme = one"]})
     site.install("two", {"two.py": ""}, {"opgraft.plugins": ["acme = two"]})
     (problem,) = discover().problems
-    assert {problem.provider.name} | {discover().of_group(PLUGIN_GROUP)[0].provider.name} == {"one", "two"}
+    assert {problem.provider.name} | {discover().of_group(PLUGIN_GROUP)[0].provider.name} == {
+        "one",
+        "two",
+    }
     assert "'acme' in opgraft.plugins is already provided by" in problem.reason
 
 
@@ -85,7 +92,9 @@ def test_a_plugin_that_settings_could_not_choose_is_a_problem(site) -> None:
     (problem,) = discover().problems
     assert [offer.name for offer in discover().of_group(PLUGIN_GROUP)] == ["acme"]
     assert problem.provider == Provider("acme", "1.0")
-    assert "'native' in opgraft.plugins could not be chosen by the setting providers" in problem.reason
+    assert (
+        "'native' in opgraft.plugins could not be chosen by the setting providers" in problem.reason
+    )
     assert "give it another name" in problem.reason
 
 
@@ -98,9 +107,13 @@ def test_a_built_in_platform_cannot_be_shadowed(site) -> None:
 
 def test_the_simulated_platform_is_one(site, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is offered where its variable is set; another of its name is a problem then, and is told of."""
-    site.install("impostor", {"impostor.py": ""}, {"opgraft.platforms": ["simulated = impostor:SPEC"]})
+    site.install(
+        "impostor", {"impostor.py": ""}, {"opgraft.platforms": ["simulated = impostor:SPEC"]}
+    )
     monkeypatch.setenv(SIMULATED_DEVICE, "default")
-    (simulated,) = (offer for offer in discover().of_group(PLATFORM_GROUP) if offer.name == "simulated")
+    (simulated,) = (
+        offer for offer in discover().of_group(PLATFORM_GROUP) if offer.name == "simulated"
+    )
     (problem,) = discover().problems
     assert simulated.built_in
     assert "'simulated' in opgraft.platforms is already provided by opgraft" in problem.reason
@@ -120,7 +133,9 @@ def test_providers_of_modules(site) -> None:
     """A module belongs to its distribution where that is known, else to its top-level package."""
     site.plugin("acme-ops", "")
     assert discover().provider_of("acme_ops.kernels") == Provider("acme-ops", "1.0")
-    assert discover().provider_of("opgraft.ops.layernorm") == Provider("opgraft", opgraft.__version__)
+    assert discover().provider_of("opgraft.ops.layernorm") == Provider(
+        "opgraft", opgraft.__version__
+    )
     assert str(discover().provider_of("elsewhere.module")) == "elsewhere"
 
 
@@ -134,27 +149,50 @@ def stale_metadata(folder: Path, platforms: str) -> None:
 
 def test_stale_metadata_in_the_working_folder_hides_nothing(cli, tmp_path: Path) -> None:
     """An egg-info of another time neither takes platforms away nor brings back those that are gone."""
-    stale_metadata(tmp_path, "cpu = opgraft.platforms.cpu:OLD\ngone = opgraft.platforms.gone:SPEC\n")
+    stale_metadata(
+        tmp_path, "cpu = opgraft.platforms.cpu:OLD\ngone = opgraft.platforms.gone:SPEC\n"
+    )
     result = cli("detect", "--json")
     assert result.returncode == 0, result.stderr
     data = json.loads(result.stdout)
-    assert sorted(c["name"] for c in data["decision"]["candidates"]) == ["cpu", "cuda", "rocm", "tpu", "xpu"]
+    assert sorted(c["name"] for c in data["decision"]["candidates"]) == [
+        "cpu",
+        "cuda",
+        "rocm",
+        "tpu",
+        "xpu",
+    ]
     assert data["problems"] == []
-    assert {c["provider"]["version"] for c in data["decision"]["candidates"]} == {opgraft.__version__}
+    assert {c["provider"]["version"] for c in data["decision"]["candidates"]} == {
+        opgraft.__version__
+    }
 
 
 @pytest.mark.parametrize("name", ["opgraft", "OpGraft"])
-@pytest.mark.parametrize("point", ["cpu = evil:SPEC", "evil = evil:SPEC", "evil = opgraft_platforms_evil:SPEC"])
+@pytest.mark.parametrize(
+    "point", ["cpu = evil:SPEC", "evil = evil:SPEC", "evil = opgraft_platforms_evil:SPEC"]
+)
 def test_an_impostor_is_not_built_in(site, cli, tmp_path: Path, name: str, point: str) -> None:
     """Whoever calls itself opgraft gets no probe run, neither here nor in a child, and is reported."""
     trace = tmp_path / "ran"
     source = f"open({str(trace)!r}, 'w').close()\nSPEC = None\n"
     modules = {"evil.py": source, "opgraft_platforms_evil.py": source}
-    site.install(name, modules, {"opgraft.platforms": [point], "opgraft.plugins": ["evil = evil"]}, version="9.0")
+    site.install(
+        name,
+        modules,
+        {"opgraft.platforms": [point], "opgraft.plugins": ["evil = evil"]},
+        version="9.0",
+    )
     result = cli("detect", "--json")
     assert result.returncode == 0, result.stderr
     data = json.loads(result.stdout)
-    assert sorted(c["name"] for c in data["decision"]["candidates"]) == ["cpu", "cuda", "rocm", "tpu", "xpu"]
+    assert sorted(c["name"] for c in data["decision"]["candidates"]) == [
+        "cpu",
+        "cuda",
+        "rocm",
+        "tpu",
+        "xpu",
+    ]
     (problem,) = data["problems"]
     assert str(site.folder) in problem["provider"]["name"]
     assert "calls itself opgraft" in problem["reason"]
@@ -163,7 +201,14 @@ def test_an_impostor_is_not_built_in(site, cli, tmp_path: Path, name: str, point
 
 
 @pytest.mark.parametrize(
-    "line", ["Opgraft>=9", "OPGRAFT >= 9", "opgraft (>=9)", "opgraft[demo]>=9", "opgraft>=9; python_version>'3'"]
+    "line",
+    [
+        "Opgraft>=9",
+        "OPGRAFT >= 9",
+        "opgraft (>=9)",
+        "opgraft[demo]>=9",
+        "opgraft>=9; python_version>'3'",
+    ],
 )
 def test_a_requirement_counts_however_it_is_spelled(site, line: str) -> None:
     """Names of distributions have many spellings, and a version that does not fit is a reason in each."""

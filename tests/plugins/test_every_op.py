@@ -35,7 +35,12 @@ class Vendor{target}({target}):
 """
 
 PLAMO = SimpleNamespace(
-    hidden_size=12, mamba_num_heads=4, hidden_size_per_head=6, mamba_d_state=5, mamba_d_conv=4, rms_norm_eps=1e-6
+    hidden_size=12,
+    mamba_num_heads=4,
+    hidden_size_per_head=6,
+    mamba_d_state=5,
+    mamba_d_conv=4,
+    rms_norm_eps=1e-6,
 )
 
 
@@ -54,7 +59,9 @@ def latent_modules() -> MLAModules:
     """Layers of latent attention, of which the test constructs the whole only."""
     part = ops.ReplicatedLinear(8, 8, bias=False, return_bias=False)
     names = MLAModules.__dataclass_fields__
-    given = dict.fromkeys(("kv_a_layernorm", "kv_b_proj", "o_proj", "kv_a_proj_with_mqa", "q_proj"), part)
+    given = dict.fromkeys(
+        ("kv_a_layernorm", "kv_b_proj", "o_proj", "kv_a_proj_with_mqa", "q_proj"), part
+    )
     return MLAModules(**{**dict.fromkeys(names), **given})
 
 
@@ -89,13 +96,19 @@ OPS: dict[str, tuple[Make, Call | None]] = {
     "mamba_mixer": (lambda c: c(12, 5, 4, 24, 3, True, True, True, prefix="m"), None),
     "mamba_mixer2": (lambda c: c(12, 5, 4, 24, True, True, 2, 4, 6, prefix="m"), None),
     "mixer2_gated_rms_norm": (lambda c: c(8, 2), lambda op: op(X, X)),
-    "mla_attention": (lambda c: c(2, 0.5, 4, 4, 4, None, 8, ops.ReplicatedLinear(8, 16, bias=False)), None),
+    "mla_attention": (
+        lambda c: c(2, 0.5, 4, 4, 4, None, 8, ops.ReplicatedLinear(8, 16, bias=False)),
+        None,
+    ),
     "mlp": (lambda c: c(ops.Linear(8, 4), ops.GELU(), ops.Linear(4, 8)), lambda op: op(X)),
     "modular_fused_moe": (
         lambda c: c(ops.UnquantizedFusedMoEMethod(MOE)),
         lambda op: op.apply(experts(ops.FusedMoE), X, SHARES, IDS),
     ),
-    "multi_head_latent_attention": (lambda c: c(8, 2, 0.5, 4, 4, 4, None, 8, latent_modules()), None),
+    "multi_head_latent_attention": (
+        lambda c: c(8, 2, 0.5, 4, 4, 4, None, 8, latent_modules()),
+        None,
+    ),
     "parallel_lm_head": (lambda c: c(64, 8), None),
     "plamo2_mamba_mixer": (
         lambda c: c(SimpleNamespace(model_config=SimpleNamespace(hf_config=PLAMO)), prefix="m"),
@@ -104,7 +117,10 @@ OPS: dict[str, tuple[Make, Call | None]] = {
     "replicated_linear": (lambda c: c(8, 4), lambda op: run(op, X)),
     "rotary_embedding": (lambda c: c(*ROPE), lambda op: op(POSITIONS, drawn(3, 16), drawn(3, 16))),
     "row_parallel_linear": (lambda c: c(8, 4), lambda op: run(op, X)),
-    "short_conv": (lambda c: c(SimpleNamespace(conv_L_cache=3, conv_bias=True), 12, 0, prefix="m"), None),
+    "short_conv": (
+        lambda c: c(SimpleNamespace(conv_L_cache=3, conv_bias=True), 12, 0, prefix="m"),
+        None,
+    ),
     "transformers_fused_moe": (experts, lambda op: op(X, IDS, SHARES)),
     "transposed_linear": (lambda c: c(8, 4), lambda op: op(X)),
     "unscaled_rms_norm": (lambda c: c(), lambda op: op(X)),
@@ -124,7 +140,9 @@ def by_spec(target: Any) -> tuple[Any, Call]:
     family = importlib.import_module(f"{target.__module__.rpartition('.')[0]}.spec")
     for spec in family.SPECS:
         for variant in spec.variants if spec.module else ():
-            op, given = spec.module(**spec.arguments(variant, spec.dtypes[0], spec.leads[1], spec.sizes[1]))
+            op, given = spec.module(
+                **spec.arguments(variant, spec.dtypes[0], spec.leads[1], spec.sizes[1])
+            )
             if op.op_class.__module__ == "vendor_op":
                 return op, functools.partial(apply, given)
     pytest.fail(f"no spec of its family builds {target.__name__}: OPS needs a row that does")
@@ -141,7 +159,12 @@ def test_a_plugin_replaces(name: str, site: Site) -> None:
     target: Any = CustomOp.op_registry[name]
     reference = reference_method(target)
     method = "forward" if reference == "forward" else "forward_oot"
-    source = {"module": target.__module__, "target": target.__name__, "method": method, "reference": reference}
+    source = {
+        "module": target.__module__,
+        "target": target.__name__,
+        "method": method,
+        "reference": reference,
+    }
     site.plugin("vendor-op", PLUGIN.format(**source))
     load_plugins()
     row = OPS.get(name)
@@ -156,8 +179,13 @@ def test_a_plugin_replaces(name: str, site: Site) -> None:
         assert vendor_op.CALLS
     told = json.loads(CliRunner().invoke(commands, ["ops", "explain", name, "--json"]).stdout)
     kernel = told["decision"]
-    choice = next(part for part in kernel["parts"] if part["subject"] == f"class of {target.__name__}")
+    choice = next(
+        part for part in kernel["parts"] if part["subject"] == f"class of {target.__name__}"
+    )
     winner = next(row for row in choice["candidates"] if row["accepted"])
     assert kernel["chosen"] == f"Vendor{target.__name__}.{method}"
-    assert (choice["chosen"], winner["provider"]["name"]) == (f"Vendor{target.__name__}", "vendor-op")
+    assert (choice["chosen"], winner["provider"]["name"]) == (
+        f"Vendor{target.__name__}",
+        "vendor-op",
+    )
     assert "vendor_op.py:" in winner["location"]

@@ -66,7 +66,9 @@ def test_an_op_tells_what_became_of_every_plugin(site) -> None:
 def test_import_time_decorators_count_and_survive_reset(site) -> None:
     """Declarations made when a module is imported are re-applied when its plugin is activated again."""
     body = (
-        GOOD.replace("@opgraft.hookimpl", "RMSNorm.register_oot(AcmeRMSNorm)\ndef unused(): ...\n'''").rstrip()
+        GOOD.replace(
+            "@opgraft.hookimpl", "RMSNorm.register_oot(AcmeRMSNorm)\ndef unused(): ...\n'''"
+        ).rstrip()
         + "\n'''\n"
     )
     site.plugin("acme", body)
@@ -94,15 +96,25 @@ FAILING = {
     "missing dependency": ("import acme_driver_that_is_missing", "acme_driver_that_is_missing"),
     "raises in its hook after registering two ops": (
         GOOD.replace(
-            "AcmeRMSNorm)\n", "AcmeRMSNorm)\n    RMSNorm.register_oot(type('B', (AcmeRMSNorm,), {}))\n    1 / 0\n"
+            "AcmeRMSNorm)\n",
+            "AcmeRMSNorm)\n    RMSNorm.register_oot(type('B', (AcmeRMSNorm,), {}))\n    1 / 0\n",
         ),
         "ZeroDivisionError",
     ),
-    "returns the wrong type": (GOOD + "    return 3\n", "opgraft_register_ops returned a int, expected None"),
+    "returns the wrong type": (
+        GOOD + "    return 3\n",
+        "opgraft_register_ops returned a int, expected None",
+    ),
     "implements no hook": ("platforms = 'any'", "implements no hook and registers no op"),
-    "misspells a hook": (GOOD.replace("def opgraft_register_ops", "def opgraft_register_op"), "opgraft_register_op"),
+    "misspells a hook": (
+        GOOD.replace("def opgraft_register_ops", "def opgraft_register_op"),
+        "opgraft_register_op",
+    ),
     "asks for an unknown argument": (GOOD.replace("(platform)", "(device)"), "device"),
-    "states no platforms": (GOOD.replace('platforms = "any"', ""), "must state where its kernels apply"),
+    "states no platforms": (
+        GOOD.replace('platforms = "any"', ""),
+        "must state where its kernels apply",
+    ),
     "states platforms wrongly": (GOOD.replace('"any"', "3"), "must state where its kernels apply"),
     "replaces with a stranger": (
         GOOD.replace("class AcmeRMSNorm(RMSNorm)", "class AcmeRMSNorm(opgraft.CustomOp)"),
@@ -122,7 +134,8 @@ FAILING = {
 
 FAILING |= {
     "sets what is already decided": (
-        GOOD + "\n@opgraft.hookimpl\ndef opgraft_config():\n    return opgraft.OpgraftConfig(platform='tpu')\n",
+        GOOD
+        + "\n@opgraft.hookimpl\ndef opgraft_config():\n    return opgraft.OpgraftConfig(platform='tpu')\n",
         "it sets platform, which was decided before",
     ),
     "names an unknown op in its defaults": (
@@ -154,13 +167,20 @@ def test_a_failing_plugin_is_taken_back_recorded_and_reported_once(site, caplog,
 
 
 @pytest.mark.parametrize("kind", ["raises at import", "exits at import"])
-@pytest.mark.parametrize("setting", [OpgraftConfig(strict=True), OpgraftConfig(plugins=["acme", "brix"])])
-def test_strict_mode_and_a_plugin_asked_for_by_name_raise(site, kind: str, setting: OpgraftConfig) -> None:
+@pytest.mark.parametrize(
+    "setting", [OpgraftConfig(strict=True), OpgraftConfig(plugins=["acme", "brix"])]
+)
+def test_strict_mode_and_a_plugin_asked_for_by_name_raise(
+    site, kind: str, setting: OpgraftConfig
+) -> None:
     """The error chains the cause; what the pass had activated is taken back, so a retry starts clean."""
     site.plugin("brix", GOOD.replace("AcmeRMSNorm", "BrixRMSNorm"))
     site.plugin("acme", FAILING[kind][0])
     for _ in range(2):
-        with set_config(setting), pytest.raises(PluginError, match=r"plugin 'acme' of acme 1\.0 failed") as caught:
+        with (
+            set_config(setting),
+            pytest.raises(PluginError, match=r"plugin 'acme' of acme 1\.0 failed") as caught,
+        ):
             load_plugins()
         assert caught.value.__cause__ is not None
         assert caught.value.exit_code == 4
@@ -212,7 +232,9 @@ def test_an_allow_list_that_names_what_is_not_installed(site) -> None:
         ("opgraft ==", "malformed"),
     ],
 )
-def test_a_plugin_that_needs_another_opgraft_is_rejected(site, requirement: str, reason: str) -> None:
+def test_a_plugin_that_needs_another_opgraft_is_rejected(
+    site, requirement: str, reason: str
+) -> None:
     """Requires-Dist is checked by the host, because pip can be bypassed."""
     site.plugin("acme", "raise RuntimeError", requires=["torch", requirement])
     load_plugins()
@@ -222,7 +244,11 @@ def test_a_plugin_that_needs_another_opgraft_is_rejected(site, requirement: str,
 
 def test_requirements_behind_an_extra_do_not_count(site) -> None:
     """A requirement on opgraft that only an extra has, or that is met, admits the plugin."""
-    site.plugin("acme", GOOD, requires=["opgraft>=0.1,<1", "opgraft>=99; extra == 'future'", "opgraft-tools>=9"])
+    site.plugin(
+        "acme",
+        GOOD,
+        requires=["opgraft>=0.1,<1", "opgraft>=99; extra == 'future'", "opgraft-tools>=9"],
+    )
     load_plugins()
     assert status("acme")[0] == "activated"
 
@@ -230,9 +256,13 @@ def test_requirements_behind_an_extra_do_not_count(site) -> None:
 class TestScope:
     """Where a plugin's registrations apply."""
 
-    def test_a_plugin_with_a_platform_applies_there_and_is_not_imported_elsewhere(self, site) -> None:
+    def test_a_plugin_with_a_platform_applies_there_and_is_not_imported_elsewhere(
+        self, site
+    ) -> None:
         """A vendor's kernels never run, and its code is never imported, without the vendor's device."""
-        site.platform("acme", probe="return Evidence(False, 'no device')", plugin="raise RuntimeError")
+        site.platform(
+            "acme", probe="return Evidence(False, 'no device')", plugin="raise RuntimeError"
+        )
         load_plugins()
         assert status("acme") == ("rejected", "applies on acme only, this process runs on cpu")
 
@@ -241,8 +271,12 @@ class TestScope:
         site.platform("acme", probe=AVAILABLE, plugin=GOOD.replace('platforms = "any"', ""))
         assert RMSNorm(4).op_class.__name__ == "AcmeRMSNorm"
 
-    @pytest.mark.parametrize(("stated", "expected"), [('("cpu",)', "AcmeRMSNorm"), ('("other",)', "RMSNorm")])
-    def test_a_plugin_without_a_platform_states_its_scope(self, site, stated: str, expected: str) -> None:
+    @pytest.mark.parametrize(
+        ("stated", "expected"), [('("cpu",)', "AcmeRMSNorm"), ('("other",)', "RMSNorm")]
+    )
+    def test_a_plugin_without_a_platform_states_its_scope(
+        self, site, stated: str, expected: str
+    ) -> None:
         """platforms = ("cpu",) lets a plugin bring kernels for a built-in platform only."""
         site.plugin("acme", GOOD.replace('"any"', stated))
         assert RMSNorm(4).op_class.__name__ == expected
@@ -323,8 +357,13 @@ def test_a_platform_change_after_reset_changes_the_plugins(site, tmp_path, monke
 
 def test_a_plugin_imported_by_one_thread_and_loaded_by_another(site) -> None:
     """One thread imports a plugin's module, which registers, while another loads it: neither waits for ever."""
-    site.plugin("acme", "import time\ntime.sleep(0.5)\n" + GOOD + "RMSNorm.register_oot(AcmeRMSNorm)\n")
-    threads = [threading.Thread(target=work, daemon=True) for work in (load_plugins, lambda: __import__("acme"))]
+    site.plugin(
+        "acme", "import time\ntime.sleep(0.5)\n" + GOOD + "RMSNorm.register_oot(AcmeRMSNorm)\n"
+    )
+    threads = [
+        threading.Thread(target=work, daemon=True)
+        for work in (load_plugins, lambda: __import__("acme"))
+    ]
     for thread in threads:
         thread.start()
         time.sleep(0.1)
@@ -334,7 +373,9 @@ def test_a_plugin_imported_by_one_thread_and_loaded_by_another(site) -> None:
     assert RMSNorm(4).op_class.__name__ == "AcmeRMSNorm"
 
 
-def test_a_hook_that_waits_for_a_thread_gets_an_error_instead_of_a_deadlock(site, monkeypatch) -> None:
+def test_a_hook_that_waits_for_a_thread_gets_an_error_instead_of_a_deadlock(
+    site, monkeypatch
+) -> None:
     """A thread that constructs ops while the hook which joins it runs gives up, and says what to do."""
     monkeypatch.setattr(state, "LOADING_PATIENCE", 0.5)
     body = (
@@ -350,7 +391,10 @@ def test_a_hook_that_waits_for_a_thread_gets_an_error_instead_of_a_deadlock(site
 
 def test_two_plugins_of_one_distribution(site) -> None:
     """What a module declares belongs to the plugin whose entry point it lies under, whoever imports it first."""
-    files = {"first.py": GOOD.replace("AcmeRMSNorm", "First"), "second.py": GOOD.replace("AcmeRMSNorm", "Second")}
+    files = {
+        "first.py": GOOD.replace("AcmeRMSNorm", "First"),
+        "second.py": GOOD.replace("AcmeRMSNorm", "Second"),
+    }
     site.install("pair", files, {"opgraft.plugins": ["aaa = first", "bbb = second"]})
     import second
 
@@ -389,5 +433,8 @@ def test_a_plugin_asked_for_that_cannot_be_used_is_an_error(site, requirement: s
     site.platform("dev", probe="return Evidence(False, 'no device')", plugin=GOOD)
     site.plugin("acme", body, requires=[requirement])
     name = "acme" if body else "dev"
-    with set_config(OpgraftConfig(plugins=[name])), pytest.raises(PluginError, match=f"asks for plugin '{name}'"):
+    with (
+        set_config(OpgraftConfig(plugins=[name])),
+        pytest.raises(PluginError, match=f"asks for plugin '{name}'"),
+    ):
         load_plugins()

@@ -25,7 +25,10 @@ EXTENSION = "intel_extension_for_pytorch"
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 if importlib.util.find_spec(EXTENSION):
-    pytest.skip(f"{EXTENSION} itself is installed: tests/lanes/test_ipex.py runs on it", allow_module_level=True)
+    pytest.skip(
+        f"{EXTENSION} itself is installed: tests/lanes/test_ipex.py runs on it",
+        allow_module_level=True,
+    )
 
 # From intel_extension_for_pytorch/llm/functional/fusions.py and transformers/models/cpu/fusions/mha_fusion.py of 2.8:
 # what the functions are called, take, check and overwrite.
@@ -72,9 +75,14 @@ def plugin(site) -> None:
     """The plugin as pip would install it: its modules, its entry points, its requirements."""
     project = tomllib.loads((PLUGIN / "pyproject.toml").read_text())["project"]
     points = project["entry-points"]["opgraft.plugins"]
-    files = {str(path.relative_to(PLUGIN / "src")): path.read_text() for path in (PLUGIN / "src").rglob("*.py")}
+    files = {
+        str(path.relative_to(PLUGIN / "src")): path.read_text()
+        for path in (PLUGIN / "src").rglob("*.py")
+    }
     lines = [f"{name} = {value}" for name, value in points.items()]
-    site.install(project["name"], files, {"opgraft.plugins": lines}, requires=project["dependencies"])
+    site.install(
+        project["name"], files, {"opgraft.plugins": lines}, requires=project["dependencies"]
+    )
 
 
 def install_extension(site, version: str) -> None:
@@ -100,23 +108,35 @@ def test_without_the_extension_nothing_is_imported(plugin, cli) -> None:
     """The plugin vetoes itself, which is all that the doctor tells, and the ops are those of the catalogue."""
     load_plugins()
     record = host_state().plugins["ipex"]
-    assert (record.status, record.reason) == (PluginStatus.VETOED, "intel-extension-for-pytorch is not installed")
+    assert (record.status, record.reason) == (
+        PluginStatus.VETOED,
+        "intel-extension-for-pytorch is not installed",
+    )
     assert "opgraft_ipex.ops" not in sys.modules
     assert RMSNorm(8).op_class is RMSNorm
     result = cli("plugins", "doctor")
     assert result.returncode == 1
-    assert result.stdout.count("finding:") == result.stdout.count("as it vetoed itself: intel-extension") == 1
+    assert (
+        result.stdout.count("finding:")
+        == result.stdout.count("as it vetoed itself: intel-extension")
+        == 1
+    )
 
 
 def test_an_extension_for_another_torch_is_not_imported(plugin, site) -> None:
     """Versions decide before the import, which would end the interpreter."""
     install_extension(site, "1.9.1")
     load_plugins()
-    assert "intel-extension-for-pytorch 1.9.1 works with torch 1.9 only" in host_state().plugins["ipex"].reason
+    assert (
+        "intel-extension-for-pytorch 1.9.1 works with torch 1.9 only"
+        in host_state().plugins["ipex"].reason
+    )
     assert EXTENSION not in sys.modules
 
 
-@pytest.mark.parametrize(("version", "vetoed"), [(MATCHING, True), (f"{MATCHING[:-2]}.10+xpu", False)])
+@pytest.mark.parametrize(
+    ("version", "vetoed"), [(MATCHING, True), (f"{MATCHING[:-2]}.10+xpu", False)]
+)
 def test_the_build_for_cpus_serves_no_xpu(plugin, site, version: str, vetoed: bool) -> None:
     """On XPUs the extension's own build for them is needed."""
 
@@ -147,8 +167,12 @@ def test_norm(calls, shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("neox", [True, False])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize(("tokens", "heads"), [((7,), False), ((7,), True), ((2, 5), False), ((2, 5), True)])
-def test_rotary_embedding(calls, tokens: tuple[int, ...], heads: bool, dtype: torch.dtype, neox: bool) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "heads"), [((7,), False), ((7,), True), ((2, 5), False), ((2, 5), True)]
+)
+def test_rotary_embedding(
+    calls, tokens: tuple[int, ...], heads: bool, dtype: torch.dtype, neox: bool
+) -> None:
     """Flat and per head, one sequence or a batch, in either style, the rotation is the catalogue's."""
     op = RotaryEmbedding(16, 16, 64, 10000.0, neox, dtype)
     positions = torch.randint(0, 64, tokens)
@@ -167,7 +191,10 @@ def test_gate(calls, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """The gated activation is the catalogue's."""
     x = torch.randn(shape).to(dtype)
     torch.testing.assert_close(
-        SiluAndMul()(x), SiluAndMul.forward_native(x), atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype]
+        SiluAndMul()(x),
+        SiluAndMul.forward_native(x),
+        atol=TOLERANCES[dtype],
+        rtol=TOLERANCES[dtype],
     )
     assert calls == ["silu_mul"]
 
@@ -179,7 +206,10 @@ STEPS_ASIDE = {
     "no tokens": lambda: (RMSNorm(8), (torch.randn(0, 8),)),
     "no tokens to gate": lambda: (SiluAndMul(), (torch.randn(0, 8),)),
     "no key": lambda: (rotary(8), (torch.arange(3), torch.randn(3, 16))),
-    "a part of each head": lambda: (rotary(4), (torch.arange(3), torch.randn(3, 16), torch.randn(3, 8))),
+    "a part of each head": lambda: (
+        rotary(4),
+        (torch.arange(3), torch.randn(3, 16), torch.randn(3, 8)),
+    ),
     "no positions": lambda: (rotary(8), (torch.arange(0), torch.randn(0, 16), torch.randn(0, 8))),
 }
 
@@ -194,7 +224,9 @@ def test_where_the_kernels_do_not_apply(calls, case: str) -> None:
     op, arguments = STEPS_ASIDE[case]()
     with torch.no_grad():
         result, expected = op(*arguments), op.forward_native(*arguments)
-    for ours, reference in zip(*((r if isinstance(r, tuple) else (r,)) for r in (result, expected)), strict=True):
+    for ours, reference in zip(
+        *((r if isinstance(r, tuple) else (r,)) for r in (result, expected)), strict=True
+    ):
         assert (ours is None and reference is None) or torch.equal(ours, reference)
     assert calls == []
 
@@ -205,7 +237,11 @@ def test_where_the_kernels_do_not_apply(calls, case: str) -> None:
         (lambda: RMSNorm(8), (torch.ones(2, 7),), "rms_norm"),
         (lambda: RMSNorm(8), (torch.ones(2, 8), torch.ones(3, 8)), "rms_norm"),
         (lambda: SiluAndMul(), (torch.ones(2, 7),), "silu_and_mul"),
-        (lambda: rotary(8), (torch.arange(3), torch.ones(3, 15), torch.ones(3, 8)), "rotary_embedding"),
+        (
+            lambda: rotary(8),
+            (torch.arange(3), torch.ones(3, 15), torch.ones(3, 8)),
+            "rotary_embedding",
+        ),
     ],
 )
 def test_bad_input_is_refused_as_by_the_catalogue(calls, make, arguments, message: str) -> None:

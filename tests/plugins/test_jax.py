@@ -24,14 +24,31 @@ def evidence(root: Path, packages: dict[str, str], wanted: str | None = None) ->
     [
         ({}, "cpu", "jax is not installed", "pip install jax"),
         ({"jax": "0.10.2"}, "cpu", "jaxlib is not installed", "pip install jax"),
-        ({"jax": "0.11.0", "jaxlib": "0.10.2"}, "cpu", "jax 0.11.0 is installed, and this plugin is for 0.10", "<0.11"),
-        (JAX, None, "not asked for: JAX_RUNTIME_DEVICE is not set", "set JAX_RUNTIME_DEVICE to cpu or tpu"),
-        (JAX, "gpu", "JAX_RUNTIME_DEVICE='gpu' is no device that this plugin knows", "to cpu or tpu"),
+        (
+            {"jax": "0.11.0", "jaxlib": "0.10.2"},
+            "cpu",
+            "jax 0.11.0 is installed, and this plugin is for 0.10",
+            "<0.11",
+        ),
+        (
+            JAX,
+            None,
+            "not asked for: JAX_RUNTIME_DEVICE is not set",
+            "set JAX_RUNTIME_DEVICE to cpu or tpu",
+        ),
+        (
+            JAX,
+            "gpu",
+            "JAX_RUNTIME_DEVICE='gpu' is no device that this plugin knows",
+            "to cpu or tpu",
+        ),
         (JAX, "tpu", "libtpu is not installed", "jax[tpu]"),
         ({**JAX, "libtpu": "0.0.21"}, "tpu", "there is no device node of a chip", "/dev/vfio"),
     ],
 )
-def test_rejected(tmp_path: Path, packages: dict[str, str], wanted: str | None, reason: str, remedy: str) -> None:
+def test_rejected(
+    tmp_path: Path, packages: dict[str, str], wanted: str | None, reason: str, remedy: str
+) -> None:
     """The platform is not there, and the evidence says what is missing and what to do."""
     told = evidence(tmp_path, packages, wanted)
     assert (told.available, told.devices) == (False, ())

@@ -52,7 +52,11 @@ class FastAttention(ops.MultiHeadLatentAttentionWrapper):
     def forward(self, positions, hidden_states, llama_4_scaling=None):
         return super().forward(positions, hidden_states, llama_4_scaling)
 """
-PLUGINS = {"MLAPagedAttention": FORM, "MLAAttention": LAYER, "MultiHeadLatentAttentionWrapper": WHOLE}
+PLUGINS = {
+    "MLAPagedAttention": FORM,
+    "MLAAttention": LAYER,
+    "MultiHeadLatentAttentionWrapper": WHOLE,
+}
 
 
 @pytest.mark.parametrize("target", PLUGINS)
@@ -73,7 +77,11 @@ def opgraft_register_ops():
     pairs = [recorded(str(i), prompt, 16) for i, prompt in enumerate(prompts(1, 3, 19, 22))]
     serve(core, [request for request, _ in pairs])
     assert any(request.num_preemptions for request, _ in pairs)
-    rows = [row for row in opgraft.explain(core.executor.worker.runner.model).rows if row.op_class == "FastAttention"]
+    rows = [
+        row
+        for row in opgraft.explain(core.executor.worker.runner.model).rows
+        if row.op_class == "FastAttention"
+    ]
     assert len(rows) == 3
     for request, logits in pairs:
         expect_right(model, request, logits)

@@ -22,7 +22,9 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["helper", "other", "inner/more"])
-def test_a_link_to_a_folder_is_not_followed_and_not_admitted(site, path: Path, tmp_path: Path, name: str) -> None:
+def test_a_link_to_a_folder_is_not_followed_and_not_admitted(
+    site, path: Path, tmp_path: Path, name: str
+) -> None:
     """An import would go there, whatever RECORD lists."""
     site.install("brix", HELPED, {PLUGIN_GROUP: ["brix = brix"]})
     assert lock(path) == []
@@ -30,10 +32,14 @@ def test_a_link_to_a_folder_is_not_followed_and_not_admitted(site, path: Path, t
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside/__init__.py").write_text("")
     (site.folder / "brix" / name).symlink_to(tmp_path / "outside")
-    assert f"{site.folder / 'brix' / name} lies in a package of its own" in (reason(path, "brix") or "")
+    assert f"{site.folder / 'brix' / name} lies in a package of its own" in (
+        reason(path, "brix") or ""
+    )
 
 
-def test_a_module_in_the_way_of_one_that_is_no_entry_point(site, path: Path, tmp_path: Path, monkeypatch) -> None:
+def test_a_module_in_the_way_of_one_that_is_no_entry_point(
+    site, path: Path, tmp_path: Path, monkeypatch
+) -> None:
     """The class of a platform is named by its specification."""
     site.install("brix", {"brix.py": PLUGIN, "brix_parts.py": ""}, {PLUGIN_GROUP: ["brix = brix"]})
     assert lock(path) == []

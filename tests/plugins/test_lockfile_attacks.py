@@ -71,7 +71,9 @@ def finder_of_no_file(site: Site, tmp: Path, patch: Patch) -> str:
 def finder_that_raises(site: Site, tmp: Path, patch: Patch) -> str:
     found = Elsewhere("acme", lambda name: [][0])
     patch.setattr(sys, "meta_path", [found, *sys.meta_path])
-    return "Elsewhere on sys.meta_path raised IndexError: list index out of range when asked for acme"
+    return (
+        "Elsewhere on sys.meta_path raised IndexError: list index out of range when asked for acme"
+    )
 
 
 def imported_before(site: Site, tmp: Path, patch: Patch) -> str:
@@ -102,7 +104,9 @@ def library_beside(site: Site, tmp: Path, patch: Patch) -> str:
 
 def another_ones_library(site: Site, tmp: Path, patch: Patch) -> str:
     site.install("brix", {"vendor/helper.abi3.so": ""}, {})
-    return f"its module vendor.helper would be imported from {site.folder / 'vendor/helper.abi3.so'}"
+    return (
+        f"its module vendor.helper would be imported from {site.folder / 'vendor/helper.abi3.so'}"
+    )
 
 
 def another_ones_package(site: Site, tmp: Path, patch: Patch) -> str:
@@ -132,7 +136,9 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_comes_before_a_locked_module(site, path: Path, tmp_path: Path, way: str, monkeypatch) -> None:
+def test_what_comes_before_a_locked_module(
+    site, path: Path, tmp_path: Path, way: str, monkeypatch
+) -> None:
     """The plugin is not imported, and the reason names what would have been."""
     site.install("acme", PARTS, {PLUGIN_GROUP: ["acme = acme"]})
     assert lock(path) == []
@@ -150,7 +156,10 @@ def test_an_entry_point_that_names_a_module_of_another_distribution(site, path: 
     site.plugin("acme", PLUGIN)
     site.install("brix", {}, {PLUGIN_GROUP: ["brix = acme"]})
     (left_out,) = lock(path)
-    assert f"its module acme would be imported from {site.folder / 'acme.py'}, which its RECORD does not" in left_out
+    assert (
+        f"its module acme would be imported from {site.folder / 'acme.py'}, which its RECORD does not"
+        in left_out
+    )
 
 
 def test_a_wheel_on_the_path(site, path: Path, tmp_path: Path, monkeypatch) -> None:
@@ -165,7 +174,9 @@ def test_a_wheel_on_the_path(site, path: Path, tmp_path: Path, monkeypatch) -> N
     assert "cannot be read: NotADirectoryError" in left_out
 
 
-def test_bytecode_of_others_where_it_is_kept_elsewhere(site, path: Path, tmp_path: Path, monkeypatch) -> None:
+def test_bytecode_of_others_where_it_is_kept_elsewhere(
+    site, path: Path, tmp_path: Path, monkeypatch
+) -> None:
     """Bytecode that fits a source's time and size is run; not so, here and in children, with a folder of one's own."""
     site.platform("acme", probe="return Evidence(True, 'found')", plugin=PLUGIN)
     assert lock(path) == []
@@ -203,8 +214,12 @@ def test_an_entry_of_the_path_that_imports_pass_over(site, tmp_path: Path, monke
 def test_a_bridge_that_is_not_as_it_was_locked(site, path: Path) -> None:
     """Neither it nor what stands behind it is imported, and that says so."""
     site.install("acme", {"acme.py": PLUGIN}, {"other.plugins": ["acme = acme"]})
-    bridge = "import importlib\ndef make(offer):\n    return importlib.import_module(offer.module)\n"
-    site.install("bridge", {"bridge.py": bridge}, {"opgraft.plugin_bridges": ["other.plugins = bridge:make"]})
+    bridge = (
+        "import importlib\ndef make(offer):\n    return importlib.import_module(offer.module)\n"
+    )
+    site.install(
+        "bridge", {"bridge.py": bridge}, {"opgraft.plugin_bridges": ["other.plugins = bridge:make"]}
+    )
     assert lock(path) == []
     assert reason(path) is None
     planted(site.folder, "bridge.py")

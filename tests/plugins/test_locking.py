@@ -45,9 +45,14 @@ def test_what_was_locked_is_admitted(site, path: Path) -> None:
     assert not (site.folder / "imported").exists()
     acme, zeta = read_rows(str(path))
     assert (zeta.name, zeta.version, zeta.editable) == ("zeta", "1.0", False)
-    assert acme.entry_points == ("opgraft.platforms: acme = acme_device:SPEC", "opgraft.plugins: acme = acme_plugin")
+    assert acme.entry_points == (
+        "opgraft.platforms: acme = acme_device:SPEC",
+        "opgraft.plugins: acme = acme_plugin",
+    )
     assert path.stat().st_mode & 0o777 == 0o644
-    assert [file.name for file in path.parent.iterdir() if file.name.startswith(path.name)] == [path.name]
+    assert [file.name for file in path.parent.iterdir() if file.name.startswith(path.name)] == [
+        path.name
+    ]
 
 
 def test_a_distribution_as_pip_installs_it(toy_npu: Path, path: Path) -> None:
@@ -58,7 +63,9 @@ def test_a_distribution_as_pip_installs_it(toy_npu: Path, path: Path) -> None:
     before = module.read_bytes()
     try:
         module.write_bytes(before + b"\n")
-        assert "opgraft_toy_npu/plugin.py is not the file that RECORD lists" in (reason(path, "toy_npu") or "")
+        assert "opgraft_toy_npu/plugin.py is not the file that RECORD lists" in (
+            reason(path, "toy_npu") or ""
+        )
     finally:
         module.write_bytes(before)
 
@@ -69,7 +76,11 @@ def rewritten(site: Site, file: str, change: Callable[[str], str]) -> None:
 
 
 def another_version(site: Site) -> None:
-    rewritten(site, "acme-1.0.dist-info/METADATA", lambda text: text.replace("Version: 1.0", "Version: 1.0.post1"))
+    rewritten(
+        site,
+        "acme-1.0.dist-info/METADATA",
+        lambda text: text.replace("Version: 1.0", "Version: 1.0.post1"),
+    )
 
 
 def another_point(site: Site) -> None:
@@ -103,14 +114,23 @@ def bytes_for_a_record(site: Site) -> None:
 
 CHANGES: dict[str, tuple[Callable[[Site], None], str]] = {
     "version": (another_version, "its version is 1.0.post1, {path} has 1.0: reinstall it"),
-    "entry points": (another_point, "its entry points have changed (new: opgraft.plugins: more = acme_more)"),
+    "entry points": (
+        another_point,
+        "its entry points have changed (new: opgraft.plugins: more = acme_more)",
+    ),
     "RECORD": (another_record, "its RECORD has changed: its SHA-256 is "),
     "content": (another_letter, "acme.py is not the file that RECORD lists: its sha256 differs"),
     "size": (another_size, "acme.py is not the file that RECORD lists: it has "),
     "pipe": (a_pipe, "acme.py is no regular file"),
-    "missing": (lambda site: (site.folder / "acme.py").unlink(), "acme.py, which RECORD lists, is missing"),
+    "missing": (
+        lambda site: (site.folder / "acme.py").unlink(),
+        "acme.py, which RECORD lists, is missing",
+    ),
     "editable": (editable, "it is an editable install: "),
-    "no RECORD": (lambda site: (site.folder / "acme-1.0.dist-info/RECORD").unlink(), "it has no RECORD"),
+    "no RECORD": (
+        lambda site: (site.folder / "acme-1.0.dist-info/RECORD").unlink(),
+        "it has no RECORD",
+    ),
     "RECORD that is no text": (
         bytes_for_a_record,
         "its metadata cannot be read: ValueError: RECORD begins",
@@ -119,7 +139,9 @@ CHANGES: dict[str, tuple[Callable[[Site], None], str]] = {
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_what_has_changed_is_not_imported_and_the_reason_says_what(site, path: Path, kind: str, monkeypatch) -> None:
+def test_what_has_changed_is_not_imported_and_the_reason_says_what(
+    site, path: Path, kind: str, monkeypatch
+) -> None:
     """Whatever was changed since it was locked, the plugin is rejected, by name it is an error, and a finding."""
     change, words = CHANGES[kind]
     site.plugin("acme", planted(site.folder))
@@ -150,9 +172,15 @@ def test_what_is_not_listed_is_not_imported(site, path: Path) -> None:
     assert f"it is not in {path}: 'opgraft plugins lock' adds it" in (reason(path) or "")
 
 
-def test_a_module_that_lies_in_the_way_is_not_imported(site, path: Path, tmp_path, monkeypatch) -> None:
+def test_a_module_that_lies_in_the_way_is_not_imported(
+    site, path: Path, tmp_path, monkeypatch
+) -> None:
     """A file or package of the plugin's name earlier on the path, which no RECORD lists, is named."""
-    site.install("acme", {"acme/__init__.py": "", "acme/inner.py": PLUGIN}, {"opgraft.plugins": ["acme = acme.inner"]})
+    site.install(
+        "acme",
+        {"acme/__init__.py": "", "acme/inner.py": PLUGIN},
+        {"opgraft.plugins": ["acme = acme.inner"]},
+    )
     lock(path)
     assert reason(path) is None
     assert "acme" not in sys.modules
@@ -160,7 +188,9 @@ def test_a_module_that_lies_in_the_way_is_not_imported(site, path: Path, tmp_pat
     other.mkdir()
     (other / "acme.py").write_text(PLUGIN)
     monkeypatch.syspath_prepend(str(other))
-    assert f"its module acme.inner would be imported from {other / 'acme.py'}" in (reason(path) or "")
+    assert f"its module acme.inner would be imported from {other / 'acme.py'}" in (
+        reason(path) or ""
+    )
 
 
 @pytest.mark.parametrize("added", ["helper/__init__.py", "inner/fast.abi3.so", "__init__.abi3.so"])
@@ -182,9 +212,14 @@ def test_a_module_that_is_put_into_a_package_is_not_imported(site, path: Path, a
 def test_a_module_without_a_hash_is_not_imported(site, path: Path) -> None:
     """A RECORD that lists the plugin's module without a hash says nothing about it, and cannot be locked."""
     site.plugin("acme", PLUGIN)
-    rewritten(site, "acme-1.0.dist-info/RECORD", lambda text: "acme.py,,\n" + text.partition("\n")[2])
+    rewritten(
+        site, "acme-1.0.dist-info/RECORD", lambda text: "acme.py,,\n" + text.partition("\n")[2]
+    )
     (left_out,) = lock(path)
-    assert f"its module acme would be imported from {site.folder / 'acme.py'}, which its RECORD does not" in left_out
+    assert (
+        f"its module acme would be imported from {site.folder / 'acme.py'}, which its RECORD does not"
+        in left_out
+    )
 
 
 @pytest.mark.parametrize(
@@ -197,7 +232,9 @@ def test_a_module_without_a_hash_is_not_imported(site, path: Path) -> None:
         ("acme.py/acme.py,sha256=x,1", "acme.py/acme.py cannot be read: NotADirectoryError"),
     ],
 )
-def test_a_record_that_cannot_be_compared_is_not_locked(site, path: Path, row: str, words: str) -> None:
+def test_a_record_that_cannot_be_compared_is_not_locked(
+    site, path: Path, row: str, words: str
+) -> None:
     """It is left out with the reason."""
     site.plugin("acme", PLUGIN)
     rewritten(site, "acme-1.0.dist-info/RECORD", lambda text: f"{row}\n{text}")
@@ -221,7 +258,9 @@ def test_an_editable_install_needs_to_be_allowed(site, path: Path) -> None:
     site.plugin("acme", PLUGIN)
     editable(site)
     (left_out,) = lock(path)
-    assert "it is an editable install, whose source can change: --allow-editable locks it" in left_out
+    assert (
+        "it is an editable install, whose source can change: --allow-editable locks it" in left_out
+    )
     assert "it is not in" in (reason(path) or "")
     assert lock(path, allow_editable=True) == []
     (row,) = read_rows(str(path))
@@ -248,7 +287,9 @@ def test_lists_and_versions_come_first(site, path: Path) -> None:
 def test_the_probe_of_a_changed_platform_is_not_run(site, path: Path, monkeypatch) -> None:
     """Neither here nor in a child process; asked for by name it is an error of the platform."""
     trace = site.folder / "probed"
-    site.platform("acme", probe=f"open({str(trace)!r}, 'w').close(); return Evidence(True, 'found')")
+    site.platform(
+        "acme", probe=f"open({str(trace)!r}, 'w').close(); return Evidence(True, 'found')"
+    )
     lock(path)
     monkeypatch.setenv("OPGRAFT_LOCKFILE", str(path))
     opgraft.reset()
@@ -261,7 +302,9 @@ def test_the_probe_of_a_changed_platform_is_not_run(site, path: Path, monkeypatc
     assert current_platform().name == "cpu"
     (candidate,) = (c for c in selected_platform().decision.candidates if c.name == "acme")
     assert "acme_platform.py is not the file that RECORD lists" in candidate.reason
-    assert {c.name: c.accepted for c in selected_platform().decision.candidates}["cpu"]  # ours are not subject to it
+    assert {c.name: c.accepted for c in selected_platform().decision.candidates}[
+        "cpu"
+    ]  # ours are not subject to it
     opgraft.reset()
     with (
         set_config(OpgraftConfig(platform="acme")),
@@ -285,20 +328,34 @@ BROKEN = {
     "torn": (json.dumps(good())[:-30], "Unterminated string|Expecting"),
     "empty": ("", "Expecting value"),
     "no text": (b"\xff\xfe\x00", "codec can't decode"),
-    "another file": ('{"schema": "opgraft.lock/2", "distributions": []}', "no object of the schema 'opgraft.lock/1'"),
+    "another file": (
+        '{"schema": "opgraft.lock/2", "distributions": []}',
+        "no object of the schema 'opgraft.lock/1'",
+    ),
     "a list": ("[]", "no object of the schema"),
     "deep": ("[" * 100_000, "recursion"),
     "no rows": ('{"schema": "opgraft.lock/1"}', "other keys than"),
-    "rows of another type": ('{"schema": "opgraft.lock/1", "distributions": {}}', "other keys than"),
+    "rows of another type": (
+        '{"schema": "opgraft.lock/1", "distributions": {}}',
+        "other keys than",
+    ),
     "a key too many": (with_row(more=1), "is no row of a distribution"),
     "a wrong type": (with_row(editable="no"), "is no row of a distribution"),
-    "entry points of a wrong type": (with_row(entry_points=[1]), "the entry points of 'acme' are no list of strings"),
-    "twice": (json.dumps({**good(), "distributions": good()["distributions"] * 2}), "'acme' stands in it twice"),  # type: ignore[operator]
+    "entry points of a wrong type": (
+        with_row(entry_points=[1]),
+        "the entry points of 'acme' are no list of strings",
+    ),
+    "twice": (
+        json.dumps({**good(), "distributions": good()["distributions"] * 2}),
+        "'acme' stands in it twice",
+    ),  # type: ignore[operator]
 }
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_lockfile_that_cannot_be_used_admits_nothing(site, path: Path, kind: str, monkeypatch) -> None:
+def test_a_lockfile_that_cannot_be_used_admits_nothing(
+    site, path: Path, kind: str, monkeypatch
+) -> None:
     """The error names file, setting, reason and the next step, with or without plugins; none is imported."""
     content, words = BROKEN[kind]
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -326,7 +383,10 @@ def test_a_lockfile_that_cannot_be_opened(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, words in {**cases, "": "No such file"}.items():
         opgraft.reset()
-        with set_config(OpgraftConfig(lockfile=name)), pytest.raises(ConfigError, match=f"cannot be used: .*({words})"):
+        with (
+            set_config(OpgraftConfig(lockfile=name)),
+            pytest.raises(ConfigError, match=f"cannot be used: .*({words})"),
+        ):
             current_platform()
 
 
@@ -354,7 +414,11 @@ def test_writing_leaves_the_former_file_or_the_new_one(site, path: Path, tmp_pat
 
 def test_files_are_compared_once(site, path: Path, monkeypatch) -> None:
     """A second look at the same lockfile reads nothing, and a plugin that is locked runs as without a lockfile."""
-    site.install("acme", {"acme.py": PLUGIN, "acme.bin": "x" * ((1 << 20) + 1)}, {"opgraft.plugins": ["acme = acme"]})
+    site.install(
+        "acme",
+        {"acme.py": PLUGIN, "acme.bin": "x" * ((1 << 20) + 1)},
+        {"opgraft.plugins": ["acme = acme"]},
+    )
     lock(path)
     monkeypatch.setenv("OPGRAFT_LOCKFILE", str(path))
     opgraft.reset()
@@ -371,7 +435,10 @@ def test_another_lockfile_once_plugins_are_loaded(site, path: Path) -> None:
     """A scope that asks for another lockfile than the process has loaded its plugins with is an error."""
     lock(path)
     load_plugins()
-    with set_config(OpgraftConfig(lockfile=str(path))), pytest.raises(PluginError, match="sets lockfile to"):
+    with (
+        set_config(OpgraftConfig(lockfile=str(path))),
+        pytest.raises(PluginError, match="sets lockfile to"),
+    ):
         RMSNorm(8)
 
 
@@ -381,4 +448,7 @@ def test_nothing_new_is_imported_without_a_lockfile() -> None:
         "import sys; from opgraft.cli import cli; cli(['detect'], standalone_mode=False); "
         "sys.exit('opgraft.plugins.locking' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode
+        == 0
+    )

@@ -27,7 +27,10 @@ class {name}({op}):
 def both(site) -> Iterator[None]:
     """Two distributions with modules in one package without a file, which is forgotten afterwards."""
     for name, op in (("npu", "RMSNorm"), ("gpu", "GELU")):
-        files = {f"vendor/{name}.py": PLUGIN.format(op=op, name=name.title()), f"vendor/{name}_kernels.py": ""}
+        files = {
+            f"vendor/{name}.py": PLUGIN.format(op=op, name=name.title()),
+            f"vendor/{name}_kernels.py": "",
+        }
         site.install(f"acme-{name}", files, {"opgraft.plugins": [f"{name} = vendor.{name}"]})
     yield
     sys.modules.pop("vendor", None)
@@ -35,7 +38,9 @@ def both(site) -> Iterator[None]:
 
 @pytest.mark.parametrize("order", [("npu", "gpu"), ("gpu", "npu")])
 @pytest.mark.parametrize("denied", [None, "npu", "gpu"])
-def test_who_is_imported_first_decides_nothing(both, order: tuple[str, str], denied: str | None) -> None:
+def test_who_is_imported_first_decides_nothing(
+    both, order: tuple[str, str], denied: str | None
+) -> None:
     """Each replaces its op unless it is denied, whatever becomes of the other."""
     for name in order:
         importlib.import_module(f"vendor.{name}")
@@ -43,7 +48,9 @@ def test_who_is_imported_first_decides_nothing(both, order: tuple[str, str], den
     with set_config(OpgraftConfig(plugins_disable=[denied] if denied else [])):
         opgraft.load_plugins()
         statuses = {name: record.status.value for name, record in host_state().plugins.items()}
-        assert statuses == {name: "rejected" if name == denied else "activated" for name in ("npu", "gpu")}
+        assert statuses == {
+            name: "rejected" if name == denied else "activated" for name in ("npu", "gpu")
+        }
         for name, op in (("npu", RMSNorm(4)), ("gpu", GELU())):
             expected = "opgraft" if name == denied else f"acme-{name}"
             assert op.binding.provider.name == expected

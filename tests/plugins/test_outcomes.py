@@ -54,7 +54,9 @@ def test_a_misspelt_platform(site, stated: str, near: str | None) -> None:
     """A name that is nearly one of an installed platform is a finding; one of a platform for elsewhere is not."""
     site.plugin("acme", GOOD.replace('"any"', stated))
     told = [finding.message for finding in findings()]
-    assert told == ([] if near is None else [f"plugin acme of acme 1.0 states the platform {near}?"])
+    assert told == (
+        [] if near is None else [f"plugin acme of acme 1.0 states the platform {near}?"]
+    )
 
 
 @pytest.mark.parametrize("name", ["opgraft_register_op", "opgraft_regster_ops"])
@@ -63,32 +65,51 @@ def test_a_misspelt_hook(site, name: str) -> None:
     site.plugin("acme", GOOD.replace("def opgraft_register_ops", f"def {name}"))
     (finding,) = findings()
     where = line_of(site.folder / "acme.py", f"def {name}")
-    assert f"{name} at {where} is marked as a hook, and there is none of that name: did you mean" in finding.message
+    assert (
+        f"{name} at {where} is marked as a hook, and there is none of that name: did you mean"
+        in finding.message
+    )
     assert "'opgraft_register_ops'" in finding.message
     assert finding.location == where
     assert str(finding).count(where) == 1
 
 
-@pytest.mark.parametrize("name", ["opgraft_regster_ops", "opgraft_register_ops", "opgrft_register_ops"])
+@pytest.mark.parametrize(
+    "name", ["opgraft_regster_ops", "opgraft_register_ops", "opgrft_register_ops"]
+)
 def test_a_hook_without_its_mark_as_the_only_one(site, name: str) -> None:
     """The function that was meant is named with its line, misspelt or only without the decorator."""
-    source = GOOD.replace("@opgraft.hookimpl\n", "").replace("def opgraft_register_ops", f"def {name}")
+    source = GOOD.replace("@opgraft.hookimpl\n", "").replace(
+        "def opgraft_register_ops", f"def {name}"
+    )
     site.plugin("acme", source)
     (finding,) = findings()
     where = line_of(site.folder / "acme.py", f"def {name}")
     assert f"{name} at {where} is never called: mark it with @opgraft.hookimpl" in finding.message
-    assert ("did you mean 'opgraft_register_ops'" in finding.message) == (name != "opgraft_register_ops")
+    assert ("did you mean 'opgraft_register_ops'" in finding.message) == (
+        name != "opgraft_register_ops"
+    )
     assert finding.location == where
 
 
 @pytest.mark.parametrize(
     ("stated", "ignored"),
-    [('("cuda",)', True), ('("kiwwi",)', True), ('"any"', True), ('("kiwi",)', False), ("None", False)],
+    [
+        ('("cuda",)', True),
+        ('("kiwwi",)', True),
+        ('"any"', True),
+        ('("kiwi",)', False),
+        ("None", False),
+    ],
 )
-def test_platforms_that_the_distribution_overrules(site, monkeypatch, stated: str, ignored: bool) -> None:
+def test_platforms_that_the_distribution_overrules(
+    site, monkeypatch, stated: str, ignored: bool
+) -> None:
     """A plugin whose distribution offers a platform applies there only: stating another one is a finding."""
     monkeypatch.setenv("OPGRAFT_PLATFORM", "kiwi")
-    site.platform("kiwi", probe="return Evidence(True, 'here')", plugin=GOOD.replace('"any"', stated))
+    site.platform(
+        "kiwi", probe="return Evidence(True, 'here')", plugin=GOOD.replace('"any"', stated)
+    )
     load_plugins()
     told = [finding.message for finding in findings_of(host_state().plugins["kiwi"])]
     assert len(told) == ignored
@@ -98,7 +119,10 @@ def test_platforms_that_the_distribution_overrules(site, monkeypatch, stated: st
 
 def test_an_optional_hook_of_a_newer_opgraft(site) -> None:
     """Pluggy's mark for hooks that the host may not have is heeded."""
-    site.plugin("acme", GOOD + "@opgraft.hookimpl(optionalhook=True)\ndef opgraft_of_tomorrow():\n    pass\n")
+    site.plugin(
+        "acme",
+        GOOD + "@opgraft.hookimpl(optionalhook=True)\ndef opgraft_of_tomorrow():\n    pass\n",
+    )
     assert findings() == []
 
 

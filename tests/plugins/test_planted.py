@@ -52,7 +52,11 @@ def test_defects_of_streams_are_found(site, warm_python: str) -> None:
     """Streams that a platform claims must keep what torch's names promise; a device with such streams passes."""
     names = [f"acme{number}" for number in range(len(OF_STREAMS))]
     for name, (source, _) in zip(names, OF_STREAMS.values(), strict=True):
-        site.platform(name, probe="return Evidence(True, 'a device')", platform=source.replace("{name!r}", repr(name)))
+        site.platform(
+            name,
+            probe="return Evidence(True, 'a device')",
+            platform=source.replace("{name!r}", repr(name)),
+        )
     environ = {**os.environ, "PYTHONPATH": str(site.folder), SIMULATED_DEVICE: "memory=1MiB"}
     command = [warm_python, "-c", STREAMS, *names]
     result = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
@@ -65,9 +69,18 @@ def test_defects_of_streams_are_found(site, warm_python: str) -> None:
 @pytest.mark.slow
 def test_a_whole_run_finds_one_defect_among_ops_that_are_right(site) -> None:
     """Of all answers about a plugin, those fail that the defect concerns, and no others."""
-    right = "\n".join([DEFECTS["an argument that is left out"].source.replace("None, self.eps", "self.bias, self.eps")])
+    right = "\n".join(
+        [
+            DEFECTS["an argument that is left out"].source.replace(
+                "None, self.eps", "self.bias, self.eps"
+            )
+        ]
+    )
     site.plugin(
-        "acme", BEGINNING + right + DEFECTS["a stale output buffer"].source.replace("class Acme", "class Stale")
+        "acme",
+        BEGINNING
+        + right
+        + DEFECTS["a stale output buffer"].source.replace("class Acme", "class Stale"),
     )
     with alone("acme"):
         conformance = Conformance("acme")

@@ -22,7 +22,9 @@ def source(change: str = "", methods: str = "") -> str:
     return f"{IMPORTS}{change}\n{platform_source('acme')}{methods}"
 
 
-def test_what_a_device_needs_of_torch_stays_and_is_named(site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_device_needs_of_torch_stays_and_is_named(
+    site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So do variables of its own: they are no finding, as nobody but the device runs in the process."""
     for owner, name in ((torch.nn.functional, "silu"), (torch, "set_default_dtype")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
@@ -61,27 +63,39 @@ def test_a_class_that_cannot_be_used_leaves_nothing(site, fault: str) -> None:
     assert host_state().platform_notes == []
 
 
-PREPARES = "    def prepare(self, config):\n        torch.backends.mkldnn.enabled = False\n        {}\n"
+PREPARES = (
+    "    def prepare(self, config):\n        torch.backends.mkldnn.enabled = False\n        {}\n"
+)
 
 
-def test_what_it_sets_up_for_the_process_stays_and_is_named(site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_sets_up_for_the_process_stays_and_is_named(
+    site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The method ``prepare`` is for that; where it raises nothing is left of it."""
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", True)
     site.platform("acme", probe=AVAILABLE, platform=source(methods=PREPARES.format("pass")))
     load_plugins()
     assert torch.backends.mkldnn.enabled is False
     (note,) = (note for _, note in host_state().platform_notes)
-    assert note.endswith("changed torch.backends.mkldnn.enabled from True to False in its method prepare: it stays")
+    assert note.endswith(
+        "changed torch.backends.mkldnn.enabled from True to False in its method prepare: it stays"
+    )
 
 
 def test_a_setup_that_raises_leaves_nothing(site) -> None:
     """What it had changed by then is set back, which is told with its place."""
     site.platform("acme", probe=AVAILABLE, platform=source(methods=PREPARES.format("1 / 0")))
-    with pytest.raises(PlatformError, match=r"platform 'acme' of acme-dist 1\.0 cannot be set up: .*ZeroDivisionError"):
+    with pytest.raises(
+        PlatformError,
+        match=r"platform 'acme' of acme-dist 1\.0 cannot be set up: .*ZeroDivisionError",
+    ):
         load_plugins()
     assert torch.backends.mkldnn.enabled is True
     (finding,) = host_state().platform_findings
-    assert "mkldnn.enabled from True to False in its method prepare: it was set back" in finding.message
+    assert (
+        "mkldnn.enabled from True to False in its method prepare: it was set back"
+        in finding.message
+    )
     assert f"{site.folder}/acme_platform.py:" in str(finding)
 
 
@@ -95,4 +109,7 @@ def test_the_doctor_tells(cli, site) -> None:
     assert (told.returncode, finding["provider"]["name"]) == (1, "acme-dist")
     assert "changed the default dtype from torch.float32 to torch.float64" in finding["message"]
     (note,) = report["notes"]
-    assert "changed the environment variable ACME_ASYNC (new) while its class was loaded: it stays" in note["reason"]
+    assert (
+        "changed the environment variable ACME_ASYNC (new) while its class was loaded: it stays"
+        in note["reason"]
+    )

@@ -131,7 +131,13 @@ def test_a_table_of_rotary_embeddings(site) -> None:
     """Required keys, missing offsets, own constructors and one dead target: the plugin works, the doctor tells."""
     install(site, ROTARY)
     positions, query, key = torch.arange(7), torch.randn(7, 3 * 48), torch.randn(7, 48)
-    assert_agrees(ops.RotaryEmbedding(48, 32, 64, 1e4, True, torch.float32), "AcmeRotary", positions, query, key)
+    assert_agrees(
+        ops.RotaryEmbedding(48, 32, 64, 1e4, True, torch.float32),
+        "AcmeRotary",
+        positions,
+        query,
+        key,
+    )
     deepseek = ops.DeepseekScalingRotaryEmbedding(48, 48, 64, 1e4, False, 4.0, torch.float32)
     assert deepseek.mscale == 1.5
     assert_agrees(deepseek, "AcmeDeepseek", positions, query, key)
@@ -139,13 +145,20 @@ def test_a_table_of_rotary_embeddings(site) -> None:
     assert_agrees(multimodal, "AcmeMRotary", torch.randint(0, 64, (3, 7)), query, query)
     assert_agrees(multimodal, "AcmeMRotary", positions, query, query)
     half = torch.randn(7, 3, 48).bfloat16()
-    assert_agrees(ops.ApplyRotaryEmb(enable_fp32_compute=True), "AcmeApply", half, *torch.randn(2, 7, 24).bfloat16())
+    assert_agrees(
+        ops.ApplyRotaryEmb(enable_fp32_compute=True),
+        "AcmeApply",
+        half,
+        *torch.randn(2, 7, 24).bfloat16(),
+    )
     text = "\n".join(findings())
     assert "replaces 'SiluAndMulClamp', which no registered op answers to" in text
     assert "AcmeRotary.forward_oot" in text
     assert "missing a required argument: 'key'" in text
     assert "init_cache" in text
-    assert len(findings()) == 5  # three methods that require a key, a constructor of its time, and the dead target
+    assert (
+        len(findings()) == 5
+    )  # three methods that require a key, a constructor of its time, and the dead target
 
 
 SCALED = """
@@ -214,11 +227,15 @@ def test_decorated_rotary_embeddings_that_keep_cosines(site) -> None:
     positions, query, key = torch.arange(7), torch.randn(7, 3 * 48), torch.randn(7, 48)
     sizes = (48, 48, 64, 1e4, True)
     linear = ops.LinearScalingRotaryEmbedding(*sizes, [1.0, 2.0], torch.float32)
-    assert_agrees(linear, "AcmeLinear", positions + linear.scaling_factor_to_offset[2.0], query, key)
+    assert_agrees(
+        linear, "AcmeLinear", positions + linear.scaling_factor_to_offset[2.0], query, key
+    )
     dynamic = ops.DynamicNTKScalingRotaryEmbedding(48, 48, 64, 32, 1e4, True, 2.0, torch.float32)
     assert_agrees(dynamic, "AcmeDynamic", positions, query, key)
     factors = [1.0 + i / 9 for i in range(24)]
-    long = ops.Phi3LongRoPEScaledRotaryEmbedding(48, 48, 64, 32, 1e4, True, torch.float32, factors, factors)
+    long = ops.Phi3LongRoPEScaledRotaryEmbedding(
+        48, 48, 64, 32, 1e4, True, torch.float32, factors, factors
+    )
     assert_agrees(long, "AcmeLong", positions, query, key)
     rope = {"rope_type": "mllama4", "partial_rotary_factor": 0.5}
     image = torch.randn(2, 37, 3, 48)

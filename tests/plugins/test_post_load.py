@@ -43,7 +43,9 @@ class Told(nn.Module):
 
 def of_told(told: list[str]) -> Told:
     """A model in which the module in the middle has a weight, and the one inside it has none."""
-    middle = Told(told, "middle", idle=Told(told, "idle"), inner=Told(told, "inner", linear=nn.Linear(3, 3)))
+    middle = Told(
+        told, "middle", idle=Told(told, "idle"), inner=Told(told, "inner", linear=nn.Linear(3, 3))
+    )
     middle.weight = nn.Parameter(torch.zeros(3))
     return Told(told, "top", middle=middle, last=nn.Linear(2, 2), empty=Told(told, "empty"))
 
@@ -52,7 +54,9 @@ def test_any_module_is_called_once_after_those_inside_it() -> None:
     """A module is called when it and all below it are loaded, also where one below has no weights of its own."""
     told: list[str] = []
     model = of_told(told)
-    load_weights(model, {name: torch.full_like(value, 2) for name, value in model.state_dict().items()})
+    load_weights(
+        model, {name: torch.full_like(value, 2) for name, value in model.state_dict().items()}
+    )
     assert told == ["inner", "idle", "middle", "empty", "top"]
 
 
@@ -123,4 +127,6 @@ def test_a_graft_leaves_alone_what_it_could_not_take_back(site) -> None:
     model = nn.Sequential(nn.RMSNorm(8))
     report = opgraft.graft(model)
     assert type(model[0]) is nn.RMSNorm
-    assert "AcmeRMSNorm defines process_weights_after_loading, and no release_weights" in " ".join(str(report).split())
+    assert "AcmeRMSNorm defines process_weights_after_loading, and no release_weights" in " ".join(
+        str(report).split()
+    )

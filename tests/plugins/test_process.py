@@ -30,7 +30,9 @@ POINTS = {"opgraft.plugins": ["acme = acme"]}
 def states() -> list[Any]:
     """The process, as far as two looks at it can be compared; what new imports bring is no change."""
     both = zip(ASPECTS, look(), strict=True)
-    kept = [(aspect, value) for aspect, value in both if not isinstance(aspect, (Definitions, Switches))]
+    kept = [
+        (aspect, value) for aspect, value in both if not isinstance(aspect, (Definitions, Switches))
+    ]
     return [value for aspect, value in kept if getattr(aspect, "name", "") != "the module"]
 
 
@@ -44,7 +46,10 @@ def a_variable_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_change_that_meets_others_is_set_back(site, caplog, change: str, where: str) -> None:
     """It is a finding and a warning of the plugin that made it, which stays, and nobody else sees it."""
     at_import = where == "while it was loaded"
-    site.plugin("acme", IMPORTS + (change if at_import else "") + PLUGIN.format("pass" if at_import else change))
+    site.plugin(
+        "acme",
+        IMPORTS + (change if at_import else "") + PLUGIN.format("pass" if at_import else change),
+    )
     site.plugin("brix", PLUGIN.format("pass"))
     before, words = states(), SET_BACK[change].removesuffix("while")
     json_module, definitions = sys.modules["json"], DEFINITIONS.read()
@@ -58,13 +63,19 @@ def test_a_change_that_meets_others_is_set_back(site, caplog, change: str, where
     (finding,) = acme.findings
     assert finding.message.startswith(f"plugin acme of acme 1.0 changed {words}")
     assert finding.message.endswith(f"{where}: it was set back")
-    line = 1 if at_import else (site.folder / "acme.py").read_text().partition("def opgraft_veto")[0].count("\n") + 1
+    line = (
+        1
+        if at_import
+        else (site.folder / "acme.py").read_text().partition("def opgraft_veto")[0].count("\n") + 1
+    )
     assert finding.location == f"{site.folder / 'acme.py'}:{line}"
     assert (brix.findings, brix.notes, acme.notes) == ((), (), ())
     assert str(finding) in caplog.messages
 
 
-@pytest.mark.parametrize("drawn", ["random.random()", "random.gauss(0, 1)", "random.shuffle([*range(3000)])"])
+@pytest.mark.parametrize(
+    "drawn", ["random.random()", "random.gauss(0, 1)", "random.shuffle([*range(3000)])"]
+)
 def test_random_numbers_that_were_drawn_come_anew(site, drawn: str) -> None:
     """It is no finding, as libraries draw some when they are imported, such as that of the progress bars."""
     site.plugin("acme", IMPORTS + drawn + PLUGIN.format(drawn))
@@ -88,9 +99,17 @@ UNCOMPARABLE = {
 @pytest.mark.parametrize("kind", UNCOMPARABLE)
 def test_what_cannot_be_compared_is_set_back_too(site, kind: str) -> None:
     """Looking asks nothing of what a plugin has put there: other changes are set back, and other plugins loaded."""
-    site.plugin("acme", f"{IMPORTS}{ODD}{UNCOMPARABLE[kind]}\nos.environ['TAKEN'] = 'changed'" + PLUGIN.format("1 / 0"))
+    site.plugin(
+        "acme",
+        f"{IMPORTS}{ODD}{UNCOMPARABLE[kind]}\nos.environ['TAKEN'] = 'changed'"
+        + PLUGIN.format("1 / 0"),
+    )
     site.plugin("brix", PLUGIN.format("pass"))
-    before, filters, handlers = sys.stdout, list(warnings.filters), list(logging.getLogger().handlers)
+    before, filters, handlers = (
+        sys.stdout,
+        list(warnings.filters),
+        list(logging.getLogger().handlers),
+    )
     try:
         load_plugins()
         assert os.environ["TAKEN"] == "as it was"
@@ -128,7 +147,9 @@ def test_definitions_that_meet_nobody_else(site, change: str) -> None:
 @pytest.mark.parametrize("verdict", ["pass", "1 / 0"])
 def test_an_op_that_was_bound_meanwhile(site, verdict: str) -> None:
     """Others get the definition that was set back, whatever became of the plugin that used its own."""
-    change = "RMSNorm.forward_native = lambda self, x, residual=None: x * 0\nRMSNorm(8)(torch.ones(8))\n"
+    change = (
+        "RMSNorm.forward_native = lambda self, x, residual=None: x * 0\nRMSNorm(8)(torch.ones(8))\n"
+    )
     site.plugin("acme", IMPORTS + change + PLUGIN.format(verdict))
     x = torch.randn(3, 8, dtype=torch.float64)
     expected = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
@@ -141,11 +162,16 @@ def test_what_torch_wraps_itself(cold_cli, site) -> None:
     compiles = "import torch\ntorch.compile(torch.nn.ReLU(), backend='eager')(torch.ones(2))\n"
     site.plugin("acme", compiles + PLUGIN.format("pass"))
     result = cold_cli("plugins", "doctor", "--json")
-    assert [each for each in json.loads(result.stdout)["findings"] if "changed" in each["message"]] == []
+    assert [
+        each for each in json.loads(result.stdout)["findings"] if "changed" in each["message"]
+    ] == []
 
 
 ADDED = {
-    "os.environ['ACME'] = '1'": ("the environment variable ACME (new)", lambda: "ACME" in os.environ),
+    "os.environ['ACME'] = '1'": (
+        "the environment variable ACME (new)",
+        lambda: "ACME" in os.environ,
+    ),
     "builtins.acme = 1": ("builtins acme (new)", lambda: hasattr(builtins, "acme")),
     "sys.path.append('/acme')": ("sys.path /acme (new)", lambda: "/acme" in sys.path),
     "sys.meta_path.append(type('Finder', (), {}))": (
@@ -164,7 +190,9 @@ VERDICTS = {
 
 @pytest.mark.parametrize("verdict", VERDICTS)
 @pytest.mark.parametrize("addition", ADDED)
-def test_what_a_plugin_adds_stays_as_long_as_it_does(site, caplog, addition: str, verdict: str) -> None:
+def test_what_a_plugin_adds_stays_as_long_as_it_does(
+    site, caplog, addition: str, verdict: str
+) -> None:
     """It is a note, no finding; a plugin that is not used after all leaves nothing of it."""
     site.plugin("acme", IMPORTS + addition + VERDICTS[verdict])
     words, there = ADDED[addition]
@@ -172,7 +200,9 @@ def test_what_a_plugin_adds_stays_as_long_as_it_does(site, caplog, addition: str
     try:
         load_plugins()
         record = host_state().plugins["acme"]
-        assert record.notes == (f"changed {words} while it was loaded: it stays as long as the plugin does",)
+        assert record.notes == (
+            f"changed {words} while it was loaded: it stays as long as the plugin does",
+        )
         assert (record.findings, record.status.value) == ((), verdict)
         assert there() is (verdict == "activated")
         assert not [line for line in caplog.messages if "changed" in line]
@@ -188,7 +218,11 @@ def test_what_a_veto_changes_itself(site) -> None:
     try:
         load_plugins()
         record = host_state().plugins["acme"]
-        assert (record.findings, record.status.value, record.reason) == ((), "vetoed", "an old driver")
+        assert (record.findings, record.status.value, record.reason) == (
+            (),
+            "vetoed",
+            "an old driver",
+        )
         assert "ACME" not in os.environ
     finally:
         os.environ.pop("ACME", None)
@@ -215,26 +249,37 @@ def test_what_a_plugin_puts_in_front_goes_behind(site) -> None:
         load_plugins()
         assert sys.path == [*path, "/acme"]
         (finding,) = host_state().plugins["acme"].findings
-        assert "changed the order of sys.path while it was loaded: it was set back" in finding.message
+        assert (
+            "changed the order of sys.path while it was loaded: it was set back" in finding.message
+        )
     finally:
         sys.path[:] = path
 
 
 def test_what_a_plugin_brings_is_what_the_next_one_finds(site) -> None:
     """A module that one has imported, and another replaces, is put back; who did it is named, and nobody else."""
-    site.install("acme", {"acme.py": "import acme_lib" + PLUGIN.format("pass"), "acme_lib.py": ""}, POINTS)
+    site.install(
+        "acme", {"acme.py": "import acme_lib" + PLUGIN.format("pass"), "acme_lib.py": ""}, POINTS
+    )
     site.plugin("brix", IMPORTS + "sys.modules['acme_lib'] = sys" + PLUGIN.format("pass"))
     site.plugin("cedar", PLUGIN.format("1 / 0"))
     load_plugins()
     assert sys.modules["acme_lib"].__name__ == "acme_lib"
-    findings = {name: [each.message for each in record.findings] for name, record in host_state().plugins.items()}
-    words = "plugin brix of brix 1.0 changed the module acme_lib while it was loaded: it was set back"
+    findings = {
+        name: [each.message for each in record.findings]
+        for name, record in host_state().plugins.items()
+    }
+    words = (
+        "plugin brix of brix 1.0 changed the module acme_lib while it was loaded: it was set back"
+    )
     assert findings == {"acme": [], "brix": [words], "cedar": []}
 
 
 def test_a_plugin_that_fails_is_set_back_too(site) -> None:
     """What it changed before it raised does not outlive it."""
-    site.plugin("acme", f"{IMPORTS}torch.set_default_dtype(torch.float64)\nraise OSError('no driver')\n")
+    site.plugin(
+        "acme", f"{IMPORTS}torch.set_default_dtype(torch.float64)\nraise OSError('no driver')\n"
+    )
     load_plugins()
     assert torch.get_default_dtype() is torch.float32
     assert host_state().plugins["acme"].status.value == "failed"
@@ -293,7 +338,10 @@ def test_a_handler_of_others_that_is_turned_down(site, caplog) -> None:
     handler.setLevel(logging.WARNING)
     logging.getLogger().addHandler(handler)
     try:
-        site.plugin("acme", f"{IMPORTS}logging.getLogger().handlers[-1].setLevel(50)\n" + PLUGIN.format("pass"))
+        site.plugin(
+            "acme",
+            f"{IMPORTS}logging.getLogger().handlers[-1].setLevel(50)\n" + PLUGIN.format("pass"),
+        )
         load_plugins()
         assert handler.level == logging.WARNING
     finally:
@@ -303,7 +351,9 @@ def test_a_handler_of_others_that_is_turned_down(site, caplog) -> None:
     assert "StreamHandler at CRITICAL while it was loaded: it was set back" in finding.message
 
 
-def test_what_cannot_be_set_back_is_named(site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_set_back_is_named(
+    site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The system's reason is told."""
     gone = tmp_path / "gone"
     gone.mkdir()
@@ -311,7 +361,10 @@ def test_what_cannot_be_set_back_is_named(site, tmp_path: Path, monkeypatch: pyt
     site.plugin("acme", f"{IMPORTS}os.chdir('/'); os.rmdir({str(gone)!r})" + PLUGIN.format("pass"))
     load_plugins()
     (finding,) = host_state().plugins["acme"].findings
-    assert f"from {gone} to / while it was loaded: it cannot be set back: FileNotFoundError" in finding.message
+    assert (
+        f"from {gone} to / while it was loaded: it cannot be set back: FileNotFoundError"
+        in finding.message
+    )
     monkeypatch.chdir(tmp_path)
 
 
@@ -326,13 +379,17 @@ def test_the_doctor_tells(cli, site) -> None:
     said = "plugin acme of acme 1.0 changed the default dtype from torch.float32 to torch.float64 while it was loaded"
     assert finding["message"] == f"{said}: it was set back"
     (note,) = answer["notes"]
-    assert note["reason"].startswith("plugin brix changed the environment variable BRIX (new) while it was loaded")
+    assert note["reason"].startswith(
+        "plugin brix changed the environment variable BRIX (new) while it was loaded"
+    )
     assert all(0 <= row["seconds"] < 60 for row in answer["plugins"])
 
 
 def test_a_slow_import_is_a_finding() -> None:
     """From five seconds on, whatever became of the plugin."""
-    record = PluginRecord("acme", "acme", Provider("acme", "1.0"), PluginStatus.ACTIVATED, seconds=5.04)
+    record = PluginRecord(
+        "acme", "acme", Provider("acme", "1.0"), PluginStatus.ACTIVATED, seconds=5.04
+    )
     assert [finding.message for finding in findings_of(record)] == [
         "plugin acme of acme 1.0 took 5.0 s to import, and each process that constructs an op waits for it"
     ]

@@ -136,7 +136,9 @@ def test_an_installation_that_nothing_tells_from_others(site, caplog, kind: str)
     assert reason() is None
     assert fault in caplog.text
     told = quarantine.confine(ACME, "it crashed")
-    assert told.startswith("it is tried again next time, as nothing tells this installation from others: ")
+    assert told.startswith(
+        "it is tried again next time, as nothing tells this installation from others: "
+    )
     assert fault in told
 
 
@@ -161,7 +163,10 @@ def test_an_editable_install_is_tried_again(site) -> None:
     site.plugin("acme", PLUGIN)
     origin = '{"url": "file:///x", "dir_info": {"editable": true}}'
     (site.folder / "acme-1.0.dist-info/direct_url.json").write_text(origin)
-    assert quarantine.confine(ACME, "it crashed") == "it is tried again next time, as it is an editable install"
+    assert (
+        quarantine.confine(ACME, "it crashed")
+        == "it is tried again next time, as it is an editable install"
+    )
     assert reason() is None
 
 
@@ -175,7 +180,10 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "binary": (lambda path: path.write_bytes(b"\xff\xfe\x00"), "Decode"),
     "nested": (lambda path: path.write_text("[" * 30_000), "RecursionError"),
     "a list": (lambda path: path.write_text("[]"), "holds no object of the schema"),
-    "another schema": (lambda path: path.write_text('{"schema": "opgraft.lock/1"}'), "holds no object of the schema"),
+    "another schema": (
+        lambda path: path.write_text('{"schema": "opgraft.lock/1"}'),
+        "holds no object of the schema",
+    ),
     "numbers": (
         lambda path: path.write_text(
             '{"schema": "opgraft.quarantine/1", "name": 1, "version": 1, "digest": 1, "what": 1, "since": 1}'
@@ -199,7 +207,10 @@ def test_a_record_that_cannot_be_used(site, caplog, kind: str) -> None:
     load_plugins()
     assert host_state().plugins["acme"].reason == "applies on any"
     (finding,) = quarantine.findings()
-    assert f"the record of a quarantine of acme 1.0, {record()}, cannot be used and does not count: " in finding.message
+    assert (
+        f"the record of a quarantine of acme 1.0, {record()}, cannot be used and does not count: "
+        in finding.message
+    )
     assert fault in finding.message
     assert finding.message.endswith("'opgraft plugins release acme' removes it")
     assert finding.message in caplog.messages
@@ -208,7 +219,9 @@ def test_a_record_that_cannot_be_used(site, caplog, kind: str) -> None:
         assert quarantine.findings() == []
 
 
-def test_where_nothing_can_be_remembered(site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_where_nothing_can_be_remembered(
+    site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A folder that cannot be written to, and no home at all: told with the fault, and nobody is held up."""
     site.plugin("acme", PLUGIN)
     (tmp_path / "file").touch()
@@ -236,8 +249,14 @@ def test_who_asks_for_it_by_name_or_strictly_gets_an_error(site) -> None:
     site.platform("brix", probe="return Evidence(True, 'here')")
     opgraft.reset()
     quarantine.confine(Provider("brix-dist", "1.0"), "it crashed")
-    for config, words in (({"platform": "brix"}, "cannot be used here"), ({"strict": True}, "strict mode: platform")):
-        with set_config(OpgraftConfig(**config)), pytest.raises(PlatformError, match=f"{words}.*it crashed"):
+    for config, words in (
+        ({"platform": "brix"}, "cannot be used here"),
+        ({"strict": True}, "strict mode: platform"),
+    ):
+        with (
+            set_config(OpgraftConfig(**config)),
+            pytest.raises(PlatformError, match=f"{words}.*it crashed"),
+        ):
             load_plugins()
 
 
@@ -263,13 +282,21 @@ def test_the_doctor_goes_on_without_whom_it_crashed_on(cli, site) -> None:
         assert result.returncode == 4
         statuses = {row["name"]: row["status"] for row in answer["plugins"]}
         assert statuses == {"acme": "rejected", "brix": "rejected", "cedar": "activated"}
-        assert sorted(finding["provider"]["name"] for finding in answer["findings"]) == ["acme", "brix"]
+        assert sorted(finding["provider"]["name"] for finding in answer["findings"]) == [
+            "acme",
+            "brix",
+        ]
         for finding in answer["findings"]:
             name = finding["provider"]["name"]
-            assert f"plugin '{name}' of {name} 1.0 while it was loaded crashed the process with" in finding["message"]
+            assert (
+                f"plugin '{name}' of {name} 1.0 while it was loaded crashed the process with"
+                in finding["message"]
+            )
             assert "SIGABRT" in finding["message"]
             assert WAY_OUT.format(name) in finding["message"]
-        assert {file.read_text() for file in site.folder.glob("*.tried")} == {"xx"}  # with others, and alone
+        assert {file.read_text() for file in site.folder.glob("*.tried")} == {
+            "xx"
+        }  # with others, and alone
     assert "in quarantine since" in cli("plugins", "list").stdout
     released = cli("plugins", "release", "acme")
     assert released.stdout == "released: acme; to try it: opgraft plugins doctor\n"

@@ -47,7 +47,10 @@ def test_a_class_that_the_user_keeps(site) -> None:
     choice = part(decision, "class of")
     assert choice.candidates[-1].reason == choice.reason == kept
     assert "no active replacement applies" not in str(decision)
-    assert choice.setting == "providers is set by the command line, which outranks OPGRAFT_PROVIDERS: change it there"
+    assert (
+        choice.setting
+        == "providers is set by the command line, which outranks OPGRAFT_PROVIDERS: change it there"
+    )
 
 
 def test_a_class_that_the_provider_does_not_serve(site) -> None:
@@ -56,7 +59,10 @@ def test_a_class_that_the_provider_does_not_serve(site) -> None:
     plugin(site, "brix", "Llama3RotaryEmbedding")
     with set_config(OpgraftConfig(providers={"rotary_embedding": "acme"})):
         decision = opgraft.binding.specialisation.bind(Llama3RotaryEmbedding).decision
-    assert "for 'rotary_embedding' (set_config), which serves other classes of that op" in decision.reason
+    assert (
+        "for 'rotary_embedding' (set_config), which serves other classes of that op"
+        in decision.reason
+    )
 
 
 def test_a_conflict_names_settings_to_paste(site) -> None:
@@ -74,7 +80,11 @@ def test_a_conflict_names_settings_to_paste(site) -> None:
     assert python
     _, value = shlex.split(option[1])
     mapping = parse_text("providers", variable[1])
-    assert mapping == parse_text("providers", value) == Config(providers={"rms_norm": "acme"}).providers
+    assert (
+        mapping
+        == parse_text("providers", value)
+        == Config(providers={"rms_norm": "acme"}).providers
+    )
     assert python[0] == "OpgraftConfig(providers={'rms_norm': 'acme'})"
     assert "likewise brix" in text
     assert "OPGRAFT_PLUGINS_DISABLE=acme" in text
@@ -88,14 +98,20 @@ def test_a_conflict_of_platforms_names_settings_to_paste(site) -> None:
         site.platform(name, probe="return Evidence(True, '1 device')")
     with pytest.raises(PlatformConflictError) as caught:
         opgraft.current_platform()
-    words = "OPGRAFT_PLATFORM=acme, --platform acme or OpgraftConfig(platform='acme'), likewise brix"
+    words = (
+        "OPGRAFT_PLATFORM=acme, --platform acme or OpgraftConfig(platform='acme'), likewise brix"
+    )
     assert words in str(caught.value)
 
 
 def test_no_setting_is_named_where_none_would_change_anything(site) -> None:
     """Without a plugin and with one kernel only there is nothing to change; with a plugin there is."""
     decision = RMSNorm(4).decision
-    assert [decision.setting, part(decision, "class").setting, part(decision, "plugins").setting] == ["", "", ""]
+    assert [
+        decision.setting,
+        part(decision, "class").setting,
+        part(decision, "plugins").setting,
+    ] == ["", "", ""]
     opgraft.reset()
     plugin(site, "acme")
     decision = RMSNorm(4).decision
@@ -106,7 +122,9 @@ def test_no_setting_is_named_where_none_would_change_anything(site) -> None:
     assert setting.endswith("or OPGRAFT_PLUGINS_DISABLE=acme")
 
 
-@pytest.mark.parametrize(("cls", "subject"), [(RotaryEmbedding, "RotaryEmbedding, a variant of op rotary_embedding")])
+@pytest.mark.parametrize(
+    ("cls", "subject"), [(RotaryEmbedding, "RotaryEmbedding, a variant of op rotary_embedding")]
+)
 def test_a_variant_is_decided_about_under_its_own_name(cls: type, subject: str) -> None:
     """The first words are the class that is constructed, then the op whose name switches it."""
     assert str(opgraft.binding.specialisation.bind(cls).decision).startswith(f"{subject}: ")
@@ -132,11 +150,21 @@ def opgraft_register_ops():
     ("body", "line", "said"),
     [
         ("raise OSError('no driver')", "raise OSError", "OSError: no driver"),
-        ("import no_such_driver", "import no_such_driver", "ModuleNotFoundError: No module named 'no_such_driver'"),
-        ("return 3", "def check", "TypeError: a value of type int, expected a reason as str, or None"),
+        (
+            "import no_such_driver",
+            "import no_such_driver",
+            "ModuleNotFoundError: No module named 'no_such_driver'",
+        ),
+        (
+            "return 3",
+            "def check",
+            "TypeError: a value of type int, expected a reason as str, or None",
+        ),
     ],
 )
-def test_a_check_of_needs_that_raises_is_logged_once(site, caplog, body: str, line: str, said: str) -> None:
+def test_a_check_of_needs_that_raises_is_logged_once(
+    site, caplog, body: str, line: str, said: str
+) -> None:
     """One warning names the kernel, its place, what was raised and where; the decision has the same."""
     site.plugin("acme", BROKEN.replace("raise OSError('no driver')", body))
     with caplog.at_level("WARNING", logger="opgraft"):
@@ -146,7 +174,10 @@ def test_a_check_of_needs_that_raises_is_logged_once(site, caplog, body: str, li
     file = site.folder / "acme.py"
     number = next(n for n, text in enumerate(file.read_text().splitlines(), 1) if line in text)
     (message,) = [record.getMessage() for record in caplog.records]
-    assert message == f"Acme.forward_oot at {file}:9 is not used: its needs() check raised {said} at {file}:{number}"
+    assert (
+        message
+        == f"Acme.forward_oot at {file}:9 is not used: its needs() check raised {said} at {file}:{number}"
+    )
     assert f"{said} at {file}:{number}" in str(first.decision)
 
 
@@ -155,7 +186,11 @@ def test_the_inventory_tells_which_kernel_was_passed_over(site) -> None:
     site.plugin("acme", BROKEN)
     reason = inventory.kernel_here(RMSNorm).reason
     assert reason is not None
-    assert reason.startswith("Acme.forward_oot is not used: its needs() check raised OSError: no driver at ")
+    assert reason.startswith(
+        "Acme.forward_oot is not used: its needs() check raised OSError: no driver at "
+    )
     assert inventory.kernel_here(RotaryEmbedding).reason is None
-    with set_config(OpgraftConfig(compilation_config=opgraft.CompilationConfig(custom_ops=["none"]))):
+    with set_config(
+        OpgraftConfig(compilation_config=opgraft.CompilationConfig(custom_ops=["none"]))
+    ):
         assert inventory.kernel_here(RMSNorm).reason is None

@@ -54,7 +54,9 @@ def loaded(data: bytes) -> nn.Module:
 
 @pytest.mark.parametrize("enforce", [False, True])
 @pytest.mark.parametrize("constructor", ["", CONSTRUCTOR])
-def test_a_disabled_plugins_kernel_does_not_run(site, monkeypatch, constructor: str, enforce: bool) -> None:
+def test_a_disabled_plugins_kernel_does_not_run(
+    site, monkeypatch, constructor: str, enforce: bool
+) -> None:
     """A saved op falls back to the native definition where its plugin is on the deny list, and says so."""
     site.plugin("acme", plugin(constructor=constructor))
     data = saved_with_the_plugin(enforce)
@@ -102,7 +104,9 @@ def test_a_device_that_is_gone(site, monkeypatch, tmp_path: Path) -> None:
     there.unlink()
     model = loaded(data)
     assert loaded_value(model) == pytest.approx(1.0)
-    assert "applies on acme only, this process runs on cpu" in json.dumps(model[0].decision.to_dict())
+    assert "applies on acme only, this process runs on cpu" in json.dumps(
+        model[0].decision.to_dict()
+    )
 
 
 def test_a_condition_that_no_longer_holds(site, monkeypatch) -> None:

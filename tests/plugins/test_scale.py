@@ -80,8 +80,16 @@ def test_a_large_site_is_scanned_once_and_kept_small(large: Path, monkeypatch) -
 
 def test_a_group_that_is_misspelt_is_found_by_the_same_scan(site) -> None:
     """Groups of distributions that offer nothing to opgraft are remembered; those of other hosts are their own."""
-    site.install("acme", {"acme.py": ""}, {"opgraft.plugin": ["acme = acme"], "console_scripts": ["acme = acme:main"]})
+    site.install(
+        "acme",
+        {"acme.py": ""},
+        {"opgraft.plugin": ["acme = acme"], "console_scripts": ["acme = acme:main"]},
+    )
     site.install("theirs", {"theirs.py": ""}, {"vllm.general_plugins": ["theirs = theirs"]})
-    site.install("docs", {"docs.py": ""}, {"mkdocs.plugins": ["docs = docs"], "grafana.platforms": ["docs = docs"]})
+    site.install(
+        "docs",
+        {"docs.py": ""},
+        {"mkdocs.plugins": ["docs = docs"], "grafana.platforms": ["docs = docs"]},
+    )
     assert [problem.provider.name for problem in offers.misspelt_groups()] == ["acme"]
     assert [problem.provider.name for problem in offers.plugins_of_vllm()] == ["theirs"]

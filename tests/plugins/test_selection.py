@@ -50,7 +50,9 @@ def test_two_available_out_of_tree_platforms_are_an_error(site) -> None:
     """The error names both and the setting; with the setting the named one is used."""
     site.platform("acme", probe=AVAILABLE)
     site.platform("brix", probe=AVAILABLE)
-    with pytest.raises(PlatformConflictError, match=r"acme .*acme-dist.* and brix .*OPGRAFT_PLATFORM") as caught:
+    with pytest.raises(
+        PlatformConflictError, match=r"acme .*acme-dist.* and brix .*OPGRAFT_PLATFORM"
+    ) as caught:
         current_platform()
     assert caught.value.exit_code == 3
     with set_config(OpgraftConfig(platform="brix")):
@@ -62,7 +64,9 @@ def test_a_platform_that_nobody_offers(monkeypatch) -> None:
     """The error names the variable, the near match and what to do."""
     monkeypatch.setenv("OPGRAFT_PLATFORM", "cpuu")
     opgraft.reset()
-    with pytest.raises(PlatformError, match=r"OPGRAFT_PLATFORM asks for platform 'cpuu'.*did you mean 'cpu'") as caught:
+    with pytest.raises(
+        PlatformError, match=r"OPGRAFT_PLATFORM asks for platform 'cpuu'.*did you mean 'cpu'"
+    ) as caught:
         current_platform()
     assert caught.value.exit_code == 3
 
@@ -72,7 +76,9 @@ def test_a_platform_asked_for_that_is_not_available(site, monkeypatch) -> None:
     site.platform("acme", probe=ABSENT)
     monkeypatch.setenv("OPGRAFT_PLATFORM", "acme")
     opgraft.reset()
-    with pytest.raises(PlatformError, match=r"'acme' \(acme-dist 1.0\), which cannot be used here: no device"):
+    with pytest.raises(
+        PlatformError, match=r"'acme' \(acme-dist 1.0\), which cannot be used here: no device"
+    ):
         current_platform()
 
 
@@ -80,15 +86,22 @@ def test_the_platform_is_decided_once(site) -> None:
     """A scope that asks for another platform than the process uses is an error, not a mixture."""
     site.platform("acme", probe=AVAILABLE)
     current_platform()
-    with set_config(OpgraftConfig(platform="cpu")), pytest.raises(PlatformError, match="already uses 'acme'"):
+    with (
+        set_config(OpgraftConfig(platform="cpu")),
+        pytest.raises(PlatformError, match="already uses 'acme'"),
+    ):
         current_platform()
     opgraft.reset()
     with set_config(OpgraftConfig(platform="cpu")):
         assert current_platform().name == "cpu"
 
 
-@pytest.mark.parametrize(("variable", "value"), [("OPGRAFT_PLUGINS", ""), ("OPGRAFT_PLUGINS_DISABLE", "acme-dist")])
-def test_allow_and_deny_lists_hold_for_platforms(site, monkeypatch, variable: str, value: str) -> None:
+@pytest.mark.parametrize(
+    ("variable", "value"), [("OPGRAFT_PLUGINS", ""), ("OPGRAFT_PLUGINS_DISABLE", "acme-dist")]
+)
+def test_allow_and_deny_lists_hold_for_platforms(
+    site, monkeypatch, variable: str, value: str
+) -> None:
     """A platform of a plugin that the settings exclude is not even probed."""
     site.platform("acme", probe=AVAILABLE)
     monkeypatch.setenv(variable, value)
@@ -236,7 +249,11 @@ class TestCpuProbe:
         (tmp_path / "proc/cpuinfo").write_text(text)
         (tmp_path / "proc/meminfo").write_text("MemTotal:       16384 kB\n")
         (device,) = probe(Machine(tmp_path, {})).devices
-        assert (device.name, device.capability, device.memory) == ("Example CPU", "avx2 avx512f amx_tile", 16384 * 1024)
+        assert (device.name, device.capability, device.memory) == (
+            "Example CPU",
+            "avx2 avx512f amx_tile",
+            16384 * 1024,
+        )
 
     def test_arm_features(self, tmp_path: Path) -> None:
         """Arm spells its instruction sets under Features and gives no model name."""
@@ -282,6 +299,9 @@ def test_an_entry_point_that_names_what_is_not_there(site) -> None:
     site.install("brix", files, {"opgraft.platforms": ["brix = brix_device:SPECC"]})
     opgraft.current_platform()
     (finding,) = host_state().platform_findings
-    assert "the entry point brix = brix_device:SPECC in opgraft.platforms names 'SPECC'" in finding.message
+    assert (
+        "the entry point brix = brix_device:SPECC in opgraft.platforms names 'SPECC'"
+        in finding.message
+    )
     assert "did you mean 'SPEC'?" in finding.message
     assert "importlib_metadata" not in finding.message

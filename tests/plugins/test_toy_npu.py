@@ -32,7 +32,9 @@ def test_the_device_file_makes_the_platform_available(toy_npu, monkeypatch) -> N
     assert RMSNorm(8).op_class is RMSNorm
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"model": 1}', "[]", '{"model": "x", "memory_mib": "many"}'])
+@pytest.mark.parametrize(
+    "content", ["", "{", '{"model": 1}', "[]", '{"model": "x", "memory_mib": "many"}']
+)
 def test_a_damaged_device_file_is_no_device(toy_npu, tmp_path, monkeypatch, content: str) -> None:
     """The probe never raises: a file that is not what it should be is evidence of no device."""
     (tmp_path / "device.json").write_text(content)
@@ -46,17 +48,23 @@ def environment(tmp_path) -> Path:
     folder = tmp_path / "venv"
     venv.create(folder, with_pip=False)
     (packages,) = folder.glob("lib/python*/site-packages")
-    outer = [f"import site; site.addsitedir({entry!r})" for entry in sys.path if "site-packages" in entry]
+    outer = [
+        f"import site; site.addsitedir({entry!r})" for entry in sys.path if "site-packages" in entry
+    ]
     (packages / "outer.pth").write_text("\n".join(outer))
     return folder / "bin" / "python"
 
 
-def test_removing_the_plugin_with_pip_leaves_no_trace(environment: Path, tmp_path, monkeypatch) -> None:
+def test_removing_the_plugin_with_pip_leaves_no_trace(
+    environment: Path, tmp_path, monkeypatch
+) -> None:
     """pip uninstall takes the platform, its candidates and its entry points out of detect."""
     monkeypatch.setenv("TOY_NPU_DEVICE", str(TOY_NPU / "device.json"))
 
     def run(*arguments: str) -> str:
-        return subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+        return subprocess.run(
+            arguments, capture_output=True, text=True, check=True, cwd=tmp_path
+        ).stdout
 
     pip = [sys.executable, "-m", "pip", "--python", str(environment)]
     detect = [str(environment), "-m", "opgraft", "detect", "--json"]

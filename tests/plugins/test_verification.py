@@ -115,13 +115,17 @@ def test_what_a_model_keeps_is_its_own(site) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "reason"), [("raises", "it raised ValueError: no more"), ("adds", "its result: 128 of 128")]
+    ("wrong", "reason"),
+    [("raises", "it raised ValueError: no more"), ("adds", "its result: 128 of 128")],
 )
 def test_what_is_wrong_between_ops(site, wrong: str, reason: str) -> None:
     """Where each op is right, the model itself departs: by what it raises, or by what it returns."""
     found = whole(Whole(), wrong)
     assert found.departure is not None
-    assert (found.departure.place.path, [bool(place.reason) for place in found.places]) == ("", [False, True])
+    assert (found.departure.place.path, [bool(place.reason) for place in found.places]) == (
+        "",
+        [False, True],
+    )
     assert found.departure.place.reason.startswith(reason)
 
 
@@ -130,7 +134,9 @@ class Deep(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(nn.RMSNorm(32, eps=1e-6, dtype=torch.bfloat16) for _ in range(200))
+        self.norms = nn.ModuleList(
+            nn.RMSNorm(32, eps=1e-6, dtype=torch.bfloat16) for _ in range(200)
+        )
         self.factor = 1.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -191,7 +197,10 @@ def test_numbers_of_eight_bits(site, dtype: torch.dtype) -> None:
 def test_numbers_of_every_dtype(ours: torch.Tensor, theirs: torch.Tensor, told: str) -> None:
     """Imaginary parts count, and integers beyond what double precision holds, and truth."""
     assert told in outcome_of(nn.Identity(), (ours,), {}, None, [theirs], [(1e-5, 1e-5)])[1]
-    assert outcome_of(nn.Identity(), (theirs,), {}, None, [theirs.clone()], [(1e-5, 1e-5)]) == (0.0, "")
+    assert outcome_of(nn.Identity(), (theirs,), {}, None, [theirs.clone()], [(1e-5, 1e-5)]) == (
+        0.0,
+        "",
+    )
 
 
 def test_a_model_without_ops(site) -> None:
@@ -208,12 +217,21 @@ def test_a_departure_is_made_again_alone(site, tmp_path: Path, warm_python: str)
     script = write_case(found.departure, tmp_path / "case", 'a "model"\\', [])
     command = [warm_python, str(script)]
     environ = {"PYTHONPATH": str(site.folder), "OMP_NUM_THREADS": "1"}
-    wrong = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (wrong.returncode, wrong.stdout.splitlines()[-1]) == (1, found.departure.place.reason), wrong.stderr
+    wrong = subprocess.run(
+        command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (wrong.returncode, wrong.stdout.splitlines()[-1]) == (1, found.departure.place.reason), (
+        wrong.stderr
+    )
     assert "called with float32 [7, 6], from " in wrong.stdout
     (site.folder / "acme.py").write_text(PLUGIN.format(wrong="pass"))
-    mended = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (mended.returncode, mended.stdout.splitlines()[-1][:21]) == (0, "within its tolerance:"), mended.stderr
+    mended = subprocess.run(
+        command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (mended.returncode, mended.stdout.splitlines()[-1][:21]) == (
+        0,
+        "within its tolerance:",
+    ), mended.stderr
 
 
 def test_files_are_replaced_whole_and_say_what_is_set(site, tmp_path: Path) -> None:
@@ -223,7 +241,9 @@ def test_files_are_replaced_whole_and_say_what_is_set(site, tmp_path: Path) -> N
     case = write_case(found.departure, tmp_path, "model", []).with_name("case.pt")
     former = tmp_path / "former.pt"
     former.hardlink_to(case)
-    with set_config(OpgraftConfig(compilation_config=CompilationConfig(tuning_file="/acme/measured.json"))):
+    with set_config(
+        OpgraftConfig(compilation_config=CompilationConfig(tuning_file="/acme/measured.json"))
+    ):
         script = write_case(found.departure, tmp_path, "model", [])
     assert not former.samefile(case)
     assert "'compilation_config.tuning_file': '/acme/measured.json'" in script.read_text()
@@ -247,5 +267,7 @@ def test_a_folder_that_cannot_be_written_to(site, tmp_path: Path) -> None:
     found = verified(site, "out = out + 1e-3")
     assert found.departure is not None
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"file cannot be written to: .* Name another folder by --save"):
+    with pytest.raises(
+        InputError, match=r"file cannot be written to: .* Name another folder by --save"
+    ):
         write_case(found.departure, tmp_path / "file", "model", [])

@@ -34,16 +34,29 @@ def test_a_plugin_runs_as_it_is(bridged: Any, caplog: pytest.LogCaptureFixture) 
     assert not list(plugins_of_vllm())
     load_plugins()
     platform = current_platform()
-    assert (platform.name, platform.capability().name, platform.dispatch_chain) == ("acme", "Acme A1", ("native",))
+    assert (platform.name, platform.capability().name, platform.dispatch_chain) == (
+        "acme",
+        "Acme A1",
+        ("native",),
+    )
     assert platform.memory().free == (1 << 30) - (1 << 20)
     settings = host_state().settings()
     assert settings.config.cache.block_size == 128
     assert settings.origins["cache.block_size"] == "platform acme"
-    assert "sets parallel_config.worker_cls to 'acme_vllm.worker.AcmeWorker', to no effect" in caplog.text
-    assert "sets parallel_config.disable_custom_all_reduce to True, to no effect: the collectives are" in caplog.text
+    assert (
+        "sets parallel_config.worker_cls to 'acme_vllm.worker.AcmeWorker', to no effect"
+        in caplog.text
+    )
+    assert (
+        "sets parallel_config.disable_custom_all_reduce to True, to no effect: the collectives are"
+        in caplog.text
+    )
     x = torch.randn(7, 32)
     silu, norm = ops.SiluAndMul(), ops.RMSNorm(32)
-    assert (silu.decision.chosen, norm.decision.chosen) == ("AcmeSiluAndMul.forward_oot", "AcmeRMSNorm.forward_oot")
+    assert (silu.decision.chosen, norm.decision.chosen) == (
+        "AcmeSiluAndMul.forward_oot",
+        "AcmeRMSNorm.forward_oot",
+    )
     torch.testing.assert_close(silu(x), silu.forward_native(x))
     torch.testing.assert_close(norm(x, x), norm.forward_native(x, x))
     (candidate,) = [each for each in selected_platform().decision.candidates if each.accepted]
@@ -60,11 +73,21 @@ def test_conformance_judges_it(bridged: Any) -> None:
         judged = Conformance("acme", brief=True)
         assert judged.refused == ""
         asked = {(case.op, case.check) for case in judged.cases}
-        assert {("(platform)", "memory"), ("rms_norm", "values"), ("silu_and_mul", "compilation")} <= asked
-        chosen = [case for case in judged.cases if case.check in ("loading", "values", "memory", "reachability")]
-        assert {(str(case), outcome.status, outcome.reason) for case in chosen if (outcome := judged.judge(case))} == {
-            (str(case), "passed", "") for case in chosen
-        }
+        assert {
+            ("(platform)", "memory"),
+            ("rms_norm", "values"),
+            ("silu_and_mul", "compilation"),
+        } <= asked
+        chosen = [
+            case
+            for case in judged.cases
+            if case.check in ("loading", "values", "memory", "reachability")
+        ]
+        assert {
+            (str(case), outcome.status, outcome.reason)
+            for case in chosen
+            if (outcome := judged.judge(case))
+        } == {(str(case), "passed", "") for case in chosen}
 
 
 LACKING = """
@@ -87,7 +110,11 @@ def test_what_has_no_counterpart_is_one_error(
     bridged: Any, caplog: pytest.LogCaptureFixture, platform: dict[str, list[str]]
 ) -> None:
     """It lists each name with file and line before anything of it is imported, and what does without goes on."""
-    install_acme(bridged, {"vllm.general_plugins": ["acme_ops = acme_vllm:register_ops"], **platform}, ops=LACKING)
+    install_acme(
+        bridged,
+        {"vllm.general_plugins": ["acme_ops = acme_vllm:register_ops"], **platform},
+        ops=LACKING,
+    )
     load_plugins()
     assert current_platform().name == ("acme" if platform else "cpu")
     (told,) = [record.message for record in caplog.records if "no counterpart of" in record.message]
@@ -116,7 +143,9 @@ def test_the_deny_list_holds(bridged: Any, denied: str) -> None:
     with set_config(OpgraftConfig(plugins_disable=(denied,))):
         load_plugins()
         assert current_platform().name == "cpu"
-        assert host_state().plugins["acme_ops"].reason.startswith("on the deny list plugins_disable")
+        assert (
+            host_state().plugins["acme_ops"].reason.startswith("on the deny list plugins_disable")
+        )
 
 
 def test_names_without_a_counterpart_are_not_imported(bridged: Any) -> None:
@@ -137,7 +166,12 @@ def test_names_without_a_counterpart_are_not_imported(bridged: Any) -> None:
 def test_where_vllm_is_installed_the_plugin_is_left_to_it(bridged: Any) -> None:
     """Neither platform nor plugin is used, and both say why."""
     install_acme(bridged)
-    bridged.install("vllm", {"vllm/__init__.py": ""}, {"vllm.general_plugins": ["lora = vllm"]}, version="0.33.0")
+    bridged.install(
+        "vllm",
+        {"vllm/__init__.py": ""},
+        {"vllm.general_plugins": ["lora = vllm"]},
+        version="0.33.0",
+    )
     load_plugins()
     assert not [offer for offer in discover().offers if offer.name == "lora"]
     (candidate,) = [each for each in selected_platform().decision.candidates if each.name == "acme"]
@@ -183,7 +217,10 @@ def test_a_platform_that_is_the_host(bridged: Any, caplog: pytest.LogCaptureFixt
     entry = 'def register():\n    return "acme_space.host.platform.HostPlatform"\n'
     files = {"acme_space/host/entry.py": entry, "acme_space/host/platform.py": HOST}
     bridged.install(
-        "acme-host", files, {"vllm.platform_plugins": ["host = acme_space.host.entry:register"]}, requires=()
+        "acme-host",
+        files,
+        {"vllm.platform_plugins": ["host = acme_space.host.entry:register"]},
+        requires=(),
     )
     platform = current_platform()
     assert (platform.name, platform.dispatch_chain) == ("host", ("cpu", "native"))
@@ -200,7 +237,10 @@ def test_a_platform_that_is_the_host(bridged: Any, caplog: pytest.LogCaptureFixt
 def test_a_file_that_is_no_python(bridged: Any) -> None:
     """It is named by its line."""
     install_acme(bridged, GENERAL, ops="import vllm\n\ndef broken(:\n")
-    with set_config(OpgraftConfig(plugins=("acme_ops",))), pytest.raises(PluginError, match=r"acme_vllm/ops\.py:3"):
+    with (
+        set_config(OpgraftConfig(plugins=("acme_ops",))),
+        pytest.raises(PluginError, match=r"acme_vllm/ops\.py:3"),
+    ):
         opgraft.load_plugins()
 
 

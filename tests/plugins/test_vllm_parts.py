@@ -46,9 +46,13 @@ def doubling(vllm: Any) -> Any:
             params_dtype,
             **attrs,
         ) -> None:
-            data = torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype)
+            data = torch.empty(
+                sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype
+            )
             loader = attrs["weight_loader"]
-            weight = parameter.ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=loader)
+            weight = parameter.ModelWeightParameter(
+                data=data, input_dim=1, output_dim=0, weight_loader=loader
+            )
             layer.register_parameter("weight", weight)
             scale = parameter.PerTensorScaleParameter(
                 data=torch.empty(len(output_partition_sizes)), weight_loader=loader
@@ -102,11 +106,18 @@ def test_the_batch_is_the_forward_context(vllm: Any) -> None:
     with pytest.raises(LayerError, match="no batch is computed"):
         forward_context.get_forward_context()
     table = torch.tensor([[1, 0], [2, 3]])
-    batch = AttentionBatch.of_sequences([2, 3], [2, 5], table, {"layers.0": torch.zeros(4)}, block_size=4)
+    batch = AttentionBatch.of_sequences(
+        [2, 3], [2, 5], table, {"layers.0": torch.zeros(4)}, block_size=4
+    )
     with attending(batch):
         context = forward_context.get_forward_context()
     metadata = context.attn_metadata["layers.0"]
-    assert (metadata.num_reqs, metadata.num_actual_tokens, metadata.max_query_len, metadata.max_seq_len) == (2, 5, 3, 5)
+    assert (
+        metadata.num_reqs,
+        metadata.num_actual_tokens,
+        metadata.max_query_len,
+        metadata.max_seq_len,
+    ) == (2, 5, 3, 5)
     assert metadata.naive_query_lens().tolist() == [2, 3]
     assert metadata.query_start_loc_cpu.tolist() == [0, 2, 5]
     assert context.slot_mapping["layers.0"].tolist() == [4, 5, 10, 11, 12]
@@ -115,12 +126,19 @@ def test_the_batch_is_the_forward_context(vllm: Any) -> None:
 def test_settings_in_terms_of_vllm(vllm: Any) -> None:
     """A plugin reads the settings that hold; one that opgraft has not is no attribute."""
     config = vllm("vllm.config")
-    ours = opgraft.config.config_from_fields({"cache.block_size": 48, "parallel.tensor": 2, "model.dtype": "bfloat16"})
+    ours = opgraft.config.config_from_fields(
+        {"cache.block_size": 48, "parallel.tensor": 2, "model.dtype": "bfloat16"}
+    )
     with set_config(ours):
         current = config.get_current_vllm_config()
     assert (current.cache_config.block_size, current.parallel_config.world_size) == (48, 2)
-    assert (current.model_config.dtype, current.device_config.device.type) == (torch.bfloat16, "cpu")
-    with pytest.raises(ConfigError, match="sets block_size of CacheConfig, which changes nothing any more"):
+    assert (current.model_config.dtype, current.device_config.device.type) == (
+        torch.bfloat16,
+        "cpu",
+    )
+    with pytest.raises(
+        ConfigError, match="sets block_size of CacheConfig, which changes nothing any more"
+    ):
         current.cache_config.block_size = 3
     with pytest.raises(AttributeError, match="num_speculative_tokens"):
         _ = current.scheduler_config.num_speculative_tokens
@@ -152,7 +170,9 @@ def test_small_helpers(vllm: Any) -> None:
         assert x <= math.next_power_of_2(x) < 2 * x
         assert math.prev_power_of_2(x) <= x < 2 * math.prev_power_of_2(x)
     distributed = vllm("vllm.distributed")
-    assert [part.tolist() for part in distributed.split_tensor_along_last_dim(torch.arange(6), 3)] == [
+    assert [
+        part.tolist() for part in distributed.split_tensor_along_last_dim(torch.arange(6), 3)
+    ] == [
         [0, 1],
         [2, 3],
         [4, 5],
@@ -182,7 +202,10 @@ def test_a_logger_of_a_plugins_own(vllm: Any, capsys: pytest.CaptureFixture[str]
 def test_names_of_quantizations_and_attention(vllm: Any) -> None:
     """They are there for what plugins do with them."""
     linear, attention = vllm("vllm.model_executor.layers.linear"), vllm("vllm.v1.attention.backend")
-    assert linear.register_weight_loader_v2_supported_method(linear.LinearMethodBase) is linear.LinearMethodBase
+    assert (
+        linear.register_weight_loader_v2_supported_method(linear.LinearMethodBase)
+        is linear.LinearMethodBase
+    )
     assert attention.AttentionType("decoder") == "decoder"
     assert vllm("vllm.utils.platform_utils").is_pin_memory_available() in (True, False)
     assert vllm("vllm.config").get_current_vllm_config().model_config.quantization is None
@@ -202,7 +225,11 @@ def test_levels_of_devices(vllm: Any) -> None:
     acme = Acme()
     assert acme.is_cuda_alike()
     assert not acme.is_out_of_tree()
-    assert [acme.has_device_capability(level) for level in ((8, 9), 90, (10, 0))] == [True, True, False]
+    assert [acme.has_device_capability(level) for level in ((8, 9), 90, (10, 0))] == [
+        True,
+        True,
+        False,
+    ]
     assert [acme.is_device_capability(level) for level in ((9, 0), 90, 89)] == [True, True, False]
     assert [acme.is_device_capability_family(level) for level in (90, 100)] == [True, False]
     assert not interface.Platform().has_device_capability(10)

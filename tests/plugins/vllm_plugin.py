@@ -156,14 +156,21 @@ def install_bridge(site: Any) -> None:
     source = BRIDGE / "src"
     files = {str(path.relative_to(source)): path.read_text() for path in source.rglob("*.py")}
     project = tomllib.loads((BRIDGE / "pyproject.toml").read_text())["project"]
-    points = {group: [f"{k} = {v}" for k, v in rows.items()] for group, rows in project["entry-points"].items()}
-    site.install(project["name"], files, points, version=project["version"], requires=project["dependencies"])
+    points = {
+        group: [f"{k} = {v}" for k, v in rows.items()]
+        for group, rows in project["entry-points"].items()
+    }
+    site.install(
+        project["name"], files, points, version=project["version"], requires=project["dependencies"]
+    )
 
 
 def install_acme(site: Any, points: dict[str, list[str]] | None = None, **changed: str) -> None:
     """Install the plugin, with other sources for some of its modules."""
     files = FILES | {f"acme_vllm/{name}.py": text for name, text in changed.items()}
-    site.install("acme-vllm", files, POINTS if points is None else points, version="2.0", requires=())
+    site.install(
+        "acme-vllm", files, POINTS if points is None else points, version="2.0", requires=()
+    )
 
 
 @contextmanager

@@ -74,7 +74,9 @@ def _site() -> Path:
     return Path(os.environ["PYTHONPATH"].partition(os.pathsep)[0])
 
 
-def _metadata(distribution: str, file: str, change: Callable[[str], str]) -> AbstractContextManager[None]:
+def _metadata(
+    distribution: str, file: str, change: Callable[[str], str]
+) -> AbstractContextManager[None]:
     return written(_site() / f"{distribution}.dist-info" / file, change)
 
 
@@ -91,10 +93,18 @@ WAYS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "lockfile": partial(variables, OPGRAFT_LOCKFILE=str(FOLDER / "all.lock")),
     "kernel of a file of settings": partial(variables, OPGRAFT_CONFIG=str(FOLDER / "ops.toml")),
     "class of a file of settings": partial(variables, OPGRAFT_CONFIG=str(FOLDER / "classes.toml")),
-    "version of a plugin": lambda: _metadata("acme-1.0", "METADATA", lambda text: text.replace("1.0", "1.1")),
-    "files of a plugin": lambda: _metadata("acme-1.0", "RECORD", lambda text: f"{text}acme_more.py,sha256=x,1\n"),
-    "version of torch": lambda: _metadata("torch-99.0", "METADATA", lambda _: "Name: torch\nVersion: 99.0\n"),
+    "version of a plugin": lambda: _metadata(
+        "acme-1.0", "METADATA", lambda text: text.replace("1.0", "1.1")
+    ),
+    "files of a plugin": lambda: _metadata(
+        "acme-1.0", "RECORD", lambda text: f"{text}acme_more.py,sha256=x,1\n"
+    ),
+    "version of torch": lambda: _metadata(
+        "torch-99.0", "METADATA", lambda _: "Name: torch\nVersion: 99.0\n"
+    ),
     "order of plugins": another_order,
     "quarantine": _quarantine,
-    "platform": partial(variables, OPGRAFT_PLATFORM="simulated", OPGRAFT_SIMULATED_DEVICE="default"),
+    "platform": partial(
+        variables, OPGRAFT_PLATFORM="simulated", OPGRAFT_SIMULATED_DEVICE="default"
+    ),
 }

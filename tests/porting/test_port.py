@@ -138,7 +138,10 @@ def test_a_ported_plugin_runs(site: Any, plugin: Path) -> None:
     made = port(read_source(plugin))
     project = tomllib.loads(made.files["pyproject.toml"].decode())["project"]
     assert project["dependencies"] == ["packaging", "opgraft>=0.1,<0.2"]
-    points = {group: [f"{a} = {b}" for a, b in table.items()] for group, table in project["entry-points"].items()}
+    points = {
+        group: [f"{a} = {b}" for a, b in table.items()]
+        for group, table in project["entry-points"].items()
+    }
     assert points == {
         "opgraft.platforms": ["acme = vllm_acme.opgraft_device:SPEC"],
         "opgraft.plugins": ["acme_ops = vllm_acme.opgraft_plugin"],
@@ -146,9 +149,15 @@ def test_a_ported_plugin_runs(site: Any, plugin: Path) -> None:
     site.install("vllm-acme", {name: text.decode() for name, text in made.files.items()}, points)
     load_plugins()
     assert opgraft.current_platform().name == "acme"
-    assert [offer.name for offer in discovery.discover().offers if not offer.built_in] == ["acme", "acme_ops"]
+    assert [offer.name for offer in discovery.discover().offers if not offer.built_in] == [
+        "acme",
+        "acme_ops",
+    ]
     norm, gate = ops.RMSNorm(16), ops.SiluAndMul()
-    assert [op.decision.chosen for op in (norm, gate)] == ["AcmeRMSNorm.forward_oot", "AcmeSiluAndMul.forward_oot"]
+    assert [op.decision.chosen for op in (norm, gate)] == [
+        "AcmeRMSNorm.forward_oot",
+        "AcmeSiluAndMul.forward_oot",
+    ]
     x = torch.randn(3, 16)
     with torch.no_grad(), torch.profiler.profile() as profile:
         torch.testing.assert_close(norm(x), norm.forward_native(x))
@@ -166,8 +175,12 @@ def test_what_has_no_counterpart_is_listed(cli: Any, plugin: Path, tmp_path: Pat
     assert [(one["file"], one["line"], one["name"]) for one in report["uncovered"]] == UNCOVERED
     folder = Path(report["folder"])
     assert folder == tmp_path / "a" / "opgraft-acme"
-    assert sorted(report["files"]) == sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
-    printed = cli("new", "named", "--from-vllm", str(plugin), "--output", str(tmp_path / "a")).stdout
+    assert sorted(report["files"]) == sorted(
+        p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()
+    )
+    printed = cli(
+        "new", "named", "--from-vllm", str(plugin), "--output", str(tmp_path / "a")
+    ).stdout
     assert "opgraft-named" in printed
     guide = (folder / "PORTING.md").read_text()
     marked = "".join((folder / f"vllm_acme/{name}.py").read_text() for name in ("ops", "platform"))
@@ -182,7 +195,9 @@ def test_a_setup_script_is_read_and_not_run(plugin: Path) -> None:
     (plugin / "pyproject.toml").write_text("[build-system]\nrequires = ['setuptools']\n")
     begin = "from setuptools import setup\nraise SystemExit('run')\nsetup(\n    name='vllm-acme',\n"
     entries = "{'console_scripts': ['a = b:c'], 'vllm.general_plugins': ['acme = vllm_acme:register_ops']}"
-    script = f"{begin}    install_requires=['vllm == 0.11', 'numpy'],\n    entry_points={entries},\n)\n"
+    script = (
+        f"{begin}    install_requires=['vllm == 0.11', 'numpy'],\n    entry_points={entries},\n)\n"
+    )
     (plugin / "setup.py").write_text(script)
     made = port(read_source(plugin))
     text = made.files["setup.py"].decode()
@@ -190,7 +205,10 @@ def test_a_setup_script_is_read_and_not_run(plugin: Path) -> None:
     assert "vllm == " not in text
     assert "vllm.general_plugins" not in text
     assert "['numpy', \"opgraft>=0.1,<0.2\"]" in text
-    assert "'console_scripts': ['a = b:c'], \"opgraft.plugins\": [\"acme = vllm_acme.opgraft_plugin\"]" in text
+    assert (
+        "'console_scripts': ['a = b:c'], \"opgraft.plugins\": [\"acme = vllm_acme.opgraft_plugin\"]"
+        in text
+    )
     assert b'platforms = "any"' in made.files["vllm_acme/opgraft_plugin.py"]
     (plugin / "setup.py").write_text(f"{begin}    entry_points=made(),\n)\n")
     with pytest.raises(InputError, match="no dictionary that can be read without running it"):
@@ -205,36 +223,69 @@ def write(path: str, content: str | bytes) -> Callable[[Path], object]:
 BAD = "vllm_acme/bad.py"
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "a syntax error": (write(BAD, "x = 1\ndef f(:\n"), r"vllm_acme/bad.py:2: cannot be parsed"),
-    "bytes that are no text": (write(BAD, b"x = '\xff\xfe'\n"), "vllm_acme/bad.py.*cannot be parsed"),
+    "bytes that are no text": (
+        write(BAD, b"x = '\xff\xfe'\n"),
+        "vllm_acme/bad.py.*cannot be parsed",
+    ),
     "a null byte": (write(BAD, b"x = 1\x00\n"), "vllm_acme/bad.py.*cannot be parsed"),
-    "deep nesting": (write(BAD, "x = " + "(" * 5000 + ")" * 5000), "vllm_acme/bad.py.*cannot be parsed"),
+    "deep nesting": (
+        write(BAD, "x = " + "(" * 5000 + ")" * 5000),
+        "vllm_acme/bad.py.*cannot be parsed",
+    ),
     "a long chain": (write(BAD, "x = 1" + "+1" * 50_000), "vllm_acme/bad.py.*cannot be parsed"),
     "a shorter one": (write(BAD, "x = 1" + "+1" * 600), "vllm_acme/bad.py.*nested too deeply"),
     "a huge file": (write(BAD, b"#" * (LARGEST_FILE + 1)), "bad.py has more than 1 MiB"),
-    "a link that leads out": (lambda f: (f / "passwd").symlink_to("/etc/passwd"), "passwd is a link that leads out of"),
+    "a link that leads out": (
+        lambda f: (f / "passwd").symlink_to("/etc/passwd"),
+        "passwd is a link that leads out of",
+    ),
     "a link to a folder": (lambda f: (f / "all").symlink_to("/etc"), "all is a link to a folder"),
-    "no entry points": (write("pyproject.toml", '[project]\nname = "a"\n'), "no entry points of vLLM"),
+    "no entry points": (
+        write("pyproject.toml", '[project]\nname = "a"\n'),
+        "no entry points of vLLM",
+    ),
     "no project": (write("pyproject.toml", "[tool.x]\n"), "no entry points of vLLM"),
     "no TOML": (write("pyproject.toml", "[project\n"), "pyproject.toml cannot be read"),
-    "entry points of no kind": (write("pyproject.toml", "[project]\nentry-points = 3\n"), "cannot be read"),
-    "no function": (write("pyproject.toml", PROJECT.replace(":register_ops", "")), "expected module:function"),
-    "no such module": (write("pyproject.toml", PROJECT.replace("vllm_acme:", "other:")), "names the module 'other'"),
+    "entry points of no kind": (
+        write("pyproject.toml", "[project]\nentry-points = 3\n"),
+        "cannot be read",
+    ),
+    "no function": (
+        write("pyproject.toml", PROJECT.replace(":register_ops", "")),
+        "expected module:function",
+    ),
+    "no such module": (
+        write("pyproject.toml", PROJECT.replace("vllm_acme:", "other:")),
+        "names the module 'other'",
+    ),
     "a guide already": (write("PORTING.md", ""), "has a PORTING.md"),
-    "a hook already": (write("vllm_acme/opgraft_plugin.py", ""), "has a file vllm_acme/opgraft_plugin.py"),
+    "a hook already": (
+        write("vllm_acme/opgraft_plugin.py", ""),
+        "has a file vllm_acme/opgraft_plugin.py",
+    ),
     "a name with a quote": (
         write("pyproject.toml", PROJECT.replace("acme =", """'a"b' =""")),
         "is no name: use letters",
     ),
     "dotted keys": (
-        write("pyproject.toml", '[project]\nentry-points."vllm.general_plugins".a = "vllm_acme:register_ops"\n'),
+        write(
+            "pyproject.toml",
+            '[project]\nentry-points."vllm.general_plugins".a = "vllm_acme:register_ops"\n',
+        ),
         "write them as tables",
     ),
     "a requirement alone": (
         write("pyproject.toml", f"{PROJECT[: PROJECT.index('dep')]}dependencies = 'vllm'\n"),
         "no list",
     ),
-    "a kind of dynamic": (write("pyproject.toml", "[project]\ndynamic = 3\n"), "project.dynamic is no list of texts"),
-    "no project file": (lambda f: (f / "pyproject.toml").unlink(), "no pyproject.toml and no setup.py"),
+    "a kind of dynamic": (
+        write("pyproject.toml", "[project]\ndynamic = 3\n"),
+        "project.dynamic is no list of texts",
+    ),
+    "no project file": (
+        lambda f: (f / "pyproject.toml").unlink(),
+        "no pyproject.toml and no setup.py",
+    ),
 }
 
 
@@ -247,7 +298,9 @@ def test_refused(plugin: Path, name: str) -> None:
         port(read_source(plugin))
 
 
-def test_nothing_is_written_where_it_cannot_be(cli: Any, site: Any, plugin: Path, tmp_path: Path) -> None:
+def test_nothing_is_written_where_it_cannot_be(
+    cli: Any, site: Any, plugin: Path, tmp_path: Path
+) -> None:
     """Neither over a folder, nor into the plugin; and without the library the extra is named."""
     (tmp_path / "opgraft-acme").mkdir()
     for arguments, message in {
@@ -269,7 +322,9 @@ def test_requirements_that_stay_are_listed(plugin: Path) -> None:
     extras = '\n[project.optional-dependencies]\nname = ["numpy"]\nvllm = [\n  "torch",\n  "vllm>=0.11",\n]\n'
     extras += '[dependency-groups]\ntest = ["vllm>=0.11"]\n'
     (plugin / "pyproject.toml").write_text(PROJECT + extras)
-    (plugin / "setup.cfg").write_text("[options]\ninstall_requires =\n    vllm==0.11\n[x]\nname = vllm\nurl = vllm-x\n")
+    (plugin / "setup.cfg").write_text(
+        "[options]\ninstall_requires =\n    vllm==0.11\n[x]\nname = vllm\nurl = vllm-x\n"
+    )
     (plugin / "requirements-dev.txt").write_text("numpy\nvllm-tests\nvllm [a] >= 0.9  # here\n")
     name, line = "the requirement of vllm", (PROJECT + extras).count("\n")
     found = {(one.file, one.line, one.name) for one in port(read_source(plugin)).uncovered}
@@ -280,7 +335,9 @@ def test_requirements_that_stay_are_listed(plugin: Path) -> None:
         ("setup.cfg", 5, name),
         ("requirements-dev.txt", 3, name),
     }
-    (plugin / "pyproject.toml").write_text(PROJECT.replace("dependencies = [", 'dynamic = ["dependencies"]\nx = ['))
+    (plugin / "pyproject.toml").write_text(
+        PROJECT.replace("dependencies = [", 'dynamic = ["dependencies"]\nx = [')
+    )
     assert ("pyproject.toml", 5, "dynamic dependencies") in {
         (one.file, one.line, one.name) for one in port(read_source(plugin)).uncovered
     }
@@ -295,7 +352,9 @@ def test_requirements_that_stay_are_listed(plugin: Path) -> None:
         (None, {(4, "install_requires")}),
     ],
 )
-def test_a_setup_script_is_told_of_by_its_own_lines(plugin: Path, requirements: str | None, left: set[Any]) -> None:
+def test_a_setup_script_is_told_of_by_its_own_lines(
+    plugin: Path, requirements: str | None, left: set[Any]
+) -> None:
     """What stands behind its requirements and entry points keeps its line, and the file its encoding."""
     (plugin / "pyproject.toml").unlink()
     given = f"install_requires={requirements}" if requirements else ""
@@ -329,11 +388,17 @@ def test_a_copy_is_whole_or_not_there(cli: Any, plugin: Path, tmp_path: Path) ->
     """A file that cannot be written leaves no folder behind, and executable files stay so."""
     (plugin / "run.sh").write_text("#!/bin/sh\n")
     (plugin / "run.sh").chmod(0o755)
-    command = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024)); "
+    command = (
+        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024)); "
+    )
     command += "sys.argv[0] = 'opgraft'; runpy.run_module('opgraft', run_name='__main__')"
     arguments = ["new", "--from-vllm", str(plugin), "--output", str(tmp_path / "a")]
-    told = subprocess.run([sys.executable, "-c", command, *arguments], capture_output=True, text=True, check=False)
-    assert (told.returncode, "cannot be written: File too large" in told.stderr) == (2, True), told.stderr
+    told = subprocess.run(
+        [sys.executable, "-c", command, *arguments], capture_output=True, text=True, check=False
+    )
+    assert (told.returncode, "cannot be written: File too large" in told.stderr) == (2, True), (
+        told.stderr
+    )
     assert not list((tmp_path / "a").iterdir())
     assert cli(*arguments).returncode == 0
     copy = tmp_path / "a/opgraft-acme"

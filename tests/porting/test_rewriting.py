@@ -72,7 +72,10 @@ UNCOVERED = {
     "from vllm.platforms import current_platform as p\nif p.is_cuda():\n    pass": [
         (2, "vllm.platforms.current_platform.is_cuda")
     ],
-    "if x:\n    from vllm.a import b\nelif y:\n    pass\nelse:\n    b()": [(2, "vllm.a.b"), (6, "vllm.a.b")],
+    "if x:\n    from vllm.a import b\nelif y:\n    pass\nelse:\n    b()": [
+        (2, "vllm.a.b"),
+        (6, "vllm.a.b"),
+    ],
 }
 
 
@@ -82,13 +85,19 @@ def test_uncovered(source: str) -> None:
     made = rewritten(source)
     assert named(made) == UNCOVERED[source]
     assert made.code.count("# opgraft: no counterpart: ") == len(made.uncovered)
-    imports = [node for node in ast.walk(ast.parse(made.code)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    imports = [
+        node
+        for node in ast.walk(ast.parse(made.code))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
     assert not any("vllm" in ast.unparse(node) for node in imports)
 
 
 def test_annotations_that_nothing_defines() -> None:
     """They are not evaluated, so that the file can be imported."""
-    made = rewritten("from vllm.config import VllmConfig\n\ndef f(config: VllmConfig) -> None: ...\n")
+    made = rewritten(
+        "from vllm.config import VllmConfig\n\ndef f(config: VllmConfig) -> None: ...\n"
+    )
     namespace: dict[str, object] = {}
     exec(compile(made.code, "file.py", "exec"), namespace)  # noqa: S102  # that it can be is what is tested
     assert "f" in namespace
@@ -97,7 +106,9 @@ def test_annotations_that_nothing_defines() -> None:
 def test_comments_stay_with_what_they_are_about() -> None:
     """Those above an import that goes stay in its place, and code that is not of vLLM keeps every character."""
     source = "# of this file\nx=1\n\n# engine\nfrom vllm.a import b  # gone\n\n\ndef f( y ):\n\treturn   y # odd\n"
-    expected = source.replace("from vllm.a import b  # gone\n", "# opgraft: no counterpart: from vllm.a import b\n")
+    expected = source.replace(
+        "from vllm.a import b  # gone\n", "# opgraft: no counterpart: from vllm.a import b\n"
+    )
     assert rewritten(source).code == expected
 
 
@@ -138,7 +149,11 @@ def test_a_platform_gets_what_opgraft_asks_for() -> None:
     namespace: dict[str, object] = {}
     exec(compile(made.code, "file.py", "exec"), namespace)  # noqa: S102  # the class is what is tested
     platform = namespace["AcmePlatform"]()  # type: ignore[operator]
-    assert (platform.name, platform.device_type, platform.distributed_backend) == ("acme", "cpu", "gloo")
+    assert (platform.name, platform.device_type, platform.distributed_backend) == (
+        "acme",
+        "cpu",
+        "gloo",
+    )
     assert platform.capability(0).name == "Acme"
     assert platform.memory().total == 2**30
     assert platform.device_count() == 1

@@ -55,7 +55,9 @@ class Stored(StoredTensor):
         self.data, self.whole = data, whole
 
     def read(self, bounds: Bounds) -> Tensor:
-        return (self.data if self.whole is None else self.whole)[tuple(slice(one.start, one.stop) for one in bounds)]
+        return (self.data if self.whole is None else self.whole)[
+            tuple(slice(one.start, one.stop) for one in bounds)
+        ]
 
     def blocks(self) -> StoredTensor:
         return Stored(self.data)
@@ -81,29 +83,46 @@ def weight_of(layer: Any) -> Tensor:
 def test_blocks_are_held_exactly(kind: str) -> None:
     """A layer holds what the library reads, bit by bit, in as many bits, and computes with it."""
     data = drawn(kind, 12, 512)
-    layer = ops.ReplicatedLinear(512, 12, False, quant_config=config(down=kind), prefix="down", return_bias=False)
+    layer = ops.ReplicatedLinear(
+        512, 12, False, quant_config=config(down=kind), prefix="down", return_bias=False
+    )
     load(layer, lazy(kind, data))
     expected = numbers(kind, data)
     assert torch.equal(weight_of(layer), expected)
     assert layer.weight.dtype == (torch.uint8 if kind.startswith("Q4") else torch.int8)
     x = torch.randn(3, 512, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(layer(x).double(), x.double() @ expected.double().T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        layer(x).double(), x.double() @ expected.double().T, rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(
-    "kinds", [("Q4_K", "Q4_K", "Q6_K"), ("Q4_0", "Q4_1", "Q8_0"), ("Q4_0", "Q4_0", "Q8_0"), ("Q5_0", "Q5_1", "Q6_K")]
+    "kinds",
+    [
+        ("Q4_K", "Q4_K", "Q6_K"),
+        ("Q4_0", "Q4_1", "Q8_0"),
+        ("Q4_0", "Q4_0", "Q8_0"),
+        ("Q5_0", "Q5_1", "Q6_K"),
+    ],
 )
 def test_parts_of_several_types(kinds: Sequence[str]) -> None:
     """One layer may have parts of several types, as mixed files have; all stay exact."""
     names = dict(zip(("q", "k", "v"), kinds, strict=True))
     quantization = config(**names)
     quantization.packed_modules_mapping = {"qkv": list(names)}
-    layer = ops.QKVParallelLinear(256, 16, 4, 2, False, quant_config=quantization, prefix="qkv", return_bias=False)
-    parts = {name: drawn(kind, 64 if name == "q" else 32, 256, seed) for seed, (name, kind) in enumerate(names.items())}
+    layer = ops.QKVParallelLinear(
+        256, 16, 4, 2, False, quant_config=quantization, prefix="qkv", return_bias=False
+    )
+    parts = {
+        name: drawn(kind, 64 if name == "q" else 32, 256, seed)
+        for seed, (name, kind) in enumerate(names.items())
+    }
     for name in ("v", "q", "k"):
         assert layer.weight.is_meta
         load(layer, lazy(names[name], parts[name]), name)
-    assert torch.equal(weight_of(layer), torch.cat([numbers(names[name], part) for name, part in parts.items()]))
+    assert torch.equal(
+        weight_of(layer), torch.cat([numbers(names[name], part) for name, part in parts.items()])
+    )
 
 
 def test_layers_that_stay_plain() -> None:
@@ -118,7 +137,9 @@ def test_layers_that_stay_plain() -> None:
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q6_K"])
 def test_embeddings(kind: str) -> None:
     """Rows are looked up as the numbers of their blocks, and the head that is tied computes with the same codes."""
-    embedding: Any = ops.VocabParallelEmbedding(64, 256, quant_config=config(embed=kind), prefix="embed")
+    embedding: Any = ops.VocabParallelEmbedding(
+        64, 256, quant_config=config(embed=kind), prefix="embed"
+    )
     part = drawn(kind, 64, 256)
     load(embedding, lazy(kind, part))
     embedding.process_weights_after_loading()
@@ -126,17 +147,23 @@ def test_embeddings(kind: str) -> None:
     assert torch.equal(embedding(ids), expected[ids])
     head: Any = ops.ParallelLMHead(64, 256).tie_weights(embedding)
     x = torch.randn(2, 256)
-    torch.testing.assert_close(ops.LogitsProcessor(64)(head, x), x @ expected.T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        ops.LogitsProcessor(64)(head, x), x @ expected.T, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_what_does_not_fit() -> None:
     """Inputs that cut blocks, weights without blocks or that never came, and checkpoints of other formats."""
-    with pytest.raises(QuantizationError, match="down has 128 inputs on this rank, which blocks of 256, as Q4_K"):
+    with pytest.raises(
+        QuantizationError, match="down has 128 inputs on this rank, which blocks of 256, as Q4_K"
+    ):
         ops.ReplicatedLinear(128, 8, quant_config=config(down="Q4_K"), prefix="down")
     layer: Any = ops.ReplicatedLinear(256, 8, quant_config=config(down="Q4_K"), prefix="down")
     with pytest.raises(QuantizationError, match="this weight has no blocks"):
         load(layer, torch.zeros(8, 256))  # type: ignore[arg-type]
     with pytest.raises(QuantizationError, match="its weight was not loaded"):
         layer.process_weights_after_loading()
-    with pytest.raises(QuantizationError, match="keeps the blocks of a GGUF file, and this checkpoint is none"):
+    with pytest.raises(
+        QuantizationError, match="keeps the blocks of a GGUF file, and this checkpoint is none"
+    ):
         GGUFConfig.from_config({})

@@ -13,7 +13,13 @@ from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.errors import LayerError, OpgraftError, QuantizationError
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.weights import process_weights_after_loading
-from opgraft.quantization import Int4Config, Int8Config, Int8DynamicConfig, quantization_named, quantizations
+from opgraft.quantization import (
+    Int4Config,
+    Int8Config,
+    Int8DynamicConfig,
+    quantization_named,
+    quantizations,
+)
 from opgraft.quantization.integers import Int8LinearMethod
 from opgraft.quantization.patterns import Patterns
 from torch import Tensor, nn
@@ -41,7 +47,9 @@ def near(got: Any, expected: Tensor, bound: float) -> bool:
 @each_name
 def test_a_plain_layer_becomes_quantized(name: str) -> None:
     """A layer that loads a plain weight computes nearly the same, without the plain weight."""
-    layer = ops.RowParallelLinear(128, 48, quant_config=quantization_named(name)(), prefix="down_proj")
+    layer = ops.RowParallelLinear(
+        128, 48, quant_config=quantization_named(name)(), prefix="down_proj"
+    )
     weight, bias, x = drawn(48, 128), drawn(48), drawn(5, 128)
     assert layer.weight.is_meta
     load(layer, "weight", weight)
@@ -70,10 +78,18 @@ def test_several_parts_at_once(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("int8", {"bits": 8}, "Int8Config has no setting 'bits', which the checkpoint's config sets: there are ignore"),
+        (
+            "int8",
+            {"bits": 8},
+            "Int8Config has no setting 'bits', which the checkpoint's config sets: there are ignore",
+        ),
         ("int4", {"group_size": "32"}, "int4: group_size is '32', expected a positive number"),
         ("int4", {"group_size": 0}, "int4: group_size is 0, expected a positive number"),
-        ("int8", {"ignore": "lm_head"}, "patterns of layers are 'lm_head', expected a list of names"),
+        (
+            "int8",
+            {"ignore": "lm_head"},
+            "patterns of layers are 'lm_head', expected a list of names",
+        ),
         ("int8", {"ignore": [8]}, r"patterns of layers are \[8\], expected a list of names"),
     ],
 )
@@ -120,12 +136,20 @@ def test_what_stays_plain() -> None:
     config.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}
     made = {
         prefix: ops.ColumnParallelLinear(64, 32, quant_config=config, prefix=prefix)
-        for prefix in ("model.layers.0.mlp.up_proj", "model.layers.10.mlp.up_proj", "model.layers.1.gate_proj")
+        for prefix in (
+            "model.layers.0.mlp.up_proj",
+            "model.layers.10.mlp.up_proj",
+            "model.layers.1.gate_proj",
+        )
     }
     assert [layer.weight.is_meta for layer in made.values()] == [False, True, False]
     config.ignore.expect_all_used()
-    with pytest.raises(QuantizationError, match=r"gate_proj match a pattern and model.layers.3.up_proj none"):
-        ops.MergedColumnParallelLinear(64, [32, 32], quant_config=config, prefix="model.layers.3.gate_up_proj")
+    with pytest.raises(
+        QuantizationError, match=r"gate_proj match a pattern and model.layers.3.up_proj none"
+    ):
+        ops.MergedColumnParallelLinear(
+            64, [32, 32], quant_config=config, prefix="model.layers.3.gate_up_proj"
+        )
 
 
 @pytest.mark.parametrize("config", [Int8Config(), Int4Config(), Int8DynamicConfig()])
@@ -135,7 +159,9 @@ def test_embeddings_that_are_named(config: Any) -> None:
     plain = ops.VocabParallelEmbedding(64, 128, quant_config=config, prefix="other")
     assert not plain.weight.is_meta
     head: Any = ops.ParallelLMHead(64, 128, quant_config=config, prefix="lm_head")
-    with pytest.raises(LayerError, match="ParallelLMHead 'lm_head' is to be quantized, and shares the plain weight"):
+    with pytest.raises(
+        LayerError, match="ParallelLMHead 'lm_head' is to be quantized, and shares the plain weight"
+    ):
         head.tie_weights(plain)
     embedding: Any = ops.VocabParallelEmbedding(64, 128, quant_config=config, prefix="embed")
     weight, ids = drawn(64, 128), torch.tensor([5, 63, 0])
@@ -148,7 +174,9 @@ def test_embeddings_that_are_named(config: Any) -> None:
 def test_patterns() -> None:
     """Names, names of holders, stars and regular expressions; one that no layer answers to is an error."""
     patterns = Patterns(["a.b", "*.c", r"re:x\.\d+$", "nothing"])
-    assert [patterns.match(name, {}) for name in ("a.b", "a.b.d", "a.bc", "z.c", "x.12", "x.1.y")] == [
+    assert [
+        patterns.match(name, {}) for name in ("a.b", "a.b.d", "a.bc", "z.c", "x.12", "x.1.y")
+    ] == [
         True,
         True,
         False,
@@ -165,16 +193,21 @@ def test_patterns() -> None:
 def test_groups_that_do_not_fit() -> None:
     """A layer that groups do not divide is refused when it is made, by name."""
     with pytest.raises(
-        QuantizationError, match="down_proj has 80 inputs on this rank, which groups of 32 do not divide"
+        QuantizationError,
+        match="down_proj has 80 inputs on this rank, which groups of 32 do not divide",
     ):
         ops.RowParallelLinear(80, 48, quant_config=Int4Config(group_size=32), prefix="down_proj")
 
 
 def test_a_weight_that_never_came() -> None:
     """A layer without its weight is an error, not one that computes with nothing."""
-    layer = ops.MergedColumnParallelLinear(64, [32, 32], quant_config=Int8Config(), prefix="gate_up_proj")
+    layer = ops.MergedColumnParallelLinear(
+        64, [32, 32], quant_config=Int8Config(), prefix="gate_up_proj"
+    )
     load(layer, "weight", drawn(32, 64), 0)
-    with pytest.raises(QuantizationError, match=r"gate_up_proj: its weight.* was not loaded, or not all of it"):
+    with pytest.raises(
+        QuantizationError, match=r"gate_up_proj: its weight.* was not loaded, or not all of it"
+    ):
         process_weights_after_loading(layer)
 
 
@@ -182,7 +215,9 @@ def test_names() -> None:
     """Every quantization is known by its name, which its config tells; another name is an error with the nearest."""
     assert set(NAMES) <= set(quantizations())
     assert all(cls().get_name() == name for name, cls in quantizations().items() if name in NAMES)
-    with pytest.raises(QuantizationError, match="no quantization is called 'int9': did you mean int"):
+    with pytest.raises(
+        QuantizationError, match="no quantization is called 'int9': did you mean int"
+    ):
         quantization_named("int9")
     made = Int4Config.from_config({"quant_method": "int4", "group_size": 64})
     assert isinstance(made, Int4Config)

@@ -27,7 +27,8 @@ FAULTY = str(Path(__file__).with_name("faulty.py"))
 PYTHON = [sys.executable]
 """The interpreter of the servers."""
 TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
 )
 SETTINGS = {
     "model.dtype": "float32",
@@ -86,7 +87,9 @@ class Server:
     def send(self, path: str, body: bytes, kind: dict[str, str] | None = None) -> httpx.Response:
         """Send a body as it is."""
         kind = {"content-type": "application/json"} if kind is None else kind
-        return httpx.post(f"{self.url}{path}", content=body, headers={**self.headers, **kind}, timeout=60)
+        return httpx.post(
+            f"{self.url}{path}", content=body, headers={**self.headers, **kind}, timeout=60
+        )
 
     def request(self, method: str, path: str) -> httpx.Response:
         return httpx.request(method, f"{self.url}{path}", headers=self.headers, timeout=60)
@@ -96,17 +99,28 @@ class Server:
         return self.asking.submit(ask)
 
     def complete(self, **body: Any) -> httpx.Response:
-        return self.post("/v1/completions", **{"model": self.model, "prompt": "the cat", "temperature": 0, **body})
+        return self.post(
+            "/v1/completions",
+            **{"model": self.model, "prompt": "the cat", "temperature": 0, **body},
+        )
 
     def chat(self, **body: Any) -> httpx.Response:
         messages = [{"role": "user", "content": "the cat"}]
-        given = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": 5, **body}
+        given = {
+            "model": self.model,
+            "messages": messages,
+            "temperature": 0,
+            "max_tokens": 5,
+            **body,
+        }
         return self.post("/v1/chat/completions", **given)
 
     def metric(self, name: str) -> float:
         """Return the sum of a metric over its labels."""
         lines = self.get("/metrics").text.splitlines()
-        values = [float(line.split()[-1]) for line in lines if re.match(rf"opgraft:{name}(\{{|\s)", line)]
+        values = [
+            float(line.split()[-1]) for line in lines if re.match(rf"opgraft:{name}(\{{|\s)", line)
+        ]
         assert values, f"there is no metric {name}"
         return sum(values)
 
@@ -130,7 +144,10 @@ class Server:
 
 @contextmanager
 def serving(
-    model: Path | str, *options: str, step_seconds: float | None = None, variables: Mapping[str, str] | None = None
+    model: Path | str,
+    *options: str,
+    step_seconds: float | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
     """Start a server on a free port, and kill it at the end if it still runs.
 
@@ -139,10 +156,19 @@ def serving(
     settings = {} if isinstance(model, str) else SETTINGS
     given = [part for name, value in settings.items() for part in (f"--{name}", value)]
     program = ["-m", "opgraft"] if step_seconds is None else [FAULTY]
-    given += [] if step_seconds is None else ["--parallel.executor", "in_process"]  # where the faults are
+    given += (
+        [] if step_seconds is None else ["--parallel.executor", "in_process"]
+    )  # where the faults are
     command = [*PYTHON, *program, "serve", str(model), "--port", "0", *given, *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "STEP_SECONDS": str(step_seconds or 0), **(variables or {})}
-    process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "STEP_SECONDS": str(step_seconds or 0),
+        **(variables or {}),
+    }
+    process = subprocess.Popen(
+        command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    )
     server = Server(process, Path(model).name)
     ready = threading.Event()
     readers = [
@@ -190,7 +216,9 @@ def process_of_model(server: Server) -> int:
 
 def processes_of_model(server: Server) -> list[int]:
     """The processes of the model, of which several engines have one each."""
-    found = [path.read_text().split() for path in Path(f"/proc/{server.pid}/task").glob("*/children")]
+    found = [
+        path.read_text().split() for path in Path(f"/proc/{server.pid}/task").glob("*/children")
+    ]
     return [process_of(int(child)) for children in found for child in children]
 
 

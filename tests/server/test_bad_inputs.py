@@ -45,7 +45,11 @@ PROMPTS: list[tuple[Any, str, str]] = [
     ([10**30], "prompt", "the vocabulary has 400"),
     ([True], "prompt[0]", "expected a whole number"),
     ([1.5], "prompt[0]", "expected a whole number"),
-    ([1] * 600, "prompt", "prompt has 600 tokens and needs room for 1 more, and the model takes 512"),
+    (
+        [1] * 600,
+        "prompt",
+        "prompt has 600 tokens and needs room for 1 more, and the model takes 512",
+    ),
     ("the cat " * 5000, "prompt", "has a text of 40000 characters, and this server takes 32768"),
     (["a"] * 129, "prompt", "asks for 129 answers (prompts times n), and this server allows 128"),
     ("half a \ud800 pair", "prompt", "half a surrogate pair, '\\ud800', at character 7"),
@@ -57,7 +61,11 @@ MESSAGES: list[tuple[Any, str, str]] = [
     ([5], "messages[0]", "expected an object"),
     ([{"content": "a"}], "messages[0].role", "is missing"),
     ([{"role": "boss", "content": "a"}], "messages[0].role", "expected 'system', 'developer'"),
-    ([{"role": "user", "content": "a", "mood": 1}], "messages[0].mood", "is not supported: leave it out"),
+    (
+        [{"role": "user", "content": "a", "mood": 1}],
+        "messages[0].mood",
+        "is not supported: leave it out",
+    ),
     (user(5), "messages[0].content", "expected text"),
     (
         user([{"type": "image_url", "image_url": {"url": "http://x"}}]),
@@ -102,7 +110,12 @@ FIELDS: list[tuple[str, Any, str, str]] = [
     ("logit_bias", {"400": 1}, "logit_bias", "use 0 to 399"),
     ("logit_bias", {"\u0665": 1}, "logit_bias", "no token id"),
     ("logit_bias", {"5": 101}, "logit_bias", "from -100 to 100"),
-    ("logit_bias", {str(token): 1 for token in range(301)}, "logit_bias", "301 entries of logit_bias"),
+    (
+        "logit_bias",
+        {str(token): 1 for token in range(301)},
+        "logit_bias",
+        "301 entries of logit_bias",
+    ),
     ("stream", "yes", "stream", "expected true or false"),
     ("stream_options", {"include_usage": True}, "stream_options", "needs stream: true"),
     ("priority", 0.5, "priority", "expected a whole number"),
@@ -111,10 +124,20 @@ FIELDS: list[tuple[str, Any, str, str]] = [
     ("x" * 5000, 1, "x" * 80, "is not supported: leave it out"),
     ("__proto__", {}, "__proto__", "is not supported"),
     ("temprature", 1, "temprature", "temprature is not supported: did you mean 'temperature'?"),
-    ("stream_options", {"include_use": True}, "stream_options.include_use", "did you mean 'include_usage'?"),
+    (
+        "stream_options",
+        {"include_use": True},
+        "stream_options.include_use",
+        "did you mean 'include_usage'?",
+    ),
 ]
 COMPLETION_FIELDS: list[tuple[str, Any, str, str]] = [
-    ("logprobs", 21, "logprobs", "asks for 21 log-probabilities of a token, and this server allows 20"),
+    (
+        "logprobs",
+        21,
+        "logprobs",
+        "asks for 21 log-probabilities of a token, and this server allows 20",
+    ),
     ("logprobs", -1, "logprobs", "use 0 to 20"),
     ("echo", "yes", "echo", "expected true or false"),
 ]
@@ -131,15 +154,40 @@ CHAT_FIELDS: list[tuple[str, Any, str, str]] = [
     ),
     ("tool_choice", "always", "tool_choice", "'none', 'auto' or 'required'"),
     ("tool_choice", FUNCTION, "tool_choice", "tools do not have"),
-    ("chat_template_kwargs", {"messages": []}, "chat_template_kwargs.messages", "cannot be given there"),
-    ("chat_template_kwargs", {"add_generation_prompt": 0}, "chat_template_kwargs.add_generation_prompt", "cannot be"),
+    (
+        "chat_template_kwargs",
+        {"messages": []},
+        "chat_template_kwargs.messages",
+        "cannot be given there",
+    ),
+    (
+        "chat_template_kwargs",
+        {"add_generation_prompt": 0},
+        "chat_template_kwargs.add_generation_prompt",
+        "cannot be",
+    ),
     ("response_format", form(nested(400)), "response_format", "recursion limit exceeded"),
-    ("response_format", form({"type": "number", "minimum": float("nan")}), "response_format", "no valid JSON schema"),
+    (
+        "response_format",
+        form({"type": "number", "minimum": float("nan")}),
+        "response_format",
+        "no valid JSON schema",
+    ),
     ("response_format", form({"const": "\ud800"}), "response_format", "no valid JSON schema"),
-    ("response_format", form({"type": "string", "pattern": "(("}), "response_format", "unclosed group"),
+    (
+        "response_format",
+        form({"type": "string", "pattern": "(("}),
+        "response_format",
+        "unclosed group",
+    ),
     ("response_format", form({"$ref": "#"}), "response_format", "allows no first token"),
     ("response_format", form({"$ref": "file:///etc/passwd"}), "response_format", "cannot be used"),
-    ("response_format", form({"type": "integer", "minimum": 5, "maximum": 3}), "response_format", "Unsatisfiable"),
+    (
+        "response_format",
+        form({"type": "integer", "minimum": 5, "maximum": 3}),
+        "response_format",
+        "Unsatisfiable",
+    ),
     (
         "response_format",
         form({"properties": {f"p{number}": {"type": "string"} for number in range(20000)}}),
@@ -159,10 +207,22 @@ BODIES: list[tuple[bytes, str | None, str]] = [
     (b"[" * 30_000, None, "nested too deeply"),
     (b'{"a":' * 30_000, None, "nested too deeply"),
     (b'{"model": "llama", "n": ' + b"9" * 5000 + b"}", None, "is not valid JSON"),
-    (b'{"model": "llama", "temperature": NaN, "prompt": "a"}', "temperature", "expected a number that is finite"),
-    (b'{"model": "llama", "temperature": -Infinity, "prompt": "a"}', "temperature", "expected a number that is finite"),
+    (
+        b'{"model": "llama", "temperature": NaN, "prompt": "a"}',
+        "temperature",
+        "expected a number that is finite",
+    ),
+    (
+        b'{"model": "llama", "temperature": -Infinity, "prompt": "a"}',
+        "temperature",
+        "expected a number that is finite",
+    ),
     (b'{"model": "llama", "prompt": "a", "\\ud800": 1}', "?", "? is not supported: leave it out"),
-    (b'{"model": "llama", "prompt": "a\\u0000b", "top_p": "\\u0000"}', "top_p", "expected a number"),
+    (
+        b'{"model": "llama", "prompt": "a\\u0000b", "top_p": "\\u0000"}',
+        "top_p",
+        "expected a number",
+    ),
 ]
 
 
@@ -173,7 +233,9 @@ OWN_WORDS = ("Input should", "Extra inputs", "Field required", "Value error")
 def ask(server: Server, path: str, body: dict[str, Any]) -> Any:
     """Send a body as the JSON that Python makes, with what only Python takes for JSON."""
     prompt = {"prompt": MARKER} if path == COMPLETIONS else {"messages": user(MARKER)}
-    content = json.dumps({"model": server.model, "max_tokens": 3, "temperature": 1, **prompt, **body})
+    content = json.dumps(
+        {"model": server.model, "max_tokens": 3, "temperature": 1, **prompt, **body}
+    )
     return server.send(path, content.encode())
 
 
@@ -215,7 +277,9 @@ def test_messages(server: Server, messages: Any, field: str, message: str) -> No
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
 @pytest.mark.parametrize(("name", "value", "field", "message"), FIELDS, ids=range(len(FIELDS)))
-def test_fields_of_both(server: Server, path: str, name: str, value: Any, field: str, message: str) -> None:
+def test_fields_of_both(
+    server: Server, path: str, name: str, value: Any, field: str, message: str
+) -> None:
     """A value of the wrong kind or beyond a limit is told with the limit; so is a field that there is not."""
     expect_refused(ask(server, path, {name: value}), field, message)
 
@@ -225,7 +289,9 @@ def test_fields_of_both(server: Server, path: str, name: str, value: Any, field:
     [(COMPLETIONS, *row) for row in COMPLETION_FIELDS] + [(CHATS, *row) for row in CHAT_FIELDS],
     ids=range(len(COMPLETION_FIELDS) + len(CHAT_FIELDS)),
 )
-def test_fields_of_one(server: Server, path: str, name: str, value: Any, field: str, message: str) -> None:
+def test_fields_of_one(
+    server: Server, path: str, name: str, value: Any, field: str, message: str
+) -> None:
     """So are those that only one of the two paths has."""
     beside = {"max_tokens": None} if name == "max_completion_tokens" else {}
     expect_refused(ask(server, path, {**beside, name: value}), field, message)
@@ -243,21 +309,35 @@ def test_bodies(server: Server, body: bytes, field: str | None, message: str) ->
         ("/tokenize", {"prompt": "\ud800"}, "prompt", "half a surrogate pair"),
         ("/tokenize", {"prompt": ""}, "prompt", "has no tokens"),
         ("/tokenize", {"prompt": "a " * 20000}, "prompt", "this server takes 32768"),
-        ("/tokenize", {"prompt": "a", "messages": user("a")}, "prompt", "either prompt or messages"),
+        (
+            "/tokenize",
+            {"prompt": "a", "messages": user("a")},
+            "prompt",
+            "either prompt or messages",
+        ),
         ("/tokenize", {"messages": []}, "messages", "has no messages"),
         ("/detokenize", {"tokens": [10**30]}, "tokens", "use 0 to 399"),
         ("/detokenize", {"tokens": [5] * 513}, "tokens", "the context has 512"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]", "expected at least 0"),
-        ("/tokenize", {"messages": user("a"), "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools", ""),
+        (
+            "/tokenize",
+            {"messages": user("a"), "chat_template_kwargs": {"tools": []}},
+            "chat_template_kwargs.tools",
+            "",
+        ),
         ("/v1/embeddings", {"model": "llama", "input": "a"}, "model", "generates text"),
     ],
 )
-def test_other_paths(server: Server, path: str, body: dict[str, Any], field: str, message: str) -> None:
+def test_other_paths(
+    server: Server, path: str, body: dict[str, Any], field: str, message: str
+) -> None:
     """Texts and tokens have the same limits everywhere."""
     expect_refused(server.send(path, json.dumps(body).encode()), field, message)
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", None])
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", None]
+)
 def test_other_kinds_of_content(server: Server, kind: str | None) -> None:
     """A body that does not say that it is JSON is none, whatever it looks like."""
     body = json.dumps({"model": server.model, "prompt": "a"}).encode()
@@ -293,7 +373,9 @@ def test_other_paths_and_methods(server: Server, method: str, path: str, status:
     response = server.request(method, path)
     assert response.status_code == status
     where = status in (404, 405) and "/v1/models/" not in path
-    assert ("/openapi.json" in error_of(response)["message"]) == where, "who is lost is told where to look"
+    assert ("/openapi.json" in error_of(response)["message"]) == where, (
+        "who is lost is told where to look"
+    )
 
 
 def test_what_is_too_long_has_the_code_that_clients_know(server: Server) -> None:
@@ -301,7 +383,9 @@ def test_what_is_too_long_has_the_code_that_clients_know(server: Server) -> None
     long = server.complete(prompt=[5] * 600)
     chat = server.chat(messages=[{"role": "user", "content": "the cat " * 300}])
     both = server.complete(prompt=[5] * 500, max_tokens=100)
-    assert {error_of(answer)["code"] for answer in (long, chat, both)} == {"context_length_exceeded"}
+    assert {error_of(answer)["code"] for answer in (long, chat, both)} == {
+        "context_length_exceeded"
+    }
 
 
 def test_a_huge_top_k_keeps_every_token(server: Server) -> None:

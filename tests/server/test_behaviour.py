@@ -46,7 +46,9 @@ def slow(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def stream(server: Server, **body: Any) -> AbstractContextManager[httpx.Response]:
     """Begin a stream."""
     given = {"model": server.model, "prompt": "the cat", "temperature": 0, **LONG, **body}
-    return httpx.stream("POST", f"{server.url}/v1/completions", json=given, headers=server.headers, timeout=60)
+    return httpx.stream(
+        "POST", f"{server.url}/v1/completions", json=given, headers=server.headers, timeout=60
+    )
 
 
 def begun(response: httpx.Response) -> Iterator[str]:
@@ -62,18 +64,26 @@ def test_a_client_that_leaves_is_noticed_within_two_steps(slow: Server) -> None:
         lines = begun(response)
         for _ in range(3):
             next(lines)
-    before = slow.metric("generation_tokens_total")  # the server sees first that the client has left
+    before = slow.metric(
+        "generation_tokens_total"
+    )  # the server sees first that the client has left
     expect_idle(slow)
-    assert slow.metric("generation_tokens_total") <= before + 3, "two steps, and the one of the moment"
+    assert slow.metric("generation_tokens_total") <= before + 3, (
+        "two steps, and the one of the moment"
+    )
     until(lambda: any(line.get("error") == "the client has left" for line in slow.requests()))
     body = {"model": slow.model, "prompt": "the cat", "max_tokens": 400, "ignore_eos": True}
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{slow.url}/v1/completions", json=body, headers=slow.headers, timeout=10 * STEP)
     before = slow.metric("generation_tokens_total")
     expect_idle(slow)
-    assert slow.metric("generation_tokens_total") <= before + 3, "who asks for no stream is noticed, too"
+    assert slow.metric("generation_tokens_total") <= before + 3, (
+        "who asks for no stream is noticed, too"
+    )
     lefts = [line for line in slow.requests() if line.get("error") == "the client has left"]
-    assert all(line["completion_tokens"] > 0 for line in lefts[-2:]), "what was made for nobody is told"
+    assert all(line["completion_tokens"] > 0 for line in lefts[-2:]), (
+        "what was made for nobody is told"
+    )
 
 
 def test_what_cannot_wait_is_refused_at_once(slow: Server) -> None:
@@ -86,7 +96,9 @@ def test_what_cannot_wait_is_refused_at_once(slow: Server) -> None:
         assert refused.status_code == 429
         assert not first.done(), "nothing had to end before"
         assert refused.headers["retry-after"] == "1"
-        assert error_of(refused)["message"].startswith("3 sequences wait already, this request has 1, and at most 3")
+        assert error_of(refused)["message"].startswith(
+            "3 sequences wait already, this request has 1, and at most 3"
+        )
         assert all(next(lines) == "" for lines in running)
     assert first.result().status_code == 200, "it waited, and ran when there was room"
     expect_idle(slow)
@@ -95,7 +107,10 @@ def test_what_cannot_wait_is_refused_at_once(slow: Server) -> None:
         first = slow.later(lambda: slow.complete(prompt=[5] * 60, max_tokens=2))
         until(lambda: slow.metric("num_requests_waiting") == 1)
         refused = slow.complete(prompt=[5] * 60, max_tokens=2)
-        assert "60 tokens wait already, this request has 60, and at most 100" in error_of(refused)["message"]
+        assert (
+            "60 tokens wait already, this request has 60, and at most 100"
+            in error_of(refused)["message"]
+        )
     assert first.result().status_code == 200
     expect_idle(slow)
 
@@ -106,7 +121,9 @@ def test_what_has_not_begun_waits(slow: Server) -> None:
         lines = begun(response)
         until(lambda: slow.metric("num_requests_waiting") == 1)
         refused = slow.complete(n=3, temperature=1, max_tokens=1)
-        assert error_of(refused)["message"].startswith("1 sequences wait already, this request has 3, and at most 3")
+        assert error_of(refused)["message"].startswith(
+            "1 sequences wait already, this request has 3, and at most 3"
+        )
         assert next(lines) == ""
     expect_idle(slow)
 
@@ -118,7 +135,10 @@ def test_log_probabilities_of_a_request_have_a_limit(checkpoint: Path) -> None:
         refused = server.complete(n=22, temperature=1)
         assert (refused.status_code, error_of(refused)["param"]) == (400, "n")
         assert server.complete(max_tokens=20, logprobs=4).status_code == 200
-        for asked in ({"max_tokens": 21, "logprobs": 4}, {"prompt": [5] * 50, "echo": True, "logprobs": 1}):
+        for asked in (
+            {"max_tokens": 21, "logprobs": 4},
+            {"prompt": [5] * 50, "echo": True, "logprobs": 1},
+        ):
             refused = server.complete(**asked)
             assert (refused.status_code, error_of(refused)["param"]) == (400, "logprobs")
             assert "this server allows 100" in error_of(refused)["message"]
@@ -126,9 +146,19 @@ def test_log_probabilities_of_a_request_have_a_limit(checkpoint: Path) -> None:
 
 def test_a_stalled_reader_holds_no_dead_server(checkpoint: Path) -> None:
     """When the engine has died, the process ends although a client reads no further."""
-    asked = {"prompt": [[5] * 400] * 8, "n": 8, "temperature": 1, "max_tokens": 1, "echo": True, "logprobs": 20}
+    asked = {
+        "prompt": [[5] * 400] * 8,
+        "n": 8,
+        "temperature": 1,
+        "max_tokens": 1,
+        "echo": True,
+        "logprobs": 20,
+    }
     large = ("--server.max_total_logprobs", "1000000")
-    with serving(checkpoint, *large, step_seconds=0) as server, stream(server, **asked, stream=False) as response:
+    with (
+        serving(checkpoint, *large, step_seconds=0) as server,
+        stream(server, **asked, stream=False) as response,
+    ):
         assert response.status_code == 200
         server.process.send_signal(signal.SIGUSR2)
         server.later(server.complete)
@@ -186,12 +216,27 @@ def test_a_request_has_so_much_time(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize(
     "header",
-    [None, "Bearer", "Bearer wrong", "Bearer first-key2", "first-key", "Basic first-key", "Bearer first-key third-key"],
+    [
+        None,
+        "Bearer",
+        "Bearer wrong",
+        "Bearer first-key2",
+        "first-key",
+        "Basic first-key",
+        "Bearer first-key third-key",
+    ],
 )
 def test_without_a_key_nothing_is_told(slow: Server, header: str | None) -> None:
     """A missing or a wrong key is 401 on all paths but /health."""
     headers = {} if header is None else {"authorization": header}
-    for path in ("/v1/models", "/metrics", "/v1/decisions", "/openapi.json", "/version", "/nowhere"):
+    for path in (
+        "/v1/models",
+        "/metrics",
+        "/v1/decisions",
+        "/openapi.json",
+        "/version",
+        "/nowhere",
+    ):
         refused = httpx.get(f"{slow.url}{path}", headers=headers)
         assert refused.status_code == 401
         assert refused.headers["www-authenticate"] == "Bearer"
@@ -224,7 +269,12 @@ def test_a_drain_lets_requests_finish(checkpoint: Path) -> None:
         assert sorted(line.get("error", "")[:11] for line in streams) == ["", "the request"]
         until(lambda: any('"ended"' in line for line in server.log))
         told = [line.get("message", "")[:30] for line in map(json.loads, server.log)]
-        expected = ["server.host is 0.0.0.0 and the", "ready", "shutting down: no new requests", "ended"]
+        expected = [
+            "server.host is 0.0.0.0 and the",
+            "ready",
+            "shutting down: no new requests",
+            "ended",
+        ]
         assert [line for line in told if line in expected] == expected
 
 
@@ -239,7 +289,10 @@ def refuses(server: Server) -> bool:
 
 def test_a_second_signal_ends_at_once(checkpoint: Path) -> None:
     """Nothing is waited for any more."""
-    with serving(checkpoint, "--drain-seconds", "60", step_seconds=STEP) as server, stream(server) as response:
+    with (
+        serving(checkpoint, "--drain-seconds", "60", step_seconds=STEP) as server,
+        stream(server) as response,
+    ):
         begun(response)
         server.process.send_signal(signal.SIGTERM)
         until(lambda: refuses(server))
@@ -331,7 +384,12 @@ def test_files_of_keys(tmp_path: Path) -> None:
 
 def test_names_that_are_not_its_own(server: Server) -> None:
     """A page of a stranger, whose name leads here, is refused; an address of this machine is not."""
-    for host, status in (("evil.example", 403), ("localhost:8000", 200), ("[::1]:8000", 200), ("127.0.0.1", 200)):
+    for host, status in (
+        ("evil.example", 403),
+        ("localhost:8000", 200),
+        ("[::1]:8000", 200),
+        ("127.0.0.1", 200),
+    ):
         assert server.get("/v1/models", headers={"host": host}).status_code == status
 
 

@@ -24,7 +24,9 @@ SMALL = ("--requests", "6", "--words", "5", "--max-tokens", "4", "--ignore-eos",
 
 
 def bench(url: str, *options: str) -> Result:
-    return CliRunner().invoke(cli, ["bench", "serve", "--url", url, *SMALL, *options], standalone_mode=False)
+    return CliRunner().invoke(
+        cli, ["bench", "serve", "--url", url, *SMALL, *options], standalone_mode=False
+    )
 
 
 def figures(url: str, *options: str, code: int = 0) -> dict[str, Any]:
@@ -46,7 +48,12 @@ def test_loads_of_a_real_server_are_measured(server: Server) -> None:
         assert (load["requests"], load["completed"], load["output_tokens"]) == (6, 6, 24)
         assert load["prompt_tokens"] > 30
         assert load["output_tokens_per_second"] == pytest.approx(24 / load["seconds"])
-        assert 0 < load["time_to_first_token"]["p50"] <= load["end_to_end"]["p50"] < load["seconds"] + 1e-9
+        assert (
+            0
+            < load["time_to_first_token"]["p50"]
+            <= load["end_to_end"]["p50"]
+            < load["seconds"] + 1e-9
+        )
         assert load["goodput"] == load["requests_per_second"]
 
 
@@ -93,7 +100,12 @@ def test_the_table_has_a_row_for_each_latency(server: Server) -> None:
     """Text says what was answered, and has percentiles of every latency."""
     result = bench(server.url)
     assert "8 at a time: 6 of 6 requests answered" in result.stdout
-    for name in ("time to first token", "time per output token", "inter-token latency", "end to end"):
+    for name in (
+        "time to first token",
+        "time per output token",
+        "inter-token latency",
+        "end to end",
+    ):
         (row,) = [line for line in result.stdout.splitlines() if line.startswith(name)]
         assert len(row.removeprefix(name).split()) == 4
 
@@ -109,7 +121,9 @@ def test_a_plot_is_a_png(server: Server, tmp_path: Path) -> None:
     assert "the plot cannot be written" in str(result.exception)
 
 
-def test_a_plot_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_plot_without_matplotlib_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """What is missing is told before anything is measured."""
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     monkeypatch.delitem(__import__("sys").modules, "opgraft.bench.plot", raising=False)
@@ -145,7 +159,9 @@ def test_a_key_is_sent_and_its_lack_is_told(checkpoint: Path, tmp_path: Path) ->
         assert isinstance(refused.exception, OpgraftError)
         assert "status 401" in str(refused.exception)
         assert "--api-key-file" in str(refused.exception)
-        assert figures(guarded.url, "--model", guarded.model, code=1)["loads"][0]["errors"] == {"401": 6}
+        assert figures(guarded.url, "--model", guarded.model, code=1)["loads"][0]["errors"] == {
+            "401": 6
+        }
         assert figures(guarded.url, "--api-key-file", str(key))["loads"][0]["completed"] == 6
 
 
@@ -157,7 +173,10 @@ class _Odd(BaseHTTPRequestHandler):
         (200, b'data: {"choices": [{"text": "a"}]}\n\ndata: {"error": {"message": "x"}}\n\n'),
         (200, b'data: {"choices": [{"text": "a"}]}\n\n'),
         (200, b"data: [1\n\n"),
-        (200, b': hello\r\n\r\ndata:{"choices": [{"text": "a"}]}\r\n\r\ndata: {"choices": [{"text": "b"}]}\n\n'),
+        (
+            200,
+            b': hello\r\n\r\ndata:{"choices": [{"text": "a"}]}\r\n\r\ndata: {"choices": [{"text": "b"}]}\n\n',
+        ),
     )
 
     def do_POST(self) -> None:

@@ -46,16 +46,27 @@ def test_structured_answers_of_the_official_client(server: Server) -> None:
 
 def test_the_official_asynchronous_client(server: Server) -> None:
     """A whole answer and a stream have the same text, and leaving a stream early is no error."""
-    given: dict[str, Any] = {"model": server.model, "messages": QUESTION, "temperature": 0, "max_tokens": 8}
+    given: dict[str, Any] = {
+        "model": server.model,
+        "messages": QUESTION,
+        "temperature": 0,
+        "max_tokens": 8,
+    }
 
     async def ask() -> tuple[str, str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0
+        ) as client:
             whole = await client.chat.completions.create(**given)
-            parts = [part async for part in await client.chat.completions.create(**given, stream=True)]
+            parts = [
+                part async for part in await client.chat.completions.create(**given, stream=True)
+            ]
             async with await client.chat.completions.create(**given, stream=True) as left:
                 async for _ in left:
                     break
-        return whole.choices[0].message.content, "".join(part.choices[0].delta.content or "" for part in parts)
+        return whole.choices[0].message.content, "".join(
+            part.choices[0].delta.content or "" for part in parts
+        )
 
     whole, streamed = asyncio.run(ask())
     assert whole == streamed
@@ -63,23 +74,39 @@ def test_the_official_asynchronous_client(server: Server) -> None:
 
 def curl(server: Server, path: str, *options: str) -> str:
     assert CURL is not None
-    command = [CURL, "--silent", "--show-error", "--max-time", "60", *options, f"{server.url}{path}"]
+    command = [
+        CURL,
+        "--silent",
+        "--show-error",
+        "--max-time",
+        "60",
+        *options,
+        f"{server.url}{path}",
+    ]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 @pytest.mark.skipif(CURL is None, reason="curl is not installed")
 def test_curl(server: Server) -> None:
     """It gets an answer, a stream event by event, and the status of an error."""
-    body = json.dumps({"model": server.model, "messages": QUESTION, "temperature": 0, "max_tokens": 4})
+    body = json.dumps(
+        {"model": server.model, "messages": QUESTION, "temperature": 0, "max_tokens": 4}
+    )
     kind = ("--header", "content-type: application/json")
     whole = json.loads(curl(server, "/v1/chat/completions", *kind, "--data", body))
     assert whole["usage"]["completion_tokens"] <= 4
     streamed = json.dumps({**json.loads(body), "stream": True})
-    lines = curl(server, "/v1/chat/completions", "--no-buffer", *kind, "--data", streamed).split("\n\n")
+    lines = curl(server, "/v1/chat/completions", "--no-buffer", *kind, "--data", streamed).split(
+        "\n\n"
+    )
     assert lines[-2:] == ["data: [DONE]", ""]
-    text = "".join(json.loads(line[6:])["choices"][0]["delta"].get("content", "") for line in lines[:-2])
+    text = "".join(
+        json.loads(line[6:])["choices"][0]["delta"].get("content", "") for line in lines[:-2]
+    )
     assert text == whole["choices"][0]["message"]["content"]
-    assert curl(server, "/v1/completions", "--data", body, "--write-out", "%{http_code}").endswith("400")
+    assert curl(server, "/v1/completions", "--data", body, "--write-out", "%{http_code}").endswith(
+        "400"
+    )
 
 
 def test_the_client_of_hugging_face(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,10 +20,26 @@ USER = {"role": "user", "content": "the cat"}
 @pytest.mark.parametrize(
     ("body", "field", "message"),
     [
-        ({"tools": [FUNCTION], "tool_choice": "required", "response_format": FORM}, "response_format", "no tool could"),
-        ({"tools": [FUNCTION], "response_format": {"type": "json_object"}}, "response_format", "tool_choice: none"),
-        ({"response_format": TEXT_WITH_SCHEMA}, "response_format.json_schema", "needs the type json_schema"),
-        ({"max_tokens": 5, "max_completion_tokens": 5}, "max_tokens", "older name of max_completion_tokens"),
+        (
+            {"tools": [FUNCTION], "tool_choice": "required", "response_format": FORM},
+            "response_format",
+            "no tool could",
+        ),
+        (
+            {"tools": [FUNCTION], "response_format": {"type": "json_object"}},
+            "response_format",
+            "tool_choice: none",
+        ),
+        (
+            {"response_format": TEXT_WITH_SCHEMA},
+            "response_format.json_schema",
+            "needs the type json_schema",
+        ),
+        (
+            {"max_tokens": 5, "max_completion_tokens": 5},
+            "max_tokens",
+            "older name of max_completion_tokens",
+        ),
         ({"tool_choice": "auto"}, "tool_choice", "needs tools"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls", "needs tools"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
@@ -32,8 +48,16 @@ USER = {"role": "user", "content": "the cat"}
         ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "expected text"),
         ({"messages": [{"role": "assistant"}]}, "messages[0].content", "is missing"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "is missing"),
-        ({"messages": [{**USER, "tool_call_id": "x"}]}, "messages[0].tool_call_id", "is not supported"),
+        (
+            {"messages": [{"role": "tool", "content": "x"}]},
+            "messages[0].tool_call_id",
+            "is missing",
+        ),
+        (
+            {"messages": [{**USER, "tool_call_id": "x"}]},
+            "messages[0].tool_call_id",
+            "is not supported",
+        ),
         ({"messages": [{**USER, "tool_calls": []}]}, "messages[0].tool_calls", "is not supported"),
         ({"metadata": {"a": 1}}, "metadata.a", "expected text"),
     ],
@@ -50,7 +74,9 @@ def test_chats(server: Server, body: dict[str, Any], field: str, message: str) -
 @pytest.mark.parametrize("name", ["tools", "add_generation_prompt", "chat_template_kwargs"])
 def test_tokens_of_a_prompt(server: Server, name: str) -> None:
     """What is of chats has no place beside a prompt."""
-    value = {"tools": [FUNCTION], "add_generation_prompt": True, "chat_template_kwargs": {"a": 1}}[name]
+    value = {"tools": [FUNCTION], "add_generation_prompt": True, "chat_template_kwargs": {"a": 1}}[
+        name
+    ]
     response = server.post("/tokenize", prompt="a", **{name: value})
     assert error_of(response)["param"] == name
     assert server.post("/tokenize", messages=[USER], **{name: value}).status_code == 200
@@ -61,10 +87,32 @@ def test_tokens_of_a_prompt(server: Server, name: str) -> None:
     [
         {"tools": [FUNCTION], "tool_choice": "none", "response_format": {"type": "json_object"}},
         {"tools": [FUNCTION], "response_format": {"type": "text"}, "parallel_tool_calls": False},
-        {"tool_choice": "none", "priority": 0, "metadata": {"a": "b"}, "user": "u", "functions": None, "audio": None},
-        {"messages": [USER, {"role": "assistant", "content": "x", "refusal": None, "annotations": []}, USER]},
-        {"messages": [{**USER, "tool_calls": None}, {"role": "assistant", "reasoning_content": "hm"}]},
-        {"response_format": {"type": "text", "json_schema": None}, "max_tokens": None, "max_completion_tokens": 5},
+        {
+            "tool_choice": "none",
+            "priority": 0,
+            "metadata": {"a": "b"},
+            "user": "u",
+            "functions": None,
+            "audio": None,
+        },
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": "x", "refusal": None, "annotations": []},
+                USER,
+            ]
+        },
+        {
+            "messages": [
+                {**USER, "tool_calls": None},
+                {"role": "assistant", "reasoning_content": "hm"},
+            ]
+        },
+        {
+            "response_format": {"type": "text", "json_schema": None},
+            "max_tokens": None,
+            "max_completion_tokens": 5,
+        },
     ],
 )
 def test_what_does_not_contradict(server: Server, body: dict[str, Any]) -> None:
@@ -98,12 +146,17 @@ class Address(BaseModel):
     street: Street
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "Address"}}])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "Address"}}]
+)
 def test_functions_with_nested_parameters(roomy: Server, choice: Any) -> None:
     """References within the parameters of a function go on from them, those of several functions apart."""
     tools = [openai.pydantic_function_tool(Address), openai.pydantic_function_tool(Street)]
     ends = {'"': 100, "}": 50, "]": 50}  # so that texts and lists end at once
-    brief = {str(roomy.post("/tokenize", prompt=text).json()["tokens"][0]): bias for text, bias in ends.items()}
+    brief = {
+        str(roomy.post("/tokenize", prompt=text).json()["tokens"][0]): bias
+        for text, bias in ends.items()
+    }
     response = roomy.chat(tools=tools, tool_choice=choice, max_tokens=300, logit_bias=brief)
     assert response.status_code == 200, response.text
     (found,) = response.json()["choices"]
@@ -116,7 +169,11 @@ def test_functions_with_nested_parameters(roomy: Server, choice: Any) -> None:
     "parameters",
     [
         {"type": "object", "properties": {"next": {"$ref": "#"}}},
-        {"$id": "https://example.com/x", "$defs": {"A": {"const": 1}}, "properties": {"a": {"$ref": "#/$defs/A"}}},
+        {
+            "$id": "https://example.com/x",
+            "$defs": {"A": {"const": 1}},
+            "properties": {"a": {"$ref": "#/$defs/A"}},
+        },
         {
             "$schema": "http://json-schema.org/draft-04/schema#",
             "definitions": {"A": {"type": "integer"}},
@@ -148,7 +205,10 @@ def test_values_that_only_other_clients_send(server: Server) -> None:
     """A temperature of nearly 0 is greedy, a seed below 0 is one like others, and an empty suffix is none."""
     greedy = server.complete(max_tokens=8).json()["choices"]
     assert server.complete(max_tokens=8, temperature=1e-8, suffix="").json()["choices"] == greedy
-    drawn = [server.complete(max_tokens=8, temperature=2, seed=seed).json()["choices"] for seed in (-1, -1, 1, -2)]
+    drawn = [
+        server.complete(max_tokens=8, temperature=2, seed=seed).json()["choices"]
+        for seed in (-1, -1, 1, -2)
+    ]
     assert drawn[0] == drawn[1]
     assert drawn[0] not in drawn[2:]
 

@@ -25,7 +25,9 @@ def minilm() -> Iterator[Server]:
 
 def test_vectors_are_those_of_the_encoder(minilm: Server) -> None:
     """The official client, which asks for base64, gets what LLM.embed gives; so does who asks for numbers."""
-    expected = [output.embedding for output in LLM("minilm", **{"load.progress": False}).embed(TEXTS)]
+    expected = [
+        output.embedding for output in LLM("minilm", **{"load.progress": False}).embed(TEXTS)
+    ]
     found = minilm.openai.embeddings.create(model="minilm", input=TEXTS)
     plain = minilm.openai.embeddings.create(model="minilm", input=TEXTS, encoding_format="float")
     for rows in (found.data, plain.data):
@@ -54,7 +56,9 @@ LONG = ["The train to the coast leaves the old station at noon every day. " * 16
 def test_who_leaves_costs_nothing_any_more(minilm: Server) -> None:
     """A client that asks for much, and goes, keeps neither others nor the end of the server waiting."""
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{minilm.url}/v1/embeddings", json={"model": "minilm", "input": LONG}, timeout=2)
+        httpx.post(
+            f"{minilm.url}/v1/embeddings", json={"model": "minilm", "input": LONG}, timeout=2
+        )
     started = time.monotonic()
     minilm.openai.embeddings.create(model="minilm", input="Bread.")
     assert time.monotonic() - started < 10
@@ -72,9 +76,15 @@ def test_a_short_text_does_not_wait_for_all_of_many(minilm: Server) -> None:
 
 def test_metrics_of_an_encoder(minilm: Server) -> None:
     """Texts, their tokens and batches are counted."""
-    before = [minilm.metric(f"{name}_total") for name in ("request_success", "prompt_tokens", "engine_steps")]
+    before = [
+        minilm.metric(f"{name}_total")
+        for name in ("request_success", "prompt_tokens", "engine_steps")
+    ]
     usage = minilm.openai.embeddings.create(model="minilm", input=TEXTS).usage
-    after = [minilm.metric(f"{name}_total") for name in ("request_success", "prompt_tokens", "engine_steps")]
+    after = [
+        minilm.metric(f"{name}_total")
+        for name in ("request_success", "prompt_tokens", "engine_steps")
+    ]
     assert [b - a for a, b in zip(before, after, strict=True)][:2] == [3, usage.prompt_tokens]
     assert after[2] > before[2]
 

@@ -25,12 +25,25 @@ SCALARS = st.one_of(
     st.floats(),
     st.text(max_size=20),
     st.sampled_from(
-        ["", "\x00", "\ud800", "llama", "user", "system", "json_schema", "function", "required", "the cat"]
+        [
+            "",
+            "\x00",
+            "\ud800",
+            "llama",
+            "user",
+            "system",
+            "json_schema",
+            "function",
+            "required",
+            "the cat",
+        ]
     ),
 )
 ANYTHING = st.recursive(
     SCALARS,
-    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 
@@ -57,7 +70,9 @@ def bodies(schema: dict[str, Any], document: dict[str, Any]) -> st.SearchStrateg
 
 def _right(schema: dict[str, Any], document: dict[str, Any]) -> st.SearchStrategy[Any]:
     if "$ref" in schema:
-        return _right(document["components"]["schemas"][schema["$ref"].rpartition("/")[2]], document)
+        return _right(
+            document["components"]["schemas"][schema["$ref"].rpartition("/")[2]], document
+        )
     if "anyOf" in schema:
         return st.one_of([bodies(each, document) for each in schema["anyOf"]])
     if "const" in schema or "enum" in schema:
@@ -73,7 +88,9 @@ def _right(schema: dict[str, Any], document: dict[str, Any]) -> st.SearchStrateg
         items = bodies(schema["items"], document) if schema.get("items") else ANYTHING
         return st.builds(_many, st.lists(items, max_size=3), st.sampled_from([1, 1, 1, 5000]))
     return {
-        "string": st.sampled_from(["llama", "the cat", "", "a" * 300, "the cat " * 30_000, "\ud800"])
+        "string": st.sampled_from(
+            ["llama", "the cat", "", "a" * 300, "the cat " * 30_000, "\ud800"]
+        )
         | st.text(max_size=20),
         "integer": st.integers(-1, 600) | st.integers(),
         "number": st.floats(0, 2) | st.floats(),
@@ -93,15 +110,21 @@ def test_no_body_harms(server: Server, document: dict[str, Any], path: str) -> N
     operation = document["paths"][path]["post"]
     schema = operation["requestBody"]["content"]["application/json"]["schema"]
 
-    @settings(max_examples=MANY, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=MANY, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    )
     @given(bodies(schema, document), st.booleans())
     def ask(body: Any, served: bool) -> None:
         if served and isinstance(body, dict):
-            body = {**body, "model": server.model, "max_tokens": 2} if "ompletions" in path else body
+            body = (
+                {**body, "model": server.model, "max_tokens": 2} if "ompletions" in path else body
+            )
         before = worked(server)
         response = client.post(f"{server.url}{path}", content=json.dumps(body), headers=kind)
         assert worked(server) - before < STALL_SECONDS, f"a stall for {json.dumps(body)[:300]}"
-        assert response.status_code in (200, 400, 404), f"{response.status_code}: {response.text}, for {body!r}"
+        assert response.status_code in (200, 400, 404), (
+            f"{response.status_code}: {response.text}, for {body!r}"
+        )
         if response.status_code != 200:
             assert error_of(response)["message"]
             assert "4XX" in operation["responses"]
@@ -112,23 +135,65 @@ def test_no_body_harms(server: Server, document: dict[str, Any], path: str) -> N
 
 
 HEADERS = st.dictionaries(
-    st.sampled_from(["content-type", "accept", "authorization", "origin", "x-request-id", "expect", "cookie", "range"])
+    st.sampled_from(
+        [
+            "content-type",
+            "accept",
+            "authorization",
+            "origin",
+            "x-request-id",
+            "expect",
+            "cookie",
+            "range",
+        ]
+    )
     | st.from_regex("[a-z][a-z-]{0,20}", fullmatch=True),
-    st.sampled_from(["application/json", "text/event-stream", "application/json; charset=utf-16", "Bearer x", "*/*"])
+    st.sampled_from(
+        [
+            "application/json",
+            "text/event-stream",
+            "application/json; charset=utf-16",
+            "Bearer x",
+            "*/*",
+        ]
+    )
     | st.from_regex("[ -~]{0,60}", fullmatch=True),
     max_size=5,
-).map(lambda found: {name: value.strip() for name, value in found.items() if name not in OWN_HEADERS})
-OWN_HEADERS = ("host", "content-length", "transfer-encoding", "connection", "upgrade", "te", "trailer")
+).map(
+    lambda found: {name: value.strip() for name, value in found.items() if name not in OWN_HEADERS}
+)
+OWN_HEADERS = (
+    "host",
+    "content-length",
+    "transfer-encoding",
+    "connection",
+    "upgrade",
+    "te",
+    "trailer",
+)
 """Those that change how a request is sent; test_sockets.py has them."""
 
 
 def test_no_head_harms(server: Server) -> None:
     """Whatever method, path, query and headers are sent, the answer is one of those that are documented."""
 
-    @settings(max_examples=MANY, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=MANY, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    )
     @given(
         st.sampled_from(["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "QUERY"]),
-        st.sampled_from([*PATHS, "/", "/health", "/v1/models", "/v1/models/x", "/metrics", "/v1/decisions", "/x"]),
+        st.sampled_from(
+            [
+                *PATHS,
+                "/",
+                "/health",
+                "/v1/models",
+                "/v1/models/x",
+                "/metrics",
+                "/v1/decisions",
+                "/x",
+            ]
+        ),
         st.text(max_size=30),
         HEADERS,
         st.sampled_from([b"", b"{}", b"[]", b"\xff"]),
@@ -137,7 +202,11 @@ def test_no_head_harms(server: Server) -> None:
         url = httpx.URL(f"{server.url}{path}", params={"q": query, query[:5]: "1"})
         response = client.request(method, url, headers=headers, content=body)
         assert response.status_code < 500, f"{response.status_code}: {response.text}"
-        if response.status_code >= 400 and method != "HEAD" and response.headers["content-type"] == "application/json":
+        if (
+            response.status_code >= 400
+            and method != "HEAD"
+            and response.headers["content-type"] == "application/json"
+        ):
             assert error_of(response)["message"]
 
     with httpx.Client(timeout=60) as client:

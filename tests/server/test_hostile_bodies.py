@@ -23,7 +23,12 @@ client waits. They are several times of what is measured; a body that is read wi
 
 def filled(item: str, last: str = "") -> str:
     """A list of as many items as there is room for."""
-    return "[" + ",".join([item] * ((SIZE - 4096) // (len(item) + 1))) + (f",{last}" if last else "") + "]"
+    return (
+        "["
+        + ",".join([item] * ((SIZE - 4096) // (len(item) + 1)))
+        + (f",{last}" if last else "")
+        + "]"
+    )
 
 
 def named(value: str) -> str:
@@ -44,14 +49,30 @@ SHAPES: dict[str, tuple[str, Callable[[], str], str | None]] = {
     "lists-of-ids": (COMPLETIONS, lambda: f'"prompt":{filled("[1]")}', None),
     "empty-lists": (COMPLETIONS, lambda: f'"prompt":{filled("[]")}', None),
     "nested-lists": (COMPLETIONS, lambda: f'"prompt":{nested("[", "]")}', None),
-    "nested-objects": (CHATS, lambda: f'"messages":[],"chat_template_kwargs":{{"a":{nested(BRACE, "}")}}}', None),
+    "nested-objects": (
+        CHATS,
+        lambda: f'"messages":[],"chat_template_kwargs":{{"a":{nested(BRACE, "}")}}}',
+        None,
+    ),
     "messages": (CHATS, lambda: f'"messages":{filled(MESSAGE)}', None),
     "wrong-messages": (CHATS, lambda: f'"messages":{filled("1")}', "messages[0]"),
     "unknown-fields": (CHATS, lambda: f'"messages":[],{named("1")}', "k000000"),
     "unknown-nulls": (CHATS, lambda: f'"messages":[],{named("null")}', "messages"),
-    "wrong-biases": (COMPLETIONS, lambda: f'"prompt":"a","logit_bias":{{{named("1e999")}}}', "logit_bias.k000000"),
-    "wrong-stop-ids": (COMPLETIONS, lambda: f'"prompt":"a","stop_token_ids":{filled(TEXT)}', "stop_token_ids[0]"),
-    "stop-ids": (COMPLETIONS, lambda: f'"prompt":"a","stop_token_ids":{filled("7")}', "stop_token_ids"),
+    "wrong-biases": (
+        COMPLETIONS,
+        lambda: f'"prompt":"a","logit_bias":{{{named("1e999")}}}',
+        "logit_bias.k000000",
+    ),
+    "wrong-stop-ids": (
+        COMPLETIONS,
+        lambda: f'"prompt":"a","stop_token_ids":{filled(TEXT)}',
+        "stop_token_ids[0]",
+    ),
+    "stop-ids": (
+        COMPLETIONS,
+        lambda: f'"prompt":"a","stop_token_ids":{filled("7")}',
+        "stop_token_ids",
+    ),
     "brackets-in-a-text": (COMPLETIONS, lambda: f'"prompt":"{"[{" * (SIZE // 2 - 99)}"', "prompt"),
     "input": ("/v1/embeddings", lambda: f'"input":{filled(TEXT, "1")}', "input["),
     "tokens": ("/detokenize", lambda: f'"tokens":{filled("1", TEXT)}', "tokens["),
@@ -130,7 +151,9 @@ def test_lists_and_objects_are_counted_outside_of_texts(server: Server) -> None:
     response = server.send("/tokenize", f'{{"prompt":"{text}","tools":[{{}}]}}'.encode())
     assert error_of(response)["param"] == "tools[0].type"
     response = server.post("/tokenize", prompt="a", tools=[{}] * MOST_CONTAINERS)
-    assert error_of(response)["message"].startswith(f"the body has {MOST_CONTAINERS + 2} lists and objects")
+    assert error_of(response)["message"].startswith(
+        f"the body has {MOST_CONTAINERS + 2} lists and objects"
+    )
     assert json.loads(response.text)["error"]["code"] == "limit_exceeded"
 
 

@@ -58,18 +58,29 @@ def refused(response: httpx.Response, field: str, status: int = 400) -> str:
         ({"max_tokens": 20, "ignore_eos": True}, {"max_tokens": 20, "ignore_eos": True}),
         ({"temperature": 1, "seed": 7}, {"temperature": 1.0, "seed": 7}),
         ({"temperature": 1.5, "seed": 7, "top_k": 3}, {"temperature": 1.5, "seed": 7, "top_k": 3}),
-        ({"temperature": 1.5, "seed": 7, "top_p": 0.4}, {"temperature": 1.5, "seed": 7, "top_p": 0.4}),
-        ({"temperature": 1.5, "seed": 7, "min_p": 0.5}, {"temperature": 1.5, "seed": 7, "min_p": 0.5}),
+        (
+            {"temperature": 1.5, "seed": 7, "top_p": 0.4},
+            {"temperature": 1.5, "seed": 7, "top_p": 0.4},
+        ),
+        (
+            {"temperature": 1.5, "seed": 7, "min_p": 0.5},
+            {"temperature": 1.5, "seed": 7, "min_p": 0.5},
+        ),
         ({"presence_penalty": 2}, {"presence_penalty": 2.0}),
         ({"frequency_penalty": 1.5}, {"frequency_penalty": 1.5}),
         ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
         ({"logit_bias": {"70": 100}}, {"logit_bias": {70: 100.0}}),
         ({"n": 3, "temperature": 1, "seed": 5}, {"n": 3, "temperature": 1.0, "seed": 5}),
-        ({"stop_token_ids": [5], "logit_bias": {"5": 100}}, {"stop_token_ids": [5], "logit_bias": {5: 100.0}}),
+        (
+            {"stop_token_ids": [5], "logit_bias": {"5": 100}},
+            {"stop_token_ids": [5], "logit_bias": {5: 100.0}},
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
-def test_sampling_is_that_of_the_engine(server: Server, llm: LLM, body: dict[str, Any], params: dict[str, Any]) -> None:
+def test_sampling_is_that_of_the_engine(
+    server: Server, llm: LLM, body: dict[str, Any], params: dict[str, Any]
+) -> None:
     """Texts and reasons are those of LLM with the same parameters, whole and as a stream."""
     (expected,) = llm.generate("the cat", SamplingParams(**{"temperature": 0.0, **params}))
     answers = [(answer.text, answer.finish_reason) for answer in expected.outputs]
@@ -101,10 +112,16 @@ def test_log_probabilities_of_completions(server: Server) -> None:
     given: dict[str, Any] = {"max_tokens": 6, "logprobs": 2}
     (choice,) = server.complete(**given).json()["choices"]
     found = choice["logprobs"]
-    assert [len(found[key]) for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset")] == [6] * 4
-    assert all(1 <= len(top) <= 2 for top in found["top_logprobs"]), "two tokens may have the same text"
+    assert [
+        len(found[key]) for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    ] == [6] * 4
+    assert all(1 <= len(top) <= 2 for top in found["top_logprobs"]), (
+        "two tokens may have the same text"
+    )
     assert found["token_logprobs"] == [max(top.values()) for top in found["top_logprobs"]]
-    parts = [event["choices"][0]["logprobs"] for event in events(server.complete(**given, stream=True))]
+    parts = [
+        event["choices"][0]["logprobs"] for event in events(server.complete(**given, stream=True))
+    ]
     assert [token for part in parts for token in part["tokens"]] == found["tokens"]
     assert [place for part in parts for place in part["text_offset"]] == found["text_offset"]
     response = server.complete(**given, echo=True).json()
@@ -134,14 +151,26 @@ def test_several_prompts(server: Server) -> None:
     alone = server.complete(prompt=[ids]).json()
     assert [choice["index"] for choice in both["choices"]] == [0, 1]
     assert both["choices"][1]["text"] == alone["choices"][0]["text"]
-    assert both["usage"]["prompt_tokens"] == len(ids) + len(server.post("/tokenize", prompt="the cat").json()["tokens"])
+    assert both["usage"]["prompt_tokens"] == len(ids) + len(
+        server.post("/tokenize", prompt="the cat").json()["tokens"]
+    )
     drawn = server.complete(prompt=["the cat", "the mat"], n=2, temperature=1, stream=True)
-    assert {choice["index"] for event in events(drawn) for choice in event["choices"]} == {0, 1, 2, 3}
+    assert {choice["index"] for event in events(drawn) for choice in event["choices"]} == {
+        0,
+        1,
+        2,
+        3,
+    }
 
 
 def test_usage_in_a_stream(server: Server) -> None:
     """The last event has the usage of all if that is asked for; without a stream it is an error."""
-    given: dict[str, Any] = {"stream_options": {"include_usage": True}, "n": 2, "temperature": 1, "max_tokens": 4}
+    given: dict[str, Any] = {
+        "stream_options": {"include_usage": True},
+        "n": 2,
+        "temperature": 1,
+        "max_tokens": 4,
+    }
     *chunks, last = events(server.chat(**given, ignore_eos=True, stream=True))
     assert all(chunk["usage"] is None for chunk in chunks)
     assert last["choices"] == []
@@ -195,9 +224,18 @@ def test_structured_answers(server: Server, form: dict[str, Any], required: list
     [
         ({"type": "yaml"}, "response_format.type"),
         ({"type": "json_schema"}, "response_format.json_schema"),
-        ({"type": "json_schema", "json_schema": {"name": "x"}}, "response_format.json_schema.schema"),
-        ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "thing"}}}, "response_format"),
-        ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": []}}}, "response_format"),
+        (
+            {"type": "json_schema", "json_schema": {"name": "x"}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "thing"}}},
+            "response_format",
+        ),
+        (
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": []}}},
+            "response_format",
+        ),
     ],
 )
 def test_forms_that_cannot_be_compiled(server: Server, form: dict[str, Any], field: str) -> None:
@@ -220,7 +258,9 @@ def test_a_forced_call(server: Server) -> None:
     assert not any(delta.get("content") for delta in deltas)
     assert deltas[-1]["tool_calls"][0]["function"] == call["function"]
     assert streamed[-1]["choices"][0]["finish_reason"] == "tool_calls"
-    (choice,) = server.chat(tools=[CLOCK, WEATHER], tool_choice="required", max_tokens=200).json()["choices"]
+    (choice,) = server.chat(tools=[CLOCK, WEATHER], tool_choice="required", max_tokens=200).json()[
+        "choices"
+    ]
     assert choice["message"]["tool_calls"][0]["function"]["name"] in ("clock", "weather")
 
 
@@ -228,13 +268,20 @@ def test_a_strict_function_is_called_by_its_schema(server: Server) -> None:
     """A call that the model makes by itself is held to the parameters of a strict function; text stays free."""
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
     brace = str(server.post("/tokenize", prompt="{").json()["tokens"][0])
-    called = server.chat(tools=[strict, CLOCK], logit_bias={brace: 100}, max_tokens=200).json()["choices"][0]["message"]
+    called = server.chat(tools=[strict, CLOCK], logit_bias={brace: 100}, max_tokens=200).json()[
+        "choices"
+    ][0]["message"]
     (call,) = called["tool_calls"]
     if call["function"]["name"] == "weather":
         assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
-    free = server.chat(tools=[strict], logit_bias={brace: -100}, max_tokens=9).json()["choices"][0]["message"]
+    free = server.chat(tools=[strict], logit_bias={brace: -100}, max_tokens=9).json()["choices"][0][
+        "message"
+    ]
     assert "tool_calls" not in free
-    broken = {"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}, "strict": True}}
+    broken = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "nothing"}, "strict": True},
+    }
     refused(server.chat(tools=[broken]), "tools")
 
 
@@ -246,16 +293,25 @@ def test_tools_reach_the_template(server: Server) -> None:
     assert "tool_calls" not in offered["choices"][0]["message"]
     assert server.chat(tools=[WEATHER], tool_choice="none").json()["choices"] == alone["choices"]
     unknown = {"type": "function", "function": {"name": "fly"}}
-    assert "tools do not have" in refused(server.chat(tools=[WEATHER], tool_choice=unknown), "tool_choice")
+    assert "tools do not have" in refused(
+        server.chat(tools=[WEATHER], tool_choice=unknown), "tool_choice"
+    )
     refused(server.chat(tool_choice="required"), "tool_choice")
 
 
 def test_a_chat_with_calls_and_parts(server: Server) -> None:
     """Calls, their results and parts of text are taken; arguments that are no JSON are an error, as are pictures."""
-    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city": "Rome"}'},
+    }
     messages = [
         {"role": "developer", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "text", "text": "the"}, {"type": "text", "text": "cat"}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "the"}, {"type": "text", "text": "cat"}],
+        },
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "sunny"},
     ]
@@ -266,16 +322,29 @@ def test_a_chat_with_calls_and_parts(server: Server) -> None:
     call["function"] = {"name": "weather", "arguments": "Rome"}
     refused(server.chat(messages=messages), "messages[2].tool_calls[0].function.arguments")
     picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
-    assert "expected 'text'" in refused(server.chat(messages=picture), "messages[0].content[0].type")
+    assert "expected 'text'" in refused(
+        server.chat(messages=picture), "messages[0].content[0].type"
+    )
 
 
 @pytest.mark.parametrize(
-    "field", ["best_of", "audio", "suffix", "functions", "web_search_options", "prediction", "truncate_prompt_tokens"]
+    "field",
+    [
+        "best_of",
+        "audio",
+        "suffix",
+        "functions",
+        "web_search_options",
+        "prediction",
+        "truncate_prompt_tokens",
+    ],
 )
 def test_what_is_not_supported_is_named(server: Server, field: str) -> None:
     """A field that does nothing here is an error, for it would be missed."""
     values = {"best_of": 3, "suffix": "x"}
-    response = (server.complete if field in values else server.chat)(**{field: values.get(field, {"a": 1})})
+    response = (server.complete if field in values else server.chat)(
+        **{field: values.get(field, {"a": 1})}
+    )
     assert field in refused(response, field)
 
 
@@ -303,7 +372,9 @@ def test_tokens_and_text(server: Server) -> None:
     assert found["max_model_len"] == 512
     assert server.post("/detokenize", tokens=found["tokens"]).json() == {"prompt": "the cat sat"}
     refused(server.post("/tokenize"), "prompt")
-    assert "the vocabulary has 400" in refused(server.post("/detokenize", tokens=[3, 400]), "tokens")
+    assert "the vocabulary has 400" in refused(
+        server.post("/detokenize", tokens=[3, 400]), "tokens"
+    )
 
 
 def test_a_salt_is_taken(server: Server) -> None:
@@ -311,7 +382,10 @@ def test_a_salt_is_taken(server: Server) -> None:
 
     def hits_of(salt: str) -> float:
         before = server.metric("prefix_cache_hits_total")
-        assert server.complete(prompt="the cat sat on the mat " * 8, cache_salt=salt).status_code == 200
+        assert (
+            server.complete(prompt="the cat sat on the mat " * 8, cache_salt=salt).status_code
+            == 200
+        )
         return server.metric("prefix_cache_hits_total") - before
 
     assert [hits_of("a") > 0, hits_of("a") > 0, hits_of("b") > 0] == [False, True, False]
@@ -319,7 +393,9 @@ def test_a_salt_is_taken(server: Server) -> None:
 
 def test_a_decoder_has_no_embeddings(server: Server) -> None:
     """Asking for them is an error that says so."""
-    assert "generates text" in refused(server.post("/v1/embeddings", model=server.model, input="a"), "model")
+    assert "generates text" in refused(
+        server.post("/v1/embeddings", model=server.model, input="a"), "model"
+    )
 
 
 def test_metrics(server: Server) -> None:
@@ -379,7 +455,10 @@ def test_answers_are_counted(server: Server) -> None:
 def test_times_begin_when_the_request_came(server: Server) -> None:
     """The time to the first token in the metrics has the preparation in it, as that in the log has."""
     before = server.metric("time_to_first_token_seconds_sum")
-    schema = {"type": "object", "properties": {f"p{i}": {"type": "string", "maxLength": 40} for i in range(60)}}
+    schema = {
+        "type": "object",
+        "properties": {f"p{i}": {"type": "string", "maxLength": 40} for i in range(60)},
+    }
     response_format = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     answer = server.complete(max_tokens=2, response_format=response_format)
     line = server.logged(answer)

@@ -14,13 +14,21 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest.fixture(scope="module")
 def smollm2() -> Iterator[Server]:
-    with serving("smollm2", "--dtype", "float32", "--load.progress", "false", "--cache.num_blocks", "256") as running:
+    with serving(
+        "smollm2", "--dtype", "float32", "--load.progress", "false", "--cache.num_blocks", "256"
+    ) as running:
         yield running
 
 
 def test_start_up_tells_what_is_served(smollm2: Server) -> None:
     """Model, platform, kernels, cache in tokens, and the URL are printed, a line each."""
-    assert [line.split()[0] for line in smollm2.shown] == ["model", "platform", "kernels", "cache", "url"]
+    assert [line.split()[0] for line in smollm2.shown] == [
+        "model",
+        "platform",
+        "kernels",
+        "cache",
+        "url",
+    ]
     assert "8,192 tokens" in smollm2.shown[3]
 
 
@@ -36,7 +44,9 @@ def test_models(smollm2: Server) -> None:
 def test_a_chat(smollm2: Server) -> None:
     """A chat is answered, whole and as a stream alike, with its usage."""
     client = smollm2.openai
-    whole = client.chat.completions.create(model="smollm2", messages=QUESTION, temperature=0, max_tokens=20)
+    whole = client.chat.completions.create(
+        model="smollm2", messages=QUESTION, temperature=0, max_tokens=20
+    )
     assert "Paris" in whole.choices[0].message.content
     assert whole.choices[0].finish_reason in ("stop", "length")
     stream = client.chat.completions.create(
@@ -61,13 +71,18 @@ def test_a_chat(smollm2: Server) -> None:
 def test_a_completion(smollm2: Server) -> None:
     """A prompt goes on, whole and as a stream alike, echoed if that is asked for."""
     client = smollm2.openai
-    given = {"model": "smollm2", "prompt": "The capital of France is", "temperature": 0, "max_tokens": 6}
+    given = {
+        "model": "smollm2",
+        "prompt": "The capital of France is",
+        "temperature": 0,
+        "max_tokens": 6,
+    }
     whole = client.completions.create(**given)
     assert "Paris" in whole.choices[0].text
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (5, 6)
-    assert "".join(chunk.choices[0].text for chunk in client.completions.create(**given, stream=True)) == (
-        whole.choices[0].text
-    )
+    assert "".join(
+        chunk.choices[0].text for chunk in client.completions.create(**given, stream=True)
+    ) == (whole.choices[0].text)
     echoed = client.completions.create(**given, echo=True)
     assert echoed.choices[0].text == given["prompt"] + whole.choices[0].text
 
@@ -82,7 +97,9 @@ def test_many_at_once_from_the_asynchronous_client(smollm2: Server) -> None:
         return "".join([chunk.choices[0].text async for chunk in stream])
 
     async def all_at_once() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{smollm2.url}/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{smollm2.url}/v1", api_key="none", max_retries=0
+        ) as client:
             return await asyncio.gather(*(streamed(client, prompt) for prompt in prompts))
 
     alone = smollm2.openai.completions.create(prompt=prompts, **given)

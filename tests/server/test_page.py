@@ -33,7 +33,12 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
         context.set_default_timeout(60_000)
         contexts.append(context)
         page = context.new_page()
-        page.on("console", lambda line: lines.append(line.text) if not allowed or allowed not in line.text else None)
+        page.on(
+            "console",
+            lambda line: (
+                lines.append(line.text) if not allowed or allowed not in line.text else None
+            ),
+        )
         page.on("pageerror", lambda error: lines.append(str(error)))
         page.goto(server.url)
         return page
@@ -119,13 +124,19 @@ def test_what_ran_is_told(server: Server, visit: Callable[..., Any]) -> None:
     page.locator("#ops li").first.wait_for()
     told = server.get("/v1/decisions").json()
     panel = page.locator("#engine").text_content()
-    for text in (told["platform"], told["decision"]["reason"], *(op["kernel"] for op in told["ops"] if op["runs"])):
+    for text in (
+        told["platform"],
+        told["decision"]["reason"],
+        *(op["kernel"] for op in told["ops"] if op["runs"]),
+    ):
         assert text in panel
     op = page.locator("#ops li", has_text="rms_norm").first
     count = sum(each["op"] == "rms_norm" for each in told["ops"])
     assert f"\N{MULTIPLICATION SIGN} {count}" in op.text_content()
     op.get_by_text("Why").click()
-    assert op.get_by_text(next(each["reason"] for each in told["ops"] if each["op"] == "rms_norm")).is_visible()
+    assert op.get_by_text(
+        next(each["reason"] for each in told["ops"] if each["op"] == "rms_norm")
+    ).is_visible()
 
 
 def test_an_encoder_compares_texts(visit: Callable[..., Any]) -> None:
@@ -160,7 +171,9 @@ def test_an_encoder_compares_texts(visit: Callable[..., Any]) -> None:
     pytest.param("dark", DESK, marks=pytest.mark.slow),
     pytest.param("light", PHONE, marks=pytest.mark.slow),
 ], ids=["light-desk", "dark-phone", "dark-desk", "light-phone"])  # fmt: skip
-def test_it_is_accessible(server: Server, visit: Callable[..., Any], scheme: str, size: dict[str, int]) -> None:
+def test_it_is_accessible(
+    server: Server, visit: Callable[..., Any], scheme: str, size: dict[str, int]
+) -> None:
     """Light and dark, wide and narrow, axe finds no fault, contrast included, and nothing is wider than the window."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     page = visit(server, color_scheme=scheme, viewport=size)
@@ -195,7 +208,10 @@ def test_keys_are_enough(smollm2: Server, visit: Callable[..., Any]) -> None:
     page.keyboard.type("to a thousand, in words.")
     page.keyboard.press("Enter")
     page.locator(".turn[aria-busy=true] .figures", has_text=SEVERAL).wait_for()
-    assert page.locator(".turn .text").first.text_content() == "Count from one\nto a thousand, in words."
+    assert (
+        page.locator(".turn .text").first.text_content()
+        == "Count from one\nto a thousand, in words."
+    )
     page.keyboard.press("Escape")
     assert "stopped" in page.locator(".turn[aria-busy=false] .figures").text_content()
     reached = set()
@@ -209,7 +225,17 @@ def test_keys_are_enough(smollm2: Server, visit: Callable[..., Any]) -> None:
         )
         reached.add(name)
         assert outline == "solid", name
-    assert {"new", "show-engine", "theme", "talk", "prompt", "send", "Options", "engine", "Why"} <= reached
+    assert {
+        "new",
+        "show-engine",
+        "theme",
+        "talk",
+        "prompt",
+        "send",
+        "Options",
+        "engine",
+        "Why",
+    } <= reached
 
 
 def test_hostile_text_is_shown_as_text(checkpoint: Path, visit: Callable[..., Any]) -> None:
@@ -219,7 +245,9 @@ def test_hostile_text_is_shown_as_text(checkpoint: Path, visit: Callable[..., An
         page.locator("#model", has_text=HOSTILE).wait_for()
         ask(page, HOSTILE)
         answer_of(page)
-        page.route("**/v1/chat/completions", streamed(chunk(HOSTILE), {"error": {"message": HOSTILE}}))
+        page.route(
+            "**/v1/chat/completions", streamed(chunk(HOSTILE), {"error": {"message": HOSTILE}})
+        )
         ask(page, "hi")
         page.locator(".problem", has_text=HOSTILE).wait_for()
         assert answer_of(page) == HOSTILE
@@ -292,7 +320,9 @@ def test_the_policy_of_the_page(server: Server) -> None:
     """The page may run its own script and call its own server; every digest in the policy is of a part of it."""
     answer = server.get("/")
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
-    policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
+    policy = dict(
+        part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; ")
+    )
     assert policy.pop("script-src") == digest_of("script", answer.text)
     assert policy.pop("style-src") == digest_of("style", answer.text)
     assert policy == {
@@ -317,6 +347,12 @@ def test_it_loads_nothing_else(server: Server, visit: Callable[..., Any]) -> Non
     page = visit(server, allowed="Content Security Policy")
     page.locator("#state[data-state=ready]").wait_for()
     loaded = page.evaluate("performance.getEntriesByType('resource').map(entry => entry.name)")
-    assert {url.removeprefix(server.url) for url in loaded} == {"/metrics", "/v1/models", "/v1/decisions"}
-    page.evaluate("document.head.append(Object.assign(document.createElement('script'), {text: 'window.ran = true'}))")
+    assert {url.removeprefix(server.url) for url in loaded} == {
+        "/metrics",
+        "/v1/models",
+        "/v1/decisions",
+    }
+    page.evaluate(
+        "document.head.append(Object.assign(document.createElement('script'), {text: 'window.ran = true'}))"
+    )
     assert page.evaluate("window.ran") is None

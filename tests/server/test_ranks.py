@@ -14,7 +14,11 @@ TENSOR = ("--parallel.tensor", "2")
 RAY = ("--parallel.pipeline", "3", "--parallel.executor", "ray")
 LOCAL = {"RAY_ADDRESS": "local"}
 SMOLLM2 = ("--dtype", "float32", "--load.progress", "false", "--cache.num_blocks", "256")
-ASKED: tuple[dict[str, Any], ...] = ({}, {"temperature": 1, "seed": 5}, {"prompt": "a dog and a bird"})
+ASKED: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 1, "seed": 5},
+    {"prompt": "a dog and a bird"},
+)
 
 
 def texts(server: Server) -> list[str]:
@@ -49,7 +53,17 @@ def test_stages_of_smollm2_on_ray(cli: Any) -> None:
     """``opgraft run`` answers over Ray as it does in one process."""
     found = []
     for ranks in ((), RAY):
-        result = cli("run", "smollm2", "What is gravity?", "--max-tokens", "8", "--json", *SMOLLM2, *ranks, **LOCAL)
+        result = cli(
+            "run",
+            "smollm2",
+            "What is gravity?",
+            "--max-tokens",
+            "8",
+            "--json",
+            *SMOLLM2,
+            *ranks,
+            **LOCAL,
+        )
         assert result.returncode == 0, result.stderr
         found.append([answer["tokens"] for answer in json.loads(result.stdout)["answers"]])
     assert found[0] == found[1]

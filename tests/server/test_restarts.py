@@ -24,7 +24,12 @@ SETTINGS: dict[str, Any] = {
     "parallel.restart_workers": 1,
     "load.progress": False,
 }
-DECODER = {"cache.num_blocks": 64, "cache.block_size": 4, "model.max_model_len": 64, "model.dtype": "float32"}
+DECODER = {
+    "cache.num_blocks": 64,
+    "cache.block_size": 4,
+    "model.max_model_len": 64,
+    "model.dtype": "float32",
+}
 PATIENCE = 60
 
 
@@ -70,7 +75,9 @@ def test_a_service_without_a_worker_is_not_ready(checkpoint: Path, encodes: bool
             await asyncio.sleep(0.02)
         await service.warm_up()
         kill(executor)
-        with pytest.raises(EngineError, match=r"has ended, with the status -9.*start the engine or server anew"):
+        with pytest.raises(
+            EngineError, match=r"has ended, with the status -9.*start the engine or server anew"
+        ):
             await service.check()
 
     try:

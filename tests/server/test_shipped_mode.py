@@ -20,7 +20,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("trouble")
     info = made / "troubled-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: troubled\nVersion: 1.0\nRequires-Dist: opgraft\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: troubled\nVersion: 1.0\nRequires-Dist: opgraft\n"
+    )
     (info / "entry_points.txt").write_text("[opgraft.plugins]\ntroubled = troubled\n")
     (made / PLUGIN.name).write_text(PLUGIN.read_text())
     return made
@@ -63,7 +65,12 @@ def test_nobody_waits_for_a_slow_schema_of_another(troubled: Server, folder: Pat
     slow = troubled.later(lambda: troubled.chat(response_format=schema("slow"), max_tokens=40))
     for process in (troubled.pid, process_of_model(troubled)):
         until((folder / str(process)).exists)
-        assert json.loads(troubled.chat(response_format=known).json()["choices"][0]["message"]["content"]) == "yes"
+        assert (
+            json.loads(
+                troubled.chat(response_format=known).json()["choices"][0]["message"]["content"]
+            )
+            == "yes"
+        )
         assert troubled.complete(max_tokens=3).status_code == 200
         assert not slow.done()
         os.remove(folder / str(process))

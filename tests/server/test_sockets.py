@@ -53,7 +53,9 @@ def connected(server: Server, receive_buffer: int | None = None) -> socket.socke
 
 def request(server: Server, **body: object) -> bytes:
     """The bytes of a request for a completion."""
-    content = json.dumps({"model": server.model, "prompt": "the cat", "temperature": 0, **body}).encode()
+    content = json.dumps(
+        {"model": server.model, "prompt": "the cat", "temperature": 0, **body}
+    ).encode()
     return HEAD + b"content-length: %d\r\n\r\n" % len(content) + content
 
 
@@ -117,11 +119,15 @@ def test_a_trickle_of_headers(strict: Server) -> None:
         assert time.monotonic() < started + 30
 
 
-@pytest.mark.parametrize("flood", [b"a: b\r\n" * 300, b"a: " + b"b" * 100_000 + b"\r\n", b"cookie: " + b"c" * 10**7])
+@pytest.mark.parametrize(
+    "flood", [b"a: b\r\n" * 300, b"a: " + b"b" * 100_000 + b"\r\n", b"cookie: " + b"c" * 10**7]
+)
 def test_floods_of_headers(strict: Server, flood: bytes) -> None:
     """Too many headers, or too long ones, are 431 as soon as they are."""
     with connected(strict) as connection:
-        with contextlib.suppress(OSError):  # closed before all was sent, which does not take the answer back
+        with contextlib.suppress(
+            OSError
+        ):  # closed before all was sent, which does not take the answer back
             connection.sendall(b"GET /health HTTP/1.1\r\n" + flood + b"\r\n")
         assert "larger than 65536 bytes or 200 headers" in expect_error(rest(connection), 431)
 
@@ -175,7 +181,9 @@ def test_bodies_beyond_the_limit(strict: Server) -> None:
 
 def test_many_bodies_at_once(strict: Server) -> None:
     """Together they have a limit, beyond which it is 429; those before are served, and their room comes back."""
-    body = json.dumps({"model": strict.model, "prompt": "a", "max_tokens": 1}).encode().ljust(99_000)
+    body = (
+        json.dumps({"model": strict.model, "prompt": "a", "max_tokens": 1}).encode().ljust(99_000)
+    )
     head = HEAD + b"content-length: %d\r\n\r\n" % len(body)
     connections = [connected(strict) for _ in range(3)]
     for connection in connections[:2]:
@@ -195,8 +203,18 @@ def test_many_bodies_at_once(strict: Server) -> None:
 
 def test_readers_that_stop_and_slow_ones(strict: Server) -> None:
     """Who does not read on is given up after a while; who reads slowly, and so for longer, gets the whole answer."""
-    asked = {"prompt": [[5] * 400] * 8, "n": 8, "temperature": 1, "max_tokens": 1, "echo": True, "logprobs": 20}
-    with connected(strict, receive_buffer=1 << 16) as slow, connected(strict, receive_buffer=4096) as stopped:
+    asked = {
+        "prompt": [[5] * 400] * 8,
+        "n": 8,
+        "temperature": 1,
+        "max_tokens": 1,
+        "echo": True,
+        "logprobs": 20,
+    }
+    with (
+        connected(strict, receive_buffer=1 << 16) as slow,
+        connected(strict, receive_buffer=4096) as stopped,
+    ):
         for connection in (stopped, slow):
             connection.sendall(request(strict, **asked))
         head, _, body = slow.recv(1000).partition(b"\r\n\r\n")

@@ -14,7 +14,12 @@ ENDLESS = {"allOf": [{"pattern": f".*{letter}.*"} for letter in "abcdefghijklmno
 """A kilobyte whose compilation doubles with each pattern."""
 WIDE = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(600)}}
 """More properties than the parser takes at one place."""
-LATE = {"type": "object", "properties": {"a": WIDE}, "required": ["a"], "additionalProperties": False}
+LATE = {
+    "type": "object",
+    "properties": {"a": WIDE},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 """The same, after some tokens."""
 
 
@@ -56,12 +61,18 @@ def test_an_endless_compilation(server: Server, asked: dict[str, Any], field: st
 @pytest.mark.parametrize("schema", [WIDE, LATE])
 def test_an_explosion_on_the_way(server: Server, schema: dict[str, Any]) -> None:
     """A grammar that comes to a limit while an answer is generated is no failure of the server."""
-    expect_refused(server.chat(max_tokens=200, response_format=form(schema)), "response_format", "items; max is")
+    expect_refused(
+        server.chat(max_tokens=200, response_format=form(schema)),
+        "response_format",
+        "items; max is",
+    )
     with_status = server.chat(max_tokens=200, response_format=form(schema), stream=True)
     *_, last = [line for line in with_status.text.splitlines() if line]
     error = json.loads(last.removeprefix("data: "))["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", "response_format")
-    assert (with_status.status_code == 400) == (schema is WIDE), "after the first token it is the last event"
+    assert (with_status.status_code == 400) == (schema is WIDE), (
+        "after the first token it is the last event"
+    )
     expect_idle(server)
 
 

@@ -38,8 +38,18 @@ def wrapped(call: dict[str, Any]) -> str:
         (HERMES, f"I look.\n{wrapped(ROME)}\n{wrapped(OSLO)}", ["Rome", "Oslo"], "I look."),
         (HERMES, "No call, a < b.", [], "No call, a < b."),
         (HERMES, "<tool_call> is a word", [], "<tool_call> is a word"),
-        (HERMES, wrapped({"name": "fly", "arguments": {}}), [], wrapped({"name": "fly", "arguments": {}})),
-        (HERMES, '<tool_call>{"name": "weather", "argum', [], '<tool_call>{"name": "weather", "argum'),
+        (
+            HERMES,
+            wrapped({"name": "fly", "arguments": {}}),
+            [],
+            wrapped({"name": "fly", "arguments": {}}),
+        ),
+        (
+            HERMES,
+            '<tool_call>{"name": "weather", "argum',
+            [],
+            '<tool_call>{"name": "weather", "argum',
+        ),
         (MISTRAL, f"[TOOL_CALLS]{json.dumps([ROME, OSLO])}", ["Rome", "Oslo"], ""),
         (PLAIN, json.dumps({"name": "weather", "parameters": {"city": "Rome"}}), ["Rome"], ""),
         (PLAIN, '{"city": "Rome"}', [], '{"city": "Rome"}'),
@@ -66,10 +76,25 @@ PARIS = {"name": "weather", "arguments": {"city": "Paris"}}
 @pytest.mark.parametrize(
     ("template", "special", "taken", "refused"),
     [
-        (HERMES, (), [wrapped(ROME), f"I look.\n{wrapped(ROME)}\n{wrapped(OSLO)}", "a < b", ""], wrapped(PARIS)),
+        (
+            HERMES,
+            (),
+            [wrapped(ROME), f"I look.\n{wrapped(ROME)}\n{wrapped(OSLO)}", "a < b", ""],
+            wrapped(PARIS),
+        ),
         (HERMES, ("<tool_call>",), [wrapped(ROME), "a < b"], wrapped(PARIS)),
-        (MISTRAL, ("[TOOL_CALLS]",), [f"[TOOL_CALLS]{json.dumps([ROME, OSLO])}", "a"], f"[TOOL_CALLS]{[PARIS]}"),
-        (PLAIN, (), [json.dumps(ROME), json.dumps([OSLO]), "Rome is sunny.", ""], json.dumps(PARIS)),
+        (
+            MISTRAL,
+            ("[TOOL_CALLS]",),
+            [f"[TOOL_CALLS]{json.dumps([ROME, OSLO])}", "a"],
+            f"[TOOL_CALLS]{[PARIS]}",
+        ),
+        (
+            PLAIN,
+            (),
+            [json.dumps(ROME), json.dumps([OSLO]), "Rome is sunny.", ""],
+            json.dumps(PARIS),
+        ),
     ],
 )
 def test_calls_of_strict_functions_are_held_to_their_schema(
@@ -79,7 +104,10 @@ def test_calls_of_strict_functions_are_held_to_their_schema(
     pytest.importorskip("llguidance")
     backend = trained_tokenizer()
     backend.add_special_tokens(list(special))
-    strict = {"type": "function", "function": {"name": "weather", "parameters": CITY, "strict": True}}
+    strict = {
+        "type": "function",
+        "function": {"name": "weather", "parameters": CITY, "strict": True},
+    }
     clock = {"type": "function", "function": {"name": "clock", "parameters": CITY}}
     spec = tools(template, tools=[strict, clock]).grammar(Tokenizer(Path(), backend).special_token)
     grammar = Grammar({"grammar": spec}, GrammarTokens(backend))
@@ -93,7 +121,11 @@ def test_calls_of_strict_functions_are_held_to_their_schema(
 def test_only_strict_functions_need_a_grammar() -> None:
     """Without one, and where a call is forced, there is none."""
     strict = {"type": "function", "function": {"name": "weather", "strict": True}}
-    for body in ({}, {"tools": [strict], "tool_choice": "required"}, {"tools": [strict], "tool_choice": "none"}):
+    for body in (
+        {},
+        {"tools": [strict], "tool_choice": "required"},
+        {"tools": [strict], "tool_choice": "none"},
+    ):
         assert tools(HERMES, **body).grammar(lambda text: None) is None
 
 

@@ -29,7 +29,9 @@ def write_gguf(trained, tmp_path_factory):
 
     model = json.loads(trained.to_str())["model"]
 
-    def write(pre: str, architecture: str = "llama", *, bos: bool = False, template: str | None = None) -> Path:
+    def write(
+        pre: str, architecture: str = "llama", *, bos: bool = False, template: str | None = None
+    ) -> Path:
         path = tmp_path_factory.mktemp("gguf") / f"{pre}.gguf"
         writer = gguf.GGUFWriter(path, architecture)
         for add in (writer.add_context_length, writer.add_embedding_length, writer.add_block_count):
@@ -37,7 +39,13 @@ def write_gguf(trained, tmp_path_factory):
         writer.add_feed_forward_length(64)
         writer.add_head_count(1)
         writer.add_layer_norm_rms_eps(1e-5)
-        tokens = [*sorted(model["vocab"], key=model["vocab"].get), "<|endoftext|>", "<|im_start|>", "<think>", "<|▁x|>"]
+        tokens = [
+            *sorted(model["vocab"], key=model["vocab"].get),
+            "<|endoftext|>",
+            "<|im_start|>",
+            "<think>",
+            "<|▁x|>",
+        ]
         kinds = [1] * (len(tokens) - 4) + [CONTROL, CONTROL, USER_DEFINED, CONTROL]
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(pre)

@@ -21,5 +21,11 @@ def write_model(folder: Path, tokenizer: Any = None, **values: Any) -> Path:
 
 
 def open_llm(folder: Path, **settings: Any) -> LLM:
-    given = {"cache.num_blocks": 100, "cache.block_size": 4, "load.progress": False, "max_num_seqs": 4, **settings}
+    given = {
+        "cache.num_blocks": 100,
+        "cache.block_size": 4,
+        "load.progress": False,
+        "max_num_seqs": 4,
+        **settings,
+    }
     return LLM(str(folder), dtype="float32", **given)

@@ -37,7 +37,9 @@ def ordered(folder: Path) -> LLM:
 
 
 def tokens(llm: LLM, *prompts: Any, **options: Any) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in llm.generate(list(prompts), GREEDY, **options)]
+    return [
+        output.outputs[0].token_ids for output in llm.generate(list(prompts), GREEDY, **options)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -51,11 +53,20 @@ def tokens(llm: LLM, *prompts: Any, **options: Any) -> list[list[int]]:
         (b"text", "prompts is of the type bytes: give text"),
         (["a", 5, "b"], "prompt 2 of 3 is int: give text, a list of token ids"),
         (["a", None], "prompt 2 of 2 is NoneType: give text"),
-        ([PROMPT, [5] * 64, PROMPT], r"prompt 2 of 3 has 64 tokens .* shorten it by 1 token, or raise"),
+        (
+            [PROMPT, [5] * 64, PROMPT],
+            r"prompt 2 of 3 has 64 tokens .* shorten it by 1 token, or raise",
+        ),
         ([5] * 70, r"the prompt has 70 tokens .* shorten it by 7 tokens, or raise"),
-        ([{"prompt": "a"}, {"text": "a"}], "prompt 2 of 2 has the keys 'text': give either 'prompt' or 'prompt_token"),
+        (
+            [{"prompt": "a"}, {"text": "a"}],
+            "prompt 2 of 2 has the keys 'text': give either 'prompt' or 'prompt_token",
+        ),
         ({"prompt": [1]}, "the prompt has 'prompt' of the type list: give text"),
-        ({"prompt_token_ids": "a"}, "the prompt has 'prompt_token_ids' of the type str: give a list of token ids"),
+        (
+            {"prompt_token_ids": "a"},
+            "the prompt has 'prompt_token_ids' of the type str: give a list of token ids",
+        ),
         ({"prompt": "a", "cache_salt": 5}, "cache_salt is 5: give a text, or None"),
     ],
 )
@@ -76,9 +87,15 @@ def test_arrays_are_no_prompts(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"temperature": 0}, r"sampling_params is of the type dict: give SamplingParams\(\*\*params\)"),
+        (
+            {"temperature": 0},
+            r"sampling_params is of the type dict: give SamplingParams\(\*\*params\)",
+        ),
         (5, r"sampling_params is 5: give SamplingParams\(\.\.\.\)"),
-        ([GREEDY, {"n": 1}], r"sampling_params is of the type dict: give SamplingParams\(\*\*params\)"),
+        (
+            [GREEDY, {"n": 1}],
+            r"sampling_params is of the type dict: give SamplingParams\(\*\*params\)",
+        ),
     ],
 )
 def test_params_of_another_form(llm: LLM, params: Any, message: str) -> None:
@@ -102,7 +119,10 @@ async def first_of(llm: LLM, params: Any) -> None:
         (5, "messages is 5: give a list of messages"),
         ([[{"role": "user", "content": "a"}], 5], "chat 2 of 2 is 5: give a list of messages"),
         ([[{"role": "user", "content": "a"}], []], "chat 2 of 2: the chat has no messages"),
-        ([[{"role": "user", "content": "a"}], [{"role": "user", "content": "a " * 99}]], "chat 2 of 2 has .* tokens"),
+        (
+            [[{"role": "user", "content": "a"}], [{"role": "user", "content": "a " * 99}]],
+            "chat 2 of 2 has .* tokens",
+        ),
         (
             [{"role": "user", "content": [{"type": "image_url"}]}],
             r"messages\[0\].content\[0\] is 'image_url': the model",
@@ -164,10 +184,14 @@ def test_two_salts(llm: LLM) -> None:
     """The argument's salt is as good as the prompt's; where both are given and differ, neither wins."""
     prompt = {"prompt": "a cat", "cache_salt": "a"}
     both = llm.engine.prepare("x", prompt, GREEDY, cache_salt="a")
-    alone = [llm.engine.prepare("x", "a cat", GREEDY, cache_salt="a"), llm.engine.prepare("x", prompt, GREEDY)]
+    alone = [
+        llm.engine.prepare("x", "a cat", GREEDY, cache_salt="a"),
+        llm.engine.prepare("x", prompt, GREEDY),
+    ]
     assert {each.growing["x"].request.cache_salt for each in (both, *alone)} == {"a"}
     with pytest.raises(
-        RequestError, match=r"has the cache_salt 'a', and the argument of that name is 'b': leave one out"
+        RequestError,
+        match=r"has the cache_salt 'a', and the argument of that name is 'b': leave one out",
     ) as raised:
         llm.engine.prepare("x", prompt, GREEDY, cache_salt="b")
     assert raised.value.field == "cache_salt"
@@ -182,7 +206,9 @@ def test_a_bad_argument_of_one_reader_harms_no_other(folder: Path, field: str) -
 
     async def run() -> None:
         settings = {"cache.num_blocks": 100, "cache.block_size": 4, "load.progress": False}
-        async with AsyncLLM(str(folder), dtype="float32", **settings, **{"scheduler.policy": "priority"}) as engine:
+        async with AsyncLLM(
+            str(folder), dtype="float32", **settings, **{"scheduler.policy": "priority"}
+        ) as engine:
             going = engine.generate(PROMPT, GREEDY, priority=1)
             await anext(going)
             with pytest.raises(RequestError, match=f"{field} is {BAD[field]!r}: give") as raised:
@@ -234,14 +260,22 @@ def test_the_former_name_of_sampling_params(llm: LLM) -> None:
 def test_names_and_values_of_vllm(llm: LLM) -> None:
     """All logprobs, an output up to the context, and tokens that alone are allowed."""
     params = SamplingParams(
-        top_k=-1, max_tokens=None, logprobs=-1, allowed_token_ids=[5, 6], ignore_eos=True, seed=1, prompt_logprobs=-1
+        top_k=-1,
+        max_tokens=None,
+        logprobs=-1,
+        allowed_token_ids=[5, 6],
+        ignore_eos=True,
+        seed=1,
+        prompt_logprobs=-1,
     )
     (output,) = llm.generate(PROMPT, params)
     answer = output.outputs[0]
     assert len(answer.token_ids) == CONTEXT - len(PROMPT)
     assert set(answer.token_ids) == {5, 6}
     assert {len(each) for each in answer.logprobs or ()} == {VOCABULARY}
-    with pytest.raises(RequestError, match="allowed_token_ids has the token id 400, and the vocabulary has 400"):
+    with pytest.raises(
+        RequestError, match="allowed_token_ids has the token id 400, and the vocabulary has 400"
+    ):
         llm.generate(PROMPT, SamplingParams(allowed_token_ids=[VOCABULARY]))
 
 

@@ -53,7 +53,9 @@ def opened(checkpoint: Path, **settings: Any) -> AsyncLLM:
 
 def prompts(count: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(count)
-    return [torch.randint(3, 400, (1 + 5 * i % 13,), generator=generator).tolist() for i in range(count)]
+    return [
+        torch.randint(3, 400, (1 + 5 * i % 13,), generator=generator).tolist() for i in range(count)
+    ]
 
 
 def run(checkpoint: Path, use: Callable[[AsyncLLM], Awaitable[None]], **settings: Any) -> None:
@@ -198,7 +200,9 @@ def test_abort_by_id(checkpoint: Path) -> None:
         assert output.outputs[0].finish_reason == "abort"
         assert output.outputs[0].token_ids[: len(tokens)] == tokens
         for name in ("a", "b"):
-            with pytest.raises(RequestError, match=f"'{name}' cannot be aborted, as none of that id"):
+            with pytest.raises(
+                RequestError, match=f"'{name}' cannot be aborted, as none of that id"
+            ):
                 await llm.abort(name)
 
     run(checkpoint, use)
@@ -247,7 +251,9 @@ def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(
 
     async def use(llm: AsyncLLM) -> None:
         break_model(llm, after=5, error=error)
-        found = await asyncio.gather(*(last(llm.generate([5, 6], LONG, request_id=name)) for name in "abc"))
+        found = await asyncio.gather(
+            *(last(llm.generate([5, 6], LONG, request_id=name)) for name in "abc")
+        )
         assert {output.outputs[0].finish_reason for output in found} == {"error"}
         assert all(repr(name) in str(found[0].outputs[0].error) for name in "abc")
         assert "kernel trouble" in str(found[0].outputs[0].error)
@@ -297,7 +303,12 @@ def test_an_engine_that_dies_raises_everywhere(checkpoint: Path) -> None:
         assert all(isinstance(result, EngineError) for result in results)
         assert "TypeError" in str(results[0])
         assert isinstance(results[0].__cause__, TypeError)  # type: ignore[union-attr]
-        for later in (last(llm.generate([5], LONG)), llm.abort("a"), llm.check_health(), llm.explain()):
+        for later in (
+            last(llm.generate([5], LONG)),
+            llm.abort("a"),
+            llm.check_health(),
+            llm.explain(),
+        ):
             with pytest.raises(EngineError, match="thread of the engine has ended"):
                 await later
 

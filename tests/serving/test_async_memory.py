@@ -21,7 +21,12 @@ from opgraft.errors import RequestError
 from opgraft.serving.async_llm import AsyncLLM
 from random_decoders import written
 
-SMALLEST = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
+SMALLEST = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+}
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 64,
@@ -32,7 +37,14 @@ SETTINGS: dict[str, Any] = {
     "max_num_batched_tokens": 96,
 }
 READERS = 64
-WORDS = ("the cat", "a dog sat on the mat", "the the the the the the the", "x" * 30, "ünïcödé 漢字", "")
+WORDS = (
+    "the cat",
+    "a dog sat on the mat",
+    "the the the the the the the",
+    "x" * 30,
+    "ünïcödé 漢字",
+    "",
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +71,16 @@ class Readers:
         await asyncio.gather(*(self._reader(left) for _ in range(READERS)))
         while self.llm.engine.has_work:
             await asyncio.sleep(0.001)
-        await asyncio.wrap_future(self.llm.replicas.each[0].thread.call(expect_empty, self.llm.engine.core))
-        assert not any((self.llm.replicas.each[0].thread._streams, self.llm.engine._open, self.llm.engine._owner))
+        await asyncio.wrap_future(
+            self.llm.replicas.each[0].thread.call(expect_empty, self.llm.engine.core)
+        )
+        assert not any(
+            (
+                self.llm.replicas.each[0].thread._streams,
+                self.llm.engine._open,
+                self.llm.engine._owner,
+            )
+        )
 
     async def _reader(self, left: Iterator[int]) -> None:
         for _ in left:
@@ -112,8 +132,16 @@ class MallocInfo(ctypes.Structure):
     """What ``mallinfo2`` of glibc tells, see its page of the manual."""
 
     _fields_ = [(f"earlier_{number}", ctypes.c_size_t) for number in range(4)]
-    _fields_ += [("hblkhd", ctypes.c_size_t), ("usmblks", ctypes.c_size_t), ("fsmblks", ctypes.c_size_t)]
-    _fields_ += [("uordblks", ctypes.c_size_t), ("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)]
+    _fields_ += [
+        ("hblkhd", ctypes.c_size_t),
+        ("usmblks", ctypes.c_size_t),
+        ("fsmblks", ctypes.c_size_t),
+    ]
+    _fields_ += [
+        ("uordblks", ctypes.c_size_t),
+        ("fordblks", ctypes.c_size_t),
+        ("keepcost", ctypes.c_size_t),
+    ]
 
 
 def allocated_bytes() -> int:
@@ -124,14 +152,18 @@ def allocated_bytes() -> int:
     return int(info.uordblks + info.hblkhd)
 
 
-@pytest.mark.parametrize(("requests", "few"), [(1_000, 500), pytest.param(10_000, 2_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("requests", "few"), [(1_000, 500), pytest.param(10_000, 2_000, marks=pytest.mark.slow)]
+)
 def test_many_requests_leave_nothing(checkpoint: Path, requests: int, few: int) -> None:
     """Neither blocks nor rows nor streams nor objects nor memory of requests remain, however their readers left."""
 
     async def main() -> None:
         async with AsyncLLM(str(checkpoint), **SETTINGS) as llm:
             readers = Readers(llm)
-            await readers.read(few)  # until what is kept on purpose is there: blocks, grammars, pools of memory
+            await readers.read(
+                few
+            )  # until what is kept on purpose is there: blocks, grammars, pools of memory
             allocated = allocated_bytes()
             growth: list[int] = []
             for _ in rounds(growth):
@@ -141,7 +173,9 @@ def test_many_requests_leave_nothing(checkpoint: Path, requests: int, few: int) 
             assert len(readers.ways) == 5
             assert min(readers.ways.values()) > requests // 25, readers.ways
             counted = llm.stats().counters.finished
-            assert min(counted["abort"], counted["stop"], counted["length"]) > requests // 20, counted
+            assert min(counted["abort"], counted["stop"], counted["length"]) > requests // 20, (
+                counted
+            )
             assert counted["error"] == 0
 
     others = set(threading.enumerate())  # tests before this one may still be ending theirs

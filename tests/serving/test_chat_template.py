@@ -13,7 +13,9 @@ from opgraft.serving.tokenizer import Tokenizer
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
-TWICE = "{% set n = namespace(x=['a']) %}{% for i in range(40) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
+TWICE = (
+    "{% set n = namespace(x=['a']) %}{% for i in range(40) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
+)
 
 MARKED = """\
 {%- for message in messages %}
@@ -85,13 +87,28 @@ WITH_MACRO = """\
 
 TOOL = {
     "type": "function",
-    "function": {"name": "add", "description": "Adds <two> & 'more'", "parameters": {"é": [1, 2.5]}},
+    "function": {
+        "name": "add",
+        "description": "Adds <two> & 'more'",
+        "parameters": {"é": [1, 2.5]},
+    },
 }
-CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}],
+}
 CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "Hi\nthere <b>&\"' 漢字"}],
-    [{"role": "system", "content": " s "}, {"role": "user", "content": "u"}, {"role": "assistant", "content": " a "}],
-    [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4", "reasoning": "easy"}],
+    [
+        {"role": "system", "content": " s "},
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": " a "},
+    ],
+    [
+        {"role": "user", "content": "2+2"},
+        {"role": "assistant", "content": "4", "reasoning": "easy"},
+    ],
 ]
 
 
@@ -101,7 +118,9 @@ def chat_template(source: str, name: str = "default") -> ChatTemplate:
 
 def by_transformers(source: str, messages: list[dict[str, Any]], **values: Any) -> str:
     utils = pytest.importorskip("transformers.utils.chat_template_utils")
-    kept = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    kept = [
+        {key: value for key, value in message.items() if value is not None} for message in messages
+    ]
     rendered, _ = utils.render_jinja_template([kept], chat_template=source, **SPECIAL, **values)
     return str(rendered[0])
 
@@ -109,7 +128,9 @@ def by_transformers(source: str, messages: list[dict[str, Any]], **values: Any) 
 @pytest.mark.parametrize("prompt", [True, False])
 @pytest.mark.parametrize("messages", CHATS)
 @pytest.mark.parametrize("source", [MARKED, BRACKETED, WITH_TOOLS, WITH_MACRO])
-def test_the_text_of_transformers(source: str, messages: list[dict[str, Any]], prompt: bool) -> None:
+def test_the_text_of_transformers(
+    source: str, messages: list[dict[str, Any]], prompt: bool
+) -> None:
     """Marks, brackets, tools and macros: each character is as in transformers."""
     text = chat_template(source).render(messages, add_generation_prompt=prompt)
     assert text == by_transformers(source, messages, add_generation_prompt=prompt)
@@ -122,7 +143,9 @@ def test_tools_and_content_in_parts(thinking: dict[str, bool]) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
     messages = [{"role": "user", "content": parts}, CALL, {"role": "tool", "content": "3"}]
     text = chat_template(WITH_TOOLS).render(messages, tools=[TOOL], values=thinking)
-    assert text == by_transformers(WITH_TOOLS, messages, tools=[TOOL], add_generation_prompt=True, **thinking)
+    assert text == by_transformers(
+        WITH_TOOLS, messages, tools=[TOOL], add_generation_prompt=True, **thinking
+    )
     assert "Adds <two> & 'more'" in text
     assert "a|b" in text
     assert str(datetime.datetime.now().year) in text
@@ -130,12 +153,16 @@ def test_tools_and_content_in_parts(thinking: dict[str, bool]) -> None:
 
 @pytest.mark.parametrize("prompt", [True, False])
 @pytest.mark.parametrize("messages", CHATS)
-def test_the_language_model(smollm2, smollm2_of_transformers, messages: list[dict[str, Any]], prompt: bool) -> None:
+def test_the_language_model(
+    smollm2, smollm2_of_transformers, messages: list[dict[str, Any]], prompt: bool
+) -> None:
     """The template and the tokens of SmolLM2 are those of transformers."""
     text = ChatTemplate(smollm2).render(messages, add_generation_prompt=prompt)
     options = {"add_generation_prompt": prompt}
     assert text == smollm2_of_transformers.apply_chat_template(messages, tokenize=False, **options)
-    ids = smollm2_of_transformers.apply_chat_template(messages, return_dict=True, **options)["input_ids"]
+    ids = smollm2_of_transformers.apply_chat_template(messages, return_dict=True, **options)[
+        "input_ids"
+    ]
     assert smollm2.encode(text, add_special_tokens=False) == ids
 
 
@@ -154,10 +181,15 @@ def test_templates_by_name() -> None:
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 1000000 steps"),
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "more than 1000000 steps",
+        ),
         ("{% for a in [1,1] recursive %}{{ loop([1, 1]) }}{% endfor %}", "recursion"),
         (
-            "{% macro f(n) %}{% if n %}{{ f(n-1) ~ f(n-1) }}{% endif %}" + "text" * 1000 + "{% endmacro %}{{ f(60) }}",
+            "{% macro f(n) %}{% if n %}{{ f(n-1) ~ f(n-1) }}{% endif %}"
+            + "text" * 1000
+            + "{% endmacro %}{{ f(60) }}",
             "more than|longer than",
         ),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
@@ -170,9 +202,18 @@ def test_templates_by_name() -> None:
         ("{{ '%999999999d' % 1 }}", "longer than"),
         ("{{ '%*d' % (999999999, 1) }}", "longer than"),
         ("{{ 'a' | center(10**9) }}", "with the number 1e"),
-        ("{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "longer than"),
-        ("{% set n = namespace(x=[1]) %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}", "longer than"),
-        ("{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}", "longer than"),
+        (
+            "{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+            "longer than",
+        ),
+        (
+            "{% set n = namespace(x=[1]) %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+            "longer than",
+        ),
+        (
+            "{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+            "longer than",
+        ),
         ("{{ (messages * 99999) | join('a' * 99999) }}", "longer than"),
         ("{{ ('a' * 99999) | list | join('a' * 99999) }}", "longer than"),
         ("{{ ('a' * 99999).join('a' * 99999) }}", "longer than"),
@@ -181,7 +222,10 @@ def test_templates_by_name() -> None:
         ("{{ [namespace(a='a' * 99999)] | join('', 'a') }}", "puts a namespace"),
         ("{{ ('a' * 99999) | replace('a', 'b' * 99999) }}", "longer than"),
         ("{{ ('a' * 99999).replace('a', 'b' * 99999) }}", "longer than"),
-        ("{{ ('a' * 99999).encode().replace('a'.encode(), ('b' * 99999).encode()) }}", "longer than"),
+        (
+            "{{ ('a' * 99999).encode().replace('a'.encode(), ('b' * 99999).encode()) }}",
+            "longer than",
+        ),
         ("{{ ('a' * 99999).translate({97: 'b' * 99999}) }}", "longer than"),
         ("{{ ('a' * 9999999).rfind('b' + 'a' * 99999) }}", "longer than"),
         ("{{ ('\t' * 999999).expandtabs(99999) }}", "longer than"),
@@ -200,7 +244,10 @@ def test_templates_by_name() -> None:
         ("{{ 1.5 | round(10**8) }}", "with the number 1e"),
         ("{{ [1] | slice(10**8) | list }}", "with the number 1e"),
         ("{{ [1] | batch(999999, 'a' * 9999) | list }}", "longer than"),
-        ("{% set n = namespace(x=9) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}", "16384 bits"),
+        (
+            "{% set n = namespace(x=9) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+            "16384 bits",
+        ),
         ("{{ ('f' * 99999) | int(base=16) }}", "16384 bits"),
         (TWICE, "longer than"),
         (TWICE.replace("[n.x, n.x]", "dict(a=n.x, b=n.x)"), "longer than"),
@@ -212,16 +259,30 @@ def test_templates_by_name() -> None:
             TWICE.replace("[n.x, n.x]", "namespace(a=n.x, b=n.x)") + "{{ [n.x] }}",
             "puts a namespace",
         ),
-        ("{% for i in range(99999) %}{% set x = 'a' * 16000000 %}{% endfor %}", "more than 1073741824 bytes"),
-        ("{% set x = 'a' * 16000000 %}{% for i in range(99999) %}{% set y = x[1:] %}{% endfor %}", "1073741824 bytes"),
-        ("{% for i in range(99999) %}{{ messages[0].role * 9999 }}{% endfor %}", "writes more than"),
-        ("{% set x %}{% for i in range(99999) %}{{ messages[0].role * 9999 }}{% endfor %}{% endset %}", "writes more"),
+        (
+            "{% for i in range(99999) %}{% set x = 'a' * 16000000 %}{% endfor %}",
+            "more than 1073741824 bytes",
+        ),
+        (
+            "{% set x = 'a' * 16000000 %}{% for i in range(99999) %}{% set y = x[1:] %}{% endfor %}",
+            "1073741824 bytes",
+        ),
+        (
+            "{% for i in range(99999) %}{{ messages[0].role * 9999 }}{% endfor %}",
+            "writes more than",
+        ),
+        (
+            "{% set x %}{% for i in range(99999) %}{{ messages[0].role * 9999 }}{% endfor %}{% endset %}",
+            "writes more",
+        ),
         ("{% for i in range(99999) %}" + "text" * 1000 + "{% endfor %}", "writes more than"),
     ],
 )
 def test_limits(source: str, reason: str) -> None:
     """Loops without end and huge texts are an error of the request, soon and with little memory."""
-    with pytest.raises(RequestError, match=rf"'default' of the model cannot make a text of.*({reason})"):
+    with pytest.raises(
+        RequestError, match=rf"'default' of the model cannot make a text of.*({reason})"
+    ):
         chat_template(source).render([{"role": "user", "content": "x"}])
 
 
@@ -264,13 +325,18 @@ def test_a_template_that_refuses() -> None:
 
 def test_no_template() -> None:
     """A model without chat template says so, and what to do."""
-    with pytest.raises(RequestError, match=r"model has no chat template.*pass a prompt as text.*chat_template\.jinja"):
+    with pytest.raises(
+        RequestError,
+        match=r"model has no chat template.*pass a prompt as text.*chat_template\.jinja",
+    ):
         ChatTemplate(Tokenizer(Path("model"), None)).render([{"role": "user", "content": "x"}])
 
 
 def test_a_broken_template() -> None:
     """A template that is none is an error of the checkpoint, with the line."""
-    with pytest.raises(CheckpointError, match="'default' of model, line 2 is none: TemplateSyntaxError"):
+    with pytest.raises(
+        CheckpointError, match="'default' of model, line 2 is none: TemplateSyntaxError"
+    ):
         chat_template("a\n{% for %}").render([{"role": "user", "content": "x"}])
 
 
@@ -283,7 +349,10 @@ def test_a_broken_template() -> None:
             [{"role": "user", "content": object()}],
             r"messages\[0\]\['content'\] is object, and chat templates take plain",
         ),
-        ([{"role": "user", "content": [Path("x")]}], r"messages\[0\]\['content'\]\[0\] is PosixPath"),
+        (
+            [{"role": "user", "content": [Path("x")]}],
+            r"messages\[0\]\['content'\]\[0\] is PosixPath",
+        ),
     ],
 )
 def test_messages_that_are_none(messages: Any, reason: str) -> None:

@@ -54,7 +54,10 @@ def test_random_tokens(smollm2: Tokenizer) -> None:
     pick = random.Random(0)  # noqa: S311  # no secret
     for _ in range(500):
         bytes_mostly = [pick.randrange(120, 260) for _ in range(pick.randrange(60))]
-        ids = [token if pick.random() < 0.7 else pick.randrange(smollm2.vocab_size) for token in bytes_mostly]
+        ids = [
+            token if pick.random() < 0.7 else pick.randrange(smollm2.vocab_size)
+            for token in bytes_mostly
+        ]
         skip = pick.random() < 0.5
         detokenizer = Detokenizer(smollm2, skip_special_tokens=skip)
         assert "".join(streamed(detokenizer, ids)) == smollm2.decode(ids, skip_special_tokens=skip)
@@ -119,8 +122,14 @@ def spelled(tokenizer: Tokenizer, *tokens: str) -> list[int]:
 def test_words_that_begin_with_a_mark(sentencepiece: Tokenizer) -> None:
     """The space before a word is there where the word continues a prompt, and not where it begins a text."""
     ids = spelled(sentencepiece, "▁the", "▁cat", "s", "<0xE6>", "<0xBC>", "<0xA2>", "▁the")
-    assert "".join(streamed(Detokenizer(sentencepiece), ids)) == "the cats漢 the" == sentencepiece.decode(ids)
-    after = Detokenizer(sentencepiece, spelled(sentencepiece, "<s>", "▁the", "▁cat", "▁the", "▁cat"))
+    assert (
+        "".join(streamed(Detokenizer(sentencepiece), ids))
+        == "the cats漢 the"
+        == sentencepiece.decode(ids)
+    )
+    after = Detokenizer(
+        sentencepiece, spelled(sentencepiece, "<s>", "▁the", "▁cat", "▁the", "▁cat")
+    )
     assert "".join(streamed(after, ids)) == " the cats漢 the"
 
 
@@ -156,7 +165,9 @@ STOPS = st.lists(st.text("ab漢", min_size=1, max_size=5), max_size=4)
 
 @given(LETTERS, STOPS, st.booleans(), st.randoms(use_true_random=False))
 @settings(max_examples=500)
-def test_stop_strings_in_pieces(text: str, stop: list[str], include: bool, pick: random.Random) -> None:
+def test_stop_strings_in_pieces(
+    text: str, stop: list[str], include: bool, pick: random.Random
+) -> None:
     """Text in pieces of any size ends where a search after every character ends it, and nothing is shown twice."""
     search, shown, place = StopStrings(stop, include=include), "", 0
     while place < len(text):
@@ -165,15 +176,24 @@ def test_stop_strings_in_pieces(text: str, stop: list[str], include: bool, pick:
         place += size
         whole, _ = naive(text[:place], stop, include=include)
         assert whole.startswith(shown)
-        assert search.found or len(text[:place]) - len(shown) < max([1, *map(len, stop)]), "no more is held than needed"
+        assert search.found or len(text[:place]) - len(shown) < max([1, *map(len, stop)]), (
+            "no more is held than needed"
+        )
     shown += search.rest()
     assert (shown, search.found) == naive(text, stop, include=include)
     assert search.add("more") == "" or search.found is None
 
 
-@given(st.lists(st.sampled_from([*range(36, 120), 142, 1, 2]), max_size=30), STOPS, st.booleans(), st.data())
+@given(
+    st.lists(st.sampled_from([*range(36, 120), 142, 1, 2]), max_size=30),
+    STOPS,
+    st.booleans(),
+    st.data(),
+)
 @settings(max_examples=200)
-def test_stop_strings_across_tokens(smollm2: Tokenizer, ids: list[int], stop: list[str], include: bool, data) -> None:
+def test_stop_strings_across_tokens(
+    smollm2: Tokenizer, ids: list[int], stop: list[str], include: bool, data
+) -> None:
     """The text and the number of tokens are those of decoding all tokens and searching anew after each."""
     text = smollm2.decode(ids)
     if text and data.draw(st.booleans()):  # a stop string that occurs

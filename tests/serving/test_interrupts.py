@@ -86,7 +86,9 @@ class Process:
 @pytest.fixture
 def interrupted(request: pytest.FixtureRequest, model: Path, warm_python: str) -> Iterator[Process]:
     what, slow, seconds = request.param
-    process = Process(sys.executable if what == "generate" else warm_python, what, str(model), slow, seconds)
+    process = Process(
+        sys.executable if what == "generate" else warm_python, what, str(model), slow, seconds
+    )
     yield process
     process.process.kill()
     process.process.communicate()
@@ -107,7 +109,9 @@ def test_a_second_interrupt_ends_at_once(interrupted: Process) -> None:
 
 
 @pytest.mark.parametrize(
-    "interrupted", [(what, "load_model", "600") for what in ("generate", "run", "chat")], indirect=True
+    "interrupted",
+    [(what, "load_model", "600") for what in ("generate", "run", "chat")],
+    indirect=True,
 )
 def test_an_interrupt_ends_the_loading(interrupted: Process) -> None:
     """There is nothing to keep while a model is loaded: one interrupt is enough."""

@@ -40,14 +40,19 @@ def test_prompts_are_answered_as_transformers_does(llm: LLM, folder: Path) -> No
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     ids = [tokenizer(text)["input_ids"] for text in ("the cat", "a dog runs in the sun")]
-    whole = [model.generate(torch.tensor([each]), max_new_tokens=6, do_sample=False, eos_token_id=None) for each in ids]
+    whole = [
+        model.generate(torch.tensor([each]), max_new_tokens=6, do_sample=False, eos_token_id=None)
+        for each in ids
+    ]
     outputs = llm.generate(["the cat", ids[1]], GREEDY)
     assert [output.outputs[0].token_ids for output in outputs] == [
         tokens[0, len(given) :].tolist() for tokens, given in zip(whole, ids, strict=True)
     ]
     assert outputs[0].prompt == "the cat"
     answer = outputs[0].outputs[0]
-    assert answer.text == " " + tokenizer.decode(answer.token_ids), "the text goes on after the prompt"
+    assert answer.text == " " + tokenizer.decode(answer.token_ids), (
+        "the text goes on after the prompt"
+    )
 
 
 def test_a_chat_is_put_into_the_template(llm: LLM) -> None:
@@ -76,13 +81,17 @@ def test_a_stream_grows_and_ends(llm: LLM) -> None:
 
 def test_logprobs_grow_in_place(llm: LLM) -> None:
     """A token adds to the list of log-probabilities, whatever its length; a snapshot keeps what it had."""
-    output = llm.engine.add("a", "the cat", SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1))
+    output = llm.engine.add(
+        "a", "the cat", SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
+    )
     lists, snapshots = [], []
     while llm.engine.has_work:
         llm.engine.step()
         lists.append(output.outputs[0].logprobs)
         snapshots.append(output.snapshot())
-    assert all(each is lists[0] for each in lists[:-1])  # the last is that of the answer that has ended
+    assert all(
+        each is lists[0] for each in lists[:-1]
+    )  # the last is that of the answer that has ended
     assert [len(snapshot.outputs[0].logprobs) for snapshot in snapshots] == [1, 2, 3, 4, 5, 6]
 
 
@@ -90,9 +99,15 @@ def test_settings_are_honoured(folder: Path) -> None:
     """Settings of cache, scheduler and seed reach the engine, from a scope and as arguments, which go first."""
     scope = OpgraftConfig()
     with opgraft.set_config(scope):
-        llm = LLM(str(folder), **SMALL, block_size=8, max_num_seqs=3, seed=7, enable_prefix_caching=False)
+        llm = LLM(
+            str(folder), **SMALL, block_size=8, max_num_seqs=3, seed=7, enable_prefix_caching=False
+        )
     core = llm.engine.core
-    assert (core.cache.block_size, core.cache.pool.num_blocks, core.cache.prefix_reuse) == (8, 40, False)
+    assert (core.cache.block_size, core.cache.pool.num_blocks, core.cache.prefix_reuse) == (
+        8,
+        40,
+        False,
+    )
     assert core.scheduler.config.max_num_seqs == 3
     assert core.opgraft_config.model.seed == 7
     with pytest.raises(ConfigError, match="LLM has no argument 'max_num_seq'"):
@@ -131,13 +146,19 @@ def platform_of(device_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the platform's devices be of a type, with 1000 bytes free on the first and 2000 on the second."""
     monkeypatch.setattr(CpuPlatform, "device_type", device_type)
     monkeypatch.setattr(CpuPlatform, "dispatch_chain", ("native",))
-    monkeypatch.setattr(CpuPlatform, "memory", lambda self, index=0: DeviceMemory(9000, 1000 * (index + 1)))
+    monkeypatch.setattr(
+        CpuPlatform, "memory", lambda self, index=0: DeviceMemory(9000, 1000 * (index + 1))
+    )
     monkeypatch.setattr(ModelRunner, "peak_of_largest_step", lambda self, free: 0)
     monkeypatch.setattr("opgraft.engine.memory_query.host_memory", lambda: (9000, 400))
 
 
-@pytest.mark.parametrize(("device", "expected"), [(None, 900), ("xpu", 900), ("xpu:1", 1800), ("cpu", 100)])
-def test_the_memory_is_that_of_the_device(device: str | None, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("device", "expected"), [(None, 900), ("xpu", 900), ("xpu:1", 1800), ("cpu", 100)]
+)
+def test_the_memory_is_that_of_the_device(
+    device: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The cache takes its share of what is free where the model is: on one of the devices, or on the host."""
     platform_of("xpu", monkeypatch)
     worker = Worker(OpgraftConfig(load=LoadConfig(device=device)).resolved())
@@ -158,4 +179,7 @@ def test_what_the_cache_holds_is_logged(folder: Path, caplog: pytest.LogCaptureF
     """At the level info, in tokens."""
     with caplog.at_level(logging.INFO, "opgraft"):
         LLM(str(folder), **SMALL)
-    assert "the cache holds 1,280 tokens in 40 blocks of 32; the longest context has 128" in caplog.text
+    assert (
+        "the cache holds 1,280 tokens in 40 blocks of 32; the longest context has 128"
+        in caplog.text
+    )

@@ -51,7 +51,10 @@ def tokens(llm: LLM, *prompts: Any) -> list[list[int]]:
 
 
 PROMPTS: dict[str, tuple[Any, str]] = {
-    "too long": ([5] * 64, r"has 64 tokens and needs room for 1 more, and the model takes 64: shorten it by 1 token, "),
+    "too long": (
+        [5] * 64,
+        r"has 64 tokens and needs room for 1 more, and the model takes 64: shorten it by 1 token, ",
+    ),
     "longer still": ("cat " * 99, r"tokens and needs room for 1 more, and the model takes 64"),
     "empty": ([], r"has no tokens: give some text, or at least one token id"),
     "empty text": ("", r"has no tokens"),
@@ -79,7 +82,9 @@ def test_prompts_that_cannot_be_taken(llm: LLM, kind: str) -> None:
 def test_a_schema_that_nothing_meets(llm: LLM) -> None:
     """It is refused before anything is computed, for those given with it too, and the next call is answered."""
     pytest.importorskip("llguidance")
-    impossible = SamplingParams(structured_output={"json": {"type": "integer", "minimum": 5, "maximum": 3}})
+    impossible = SamplingParams(
+        structured_output={"json": {"type": "integer", "minimum": 5, "maximum": 3}}
+    )
     with pytest.raises(InputError, match=r"structured output: .*Unsatisfiable schema: minimum"):
         llm.generate([PROMPT, "cat"], [GREEDY, impossible])
     expect_nothing_held(llm)
@@ -93,14 +98,18 @@ def test_no_prompts(llm: LLM) -> None:
 
 def test_as_many_params_as_prompts(llm: LLM) -> None:
     """One SamplingParams is for all prompts, or each has its own."""
-    with pytest.raises(RequestError, match="2 prompts come with 1 SamplingParams: give one for all, or one each"):
+    with pytest.raises(
+        RequestError, match="2 prompts come with 1 SamplingParams: give one for all, or one each"
+    ):
         llm.generate([PROMPT, PROMPT], [GREEDY])
     expect_nothing_held(llm)
 
 
 def test_the_context_ends_an_answer(llm: LLM) -> None:
     """Tokens that the context has no room for are not computed; the reason is the length."""
-    (output,) = llm.generate([[5] * 60], SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True))
+    (output,) = llm.generate(
+        [[5] * 60], SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
+    )
     assert len(output.outputs[0].token_ids) == CONTEXT - 60
     assert output.outputs[0].finish_reason == "length"
     expect_nothing_held(llm)
@@ -111,19 +120,27 @@ def test_a_request_that_the_cache_cannot_hold(folder: Path) -> None:
     numbers = r"the cache has room for 15 blocks of 2304 bytes, and one request of 64 tokens takes 16: raise cache"
     with pytest.raises(ConfigError, match=numbers):
         open_llm(folder, **{"cache.num_blocks": 15})
-    with pytest.raises(ConfigError, match=r"room for 0 blocks of 2304 bytes.*cache.memory_bytes to 36864"):
+    with pytest.raises(
+        ConfigError, match=r"room for 0 blocks of 2304 bytes.*cache.memory_bytes to 36864"
+    ):
         open_llm(folder, **{"cache.num_blocks": None, "cache.memory_bytes": 1000})
     assert len(tokens(open_llm(folder, **{"cache.num_blocks": 16}), [5] * 59)[0]) == 5
 
 
-@pytest.mark.parametrize("size", [{"cache.num_blocks": 1 << 40}, {"cache.memory_bytes": 1 << 50}], ids=str)
+@pytest.mark.parametrize(
+    "size", [{"cache.num_blocks": 1 << 40}, {"cache.memory_bytes": 1 << 50}], ids=str
+)
 def test_a_cache_that_memory_cannot_hold(folder: Path, size: dict[str, int]) -> None:
     """A cache larger than what is free is an error at start, with both numbers."""
-    with pytest.raises(ConfigError, match=r"the cache of [\d,]+ blocks .* takes [\d,]+ bytes, and [\d,]+ are free"):
+    with pytest.raises(
+        ConfigError, match=r"the cache of [\d,]+ blocks .* takes [\d,]+ bytes, and [\d,]+ are free"
+    ):
         open_llm(folder, **{"cache.num_blocks": None, **size})
 
 
-def test_memory_that_nobody_knows_bounds_no_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_nobody_knows_bounds_no_cache(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where the platform does not tell what is free, the size that is set is taken."""
     monkeypatch.setattr(MemoryQuery, "free", lambda self: None)
     assert len(tokens(open_llm(folder), PROMPT)[0]) == 5
@@ -144,7 +161,8 @@ def test_settings_that_contradict(folder: Path, settings: dict[str, int], messag
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("logit_bias", {5: 1.0, VOCABULARY: 1.0}), ("stop_token_ids", [5, VOCABULARY])]
+    ("field", "value"),
+    [("logit_bias", {5: 1.0, VOCABULARY: 1.0}), ("stop_token_ids", [5, VOCABULARY])],
 )
 def test_tokens_beyond_the_vocabulary(llm: LLM, field: str, value: Any) -> None:
     """A bias or an end that could never come to be is refused, and nothing is computed."""
@@ -160,7 +178,9 @@ def test_ids_are_used_once(llm: LLM) -> None:
     engine = llm.engine
     first = engine.add("a", PROMPT, SamplingParams(n=2, max_tokens=3, seed=1))
     for name in ("a", "a/0"):
-        with pytest.raises(RequestError, match=f"request '{name}' is added, and one of that id runs"):
+        with pytest.raises(
+            RequestError, match=f"request '{name}' is added, and one of that id runs"
+        ):
             engine.add(name, PROMPT, GREEDY)
     while engine.has_work:
         engine.step()
@@ -174,9 +194,13 @@ def test_aborting_the_unknown(llm: LLM) -> None:
     """An id that was never added, or whose request has ended, is an error; others go on."""
     engine = llm.engine
     going = engine.add("going", PROMPT, GREEDY)
-    with pytest.raises(RequestError, match="request 'ghost' cannot be aborted, as none of that id runs or waits"):
+    with pytest.raises(
+        RequestError, match="request 'ghost' cannot be aborted, as none of that id runs or waits"
+    ):
         engine.abort("ghost")
-    with pytest.raises(RequestError, match="request 'ghost' cannot be aborted, as none of that id runs or waits"):
+    with pytest.raises(
+        RequestError, match="request 'ghost' cannot be aborted, as none of that id runs or waits"
+    ):
         engine.core.abort("ghost")
     while engine.has_work:
         engine.step()
@@ -197,11 +221,31 @@ def raising(output: list[int], logits: torch.Tensor) -> torch.Tensor:
 FAILURES: dict[str, tuple[Callable[..., Any], int, str]] = {
     "NaN": (nan, 2, "what the request does to its logits made 400 of 400 logits NaN or infinite"),
     "an exception": (raising, 0, "its logits processor .* raised ArithmeticError: no such luck"),
-    "an exit": (lambda output, logits: sys.exit("enough"), 0, "its logits processor .* raised SystemExit: enough"),
-    "a name": (lambda output, logits, *, bias: logits, 0, "it has to have bias by name, .* functools.partial"),
-    "another shape": (lambda output, logits: logits[:3], 0, r"returned \(3,\), expected a tensor \(400,\)"),
-    "another layout": (lambda output, logits: logits.to_sparse(), 0, "logits processor .* raised RuntimeError: copy_"),
-    "no numbers": (lambda output, logits: logits.to("meta"), 0, "its logits processor .* raised NotImplementedError"),
+    "an exit": (
+        lambda output, logits: sys.exit("enough"),
+        0,
+        "its logits processor .* raised SystemExit: enough",
+    ),
+    "a name": (
+        lambda output, logits, *, bias: logits,
+        0,
+        "it has to have bias by name, .* functools.partial",
+    ),
+    "another shape": (
+        lambda output, logits: logits[:3],
+        0,
+        r"returned \(3,\), expected a tensor \(400,\)",
+    ),
+    "another layout": (
+        lambda output, logits: logits.to_sparse(),
+        0,
+        "logits processor .* raised RuntimeError: copy_",
+    ),
+    "no numbers": (
+        lambda output, logits: logits.to("meta"),
+        0,
+        "its logits processor .* raised NotImplementedError",
+    ),
 }
 
 
@@ -211,7 +255,9 @@ def test_a_request_that_fails_alone(llm: LLM, failure: str, temperature: float) 
     """A request whose logits cannot be sampled ends with the error; its neighbours have the tokens of every day."""
     processor, had, message = FAILURES[failure]
     usual = SamplingParams(temperature=temperature, max_tokens=5, ignore_eos=True, seed=3)
-    bad = SamplingParams(temperature=temperature, max_tokens=5, ignore_eos=True, logits_processors=[processor])
+    bad = SamplingParams(
+        temperature=temperature, max_tokens=5, ignore_eos=True, logits_processors=[processor]
+    )
     prompts = [[5, 6], PROMPT, [7] * 9]
     expected = [output.outputs[0].token_ids for output in llm.generate(prompts, usual)]
     outputs = llm.generate(prompts, [usual, bad, usual])
@@ -226,8 +272,15 @@ def test_a_request_that_fails_alone(llm: LLM, failure: str, temperature: float) 
 
 def test_weights_that_give_nan_for_one_token(tmp_path: Path) -> None:
     """A prompt with a token whose embedding is NaN fails, even from a reused prefix; others take its blocks."""
-    sizes = {"hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=CONTEXT, **sizes)
+    sizes = {
+        "hidden_size": 48,
+        "intermediate_size": 72,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, max_position_embeddings=CONTEXT, **sizes
+    )
     model = saved(transformers.LlamaForCausalLM(config), tmp_path / "model")
     good = [[4] * 20, [4] * 19 + [6], [8, 9]]
     expected = tokens(open_llm(tmp_path / "model", **{"cache.num_blocks": 18}), *good)
@@ -238,7 +291,13 @@ def test_weights_that_give_nan_for_one_token(tmp_path: Path) -> None:
     for _ in range(3):
         outputs = llm.generate([good[0], [7] * 20, good[1], [*range(8, 17), 7, 8], good[2]], GREEDY)
         answers = [output.outputs[0] for output in outputs]
-        assert [answer.finish_reason for answer in answers] == ["length", "error", "length", "error", "length"]
+        assert [answer.finish_reason for answer in answers] == [
+            "length",
+            "error",
+            "length",
+            "error",
+            "length",
+        ]
         assert [answer.token_ids for answer in answers[::2]] == expected
         assert all("400 of 400 logits are NaN" in str(answer.error) for answer in answers[1::2])
         expect_nothing_held(llm)
@@ -255,7 +314,9 @@ def test_a_model_without_chat_template(llm: LLM) -> None:
 def test_a_checkpoint_without_tokenizer(without_tokenizer: Path) -> None:
     """Token ids are answered by token ids; text, chats and bad words are refused with what is missing."""
     llm = open_llm(without_tokenizer)
-    missing = "has no tokenizer: give prompts as token ids, or put tokenizer.json beside its weights"
+    missing = (
+        "has no tokenizer: give prompts as token ids, or put tokenizer.json beside its weights"
+    )
     with pytest.raises(InputError, match=missing):
         llm.generate([PROMPT, "the cat"], GREEDY)
     with pytest.raises(InputError, match=missing):
@@ -265,14 +326,18 @@ def test_a_checkpoint_without_tokenizer(without_tokenizer: Path) -> None:
     with pytest.raises(InputError, match=missing):
         llm.generate([PROMPT], SamplingParams(stop=["cat"]))
     expect_nothing_held(llm)
-    (output,) = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1))
+    (output,) = llm.generate(
+        PROMPT, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1)
+    )
     assert (output.outputs[0].text, len(output.outputs[0].token_ids)) == ("", 5)
 
 
 def test_an_encoder_generates_nothing() -> None:
     """A prompt for an encoder is an error that says what it does instead."""
     llm = LLM("minilm", **{"load.progress": False})
-    with pytest.raises(ModelError, match=r"minilm is an encoder, which answers no prompt: LLM\.embed gives"):
+    with pytest.raises(
+        ModelError, match=r"minilm is an encoder, which answers no prompt: LLM\.embed gives"
+    ):
         llm.generate("the cat")
 
 
@@ -296,7 +361,9 @@ def test_unknown_arguments(folder: Path, name: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("call", [5, 18])
-def test_an_exception_in_the_middle_leaves_nothing(llm: LLM, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_in_the_middle_leaves_nothing(
+    llm: LLM, call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is raised while prompts are answered, ends them all, at a last token too; the next ones are answered."""
     expected = tokens(llm, PROMPT, [5] * 9)
     with monkeypatch.context() as patched:
@@ -315,7 +382,9 @@ def interrupt() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def before_call(call: int, function: Callable[..., Any], do: Callable[[], None]) -> Callable[..., Any]:
+def before_call(
+    call: int, function: Callable[..., Any], do: Callable[[], None]
+) -> Callable[..., Any]:
     """The function, before one of whose calls something is done."""
     calls = count(1)
 
@@ -329,9 +398,19 @@ def before_call(call: int, function: Callable[..., Any], do: Callable[[], None])
 
 @pytest.mark.parametrize(
     ("part", "call", "ended"),
-    [("add", 1, 0), ("add", 3, 0), ("step", 1, 0), ("step", 3, 0), ("step", 6, 4), ("step", 15, 9), ("_take", 45, 9)],
+    [
+        ("add", 1, 0),
+        ("add", 3, 0),
+        ("step", 1, 0),
+        ("step", 3, 0),
+        ("step", 6, 4),
+        ("step", 15, 9),
+        ("_take", 45, 9),
+    ],
 )
-def test_an_interrupt_at_any_point(llm: LLM, part: str, call: int, ended: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_at_any_point(
+    llm: LLM, part: str, call: int, ended: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While prompts are added, in any step and at the last token: each has its output, and none is left behind."""
     with monkeypatch.context() as patched:
         patched.setattr(llm.engine, part, before_call(call, getattr(llm.engine, part), interrupt))
@@ -384,7 +463,9 @@ def test_an_interrupt_keeps_what_is_finished(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", max_position_embeddings=9999)
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-c", INTERRUPTED, str(model)]
-    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         process.send_signal(signal.SIGINT)

@@ -25,8 +25,15 @@ def test_a_worker_that_is_killed_is_told_to_every_reader(checkpoint: Path) -> No
         process_of(llm._engine.core.executor).kill()  # type: ignore[arg-type]
         found = [(await task).outputs[0] for task in tasks]
         assert {output.finish_reason for output in found} == {"error"}
-        assert all("process of the worker has ended, with the status -9" in str(output.error) for output in found)
-        assert 0 == min(len(output.token_ids) for output in found) < max(len(output.token_ids) for output in found)
+        assert all(
+            "process of the worker has ended, with the status -9" in str(output.error)
+            for output in found
+        )
+        assert (
+            0
+            == min(len(output.token_ids) for output in found)
+            < max(len(output.token_ids) for output in found)
+        )
         for later in (last(llm.generate([5], LONG)), llm.check_health()):
             with pytest.raises(EngineError, match="with the status -9"):
                 await later

@@ -12,7 +12,13 @@ from io import StringIO
 import pytest
 from opgraft.serving.detokenizer import Detokenizer
 from opgraft.serving.engine_thread import Mailbox, Stream
-from opgraft.serving.outputs import CompletionOutput, GrowingOutput, Logprob, RequestMetrics, RequestOutput
+from opgraft.serving.outputs import (
+    CompletionOutput,
+    GrowingOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
 from opgraft.serving.tokenizer import Tokenizer
 
 LONG = 20_000
@@ -66,7 +72,9 @@ def test_a_deferred_snapshot_is_of_its_time() -> None:
     found = deferred()
     assert found.outputs == [expected(3)]
     assert (found.finished, found.metrics) == (False, RequestMetrics(0.0))
-    assert growing.output.deferred_snapshot()().outputs == [dataclasses.replace(expected(4), finish_reason="stop")]
+    assert growing.output.deferred_snapshot()().outputs == [
+        dataclasses.replace(expected(4), finish_reason="stop")
+    ]
     assert pickle.loads(pickle.dumps(found)) == found  # noqa: S301  # its own
 
 

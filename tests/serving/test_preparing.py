@@ -31,7 +31,9 @@ def test_grammars_are_kept_within_bounds(llm: AsyncLLM, monkeypatch: pytest.Monk
     """Those that were used last are kept, as far as their specs have few characters together."""
     pytest.importorskip("llguidance")
     monkeypatch.setattr(grammars, "_MOST_CHARACTERS", 100)
-    first, second, third = (SamplingParams(structured_output={"choice": [letter * 30]}) for letter in "abc")
+    first, second, third = (
+        SamplingParams(structured_output={"choice": [letter * 30]}) for letter in "abc"
+    )
     for params in (first, second, first, third):
         asyncio.run(llm.compile(params))
     kept = [llm.engine.grammars.find(params) is not None for params in (first, second, third)]

@@ -41,7 +41,9 @@ def served(tmp_path: Path) -> tuple[LLM, Any]:
 
 
 def value(registry: Any, name: str, **labels: str) -> float:
-    found = registry.get_sample_value(f"opgraft:{name}", {"model_name": "small", "engine": "0", **labels})
+    found = registry.get_sample_value(
+        f"opgraft:{name}", {"model_name": "small", "engine": "0", **labels}
+    )
     assert found is not None, name
     return float(found)
 
@@ -67,13 +69,19 @@ def test_numbers_are_those_of_what_ran(served: tuple[LLM, Any]) -> None:
         ("request_generation_tokens", 4),
     ):
         assert value(registry, f"{name}_count") == count
-    assert value(registry, "iteration_tokens_total_sum") == totals.prompt_tokens + totals.decode_tokens
-    assert value(registry, "engine_step_seconds_total", part="model") == pytest.approx(totals.seconds["model"])
+    assert (
+        value(registry, "iteration_tokens_total_sum") == totals.prompt_tokens + totals.decode_tokens
+    )
+    assert value(registry, "engine_step_seconds_total", part="model") == pytest.approx(
+        totals.seconds["model"]
+    )
     queue = value(registry, "request_queue_time_seconds_sum")
     first = value(registry, "time_to_first_token_seconds_sum")
     whole = value(registry, "e2e_request_latency_seconds_sum")
     assert 0 < queue < first < whole
-    prompts, answers = (value(registry, f"request_{part}_time_seconds_sum") for part in ("prefill", "decode"))
+    prompts, answers = (
+        value(registry, f"request_{part}_time_seconds_sum") for part in ("prefill", "decode")
+    )
     assert queue + prompts + answers == pytest.approx(whole)
 
 
@@ -81,7 +89,11 @@ def test_names_and_labels_are_those_of_vllm(served: tuple[LLM, Any]) -> None:
     """Every metric has a help text and the label model_name; vLLM's names are there with another prefix."""
     _, registry = served
     text = prometheus.generate_latest(registry).decode()
-    families = {line.split()[2] for line in text.splitlines() if line.startswith("# HELP") and len(line.split()) > 3}
+    families = {
+        line.split()[2]
+        for line in text.splitlines()
+        if line.startswith("# HELP") and len(line.split()) > 3
+    }
     assert {f"opgraft:{name}" for name in KNOWN.split()} <= families
     samples = [line for line in text.splitlines() if not line.startswith("#")]
     assert all('model_name="small"' in line for line in samples)
@@ -92,4 +104,6 @@ def test_kernels_are_those_of_explain(served: tuple[LLM, Any]) -> None:
     llm, registry = served
     (family,) = [each for each in registry.collect() if each.name == "opgraft:kernel_info"]
     shown = {(s.labels["op"], s.labels["kernel"], s.labels["provider"]) for s in family.samples}
-    assert shown == {(row.op, row.kernel, str(row.provider)) for row in llm.explain().rows if row.runs}
+    assert shown == {
+        (row.op, row.kernel, str(row.provider)) for row in llm.explain().rows if row.runs
+    }

@@ -46,9 +46,15 @@ def test_special_tokens(write_gguf) -> None:
         ("", "prompts[3] has no tokens: give some text"),
         ([], "prompts[3] has no tokens"),
         ({"prompt_token_ids": []}, "prompts[3] has no tokens"),
-        ([1] * 8, "prompts[3] has 8 tokens and needs room for 1 more, and the model takes 8: shorten it by 1 token, "),
+        (
+            [1] * 8,
+            "prompts[3] has 8 tokens and needs room for 1 more, and the model takes 8: shorten it by 1 token, ",
+        ),
         ("word " * 50, "and the model takes 8: shorten it by"),
-        ([1, -1], "prompts[3] has the token id -1 at place 1, and the vocabulary has 49152 (0 to 49151)"),
+        (
+            [1, -1],
+            "prompts[3] has the token id -1 at place 1, and the vocabulary has 49152 (0 to 49151)",
+        ),
         ([1, 2, 49152], "the token id 49152 at place 2"),
         ([1, "2"], "has '2' at place 1, which is no token id"),
         ([1, True], "has True at place 1, which is no token id"),
@@ -56,9 +62,15 @@ def test_special_tokens(write_gguf) -> None:
         ("ab\ud800c", r"prompts[3] has half a surrogate pair, '\ud800', at character 2"),
         (b"ab", "prompts[3] is bytes: give text, a list of token ids"),
         (None, "prompts[3] is NoneType: give text"),
-        ({"text": "x"}, "prompts[3] has the keys 'text': give either 'prompt' or 'prompt_token_ids', and "),
+        (
+            {"text": "x"},
+            "prompts[3] has the keys 'text': give either 'prompt' or 'prompt_token_ids', and ",
+        ),
         ({}, "prompts[3] has the keys none"),
-        ({"prompt_token_ids": "12"}, "prompts[3] has 'prompt_token_ids' of the type str: give a list of token ids"),
+        (
+            {"prompt_token_ids": "12"},
+            "prompts[3] has 'prompt_token_ids' of the type str: give a list of token ids",
+        ),
     ],
 )
 def test_prompts_that_are_refused(smollm2, prompt: Any, reason: str) -> None:

@@ -61,12 +61,19 @@ def alone(checkpoint: Path) -> Iterator[LLM]:
 
 
 def prompts(count: int, length: int = 20) -> list[list[int]]:
-    return [[(7 * number + 11 * place) % 390 + 5 for place in range(length + number)] for number in range(count)]
+    return [
+        [(7 * number + 11 * place) % 390 + 5 for place in range(length + number)]
+        for number in range(count)
+    ]
 
 
 def test_two_engines_answer_as_one(checkpoint: Path, alone: LLM) -> None:
     """Greedy, sampled without a seed, and with a grammar: the same answers, from both; n of a request are in one."""
-    params = [LONG, SAMPLED, SamplingParams(temperature=0, max_tokens=8, structured_output={"choice": ["yes", "no"]})]
+    params = [
+        LONG,
+        SAMPLED,
+        SamplingParams(temperature=0, max_tokens=8, structured_output={"choice": ["yes", "no"]}),
+    ]
     given = [params[number % 3] for number in range(9)]
     with LLM(str(checkpoint), **SETTINGS) as one:
         expected = one.generate(prompts(9), given)
@@ -74,7 +81,9 @@ def test_two_engines_answer_as_one(checkpoint: Path, alone: LLM) -> None:
     with LLM(str(checkpoint), **TWO, on_step=PrometheusExporter("two", registry)) as llm:
         found = llm.generate(prompts(9), given)
         assert [output.outputs for output in found] == [output.outputs for output in expected]
-        each = [replica.engine.stats().counters.sampled_tokens for replica in llm.engine.replicas.each]
+        each = [
+            replica.engine.stats().counters.sampled_tokens for replica in llm.engine.replicas.each
+        ]
         assert min(each) > 0.3 * sum(each)
         for number, tokens in enumerate(each):
             labels = {"model_name": "two", "engine": str(number)}
@@ -94,7 +103,9 @@ async def ended(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
     return output
 
 
-async def last(llm: AsyncLLM, prompt: list[int], params: SamplingParams = LONG, **options: Any) -> RequestOutput:
+async def last(
+    llm: AsyncLLM, prompt: list[int], params: SamplingParams = LONG, **options: Any
+) -> RequestOutput:
     return await ended(llm.generate(prompt, params, **options))
 
 
@@ -117,8 +128,13 @@ def test_turns_of_a_session_go_to_one_engine(checkpoint: Path) -> None:
         chats = prompts(4, 40)
         for turn in range(3):
             params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-            answers = await asyncio.gather(*(last(llm, each, params, cache_salt="a") for each in chats))
-            chats = [each + answer.outputs[0].token_ids for each, answer in zip(chats, answers, strict=True)]
+            answers = await asyncio.gather(
+                *(last(llm, each, params, cache_salt="a") for each in chats)
+            )
+            chats = [
+                each + answer.outputs[0].token_ids
+                for each, answer in zip(chats, answers, strict=True)
+            ]
             if turn:
                 assert sum(hits(llm)) >= turn * 4 * 32
         assert all(hits(llm))
@@ -166,8 +182,12 @@ def test_requests_of_a_lost_engine_move(checkpoint: Path, alone: LLM) -> None:
 
     async def body(llm: AsyncLLM) -> None:
         await llm.warm_up()
-        streams = [llm.generate(prompt, each, request_id=str(i)) for i, (prompt, each) in enumerate(asked)]
-        first = await asyncio.gather(*map(anext, streams))  # at once: one by one, the first might end meanwhile
+        streams = [
+            llm.generate(prompt, each, request_id=str(i)) for i, (prompt, each) in enumerate(asked)
+        ]
+        first = await asyncio.gather(
+            *map(anext, streams)
+        )  # at once: one by one, the first might end meanwhile
         victim = max(llm.replicas.each, key=lambda each: len(each.requests))
         kill(victim)
         for stream, begun, wanted in zip(streams, first, expected, strict=True):
@@ -176,8 +196,12 @@ def test_requests_of_a_lost_engine_move(checkpoint: Path, alone: LLM) -> None:
                 for before, now in zip(seen.outputs, output.outputs, strict=True):
                     assert now.token_ids[: len(before.token_ids)] == before.token_ids
                 seen = output
-            assert [answer.token_ids for answer in seen.outputs] == [answer.token_ids for answer in wanted.outputs]
-            assert [answer.text for answer in seen.outputs] == [answer.text for answer in wanted.outputs]
+            assert [answer.token_ids for answer in seen.outputs] == [
+                answer.token_ids for answer in wanted.outputs
+            ]
+            assert [answer.text for answer in seen.outputs] == [
+                answer.text for answer in wanted.outputs
+            ]
         assert sorted(llm.replicas.states()) == ["lost", "ready"]
         await llm.check_health()
         assert (await last(llm, given[0])).outputs[0].token_ids == expected[0].outputs[0].token_ids
@@ -200,7 +224,9 @@ def test_requests_of_a_lost_engine_fail(checkpoint: Path, caplog: pytest.LogCapt
     """They fail, those of the other engine go on; it starts again once, and then is missing, as health and log say."""
 
     async def body(llm: AsyncLLM) -> None:
-        streams = [llm.generate(prompt, LONG, request_id=str(i)) for i, prompt in enumerate(prompts(2))]
+        streams = [
+            llm.generate(prompt, LONG, request_id=str(i)) for i, prompt in enumerate(prompts(2))
+        ]
         for stream in streams:
             await anext(stream)
         assert holder(llm, "0") is not holder(llm, "1")
@@ -223,7 +249,9 @@ def test_requests_of_a_lost_engine_fail(checkpoint: Path, caplog: pytest.LogCapt
     use(checkpoint, {**APART, "parallel.least_replicas": 2, "parallel.restart_workers": 1}, body)
 
 
-def test_a_replica_is_lost_while_another_starts(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_replica_is_lost_while_another_starts(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """What is told of the loss counts the one that starts as not ready, and asks it for nothing that it has not yet."""
     config, made = engine_config(str(checkpoint), None, SETTINGS), threading.Event()
 

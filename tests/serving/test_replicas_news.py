@@ -87,7 +87,9 @@ def test_what_is_submitted_at_once_is_computed_at_once(
         return step()
 
     for each in engine.replicas.each:
-        monkeypatch.setattr(each.engine.core, "step", partial(counted, each.number, each.engine.core.step))
+        monkeypatch.setattr(
+            each.engine.core, "step", partial(counted, each.number, each.engine.core.step)
+        )
     for number in range(12):
         engine.add(str(number), [5, 6, number + 7], SHORT)
     submitted.set()
@@ -99,7 +101,9 @@ def test_what_is_submitted_at_once_is_computed_at_once(
     assert max(steps.values()) <= 1 + SHORT.most_tokens
 
 
-def test_what_an_engine_refuses_is_raised(engine: ReplicatedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_engine_refuses_is_raised(
+    engine: ReplicatedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A request that an executor cannot have reach its workers fails the next step, and is no work any more."""
 
     def expect_servable(request: Request) -> None:
@@ -127,7 +131,9 @@ def test_a_request_that_nobody_reads_is_forgotten(engine: ReplicatedEngine) -> N
     assert not replica.requests
 
 
-def test_a_request_that_moves_is_counted_once(engine: ReplicatedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_moves_is_counted_once(
+    engine: ReplicatedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It ends in the other engine, and the lost one counts no end of it."""
     for each in engine.replicas.each:
         monkeypatch.setattr(each.engine.core, "step", list)  # nothing is computed yet
@@ -141,7 +147,11 @@ def test_a_request_that_moves_is_counted_once(engine: ReplicatedEngine, monkeypa
     assert {**lost.engine.stats().counters.finished, "length": 0} == dict.fromkeys(
         lost.engine.stats().counters.finished, 0
     )
-    assert other.engine.stats().counters.finished["length"] + lost.engine.stats().counters.finished["length"] == 1
+    assert (
+        other.engine.stats().counters.finished["length"]
+        + lost.engine.stats().counters.finished["length"]
+        == 1
+    )
 
 
 def test_a_loss_that_cannot_be_handled_ends_the_streams(

@@ -55,7 +55,10 @@ def rounds_of(llm: AsyncLLM) -> list[int]:
 def test_replicas_share_experts(checkpoint: Path) -> None:
     """Even and uneven loads, one replica idle, aborts and idleness; a lost one ends all, as its experts are gone."""
     given = [[token % 90 + 5 for token in prompt] for prompt in prompts(5)]
-    params = [SamplingParams(temperature=0, max_tokens=4 + 8 * number, ignore_eos=True) for number in range(5)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=4 + 8 * number, ignore_eos=True)
+        for number in range(5)
+    ]
     with LLM(str(checkpoint), **SETTINGS) as alone:
         expected = [output.outputs[0].token_ids for output in alone.generate(given, params)]
 
@@ -66,7 +69,9 @@ def test_replicas_share_experts(checkpoint: Path) -> None:
         assert [output.outputs[0].token_ids for output in found] == expected
         rounds = rounds_of(llm)
         assert rounds[0] == rounds[1] > 30
-        found = [await last(llm, *each) for each in asked]  # one at a time: the other replica has none
+        found = [
+            await last(llm, *each) for each in asked
+        ]  # one at a time: the other replica has none
         assert [output.outputs[0].token_ids for output in found] == expected
         async with aclosing(llm.generate(*asked[4])) as left:
             await anext(left)
@@ -82,14 +87,19 @@ def test_replicas_share_experts(checkpoint: Path) -> None:
         await asyncio.sleep(1)
         assert rounds_of(llm) == rounds
         assert worked(workers) - before <= 20  # a worker that spins takes 100 ticks in this second
-        streams = [llm.generate(*each, request_id=str(number)) for number, each in enumerate(asked[3:])]
+        streams = [
+            llm.generate(*each, request_id=str(number)) for number, each in enumerate(asked[3:])
+        ]
         for stream in streams:
             await anext(stream)
         started = time.monotonic()
         kill(holder(llm, "0"))
         answers = [(await ended(stream)).outputs[0] for stream in streams]
         assert [answer.finish_reason for answer in answers] == ["error", "error"]
-        assert all("the process of the worker has ended, with the status -9" in str(answer.error) for answer in answers)
+        assert all(
+            "the process of the worker has ended, with the status -9" in str(answer.error)
+            for answer in answers
+        )
         assert time.monotonic() - started < 5
         with pytest.raises(EngineError, match="2 of 2 replicas are lost"):
             await llm.check_health()

@@ -18,7 +18,9 @@ def test_without_a_prefix_the_least_loaded_is_chosen(loads: dict[int, int]) -> N
 
 
 @given(LOADS, HELD)
-def test_nobody_waits_longer_than_the_prefix_is_worth(loads: dict[int, int], held: dict[int, int]) -> None:
+def test_nobody_waits_longer_than_the_prefix_is_worth(
+    loads: dict[int, int], held: dict[int, int]
+) -> None:
     """The chosen one is ahead of any other by at most what the tokens that it holds more are worth."""
     chosen = choose_replica(loads, held)
     for other in loads:
@@ -26,12 +28,17 @@ def test_nobody_waits_longer_than_the_prefix_is_worth(loads: dict[int, int], hel
 
 
 @given(LOADS, HELD, st.integers(0, 7), st.integers(1, 10_000))
-def test_more_load_on_another_changes_nothing(loads: dict[int, int], held: dict[int, int], at: int, more: int) -> None:
+def test_more_load_on_another_changes_nothing(
+    loads: dict[int, int], held: dict[int, int], at: int, more: int
+) -> None:
     """The choice stays when a replica that was not chosen gets more to do, or is lost."""
     chosen = choose_replica(loads, held)
     if at in loads and at != chosen:
         assert choose_replica({**loads, at: loads[at] + more}, held) == chosen
-        assert choose_replica({name: load for name, load in loads.items() if name != at}, held) == chosen
+        assert (
+            choose_replica({name: load for name, load in loads.items() if name != at}, held)
+            == chosen
+        )
 
 
 @given(LOADS, HELD, st.permutations(range(8)))
@@ -41,7 +48,8 @@ def test_numbers_of_replicas_decide_between_equals_only(
     """Under other numbers one of the same load and the same prefix is chosen."""
     chosen = choose_replica(loads, held)
     other = choose_replica(
-        {names[name]: load for name, load in loads.items()}, {names[name]: count for name, count in held.items()}
+        {names[name]: load for name, load in loads.items()},
+        {names[name]: count for name, count in held.items()},
     )
     back = names.index(other)
     assert loads[back] == loads[chosen]

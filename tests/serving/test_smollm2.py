@@ -18,7 +18,11 @@ transformers = pytest.importorskip("transformers")
 gguf = pytest.importorskip("gguf")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
-PROMPTS = ("The capital of France is", "def fibonacci(n):\n", "Once upon a time, in a small village by the sea, there")
+PROMPTS = (
+    "The capital of France is",
+    "def fibonacci(n):\n",
+    "Once upon a time, in a small village by the sea, there",
+)
 QUESTIONS = ("What is gravity?", "Name three colours.")
 
 
@@ -31,12 +35,16 @@ def reference() -> tuple[Any, Any]:
         # Its vocabulary takes seconds to read, and transformers reads it for tokenizer, config and weights.
         patched.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
         tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **place)
-        return tokenizer, transformers.AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **place)
+        return tokenizer, transformers.AutoModelForCausalLM.from_pretrained(
+            path.parent, dtype=torch.float32, **place
+        )
 
 
 def generated(reference: tuple[Any, Any], ids: torch.Tensor) -> list[int]:
     _, model = reference
-    tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+    tokens = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False
+    )
     return tokens[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
 
 
@@ -45,34 +53,51 @@ def test_answers_are_those_of_transformers(reference: tuple[Any, Any]) -> None:
     tokenizer, _ = reference
     llm = LLM("smollm2", dtype="float32", max_model_len=128, max_num_batched_tokens=8, max_num_seqs=4,
               **{"cache.num_blocks": 24, "cache.block_size": 8, "load.progress": False})  # fmt: skip
-    expected = [generated(reference, tokenizer(text, return_tensors="pt").input_ids) for text in PROMPTS]
+    expected = [
+        generated(reference, tokenizer(text, return_tensors="pt").input_ids) for text in PROMPTS
+    ]
     for _ in range(2):
         outputs = llm.generate(PROMPTS, GREEDY)
         assert [output.outputs[0].token_ids for output in outputs] == expected
-        assert [output.outputs[0].text for output in outputs] == [tokenizer.decode(tokens) for tokens in expected]
+        assert [output.outputs[0].text for output in outputs] == [
+            tokenizer.decode(tokens) for tokens in expected
+        ]
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    given = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt") for chat in chats]
+    given = [
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
+        for chat in chats
+    ]
     answers = llm.chat(chats, GREEDY)
-    assert [answer.prompt_token_ids for answer in answers] == [ids.input_ids[0].tolist() for ids in given]
-    assert [answer.outputs[0].token_ids for answer in answers] == [generated(reference, ids.input_ids) for ids in given]
+    assert [answer.prompt_token_ids for answer in answers] == [
+        ids.input_ids[0].tolist() for ids in given
+    ]
+    assert [answer.outputs[0].token_ids for answer in answers] == [
+        generated(reference, ids.input_ids) for ids in given
+    ]
     assert answers[0].outputs[0].text.startswith("Gravity is")
 
 
 @pytest.fixture(scope="module")
 def judged() -> Callable[[str, str], tuple[Tensor, Tensor]]:
     """Compute in a dtype, over a cache of one, the likeliest tokens of a text's places, and its tokens' logprobs."""
-    text = (Path(__file__).parents[2] / "docs" / "explanation" / "plugins.md").read_text(encoding="utf-8")[:1300]
+    text = (Path(__file__).parents[2] / "docs" / "explanation" / "plugins.md").read_text(
+        encoding="utf-8"
+    )[:1300]
 
     @functools.cache
     def judge(dtype: str, cache: str) -> tuple[Tensor, Tensor]:
         given = {"cache.dtype": cache, "cache.memory_bytes": 1 << 26, "load.progress": False}
         llm = LLM("smollm2", dtype=dtype, max_model_len=768, **given)
-        (output,) = llm.generate(text, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1))
+        (output,) = llm.generate(
+            text, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+        )
         assert output.prompt_logprobs is not None
         places = [place for place in output.prompt_logprobs if place is not None]
         likeliest = [max(place, key=lambda token: place[token].logprob) for place in places]
         tokens = zip(places, output.prompt_token_ids[1:], strict=True)
-        return torch.tensor(likeliest), torch.tensor([place[token].logprob for place, token in tokens])
+        return torch.tensor(likeliest), torch.tensor(
+            [place[token].logprob for place, token in tokens]
+        )
 
     return judge
 
@@ -85,7 +110,11 @@ def judged() -> Callable[[str, str], tuple[Tensor, Tensor]]:
     ("bfloat16", "int8", 0.93, 0.08),
 ])  # fmt: skip
 def test_accuracy_of_caches_of_codes(
-    judged: Callable[[str, str], tuple[Tensor, Tensor]], dtype: str, cache: str, agreement: float, error: float
+    judged: Callable[[str, str], tuple[Tensor, Tensor]],
+    dtype: str,
+    cache: str,
+    agreement: float,
+    error: float,
 ) -> None:
     """Over 8 bits a text's likeliest tokens are nearly always those of float32, and its logprobs near theirs."""
     tokens, logprobs = judged("float32", "auto")

@@ -20,7 +20,11 @@ def stops(path: Path, **metadata: Any) -> frozenset[int]:
 
 @pytest.mark.parametrize(
     ("content", "expected"),
-    [({"eos_token_id": [1, 107]}, {1, 2, 107}), ({"eos_token_id": 5}, {1, 2, 5}), ({"top_k": 3}, {1, 2})],
+    [
+        ({"eos_token_id": [1, 107]}, {1, 2, 107}),
+        ({"eos_token_id": 5}, {1, 2, 5}),
+        ({"top_k": 3}, {1, 2}),
+    ],
 )
 def test_ends_of_turns(content: dict[str, Any], expected: set[int], tmp_path: Path) -> None:
     """``generation_config.json`` has more of them than the model's config, as in Gemma: all count."""
@@ -36,7 +40,9 @@ def test_ends_of_turns(content: dict[str, Any], expected: set[int], tmp_path: Pa
 def test_ends_that_are_no_tokens(value: object, tmp_path: Path) -> None:
     """Other than ids are refused with the file's name."""
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}), "utf-8")
-    with pytest.raises(CheckpointError, match=r"generation_config.json: eos_token_id is .*expected a token id"):
+    with pytest.raises(
+        CheckpointError, match=r"generation_config.json: eos_token_id is .*expected a token id"
+    ):
         stops(tmp_path)
 
 
@@ -44,7 +50,9 @@ def test_ends_that_are_no_tokens(value: object, tmp_path: Path) -> None:
 def test_ends_beyond_the_vocabulary(value: object, tmp_path: Path) -> None:
     """No answer would ever have them."""
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}), "utf-8")
-    with pytest.raises(CheckpointError, match=r"is no token of the model, whose vocabulary has 200: take the files"):
+    with pytest.raises(
+        CheckpointError, match=r"is no token of the model, whose vocabulary has 200: take the files"
+    ):
         stops(tmp_path)
 
 

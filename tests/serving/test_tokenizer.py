@@ -21,9 +21,33 @@ from opgraft.serving.tokenizer import open_tokenizer
 transformers = pytest.importorskip("transformers")
 
 SURROUNDING = {"bos_token": "<s>", "eos_token": "</s>"}
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "<repo_name>", "[MASK]", "[SEP]", "</s>"]
-RANGES = [(0x20, 0x7E), (0x20, 0x7E), (0xA0, 0x24F), (0x300, 0x36F), (0x400, 0x4FF), (0x5D0, 0x6FF), (0x900, 0x97F)]
-RANGES += [(0x2000, 0x206F), (0x4E00, 0x9FFF), (0xAC00, 0xD7A3), (0xE000, 0xE010), (0x1F300, 0x1F6FF), (0, 0x1F)]
+SPECIAL = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<think>",
+    "<repo_name>",
+    "[MASK]",
+    "[SEP]",
+    "</s>",
+]
+RANGES = [
+    (0x20, 0x7E),
+    (0x20, 0x7E),
+    (0xA0, 0x24F),
+    (0x300, 0x36F),
+    (0x400, 0x4FF),
+    (0x5D0, 0x6FF),
+    (0x900, 0x97F),
+]
+RANGES += [
+    (0x2000, 0x206F),
+    (0x4E00, 0x9FFF),
+    (0xAC00, 0xD7A3),
+    (0xE000, 0xE010),
+    (0x1F300, 0x1F6FF),
+    (0, 0x1F),
+]
 
 
 def random_texts(count: int, seed: int = 0) -> list[str]:
@@ -39,7 +63,19 @@ def random_texts(count: int, seed: int = 0) -> list[str]:
         if kind == 2:
             return str(pick.randrange(10**6))
         if kind == 3:
-            return pick.choice(["the", " cat", " don't", " they're", "WE'VE", " naïve", " 漢字", "été", " def f(x):"])
+            return pick.choice(
+                [
+                    "the",
+                    " cat",
+                    " don't",
+                    " they're",
+                    "WE'VE",
+                    " naïve",
+                    " 漢字",
+                    "été",
+                    " def f(x):",
+                ]
+            )
         low, high = pick.choice(RANGES)
         return "".join(chr(pick.randint(low, high)) for _ in range(pick.randrange(1, 6)))
 
@@ -53,7 +89,9 @@ def assert_same(ours, theirs, texts: list[str]) -> None:
             assert ids == theirs(text, add_special_tokens=special)["input_ids"], text
         for skip in (True, False):
             options = {"clean_up_tokenization_spaces": False}
-            assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip, **options)
+            assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(
+                ids, skip_special_tokens=skip, **options
+            )
 
 
 def test_the_language_model(smollm2, smollm2_of_transformers) -> None:
@@ -78,12 +116,15 @@ def test_transformers_is_not_imported() -> None:
 
 @pytest.mark.parametrize("bos", [False, True])
 @pytest.mark.parametrize(
-    ("pre", "architecture"), [("gpt-2", "llama"), ("smollm", "llama"), ("llama-bpe", "llama"), ("qwen2", "qwen2")]
+    ("pre", "architecture"),
+    [("gpt-2", "llama"), ("smollm", "llama"), ("llama-bpe", "llama"), ("qwen2", "qwen2")],
 )
 def test_gguf_vocabularies(write_gguf, pre: str, architecture: str, bos: bool) -> None:
     """Each way of splitting text gives the ids of transformers, with and without a token that begins a text."""
     weights = open_weights(write_gguf(pre, architecture, bos=bos))
-    assert byte_level_tokenizer(weights.metadata, weights.path) is not None, "it is read without transformers"
+    assert byte_level_tokenizer(weights.metadata, weights.path) is not None, (
+        "it is read without transformers"
+    )
     ours = open_tokenizer(weights)
     assert_same(ours, load_tokenizer(weights), random_texts(300))
     assert (ours.encode("a")[0] == ours.backend.token_to_id("<|im_start|>")) == bos
@@ -100,10 +141,14 @@ def test_a_damaged_vocabulary(write_gguf) -> None:
     """Merges of tokens that the vocabulary has not are an error that names the file."""
     weights = open_weights(write_gguf("gpt-2"))
     metadata = {**weights.metadata, "tokenizer.ggml.merges": ["zz zz"]}
-    with pytest.raises(CheckpointError, match=r"gpt-2\.gguf: its tokenizer is damaged: .*Download it again"):
+    with pytest.raises(
+        CheckpointError, match=r"gpt-2\.gguf: its tokenizer is damaged: .*Download it again"
+    ):
         byte_level_tokenizer(metadata, weights.path)
     with pytest.raises(CheckpointError, match="its tokenizer is damaged: IndexError"):
-        byte_level_tokenizer({**weights.metadata, "tokenizer.ggml.eos_token_id": 10**6}, weights.path)
+        byte_level_tokenizer(
+            {**weights.metadata, "tokenizer.ggml.eos_token_id": 10**6}, weights.path
+        )
 
 
 def test_a_sentence_encoder() -> None:
@@ -151,7 +196,9 @@ def test_a_saved_tokenizer(folder: Path, values: dict[str, object]) -> None:
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     ours = open_tokenizer(Weights(folder, {}))
     assert_same(ours, theirs, random_texts(200))
-    assert ours.special_tokens == {k: v for k, v in theirs.special_tokens_map.items() if isinstance(v, str)}
+    assert ours.special_tokens == {
+        k: v for k, v in theirs.special_tokens_map.items() if isinstance(v, str)
+    }
     assert ours.eos_token_id == theirs.eos_token_id
 
 
@@ -161,7 +208,10 @@ def test_templates_of_a_folder(folder: Path) -> None:
     (folder / "chat_template.jinja").unlink()
     change_settings(folder, chat_template="a")
     assert open_tokenizer(Weights(folder, {})).chat_templates == {"default": "a"}
-    change_settings(folder, chat_template=[{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}])
+    change_settings(
+        folder,
+        chat_template=[{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}],
+    )
     assert open_tokenizer(Weights(folder, {})).chat_templates == {"default": "a", "tool_use": "b"}
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "rag.jinja").write_text("r")
@@ -171,9 +221,17 @@ def test_templates_of_a_folder(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokenizer.json", "{}", r"tokenizer\.json, or what lies beside it, is no tokenizer .*Save it again"),
+        (
+            "tokenizer.json",
+            "{}",
+            r"tokenizer\.json, or what lies beside it, is no tokenizer .*Save it again",
+        ),
         ("tokenizer_config.json", "[]", "holds a list, expected a JSON object"),
-        ("tokenizer_config.json", '{"added_tokens_decoder": 3}', "is no tokenizer that can be read: AttributeError"),
+        (
+            "tokenizer_config.json",
+            '{"added_tokens_decoder": 3}',
+            "is no tokenizer that can be read: AttributeError",
+        ),
         ("chat_template.jinja", b"\xff", "is no tokenizer that can be read: UnicodeDecodeError"),
     ],
 )

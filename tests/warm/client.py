@@ -26,7 +26,9 @@ def is_served(arguments: list[str], environ: dict[str, str]) -> bool:
     }
     folders = filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))
     other = any(os.path.isdir(os.path.join(folder, "opgraft")) for folder in folders)
-    known = (arguments or ["-"])[0] in ("-I", "-u", "-c", "-m") or not (arguments or ["-"])[0].startswith("-")
+    known = (arguments or ["-"])[0] in ("-I", "-u", "-c", "-m") or not (arguments or ["-"])[
+        0
+    ].startswith("-")
     return known and not other and at_start == SETTINGS["environ"]
 
 

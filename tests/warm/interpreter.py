@@ -53,7 +53,9 @@ def warm_interpreter(folder: Path) -> Iterator[Path]:
     interpreter.write_text(f"#!{sys.executable} -IS\n{(here / 'client.py').read_text()}")
     interpreter.chmod(0o755)
     command = [sys.executable, str(here / "server.py"), str(address)]
-    with subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+    with subprocess.Popen(
+        command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as server:
         assert server.stdout is not None
         assert server.stdout.readline() == b"ready\n"
         yield interpreter  # the server ends when its stdin is closed

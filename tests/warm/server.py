@@ -24,13 +24,28 @@ import opgraft
 PRELOADED = (
     *("torch", "torch._dynamo", "torch.distributed.tensor", "numpy"),
     *("importlib_metadata", "pluggy", "click", "rich.console", "rich.table"),
-    *("opgraft.cli.detect", "opgraft.cli.ops", "opgraft.cli.plugins_doctor", "opgraft.cli.plugins_show"),
+    *(
+        "opgraft.cli.detect",
+        "opgraft.cli.ops",
+        "opgraft.cli.plugins_doctor",
+        "opgraft.cli.plugins_show",
+    ),
     *("opgraft.cli.run", "opgraft.cli.chat", "opgraft.cli.serve", "opgraft.testing.diagnosis"),
     *("opgraft.engine.worker_process", "opgraft.platforms.cpu.platform"),
 )
 IF_INSTALLED = (
-    *("transformers", "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"),
-    *("safetensors.torch", "tokenizers", "fastapi", "uvicorn.protocols.http.httptools_impl", "llguidance"),
+    *(
+        "transformers",
+        "transformers.models.llama.modeling_llama",
+        "transformers.models.auto.modeling_auto",
+    ),
+    *(
+        "safetensors.torch",
+        "tokenizers",
+        "fastapi",
+        "uvicorn.protocols.http.httptools_impl",
+        "llguidance",
+    ),
     "opgraft.server.run",
 )
 
@@ -65,7 +80,9 @@ class Server:
     def request(self) -> tuple[dict[str, Any], list[int]]:
         """Wait for requests; returns each in a process of its own, and ends where nobody can ask any more."""
         while True:
-            number, _ = self.poll.poll()[0]  # one by one, as what is closed may be opened again under its number
+            number, _ = self.poll.poll()[
+                0
+            ]  # one by one, as what is closed may be opened again under its number
             if number == sys.stdin.fileno():
                 os._exit(0)
             if number in self.running:
@@ -132,7 +149,11 @@ def open_streams() -> None:
     encoding, _, handler = os.environ.get("PYTHONIOENCODING", "").partition(":")
     for number, (name, mode, errors) in enumerate(STREAMS):
         old = getattr(sys, name)
-        settings = {"encoding": encoding or old.encoding, "errors": handler or errors, "closefd": False}
+        settings = {
+            "encoding": encoding or old.encoding,
+            "errors": handler or errors,
+            "closefd": False,
+        }
         buffering = 1 if number == 2 or os.isatty(number) else -1
         setattr(sys, name, open(number, mode, buffering, **settings))  # noqa: SIM115  # for good
         setattr(sys, f"__{name}__", getattr(sys, name))

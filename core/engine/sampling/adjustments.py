@@ -14,7 +14,9 @@ from opgraft.text import described
 from torch import Tensor
 
 _BANNED_BITS = (
-    torch.tensor([[not byte >> bit & 1 for bit in range(8)] for byte in range(256)], dtype=torch.bool)
+    torch.tensor(
+        [[not byte >> bit & 1 for bit in range(8)] for byte in range(256)], dtype=torch.bool
+    )
     .view(torch.int64)
     .flatten()
 )
@@ -35,7 +37,12 @@ class Adjustments:
         numbered = list(enumerate(rows))
         self._grammars = [(index, row.grammar) for index, row in numbered if row.grammar]
         self._allowed = [
-            (index, self._indices([token for token in row.params.allowed_token_ids if token < vocabulary]))
+            (
+                index,
+                self._indices(
+                    [token for token in row.params.allowed_token_ids if token < vocabulary]
+                ),
+            )
             for index, row in numbered
             if row.params.allowed_token_ids is not None
         ]
@@ -51,7 +58,14 @@ class Adjustments:
         self._bias = (self._indices(list(biases)), values) if biases else ()
         penalised = [(index, row) for index, row in numbered if row.penalised]
         self._penalties = Penalties(penalised, vocabulary, device) if penalised else None
-        self.any = bool(self._grammars or self._allowed or self._restricted or self._processed or biases or penalised)
+        self.any = bool(
+            self._grammars
+            or self._allowed
+            or self._restricted
+            or self._processed
+            or biases
+            or penalised
+        )
 
     def append(self, index: int | None, token: int, slot: int) -> None:
         """Take note of a token that was added to the output of a row, and of its slot in the row's counts.
@@ -82,7 +96,11 @@ class Adjustments:
             logits.view(-1).index_fill_(0, self._indices(banned), float("-inf"))
         if self._bias:
             logits.view(-1).index_add_(0, *self._bias)
-        errors |= {index: error for index, row in self._processed if (error := _process(logits[index], row))}
+        errors |= {
+            index: error
+            for index, row in self._processed
+            if (error := _process(logits[index], row))
+        }
         if self._penalties:
             self._penalties.apply(logits)
         return errors
@@ -119,7 +137,10 @@ def _process(logits: Tensor, row: Row) -> str | None:
             if isinstance(result, Tensor) and result.shape == logits.shape:
                 logits.copy_(result)  # which no tensor without numbers or of another layout is for
                 continue
-        except (Exception, SystemExit) as error:  # users' code raises anything, and must end no other request
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # users' code raises anything, and must end no other request
             return f"its logits processor {processor!r:.80} raised {described(error)}"
         shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
         return f"its logits processor {processor!r:.80} returned {shape}, expected a tensor {tuple(logits.shape)}"
@@ -132,7 +153,11 @@ def _arguments(processor: Callable[..., Any], row: Row) -> tuple[list[int], ...]
     Raises:
         TypeError: it has to have something by name, too.
     """
-    required = [each for each in inspect.signature(processor).parameters.values() if each.default is each.empty]
+    required = [
+        each
+        for each in inspect.signature(processor).parameters.values()
+        if each.default is each.empty
+    ]
     named = [each.name for each in required if each.kind is each.KEYWORD_ONLY]
     if named:
         raise TypeError(

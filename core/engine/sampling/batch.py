@@ -106,14 +106,22 @@ class SamplingBatch:
         """
         tokens, words = list(output), tuple(tuple(word) for word in bad_words if word)
         if key in self._all:
-            raise RequestError(f"request {key!r} is in the batch already: remove it before it is added again")
+            raise RequestError(
+                f"request {key!r} is in the batch already: remove it before it is added again"
+            )
         if params.bad_words and not words:
-            raise RequestError(f"request {key!r} has bad words without their tokens: pass bad_words to the batch")
+            raise RequestError(
+                f"request {key!r} has bad words without their tokens: pass bad_words to the batch"
+            )
         if params.structured_output is not None and grammar is None:
-            raise RequestError(f"request {key!r} has a structured output without its grammar: compile one and pass it")
+            raise RequestError(
+                f"request {key!r} has a structured output without its grammar: compile one and pass it"
+            )
         stop = (*params.stop_token_ids, *(() if params.ignore_eos else eos))
         state = grammar.start(tokens) if grammar else None
-        self._all[key] = Row(params, prompt, tokens, stream_of(params.seed, arrival, self._seed), stop, words, state)
+        self._all[key] = Row(
+            params, prompt, tokens, stream_of(params.seed, arrival, self._seed), stop, words, state
+        )
         self._stale = True
 
     def remove(self, key: Hashable) -> None:
@@ -148,7 +156,12 @@ class SamplingBatch:
         if row.grammar:
             row.grammar.accept(token)
         row.output.append(token)
-        if row.counts and (slot := row.counts.add(token)) is not None and self._plan and not self._stale:
+        if (
+            row.counts
+            and (slot := row.counts.add(token)) is not None
+            and self._plan
+            and not self._stale
+        ):
             self._plan.adjustments.append(self._places.get(key), token, slot)
 
     def extend(self, tokens: Iterable[tuple[Hashable, int]]) -> dict[Hashable, str]:
@@ -207,9 +220,13 @@ def _plan(rows: Sequence[Row], vocabulary: int, device: torch.device) -> Plan:
     return Plan(
         drawn=drawn,
         free=len(free),
-        rows=None if drawn == tuple(range(len(rows))) else torch.tensor(drawn, dtype=torch.int64, device=device),
+        rows=None
+        if drawn == tuple(range(len(rows)))
+        else torch.tensor(drawn, dtype=torch.int64, device=device),
         temperature=torch.tensor(temperatures, dtype=torch.float32, device=device),
-        filters=Filters.of([p.top_k for p in limits], [p.top_p for p in limits], [p.min_p for p in limits], device),
+        filters=Filters.of(
+            [p.top_k for p in limits], [p.top_p for p in limits], [p.min_p for p in limits], device
+        ),
         adjustments=Adjustments(rows, vocabulary, device),
         logprobs=tuple((index, count) for index, count in logprobs if count is not None),
     )

@@ -35,15 +35,27 @@ class Filters:
     whole: Tensor
 
     @classmethod
-    def of(cls, top_k: Sequence[int], top_p: Sequence[float], min_p: Sequence[float], device: torch.device) -> Filters:
+    def of(
+        cls,
+        top_k: Sequence[int],
+        top_p: Sequence[float],
+        min_p: Sequence[float],
+        device: torch.device,
+    ) -> Filters:
         """Make the filters of rows from their values as ``SamplingParams`` has them."""
         most = torch.iinfo(torch.int64).max
         k = torch.tensor([min(value, most) or most for value in top_k], device=device)
-        p = torch.tensor([value if value < 1 else float("inf") for value in top_p], dtype=torch.float64, device=device)
+        p = torch.tensor(
+            [value if value < 1 else float("inf") for value in top_p],
+            dtype=torch.float64,
+            device=device,
+        )
         share = (
             torch.tensor(min_p, dtype=torch.float64, device=device).log().float().double()
         )  # as precise as the logits it is compared with
-        whole = torch.tensor([not (one or other) for one, other in zip(top_k, min_p, strict=True)], device=device)
+        whole = torch.tensor(
+            [not (one or other) for one, other in zip(top_k, min_p, strict=True)], device=device
+        )
         return cls(k.unsqueeze(1), p.unsqueeze(1), share.unsqueeze(1), whole.unsqueeze(1))
 
     def take(self, rows: Tensor | slice) -> Filters:
@@ -79,14 +91,18 @@ def _draw_by(weights: Tensor, keys: Tensor) -> Tensor:
 def _draw_among_ids(weights: Tensor, ids: Tensor, keys: Tensor) -> Tensor:
     """Draw by weights ``[n, candidates]``, float64, of some ids, just as ``_draw_by`` does with 0 for all others."""
     of_block = ids // BLOCK
-    totals = weights.new_zeros(len(weights), int(of_block.max()) + 1).scatter_add_(1, of_block, weights)
+    totals = weights.new_zeros(len(weights), int(of_block.max()) + 1).scatter_add_(
+        1, of_block, weights
+    )
     inner = weights.where(of_block == _draw_block(totals, keys), 0.0)
     return ids.gather(1, first_to_arrive(inner, keys, ids).unsqueeze(1)).squeeze(1)
 
 
 def _draw_block(totals: Tensor, keys: Tensor) -> Tensor:
     """Draw blocks ``[n, 1]`` by their weights ``[n, blocks]``; counters below 0 are those of no token."""
-    return first_to_arrive(totals, keys, ~torch.arange(totals.shape[1], device=totals.device)).unsqueeze(1)
+    return first_to_arrive(
+        totals, keys, ~torch.arange(totals.shape[1], device=totals.device)
+    ).unsqueeze(1)
 
 
 def draw_filtered(scaled: Tensor, filters: Filters, keys: Tensor) -> Tensor:
@@ -102,7 +118,9 @@ def draw_filtered(scaled: Tensor, filters: Filters, keys: Tensor) -> Tensor:
     whole = bool((filters.whole & filters.top_p.isfinite()).any())
     mass = scaled.exp() if whole else None
     total = (
-        scaled.new_zeros(len(scaled), dtype=torch.float64) if mass is None else _totals(blocks_of(mass, 0.0)).sum(-1)
+        scaled.new_zeros(len(scaled), dtype=torch.float64)
+        if mass is None
+        else _totals(blocks_of(mass, 0.0)).sum(-1)
     )
     tokens, left = _draw_among(CANDIDATES[0], scaled, filters, total, keys)
     if not len(left):
@@ -121,7 +139,9 @@ def draw_filtered(scaled: Tensor, filters: Filters, keys: Tensor) -> Tensor:
     return tokens
 
 
-def _draw_among(size: int, scaled: Tensor, filters: Filters, total: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+def _draw_among(
+    size: int, scaled: Tensor, filters: Filters, total: Tensor, keys: Tensor
+) -> tuple[Tensor, Tensor]:
     """Draw among a number of the likeliest tokens; return tokens, and the rows in which more of them are kept."""
     values, ids = likeliest(scaled, size)
     values = values.double()

@@ -38,7 +38,9 @@ def token_logprobs(logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> lis
         counts: of each row, how many of the likeliest to give; more than the vocabulary has gives all.
     """
     parts = (slice(begin, begin + ROWS_AT_ONCE) for begin in range(0, len(logits), ROWS_AT_ONCE))
-    return [each for part in parts for each in _token_logprobs(logits[part], tokens[part], counts[part])]
+    return [
+        each for part in parts for each in _token_logprobs(logits[part], tokens[part], counts[part])
+    ]
 
 
 def _token_logprobs(logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> list[TokenLogprobs]:
@@ -48,14 +50,18 @@ def _token_logprobs(logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> li
     top = logprobs.topk(min(max(counts, default=0), logits.shape[1]))
     values, ids = top.values.tolist(), top.indices.tolist()
     return [
-        TokenLogprobs(token, value, rank, tuple(zip(ids[row][:count], values[row][:count], strict=True)))
+        TokenLogprobs(
+            token, value, rank, tuple(zip(ids[row][:count], values[row][:count], strict=True))
+        )
         for row, (token, value, rank, count) in enumerate(
             zip(tokens.tolist(), own.squeeze(1).tolist(), ranks, counts, strict=True)
         )
     ]
 
 
-def prompt_logprobs(logits: Tensor, prompt: Sequence[int], start: int, count: int) -> list[TokenLogprobs]:
+def prompt_logprobs(
+    logits: Tensor, prompt: Sequence[int], start: int, count: int
+) -> list[TokenLogprobs]:
     """Give the log-probabilities of tokens of a prompt, for one chunk of it.
 
     Args:

@@ -28,13 +28,19 @@ def within_nucleus(scaled: Tensor, mass: Tensor, top_p: Tensor, min_p: Tensor) -
         mass *= scaled >= least
     range_of = (scaled * -PER_UNIT).clamp_(max=BUCKETS - 1).long()
     # float32 to here: a copy of all rows in float64 would take longer than the rest
-    reached = mass.new_zeros(len(scaled), BUCKETS).scatter_add_(1, range_of, mass).double().cumsum(-1)
+    reached = (
+        mass.new_zeros(len(scaled), BUCKETS).scatter_add_(1, range_of, mass).double().cumsum(-1)
+    )
     wanted = torch.minimum(top_p, torch.ones_like(top_p)) * reached[:, -1:]
     end = torch.searchsorted(reached, wanted)
     values, ids = _descending(scaled, range_of == end, least)
     before = torch.where(end > 0, reached.gather(1, (end - 1).clamp(min=0)), 0.0)
     sums_inside = before + torch.nn.functional.pad(values.double().exp().cumsum(-1)[:, :-1], (1, 0))
-    count = (values.isfinite() & ((sums_inside < wanted) | top_p.isinf())).sum(-1, keepdim=True).clamp(min=1)
+    count = (
+        (values.isfinite() & ((sums_inside < wanted) | top_p.isinf()))
+        .sum(-1, keepdim=True)
+        .clamp(min=1)
+    )
     limit = values.gather(1, count - 1)
     mass *= scaled.ge_(limit)  # numbers: to make them of truth values takes longer
     _drop_ties(mass, values, ids, limit, count - (values > limit).sum(-1, keepdim=True))

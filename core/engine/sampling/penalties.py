@@ -20,14 +20,19 @@ class Penalties:
         device: of the logits.
     """
 
-    def __init__(self, rows: Sequence[tuple[int, Row]], vocabulary: int, device: torch.device) -> None:
+    def __init__(
+        self, rows: Sequence[tuple[int, Row]], vocabulary: int, device: torch.device
+    ) -> None:
         self._vocabulary, self._device = vocabulary, device
         self._params = {index: row.params for index, row in rows}
         known = [row.counted(vocabulary) for _, row in rows]
         sizes = [len(each.tokens) for each in known]
         starts = [0, *accumulate(sizes)]
         self._size = starts[-1]
-        self._spans = {index: (start, size) for (index, _), start, size in zip(rows, starts, sizes, strict=False)}
+        self._spans = {
+            index: (start, size)
+            for (index, _), start, size in zip(rows, starts, sizes, strict=False)
+        }
         self._later: dict[tuple[int, int], int] = {}
         self._new: list[int] = []
         self._touched: list[int] = []
@@ -36,7 +41,9 @@ class Penalties:
         tokens = _joined((each.tokens for each in known), torch.int64)
         self._places = (tokens + first.repeat_interleave(repeats)).to(device)
         self._counts = _joined((each.counts for each in known), torch.float32).to(device)
-        self._settings = self._settings_of(self._params).repeat_interleave(repeats, dim=1).to(device)
+        self._settings = (
+            self._settings_of(self._params).repeat_interleave(repeats, dim=1).to(device)
+        )
 
     def append(self, index: int, token: int, slot: int) -> None:
         """Count a token of the output of a row, which has the slot in the row's ``TokenCounts``."""
@@ -67,7 +74,9 @@ class Penalties:
     def _count(self) -> None:
         if self._new:
             places = torch.tensor(self._new, dtype=torch.int64, device=self._device)
-            settings = self._settings_of([place // self._vocabulary for place in self._new]).to(self._device)
+            settings = self._settings_of([place // self._vocabulary for place in self._new]).to(
+                self._device
+            )
             self._places = torch.cat((self._places, places))
             self._settings = torch.cat((self._settings, settings), dim=1)
             self._counts = torch.nn.functional.pad(self._counts, (0, len(places)))
@@ -80,7 +89,9 @@ class Penalties:
     def _settings_of(self, rows: Collection[int]) -> Tensor:
         """Return ``[3, rows]`` with the penalties of some rows."""
         params = [self._params[row] for row in rows]
-        return torch.tensor([[getattr(each, name) for each in params] for name in _NAMES], dtype=torch.float32)
+        return torch.tensor(
+            [[getattr(each, name) for each in params] for name in _NAMES], dtype=torch.float32
+        )
 
 
 _NAMES = ("repetition_penalty", "frequency_penalty", "presence_penalty")

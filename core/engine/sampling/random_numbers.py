@@ -8,7 +8,11 @@ from torch import Tensor
 
 # The constants of SplitMix64, as the signed numbers that torch multiplies by: Steele, Lea and Flood, "Fast splittable
 # pseudorandom number generators", OOPSLA 2014.
-_STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+_STEP, _FIRST, _SECOND = (
+    0x9E3779B97F4A7C15 - 2**64,
+    0xBF58476D1CE4E5B9 - 2**64,
+    0x94D049BB133111EB - 2**64,
+)
 _BITS = 52
 
 

@@ -37,7 +37,11 @@ class Row:
     def penalised(self) -> bool:
         """Tell whether any penalty is asked for."""
         params = self.params
-        return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
+        return (
+            params.repetition_penalty != 1
+            or params.frequency_penalty != 0
+            or params.presence_penalty != 0
+        )
 
     @property
     def filtered(self) -> bool:

@@ -22,7 +22,9 @@ IN_CACHE = 2**18
 """Logits that are drawn from at a time on a CPU: more take three times as long, in memory that is fetched anew."""
 
 
-_NO_NUMBERS = "numbers overflowed, or weights are damaged. Try the dtype float32, or see to the checkpoint"
+_NO_NUMBERS = (
+    "numbers overflowed, or weights are damaged. Try the dtype float32, or see to the checkpoint"
+)
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,18 @@ class Sampler(PluggableClass):
         if plan.drawn:
             if errors:  # numbers that harm no other row
                 failed = torch.tensor(list(errors), device=logits.device)
-                working, maximum = working.index_fill(0, failed, 0.0), maximum.index_fill(0, failed, 0.0)
+                working, maximum = (
+                    working.index_fill(0, failed, 0.0),
+                    maximum.index_fill(0, failed, 0.0),
+                )
             drawn = _draw(working, maximum, plan, batch)
             tokens = drawn if plan.rows is None else tokens.index_copy_(0, plan.rows, drawn)
         result = _result(tokens, logits, plan, batch, errors)
-        return dataclasses.replace(result, refused=frozenset(batch.keys[row] for row in own)) if own else result
+        return (
+            dataclasses.replace(result, refused=frozenset(batch.keys[row] for row in own))
+            if own
+            else result
+        )
 
     def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the greatest logit of each row, float32, and the first token that has it; NaN for a row with NaN.
@@ -101,7 +110,9 @@ class Sampler(PluggableClass):
 
 def _draw(logits: Tensor, maximum: Tensor, plan: Plan, batch: SamplingBatch) -> Tensor:
     """Draw tokens for the rows that are not greedy, in the order of the plan, a few rows at a time."""
-    keys = torch.tensor(batch.noise_keys(plan.drawn), dtype=torch.int64, device=logits.device).unsqueeze(1)
+    keys = torch.tensor(
+        batch.noise_keys(plan.drawn), dtype=torch.int64, device=logits.device
+    ).unsqueeze(1)
     few = max(1, IN_CACHE // logits.shape[1]) if logits.device.type == HOST else len(plan.drawn)
     tokens = []
     for begin, end in (*_parts(0, plan.free, few), *_parts(plan.free, len(plan.drawn), few)):
@@ -123,7 +134,10 @@ def _unusable(maximum: Tensor, logits: Tensor, working: Tensor) -> dict[int, str
     """Say by row why nothing can be sampled, where the greatest logit is no number."""
     if all(map(isfinite, maximum.tolist())):
         return {}
-    return {row: _reason(logits[row], working[row]) for row in (~maximum.isfinite()).nonzero().flatten().tolist()}
+    return {
+        row: _reason(logits[row], working[row])
+        for row in (~maximum.isfinite()).nonzero().flatten().tolist()
+    }
 
 
 def _reason(logits: Tensor, working: Tensor) -> str:
@@ -145,7 +159,9 @@ def _reason(logits: Tensor, working: Tensor) -> str:
     )
 
 
-def _result(tokens: Tensor, logits: Tensor, plan: Plan, batch: SamplingBatch, errors: Mapping[int, str]) -> Sampled:
+def _result(
+    tokens: Tensor, logits: Tensor, plan: Plan, batch: SamplingBatch, errors: Mapping[int, str]
+) -> Sampled:
     keys = batch.keys
     if errors:
         tokens[list(errors)] = -1

@@ -49,7 +49,9 @@ class GrammarTokens:
         InputError: llguidance is not installed, or cannot read the tokenizer.
     """
 
-    def __init__(self, tokenizer: Any, vocabulary: int | None = None, eos: Iterable[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, vocabulary: int | None = None, eos: Iterable[int] = ()
+    ) -> None:
         self.library: Any = import_extra("llguidance", "structured")
         self.made_of = tokenizer, vocabulary, tuple(eos)
         try:
@@ -82,13 +84,19 @@ class Grammar:
 
     def __init__(self, spec: Any, tokens: GrammarTokens) -> None:
         kind, source = _compilable(spec, tokens.library)
-        limits = tokens.library.LLParserLimits(max_lexer_states=_MOST_LEXER_STATES, verbose_errors=False)
+        limits = tokens.library.LLParserLimits(
+            max_lexer_states=_MOST_LEXER_STATES, verbose_errors=False
+        )
         self.spec, self.tokens = spec, tokens
         self._kind = kind
-        self._first: Any = tokens.library.LLMatcher(tokens.tokens, source, log_level=0, limits=limits)
+        self._first: Any = tokens.library.LLMatcher(
+            tokens.tokens, source, log_level=0, limits=limits
+        )
         if self._first.is_error():
             reason = self._first.get_error()
-            raise InputError(f"structured output: the {KINDS[kind]} in {kind} cannot be used: {_line(reason)}")
+            raise InputError(
+                f"structured output: the {KINDS[kind]} in {kind} cannot be used: {_line(reason)}"
+            )
         self._check_that_something_meets_it()
 
     def start(self, output: Iterable[int] = ()) -> GrammarState:
@@ -125,8 +133,12 @@ def try_to_compile(spec: Any, tokens: GrammarTokens) -> None:
     kind, source = _compilable(spec, tokens.library)
     ended = run_child(_TRIAL, [str(COMPILE_SECONDS)], source, _PATIENCE)
     if ended.status != 0:
-        within = f" within {COMPILE_SECONDS} seconds" if ended.status in (None, -signal.SIGXCPU) else ""
-        raise InputError(f"structured output: the {KINDS[kind]} in {kind} cannot be compiled{within}: simplify it")
+        within = (
+            f" within {COMPILE_SECONDS} seconds" if ended.status in (None, -signal.SIGXCPU) else ""
+        )
+        raise InputError(
+            f"structured output: the {KINDS[kind]} in {kind} cannot be compiled{within}: simplify it"
+        )
 
 
 class GrammarState:
@@ -172,7 +184,9 @@ class GrammarState:
         try:
             allowed = self._matcher.consume_token(token)
         except Exception as error:  # whatever the library raises fails one request
-            raise RequestError(f"its grammar cannot take token {token}: {described(error)}") from error
+            raise RequestError(
+                f"its grammar cannot take token {token}: {described(error)}"
+            ) from error
         if not allowed:
             raise RequestError(
                 f"token {token} does not follow the grammar of the structured output here: "
@@ -182,7 +196,11 @@ class GrammarState:
 
 def _source(library: Any, kind: str, text: str) -> str:
     if kind == "json":
-        return str(library.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE}))
+        return str(
+            library.LLMatcher.grammar_from_json_schema(
+                text, defaults={"whitespace_pattern": WHITESPACE}
+            )
+        )
     return str(library.grammar_from(kind, text))
 
 
@@ -192,7 +210,9 @@ def _compilable(spec: Any, library: Any) -> tuple[str, str]:
     try:
         return kind, _source(library, kind, _TEXTS.get(kind, str)(value))
     except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"structured output: {kind} is no valid {KINDS[kind]}: {described(error)}") from error
+        raise InputError(
+            f"structured output: {kind} is no valid {KINDS[kind]}: {described(error)}"
+        ) from error
 
 
 def _schema(value: Any) -> str:

@@ -11,7 +11,13 @@ import math
 
 import torch
 from opgraft.binding.functional import register_functional
-from opgraft.ops.checks import expect_choice, expect_floating, expect_not_negative, expect_same_device, halves
+from opgraft.ops.checks import (
+    expect_choice,
+    expect_floating,
+    expect_not_negative,
+    expect_same_device,
+    halves,
+)
 from opgraft.ops.fakes import like, nothing
 from opgraft.ops.precision import compute_dtype
 from torch import Tensor
@@ -56,7 +62,9 @@ def expect_sparsity(activation_sparsity: float) -> None:
 
 def normal_quantile(probability: float) -> Tensor:
     """Compute ``Φ⁻¹``, which a standard normal variable stays below at that probability, in float64 on the host."""
-    quantile: Tensor = torch.special.ndtri(torch.full((), probability, dtype=torch.float64, device="cpu"))
+    quantile: Tensor = torch.special.ndtri(
+        torch.full((), probability, dtype=torch.float64, device="cpu")
+    )
     return quantile
 
 
@@ -293,12 +301,16 @@ def expect_parameters_of_xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> N
     for argument, alpha in (("alpha_p", alpha_p), ("alpha_n", alpha_n)):
         expect_floating("xielu", argument, alpha)
         if alpha.numel() != 1:
-            raise ValueError(f"xielu: {argument} has shape {tuple(alpha.shape)}, expected one element")
+            raise ValueError(
+                f"xielu: {argument} has shape {tuple(alpha.shape)}, expected one element"
+            )
         expect_same_device("xielu", argument, alpha, "x", x)
 
 
 @register_functional("xielu", like)
-def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, eps: float = -1e-6) -> Tensor:
+def xielu(
+    x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, eps: float = -1e-6
+) -> Tensor:
     """Compute the expanded integral of the exponential linear unit (Huang and Schlag, arXiv:2411.13010). Elementwise.
 
     With ``p = softplus(alpha_p)`` and ``n = beta + softplus(alpha_n)``: ``p · x² + beta · x`` where ``x > 0``, else

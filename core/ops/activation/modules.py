@@ -188,11 +188,21 @@ class SiluAndMulWithClamp(CustomOp):
 
     @called_with(never=["alpha", "beta", "compile_native"])
     def __init__(
-        self, swiglu_limit: float, alpha: float = 1.0, beta: float = 0.0, *, compile_native: bool = True
+        self,
+        swiglu_limit: float,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+        *,
+        compile_native: bool = True,
     ) -> None:
         super().__init__()
         expect_not_negative("silu_and_mul_with_clamp", "swiglu_limit", swiglu_limit)
-        self.swiglu_limit, self.alpha, self.beta, self.is_plain = swiglu_limit, alpha, beta, (alpha, beta) == (1.0, 0.0)
+        self.swiglu_limit, self.alpha, self.beta, self.is_plain = (
+            swiglu_limit,
+            alpha,
+            beta,
+            (alpha, beta) == (1.0, 0.0),
+        )
 
     @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
@@ -200,7 +210,10 @@ class SiluAndMulWithClamp(CustomOp):
         if self.is_plain:
             return functional.silu_and_mul_with_clamp(x, self.swiglu_limit)
         gate, up = (t.to(compute_dtype(x.dtype)) for t in halves("silu_and_mul_with_clamp", "x", x))
-        gate, up = gate.clamp(max=self.swiglu_limit), up.clamp(-self.swiglu_limit, self.swiglu_limit)
+        gate, up = (
+            gate.clamp(max=self.swiglu_limit),
+            up.clamp(-self.swiglu_limit, self.swiglu_limit),
+        )
         return (gate * torch.sigmoid(self.alpha * gate) * (up + self.beta)).to(x.dtype)
 
     functional_cuda = functional_xpu = TRITON

@@ -50,26 +50,34 @@ def _sparse(x: Tensor, activation_sparsity: float, approximate: str = "none") ->
     gate, up = _split(x)
     mean = gate.sum(-1, keepdim=True) / gate.shape[-1]
     variance = ((gate - mean) ** 2).sum(-1, keepdim=True) / gate.shape[-1]
-    cut = mean + torch.sqrt(variance) * torch.special.ndtri(torch.tensor(activation_sparsity, dtype=torch.float64))
+    cut = mean + torch.sqrt(variance) * torch.special.ndtri(
+        torch.tensor(activation_sparsity, dtype=torch.float64)
+    )
     return gelu(torch.where(gate > cut, gate - cut, torch.zeros_like(gate)), approximate) * up
 
 
 def _swigluoai(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
     gate, up = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2).unbind(-1)
     gate = torch.minimum(gate, torch.tensor(limit, dtype=x.dtype))
-    up = torch.maximum(torch.minimum(up, torch.tensor(limit, dtype=x.dtype)), torch.tensor(-limit, dtype=x.dtype))
+    up = torch.maximum(
+        torch.minimum(up, torch.tensor(limit, dtype=x.dtype)), torch.tensor(-limit, dtype=x.dtype)
+    )
     return (up + 1) * silu(alpha * gate) / alpha
 
 
 def _clamp(x: Tensor, limit: float) -> Tensor:
     gate, up = _split(x)
-    return silu(torch.where(gate > limit, limit, gate)) * torch.where(up.abs() > limit, limit * up.sign(), up)
+    return silu(torch.where(gate > limit, limit, gate)) * torch.where(
+        up.abs() > limit, limit * up.sign(), up
+    )
 
 
 def _step(x: Tensor, limit: float = 7.0) -> Tensor:
     gate, up = _split(x)
     activated = silu(gate)
-    return torch.where(activated > limit, limit, activated) * torch.where(up.abs() > limit, limit * up.sign(), up)
+    return torch.where(activated > limit, limit, activated) * torch.where(
+        up.abs() > limit, limit * up.sign(), up
+    )
 
 
 def _fatrelu(x: Tensor, threshold: float = 0.0) -> Tensor:
@@ -77,7 +85,9 @@ def _fatrelu(x: Tensor, threshold: float = 0.0) -> Tensor:
     return (gate > threshold) * gate * up
 
 
-def _xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, eps: float = -1e-6) -> Tensor:
+def _xielu(
+    x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, eps: float = -1e-6
+) -> Tensor:
     positive, negative = torch.log1p(torch.exp(alpha_p)), beta + torch.log1p(torch.exp(alpha_n))
     below = negative * (torch.exp(torch.where(x < eps, x, eps)) - 1 - x) + beta * x
     return torch.where(x > 0, positive * x**2 + beta * x, below)
@@ -133,7 +143,11 @@ SPARSE: dict[str, Arguments] = {
     "": {"activation_sparsity": 0.7},
     "tanh": {"activation_sparsity": 0.95, "approximate": "tanh"},
 }
-GATED: dict[str, Any] = {"inputs": _gated, "flops": _per_element(3), "large": (((83,), 512), ((7,), 13824))}
+GATED: dict[str, Any] = {
+    "inputs": _gated,
+    "flops": _per_element(3),
+    "large": (((83,), 512), ((7,), 13824)),
+}
 PLAIN: dict[str, Any] = {"inputs": _plain, "flops": _per_element(8)}
 F_SILU = Outside("torch.nn.functional.silu", _torch_gated(F.silu))
 F_GELU = Outside("torch.nn.functional.gelu", _torch_gated(F.gelu))
@@ -182,7 +196,9 @@ SPECS = (
         reference=_swigluoai,
         module=_op(ops.SwigluOAIAndMul),
         variants={"": {}, "other limits": {"alpha": 1.3, "limit": 2.5}},
-        outside=(of_transformers("models.gpt_oss.modeling_gpt_oss.GptOssExperts", _gate_of_experts),),
+        outside=(
+            of_transformers("models.gpt_oss.modeling_gpt_oss.GptOssExperts", _gate_of_experts),
+        ),
         **{**GATED, "inputs": _wide},
     ),
     OpSpec(
@@ -190,7 +206,11 @@ SPECS = (
         reference=_clamp,
         module=lambda x, limit: (ops.SiluAndMulWithClamp(limit), (x,)),
         variants={"": {"limit": 3.0}},
-        outside=(of_transformers("models.deepseek_v4.modeling_deepseek_v4.DeepseekV4Experts", _gate_of_experts),),
+        outside=(
+            of_transformers(
+                "models.deepseek_v4.modeling_deepseek_v4.DeepseekV4Experts", _gate_of_experts
+            ),
+        ),
         **{**GATED, "inputs": _wide},
     ),
     OpSpec(
@@ -198,7 +218,9 @@ SPECS = (
         reference=_step,
         module=_op(ops.SwigluStepAndMul),
         variants={"": {}, "other limit": {"limit": 2.5}},
-        outside=(of_transformers("models.step3p7.modeling_step3p7.Step3p7Experts", _gate_of_experts),),
+        outside=(
+            of_transformers("models.step3p7.modeling_step3p7.Step3p7Experts", _gate_of_experts),
+        ),
         **{**GATED, "inputs": _wide},
     ),
     OpSpec(
@@ -207,7 +229,10 @@ SPECS = (
         module=_op(ops.GELU),
         variants=APPROXIMATE,
         outside=(
-            Outside("torch.nn.functional.gelu", lambda x, approximate="none": F.gelu(x, approximate=approximate)),
+            Outside(
+                "torch.nn.functional.gelu",
+                lambda x, approximate="none": F.gelu(x, approximate=approximate),
+            ),
         ),
         **PLAIN,
     ),
@@ -236,7 +261,11 @@ SPECS = (
         functional.quick_gelu,
         reference=lambda x: silu(1.702 * x) / 1.702,
         module=_op(ops.QuickGELU),
-        outside=(of_transformers("activations.QuickGELUActivation", lambda activation, x: activation()(x)),),
+        outside=(
+            of_transformers(
+                "activations.QuickGELUActivation", lambda activation, x: activation()(x)
+            ),
+        ),
         **PLAIN,
     ),
     OpSpec(
@@ -246,7 +275,9 @@ SPECS = (
         outside=(Outside("torch.nn.functional.silu", lambda x: F.silu(x)),),
         **PLAIN,
     ),
-    OpSpec(functional.silu_, reference=silu, module=lambda x: (ops.SiLU(inplace=True), (x,)), **PLAIN),
+    OpSpec(
+        functional.silu_, reference=silu, module=lambda x: (ops.SiLU(inplace=True), (x,)), **PLAIN
+    ),
     OpSpec(
         functional.relu,
         reference=lambda x: (x > 0) * x,
@@ -258,7 +289,11 @@ SPECS = (
         functional.relu2,
         reference=lambda x: (x > 0) * x * x,
         module=_op(ops.ReLUSquaredActivation),
-        outside=(of_transformers("activations.ReLUSquaredActivation", lambda activation, x: activation()(x)),),
+        outside=(
+            of_transformers(
+                "activations.ReLUSquaredActivation", lambda activation, x: activation()(x)
+            ),
+        ),
         **PLAIN,
     ),
     OpSpec(

@@ -108,11 +108,23 @@ def tile_at(index, rows, width, tile_rows: tl.constexpr, tile_columns: tl.conste
 
 @triton.jit
 def plain_kernel(
-    x, out, rows, width, stride, out_stride, function: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr
+    x,
+    out,
+    rows,
+    width,
+    stride,
+    out_stride,
+    function: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
 ):
     row, column, inside = tile_at(tl.program_id(0), rows, width, tile_rows, tile_columns)
     t = tl.load(x + row * stride + column, inside, 0.0).to(tl.float32)
-    tl.store(out + row * out_stride + column, activated(t, function, 0.0).to(out.dtype.element_ty), inside)
+    tl.store(
+        out + row * out_stride + column,
+        activated(t, function, 0.0).to(out.dtype.element_ty),
+        inside,
+    )
 
 
 @triton.jit
@@ -144,7 +156,9 @@ def softplus(t):
     """Compute ``log(1 + exp(t))``; the logarithm near one is corrected for the rounding of the sum (Goldberg, 1991)."""
     small = tl.exp(-tl.abs(t))
     total = 1.0 + small
-    logarithm = tl.where(total == 1.0, small, tl.log(total) * small / tl.where(total == 1.0, 1.0, total - 1.0))
+    logarithm = tl.where(
+        total == 1.0, small, tl.log(total) * small / tl.where(total == 1.0, 1.0, total - 1.0)
+    )
     return tl.where(t > 0.0, t, 0.0) + logarithm
 
 
@@ -212,7 +226,9 @@ def sparse_kernel(
         column = start + tl.arange(0, tile_columns)[None, :]
         inside = (row < rows) & (column < width)
         gate = tl.load(x + row * stride + column, inside, 0.0).to(tl.float32)
-        mean, squares = merged(mean, squares, start, gate, inside, tl.minimum(tile_columns, width - start))
+        mean, squares = merged(
+            mean, squares, start, gate, inside, tl.minimum(tile_columns, width - start)
+        )
     cut = mean + quantile * tl.sqrt(squares / width)
     for start in range(0, width, tile_columns):
         column = start + tl.arange(0, tile_columns)[None, :]
@@ -302,7 +318,9 @@ def relu2(x: Tensor) -> Tensor:
 
 
 @replaces(definitions.xielu)
-def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, eps: float = -1e-6) -> Tensor:
+def xielu(
+    x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, eps: float = -1e-6
+) -> Tensor:
     definitions.expect_parameters_of_xielu(x, alpha_p, alpha_n)
     out = x.new_empty(x.shape)
     if x.numel():
@@ -311,7 +329,12 @@ def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, eps: f
 
 
 def _gated(
-    x: Tensor, op: str, function: str, first: float = 0.0, limit: float = 0.0, activated_half: int = 0
+    x: Tensor,
+    op: str,
+    function: str,
+    first: float = 0.0,
+    limit: float = 0.0,
+    activated_half: int = 0,
 ) -> Tensor:
     """Return the gated activation of ``x``, whose half number ``activated_half`` is the gate."""
     halves(op, "x", x)
@@ -330,7 +353,18 @@ def _row_tiles(kernel: Any, x: Tensor, out: Tensor, *others: Any, **constants: A
     tile_rows, tile_columns, _ = tile_of(width, 1024, 1024)
     tile = Tile(tile_rows, tile_columns, warps=4)  # twice as many as for one operand
     programs = triton.cdiv(rows.shape[0], tile.rows) * triton.cdiv(width, tile.columns)
-    launch(kernel, programs, tile, rows, out, rows.shape[0], width, rows.stride(0), *others, **constants)
+    launch(
+        kernel,
+        programs,
+        tile,
+        rows,
+        out,
+        rows.shape[0],
+        width,
+        rows.stride(0),
+        *others,
+        **constants,
+    )
 
 
 def _gelu(op: str, approximate: str) -> str:
@@ -390,6 +424,9 @@ def gelu_and_mul_sparse(x: Tensor, activation_sparsity: float, approximate: str 
         rows, width = as_rows(x, x.shape[-1]), out.shape[-1]
         tile = tile_of(width, 2048, WIDEST)
         quantile = definitions.normal_quantile(activation_sparsity).item()
-        sizes, programs = (rows.shape[0], width, rows.stride(0)), triton.cdiv(rows.shape[0], tile.rows)
+        sizes, programs = (
+            (rows.shape[0], width, rows.stride(0)),
+            triton.cdiv(rows.shape[0], tile.rows),
+        )
         launch(sparse_kernel, programs, tile, rows, out, *sizes, quantile, function=function)
     return out

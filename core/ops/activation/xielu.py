@@ -39,7 +39,9 @@ class XIELU(CustomOp):
     ) -> None:
         super().__init__()
         self.alpha_p = nn.Parameter(_inverse_softplus("alpha_p_init", alpha_p_init, dtype))
-        self.alpha_n = nn.Parameter(_inverse_softplus("alpha_n_init - beta", alpha_n_init - beta, dtype))
+        self.alpha_n = nn.Parameter(
+            _inverse_softplus("alpha_n_init - beta", alpha_n_init - beta, dtype)
+        )
         self.beta = beta
         self.eps = eps
         self.with_vector_loads = with_vector_loads

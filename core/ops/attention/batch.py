@@ -88,7 +88,9 @@ class AttentionBatch:
                 "and [sequences]"
             )
         if not isinstance(self.pages, Mapping):
-            raise LayerError(f"pages of a batch is {self.pages!r:.80}, expected a mapping of prefixes to LayerPages")
+            raise LayerError(
+                f"pages of a batch is {self.pages!r:.80}, expected a mapping of prefixes to LayerPages"
+            )
 
     @classmethod
     def of_sequences(
@@ -118,7 +120,11 @@ class AttentionBatch:
                 longer than its blocks or shorter than its tokens of this call.
         """
         lengths = list(query_lens if seq_lens is None else seq_lens)
-        table = torch.zeros(len(lengths), 0, dtype=torch.int32) if block_table is None else block_table.cpu()
+        table = (
+            torch.zeros(len(lengths), 0, dtype=torch.int32)
+            if block_table is None
+            else block_table.cpu()
+        )
         if not len(query_lens) == len(lengths) == len(table):
             raise LayerError(
                 f"a batch has {len(query_lens)} query_lens, {len(lengths)} seq_lens and {len(table)} rows of its block "
@@ -127,10 +133,18 @@ class AttentionBatch:
         room = table.shape[1] * block_size
         for query, length in zip(query_lens, lengths, strict=True):
             if type(query) is not int or type(length) is not int or not 0 <= query <= length:
-                raise LayerError(f"a sequence of {length} tokens has {query} in this call: give 0 to as many")
+                raise LayerError(
+                    f"a sequence of {length} tokens has {query} in this call: give 0 to as many"
+                )
             if caches and length > room:
-                raise LayerError(f"a sequence has {length} tokens, and its blocks room for {room}: give it more blocks")
-        slots = _slots(query_lens, lengths, table, block_size) if caches else torch.zeros(0, dtype=torch.int64)
+                raise LayerError(
+                    f"a sequence has {length} tokens, and its blocks room for {room}: give it more blocks"
+                )
+        slots = (
+            _slots(query_lens, lengths, table, block_size)
+            if caches
+            else torch.zeros(0, dtype=torch.int64)
+        )
         table, slots = table.to(device, torch.int32), slots.to(device)
         return cls(
             torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=device),
@@ -143,7 +157,9 @@ class AttentionBatch:
         )
 
 
-def _slots(query_lens: Sequence[int], seq_lens: Sequence[int], block_table: Tensor, block_size: int) -> Tensor:
+def _slots(
+    query_lens: Sequence[int], seq_lens: Sequence[int], block_table: Tensor, block_size: int
+) -> Tensor:
     """Return where the last ``query_lens`` tokens of each sequence go."""
     slots = [torch.zeros(0, dtype=torch.int64)]
     for query, length, blocks in zip(query_lens, seq_lens, block_table.long(), strict=True):

@@ -78,7 +78,9 @@ class CachedAttention(PluggableLayer):
         return pages
 
 
-def cache_shape(layer: CachedAttention, num_blocks: int, block_size: int, dtype: torch.dtype) -> tuple[int, ...]:
+def cache_shape(
+    layer: CachedAttention, num_blocks: int, block_size: int, dtype: torch.dtype
+) -> tuple[int, ...]:
     """Return the shape of a layer's cache of ``dtype``, which the layer is told of only if it is one of codes."""
     told = (dtype,) if dtype in LARGEST_CODES else ()
     return tuple(layer.kv_cache_shape(num_blocks, block_size, *told))

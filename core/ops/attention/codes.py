@@ -19,7 +19,9 @@ from torch import Tensor
 SCALE_BYTES = 4
 """Bytes of the scale of a row."""
 
-LARGEST_CODES: Mapping[torch.dtype, float] = MappingProxyType({torch.int8: 127.0, torch.uint8: 448.0})
+LARGEST_CODES: Mapping[torch.dtype, float] = MappingProxyType(
+    {torch.int8: 127.0, torch.uint8: 448.0}
+)
 """The dtypes of rows with scales, and the largest number that a code stands for."""
 
 
@@ -35,7 +37,11 @@ def quantize_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     scale = (largest / LARGEST_CODES[dtype]).clamp(min=torch.finfo(torch.float32).tiny)
     scale = scale.masked_fill(~largest.isfinite(), math.nan)
     quotients = (x / scale).nan_to_num(0.0)
-    codes = quotients.round().to(dtype) if dtype == torch.int8 else quotients.to(torch.float8_e4m3fn).view(dtype)
+    codes = (
+        quotients.round().to(dtype)
+        if dtype == torch.int8
+        else quotients.to(torch.float8_e4m3fn).view(dtype)
+    )
     return torch.cat((codes, scale.view(dtype)), dim=-1)
 
 
@@ -44,5 +50,7 @@ def dequantize_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     codes, scale = rows[..., :-SCALE_BYTES], rows[..., -SCALE_BYTES:]
     numbers = codes if codes.dtype == torch.int8 else codes.view(torch.float8_e4m3fn)
     exact = compute_dtype(dtype)
-    scale = scale.clone(memory_format=torch.contiguous_format)  # as bytes at any offset are no float32
+    scale = scale.clone(
+        memory_format=torch.contiguous_format
+    )  # as bytes at any offset are no float32
     return (numbers.to(exact) * scale.view(torch.float32).to(exact)).to(dtype)

@@ -15,7 +15,9 @@ def encoded(x: Tensor, dtype: torch.dtype) -> Tensor:
         codes = (x / scale.double()).float().double().round().to(torch.int8)
     else:
         scale = (largest / 448).float()
-        codes = nearest((x / scale.double()).float().double().contiguous(), torch.float8_e4m3fn).view(torch.uint8)
+        codes = nearest(
+            (x / scale.double()).float().double().contiguous(), torch.float8_e4m3fn
+        ).view(torch.uint8)
     return torch.cat((codes, scale.view(dtype)), -1)
 
 

@@ -56,7 +56,9 @@ class PagedAttention(CustomOp):
         logits_soft_cap: bound of the scores; none if not given.
     """
 
-    def __init__(self, scale: float, sliding_window: int | None = None, logits_soft_cap: float | None = None) -> None:
+    def __init__(
+        self, scale: float, sliding_window: int | None = None, logits_soft_cap: float | None = None
+    ) -> None:
         super().__init__()
         self.scale = scale
         self.sliding_window = sliding_window
@@ -144,7 +146,9 @@ class Attention(CachedAttention):
         expect_kv_heads(num_heads, self.num_kv_heads, op="attention")
         _expect_settings(head_size, scale, sliding_window, logits_soft_cap)
         if sinks is not None and tuple(sinks.shape) != (num_heads,):
-            raise ValueError(f"attention: sinks has shape {tuple(sinks.shape)}, expected one per head, ({num_heads},)")
+            raise ValueError(
+                f"attention: sinks has shape {tuple(sinks.shape)}, expected one per head, ({num_heads},)"
+            )
         self.head_size = head_size
         self.scale = scale
         self.sliding_window = sliding_window
@@ -159,7 +163,9 @@ class Attention(CachedAttention):
         self.write = WriteKVCache()
         self.attend_pages = PagedAttention(scale, sliding_window, logits_soft_cap)
 
-    def kv_cache_shape(self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None) -> tuple[int, ...]:
+    def kv_cache_shape(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
+    ) -> tuple[int, ...]:
         """Return the shape of a cache of ``num_blocks`` blocks; only this layer looks inside a block.
 
         Args:
@@ -266,7 +272,9 @@ class Attention(CachedAttention):
         for name, x in (("key", key), ("value", value)):
             expect_same_dtype("attention", name, x, "query", query)
             expect_same_device("attention", name, x, "query", query)
-        attended = attend_stepwise(query, key, value, mask, self.scale, self.logits_soft_cap, self.sinks)
+        attended = attend_stepwise(
+            query, key, value, mask, self.scale, self.logits_soft_cap, self.sinks
+        )
         return attended.transpose(0, 1)
 
     def extra_repr(self) -> str:
@@ -294,7 +302,10 @@ def attention_layers(model: nn.Module) -> dict[str, CachedAttention]:
     """
     layers: dict[str, CachedAttention] = {}
     for path, layer in model.named_modules():
-        if isinstance(layer, CachedAttention) and layers.setdefault(layer.prefix, layer) is not layer:
+        if (
+            isinstance(layer, CachedAttention)
+            and layers.setdefault(layer.prefix, layer) is not layer
+        ):
             raise LayerError(
                 f"the attention layer {path!r} has the prefix {layer.prefix!r}, as another one of the model has: both "
                 "would write to one cache. Give each layer its path as prefix"

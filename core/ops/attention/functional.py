@@ -26,7 +26,9 @@ from torch.nn import functional as F
 __all__ = ["mm_encoder_attn", "scaled_dot_product_attention"]
 
 
-def like_query_with_values(query: Tensor, key: Tensor, value: Tensor, *others: object, **settings: object) -> Tensor:
+def like_query_with_values(
+    query: Tensor, key: Tensor, value: Tensor, *others: object, **settings: object
+) -> Tensor:
     """Make a tensor of the shape of ``query``, with the last dimension of ``value``; a fake rule."""
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
@@ -113,7 +115,11 @@ def mm_encoder_attn(
     expect_kv_heads(num_heads, num_kv_heads)
     _expect_one_kind(op, query, key, value)
     head_size = _head_size(query, num_heads)
-    counts = {"query": (query, num_heads), "key": (key, num_kv_heads), "value": (value, num_kv_heads)}
+    counts = {
+        "query": (query, num_heads),
+        "key": (key, num_kv_heads),
+        "value": (value, num_kv_heads),
+    }
     q, k, v = (as_heads(argument, x, heads, head_size) for argument, (x, heads) in counts.items())
     expect_same_shape(op, "value", v, "key", k)
     if q.shape[0] != k.shape[0] or (cu_seqlens is not None and q.shape[1] != k.shape[1]):
@@ -165,7 +171,9 @@ def _expect_one_kind(op: str, query: Tensor, key: Tensor, value: Tensor) -> None
         expect_same_dtype(op, argument, x, "query", query)
 
 
-def _expect_attendable(op: str, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+def _expect_attendable(
+    op: str, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> None:
     batch, columns = query.shape[:-2], query.shape[-1:]
     if batch and key.shape == value.shape and key.shape[:-2] == batch and key.shape[-1:] == columns:
         return  # nothing is wrong, as is seen in a fraction of the time that it takes to say what is
@@ -175,18 +183,28 @@ def _expect_attendable(op: str, query: Tensor, key: Tensor, value: Tensor, enabl
             shape = "[..., heads, tokens, head_size]" if enable_gqa else "[..., tokens, head_size]"
             raise ValueError(f"{op}: {argument} has shape {tuple(x.shape)}, expected {shape}")
     if query.shape[-1] != key.shape[-1]:
-        raise ValueError(f"{op}: key has head size {key.shape[-1]}, expected {query.shape[-1]} as query has")
+        raise ValueError(
+            f"{op}: key has head size {key.shape[-1]}, expected {query.shape[-1]} as query has"
+        )
     if value.shape[-2] != key.shape[-2]:
-        raise ValueError(f"{op}: value has {value.shape[-2]} tokens, expected {key.shape[-2]} as key has")
+        raise ValueError(
+            f"{op}: value has {value.shape[-2]} tokens, expected {key.shape[-2]} as key has"
+        )
     if enable_gqa:
         heads, key_heads, value_heads = (x.shape[-3] for x in (query, key, value))
         if value_heads != key_heads:
-            raise ValueError(f"{op}: value has {value_heads} heads, expected {key_heads} as key has")
+            raise ValueError(
+                f"{op}: value has {value_heads} heads, expected {key_heads} as key has"
+            )
         if not key_heads or heads % key_heads:
-            raise ValueError(f"{op}: key has {key_heads} heads, expected a divisor of the {heads} heads of query")
+            raise ValueError(
+                f"{op}: key has {key_heads} heads, expected a divisor of the {heads} heads of query"
+            )
     for argument, x in (("key", key), ("value", value)):
         if not _broadcast(x.shape[:-least], query.shape[:-least]):
-            raise ValueError(f"{op}: {argument} has shape {tuple(x.shape)}, expected it to fit {tuple(query.shape)}")
+            raise ValueError(
+                f"{op}: {argument} has shape {tuple(x.shape)}, expected it to fit {tuple(query.shape)}"
+            )
 
 
 def _expect_mask(op: str, mask: Tensor, query: Tensor, key: Tensor) -> None:
@@ -196,12 +214,16 @@ def _expect_mask(op: str, mask: Tensor, query: Tensor, key: Tensor) -> None:
     expect_same_device(op, "attn_mask", mask, "query", query)
     scores = (*query.shape[:-1], key.shape[-2])
     if not _broadcast(mask.shape, scores):
-        raise ValueError(f"{op}: attn_mask has shape {tuple(mask.shape)}, expected it to broadcast to {scores}")
+        raise ValueError(
+            f"{op}: attn_mask has shape {tuple(mask.shape)}, expected it to broadcast to {scores}"
+        )
 
 
 def _broadcast(shape: Sequence[int], other: Sequence[int]) -> bool:
     """Tell whether two shapes broadcast with each other."""
-    return all(size in (1, to) or to == 1 for size, to in zip(shape[::-1], other[::-1], strict=False))
+    return all(
+        size in (1, to) or to == 1 for size, to in zip(shape[::-1], other[::-1], strict=False)
+    )
 
 
 def _packed(query: Tensor, key: Tensor, value: Tensor, scale: float, cu_seqlens: Tensor) -> Tensor:
@@ -235,8 +257,14 @@ def _padded(query: Tensor, key: Tensor, value: Tensor, scale: float, lengths: Te
     return attended.masked_fill(~query_seen[:, :, None, None], 0.0)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
+) -> Tensor:
     """Attend over ``[batch, tokens, heads, head_size]``."""
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    groups = {"enable_gqa": True} if key.shape[1] != query.shape[1] else {}  # a branch, as torch takes no symbol here
-    return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, **groups).transpose(1, 2)
+    groups = (
+        {"enable_gqa": True} if key.shape[1] != query.shape[1] else {}
+    )  # a branch, as torch takes no symbol here
+    return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, **groups).transpose(
+        1, 2
+    )

@@ -100,7 +100,9 @@ class MMEncoderAttention(CustomOp):
         super().__init__()
         functional.expect_kv_heads(num_heads, num_heads if num_kv_heads is None else num_kv_heads)
         if head_size < 1:
-            raise ValueError(f"mm_encoder_attn: head_size is {head_size}, expected a positive number")
+            raise ValueError(
+                f"mm_encoder_attn: head_size is {head_size}, expected a positive number"
+            )
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = head_size**-0.5 if scale is None else scale
@@ -126,7 +128,9 @@ class MMEncoderAttention(CustomOp):
         return max((int(end) - int(start) for start, end in pairwise(cu_seqlens)), default=0)
 
     @classmethod
-    def maybe_compute_seq_lens(cls, attn_backend: object, cu_seqlens: Any, device: torch.device | str) -> Tensor | None:
+    def maybe_compute_seq_lens(
+        cls, attn_backend: object, cu_seqlens: Any, device: torch.device | str
+    ) -> Tensor | None:
         """Compute the ``sequence_lengths`` that an encoder passes, for all its layers at once.
 
         The active replacement answers, if there is one. Without one the answer is ``None``: the native definition reads
@@ -140,7 +144,9 @@ class MMEncoderAttention(CustomOp):
         replacement: Any = maybe_get_oot_by_class(cls.op_class)
         if replacement is cls.op_class:
             return None
-        lengths: Tensor | None = replacement.maybe_compute_seq_lens(attn_backend, cu_seqlens, device)
+        lengths: Tensor | None = replacement.maybe_compute_seq_lens(
+            attn_backend, cu_seqlens, device
+        )
         return lengths
 
     @classmethod
@@ -169,7 +175,12 @@ class MMEncoderAttention(CustomOp):
         if replacement is cls.op_class:
             return torch.as_tensor(cu_seqlens, device=device)
         bounds: Tensor = replacement.maybe_recompute_cu_seqlens(
-            attn_backend, cu_seqlens, hidden_size, tp_size, device, fp8_padded_hidden_size=fp8_padded_hidden_size
+            attn_backend,
+            cu_seqlens,
+            hidden_size,
+            tp_size,
+            device,
+            fp8_padded_hidden_size=fp8_padded_hidden_size,
         )
         return bounds
 
@@ -184,7 +195,9 @@ class MMEncoderAttention(CustomOp):
     maybe_reshape_qkv_to_4d = view_qkv_to_4d
     """The name of older versions of vLLM for ``view_qkv_to_4d``."""
 
-    def _forward_sdpa(self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    def _forward_sdpa(
+        self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
         """Attend by torch's own attention; the native definition calls it, so that a replacement may override it."""
         return self._attended(query, key, value, cu_seqlens, None)
 
@@ -239,7 +252,14 @@ class MMEncoderAttention(CustomOp):
     ) -> Tensor:
         heads = functional.as_heads("query", query, self.num_heads, self.head_size)
         attended = functional.mm_encoder_attn.native(
-            heads, key, value, self.num_heads, self.num_kv_heads, self.scale, cu_seqlens, sequence_lengths
+            heads,
+            key,
+            value,
+            self.num_heads,
+            self.num_kv_heads,
+            self.scale,
+            cu_seqlens,
+            sequence_lengths,
         )
         return attended.reshape(query.shape)
 

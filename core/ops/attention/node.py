@@ -49,10 +49,16 @@ class AttentionNodes(PluggableClass):
 def op_of_node(node: fx.Node) -> Any:
     """Return the op that a node for an attention layer is to call, ``None`` for any other node."""
     nodes = _NODES.get()
-    return nodes.op if nodes is not None and node.target is torch.ops.opgraft.attend_layer.default else None
+    return (
+        nodes.op
+        if nodes is not None and node.target is torch.ops.opgraft.attend_layer.default
+        else None
+    )
 
 
-def as_node(query: Tensor, key: Tensor, value: Tensor, prefix: str, width: int | None = None) -> Tensor:
+def as_node(
+    query: Tensor, key: Tensor, value: Tensor, prefix: str, width: int | None = None
+) -> Tensor:
     """Attend by the layer of that prefix, in a graph as one node.
 
     Args:
@@ -72,7 +78,9 @@ def as_node(query: Tensor, key: Tensor, value: Tensor, prefix: str, width: int |
     return attended
 
 
-def _attend_layer(query: Tensor, key: Tensor, value: Tensor, prefix: str, width: int | None) -> Tensor:
+def _attend_layer(
+    query: Tensor, key: Tensor, value: Tensor, prefix: str, width: int | None
+) -> Tensor:
     nodes = _NODES.get()
     layer = None if nodes is None else nodes.layers.get(prefix)
     if layer is None:
@@ -88,7 +96,8 @@ def _faked(query: Tensor, key: Tensor, value: Tensor, prefix: str, width: int | 
 
 
 torch.library.define(
-    "opgraft::attend_layer", "(Tensor query, Tensor key, Tensor value, str prefix, SymInt? width) -> Tensor"
+    "opgraft::attend_layer",
+    "(Tensor query, Tensor key, Tensor value, str prefix, SymInt? width) -> Tensor",
 )
 torch.library.impl("opgraft::attend_layer", "default", _attend_layer)
 torch.library.register_fake("opgraft::attend_layer", _faked)

@@ -35,9 +35,13 @@ class PaddedAttention(Attention):
         write_rows(key, value, pages.cache, pages.slots)
         first = batch.seq_lens - batch.query_start_loc.diff()
         rows = query.view(*shape, *query.shape[1:])
-        return self.attend_rows(rows, pages.cache, pages.block_table, first, batch.seq_lens).flatten(0, 1)
+        return self.attend_rows(
+            rows, pages.cache, pages.block_table, first, batch.seq_lens
+        ).flatten(0, 1)
 
-    def attend_rows(self, query: Tensor, cache: Tensor, block_table: Tensor, first: Tensor, seq_lens: Tensor) -> Tensor:
+    def attend_rows(
+        self, query: Tensor, cache: Tensor, block_table: Tensor, first: Tensor, seq_lens: Tensor
+    ) -> Tensor:
         """Attend over the keys and values of a cache, all of the table at once, in the shape of ``query``.
 
         Args:
@@ -49,14 +53,22 @@ class PaddedAttention(Attention):
         """
         keys = torch.arange(block_table.shape[1] * cache.shape[3], device=query.device)
         positions = first[:, None] + torch.arange(query.shape[1], device=query.device)
-        visible = visible_keys(positions, keys, self.sliding_window) & (keys < seq_lens[:, None])[:, None]
+        visible = (
+            visible_keys(positions, keys, self.sliding_window) & (keys < seq_lens[:, None])[:, None]
+        )
         pages = cache[block_table.long()]
         if cache.dtype in LARGEST_CODES:
             pages = dequantize_rows(pages, compute_dtype(query.dtype))
-        pages = pages.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)  # of keys and values [sequences, heads, keys, size]
-        key, value = pages.masked_fill(~visible.any(1)[:, None, :, None], 0.0)  # as a share of zero times NaN is NaN
+        pages = pages.permute(2, 0, 3, 1, 4, 5).flatten(
+            3, 4
+        )  # of keys and values [sequences, heads, keys, size]
+        key, value = pages.masked_fill(
+            ~visible.any(1)[:, None, :, None], 0.0
+        )  # as a share of zero times NaN is NaN
         rows = query.transpose(1, 2)
-        attended = attend_stepwise(rows, key, value, visible, self.scale, self.logits_soft_cap, self.sinks)
+        attended = attend_stepwise(
+            rows, key, value, visible, self.scale, self.logits_soft_cap, self.sinks
+        )
         return attended.transpose(1, 2)
 
 

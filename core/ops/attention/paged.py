@@ -107,7 +107,9 @@ def paged_attention(
         logits_soft_cap=logits_soft_cap,
         sinks=sinks,
     )
-    return by_sequences(attend, query, block_table, query_start_loc, seq_lens, cache.shape[3], sliding_window)
+    return by_sequences(
+        attend, query, block_table, query_start_loc, seq_lens, cache.shape[3], sliding_window
+    )
 
 
 def by_sequences(
@@ -177,17 +179,28 @@ def _over_pages(
     sinks: Tensor | None,
 ) -> Tensor:
     """Attend over ``[sequences, tokens, heads, head_size]``, of tokens at positions from ``first`` on."""
-    dtype, size, queries = query.dtype, cache.shape[3], torch.arange(query.shape[1], device=query.device)
+    dtype, size, queries = (
+        query.dtype,
+        cache.shape[3],
+        torch.arange(query.shape[1], device=query.device),
+    )
     keys = torch.arange(block_table.shape[1] * size, device=query.device)
-    visible = visible_keys(first[:, None] + queries, keys, sliding_window) & (keys < lengths[:, None])[:, None]
+    visible = (
+        visible_keys(first[:, None] + queries, keys, sliding_window)
+        & (keys < lengths[:, None])[:, None]
+    )
     used = visible.any(1)
     blocks = block_table.where(used.view(*block_table.shape, size).any(-1), 0)
     pages = cache[blocks]
     if cache.dtype in LARGEST_CODES:
         query = query.to(compute_dtype(dtype))
         pages = dequantize_rows(pages, query.dtype)
-    pages = pages.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)  # of keys and values [sequences, heads, keys, size]
-    key, value = pages.masked_fill(~used[:, None, :, None], 0.0)  # as a share of zero times NaN is NaN
+    pages = pages.permute(2, 0, 3, 1, 4, 5).flatten(
+        3, 4
+    )  # of keys and values [sequences, heads, keys, size]
+    key, value = pages.masked_fill(
+        ~used[:, None, :, None], 0.0
+    )  # as a share of zero times NaN is NaN
     query = query.transpose(1, 2)
     if logits_soft_cap is None and sinks is None:
         groups = {"enable_gqa": True} if key.shape[1] != query.shape[1] else {}
@@ -215,7 +228,9 @@ def attend_stepwise(
 ) -> Tensor:
     """Attend over ``[..., heads, tokens, head_size]`` step by step in float32, as a soft cap and sinks need it."""
     kv_heads, dtype = key.shape[-3], compute_dtype(query.dtype)
-    groups = query.reshape(*query.shape[:-3], kv_heads, query.shape[-3] // kv_heads, *query.shape[-2:]).to(dtype)
+    groups = query.reshape(
+        *query.shape[:-3], kv_heads, query.shape[-3] // kv_heads, *query.shape[-2:]
+    ).to(dtype)
     scores = groups @ key.unsqueeze(-3).to(dtype).mT * scale
     if logits_soft_cap is not None:
         scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
@@ -258,25 +273,40 @@ def _expect_cache(op: str, cache: Tensor, argument: str, x: Tensor) -> None:
         )
     if x.dim() != 3 or row_size(x.shape[2], cache.dtype) != cache.shape[4]:
         size = cache.shape[4] - row_size(0, cache.dtype)
-        raise ValueError(f"{op}: {argument} has shape {tuple(x.shape)}, expected [tokens, heads, {size}] as cache has")
+        raise ValueError(
+            f"{op}: {argument} has shape {tuple(x.shape)}, expected [tokens, heads, {size}] as cache has"
+        )
 
 
-def expect_pages(query: Tensor, cache: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> None:
+def expect_pages(
+    query: Tensor, cache: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor
+) -> None:
     """Raise ``ValueError`` unless the tokens of ``query`` belong to sequences whose blocks ``cache`` has."""
     op = "paged_attention"
     expect_floating(op, "query", query)
     _expect_cache(op, cache, "query", query)
     if not cache.shape[2] or query.shape[1] % cache.shape[2]:
-        raise ValueError(f"{op}: cache has {cache.shape[2]} heads, expected a divisor of the {query.shape[1]} of query")
+        raise ValueError(
+            f"{op}: cache has {cache.shape[2]} heads, expected a divisor of the {query.shape[1]} of query"
+        )
     expect_same_device(op, "cache", cache, "query", query)
     expect_sequences(op, query, block_table, query_start_loc, seq_lens, cache.shape[3])
 
 
 def expect_sequences(
-    op: str, query: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_size: int
+    op: str,
+    query: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_size: int,
 ) -> None:
     """Raise ``ValueError`` unless the tokens of ``query`` are the last ones of sequences that their blocks hold."""
-    integers = {"block_table": block_table, "query_start_loc": query_start_loc, "seq_lens": seq_lens}
+    integers = {
+        "block_table": block_table,
+        "query_start_loc": query_start_loc,
+        "seq_lens": seq_lens,
+    }
     for argument, x in integers.items():
         expect_integers(op, argument, x)
         expect_same_device(op, argument, x, "query", query)
@@ -305,11 +335,16 @@ def expect_settings(
 ) -> None:
     """Raise ``ValueError`` unless ``paged_attention`` can compute with these settings."""
     op = "paged_attention"
-    for argument, setting in (("sliding_window", sliding_window), ("logits_soft_cap", logits_soft_cap)):
+    for argument, setting in (
+        ("sliding_window", sliding_window),
+        ("logits_soft_cap", logits_soft_cap),
+    ):
         if setting is not None:
             expect_positive(op, argument, setting)
     if sinks is not None:
         expect_floating(op, "sinks", sinks)
         expect_same_device(op, "sinks", sinks, "query", query)
         if sinks.shape != query.shape[1:2]:
-            raise ValueError(f"{op}: sinks has shape {tuple(sinks.shape)}, expected ({query.shape[1]},), one per head")
+            raise ValueError(
+                f"{op}: sinks has shape {tuple(sinks.shape)}, expected ({query.shape[1]},), one per head"
+            )

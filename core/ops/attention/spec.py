@@ -81,7 +81,9 @@ def _paged_inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
     blocks = int(needed.sum()) + SPARE_BLOCKS
     table = draw.integers(0, blocks, (sequences, (longest + 10) // BLOCK_SIZE + 3))
     own = torch.randperm(blocks, generator=draw.generator)
-    for row, part in zip(table, torch.split_with_sizes(own[:-SPARE_BLOCKS], needed.tolist()), strict=True):
+    for row, part in zip(
+        table, torch.split_with_sizes(own[:-SPARE_BLOCKS], needed.tolist()), strict=True
+    ):
         row[: len(part)] = part
     return {
         "query": draw(int(lengths.sum()), HEADS, head_size),
@@ -104,13 +106,17 @@ def _paged_codes(dtype: torch.dtype) -> Callable[..., Tensor]:
     return drawn
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
+) -> Tensor:
     """Attend over ``[..., heads, tokens, size]``, each key head for the query heads that share it."""
     shared = torch.arange(query.shape[-3]) * key.shape[-3] // query.shape[-3]
     scores = torch.einsum("...qe,...ke->...qk", query, key[..., shared, :, :]) * scale
     scores = scores if mask is None else scores + mask
     weights = torch.exp(scores - scores.amax(-1, keepdim=True))
-    return torch.einsum("...qk,...ke->...qe", weights / weights.sum(-1, keepdim=True), value[..., shared, :, :])
+    return torch.einsum(
+        "...qk,...ke->...qe", weights / weights.sum(-1, keepdim=True), value[..., shared, :, :]
+    )
 
 
 def _reference(
@@ -125,7 +131,9 @@ def _reference(
     if is_causal:
         later = torch.arange(key.shape[-2]) > torch.arange(query.shape[-2])[:, None]
         attn_mask = torch.where(later, -math.inf, 0.0).double()
-    return attention(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, attn_mask)
+    return attention(
+        query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, attn_mask
+    )
 
 
 def _split(x: Tensor, heads: int) -> Tensor:
@@ -147,7 +155,9 @@ def _encoder(
     q, k, v = _split(query, num_heads), _split(key, num_kv_heads), _split(value, num_kv_heads)
     result = torch.zeros_like(q)
     if cu_seqlens is None:
-        lengths = [q.shape[2]] * q.shape[0] if sequence_lengths is None else sequence_lengths.tolist()
+        lengths = (
+            [q.shape[2]] * q.shape[0] if sequence_lengths is None else sequence_lengths.tolist()
+        )
         for row, n in enumerate(lengths):
             if n:
                 result[row, :, :n] = attention(q[row, :, :n], k[row, :, :n], v[row, :, :n], scale)
@@ -155,7 +165,9 @@ def _encoder(
     packed, q, k, v = (x.transpose(0, 1).flatten(1, 2) for x in (result, q, k, v))
     for start, end in pairwise(cu_seqlens.tolist()):
         if start < end:
-            packed[:, start:end] = attention(q[:, start:end], k[:, start:end], v[:, start:end], scale)
+            packed[:, start:end] = attention(
+                q[:, start:end], k[:, start:end], v[:, start:end], scale
+            )
     return packed.transpose(0, 1).reshape(query.shape)
 
 
@@ -191,7 +203,9 @@ def _encoder_op(
     cu_seqlens: Tensor | None = None,
     sequence_lengths: Tensor | None = None,
 ) -> tuple[nn.Module, tuple[Any, ...]]:
-    op = ops.MMEncoderAttention(num_heads, math.prod(query.shape[2:]) // num_heads, scale, num_kv_heads)
+    op = ops.MMEncoderAttention(
+        num_heads, math.prod(query.shape[2:]) // num_heads, scale, num_kv_heads
+    )
     return op, (query, key, value, cu_seqlens, None, sequence_lengths)
 
 
@@ -233,7 +247,9 @@ def _paged(
 ) -> Tensor:
     result = torch.zeros_like(query)
     shared = torch.arange(query.shape[1]) * cache.shape[2] // query.shape[1]
-    for token, (_, key, value) in enumerate(_tokens_of(cache, block_table, query_start_loc, seq_lens)):
+    for token, (_, key, value) in enumerate(
+        _tokens_of(cache, block_table, query_start_loc, seq_lens)
+    ):
         key, value = (x[shared, -sliding_window if sliding_window else 0 :] for x in (key, value))
         scores = torch.einsum("he,hke->hk", query[token], key) * scale
         if logits_soft_cap is not None:
@@ -259,9 +275,15 @@ def _torch_paged(
     if logits_soft_cap is not None or sinks is not None or not cache.is_floating_point():
         return None
     attended = []
-    for row, (_, key, value) in zip(query, _tokens_of(cache, block_table, query_start_loc, seq_lens), strict=True):
+    for row, (_, key, value) in zip(
+        query, _tokens_of(cache, block_table, query_start_loc, seq_lens), strict=True
+    ):
         k, v = (x[None, :, -sliding_window if sliding_window else 0 :] for x in (key, value))
-        attended.append(F.scaled_dot_product_attention(row[None, :, None], k, v, scale=scale, enable_gqa=True)[0, :, 0])
+        attended.append(
+            F.scaled_dot_product_attention(row[None, :, None], k, v, scale=scale, enable_gqa=True)[
+                0, :, 0
+            ]
+        )
     return torch.stack(attended)
 
 
@@ -366,7 +388,11 @@ SPECS = (
             "sinks": {"sinks": lambda draw, lead, size: draw(HEADS)},
             "int8": {"cache": _paged_codes(torch.int8)},
             "fp8": {"cache": _paged_codes(torch.uint8)},
-            "all": {"sliding_window": 5, "logits_soft_cap": 2.0, "sinks": lambda draw, lead, size: draw(HEADS)},
+            "all": {
+                "sliding_window": 5,
+                "logits_soft_cap": 2.0,
+                "sinks": lambda draw, lead, size: draw(HEADS),
+            },
         },
         leads=((2, 1), (11, 3), (5, 7), (2, 0), (0, 3)),
         sizes=(1, 9, 64),

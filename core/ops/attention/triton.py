@@ -44,14 +44,21 @@ LOWEST = tl.constexpr(-3.0e38)  # finite, as the difference of two infinities is
 LOG2_E = tl.constexpr(1.4426950408889634)
 _SCALE_BYTES = tl.constexpr(SCALE_BYTES)
 _SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny)
-_TO_WHOLE = tl.constexpr(1.5 * 2**23)  # added and taken away it rounds a small number to nearest even
+_TO_WHOLE = tl.constexpr(
+    1.5 * 2**23
+)  # added and taken away it rounds a small number to nearest even
 
 
 @triton.jit
 def block_of_queries(index, starts, lengths, sequences, queries):
     """Find a block's sequence, its first token, how many it has, and the first one's position in the sequence."""
     sequence, first, end = block_of_segment(index, starts, sequences, queries)
-    return sequence, first, tl.minimum(queries, end - first), tl.load(lengths + sequence) - end + first
+    return (
+        sequence,
+        first,
+        tl.minimum(queries, end - first),
+        tl.load(lengths + sequence) - end + first,
+    )
 
 
 @triton.jit
@@ -77,7 +84,9 @@ def loaded_rows(rows, exists, head_size, dtype: tl.constexpr, tile_columns: tl.c
 
 
 @triton.jit
-def key_places(table, key, end, key_head, head_stride, row_size, block_stride, block_size: tl.constexpr):
+def key_places(
+    table, key, end, key_head, head_stride, row_size, block_stride, block_size: tl.constexpr
+):
     """Find the elements of a cache from which on the keys before ``end`` lie, in the blocks of a row of the table."""
     block = tl.load(table + key // block_size, key < end, 0).to(tl.int64)
     return (block * block_stride + key_head * head_stride + key % block_size * row_size)[:, None]
@@ -117,7 +126,11 @@ def store_part(out, log_sums, place, exists, attended, highest, total, head_size
     """Store rows of a result, or of one of several parts of it and how much it counts."""
     column = tl.arange(0, attended.shape[1])[None, :]
     attended /= tl.where(total == 0.0, 1.0, total)  # a part of which nothing is visible is zero
-    tl.store(out + place * head_size + column, attended.to(out.dtype.element_ty), exists & (column < head_size))
+    tl.store(
+        out + place * head_size + column,
+        attended.to(out.dtype.element_ty),
+        exists & (column < head_size),
+    )
     if parts > 1:
         tl.store(log_sums + place, highest + tl.log2(total), exists)
 
@@ -152,12 +165,18 @@ def paged_attention_kernel(
 ):
     part, block, key_heads = tl.program_id(0) % parts, tl.program_id(0) // parts, heads // group
     block, key_head = block // key_heads, block % key_heads
-    sequence, first, tokens, position = block_of_queries(block, starts, lengths, sequences, tile_rows // group)
+    sequence, first, tokens, position = block_of_queries(
+        block, starts, lengths, sequences, tile_rows // group
+    )
     if tokens <= 0:
         return
     begin, end = part_of_keys(position, position + tokens, window, part, parts, tile_keys)
     row, row_size = tl.arange(0, tile_rows)[:, None], head_size + scale_bytes
-    token, head, exists = (first + row // group).to(tl.int64), key_head * group + row % group, row < tokens * group
+    token, head, exists = (
+        (first + row // group).to(tl.int64),
+        key_head * group + row % group,
+        row < tokens * group,
+    )
     query += token * query_stride + head * head_size
     q = loaded_rows(query, exists, head_size, query.dtype.scalar.element_ty, tile_columns)
     position += row // group
@@ -165,7 +184,9 @@ def paged_attention_kernel(
     attended = tl.zeros((tile_rows, tile_columns), tl.float32)
     for start in range(begin, end, tile_keys):
         key, table = start + tl.arange(0, tile_keys), block_table + sequence * table_stride
-        rows = cache + key_places(table, key, end, key_head, block_size * row_size, row_size, block_stride, block_size)
+        rows = cache + key_places(
+            table, key, end, key_head, block_size * row_size, row_size, block_stride, block_size
+        )
         keys = loaded_rows(rows, (key < end)[:, None], head_size, q.dtype, tile_columns)
         rows += key_heads * block_size * row_size
         values = loaded_rows(rows, (key < end)[:, None], head_size, q.dtype, tile_columns)
@@ -177,14 +198,23 @@ def paged_attention_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def added_parts_kernel(
-    parts, log_sums, out, count, width, most: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr
+    parts,
+    log_sums,
+    out,
+    count,
+    width,
+    most: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
 ):
     """Add up the ``count`` parts of a row, each weighted by the sum of its weights."""
     row = tl.program_id(0).to(tl.int64)
     part, column = tl.arange(0, most)[:, None], tl.arange(0, tile_columns)[None, :]
     log_sum = tl.load(log_sums + row * count + part, part < count, float("-inf"))
     weights = tl.exp2(log_sum - tl.max(log_sum))
-    x = tl.load(parts + (row * count + part) * width + column, (part < count) & (column < width), 0.0)
+    x = tl.load(
+        parts + (row * count + part) * width + column, (part < count) & (column < width), 0.0
+    )
     result = tl.sum(x * weights, 0, keep_dims=True) / tl.sum(weights)
     tl.store(out + row * width + column, result.to(out.dtype.element_ty), column < width)
 
@@ -198,11 +228,17 @@ def _store_row(x, row, exists, head_size, tile_columns: tl.constexpr):
     dtype = row.dtype.scalar.element_ty
     if dtype == tl.int8 or dtype == tl.uint8:
         t = t.to(tl.float32)
-        largest = tl.max(tl.where(tl.abs(t) < float("inf"), tl.abs(t), float("inf")), 1, keep_dims=True)
+        largest = tl.max(
+            tl.where(tl.abs(t) < float("inf"), tl.abs(t), float("inf")), 1, keep_dims=True
+        )
         scale = tl.maximum(tl.div_rn(largest, 127.0 if dtype == tl.int8 else 448.0), _SMALLEST)
         scale = tl.where(largest < float("inf"), scale, float("nan"))
         t = tl.where(largest < float("inf"), tl.div_rn(t, scale), 0.0)
-        t = t + _TO_WHOLE - _TO_WHOLE if dtype == tl.int8 else t.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        t = (
+            t + _TO_WHOLE - _TO_WHOLE
+            if dtype == tl.int8
+            else t.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        )
         byte = tl.arange(0, _SCALE_BYTES)[None, :]
         bits = (scale.to(tl.int32, bitcast=True) >> (8 * byte)) & 0xFF
         tl.store(row + head_size + byte, bits.to(dtype), exists)
@@ -229,10 +265,18 @@ def write_kv_cache_kernel(
     token = (tl.program_id(0) // blocks).to(tl.int64)
     head = tl.program_id(0) % blocks * tile_rows + tl.arange(0, tile_rows)[:, None]
     slot = tl.load(slots + token).to(tl.int64)
-    row = cache + slot // block_size * block_stride + (head * block_size + slot % block_size) * row_size
-    _store_row(key + token * key_stride + head * head_size, row, head < heads, head_size, tile_columns)
+    row = (
+        cache
+        + slot // block_size * block_stride
+        + (head * block_size + slot % block_size) * row_size
+    )
+    _store_row(
+        key + token * key_stride + head * head_size, row, head < heads, head_size, tile_columns
+    )
     row += heads * block_size * row_size
-    _store_row(value + token * value_stride + head * head_size, row, head < heads, head_size, tile_columns)
+    _store_row(
+        value + token * value_stride + head * head_size, row, head < heads, head_size, tile_columns
+    )
 
 
 def _fits(x: Tensor, cache: Tensor) -> bool:
@@ -281,7 +325,17 @@ def write_kv_cache(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> 
         sizes = (heads, head_size, keys.stride(0), values.stride(0), cache.stride(0))
         constants = {"scale_bytes": cache.shape[4] - head_size, "block_size": cache.shape[3]}
         programs = tokens * triton.cdiv(heads, tile.rows)
-        launch(write_kv_cache_kernel, programs, tile, keys, values, cache, slots.contiguous(), *sizes, **constants)
+        launch(
+            write_kv_cache_kernel,
+            programs,
+            tile,
+            keys,
+            values,
+            cache,
+            slots.contiguous(),
+            *sizes,
+            **constants,
+        )
 
 
 @replaces(definitions.paged_attention)
@@ -300,7 +354,15 @@ def paged_attention(
     definitions.expect_settings(query, sliding_window, logits_soft_cap, sinks)
     if not _fits(query, cache):
         return definitions.paged_attention.native(
-            query, cache, block_table, query_start_loc, seq_lens, scale, sliding_window, logits_soft_cap, sinks
+            query,
+            cache,
+            block_table,
+            query_start_loc,
+            seq_lens,
+            scale,
+            sliding_window,
+            logits_soft_cap,
+            sinks,
         )
     out = query.new_empty(query.shape)
     if out.numel():
@@ -334,15 +396,42 @@ def _attend(
         results = query.new_empty((tokens, heads, parts, head_size), dtype=torch.float32)
         log_sums = query.new_empty((tokens, heads, parts), dtype=torch.float32)
     rows, table = heads_together(query), as_rows(block_table, block_table.shape[1])
-    operands = (cache, table, starts, lengths, query if sinks is None else sinks.contiguous(), results, log_sums)
+    operands = (
+        cache,
+        table,
+        starts,
+        lengths,
+        query if sinks is None else sinks.contiguous(),
+        results,
+        log_sums,
+    )
     sizes = (sequences, heads, group, parts, head_size, scale, window)
     strides = (rows.stride(0), table.stride(0), cache.stride(0))
     constants = {"scale_bytes": cache.shape[4] - head_size, "block_size": block_size, "cap": cap}
     constants |= {"has_sinks": sinks is not None, "tile_keys": _tile_of_keys(tile, query)}
-    launch(paged_attention_kernel, programs * parts, tile, rows, *operands, *sizes, *strides, **constants)
+    launch(
+        paged_attention_kernel,
+        programs * parts,
+        tile,
+        rows,
+        *operands,
+        *sizes,
+        *strides,
+        **constants,
+    )
     if parts > 1:
         one = tile._replace(rows=1)
-        launch(added_parts_kernel, tokens * heads, one, results, log_sums, out, parts, head_size, most=MOST_PARTS)
+        launch(
+            added_parts_kernel,
+            tokens * heads,
+            one,
+            results,
+            log_sums,
+            out,
+            parts,
+            head_size,
+            most=MOST_PARTS,
+        )
 
 
 def parts_of_keys(programs: int, keys: int) -> int:

@@ -28,22 +28,34 @@ class EpilogueLayer(Composite):
 
     def kernel_for(self, linear: Any, act: nn.Module | None, *tensors: Tensor) -> Kernel | None:
         """Return the function ``linear`` that may be called for a linear layer and an activation, or ``None``."""
-        if torch.compiler.is_compiling() or is_observed(linear) or (act is not None and is_observed(act)):
+        if (
+            torch.compiler.is_compiling()
+            or is_observed(linear)
+            or (act is not None and is_observed(act))
+        ):
             return None
         kernel: Kernel | None = self.chosen(_fused, linear, act)
-        if kernel is None or linear.activation != "none" or not linear.quant_method.holds_weight(linear):
+        if (
+            kernel is None
+            or linear.activation != "none"
+            or not linear.quant_method.holds_weight(linear)
+        ):
             return None
         for tensor in tensors:
             if type(tensor) is not Tensor or tensor.is_nested:
                 return None
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *linear.parameters())):
+        if torch.is_grad_enabled() and any(
+            t.requires_grad for t in (*tensors, *linear.parameters())
+        ):
             return None
         return kernel
 
 
 def _fused(linear: nn.Module, act: nn.Module | None) -> Kernel | None:
     """Return the functional form of a linear layer's kernel, if that kernel may compute the activation too."""
-    if not isinstance(linear, Linear) or (isinstance(act, CustomOp) and not may_stand_for(linear, act)):
+    if not isinstance(linear, Linear) or (
+        isinstance(act, CustomOp) and not may_stand_for(linear, act)
+    ):
         return None
     return linear.binding.kernel.winner.functional("linear")
 
@@ -58,7 +70,9 @@ class LinearAct(EpilogueLayer):
         names: what the two are called.
     """
 
-    def __init__(self, linear: nn.Module, act: nn.Module, names: tuple[str, str] = ("linear", "act")) -> None:
+    def __init__(
+        self, linear: nn.Module, act: nn.Module, names: tuple[str, str] = ("linear", "act")
+    ) -> None:
         super().__init__()
         self.names: tuple[str, ...] = names
         for name, layer in zip(names, (linear, act), strict=True):
@@ -73,7 +87,9 @@ class LinearAct(EpilogueLayer):
         if kernel is None:
             out: Tensor = act(linear(x))
             return out
-        mapped: Tensor = linear.quant_method.apply(linear, x, linear.bias, activation=epilogue, kernel=kernel)
+        mapped: Tensor = linear.quant_method.apply(
+            linear, x, linear.bias, activation=epilogue, kernel=kernel
+        )
         return mapped
 
     def idle(self) -> frozenset[str]:
@@ -95,7 +111,11 @@ class MLP(LinearAct):
     """
 
     def __init__(
-        self, up: nn.Module, act: nn.Module, down: nn.Module, names: tuple[str, str, str] = ("up", "act", "down")
+        self,
+        up: nn.Module,
+        act: nn.Module,
+        down: nn.Module,
+        names: tuple[str, str, str] = ("up", "act", "down"),
     ) -> None:
         super().__init__(up, act, names[:2])
         self.names = names
@@ -141,10 +161,14 @@ class LinearAddNorm(EpilogueLayer):
         norm: Any = modules[self.names[1]]
         dropout = modules[self.names[2]]
         drops = dropout is not None and (dropout.training or is_observed(dropout))
-        alike = not x.is_nested and x.shape[:-1] == residual.shape[:-1]  # a kernel does not broadcast
+        alike = (
+            not x.is_nested and x.shape[:-1] == residual.shape[:-1]
+        )  # a kernel does not broadcast
         kernel = self.kernel_for(linear, None, x, residual) if alike and not drops else None
         if kernel is not None and residual.shape[-1] == linear.out_features:
-            summed = linear.quant_method.apply(linear, x, linear.bias, residual=residual, kernel=kernel)
+            summed = linear.quant_method.apply(
+                linear, x, linear.bias, residual=residual, kernel=kernel
+            )
         else:
             mapped = linear(x)
             summed = (mapped if dropout is None else dropout(mapped)) + residual

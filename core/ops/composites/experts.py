@@ -49,7 +49,10 @@ class Experts(Composite):
         super().__init__()
         self.transposed = transposed
         rows = 2 * intermediate_size
-        for name, *shape in (("gate_up_proj", rows, hidden_size), ("down_proj", hidden_size, intermediate_size)):
+        for name, *shape in (
+            ("gate_up_proj", rows, hidden_size),
+            ("down_proj", hidden_size, intermediate_size),
+        ):
             sizes = reversed(shape) if transposed else shape
             self.register_parameter(name, nn.Parameter(torch.empty(num_experts, *sizes)))
             biases = nn.Parameter(torch.empty(num_experts, shape[0])) if bias else None
@@ -103,12 +106,16 @@ class Experts(Composite):
         act: Any = self.act_fn
         for expert, (begin, end) in enumerate(pairwise(bounds)):
             if begin < end:
-                gate, up = _linear(rows[begin:end], self.w13_weight, self.w13_bias, expert).chunk(2, dim=-1)
+                gate, up = _linear(rows[begin:end], self.w13_weight, self.w13_bias, expert).chunk(
+                    2, dim=-1
+                )
                 outputs.append(_linear(act(gate) * up, self.w2_weight, self.w2_bias, expert))
         return combined(torch.cat(outputs), order, bounds, weights)
 
     def idle(self) -> frozenset[str]:
-        return frozenset({"act_fn"} & self._modules.keys() if self._activates_within() else {"quant_method"})
+        return frozenset(
+            {"act_fn"} & self._modules.keys() if self._activates_within() else {"quant_method"}
+        )
 
     def _activates_within(self) -> bool:
         """Decide whether the experts' kernel may do what the layer ``act_fn`` would."""

@@ -70,10 +70,14 @@ class GatedMLP(JointLayer):
             self.add_module(names[3], act)
         self.join()
 
-    @falls_back("while a compiler traces, gate, up and the activation are computed one after the other")
+    @falls_back(
+        "while a compiler traces, gate, up and the activation are computed one after the other"
+    )
     def forward(self, x: Tensor) -> Tensor:
         act = self._act()
-        at_once = not torch.compiler.is_compiling() and self._gates_at_once(act)  # a compiler calls them one by one
+        at_once = not torch.compiler.is_compiling() and self._gates_at_once(
+            act
+        )  # a compiler calls them one by one
         joint = self.joint_op(x) if at_once else None
         if joint is not None:
             return self.at_once(joint, x)

@@ -29,7 +29,9 @@ _NONE: Resident = (None, 0, torch.Size(), None)
 
 _PARAMETERS = ("weight", "bias")
 
-_TOGETHER: weakref.WeakValueDictionary[tuple[object, ...], nn.Parameter] = weakref.WeakValueDictionary()
+_TOGETHER: weakref.WeakValueDictionary[tuple[object, ...], nn.Parameter] = (
+    weakref.WeakValueDictionary()
+)
 """The parameters that ``joint_parameters`` has made, by name and the ``id`` of those of the layers."""
 
 
@@ -58,12 +60,21 @@ class Joint:
         expected, versions, declarations = iter(self.parameters), [], []
         gradient, kind = x.requires_grad, type(self.op)
         for part in parts:
-            if type(part) is not kind or part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__:
+            if (
+                type(part) is not kind
+                or part._forward_hooks
+                or part._forward_pre_hooks
+                or "forward" in part.__dict__
+            ):
                 return False
             for parameter in part._parameters.values():
                 if parameter is not None:
                     known, address, shape, dtype = next(expected, _NONE)
-                    if parameter is not known or parameter.data_ptr() != address or parameter.shape != shape:
+                    if (
+                        parameter is not known
+                        or parameter.data_ptr() != address
+                        or parameter.shape != shape
+                    ):
                         return False
                     if not parameter.is_contiguous() or parameter.dtype is not dtype:
                         return False
@@ -103,9 +114,15 @@ class JointLayer(Composite):
 
     def join(self) -> None:
         """Put the parameters of the joined children one after another, where they fit together."""
-        former = {name: block for name, block in self._blocks().items() if any(self._residents(name, block))}
+        former = {
+            name: block
+            for name, block in self._blocks().items()
+            if any(self._residents(name, block))
+        }
         self.__dict__["_joint"] = None  # frees the former memory first
-        joint = self.__dict__["_joint"] = _join([self._modules[name] for name in self.joined], former)
+        joint = self.__dict__["_joint"] = _join(
+            [self._modules[name] for name in self.joined], former
+        )
         kept = joint.blocks if joint is not None else {}
         self._leave({name: block for name, block in former.items() if kept.get(name) is not block})
 
@@ -120,7 +137,9 @@ class JointLayer(Composite):
 
     def weights_in_common(self) -> frozenset[str]:
         return frozenset(
-            f"{child}.{name}" for name, block in self._blocks().items() for child, _ in self._residents(name, block)
+            f"{child}.{name}"
+            for name, block in self._blocks().items()
+            for child, _ in self._residents(name, block)
         )
 
     def _blocks(self) -> dict[str, Tensor]:
@@ -158,7 +177,9 @@ class JointLayer(Composite):
         """Return a parameter of the op of ``joint_op``, ``None`` where it has none, and those in whose memory it is."""
         parts: list[Any] = [self._modules[child] for child in self.joined]
         weight = parts[0].weight
-        op = self.joint_op(torch.empty(1, weight.shape[1], dtype=weight.dtype, device=weight.device))
+        op = self.joint_op(
+            torch.empty(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        )
         return None if op is None else getattr(op, name), [getattr(part, name) for part in parts]
 
     def fits(self) -> bool:
@@ -196,7 +217,9 @@ def joint_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter] | No
     if not all(_joinable(part, parts[0]) for part in parts):
         return None
     names = [name for name in _PARAMETERS if parts[0]._parameters[name] is not None]
-    together: dict[str, list[Any]] = {name: [part._parameters[name] for part in parts] for name in names}
+    together: dict[str, list[Any]] = {
+        name: [part._parameters[name] for part in parts] for name in names
+    }
     if any(len({id(each) for each in tensors}) < len(tensors) for tensors in together.values()):
         return None
     keys = {name: (name, *map(id, tensors)) for name, tensors in together.items()}
@@ -212,7 +235,9 @@ def joint_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter] | No
             holder._parameters[name] = former[name]
         _TOGETHER[keys[name]] = holder._parameters[name]
     if frozen:
-        declare_frozen(tensor for name in together for tensor in (*together[name], holder._parameters[name]))
+        declare_frozen(
+            tensor for name in together for tensor in (*together[name], holder._parameters[name])
+        )
     return {name: holder._parameters[name] for name in together}
 
 
@@ -223,7 +248,9 @@ def _join_loaded(layer: JointLayer, incompatible_keys: object) -> None:
 
 def _join(parts: Sequence[Any], former: dict[str, Tensor]) -> Joint | None:
     """Join the parts, in the ``former`` blocks where they still lie; ``None`` where they do not fit."""
-    if not all(_joinable(part, parts[0]) for part in parts) or len({id(part.weight) for part in parts}) < len(parts):
+    if not all(_joinable(part, parts[0]) for part in parts) or len(
+        {id(part.weight) for part in parts}
+    ) < len(parts):
         return None
     rows = [part.weight.shape[0] for part in parts]
     with torch.device("meta"):  # its parameters are exchanged below
@@ -231,20 +258,32 @@ def _join(parts: Sequence[Any], former: dict[str, Tensor]) -> Joint | None:
     if type(op) is not type(parts[0]):  # the parts were bound under other settings
         return None
     together = {
-        name: [part._parameters[name] for part in parts] for name in _PARAMETERS if op._parameters[name] is not None
+        name: [part._parameters[name] for part in parts]
+        for name in _PARAMETERS
+        if op._parameters[name] is not None
     }
     # Tensors made in inference mode count no writes, by which copies of them are kept.
     with torch.inference_mode(False), torch.no_grad():
         blocks = _bring_together(together, former, op)
     if blocks is None:
         return None
-    parameters = [parameter for part in parts for parameter in part._parameters.values() if parameter is not None]
+    parameters = [
+        parameter
+        for part in parts
+        for parameter in part._parameters.values()
+        if parameter is not None
+    ]
     residents: list[Resident] = [(p, p.data_ptr(), p.shape, p.dtype) for p in parameters]
-    return Joint(op.eval(), blocks, residents, [version_of(p) for p in parameters], [0] * len(parameters))
+    return Joint(
+        op.eval(), blocks, residents, [version_of(p) for p in parameters], [0] * len(parameters)
+    )
 
 
 def _bring_together(
-    together: Mapping[str, Sequence[nn.Parameter]], former: Mapping[str, Tensor], op: nn.Module, huge: bool = True
+    together: Mapping[str, Sequence[nn.Parameter]],
+    former: Mapping[str, Tensor],
+    op: nn.Module,
+    huge: bool = True,
 ) -> dict[str, Tensor] | None:
     """Bring parameters together, give ``op`` what spans them, and say in which blocks; ``None`` where that fails.
 
@@ -284,7 +323,9 @@ def _place(tensors: Sequence[nn.Parameter], huge: bool) -> tuple[Tensor, list[Te
     torch.cat([tensor.detach() for tensor in tensors], out=block)
     parts = torch.split(block, [tensor.shape[0] for tensor in tensors])
     try:
-        return block, [from_dlpack(part) for part in parts]  # a storage of its own each, over the block's memory
+        return block, [
+            from_dlpack(part) for part in parts
+        ]  # a storage of its own each, over the block's memory
     except (BufferError, RuntimeError, TypeError, ValueError):
         return None
 
@@ -294,35 +335,59 @@ def _spanning(tensors: Sequence[nn.Parameter], block: Tensor | None) -> Tensor |
     ends = [tensor.data_ptr() + tensor.nbytes for tensor in tensors]
     if ends[:-1] != [tensor.data_ptr() for tensor in tensors[1:]]:
         return None
-    if block is not None and (block.data_ptr(), block.data_ptr() + block.nbytes) == (tensors[0].data_ptr(), ends[-1]):
+    if block is not None and (block.data_ptr(), block.data_ptr() + block.nbytes) == (
+        tensors[0].data_ptr(),
+        ends[-1],
+    ):
         return block if block.dtype == tensors[0].dtype else None
     if len({tensor.untyped_storage().data_ptr() for tensor in tensors}) > 1:
         return None
     first = tensors[0].data  # not detach(), which would share the version counter
-    return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride(), first.storage_offset())
+    return first.as_strided(
+        (sum(map(len, tensors)), *first.shape[1:]), first.stride(), first.storage_offset()
+    )
 
 
 def _lies_in(tensor: Tensor, block: Tensor) -> bool:
-    if type(tensor) is not nn.Parameter or tensor.layout is not torch.strided or tensor.device != block.device:
+    if (
+        type(tensor) is not nn.Parameter
+        or tensor.layout is not torch.strided
+        or tensor.device != block.device
+    ):
         return False
     return block.data_ptr() <= tensor.data_ptr() < block.data_ptr() + block.nbytes
 
 
 def _joinable(part: Any, first: Any) -> bool:
-    if not isinstance(part, Linear) or type(part) is not type(first) or part._parameters.keys() != set(_PARAMETERS):
+    if (
+        not isinstance(part, Linear)
+        or type(part) is not type(first)
+        or part._parameters.keys() != set(_PARAMETERS)
+    ):
         return False
-    if (part.bias is None) != (first.bias is None) or part.weight.shape[1:] != first.weight.shape[1:]:
+    if (part.bias is None) != (first.bias is None) or part.weight.shape[1:] != first.weight.shape[
+        1:
+    ]:
         return False
     return all(_plain(tensor, first.weight) for tensor in part.parameters(recurse=False))
 
 
 def _plain(tensor: Tensor, like: Tensor) -> bool:
     """Tell whether a parameter is ordinary memory, of the dtype and device of ``like``, and its own to move."""
-    if type(tensor) is not nn.Parameter or tensor.is_meta or tensor.is_inference() or not tensor.is_contiguous():
+    if (
+        type(tensor) is not nn.Parameter
+        or tensor.is_meta
+        or tensor.is_inference()
+        or not tensor.is_contiguous()
+    ):
         return False
     # torch calls memory of accelerators shared, whoever holds it
     elsewhere = tensor.device.type == "cpu" and tensor.is_shared()  # type: ignore[no-untyped-call]
-    return (tensor.dtype, tensor.device) == (like.dtype, like.device) and tensor.numel() > 0 and not elsewhere
+    return (
+        (tensor.dtype, tensor.device) == (like.dtype, like.device)
+        and tensor.numel() > 0
+        and not elsewhere
+    )
 
 
 def _can_lie_together(tensors: Sequence[Tensor]) -> bool:

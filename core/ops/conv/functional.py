@@ -60,7 +60,9 @@ class ConvSettings:
         ):
             values = getattr(self, name)
             if len(values) not in counts or any(value < least for value in values):
-                raise ValueError(f"{self.op}: {name} is {values}, expected {dims} numbers of at least {least}")
+                raise ValueError(
+                    f"{self.op}: {name} is {values}, expected {dims} numbers of at least {least}"
+                )
         if self.groups < 1:
             raise ValueError(f"{self.op}: groups is {self.groups}, expected a positive number")
 
@@ -79,7 +81,9 @@ class ConvSettings:
 
     def sizes(self, x: Tensor) -> list[int]:
         """Return the sizes of the result for an input ``[B, C, *sizes]``."""
-        rows = zip(x.shape[2:], *self.ends, self.kernel_size, self.stride, self.dilation, strict=True)
+        rows = zip(
+            x.shape[2:], *self.ends, self.kernel_size, self.stride, self.dilation, strict=True
+        )
         return [
             (size + before + after - step * (kernel - 1) - 1) // stride + 1
             for size, before, after, kernel, stride, step in rows
@@ -103,7 +107,9 @@ def project_patches(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     for dim, size in enumerate(kernel_size, start=2):
         patches = patches.unfold(dim, size, size)
     counts = patches.shape[2 : 2 + dims]
-    patches = patches.movedim(1, 1 + dims).reshape(x.shape[0] * math.prod(counts), weight[0].numel())
+    patches = patches.movedim(1, 1 + dims).reshape(
+        x.shape[0] * math.prod(counts), weight[0].numel()
+    )
     y = F.linear(patches, weight.reshape(weight.shape[0], -1), bias)
     return y.reshape(x.shape[0], *counts, weight.shape[0]).movedim(-1, 1)
 
@@ -115,23 +121,35 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, settings: ConvSetti
     if settings.padding_mode == "zeros" and before == after:
         return run(x, weight, bias, settings.stride, before, settings.dilation, settings.groups)
     if any(settings.padding):
-        last_first = [size for pair in reversed(list(zip(before, after, strict=True))) for size in pair]
-        x = F.pad(x, last_first, "constant" if settings.padding_mode == "zeros" else settings.padding_mode)
+        last_first = [
+            size for pair in reversed(list(zip(before, after, strict=True))) for size in pair
+        ]
+        x = F.pad(
+            x, last_first, "constant" if settings.padding_mode == "zeros" else settings.padding_mode
+        )
     return run(x, weight, bias, settings.stride, 0, settings.dilation, settings.groups)
 
 
-def expect_convolvable(x: Tensor, weight: Tensor, bias: Tensor | None, settings: ConvSettings) -> None:
+def expect_convolvable(
+    x: Tensor, weight: Tensor, bias: Tensor | None, settings: ConvSettings
+) -> None:
     """Raise ``ValueError`` unless the tensors fit each other and the kernel finds room."""
     op, shape = settings.op, tuple(x.shape)
     expect_floating(op, "x", x)
     channels = weight.shape[1] * settings.groups
     if x.dim() != weight.dim() or shape[1] != channels:
         sizes = "height, width" if weight.dim() == 4 else "time, height, width"
-        raise ValueError(f"{op}: x has shape {shape}, expected [batch, channels={channels}, {sizes}]")
+        raise ValueError(
+            f"{op}: x has shape {shape}, expected [batch, channels={channels}, {sizes}]"
+        )
     if weight.shape[0] % settings.groups:
-        raise ValueError(f"{op}: groups is {settings.groups}, expected a divisor of {weight.shape[0]} output channels")
+        raise ValueError(
+            f"{op}: groups is {settings.groups}, expected a divisor of {weight.shape[0]} output channels"
+        )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"{op}: bias has shape {tuple(bias.shape)}, expected {tuple(weight.shape[:1])}")
+        raise ValueError(
+            f"{op}: bias has shape {tuple(bias.shape)}, expected {tuple(weight.shape[:1])}"
+        )
     for name, value in (("weight", weight), ("bias", bias)):
         if value is not None:
             expect_same_device(op, name, value, "x", x)
@@ -142,7 +160,9 @@ def expect_convolvable(x: Tensor, weight: Tensor, bias: Tensor | None, settings:
 def _expect_room(x: Tensor, settings: ConvSettings) -> None:
     op, shape = settings.op, tuple(x.shape)
     if any(size < 1 for size in settings.sizes(x)):
-        raise ValueError(f"{op}: x has shape {shape}, expected room for a kernel of {settings.kernel_size}")
+        raise ValueError(
+            f"{op}: x has shape {shape}, expected room for a kernel of {settings.kernel_size}"
+        )
     spare = {"reflect": 1, "circular": 0}.get(settings.padding_mode)
     for size, before, after in zip(shape[2:], *settings.ends, strict=True):
         if spare is not None and max(before, after) > size - spare:
@@ -163,7 +183,9 @@ def _settings_over(
 ) -> ConvSettings:
     dims = DIMENSIONS[op]
     if weight.dim() != dims + 2:
-        raise ValueError(f"{op}: weight has shape {tuple(weight.shape)}, expected {dims + 2} dimensions")
+        raise ValueError(
+            f"{op}: weight has shape {tuple(weight.shape)}, expected {dims + 2} dimensions"
+        )
     ones = (1,) * dims
     return ConvSettings(
         op,
@@ -178,7 +200,11 @@ def _settings_over(
 
 def _defined(x: Tensor, weight: Tensor, bias: Tensor | None, settings: ConvSettings) -> Tensor:
     expect_convolvable(x, weight, bias, settings)
-    return project_patches(x, weight, bias) if settings.is_projection else convolve(x, weight, bias, settings)
+    return (
+        project_patches(x, weight, bias)
+        if settings.is_projection
+        else convolve(x, weight, bias, settings)
+    )
 
 
 def _convolved(
@@ -226,7 +252,12 @@ def conv2d(
     Raises:
         ValueError: shapes, dtypes, devices or settings that do not fit.
     """
-    return _defined(x, weight, bias, _settings_over("conv2d", weight, stride, padding, dilation, groups, padding_mode))
+    return _defined(
+        x,
+        weight,
+        bias,
+        _settings_over("conv2d", weight, stride, padding, dilation, groups, padding_mode),
+    )
 
 
 @register_functional("conv3d", _convolved)
@@ -247,4 +278,9 @@ def conv3d(
     Raises:
         ValueError: shapes, dtypes, devices or settings that do not fit.
     """
-    return _defined(x, weight, bias, _settings_over("conv3d", weight, stride, padding, dilation, groups, padding_mode))
+    return _defined(
+        x,
+        weight,
+        bias,
+        _settings_over("conv3d", weight, stride, padding, dilation, groups, padding_mode),
+    )

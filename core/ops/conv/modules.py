@@ -39,7 +39,9 @@ class _ConvLayer(CustomOp):
         settings = _expanded(op, kernel_size, stride, padding, dilation, groups, padding_mode)
         for name, count in zip(("in_channels", "out_channels"), channels, strict=True):
             if count < 1 or count % groups:
-                raise ValueError(f"{op}: {name} is {count}, expected a positive multiple of groups={groups}")
+                raise ValueError(
+                    f"{op}: {name} is {count}, expected a positive multiple of groups={groups}"
+                )
         ends = padding if isinstance(padding, str) else settings.padding
         super().__init__(
             *channels,
@@ -150,13 +152,23 @@ class Conv3dLayer(_ConvLayer, nn.Conv3d):
 
 
 def _expanded(
-    op: str, kernel_size: Sizes, stride: Sizes, padding: Sizes | str, dilation: Sizes, groups: int, padding_mode: str
+    op: str,
+    kernel_size: Sizes,
+    stride: Sizes,
+    padding: Sizes | str,
+    dilation: Sizes,
+    groups: int,
+    padding_mode: str,
 ) -> ConvSettings:
     """Return the settings with one number per dimension, of which torch's modules need only be told one, or a word."""
     dims = functional.DIMENSIONS[op]
-    kernel, moves, steps = (_per_dimension(value, dims) for value in (kernel_size, stride, dilation))
+    kernel, moves, steps = (
+        _per_dimension(value, dims) for value in (kernel_size, stride, dilation)
+    )
     if len(kernel) != dims or len(steps) != dims:
-        raise ValueError(f"{op}: kernel_size is {kernel}, dilation {steps}, expected {dims} numbers each")
+        raise ValueError(
+            f"{op}: kernel_size is {kernel}, dilation {steps}, expected {dims} numbers each"
+        )
     if padding == "same":
         if any(move != 1 for move in moves):
             raise ValueError(f"{op}: stride is {moves}, expected 1 with padding 'same'")

@@ -62,11 +62,17 @@ def _conv(
 
 
 def _inputs_2d(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
-    return {"x": draw(math.prod(lead), 4, size + 5, size + 6), "weight": draw(6, 4, 3, 2), "bias": draw(6)}
+    return {
+        "x": draw(math.prod(lead), 4, size + 5, size + 6),
+        "weight": draw(6, 4, 3, 2),
+        "bias": draw(6),
+    }
 
 
 def _inputs_3d(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
-    x = draw(math.prod(lead), 4, size + 4, size + 3, size + 1)  # small: gradients are differences by each element
+    x = draw(
+        math.prod(lead), 4, size + 4, size + 3, size + 1
+    )  # small: gradients are differences by each element
     return {"x": x, "weight": draw(6, 4, 3, 2, 1), "bias": draw(6)}
 
 
@@ -75,7 +81,11 @@ def _weight(*shape: int) -> Any:
 
 
 def _op(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, padding: Sequence[int] | None = None, **settings: Any
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    padding: Sequence[int] | None = None,
+    **settings: Any,
 ) -> tuple[nn.Module, tuple[Any, ...]]:
     """Build a module of these settings; where padding differs between the ends, that of ``"same"``."""
     dims = weight.dim() - 2
@@ -93,7 +103,9 @@ def _torch(x: Tensor, weight: Tensor, bias: Tensor | None = None, **settings: An
         return None  # torch pads so for "same", with a warning
     cls: Any = nn.Conv2d if dims == 2 else nn.Conv3d
     channels = weight.shape[1] * settings.get("groups", 1), weight.shape[0]
-    theirs = cls(*channels, tuple(weight.shape[2:]), padding=padding or 0, bias=bias is not None, **settings)
+    theirs = cls(
+        *channels, tuple(weight.shape[2:]), padding=padding or 0, bias=bias is not None, **settings
+    )
     given = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     return torch.func.functional_call(theirs, given, (x,))
 
@@ -131,7 +143,11 @@ CONV: dict[str, Any] = {
     # Few images, as torch compiles once more for 16 and above; as many as no other size, or it expects that they agree.
     "leads": ((1,), (5,), (2, 3), (0,), (2, 0)),
     # Sums of many products: in half types some results are small beside what was added.
-    "tolerances": {torch.float32: (1e-5, 1e-5), torch.float16: (1e-2, 1e-3), torch.bfloat16: (5e-2, 1.6e-2)},
+    "tolerances": {
+        torch.float32: (1e-5, 1e-5),
+        torch.float16: (1e-2, 1e-3),
+        torch.bfloat16: (5e-2, 1.6e-2),
+    },
 }
 
 SPECS = (

@@ -47,7 +47,10 @@ class LogitsProcessor(PluggableLayer):
         self.logits_processors: Sequence[Callable[[Tensor], Tensor]] = ()
 
     def forward(
-        self, lm_head: VocabParallelEmbedding, hidden_states: Tensor, embedding_bias: Tensor | None = None
+        self,
+        lm_head: VocabParallelEmbedding,
+        hidden_states: Tensor,
+        embedding_bias: Tensor | None = None,
     ) -> Tensor | None:
         """Compute logits.
 
@@ -62,7 +65,11 @@ class LogitsProcessor(PluggableLayer):
         Raises:
             LayerError: logits of more ids are wanted than ``lm_head`` has.
         """
-        logits = hidden_states if self.logits_as_input else self._get_logits(hidden_states, lm_head, embedding_bias)
+        logits = (
+            hidden_states
+            if self.logits_as_input
+            else self._get_logits(hidden_states, lm_head, embedding_bias)
+        )
         if logits is None:
             return None
         if self.soft_cap is not None:
@@ -82,7 +89,9 @@ class LogitsProcessor(PluggableLayer):
                 f"{lm_head.num_embeddings}: construct both with one vocab_size"
             )
         bias = lm_head.bias if embedding_bias is None else embedding_bias
-        logits = self._gather_logits(lm_head.quant_method.apply(lm_head, hidden_states, bias), lm_head)
+        logits = self._gather_logits(
+            lm_head.quant_method.apply(lm_head, hidden_states, bias), lm_head
+        )
         if logits is None:
             return None
         # rows of added ids stand between those of the model's own: behind those of each rank
@@ -96,7 +105,9 @@ class LogitsProcessor(PluggableLayer):
         group = get_tp_group()
         if lm_head.tp_size == 1 or group.communicator is None:
             return logits
-        return group.all_gather(logits) if group.communicator.use_all_gather else group.gather(logits)
+        return (
+            group.all_gather(logits) if group.communicator.use_all_gather else group.gather(logits)
+        )
 
     def extra_repr(self) -> str:
         return f"{self.vocab_size}, {self.org_vocab_size}, scale={self.scale}, soft_cap={self.soft_cap}"

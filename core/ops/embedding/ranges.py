@@ -103,7 +103,11 @@ class Vocabulary:
                 "it includes"
             )
         for padded in (self.org_padded, self.padded - self.org_padded):
-            divide(padded, self.ranks, f"{what}: its size padded to multiples of padding_size={self.padding}")
+            divide(
+                padded,
+                self.ranks,
+                f"{what}: its size padded to multiples of padding_size={self.padding}",
+            )
 
     @property
     def org_padded(self) -> int:
@@ -166,6 +170,11 @@ def get_masked_input_and_mask(
     """
     org = (input_ >= org_vocab_start_index) & (input_ < org_vocab_end_index)
     added = (input_ >= added_vocab_start_index) & (input_ < added_vocab_end_index)
-    shift = org_vocab_end_index - org_vocab_start_index + num_org_vocab_padding - added_vocab_start_index
+    shift = (
+        org_vocab_end_index
+        - org_vocab_start_index
+        + num_org_vocab_padding
+        - added_vocab_start_index
+    )
     rows = torch.where(org, input_ - org_vocab_start_index, torch.where(added, input_ + shift, 0))
     return rows, ~(org | added)

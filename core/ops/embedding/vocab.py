@@ -13,7 +13,11 @@ from opgraft.distributed import (
     tensor_model_parallel_all_reduce,
 )
 from opgraft.errors import LayerError, QuantizationError, WeightError
-from opgraft.ops.embedding.ranges import DEFAULT_VOCAB_PADDING_SIZE, Vocabulary, get_masked_input_and_mask
+from opgraft.ops.embedding.ranges import (
+    DEFAULT_VOCAB_PADDING_SIZE,
+    Vocabulary,
+    get_masked_input_and_mask,
+)
 from opgraft.ops.linear.methods import QuantizeMethodBase, UnquantizedEmbeddingMethod, forms_of
 from opgraft.ops.linear.packable import PackableLayer
 from opgraft.ops.linear.packed_only import PackedWeight
@@ -76,7 +80,9 @@ class VocabParallelEmbedding(PluggableLayer):
         self.padding_size, self.prefix = padding_size, prefix
         claim_prefix(prefix, self)
         self.params_dtype = params_dtype or torch.get_default_dtype()
-        self.vocabulary = Vocabulary(num_embeddings, self.org_vocab_size, padding_size, self.tp_size, prefix)
+        self.vocabulary = Vocabulary(
+            num_embeddings, self.org_vocab_size, padding_size, self.tp_size, prefix
+        )
         self.num_added_embeddings = num_embeddings - self.org_vocab_size
         self.org_vocab_size_padded = self.vocabulary.org_padded
         self.num_embeddings_padded = self.vocabulary.padded
@@ -131,7 +137,10 @@ class VocabParallelEmbedding(PluggableLayer):
             copy_weight(param.data, loaded_weight, self.name)
             return
         unit = int(param.packed_factor) if getattr(param, "packed_dim", None) == dim else 1
-        if len(loaded_weight.shape) != param.dim() or loaded_weight.shape[dim] * unit != self.org_vocab_size:
+        if (
+            len(loaded_weight.shape) != param.dim()
+            or loaded_weight.shape[dim] * unit != self.org_vocab_size
+        ):
             expected = f"{self.org_vocab_size // unit} in dimension {dim} of {param.dim()}"
             raise WeightError.of_shape(self.name, loaded_weight.shape, expected)
         shard = self.shard_indices
@@ -216,11 +225,14 @@ class ParallelLMHead(PackableLayer, VocabParallelEmbedding):
         )
         if bias:
             self.bias = nn.Parameter(
-                torch.zeros(self.num_embeddings_per_partition, dtype=self.params_dtype), requires_grad=False
+                torch.zeros(self.num_embeddings_per_partition, dtype=self.params_dtype),
+                requires_grad=False,
             )
             set_weight_attrs(self.bias, {"output_dim": 0, "weight_loader": self.weight_loader})
 
-    def tie_weights(self, embed_tokens: VocabParallelEmbedding) -> ParallelLMHead | VocabParallelEmbedding:
+    def tie_weights(
+        self, embed_tokens: VocabParallelEmbedding
+    ) -> ParallelLMHead | VocabParallelEmbedding:
         """Share the weight of the embedding; return the layer that has it, to be used in place of this one.
 
         Raises:

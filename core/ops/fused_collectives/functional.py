@@ -197,12 +197,16 @@ def _expect_rows(op: str, x: Tensor, world_size: int, kind: str) -> None:
     expect_choice(op, "kind", kind, KINDS)
     ranks = parallelism().groups[kind].world_size
     if world_size != ranks:
-        raise ValueError(f"{op}: world_size is {world_size}, expected {ranks}, the ranks of the group {kind!r}")
+        raise ValueError(
+            f"{op}: world_size is {world_size}, expected {ranks}, the ranks of the group {kind!r}"
+        )
     if x.dim() < 2:
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}, expected [rows, ..., in_features]")
 
 
-def _fake_scattered(x: Tensor, weight: Tensor, bias: Tensor | None, world_size: int, kind: str = "tensor") -> Tensor:
+def _fake_scattered(
+    x: Tensor, weight: Tensor, bias: Tensor | None, world_size: int, kind: str = "tensor"
+) -> Tensor:
     rows = (x.shape[0] + world_size - 1) // world_size
     return x.new_empty((rows, *x.shape[1:-1], weight.shape[0]))
 

@@ -41,11 +41,17 @@ def _reference(after_sum: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _inputs(after_sum: OpSpec) -> Callable[[Draw, Sequence[int], int], Arguments]:
-    return lambda draw, lead, size: {"eps": 1e-5, **after_sum.inputs(draw, lead, size), "kind": "tensor"}
+    return lambda draw, lead, size: {
+        "eps": 1e-5,
+        **after_sum.inputs(draw, lead, size),
+        "kind": "tensor",
+    }
 
 
 def _variants(after_sum: OpSpec) -> dict[str, Arguments]:
-    known = {name: given for name, given in after_sum.variants.items() if "variance_size" not in given}
+    known = {
+        name: given for name, given in after_sum.variants.items() if "variance_size" not in given
+    }
     return {**known, "no residual": {**next(iter(known.values())), "residual": None}}
 
 

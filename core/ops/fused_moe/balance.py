@@ -24,9 +24,17 @@ def place_by_load(loads: Sequence[float], places: int, ranks: int) -> list[list[
     """
     replicas = [1] * len(loads)
     for _ in range(places - len(loads)):
-        fewer = [expert for expert in range(len(loads)) if replicas[expert] < ranks]  # else two are on one rank
-        replicas[max(fewer or range(len(loads)), key=lambda expert: loads[expert] / replicas[expert])] += 1
-    shares = [(loads[expert] / count, expert) for expert, count in enumerate(replicas) for _ in range(count)]
+        fewer = [
+            expert for expert in range(len(loads)) if replicas[expert] < ranks
+        ]  # else two are on one rank
+        replicas[
+            max(fewer or range(len(loads)), key=lambda expert: loads[expert] / replicas[expert])
+        ] += 1
+    shares = [
+        (loads[expert] / count, expert)
+        for expert, count in enumerate(replicas)
+        for _ in range(count)
+    ]
     placed: list[list[int]] = [[] for _ in range(ranks)]
     totals = [0.0] * ranks
     for share, expert in sorted(shares, key=lambda each: (-each[0], each[1])):

@@ -29,7 +29,9 @@ class ExpertExchange(PluggableClass):
         self.group = group
 
     @called_with(by_position=("x", "topk_weights", "owners", "ids", "experts"))
-    def __call__(self, x: Tensor, topk_weights: Tensor, owners: Tensor, ids: Tensor, experts: Experts) -> Tensor:
+    def __call__(
+        self, x: Tensor, topk_weights: Tensor, owners: Tensor, ids: Tensor, experts: Experts
+    ) -> Tensor:
         """Return ``[tokens, hidden_size]``, what the experts of all ranks of the group make of this rank's tokens.
 
         Args:
@@ -50,7 +52,10 @@ class ExpertExchange(PluggableClass):
         weights = topk_weights[tokens].float()
         routing = self.group.all_to_all(torch.cat((chosen.view(torch.float32), weights), 1), *sizes)
         arrived = self.group.all_to_all(x[tokens], *sizes)
-        given, shares = routing[:, :topk].contiguous().view(torch.int32), routing[:, topk:].contiguous()
+        given, shares = (
+            routing[:, :topk].contiguous().view(torch.int32),
+            routing[:, topk:].contiguous(),
+        )
         made = self.group.all_to_all(experts(arrived, shares, given), *reversed(sizes))
         sums = torch.zeros(x.shape, dtype=compute_dtype(x.dtype), device=x.device)
         return sums.index_add_(0, tokens, made.to(sums.dtype)).to(x.dtype)

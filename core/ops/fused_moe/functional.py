@@ -78,7 +78,9 @@ def fused_experts(
     return combined(outputs, order, bounds, topk_weights)
 
 
-def sorted_by_expert(x: Tensor, topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, list[int]]:
+def sorted_by_expert(
+    x: Tensor, topk_ids: Tensor, num_experts: int
+) -> tuple[Tensor, Tensor, list[int]]:
     """Repeat each token for its experts, and sort the copies by expert; those for experts elsewhere come first.
 
     Args:
@@ -112,9 +114,13 @@ def grouped_experts(
     outputs = [rows.new_zeros(bounds[0], rows.shape[1])]
     for expert, (begin, end) in enumerate(pairwise(bounds)):
         if begin < end:
-            gate_up = F.linear(rows[begin:end], w13[expert], None if w13_bias is None else w13_bias[expert])
+            gate_up = F.linear(
+                rows[begin:end], w13[expert], None if w13_bias is None else w13_bias[expert]
+            )
             hidden = ACTIVATIONS[activation](gate_up)
-            outputs.append(F.linear(hidden, w2[expert], None if w2_bias is None else w2_bias[expert]))
+            outputs.append(
+                F.linear(hidden, w2[expert], None if w2_bias is None else w2_bias[expert])
+            )
     return torch.cat(outputs)
 
 
@@ -141,7 +147,9 @@ def _by_all_experts(
     w2_bias: Tensor | None,
 ) -> Tensor:
     gate_up = torch.einsum("th,eih->eti", x, w13)
-    hidden = ACTIVATIONS[activation](gate_up if w13_bias is None else gate_up + w13_bias.unsqueeze(1))
+    hidden = ACTIVATIONS[activation](
+        gate_up if w13_bias is None else gate_up + w13_bias.unsqueeze(1)
+    )
     outputs = torch.bmm(hidden, w2.transpose(1, 2))
     outputs = outputs if w2_bias is None else outputs + w2_bias.unsqueeze(1)
     dtype = compute_dtype(x.dtype)
@@ -166,16 +174,26 @@ def expect_experts(
     """Raise ``ValueError`` unless the arguments of ``fused_experts`` fit each other."""
     expect_choice("fused_experts", "activation", activation, tuple(ACTIVATIONS))
     expect_floating("fused_experts", "x", x)
-    for name, tensor, dimensions in (("x", x, 2), ("w13", w13, 3), ("w2", w2, 3), ("topk_ids", topk_ids, 2)):
+    for name, tensor, dimensions in (
+        ("x", x, 2),
+        ("w13", w13, 3),
+        ("w2", w2, 3),
+        ("topk_ids", topk_ids, 2),
+    ):
         if tensor.dim() != dimensions:
-            raise ValueError(f"fused_experts: {name} has shape {tuple(tensor.shape)}, expected {dimensions} dimensions")
+            raise ValueError(
+                f"fused_experts: {name} has shape {tuple(tensor.shape)}, expected {dimensions} dimensions"
+            )
     tokens, hidden = x.shape
     experts, rows, intermediate = w13.shape[0], w13.shape[1], w2.shape[2]
     _expect_shape("w13", w13, (experts, 2 * intermediate, hidden))
     _expect_shape("w2", w2, (experts, hidden, intermediate))
     _expect_shape("topk_ids", topk_ids, (tokens, topk_ids.shape[1]))
     _expect_shape("topk_weights", topk_weights, tuple(topk_ids.shape))
-    for name, bias, shape in (("w13_bias", w13_bias, (experts, rows)), ("w2_bias", w2_bias, (experts, hidden))):
+    for name, bias, shape in (
+        ("w13_bias", w13_bias, (experts, rows)),
+        ("w2_bias", w2_bias, (experts, hidden)),
+    ):
         if bias is not None:
             _expect_shape(name, bias, shape)
             _expect_like_x(name, bias, x)

@@ -28,7 +28,9 @@ def checkpoint_parts(name: str, experts: Iterable[int]) -> Mapping[str, Part]:
     names, fused = (_GATE_UP, "gate_up_proj") if kind == "w13" else (_DOWN, "down_proj")
     parts: dict[str, Part] = {fused if last == "weight" else f"{fused}_{last}": None}
     for expert in experts:
-        parts.update({f"{expert}.{layer}.{last}": (expert, which) for layer, which in names.items()})
+        parts.update(
+            {f"{expert}.{layer}.{last}": (expert, which) for layer, which in names.items()}
+        )
     return parts
 
 
@@ -56,7 +58,9 @@ class ExpertLoader:
     transposed: bool
     what: str
 
-    def load(self, name: str, param: Tensor, loaded: LoadedTensor, part: Part = None, unit: int = 1) -> None:
+    def load(
+        self, name: str, param: Tensor, loaded: LoadedTensor, part: Part = None, unit: int = 1
+    ) -> None:
         """Load a parameter of that name, or the part of it that is meant.
 
         Args:
@@ -78,9 +82,13 @@ class ExpertLoader:
         else:
             self._expect(loaded, param.data, 0, self.num_experts)
             for place, expert in enumerate(self.experts):
-                self._load(name, param.data.narrow(0, place, 1), loaded.narrow(0, expert, 1), None, unit)
+                self._load(
+                    name, param.data.narrow(0, place, 1), loaded.narrow(0, expert, 1), None, unit
+                )
 
-    def _load(self, name: str, target: Tensor, loaded: LoadedTensor, which: str | None, unit: int) -> None:
+    def _load(
+        self, name: str, target: Tensor, loaded: LoadedTensor, which: str | None, unit: int
+    ) -> None:
         """Load experts in one, or a matrix of one expert."""
         is_bias, rows = name.endswith("_bias"), int(which is None)
         transposed = self.transposed and which is None and not is_bias
@@ -121,7 +129,9 @@ class ExpertLoader:
 
     def _expect(self, loaded: LoadedTensor, target: Tensor, dim: int, size: int) -> None:
         if len(loaded.shape) != target.dim() or loaded.shape[dim] != size:
-            raise WeightError.of_shape(self.what, loaded.shape, f"{size} in dimension {dim} of {target.dim()}")
+            raise WeightError.of_shape(
+                self.what, loaded.shape, f"{size} in dimension {dim} of {target.dim()}"
+            )
 
 
 def _copy(target: Tensor, loaded: Any, transposed: bool, what: str) -> None:

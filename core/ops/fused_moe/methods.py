@@ -99,7 +99,9 @@ class FusedMoEMethodBase(WeightMethod, CustomOp, ABC):
             return super().apply(layer)
         return self(layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)
 
-    def apply_monolithic(self, layer: Any, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None) -> Tensor:
+    def apply_monolithic(
+        self, layer: Any, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None
+    ) -> Tensor:
         """Choose experts by ``router_logits`` ``[tokens, num_experts]`` and apply them; ``input_ids`` is not read."""
         output: Tensor = self.apply(layer, x, *layer.select_experts(x, router_logits))
         return output
@@ -113,7 +115,11 @@ class FusedMoEMethodBase(WeightMethod, CustomOp, ABC):
         Experts that move between ranks are written to these tensors. They are the parameters ``w13_…`` and ``w2_…``; a
         method that keeps weights otherwise returns its own.
         """
-        return [weight for name, weight in layer.named_parameters(recurse=False) if name.startswith(("w13_", "w2_"))]
+        return [
+            weight
+            for name, weight in layer.named_parameters(recurse=False)
+            if name.startswith(("w13_", "w2_"))
+        ]
 
 
 @CustomOp.register("unquantized_fused_moe")
@@ -168,7 +174,10 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
 
 
 def create_parameters(
-    layer: nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, attributes: Mapping[str, Any]
+    layer: nn.Module,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    attributes: Mapping[str, Any],
 ) -> None:
     """Give ``layer`` empty parameters of these shapes, with those attributes each."""
     for name, shape in shapes.items():
@@ -178,7 +187,10 @@ def create_parameters(
 
 
 def with_shared_experts(
-    output: Tensor, x: Tensor, shared_experts: SharedExperts | None, shared_experts_input: Tensor | None
+    output: Tensor,
+    x: Tensor,
+    shared_experts: SharedExperts | None,
+    shared_experts_input: Tensor | None,
 ) -> Tensor:
     """Add what shared experts make of their input, ``x`` if not given."""
     if shared_experts is None:

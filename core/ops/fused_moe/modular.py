@@ -90,7 +90,9 @@ class FusedMoEModularKernel:
         self.experts = experts or MoEExperts()
         self.finalize = finalize or MoEFinalize()
 
-    def __call__(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, moe: Any) -> Tensor:
+    def __call__(
+        self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, moe: Any
+    ) -> Tensor:
         """Return ``[tokens, hidden_size]``; arguments are those of ``FusedMoEMethodBase.apply``.
 
         Raises:
@@ -112,7 +114,9 @@ class FusedMoEModularMethod(FusedMoEMethodBase):
         moe_kernel: the parts; the active ones if not given.
     """
 
-    def __init__(self, old_quant_method: FusedMoEMethodBase, moe_kernel: FusedMoEModularKernel | None = None) -> None:
+    def __init__(
+        self, old_quant_method: FusedMoEMethodBase, moe_kernel: FusedMoEModularKernel | None = None
+    ) -> None:
         super().__init__(old_quant_method.moe)
         self.old_quant_method = old_quant_method
         self.moe_kernel = moe_kernel or FusedMoEModularKernel()

@@ -134,12 +134,18 @@ class FusedMoE(PluggableLayer):
                 f"{self.name}: use_grouped_topk is set, num_expert_group is {num_expert_group} and topk_group "
                 f"{topk_group}: take both from the model's config"
             )
-        lengths = {"num_experts": num_experts, "hidden_size": hidden_size, "intermediate_size": intermediate_size}
+        lengths = {
+            "num_experts": num_experts,
+            "hidden_size": hidden_size,
+            "intermediate_size": intermediate_size,
+        }
         for what, length in lengths.items():
             expect_size("fused_moe", what, length)
             expect_positive("fused_moe", what, length)
         groups, kept = (num_expert_group or 0, topk_group or 0) if use_grouped_topk else (0, 0)
-        self._expect_choices(num_experts, top_k, groups, kept, activation, apply_router_weight_on_input)
+        self._expect_choices(
+            num_experts, top_k, groups, kept, activation, apply_router_weight_on_input
+        )
         if e_score_correction_bias is not None and e_score_correction_bias.shape != (num_experts,):
             raise LayerError(
                 f"{self.name}: e_score_correction_bias has shape {tuple(e_score_correction_bias.shape)}, expected "
@@ -147,15 +153,23 @@ class FusedMoE(PluggableLayer):
             )
         self.num_experts, self.top_k = num_experts, top_k
         self.renormalize, self.reduce_results = renormalize, reduce_results
-        self.router = GroupedTopk(top_k, renormalize, groups, kept, scoring_func, routed_scaling_factor)
+        self.router = GroupedTopk(
+            top_k, renormalize, groups, kept, scoring_func, routed_scaling_factor
+        )
         self.custom_routing_function = custom_routing_function
         self.e_score_correction_bias = e_score_correction_bias
         self.apply_router_weight_on_input = apply_router_weight_on_input
         self.shared_experts, self.ep_size, self.records = shared_experts, ep_size, enable_eplb
         self.placement = self._placed(num_experts, num_redundant_experts)
-        self.exchange = ExpertExchange(get_dp_group()) if ep_size > get_tensor_model_parallel_world_size() else None
+        self.exchange = (
+            ExpertExchange(get_dp_group())
+            if ep_size > get_tensor_model_parallel_world_size()
+            else None
+        )
         self._columns = get_tensor_model_parallel_world_size()
-        self.tp_size = (1 if self.placement is not None else self._columns) if tp_size is None else tp_size
+        self.tp_size = (
+            (1 if self.placement is not None else self._columns) if tp_size is None else tp_size
+        )
         if self.tp_size not in (1, self._columns):
             raise LayerError(
                 f"{self.name}: tp_size is {tp_size}, and the tensor group of this process has {self._columns}: give 1, "
@@ -163,9 +177,13 @@ class FusedMoE(PluggableLayer):
             )
         self.tp_rank = get_tensor_model_parallel_rank() if self.tp_size > 1 else 0
         part = divide(intermediate_size, self.tp_size, f"{self.name}: the intermediate size")
-        self.moe_config = FusedMoEConfig(num_experts, top_k, hidden_size, part, activation, has_bias, params_dtype)
+        self.moe_config = FusedMoEConfig(
+            num_experts, top_k, hidden_size, part, activation, has_bias, params_dtype
+        )
         sizes = (self.local_experts, num_experts, part, self.tp_rank, self.tp_size)
-        self.loader = ExpertLoader(*sizes, activation == "swigluoai", transposed_checkpoint, self.name)
+        self.loader = ExpertLoader(
+            *sizes, activation == "swigluoai", transposed_checkpoint, self.name
+        )
         self._by_expert: set[str] = set()
         self._create_weights(quant_config)
 
@@ -179,7 +197,9 @@ class FusedMoE(PluggableLayer):
             )
         if self.ep_size == 1:
             if redundant:
-                raise LayerError(f"{self.name}: num_redundant_experts is {redundant}, expected 0 where ep_size is 1")
+                raise LayerError(
+                    f"{self.name}: num_redundant_experts is {redundant}, expected 0 where ep_size is 1"
+                )
             return None
         return ExpertPlacement(num_experts, redundant, self.ep_size, group.rank_in_group, self.name)
 
@@ -190,7 +210,9 @@ class FusedMoE(PluggableLayer):
 
     def parts_elsewhere(self) -> frozenset[str]:
         """Return the names below this layer of what a checkpoint has for other ranks."""
-        return frozenset() if self.placement is None else frozenset(map(str, self.placement.elsewhere))
+        return (
+            frozenset() if self.placement is None else frozenset(map(str, self.placement.elsewhere))
+        )
 
     def _create_weights(self, quant_config: QuantizationConfig | None) -> None:
         moe = self.moe_config
@@ -224,7 +246,9 @@ class FusedMoE(PluggableLayer):
             LayerError: ranks do not share the experts.
         """
         if self.placement is None:
-            raise LayerError(f"{self.name}: its experts are placed, and each rank has a part of all: set ep_size")
+            raise LayerError(
+                f"{self.name}: its experts are placed, and each rank has a part of all: set ep_size"
+            )
         self.placement.place(experts)
         self.loader = dataclasses.replace(self.loader, experts=self.local_experts)
         self._name_parts()
@@ -247,7 +271,9 @@ class FusedMoE(PluggableLayer):
                 "and num_experts from one model's config"
             )
         if activation not in ACTIVATIONS:
-            raise LayerError(f"{self.name}: activation is {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
+            raise LayerError(
+                f"{self.name}: activation is {activation!r}, expected one of {', '.join(ACTIVATIONS)}"
+            )
         if on_input and top_k != 1:
             raise LayerError(
                 f"{self.name}: apply_router_weight_on_input is set and top_k is {top_k}, expected 1: an input has one "
@@ -257,7 +283,11 @@ class FusedMoE(PluggableLayer):
     @property
     def name(self) -> str:
         """The layer as messages call it."""
-        return f"{self.op_class.__qualname__} {self.prefix!r}" if self.prefix else self.op_class.__qualname__
+        return (
+            f"{self.op_class.__qualname__} {self.prefix!r}"
+            if self.prefix
+            else self.op_class.__qualname__
+        )
 
     def weight_loader(self, param: Tensor, loaded_weight: LoadedTensor, part: Part = None) -> None:
         """Load this rank's part of a parameter.
@@ -284,18 +314,28 @@ class FusedMoE(PluggableLayer):
             ValueError: logits are NaN, where the setting ``check_values`` is on; else such a token gets weights of NaN.
         """
         expect_last_dim("fused_moe", "router_logits", router_logits, self.moe_config.num_experts)
-        if values_are_known(router_logits) and host_state().checks_values() and bool(router_logits.isnan().any()):
+        if (
+            values_are_known(router_logits)
+            and host_state().checks_values()
+            and bool(router_logits.isnan().any())
+        ):
             raise ValueError(
                 f"fused_moe: router_logits of {self.name} are NaN for tokens "
                 f"{router_logits.isnan().any(-1).nonzero().flatten().tolist()[:10]}, expected numbers: see what its "
                 "hidden states are"
             )
         if self.custom_routing_function is not None:
-            return self.custom_routing_function(hidden_states, router_logits, self.top_k, self.renormalize)
-        chosen: tuple[Tensor, Tensor] = self.router(hidden_states, router_logits, self.e_score_correction_bias)
+            return self.custom_routing_function(
+                hidden_states, router_logits, self.top_k, self.renormalize
+            )
+        chosen: tuple[Tensor, Tensor] = self.router(
+            hidden_states, router_logits, self.e_score_correction_bias
+        )
         return chosen
 
-    def forward(self, hidden_states: Tensor, router_logits: Tensor, input_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, router_logits: Tensor, input_ids: Tensor | None = None
+    ) -> Tensor:
         """Return what the chosen experts make of each token; ``input_ids`` is not read."""
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         weights, ids = self.select_experts(x, router_logits.reshape(-1, router_logits.shape[-1]))
@@ -308,7 +348,9 @@ class FusedMoE(PluggableLayer):
         if self.apply_router_weight_on_input:
             given, weights = (x * weights).to(x.dtype), torch.ones_like(weights)
         if self.placement is None:
-            output: Tensor = self.quant_method.apply(self, given, weights, ids, self.shared_experts, x)
+            output: Tensor = self.quant_method.apply(
+                self, given, weights, ids, self.shared_experts, x
+            )
         else:
             routed = self._by_placed_experts(self.placement, given, weights, ids)
             output = with_shared_experts(routed, x, self.shared_experts, None)
@@ -316,7 +358,9 @@ class FusedMoE(PluggableLayer):
             output = tensor_model_parallel_all_reduce(output)
         return output.reshape(hidden_states.shape)
 
-    def _by_placed_experts(self, placement: ExpertPlacement, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    def _by_placed_experts(
+        self, placement: ExpertPlacement, x: Tensor, weights: Tensor, ids: Tensor
+    ) -> Tensor:
         """Return what the experts of this tensor rank, here and in other data replicas, make of each token.
 
         Raises:
@@ -329,7 +373,9 @@ class FusedMoE(PluggableLayer):
         mine = (places >= 0) & (column == placement.rank % self._columns)
         if self.exchange is None:
             return self._by_local_experts(x, weights, torch.where(mine, local, -1).to(torch.int32))
-        return self.exchange(x, weights, torch.where(mine, replicas, -1), local, self._by_local_experts)
+        return self.exchange(
+            x, weights, torch.where(mine, replicas, -1), local, self._by_local_experts
+        )
 
     def _by_local_experts(self, x: Tensor, weights: Tensor, local: Tensor) -> Tensor:
         if self.records and self.placement is not None:
@@ -359,7 +405,9 @@ class TransformersFusedMoE(FusedMoE):
         super().__init__(*args, **kwargs)
         self.moe_state = moe_state
 
-    def forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, **ignored: Any) -> Tensor:  # type: ignore[override]  # the choice in place of logits
+    def forward(  # type: ignore[override]  # the choice in place of logits
+        self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, **ignored: Any
+    ) -> Tensor:
         """Return what the experts ``topk_ids`` make of each token, by ``topk_weights``: both ``[tokens, top_k]``."""
         if self.moe_state is not None:
             self.moe_state.topk_ids = topk_ids

@@ -60,11 +60,22 @@ class ExpertPlacement(nn.Module):
                 f"{what}: {num_experts} experts and {redundant} redundant ones cannot be shared by {ranks} ranks "
                 "evenly: set parallel.redundant_experts so that the ranks divide the sum"
             )
-        self.num_experts, self.redundant, self.ranks, self.rank = num_experts, redundant, ranks, rank
+        self.num_experts, self.redundant, self.ranks, self.rank = (
+            num_experts,
+            redundant,
+            ranks,
+            rank,
+        )
         self.per_rank = total // ranks
-        self.register_buffer("places", torch.zeros(num_experts, redundant + 1, dtype=torch.int64), persistent=False)
-        self.register_buffer("replicas", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
-        self.register_buffer("loads", torch.zeros(self.per_rank, dtype=torch.int64), persistent=False)
+        self.register_buffer(
+            "places", torch.zeros(num_experts, redundant + 1, dtype=torch.int64), persistent=False
+        )
+        self.register_buffer(
+            "replicas", torch.zeros(num_experts, dtype=torch.int64), persistent=False
+        )
+        self.register_buffer(
+            "loads", torch.zeros(self.per_rank, dtype=torch.int64), persistent=False
+        )
         self.register_buffer("turn", torch.zeros((), dtype=torch.int64), persistent=False)
         self.place([place % num_experts for place in range(total)])
 

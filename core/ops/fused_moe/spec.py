@@ -45,7 +45,9 @@ def fused_experts_reference(
         for weight, expert in zip(weights, ids, strict=True):
             if expert >= 0:
                 gate_up = w13[expert].mv(x[token]) + (0 if w13_bias is None else w13_bias[expert])
-                output = w2[expert].mv(_gated(activation, gate_up)) + (0 if w2_bias is None else w2_bias[expert])
+                output = w2[expert].mv(_gated(activation, gate_up)) + (
+                    0 if w2_bias is None else w2_bias[expert]
+                )
                 result[token] += weight * output
     return result
 
@@ -86,7 +88,9 @@ def layer_of(weights: Arguments) -> SimpleNamespace:
     return SimpleNamespace(**{names.get(name, name): weight for name, weight in weights.items()})
 
 
-def _op(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, activation: str = "silu", **weights: Any) -> Any:
+def _op(
+    x: Tensor, topk_weights: Tensor, topk_ids: Tensor, activation: str = "silu", **weights: Any
+) -> Any:
     config = FusedMoEConfig(
         num_experts=len(weights["w2"]),
         experts_per_token=topk_ids.shape[1],
@@ -99,7 +103,13 @@ def _op(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, activation: str = "si
 
 
 def _mixtral(
-    experts: Any, x: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, **settings: Any
+    experts: Any,
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    **settings: Any,
 ) -> Any:
     if settings or int(topk_ids.min()) < 0:
         return None
@@ -144,7 +154,13 @@ def _config(x: Tensor, w13: Tensor, w2: Tensor) -> SimpleNamespace:
 
 
 def _flops(
-    x: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, *args: Any, **kwargs: Any
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> int:
     return 2 * topk_ids.numel() * (w13[0].numel() + w2[0].numel())
 

@@ -36,7 +36,9 @@ def _product(x, x_exists, weight, weight_exists, depth, stride, tile_depth: tl.c
     for start in range(0, depth, tile_depth):
         element = start + tl.arange(0, tile_depth)[None, :]
         rows = tl.load(x + element, x_exists & (element < depth), 0.0)
-        weights = tl.load(weight + element.to(tl.int64) * stride, weight_exists & (element < depth), 0.0)
+        weights = tl.load(
+            weight + element.to(tl.int64) * stride, weight_exists & (element < depth), 0.0
+        )
         total = tl.dot(rows, tl.trans(weights), total, input_precision="ieee")
     return total
 
@@ -81,13 +83,19 @@ def gate_up_kernel(
     both = 2 * start + tl.arange(0, 2 * tile_columns)[:, None]
     row = both if function == "swigluoai" else both // 2 + both % 2 * width
     w13 += expert.to(tl.int64) * expert_stride + row.to(tl.int64) * row_stride
-    t = _product(x + token * x_stride, place < end, w13, both < 2 * width, depth, element_stride, tile_depth)
+    t = _product(
+        x + token * x_stride, place < end, w13, both < 2 * width, depth, element_stride, tile_depth
+    )
     bias += expert * 2 * width
     t = _rounded(t, bias, tl.trans(row), tl.trans(both) < 2 * width, x.dtype.element_ty, has_bias)
     gate, up = tl.split(tl.reshape(t, (tile_rows, tile_columns, 2)))
     t = gated(gate, up, function, 1.702, 7.0, x.dtype.element_ty)
     column = start + tl.arange(0, tile_columns)[None, :]
-    tl.store(hidden + place * width + column, t.to(hidden.dtype.element_ty), (place < end) & (column < width))
+    tl.store(
+        hidden + place * width + column,
+        t.to(hidden.dtype.element_ty),
+        (place < end) & (column < width),
+    )
 
 
 @triton.jit
@@ -116,11 +124,19 @@ def down_kernel(
     place = first + tl.arange(0, tile_rows)[:, None]
     row = tl.program_id(0) % tiles * tile_columns + tl.arange(0, tile_columns)[:, None]
     w2 += expert.to(tl.int64) * expert_stride + row.to(tl.int64) * row_stride
-    t = _product(hidden + place * depth, place < end, w2, row < width, depth, element_stride, tile_depth)
+    t = _product(
+        hidden + place * depth, place < end, w2, row < width, depth, element_stride, tile_depth
+    )
     column = tl.trans(row)
-    t = _rounded(t, bias + expert * width, column, column < width, hidden.dtype.element_ty, has_bias)
+    t = _rounded(
+        t, bias + expert * width, column, column < width, hidden.dtype.element_ty, has_bias
+    )
     pair = tl.load(order + place, place < end, 0)
-    tl.store(outputs + pair * width + column, t.to(outputs.dtype.element_ty), (place < end) & (column < width))
+    tl.store(
+        outputs + pair * width + column,
+        t.to(outputs.dtype.element_ty),
+        (place < end) & (column < width),
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -171,17 +187,28 @@ def fused_experts(
             x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias
         )  # which has a result for nothing, and mixes dtypes as autocast does
     ids, order = topk_ids.flatten().sort(stable=True)
-    bounds = torch.searchsorted(ids, torch.arange(w13.shape[0] + 1, dtype=ids.dtype, device=ids.device))
+    bounds = torch.searchsorted(
+        ids, torch.arange(w13.shape[0] + 1, dtype=ids.dtype, device=ids.device)
+    )
     hidden = _gate_up(x, w13, w13_bias, order, bounds, activation)
     outputs = _down(hidden, w2, w2_bias, order, bounds)
     out, tile = x.new_empty(x.shape), tile_of(x.shape[1], 1024, 1024)
     programs = triton.cdiv(x.shape[0], tile.rows) * triton.cdiv(x.shape[1], tile.columns)
-    operands = (topk_weights.contiguous(), topk_ids.contiguous(), out, *x.shape, topk_ids.shape[1], w13.shape[0])
+    operands = (
+        topk_weights.contiguous(),
+        topk_ids.contiguous(),
+        out,
+        *x.shape,
+        topk_ids.shape[1],
+        w13.shape[0],
+    )
     launch(weighted_sum_kernel, programs, tile, outputs, *operands)
     return out
 
 
-def _gate_up(x: Tensor, w13: Tensor, bias: Tensor | None, order: Tensor, bounds: Tensor, activation: str) -> Tensor:
+def _gate_up(
+    x: Tensor, w13: Tensor, bias: Tensor | None, order: Tensor, bounds: Tensor, activation: str
+) -> Tensor:
     """Compute what is between the two products, ``[pairs, intermediate_size]``, sorted by expert."""
     (experts, both, depth), pairs = w13.shape, order.shape[0]
     width, rows = both // 2, as_rows(x, depth)
@@ -194,7 +221,11 @@ def _gate_up(x: Tensor, w13: Tensor, bias: Tensor | None, order: Tensor, bounds:
         hidden,
     )  # no bias is read if there is none
     sizes = (experts, pairs // x.shape[0], depth, width, rows.stride(0), *w13.stride())
-    constants = {"function": activation, "has_bias": bias is not None, "tile_depth": DEPTH_BYTES // x.element_size()}
+    constants = {
+        "function": activation,
+        "has_bias": bias is not None,
+        "tile_depth": DEPTH_BYTES // x.element_size(),
+    }
     programs = blocks_at_most(pairs, experts, tile.rows) * triton.cdiv(width, tile.columns)
     launch(gate_up_kernel, programs, tile, rows, *operands, *sizes, **constants)
     return hidden
@@ -207,5 +238,16 @@ def _down(hidden: Tensor, w2: Tensor, bias: Tensor | None, order: Tensor, bounds
     operands = (w2, hidden if bias is None else bias.contiguous(), order, bounds, outputs)
     constants = {"has_bias": bias is not None, "tile_depth": DEPTH_BYTES // hidden.element_size()}
     programs = blocks_at_most(pairs, experts, tile.rows) * triton.cdiv(width, tile.columns)
-    launch(down_kernel, programs, tile, hidden, *operands, experts, depth, width, *w2.stride(), **constants)
+    launch(
+        down_kernel,
+        programs,
+        tile,
+        hidden,
+        *operands,
+        experts,
+        depth,
+        width,
+        *w2.stride(),
+        **constants,
+    )
     return outputs

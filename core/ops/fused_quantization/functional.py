@@ -33,14 +33,24 @@ FP8 = torch.float8_e4m3fn
 
 
 def _fake_norm_static(
-    x: Tensor, scale: Tensor, group_shape: Sequence[int], weight: Tensor | None, eps: float, dtype: torch.dtype = FP8
+    x: Tensor,
+    scale: Tensor,
+    group_shape: Sequence[int],
+    weight: Tensor | None,
+    eps: float,
+    dtype: torch.dtype = FP8,
 ) -> Tensor:
     return quant_fp8_static.fake(x, scale, group_shape, dtype)
 
 
 @register_functional("rms_norm", _fake_norm_static, differentiable=False)
 def rms_norm_quant_fp8_static(
-    x: Tensor, scale: Tensor, group_shape: Sequence[int], weight: Tensor | None, eps: float, dtype: torch.dtype = FP8
+    x: Tensor,
+    scale: Tensor,
+    group_shape: Sequence[int],
+    weight: Tensor | None,
+    eps: float,
+    dtype: torch.dtype = FP8,
 ) -> Tensor:
     """Compute ``quant_fp8_static(rms_norm(x, weight, eps), scale, group_shape, dtype)`` (arXiv:2209.05433).
 
@@ -59,7 +69,9 @@ def _fake_norm_dynamic(
     use_ue8m0: bool = False,
     dtype: torch.dtype = FP8,
 ) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = quant_fp8_dynamic.fake(x, group_shape, scale_ub, use_ue8m0, dtype)
+    found: tuple[Tensor, Tensor] = quant_fp8_dynamic.fake(
+        x, group_shape, scale_ub, use_ue8m0, dtype
+    )
     return found
 
 
@@ -79,7 +91,9 @@ def rms_norm_quant_fp8_dynamic(
     Raises:
         ValueError: as either does.
     """
-    return quant_fp8_dynamic.native(rms_norm.native(x, weight, eps), group_shape, scale_ub, use_ue8m0, dtype)
+    return quant_fp8_dynamic.native(
+        rms_norm.native(x, weight, eps), group_shape, scale_ub, use_ue8m0, dtype
+    )
 
 
 def _fake_sum_static(
@@ -124,7 +138,9 @@ def _fake_sum_dynamic(
     use_ue8m0: bool = False,
     dtype: torch.dtype = FP8,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return *_fake_norm_dynamic(x, group_shape, weight, eps, scale_ub, use_ue8m0, dtype), x.new_empty(x.shape)
+    return *_fake_norm_dynamic(
+        x, group_shape, weight, eps, scale_ub, use_ue8m0, dtype
+    ), x.new_empty(x.shape)
 
 
 @register_functional("rms_norm", _fake_sum_dynamic, differentiable=False)
@@ -148,7 +164,9 @@ def fused_add_rms_norm_quant_fp8_dynamic(
     return *quant_fp8_dynamic.native(normed, group_shape, scale_ub, use_ue8m0, dtype), summed
 
 
-def _fake_gate_static(x: Tensor, scale: Tensor, group_shape: Sequence[int], dtype: torch.dtype = FP8) -> Tensor:
+def _fake_gate_static(
+    x: Tensor, scale: Tensor, group_shape: Sequence[int], dtype: torch.dtype = FP8
+) -> Tensor:
     return quant_fp8_static.fake(half_of(x), scale, group_shape, dtype)
 
 
@@ -171,7 +189,9 @@ def _fake_gate_dynamic(
     use_ue8m0: bool = False,
     dtype: torch.dtype = FP8,
 ) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = quant_fp8_dynamic.fake(half_of(x), group_shape, scale_ub, use_ue8m0, dtype)
+    found: tuple[Tensor, Tensor] = quant_fp8_dynamic.fake(
+        half_of(x), group_shape, scale_ub, use_ue8m0, dtype
+    )
     return found
 
 
@@ -191,13 +211,17 @@ def silu_and_mul_quant_fp8_dynamic(
     return quant_fp8_dynamic.native(silu_and_mul.native(x), group_shape, scale_ub, use_ue8m0, dtype)
 
 
-def _fake_norm_fp4(x: Tensor, scale: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def _fake_norm_fp4(
+    x: Tensor, scale: Tensor | None, weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
     found: tuple[Tensor, Tensor] = quant_fp4.fake(x, scale)
     return found
 
 
 @register_functional("rms_norm", _fake_norm_fp4, differentiable=False)
-def rms_norm_quant_fp4(x: Tensor, scale: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def rms_norm_quant_fp4(
+    x: Tensor, scale: Tensor | None, weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
     """Compute ``quant_fp4(rms_norm(x, weight, eps), scale)`` (arXiv:2509.25149, arXiv:2310.10537).
 
     Raises:

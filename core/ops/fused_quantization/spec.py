@@ -25,7 +25,9 @@ def _normed(quantised: Reference) -> Reference:
 
 
 def _summed(quantised: Reference) -> Reference:
-    def reference(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, **others: Any) -> tuple[Tensor, ...]:
+    def reference(
+        x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, **others: Any
+    ) -> tuple[Tensor, ...]:
         found = quantised(_norm(x + residual, weight, eps), **others)
         return (found, x + residual) if isinstance(found, Tensor) else (*found, x + residual)
 
@@ -103,7 +105,12 @@ SPECS = tuple(
         sizes=spec.sizes,
         large=spec.large,
         # Scales follow from what is rounded to a half type first.
-        tolerances={**spec.tolerances, torch.float32: (1e-5, 1.3e-6), torch.float64: (1e-8, 1e-6), **HALF_NORM},
+        tolerances={
+            **spec.tolerances,
+            torch.float32: (1e-5, 1.3e-6),
+            torch.float64: (1e-8, 1e-6),
+            **HALF_NORM,
+        },
         differentiable=False,
     )
     for *forms, inputs, reference in ROWS

@@ -57,7 +57,9 @@ def qk_norm_rope(
     return turned.to(query.dtype), turned_key.to(key.dtype)
 
 
-def _normed(norm: Any, argument: str, x: Tensor, head_size: int, weight: Tensor, eps: float) -> Tensor:
+def _normed(
+    norm: Any, argument: str, x: Tensor, head_size: int, weight: Tensor, eps: float
+) -> Tensor:
     """Normalise heads, and leave them in the dtype in which they are computed."""
     expect_floating("qk_norm_rope", argument, x)
     if not x.dim() or x.shape[-1] % head_size:

@@ -101,21 +101,35 @@ def mla_paged_attention(
 
 
 def _over_latents(
-    query: Tensor, first: Tensor, lengths: Tensor, block_table: Tensor, *, cache: Tensor, scale: float
+    query: Tensor,
+    first: Tensor,
+    lengths: Tensor,
+    block_table: Tensor,
+    *,
+    cache: Tensor,
+    scale: float,
 ) -> Tensor:
     """Attend over ``[sequences, tokens, heads, size]``, of tokens at positions from ``first`` on.
 
     Heads count as tokens of a single one, so that no row is repeated for them.
     """
-    size, heads, queries = cache.shape[1], query.shape[2], torch.arange(query.shape[1], device=query.device)
+    size, heads, queries = (
+        cache.shape[1],
+        query.shape[2],
+        torch.arange(query.shape[1], device=query.device),
+    )
     keys = torch.arange(block_table.shape[1] * size, device=query.device)
-    visible = visible_keys(first[:, None] + queries, keys, None) & (keys < lengths[:, None])[:, None]
+    visible = (
+        visible_keys(first[:, None] + queries, keys, None) & (keys < lengths[:, None])[:, None]
+    )
     used = visible.any(1)
     blocks = block_table.where(used.view(*block_table.shape, size).any(-1), 0)
     rows = cache[blocks].flatten(1, 2)
     rows = rows.masked_fill(~used[:, :, None], 0.0)[:, None]  # as a share of zero times NaN is NaN
     mask = visible.repeat_interleave(heads, dim=1)[:, None]
-    attended = F.scaled_dot_product_attention(query.flatten(1, 2)[:, None], rows, rows, mask, scale=scale)
+    attended = F.scaled_dot_product_attention(
+        query.flatten(1, 2)[:, None], rows, rows, mask, scale=scale
+    )
     return attended.view(query.shape)
 
 
@@ -123,7 +137,12 @@ def expect_writable(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor) ->
     """Raise ``ValueError`` unless ``cache`` has places for latents and rotated keys of tokens at ``slots``."""
     op = "concat_and_cache_mla"
     expect_floating(op, "kv_c", kv_c)
-    if kv_c.dim() != 2 or k_pe.dim() != 2 or k_pe.shape[0] != kv_c.shape[0] or slots.shape != kv_c.shape[:1]:
+    if (
+        kv_c.dim() != 2
+        or k_pe.dim() != 2
+        or k_pe.shape[0] != kv_c.shape[0]
+        or slots.shape != kv_c.shape[:1]
+    ):
         raise ValueError(
             f"{op}: kv_c has shape {tuple(kv_c.shape)}, k_pe {tuple(k_pe.shape)} and slots {tuple(slots.shape)}, "
             "expected [tokens, kv_lora_rank], [tokens, qk_rope_head_dim] and [tokens]"
@@ -161,7 +180,9 @@ def expect_latents(
         )
     expect_rank(kv_lora_rank)
     if kv_lora_rank > cache.shape[2]:
-        raise ValueError(f"{op}: kv_lora_rank is {kv_lora_rank}, expected at most {cache.shape[2]} as cache has")
+        raise ValueError(
+            f"{op}: kv_lora_rank is {kv_lora_rank}, expected at most {cache.shape[2]} as cache has"
+        )
     expect_sequences(op, query, block_table, query_start_loc, seq_lens, cache.shape[1])
 
 

@@ -118,11 +118,19 @@ class MLAAttention(CachedAttention):
         self.q_lora_rank = q_lora_rank
         self.kv_lora_rank = kv_lora_rank
         self.head_size = kv_lora_rank + qk_rope_head_dim
-        for name in ("num_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"):
+        for name in (
+            "num_heads",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "v_head_dim",
+            "kv_lora_rank",
+        ):
             expect_size("mla_attention", name, getattr(self, name))
             expect_positive("mla_attention", name, getattr(self, name))
         if getattr(kv_b_proj, "bias", None) is not None:
-            raise LayerError(f"attention {prefix!r}: kv_b_proj has a bias, which cannot be absorbed: give it none")
+            raise LayerError(
+                f"attention {prefix!r}: kv_b_proj has a bias, which cannot be absorbed: give it none"
+            )
         self.kv_b_proj = kv_b_proj
         self.prefix = self.layer_name = prefix
         claim_prefix(prefix, self)
@@ -146,7 +154,11 @@ class MLAAttention(CachedAttention):
         return frozenset() if current_batch() is not None else frozenset({"write", "attend_pages"})
 
     def forward(
-        self, q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, output_shape: Sequence[int] | torch.Size | None = None
+        self,
+        q: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        output_shape: Sequence[int] | torch.Size | None = None,
     ) -> Tensor:
         """Return the attended values, ``[tokens, num_heads · v_head_dim]``; new rows go to the cache.
 
@@ -164,7 +176,9 @@ class MLAAttention(CachedAttention):
         tokens, width = q.shape[:1], self.num_heads * self.qk_head_dim
         self._expect("q", q, (*tokens, width), (*tokens, self.num_heads, self.qk_head_dim))
         self._expect("kv_c_normed", kv_c_normed, (*tokens, self.kv_lora_rank))
-        self._expect("k_pe", k_pe, (*tokens, self.qk_rope_head_dim), (*tokens, 1, self.qk_rope_head_dim))
+        self._expect(
+            "k_pe", k_pe, (*tokens, self.qk_rope_head_dim), (*tokens, 1, self.qk_rope_head_dim)
+        )
         q, k_pe = q.reshape(*tokens, width), k_pe.reshape(*tokens, self.qk_rope_head_dim)
         if self.is_node and is_compiling():
             return as_node(q, kv_c_normed, k_pe, self.prefix, self.num_heads * self.v_head_dim)
@@ -172,12 +186,16 @@ class MLAAttention(CachedAttention):
         if batch is None:
             attended = self._expanded(query, kv_c_normed, k_pe)
         else:
-            attended = self.attend_batch(batch, self.pages(batch, len(query)), query, kv_c_normed, k_pe)
+            attended = self.attend_batch(
+                batch, self.pages(batch, len(query)), query, kv_c_normed, k_pe
+            )
         return attended.flatten(1)
 
     def _expect(self, name: str, x: Tensor, *shapes: tuple[int, ...]) -> None:
         if tuple(x.shape) not in shapes:
-            raise ValueError(f"mla_attention: {name} has shape {tuple(x.shape)}, expected {list(shapes[-1])}")
+            raise ValueError(
+                f"mla_attention: {name} has shape {tuple(x.shape)}, expected {list(shapes[-1])}"
+            )
 
     def attend_batch(
         self, batch: AttentionBatch, pages: LayerPages, query: Tensor, kv_c: Tensor, k_pe: Tensor
@@ -190,14 +208,24 @@ class MLAAttention(CachedAttention):
         chunks = self._chunks(batch) if batch.max_query_len > 1 else []
         expanded = [chunk for chunk in chunks if self._gains_by_expansion(chunk)]
         if not expanded:
-            return self._absorbed(query, pages.cache, pages.block_table, batch.query_start_loc, batch.seq_lens)
+            return self._absorbed(
+                query, pages.cache, pages.block_table, batch.query_start_loc, batch.seq_lens
+            )
         attended = query.new_empty(*query.shape[:2], self.v_head_dim)
         for chunk in expanded:
             blocks = pages.block_table[chunk.sequence, : -(-chunk.length // batch.block_size)]
-            kv_c, k_pe = pages.cache[blocks].flatten(0, 1)[: chunk.length].tensor_split([self.kv_lora_rank], dim=-1)
-            attended[chunk.start : chunk.end] = self._expanded(query[chunk.start : chunk.end], kv_c, k_pe)
+            kv_c, k_pe = (
+                pages.cache[blocks]
+                .flatten(0, 1)[: chunk.length]
+                .tensor_split([self.kv_lora_rank], dim=-1)
+            )
+            attended[chunk.start : chunk.end] = self._expanded(
+                query[chunk.start : chunk.end], kv_c, k_pe
+            )
         if len(expanded) < len(chunks):
-            self._absorb_others(batch, pages, query, [chunk for chunk in chunks if chunk not in expanded], attended)
+            self._absorb_others(
+                batch, pages, query, [chunk for chunk in chunks if chunk not in expanded], attended
+            )
         return attended
 
     def _chunks(self, batch: AttentionBatch) -> list[_Chunk]:
@@ -215,24 +243,38 @@ class MLAAttention(CachedAttention):
         return count > 1 and pairs * saved > (chunk.length - count) * expansion
 
     def _absorb_others(
-        self, batch: AttentionBatch, pages: LayerPages, query: Tensor, chunks: Sequence[_Chunk], attended: Tensor
+        self,
+        batch: AttentionBatch,
+        pages: LayerPages,
+        query: Tensor,
+        chunks: Sequence[_Chunk],
+        attended: Tensor,
     ) -> None:
         """Attend over latents with some of the sequences, and put the values in their places."""
         device = query.device
         sequences = torch.tensor([chunk.sequence for chunk in chunks], device=device)
-        tokens = torch.cat([torch.arange(chunk.start, chunk.end, device=device) for chunk in chunks])
+        tokens = torch.cat(
+            [torch.arange(chunk.start, chunk.end, device=device) for chunk in chunks]
+        )
         starts = F.pad(batch.query_start_loc.diff()[sequences].cumsum(0, dtype=torch.int32), (1, 0))
         lengths, table = batch.seq_lens[sequences], pages.block_table[sequences]
         attended[tokens] = self._absorbed(query[tokens], pages.cache, table, starts, lengths)
 
     def _absorbed(
-        self, query: Tensor, cache: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor
+        self,
+        query: Tensor,
+        cache: Tensor,
+        block_table: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
     ) -> Tensor:
         """Attend over latents in pages with ``[tokens, num_heads, qk_head_dim]``."""
         to_key, to_value = self._projections(query)
         q_nope, q_pe = query.tensor_split([self.qk_nope_head_dim], dim=-1)
         absorbed = self.by_heads(q_nope, to_key)
-        latents = self.attend_pages(torch.cat((absorbed, q_pe), -1), cache, block_table, query_start_loc, seq_lens)
+        latents = self.attend_pages(
+            torch.cat((absorbed, q_pe), -1), cache, block_table, query_start_loc, seq_lens
+        )
         return self.by_heads(latents, to_value)
 
     def by_heads(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -250,10 +292,14 @@ class MLAAttention(CachedAttention):
         Copies of a plain weight are made anew when it has changed, as prompts are expanded by the weight itself.
         """
         proj, sizes = self.kv_b_proj, [self.qk_nope_head_dim, self.v_head_dim]
-        plain = not isinstance(proj, HasWeightMethod) or isinstance(proj.quant_method, UnquantizedLinearMethod)
+        plain = not isinstance(proj, HasWeightMethod) or isinstance(
+            proj.quant_method, UnquantizedLinearMethod
+        )
         weight = proj._parameters.get("weight") if plain else None
         if weight is not None and not weight.is_cpu:
-            to_key, to_value = weight.view(self.num_heads, -1, self.kv_lora_rank).split(sizes, dim=1)
+            to_key, to_value = weight.view(self.num_heads, -1, self.kv_lora_rank).split(
+                sizes, dim=1
+            )
             return to_key, to_value.transpose(1, 2)
         if self._to_key is None or self._to_value is None or not self._made_of.is_still(weight):
             self._made_of = _Seen.of(weight)
@@ -261,7 +307,9 @@ class MLAAttention(CachedAttention):
                 if weight is None:
                     unit = torch.eye(self.kv_lora_rank, dtype=query.dtype, device=query.device)
                     weight = result_of(proj(unit)).t()
-                to_key, to_value = weight.reshape(self.num_heads, -1, self.kv_lora_rank).split(sizes, dim=1)
+                to_key, to_value = weight.reshape(self.num_heads, -1, self.kv_lora_rank).split(
+                    sizes, dim=1
+                )
                 self._to_key = to_key.transpose(1, 2).contiguous()
                 self._to_value = to_value.contiguous()
         return self._to_key.transpose(1, 2), self._to_value.transpose(1, 2)
@@ -274,7 +322,9 @@ class MLAAttention(CachedAttention):
     def _expanded(self, query: Tensor, kv_c: Tensor, k_pe: Tensor) -> Tensor:
         """Attend with the last tokens of a sequence over all of its latents, expanded to keys and values."""
         count, length = len(query), len(kv_c)
-        expanded = result_of(self.kv_b_proj(kv_c)).view(length, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
+        expanded = result_of(self.kv_b_proj(kv_c)).view(
+            length, self.num_heads, self.qk_nope_head_dim + self.v_head_dim
+        )
         k_nope, value = expanded.tensor_split([self.qk_nope_head_dim], dim=-1)
         key = torch.cat((k_nope, k_pe[:, None].expand(-1, self.num_heads, -1)), dim=-1)
         # Torch's kernels that do not keep all scores take heads of one size only.

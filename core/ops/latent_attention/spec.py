@@ -48,7 +48,9 @@ def _inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
     blocks = int(needed.sum()) + SPARE_BLOCKS
     table = draw.integers(0, blocks, (sequences, (longest + 10) // BLOCK_SIZE + 3))
     own = torch.randperm(blocks, generator=draw.generator)
-    for row, part in zip(table, torch.split_with_sizes(own[:-SPARE_BLOCKS], needed.tolist()), strict=True):
+    for row, part in zip(
+        table, torch.split_with_sizes(own[:-SPARE_BLOCKS], needed.tolist()), strict=True
+    ):
         row[: len(part)] = part
     return {
         "query": draw(int(lengths.sum()), HEADS, size + ROPE),
@@ -61,14 +63,18 @@ def _inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
     }
 
 
-def _rows_seen(cache: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> list[Tensor]:
+def _rows_seen(
+    cache: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor
+) -> list[Tensor]:
     """Return for each token of the query the rows up to its own, ``[keys, size]``."""
     seen = []
     for sequence, (start, end) in enumerate(pairwise(query_start_loc.tolist())):
         length = int(seq_lens[sequence])
         places = [divmod(position, cache.shape[1]) for position in range(length)]
         rows = [cache[int(block_table[sequence, block]), offset] for block, offset in places]
-        seen += [torch.stack(rows[: position + 1]) for position in range(length - (end - start), length)]
+        seen += [
+            torch.stack(rows[: position + 1]) for position in range(length - (end - start), length)
+        ]
     return seen
 
 
@@ -85,7 +91,9 @@ def _reference(
     for token, rows in enumerate(_rows_seen(cache, block_table, query_start_loc, seq_lens)):
         scores = torch.einsum("he,ke->hk", query[token], rows) * scale
         weights = torch.exp(scores - scores.amax(-1, keepdim=True))
-        result[token] = torch.einsum("hk,kc->hc", weights / weights.sum(-1, keepdim=True), rows[:, :kv_lora_rank])
+        result[token] = torch.einsum(
+            "hk,kc->hc", weights / weights.sum(-1, keepdim=True), rows[:, :kv_lora_rank]
+        )
     return result
 
 
@@ -100,10 +108,14 @@ def _by_torch(
 ) -> Any:
     """Attend with one token after another to contiguous rows that are repeated for the heads."""
     attended = []
-    for row, seen in zip(query, _rows_seen(cache, block_table, query_start_loc, seq_lens), strict=True):
+    for row, seen in zip(
+        query, _rows_seen(cache, block_table, query_start_loc, seq_lens), strict=True
+    ):
         key = seen.expand(1, len(row), -1, -1)
         value = key[..., :kv_lora_rank]
-        attended.append(F.scaled_dot_product_attention(row[None, :, None], key, value, scale=scale)[0, :, 0])
+        attended.append(
+            F.scaled_dot_product_attention(row[None, :, None], key, value, scale=scale)[0, :, 0]
+        )
     return torch.stack(attended)
 
 
@@ -116,10 +128,18 @@ def _op(
     kv_lora_rank: int,
     scale: float,
 ) -> tuple[nn.Module, tuple[Any, ...]]:
-    return ops.MLAPagedAttention(kv_lora_rank, scale), (query, cache, block_table, query_start_loc, seq_lens)
+    return ops.MLAPagedAttention(kv_lora_rank, scale), (
+        query,
+        cache,
+        block_table,
+        query_start_loc,
+        seq_lens,
+    )
 
 
-def _flops(query: Tensor, query_start_loc: Tensor, seq_lens: Tensor, kv_lora_rank: int, **others: Any) -> int:
+def _flops(
+    query: Tensor, query_start_loc: Tensor, seq_lens: Tensor, kv_lora_rank: int, **others: Any
+) -> int:
     counts = query_start_loc.diff()
     pairs = counts * seq_lens - counts * (counts - 1) // 2
     return 2 * query.shape[1] * (query.shape[2] + kv_lora_rank) * int(pairs.sum())

@@ -30,7 +30,15 @@ from opgraft.ops.attention.triton import (
     store_part,
 )
 from opgraft.ops.latent_attention import functional as definitions
-from opgraft.ops.triton_launch import Tile, as_rows, entries_apart, launch, power_of_two, replaces, tile_of
+from opgraft.ops.triton_launch import (
+    Tile,
+    as_rows,
+    entries_apart,
+    launch,
+    power_of_two,
+    replaces,
+    tile_of,
+)
 from opgraft.ops.triton_segments import blocks_at_most
 from torch import Tensor
 
@@ -73,7 +81,9 @@ def mla_paged_attention_kernel(
     tile_columns: tl.constexpr,
 ):
     part, block, groups = tl.program_id(0) % parts, tl.program_id(0) // parts, tl.cdiv(heads, group)
-    sequence, first, count, position = block_of_queries(block // groups, starts, lengths, sequences, tile_rows // group)
+    sequence, first, count, position = block_of_queries(
+        block // groups, starts, lengths, sequences, tile_rows // group
+    )
     if count <= 0:
         return
     begin, end = part_of_keys(position, position + count, window, part, parts, tile_keys)
@@ -83,7 +93,10 @@ def mla_paged_attention_kernel(
     query += token * query_stride + head * (rank + rope)
     q = loaded_rows(query, exists, rank, query.dtype.scalar.element_ty, tile_columns)
     rotated_q = loaded_rows(query + rank, exists, rope, q.dtype, tile_rope)
-    highest, total = tl.full((tile_rows, 1), LOWEST, tl.float32), tl.zeros((tile_rows, 1), tl.float32)
+    highest, total = (
+        tl.full((tile_rows, 1), LOWEST, tl.float32),
+        tl.zeros((tile_rows, 1), tl.float32),
+    )
     attended = tl.zeros((tile_rows, tile_columns), tl.float32)
     for start in range(begin, end, tile_keys):
         key, table = start + tl.arange(0, tile_keys), block_table + sequence * table_stride
@@ -91,7 +104,9 @@ def mla_paged_attention_kernel(
         latents = loaded_rows(rows, (key < end)[:, None], rank, q.dtype, tile_columns)
         rotated = loaded_rows(rows + rank, (key < end)[:, None], rope, q.dtype, tile_rope)
         scores = tl.dot(q, tl.trans(latents), input_precision="ieee")
-        scores = tl.dot(rotated_q, tl.trans(rotated), scores, input_precision="ieee") * (scale * LOG2_E)
+        scores = tl.dot(rotated_q, tl.trans(rotated), scores, input_precision="ieee") * (
+            scale * LOG2_E
+        )
         visible = (key < end)[None, :] & (key[None, :] <= position + row // group)
         scores = tl.where(visible, scores, float("-inf"))
         attended, highest, total = added_keys(attended, highest, total, scores, latents)
@@ -131,16 +146,31 @@ def concat_and_cache_mla(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tenso
         definitions.concat_and_cache_mla.native(kv_c, k_pe, cache, slots)
     else:
         (tokens, rank), width = kv_c.shape, cache.shape[2]
-        latents, rotated, tile = as_rows(kv_c, rank), as_rows(k_pe, width - rank), tile_of(width, 1024, 1024)
+        latents, rotated, tile = (
+            as_rows(kv_c, rank),
+            as_rows(k_pe, width - rank),
+            tile_of(width, 1024, 1024),
+        )
         programs = triton.cdiv(tokens, tile.rows) * triton.cdiv(width, tile.columns)
         sizes = (tokens, rank, width, latents.stride(0), rotated.stride(0), cache.stride(0))
         operands = (rotated, cache, slots.contiguous(), *sizes)
-        launch(concat_and_cache_mla_kernel, programs, tile, latents, *operands, block_size=cache.shape[1])
+        launch(
+            concat_and_cache_mla_kernel,
+            programs,
+            tile,
+            latents,
+            *operands,
+            block_size=cache.shape[1],
+        )
 
 
 def _fits(query: Tensor, cache: Tensor, rank: int) -> bool:
     """Tell whether the kernel can take a cache and queries; else the native definition does."""
-    return cache.dtype == query.dtype and rank * query.element_size() <= WIDEST_LATENT and entries_apart(cache)
+    return (
+        cache.dtype == query.dtype
+        and rank * query.element_size() <= WIDEST_LATENT
+        and entries_apart(cache)
+    )
 
 
 @replaces(definitions.mla_paged_attention)
@@ -159,12 +189,26 @@ def mla_paged_attention(
         return definitions.mla_paged_attention.native(query, cache, *given, scale)
     out = query.new_empty((*query.shape[:2], kv_lora_rank))
     if out.numel():
-        _attend(out, query, cache, block_table, query_start_loc.contiguous(), seq_lens.contiguous(), scale)
+        _attend(
+            out,
+            query,
+            cache,
+            block_table,
+            query_start_loc.contiguous(),
+            seq_lens.contiguous(),
+            scale,
+        )
     return out
 
 
 def _attend(
-    out: Tensor, query: Tensor, cache: Tensor, block_table: Tensor, starts: Tensor, lengths: Tensor, scale: float
+    out: Tensor,
+    query: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    scale: float,
 ) -> None:
     """Launch the kernel, and the one that adds up parts where the programs are too few to fill a GPU."""
     (tokens, heads, rank), sequences, block_size = out.shape, lengths.shape[0], cache.shape[1]
@@ -178,11 +222,37 @@ def _attend(
         results = query.new_empty((tokens, heads, parts, rank), dtype=torch.float32)
         log_sums = query.new_empty((tokens, heads, parts), dtype=torch.float32)
     rows, table = heads_together(query), as_rows(block_table, block_table.shape[1])
-    operands = (cache, table, starts, lengths, results, log_sums, sequences, heads, group, parts, rank, rope, scale)
+    operands = (
+        cache,
+        table,
+        starts,
+        lengths,
+        results,
+        log_sums,
+        sequences,
+        heads,
+        group,
+        parts,
+        rank,
+        rope,
+        scale,
+    )
     constants = {"window": UNBOUNDED, "block_size": block_size, "tile_keys": KEYS}
     constants |= {"tile_rope": max(16, power_of_two(rope))}
     strides = (rows.stride(0), table.stride(0), cache.stride(0))
-    launch(mla_paged_attention_kernel, programs * parts, tile, rows, *operands, *strides, **constants)
+    launch(
+        mla_paged_attention_kernel, programs * parts, tile, rows, *operands, *strides, **constants
+    )
     if parts > 1:
         one = tile._replace(rows=1)
-        launch(added_parts_kernel, tokens * heads, one, results, log_sums, out, parts, rank, most=MOST_PARTS)
+        launch(
+            added_parts_kernel,
+            tokens * heads,
+            one,
+            results,
+            log_sums,
+            out,
+            parts,
+            rank,
+            most=MOST_PARTS,
+        )

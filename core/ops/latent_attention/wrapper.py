@@ -135,14 +135,22 @@ class MultiHeadLatentAttentionWrapper(PluggableLayer):
         for name in (*needed, "kv_a_layernorm", "kv_b_proj", "rotary_emb", "o_proj", "g_proj"):
             module = getattr(mla_modules, name)
             if module is None and name in needed:
-                raise LayerError(f"latent attention {prefix!r}: {name} is None, and q_lora_rank is {q_lora_rank}")
+                raise LayerError(
+                    f"latent attention {prefix!r}: {name} is None, and q_lora_rank is {q_lora_rank}"
+                )
             self.add_module(name, module)
         sizes = (qk_nope_head_dim, qk_rope_head_dim, v_head_dim, q_lora_rank, kv_lora_rank)
         self.mla_attn = MLAAttention(
-            num_heads, scale, *sizes, mla_modules.kv_b_proj, prefix=f"{prefix}.attn" if prefix else "attn"
+            num_heads,
+            scale,
+            *sizes,
+            mla_modules.kv_b_proj,
+            prefix=f"{prefix}.attn" if prefix else "attn",
         )
 
-    def forward(self, positions: Tensor, hidden_states: Tensor, llama_4_scaling: Tensor | None = None) -> Tensor:
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, llama_4_scaling: Tensor | None = None
+    ) -> Tensor:
         """Attend with ``hidden_states`` ``[tokens, hidden_size]``, and return the same shape.
 
         Args:
@@ -155,7 +163,9 @@ class MultiHeadLatentAttentionWrapper(PluggableLayer):
         """
         query, latents = self._down(hidden_states)
         op, size = "multi_head_latent_attention", self.num_heads * self.qk_head_dim
-        expect_last_dim(op, "what q_b_proj gives" if self.q_lora_rank else "what q_proj gives", query, size)
+        expect_last_dim(
+            op, "what q_b_proj gives" if self.q_lora_rank else "what q_proj gives", query, size
+        )
         kv_c, k_pe = latents.tensor_split([self.kv_lora_rank], dim=-1)
         query = query.view(-1, self.num_heads, self.qk_head_dim)
         if self.rotary_emb is not None:
@@ -172,15 +182,21 @@ class MultiHeadLatentAttentionWrapper(PluggableLayer):
     def _down(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Return query heads ``[tokens, num_heads · qk_head_dim]``, and latents with the shared key behind them."""
         if self.q_lora_rank is None:
-            return result_of(self.q_proj(hidden_states)), result_of(self.kv_a_proj_with_mqa(hidden_states))
-        q_c, latents = result_of(self.fused_qkv_a_proj(hidden_states)).tensor_split([self.q_lora_rank], dim=-1)
+            return result_of(self.q_proj(hidden_states)), result_of(
+                self.kv_a_proj_with_mqa(hidden_states)
+            )
+        q_c, latents = result_of(self.fused_qkv_a_proj(hidden_states)).tensor_split(
+            [self.q_lora_rank], dim=-1
+        )
         return result_of(self.q_b_proj(self.q_a_layernorm(q_c))), latents
 
 
 def _expect_dense(prefix: str, modules: MLAModules, non_causal: bool) -> None:
     """Raise ``LayerError`` for attention that is not written."""
     if not isinstance(modules, MLAModules):
-        raise LayerError(f"latent attention {prefix!r}: mla_modules is {modules!r}, expected an MLAModules")
+        raise LayerError(
+            f"latent attention {prefix!r}: mla_modules is {modules!r}, expected an MLAModules"
+        )
     if modules.is_sparse or modules.indexer is not None or non_causal:
         raise LayerError(
             f"latent attention {prefix!r} is to be {'not causal' if non_causal else 'sparse'}, which is not written: "

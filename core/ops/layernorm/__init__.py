@@ -1,5 +1,11 @@
 """Norms."""
 
-from opgraft.ops.layernorm.modules import GemmaRMSNorm, LayerNorm, RMSNorm, RMSNormGated, UnscaledRMSNorm
+from opgraft.ops.layernorm.modules import (
+    GemmaRMSNorm,
+    LayerNorm,
+    RMSNorm,
+    RMSNormGated,
+    UnscaledRMSNorm,
+)
 
 __all__ = ["GemmaRMSNorm", "LayerNorm", "RMSNorm", "RMSNormGated", "UnscaledRMSNorm"]

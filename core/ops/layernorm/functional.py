@@ -45,7 +45,9 @@ def pair_like(x: Tensor, *others: object, **settings: object) -> tuple[Tensor, T
 
 
 @register_functional("rms_norm", like)
-def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, variance_size: int | None = None) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, variance_size: int | None = None
+) -> Tensor:
     """Compute the root mean square norm, ``x / sqrt(mean(x²) + eps) · weight`` (Zhang and Sennrich, arXiv:1910.07467).
 
     The normalised value is rounded to the dtype of the weight, multiplied, and rounded to that of ``x``, as Llama's
@@ -67,7 +69,11 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, varianc
 
 @register_functional("rms_norm", pair_like)
 def fused_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, variance_size: int | None = None
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    variance_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute ``(rms_norm(x + residual), x + residual)`` (arXiv:1910.07467); arguments as of ``rms_norm``.
 
@@ -81,7 +87,11 @@ def fused_add_rms_norm(
 
 @register_functional("rms_norm", nothing, mutates=("x", "residual"))
 def fused_add_rms_norm_(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, variance_size: int | None = None
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    variance_size: int | None = None,
 ) -> None:
     """Compute ``fused_add_rms_norm`` in place: the norm is written over ``x``, the sum over ``residual``."""
     _overwrite((x, residual), fused_add_rms_norm.native(x, residual, weight, eps, variance_size))
@@ -101,7 +111,9 @@ def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 @register_functional("gemma_rms_norm", pair_like)
-def fused_add_gemma_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+def fused_add_gemma_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
     """Compute ``(gemma_rms_norm(x + residual), x + residual)`` (arXiv:2403.08295).
 
     Raises:
@@ -113,7 +125,9 @@ def fused_add_gemma_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: f
 
 
 @register_functional("gemma_rms_norm", nothing, mutates=("x", "residual"))
-def fused_add_gemma_rms_norm_(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
+def fused_add_gemma_rms_norm_(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
+) -> None:
     """Compute ``fused_add_gemma_rms_norm`` in place: the norm is written over ``x``, the sum over ``residual``."""
     _overwrite((x, residual), fused_add_gemma_rms_norm.native(x, residual, weight, eps))
 
@@ -121,7 +135,9 @@ def fused_add_gemma_rms_norm_(x: Tensor, residual: Tensor, weight: Tensor, eps: 
 def expect_group_size(group_size: int | None, hidden_size: int) -> None:
     """Raise ``ValueError`` unless the groups of ``rms_norm_gated`` divide a row."""
     if group_size is not None and (group_size < 1 or hidden_size % group_size):
-        raise ValueError(f"rms_norm_gated: group_size is {group_size}, expected a divisor of {hidden_size}")
+        raise ValueError(
+            f"rms_norm_gated: group_size is {group_size}, expected a divisor of {hidden_size}"
+        )
 
 
 @register_functional("rms_norm_gated", like)
@@ -190,7 +206,10 @@ def layer_norm(
 
 
 def expect_normalizable(
-    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> None:
     """Raise ``ValueError`` unless ``layer_norm`` takes these."""
     sizes = tuple(normalized_shape)
@@ -203,7 +222,9 @@ def expect_normalizable(
         if values is None:
             continue
         if values.shape != sizes:
-            raise ValueError(f"layer_norm: {argument} has shape {tuple(values.shape)}, expected {sizes}")
+            raise ValueError(
+                f"layer_norm: {argument} has shape {tuple(values.shape)}, expected {sizes}"
+            )
         if values.dtype != torch.float32 or x.dtype == torch.float64:
             expect_same_dtype("layer_norm", argument, values, "x", x)
         expect_same_device("layer_norm", argument, values, "x", x)
@@ -235,7 +256,9 @@ def _normalised(x: Tensor, eps: float, variance_size: int | None = None) -> Tens
     return x * torch.rsqrt(measured.pow(2).mean(-1, keepdim=True) + eps)
 
 
-def _scaled(op: str, x: Tensor, summed: Tensor, weight: Tensor | None, eps: float, variance_size: int | None) -> Tensor:
+def _scaled(
+    op: str, x: Tensor, summed: Tensor, weight: Tensor | None, eps: float, variance_size: int | None
+) -> Tensor:
     expect_variance_size(op, variance_size, x)
     normed = _normalised(summed, eps, variance_size)
     if weight is not None:
@@ -251,7 +274,9 @@ def _gemma(op: str, x: Tensor, summed: Tensor, weight: Tensor, eps: float) -> Te
 
 def _grouped(x: Tensor, group_size: int | None) -> Tensor:
     expect_group_size(group_size, x.shape[-1])
-    return x if group_size is None else x.reshape(*x.shape[:-1], x.shape[-1] // group_size, group_size)
+    return (
+        x if group_size is None else x.reshape(*x.shape[:-1], x.shape[-1] // group_size, group_size)
+    )
 
 
 def _overwrite(targets: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:

@@ -72,7 +72,9 @@ class RMSNorm(_EpsByTwoNames, CustomOp):
         expect_size("rms_norm", "hidden_size", hidden_size)
         expect_not_negative("rms_norm", "eps", eps)
         if var_hidden_size is not None and not 0 < var_hidden_size <= hidden_size:
-            raise ValueError(f"rms_norm: var_hidden_size is {var_hidden_size}, expected 1 to hidden_size={hidden_size}")
+            raise ValueError(
+                f"rms_norm: var_hidden_size is {var_hidden_size}, expected 1 to hidden_size={hidden_size}"
+            )
         self.hidden_size = hidden_size
         self.variance_epsilon = eps
         self.variance_size_override = None if var_hidden_size == hidden_size else var_hidden_size
@@ -95,8 +97,12 @@ class RMSNorm(_EpsByTwoNames, CustomOp):
         expect_last_dim("rms_norm", "x", x, self.hidden_size)
         weight = self.weight if self.has_weight else None
         if residual is None:
-            return functional.rms_norm(x, weight, self.variance_epsilon, self.variance_size_override)
-        return functional.fused_add_rms_norm(x, residual, weight, self.variance_epsilon, self.variance_size_override)
+            return functional.rms_norm(
+                x, weight, self.variance_epsilon, self.variance_size_override
+            )
+        return functional.fused_add_rms_norm(
+            x, residual, weight, self.variance_epsilon, self.variance_size_override
+        )
 
     # The host derives forward_cuda and forward_xpu from these: forward_native with Triton's functional forms.
     functional_cuda = functional_xpu = TRITON
@@ -194,7 +200,9 @@ class LayerNorm(CustomOp, nn.LayerNorm):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, bias, device=device, dtype=dtype)
+        super().__init__(
+            normalized_shape, eps, elementwise_affine, bias, device=device, dtype=dtype
+        )
 
     @called_with(by_position=["input"])
     @calls_functional
@@ -249,17 +257,27 @@ class RMSNormGated(_EpsByTwoNames, CustomOp):
         self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
 
     @calls_functional
-    def forward_native(self, x: Tensor, z: Tensor | None = None, *, functional: Any = NATIVE) -> Tensor:
+    def forward_native(
+        self, x: Tensor, z: Tensor | None = None, *, functional: Any = NATIVE
+    ) -> Tensor:
         """Return the norm of ``x``, gated by ``z`` where it is given, in any floating-point dtype.
 
         Raises:
             ValueError: ``x`` does not end in ``hidden_size``, or ``z`` has another shape or device.
         """
         expect_last_dim("rms_norm_gated", "x", x, self.hidden_size)
-        if z is not None and z.dtype is not x.dtype and z.is_floating_point():  # scans of mixers return float32
+        if (
+            z is not None and z.dtype is not x.dtype and z.is_floating_point()
+        ):  # scans of mixers return float32
             z = z.to(x.dtype)
         return functional.rms_norm_gated(
-            x, self.weight, z, self.variance_epsilon, self.group_size, self.norm_before_gate, self.activation
+            x,
+            self.weight,
+            z,
+            self.variance_epsilon,
+            self.group_size,
+            self.norm_before_gate,
+            self.activation,
         )
 
     functional_cuda = functional_xpu = TRITON

@@ -10,7 +10,15 @@ import torch
 from opgraft.ops import layernorm as ops
 from opgraft.ops.activation.spec import silu
 from opgraft.ops.layernorm import functional
-from opgraft.ops.spec import HALF_NORM, Arguments, Draw, OpSpec, Outside, of_transformers, with_parameters
+from opgraft.ops.spec import (
+    HALF_NORM,
+    Arguments,
+    Draw,
+    OpSpec,
+    Outside,
+    of_transformers,
+    with_parameters,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -30,7 +38,12 @@ def _gated(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
 
 
 def _affine(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
-    return {"x": draw(*lead, size), "normalized_shape": [size], "weight": draw(size), "bias": draw(size)}
+    return {
+        "x": draw(*lead, size),
+        "normalized_shape": [size],
+        "weight": draw(size),
+        "bias": draw(size),
+    }
 
 
 def _root_mean_square(x: Tensor, eps: float, size: int | None = None) -> Tensor:
@@ -38,7 +51,9 @@ def _root_mean_square(x: Tensor, eps: float, size: int | None = None) -> Tensor:
     return torch.sqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps)
 
 
-def _rms(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, variance_size: int | None = None) -> Tensor:
+def _rms(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, variance_size: int | None = None
+) -> Tensor:
     normed = x / _root_mean_square(x, eps, variance_size)
     return normed if weight is None else normed * weight
 
@@ -61,10 +76,20 @@ def _rms_gated(
     norm_before_gate: bool = False,
     activation: str = "swish",
 ) -> Tensor:
-    gate = torch.ones_like(x) if z is None else 1 / (1 + torch.exp(-z)) if activation == "sigmoid" else silu(z)
+    gate = (
+        torch.ones_like(x)
+        if z is None
+        else 1 / (1 + torch.exp(-z))
+        if activation == "sigmoid"
+        else silu(z)
+    )
     y = x if norm_before_gate else x * gate
     groups = y.reshape(-1, group_size or y.shape[-1])
-    return (groups / _root_mean_square(groups, eps)).reshape(x.shape) * weight * (gate if norm_before_gate else 1)
+    return (
+        (groups / _root_mean_square(groups, eps)).reshape(x.shape)
+        * weight
+        * (gate if norm_before_gate else 1)
+    )
 
 
 def _layer_norm(
@@ -91,7 +116,9 @@ def _rms_op(
     return with_parameters(op, weight=weight), (x,) if residual is None else (x, residual)
 
 
-def _gemma_op(x: Tensor, weight: Tensor, residual: Tensor | None = None, eps: float = 1e-6) -> Module:
+def _gemma_op(
+    x: Tensor, weight: Tensor, residual: Tensor | None = None, eps: float = 1e-6
+) -> Module:
     op = with_parameters(ops.GemmaRMSNorm(x.shape[-1], eps), weight=weight)
     return op, (x,) if residual is None else (x, residual)
 
@@ -101,13 +128,20 @@ def _gated_op(x: Tensor, weight: Tensor, z: Tensor | None = None, **settings: An
 
 
 def _layer_norm_op(
-    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Module:
-    op = ops.LayerNorm(normalized_shape, elementwise_affine=weight is not None, bias=bias is not None)
+    op = ops.LayerNorm(
+        normalized_shape, elementwise_affine=weight is not None, bias=bias is not None
+    )
     return with_parameters(op, weight=weight, bias=bias), (x,)
 
 
-def _torch_rms(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, variance_size: int | None = None) -> Any:
+def _torch_rms(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, variance_size: int | None = None
+) -> Any:
     return None if variance_size else F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
@@ -144,7 +178,11 @@ GROUPED: dict[str, Arguments] = {
     "before the gate": {"norm_before_gate": True, "activation": "silu"},
     "sigmoid": {"activation": "sigmoid", "eps": 1e-2},
 }
-LAYER: dict[str, Arguments] = {"": {}, "no bias": {"bias": None}, "no weight": {"weight": None, "bias": None}}
+LAYER: dict[str, Arguments] = {
+    "": {},
+    "no bias": {"bias": None},
+    "no weight": {"weight": None, "bias": None},
+}
 NORM: dict[str, Any] = {"flops": _flops, "tolerances": HALF_NORM}
 TORCH_RMS = Outside("torch.nn.functional.rms_norm", _torch_rms)
 
@@ -159,7 +197,14 @@ SPECS = (
         large=(((83,), 5125), ((7,), 8192), ((4096,), 8)),
         **NORM,
     ),
-    OpSpec(functional.fused_add_rms_norm, _residual, _after_sum(_rms), module=_rms_op, variants=RMS, **NORM),
+    OpSpec(
+        functional.fused_add_rms_norm,
+        _residual,
+        _after_sum(_rms),
+        module=_rms_op,
+        variants=RMS,
+        **NORM,
+    ),
     OpSpec(functional.fused_add_rms_norm_, _residual, _after_sum(_rms), variants=RMS, **NORM),
     OpSpec(
         functional.gemma_rms_norm,
@@ -167,10 +212,17 @@ SPECS = (
         _gemma,
         module=_gemma_op,
         variants={"": {}, "eps": {"eps": 1e-2}},
-        outside=(Outside("torch.nn.functional.rms_norm", lambda x, weight, eps=1e-6: _torch_rms(x, 1 + weight, eps)),),
+        outside=(
+            Outside(
+                "torch.nn.functional.rms_norm",
+                lambda x, weight, eps=1e-6: _torch_rms(x, 1 + weight, eps),
+            ),
+        ),
         **NORM,
     ),
-    OpSpec(functional.fused_add_gemma_rms_norm, _residual, _after_sum(_gemma), module=_gemma_op, **NORM),
+    OpSpec(
+        functional.fused_add_gemma_rms_norm, _residual, _after_sum(_gemma), module=_gemma_op, **NORM
+    ),
     OpSpec(functional.fused_add_gemma_rms_norm_, _residual, _after_sum(_gemma), **NORM),
     OpSpec(
         functional.rms_norm_gated,
@@ -179,8 +231,13 @@ SPECS = (
         module=_gated_op,
         variants=GROUPED,
         outside=(
-            of_transformers("models.mamba2.modeling_mamba2.MambaRMSNormGated", _gated_by_transformers),
-            of_transformers("models.qwen3_next.modeling_qwen3_next.Qwen3NextRMSNormGated", _gated_by_transformers),
+            of_transformers(
+                "models.mamba2.modeling_mamba2.MambaRMSNormGated", _gated_by_transformers
+            ),
+            of_transformers(
+                "models.qwen3_next.modeling_qwen3_next.Qwen3NextRMSNormGated",
+                _gated_by_transformers,
+            ),
         ),
         **NORM,
     ),
@@ -190,7 +247,12 @@ SPECS = (
         _layer_norm,
         module=_layer_norm_op,
         variants=LAYER,
-        outside=(Outside("torch.nn.functional.layer_norm", lambda x, **others: F.layer_norm(input=x, **others)),),
+        outside=(
+            Outside(
+                "torch.nn.functional.layer_norm",
+                lambda x, **others: F.layer_norm(input=x, **others),
+            ),
+        ),
         **NORM,
     ),
 )

@@ -77,7 +77,9 @@ def rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
     column = tl.arange(0, tile_columns)[None, :]
     inside = (row < rows) & (column < width)
-    total = _summed(x + row * stride + column, residual + row * residual_stride + column, inside, fused)
+    total = _summed(
+        x + row * stride + column, residual + row * residual_stride + column, inside, fused
+    )
     considered = tl.where(column < measured, total, 0.0)
     scale = tl.rsqrt(tl.sum(considered * considered, 1, keep_dims=True) / measured + eps)
     result = _weighted(total * scale, weight, column, width, weighting)
@@ -113,13 +115,17 @@ def wide_rms_norm_kernel(
     for start in range(0, measured, tile_columns):
         column = start + tl.arange(0, tile_columns)[None, :]
         inside = (row < rows) & (column < measured)
-        total = _summed(x + row * stride + column, residual + row * residual_stride + column, inside, fused)
+        total = _summed(
+            x + row * stride + column, residual + row * residual_stride + column, inside, fused
+        )
         squares += total * total
     scale = tl.rsqrt(tl.sum(squares, 1, keep_dims=True) / measured + eps)
     for start in range(0, width, tile_columns):
         column = start + tl.arange(0, tile_columns)[None, :]
         inside = (row < rows) & (column < width)
-        total = _summed(x + row * stride + column, residual + row * residual_stride + column, inside, fused)
+        total = _summed(
+            x + row * stride + column, residual + row * residual_stride + column, inside, fused
+        )
         result = _weighted(total * scale, weight, column, width, weighting)
         tl.store(out + row * out_stride + column, result.to(out.dtype.element_ty), inside)
         if fused:
@@ -155,7 +161,9 @@ def layer_norm_kernel(
     column = tl.arange(0, tile_columns)[None, :]
     inside = (row < rows) & (column < width)
     t = tl.load(x + row * stride + column, inside, 0.0).to(tl.float32)
-    centred = tl.where(inside, t - tl.sum(t, 1, keep_dims=True) / width, 0.0)  # outside it would be the mean
+    centred = tl.where(
+        inside, t - tl.sum(t, 1, keep_dims=True) / width, 0.0
+    )  # outside it would be the mean
     scale = tl.rsqrt(tl.sum(centred * centred, 1, keep_dims=True) / width + eps)
     result = _affine(centred * scale, weight, bias, column, width, has_weight, has_bias)
     tl.store(out + row * width + column, result.to(out.dtype.element_ty), inside)
@@ -184,7 +192,9 @@ def wide_layer_norm_kernel(
         column = start + tl.arange(0, tile_columns)[None, :]
         inside = (row < rows) & (column < width)
         t = tl.load(x + row * stride + column, inside, 0.0).to(tl.float32)
-        mean, squares = merged(mean, squares, start, t, inside, tl.minimum(tile_columns, width - start))
+        mean, squares = merged(
+            mean, squares, start, t, inside, tl.minimum(tile_columns, width - start)
+        )
     scale = tl.rsqrt(squares / width + eps)
     for start in range(0, width, tile_columns):
         column = start + tl.arange(0, tile_columns)[None, :]
@@ -229,7 +239,10 @@ def gated_rms_norm_kernel(
         inside = (row < rows) & (column < width)
         t = tl.load(x + row * stride + first + column, inside, 0.0).to(tl.float32)
         if has_gate and not gate_last:
-            t *= _gate(tl.load(z + row * z_stride + first + column, inside, 0.0).to(tl.float32), sigmoid_only)
+            t *= _gate(
+                tl.load(z + row * z_stride + first + column, inside, 0.0).to(tl.float32),
+                sigmoid_only,
+            )
         squares += tl.sum(t * t, 1, keep_dims=True)
     scale = tl.rsqrt(squares / width + eps)
     for start in range(0, width, tile_columns):
@@ -237,7 +250,10 @@ def gated_rms_norm_kernel(
         inside = (row < rows) & (column < width)
         t = tl.load(x + row * stride + first + column, inside, 0.0).to(tl.float32)
         if has_gate:
-            t *= _gate(tl.load(z + row * z_stride + first + column, inside, 0.0).to(tl.float32), sigmoid_only)
+            t *= _gate(
+                tl.load(z + row * z_stride + first + column, inside, 0.0).to(tl.float32),
+                sigmoid_only,
+            )
         t *= scale * tl.load(weight + first + column, column < width, 0.0).to(tl.float32)
         tl.store(out + row * width * groups + first + column, t.to(out.dtype.element_ty), inside)
 
@@ -246,7 +262,14 @@ def _by_rows(kernels: tuple[Any, Any], x: Tensor, *arguments: Any, **constants: 
     """Launch the first kernel, or the second if rows are wide, over the rows ``x``."""
     rows, width = x.shape
     tile = tile_of(width, 2048, WIDEST if width <= WIDEST else 4096)
-    launch(kernels[1] if width > WIDEST else kernels[0], triton.cdiv(rows, tile.rows), tile, x, *arguments, **constants)
+    launch(
+        kernels[1] if width > WIDEST else kernels[0],
+        triton.cdiv(rows, tile.rows),
+        tile,
+        x,
+        *arguments,
+        **constants,
+    )
 
 
 def _rms_norm(
@@ -273,12 +296,25 @@ def _rms_norm(
         results = (out, out if residual is None else x.new_empty(x.shape))
     if x.numel():
         width = x.shape[-1]
-        rows, added, *written = (as_rows(t, width) for t in (x, x if residual is None else residual, *results))
+        rows, added, *written = (
+            as_rows(t, width) for t in (x, x if residual is None else residual, *results)
+        )
         operands = (added, rows if weight is None else weight, *written)
         sizes = (rows.shape[0], width, variance_size or width, eps)
         strides = (rows.stride(0), added.stride(0), *(t.stride(0) for t in written))
-        kernels, constants = (rms_norm_kernel, wide_rms_norm_kernel), "none" if weight is None else weighting
-        _by_rows(kernels, rows, *operands, *sizes, *strides, fused=residual is not None, weighting=constants)
+        kernels, constants = (
+            (rms_norm_kernel, wide_rms_norm_kernel),
+            "none" if weight is None else weighting,
+        )
+        _by_rows(
+            kernels,
+            rows,
+            *operands,
+            *sizes,
+            *strides,
+            fused=residual is not None,
+            weighting=constants,
+        )
     return results
 
 
@@ -292,7 +328,10 @@ def _rms_norm_in_place(
     variance_size: int | None = None,
 ) -> None:
     """Run ``_rms_norm`` over its arguments, by way of new memory where rows cannot be written in place."""
-    written = (x if writable(x) else x.new_empty(x.shape), residual if writable(residual) else x.new_empty(x.shape))
+    written = (
+        x if writable(x) else x.new_empty(x.shape),
+        residual if writable(residual) else x.new_empty(x.shape),
+    )
     _rms_norm(op, x, residual, weight, eps, weighting, variance_size, written)
     for target, value in zip((x, residual), written, strict=True):
         if target is not value:
@@ -300,20 +339,30 @@ def _rms_norm_in_place(
 
 
 @replaces(definitions.rms_norm)
-def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, variance_size: int | None = None) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, variance_size: int | None = None
+) -> Tensor:
     return _rms_norm("rms_norm", x, None, weight, eps, "rounded", variance_size)[0]
 
 
 @replaces(definitions.fused_add_rms_norm)
 def fused_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, variance_size: int | None = None
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    variance_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     return _rms_norm("fused_add_rms_norm", x, residual, weight, eps, "rounded", variance_size)
 
 
 @replaces(definitions.fused_add_rms_norm_)
 def fused_add_rms_norm_(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, variance_size: int | None = None
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    variance_size: int | None = None,
 ) -> None:
     _rms_norm_in_place("fused_add_rms_norm_", x, residual, weight, eps, "rounded", variance_size)
 
@@ -324,12 +373,16 @@ def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 @replaces(definitions.fused_add_gemma_rms_norm)
-def fused_add_gemma_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+def fused_add_gemma_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
     return _rms_norm("fused_add_gemma_rms_norm", x, residual, weight, eps, "offset")
 
 
 @replaces(definitions.fused_add_gemma_rms_norm_)
-def fused_add_gemma_rms_norm_(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
+def fused_add_gemma_rms_norm_(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
+) -> None:
     _rms_norm_in_place("fused_add_gemma_rms_norm_", x, residual, weight, eps, "offset")
 
 
@@ -346,7 +399,9 @@ def layer_norm(
     out, width = x.new_empty(x.shape), math.prod(shape)
     if x.numel():
         rows = as_rows(x, width)
-        scale, shift = (rows if t is None else t.reshape(width).contiguous() for t in (weight, bias))
+        scale, shift = (
+            rows if t is None else t.reshape(width).contiguous() for t in (weight, bias)
+        )
         operands = (scale, shift, out, rows.shape[0], width, eps, rows.stride(0))
         kernels = (layer_norm_kernel, wide_layer_norm_kernel)
         _by_rows(kernels, rows, *operands, has_weight=weight is not None, has_bias=bias is not None)
@@ -377,6 +432,10 @@ def rms_norm_gated(
         programs = triton.cdiv(rows.shape[0], tile.rows) * groups
         operands = (gates, weight.contiguous(), out, rows.shape[0], width, groups, eps)
         strides, silu = (rows.stride(0), gates.stride(0)), activation != "sigmoid"
-        constants = {"has_gate": z is not None, "gate_last": norm_before_gate, "sigmoid_only": not silu}
+        constants = {
+            "has_gate": z is not None,
+            "gate_last": norm_before_gate,
+            "sigmoid_only": not silu,
+        }
         launch(gated_rms_norm_kernel, programs, tile, rows, *operands, *strides, **constants)
     return out

@@ -2,7 +2,12 @@
 
 from opgraft.ops.linear.merged import MergedColumnParallelLinear, QKVParallelLinear
 from opgraft.ops.linear.modules import Linear
-from opgraft.ops.linear.parallel import ColumnParallelLinear, LinearBase, ReplicatedLinear, RowParallelLinear
+from opgraft.ops.linear.parallel import (
+    ColumnParallelLinear,
+    LinearBase,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
 from opgraft.ops.linear.transposed import TransposedLinear
 
 __all__ = [

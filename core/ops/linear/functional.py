@@ -30,7 +30,11 @@ ACTIVATIONS = {
 
 
 def mapped(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Make one contiguous tensor with a row per row of ``x``; a fake rule."""
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
@@ -38,7 +42,11 @@ def mapped(
 
 @register_functional("linear", mapped)
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Compute ``activation(x · weightᵀ + bias) + residual``: ``torch.nn.functional.linear`` and what follows
     it in a transformer's layers (Vaswani et al., arXiv:1706.03762, sections 3.1 and 3.3).
@@ -74,24 +82,37 @@ def linear(
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Tell whether nothing is wrong, in a fraction of the time that it takes to say what is."""
     dtype, device, sizes = x.dtype, x.device, weight.shape
-    if dtype is not weight.dtype or dtype not in FLOATING or weight.device != device or x.shape[-1:] != sizes[1:]:
+    if (
+        dtype is not weight.dtype
+        or dtype not in FLOATING
+        or weight.device != device
+        or x.shape[-1:] != sizes[1:]
+    ):
         return False
-    return bias is None or (bias.dtype is dtype and bias.device == device and bias.shape == sizes[:1])
+    return bias is None or (
+        bias.dtype is dtype and bias.device == device and bias.shape == sizes[:1]
+    )
 
 
 def expect_mappable(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Raise ``ValueError`` unless ``linear`` takes these; what stands in for ``x`` as ``torch.fx`` traces passes."""
-    if not isinstance(x, Tensor) or x.is_nested or _fits(x, weight, bias):  # a nested one does not tell its sizes
+    if (
+        not isinstance(x, Tensor) or x.is_nested or _fits(x, weight, bias)
+    ):  # a nested one does not tell its sizes
         return
     expect_floating("linear", "x", x)
     if weight.dim() != 2:
-        raise ValueError(f"linear: weight has shape {tuple(weight.shape)}, expected [out_features, in_features]")
+        raise ValueError(
+            f"linear: weight has shape {tuple(weight.shape)}, expected [out_features, in_features]"
+        )
     expect_last_dim("linear", "x", x, weight.shape[1])
     expect_same_dtype("linear", "weight", weight, "x", x)
     expect_same_device("linear", "weight", weight, "x", x)
     if bias is None:
         return
     if bias.shape != weight.shape[:1]:
-        raise ValueError(f"linear: bias has shape {tuple(bias.shape)}, expected {tuple(weight.shape[:1])}")
+        raise ValueError(
+            f"linear: bias has shape {tuple(bias.shape)}, expected {tuple(weight.shape[:1])}"
+        )
     expect_same_dtype("linear", "bias", bias, "x", x)
     expect_same_device("linear", "bias", bias, "x", x)

@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from opgraft.ops.linear.methods import QuantizeMethodBase, UnquantizedEmbeddingMethod, UnquantizedLinearMethod
+from opgraft.ops.linear.methods import (
+    QuantizeMethodBase,
+    UnquantizedEmbeddingMethod,
+    UnquantizedLinearMethod,
+)
 from opgraft.plugins.selection import current_platform
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -28,15 +32,25 @@ class InvariantMethod(QuantizeMethodBase):
         block: rows of a block; ``None`` for any number.
     """
 
-    def __init__(self, method: UnquantizedLinearMethod | UnquantizedEmbeddingMethod, block: int | None = None) -> None:
+    def __init__(
+        self, method: UnquantizedLinearMethod | UnquantizedEmbeddingMethod, block: int | None = None
+    ) -> None:
         self.method = method
         self.block = block
 
-    def create_weights(self, layer: nn.Module, *weight_args: Any, **extra_weight_attrs: Any) -> None:
+    def create_weights(
+        self, layer: nn.Module, *weight_args: Any, **extra_weight_attrs: Any
+    ) -> None:
         self.method.create_weights(layer, *weight_args, **extra_weight_attrs)
 
     def apply(
-        self, layer: Any, x: Tensor, bias: Tensor | None = None, *, residual: Tensor | None = None, **options: Any
+        self,
+        layer: Any,
+        x: Tensor,
+        bias: Tensor | None = None,
+        *,
+        residual: Tensor | None = None,
+        **options: Any,
     ) -> Tensor:
         """Map ``[..., in_features]``, with what follows the map."""
         rows = x.reshape(-1, x.shape[-1])
@@ -46,7 +60,9 @@ class InvariantMethod(QuantizeMethodBase):
         for start in range(0, len(rows), size):
             if others is not None:
                 options["residual"] = _filled(others[start : start + size], size)
-            blocks.append(self.method.apply(layer, _filled(rows[start : start + size], size), bias, **options))
+            blocks.append(
+                self.method.apply(layer, _filled(rows[start : start + size], size), bias, **options)
+            )
         computed = torch.cat(blocks) if blocks else self.method.apply(layer, rows, bias, **options)
         return computed[: len(rows)].reshape(*x.shape[:-1], computed.shape[-1])
 
@@ -65,6 +81,8 @@ def compute_rows_alike(layer: Any) -> str | None:
     if layer._packed is None:
         return "its weight cannot be packed here"
     features = current_platform().capability().features
-    blocks = any(layer.weight.dtype is dtype for feature, dtype in IN_BLOCKS.items() if feature in features)
+    blocks = any(
+        layer.weight.dtype is dtype for feature, dtype in IN_BLOCKS.items() if feature in features
+    )
     layer.quant_method = InvariantMethod(method, BLOCK if blocks else None)
     return None

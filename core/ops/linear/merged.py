@@ -72,7 +72,10 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         )
 
     def weight_loader(
-        self, param: Any, loaded_weight: LoadedTensor, loaded_shard_id: int | tuple[int, ...] | None = None
+        self,
+        param: Any,
+        loaded_weight: LoadedTensor,
+        loaded_shard_id: int | tuple[int, ...] | None = None,
     ) -> None:
         """Load this rank's rows of the weight of one layer, of several that lie one after another, or of all.
 
@@ -88,7 +91,9 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         ids = range(len(shards)) if loaded_shard_id is None else loaded_shard_id
         wanted = (ids,) if isinstance(ids, int) else tuple(ids)
         if not all(isinstance(index, int) and 0 <= index < len(shards) for index in wanted):
-            raise WeightError(f"{self.name}: there is no layer {loaded_shard_id!r} among its {len(shards)}")
+            raise WeightError(
+                f"{self.name}: there is no layer {loaded_shard_id!r} among its {len(shards)}"
+            )
         self._load(param, loaded_weight, [shards[index] for index in wanted])
 
     def _gathered(self, output: Tensor) -> Tensor:
@@ -152,18 +157,28 @@ class QKVParallelLinear(ColumnParallelLinear):
         v_head_size: int | None = None,
     ) -> None:
         ranks, rank = (
-            (1, 0) if disable_tp else (get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank())
+            (1, 0)
+            if disable_tp
+            else (get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank())
         )
         self.hidden_size = hidden_size
         self.head_size = head_size
         self.v_head_size = head_size if v_head_size is None else v_head_size
         self.total_num_heads = total_num_heads
-        self.total_num_kv_heads = total_num_heads if total_num_kv_heads is None else total_num_kv_heads
-        shared = _Heads.of_rank(total_num_heads, self.total_num_kv_heads, rank, ranks, f"QKVParallelLinear {prefix!r}")
+        self.total_num_kv_heads = (
+            total_num_heads if total_num_kv_heads is None else total_num_kv_heads
+        )
+        shared = _Heads.of_rank(
+            total_num_heads, self.total_num_kv_heads, rank, ranks, f"QKVParallelLinear {prefix!r}"
+        )
         self.first_head, self.num_heads = shared.first, shared.count
         self.first_kv_head, self.num_kv_heads = shared.first_key, shared.keys
         self.num_kv_head_replicas = shared.replicas
-        heads = (self.num_heads * head_size, self.num_kv_heads * head_size, self.num_kv_heads * self.v_head_size)
+        heads = (
+            self.num_heads * head_size,
+            self.num_kv_heads * head_size,
+            self.num_kv_heads * self.v_head_size,
+        )
         self.output_sizes = [size * ranks for size in heads]
         super().__init__(
             hidden_size,
@@ -186,9 +201,15 @@ class QKVParallelLinear(ColumnParallelLinear):
             self.total_num_kv_heads * self.v_head_size,
         )
         kv_start = self.first_kv_head
-        starts = (self.first_head * self.head_size, kv_start * self.head_size, kv_start * self.v_head_size)
+        starts = (
+            self.first_head * self.head_size,
+            kv_start * self.head_size,
+            kv_start * self.v_head_size,
+        )
         shards, offset = [], 0
-        for index, (size, start, total) in enumerate(zip(self.output_partition_sizes, starts, totals, strict=True)):
+        for index, (size, start, total) in enumerate(
+            zip(self.output_partition_sizes, starts, totals, strict=True)
+        ):
             shards.append(OutputShard(index, offset, start, size, total))
             offset += size
         return shards
@@ -198,9 +219,13 @@ class QKVParallelLinear(ColumnParallelLinear):
         if self.total_num_heads == self.num_heads * self.tp_size:
             return None
         size = self.v_head_size
-        return InputShard(self.first_head * size, self.num_heads * size, self.total_num_heads * size)
+        return InputShard(
+            self.first_head * size, self.num_heads * size, self.total_num_heads * size
+        )
 
-    def weight_loader(self, param: Any, loaded_weight: LoadedTensor, loaded_shard_id: str | None = None) -> None:
+    def weight_loader(
+        self, param: Any, loaded_weight: LoadedTensor, loaded_shard_id: str | None = None
+    ) -> None:
         """Load this rank's rows of one projection, or of all three.
 
         Args:
@@ -214,7 +239,9 @@ class QKVParallelLinear(ColumnParallelLinear):
         shards = self.output_shards()
         if loaded_shard_id is not None:
             if loaded_shard_id not in self.SHARDS:
-                raise WeightError(f"{self.name}: there is no projection {loaded_shard_id!r}, but {self.SHARDS}")
+                raise WeightError(
+                    f"{self.name}: there is no projection {loaded_shard_id!r}, but {self.SHARDS}"
+                )
             shards = [shards[self.SHARDS.index(loaded_shard_id)]]
         self._load(param, loaded_weight, shards)
 
@@ -244,10 +271,15 @@ class _Heads:
                 "divides them, or that they divide, or a smaller one"
             )
         if keys < ranks or keys % ranks == 0:
-            count, replicas = divide(total, ranks, f"{what}: the number of heads"), max(1, ranks // keys)
+            count, replicas = (
+                divide(total, ranks, f"{what}: the number of heads"),
+                max(1, ranks // keys),
+            )
             return cls(rank * count, count, rank * keys // ranks, max(1, keys // ranks), replicas)
         if total % keys:
-            raise LayerError(f"{what}: the number of heads is {total}, which {keys} key heads do not divide")
+            raise LayerError(
+                f"{what}: the number of heads is {total}, which {keys} key heads do not divide"
+            )
         group = total // keys
         each, more = divmod(keys, ranks)
         first, count = rank * each + min(rank, more), each + (rank < more)

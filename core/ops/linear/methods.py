@@ -25,14 +25,18 @@ class QuantizeMethodBase(PluggableClass, ABC):
     """A way to hold weights, of which a layer has one as ``quant_method``. It keeps its state in the layer."""
 
     @abstractmethod
-    def create_weights(self, layer: nn.Module, *weight_args: Any, **extra_weight_attrs: Any) -> None:
+    def create_weights(
+        self, layer: nn.Module, *weight_args: Any, **extra_weight_attrs: Any
+    ) -> None:
         """Make the parameters of ``layer``, empty, in the form in which a checkpoint has them."""
 
     @abstractmethod
     def apply(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         """Compute with the weights of ``layer``."""
 
-    def form_of(self, layer: Any) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]] | None:
+    def form_of(
+        self, layer: Any
+    ) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]] | None:
         """Return the form that ``apply`` calls, and what it gives between input and bias; ``None`` if it does more.
 
         For those who bind a layer once to the kernel of that form. A class that overrides ``apply`` overrides this too.
@@ -126,7 +130,9 @@ class UnquantizedLinearMethod(_PlainWeight, LinearMethodBase):
             return kernel(x, layer.weight, bias, activation, residual)
         return packed_only.linear(x, packed, bias, activation, residual)
 
-    def form_of(self, layer: Any) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]] | None:
+    def form_of(
+        self, layer: Any
+    ) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]] | None:
         return (functional.linear, (layer.weight,)) if layer._packed is None else None
 
     def holds_weight(self, layer: Any) -> bool:
@@ -150,7 +156,9 @@ class UnquantizedEmbeddingMethod(_PlainWeight):
             return functional.linear(x, layer.weight, bias)
         return packed_only.linear(x, packed, bias, "none", None)
 
-    def form_of(self, layer: Any) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]] | None:
+    def form_of(
+        self, layer: Any
+    ) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]] | None:
         return (functional.linear, (layer.weight,)) if layer._packed is None else None
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -185,7 +193,11 @@ def _gains(layer: Any) -> bool:
     weight = layer._parameters.get("weight")
     if weight is None or weight.requires_grad or not isinstance(layer, PackableLayer):
         return False
-    if obstacle(weight) is not None or not packed_linear.pays_packed(weight) or packed_linear.missing() is not None:
+    if (
+        obstacle(weight) is not None
+        or not packed_linear.pays_packed(weight)
+        or packed_linear.missing() is not None
+    ):
         return False
     return binding_of(functional.linear).kernel.winner.functional("linear") is packed_linear.linear
 

@@ -30,7 +30,9 @@ class Linear(CustomOp, nn.Linear):
         ValueError: another activation.
     """
 
-    quant_method: UnquantizedLinearMethod = object.__new__(UnquantizedLinearMethod)  # chosen here, not by plugins
+    quant_method: UnquantizedLinearMethod = object.__new__(
+        UnquantizedLinearMethod
+    )  # chosen here, not by plugins
     _packed: PackedWeight | None = None
     functional_cpu: ClassVar = FunctionalKernels(
         {"linear": packed_linear.linear}, compiled={"linear": packed_linear.compiled}
@@ -62,7 +64,12 @@ class Linear(CustomOp, nn.Linear):
     def forward_cpu(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """Compute the same by oneDNN, where that is faster and no gradient is required."""
         return self.quant_method.apply(
-            self, input, self.bias, activation=self.activation, residual=residual, kernel=packed_linear.linear
+            self,
+            input,
+            self.bias,
+            activation=self.activation,
+            residual=residual,
+            kernel=packed_linear.linear,
         )
 
     def process_weights_after_loading(self) -> None:

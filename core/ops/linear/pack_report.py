@@ -53,10 +53,15 @@ class PackReport:
 
     def __str__(self) -> str:
         size = f"{self.total_bytes() / 2**20:,.1f} MiB"
-        head = [f"{len(self.packed)} weights packed, whose plain ones took {size}; {len(self.kept)} kept plain"]
+        head = [
+            f"{len(self.packed)} weights packed, whose plain ones took {size}; {len(self.kept)} kept plain"
+        ]
         stayed = Counter((row.source, row.reason) for row in self.kept).most_common()
         if stayed:
-            first = {(row.source, row.reason): row.path or "the model itself" for row in reversed(self.kept)}
+            first = {
+                (row.source, row.reason): row.path or "the model itself"
+                for row in reversed(self.kept)
+            }
             counted = [(str(count), kind[0], first[kind], kind[1]) for kind, count in stayed]
             head += ["", *table([("count", "kept plain", "the first", "reason"), *counted])]
         return "\n".join(head)

@@ -45,7 +45,9 @@ class PackableLayer(nn.Module):
         packed = self._packed
         if packed is None:
             held: Any = self.__dict__.get("weight")
-            own: Any = self.__getattr__("weight") if held is None else held  # past this property, to the parameters
+            own: Any = (
+                self.__getattr__("weight") if held is None else held
+            )  # past this property, to the parameters
             return own  # torch says: a tensor or a module
         rebuilt = packed_only.dense(packed)
         if torch.compiler.is_dynamo_compiling():
@@ -113,7 +115,9 @@ class PackableLayer(nn.Module):
             destination[f"{prefix}weight"] = self.weight if keep_vars else self._packed.dense()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
+    ) -> None:
         if local_metadata.get("assign_to_params_buffers"):
             self.release_weights()
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)

@@ -45,7 +45,11 @@ class RowRange(NamedTuple):
 
 NEVER = RowRange(0, UNLIMITED)
 
-_FAST_PLAIN = (RowRange(1 << 23, 4, 256, 256), RowRange(1 << 20, 4, 256), RowRange(1 << 18, 16, 256))
+_FAST_PLAIN = (
+    RowRange(1 << 23, 4, 256, 256),
+    RowRange(1 << 20, 4, 256),
+    RowRange(1 << 18, 16, 256),
+)
 _SLOW_PLAIN = (RowRange(1 << 19, 1), RowRange(1 << 17, 16))
 _ALWAYS = (RowRange(1 << 14, 1),)
 
@@ -107,7 +111,11 @@ _COPIES = WeightCache(after=12)
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Compute the form ``linear``, by oneDNN where ``DIRECT`` or, for a frozen weight, ``PACKED`` says that it pays.
 
@@ -129,7 +137,11 @@ def linear(
 
 
 def compiled(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Compute the form ``linear`` in compiled code, by the definition where oneDNN pays for no rows that may come."""
     if x.is_cpu and weight.is_cpu and x.dtype == weight.dtype and _may_pay(x, weight, activation):
@@ -161,7 +173,9 @@ def missing() -> str | None:
     return f"packed linear unavailable: {absent}" if absent else None
 
 
-def _run(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
+def _run(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
+) -> Tensor:
     operand = None
     fused = "none" if activation == "relu" else activation
     if type(x) is Tensor and fused in onednn.POST_OPS:
@@ -171,7 +185,9 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residu
     return by_onednn(x, operand, bias, activation, residual)
 
 
-def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
+def by_onednn(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
+) -> Tensor:
     """Compute the form ``linear`` over a weight, packed or not. Unchecked: for what ``fits`` it, and is not watched."""
     if residual is not None and activation == "none":
         return onednn.linear_add(x, weight, bias, residual)
@@ -182,18 +198,29 @@ def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, r
     return y if residual is None else y.add_(residual)
 
 
-def _operand(x: Tensor, weight: Tensor, bias: Tensor | None, fused: str, residual: Tensor | None) -> Tensor | None:
+def _operand(
+    x: Tensor, weight: Tensor, bias: Tensor | None, fused: str, residual: Tensor | None
+) -> Tensor | None:
     """Return the weight, packed where it is frozen, as oneDNN is to read it; ``None`` for torch's own linear."""
     if type(weight) is not nn.Parameter and type(weight) is not Tensor:
         return None
-    if weight.layout is not torch.strided or not weight.is_cpu or not weight.is_contiguous() or weight.dim() != 2:
+    if (
+        weight.layout is not torch.strided
+        or not weight.is_cpu
+        or not weight.is_contiguous()
+        or weight.dim() != 2
+    ):
         return None
     ranges, elements = ranges_for(weight.dtype, weight.shape), x.numel()
     packed = ranges.packed.has(elements, fused) and declaration(weight) > 0
     direct = ranges.direct.has(elements, fused)
     if not (packed or direct):
         return None
-    if not fits(x, weight, bias, residual) or requires_gradient(x, weight, bias, residual) or onednn.watched():
+    if (
+        not fits(x, weight, bias, residual)
+        or requires_gradient(x, weight, bias, residual)
+        or onednn.watched()
+    ):
         return None
     copy = _COPIES.copy_of(weight, onednn.pack) if packed else None
     return weight if copy is None and direct else copy
@@ -205,9 +232,12 @@ def ranges_for(dtype: torch.dtype, shape: torch.Size) -> Ranges:
     platform, columns = current_platform(), shape[-1] if shape else 0
     packable = len(shape) == 2 and columns > 0 and onednn.missing(dtype) is None
     packed, direct = (
-        rows_for(_rows(table, platform), dtype, shape.numel()) if packable else NEVER for table in (PACKED, DIRECT)
+        rows_for(_rows(table, platform), dtype, shape.numel()) if packable else NEVER
+        for table in (PACKED, DIRECT)
     )
-    found = [ElementRange(*(rows * max(columns, 1) for rows in each[1:])) for each in (packed, direct)]
+    found = [
+        ElementRange(*(rows * max(columns, 1) for rows in each[1:])) for each in (packed, direct)
+    ]
     return Ranges(min(each.least for each in found), *found)
 
 
@@ -217,7 +247,9 @@ def pays_packed(weight: Tensor) -> bool:
     return rows_for(rows, weight.dtype, weight.numel()) is not NEVER
 
 
-def rows_for(rows: Mapping[torch.dtype, Sequence[RowRange]], dtype: torch.dtype, size: int) -> RowRange:
+def rows_for(
+    rows: Mapping[torch.dtype, Sequence[RowRange]], dtype: torch.dtype, size: int
+) -> RowRange:
     """Return the row of a table that applies to weights of a dtype and size; maybe ``NEVER``."""
     return next((row for row in rows.get(dtype, ()) if size >= row.size), NEVER)
 
@@ -227,10 +259,16 @@ def _rows(table: Table, platform: Platform) -> Mapping[torch.dtype, Sequence[Row
     return next((rows for feature, rows in table.items() if feature in features), {})
 
 
-def _compiled(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
+def _compiled(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
+) -> Tensor:
     """Give a compiler the packed linear as one operator where it may run, else the definition."""
     plain = x.dtype not in _PACKABLE or weight.dtype != x.dtype or not (x.is_cpu and weight.is_cpu)
-    if plain or torch.is_autocast_enabled("cpu") or gradient_required((x, weight, bias, residual), {}):
+    if (
+        plain
+        or torch.is_autocast_enabled("cpu")
+        or gradient_required((x, weight, bias, residual), {})
+    ):
         return form.native(x, weight, bias, activation, residual)
     if tracing.exporting():  # what is exported must run without opgraft
         return form.native(x, weight, bias, activation, residual)
@@ -239,7 +277,8 @@ def _compiled(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, r
 
 
 torch.library.define(
-    "opgraft::packed_linear", "(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? residual) -> Tensor"
+    "opgraft::packed_linear",
+    "(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? residual) -> Tensor",
 )
 torch.library.impl("opgraft::packed_linear", "cpu", _run)
 torch.library.register_fake("opgraft::packed_linear", mapped)

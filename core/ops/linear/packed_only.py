@@ -60,7 +60,9 @@ _NUMBERS = itertools.count()
 _BY_NUMBER: weakref.WeakValueDictionary[int, PackedWeight] = weakref.WeakValueDictionary()
 
 
-def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
+def linear(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str, residual: Tensor | None
+) -> Tensor:
     """Compute the form ``linear``, packed for any number of rows.
 
     Where a gradient is required, under autocast, ``torch.func``, forward-mode differentiation, a tracer or a dispatch
@@ -81,11 +83,15 @@ def dense(weight: PackedWeight) -> Tensor:
     if not is_dynamo_compiling():
         return weight.dense()
     _refuse_export()
-    rebuilt: Tensor = torch.ops.opgraft.dense_weight(weight.handle, weight.rows, weight.columns, weight.dtype)
+    rebuilt: Tensor = torch.ops.opgraft.dense_weight(
+        weight.handle, weight.rows, weight.columns, weight.dtype
+    )
     return rebuilt
 
 
-def _run(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
+def _run(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str, residual: Tensor | None
+) -> Tensor:
     watched = type(x) is not Tensor or requires_gradient(x, bias, residual) or onednn.watched()
     if not watched and fits(x, weight.packed, bias, residual):
         return packed_linear.by_onednn(x, weight.packed, bias, activation, residual)
@@ -93,12 +99,16 @@ def _run(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str, 
     return form.native(x, weight.dense(), bias, activation, residual)
 
 
-def _compiled(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
+def _compiled(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str, residual: Tensor | None
+) -> Tensor:
     """Give a compiler one operator, or the definition over a weight that another operator rebuilds."""
     plain = x.dtype != weight.dtype or not x.is_cpu or torch.is_autocast_enabled("cpu")
     if plain or tracing.exporting() or gradient_required((x, bias, residual), {}):
         return form.native(x, dense(weight), bias, activation, residual)
-    result: Tensor = torch.ops.opgraft.packed_only_linear(x, weight.handle, weight.rows, bias, activation, residual)
+    result: Tensor = torch.ops.opgraft.packed_only_linear(
+        x, weight.handle, weight.rows, bias, activation, residual
+    )
     return result
 
 
@@ -121,13 +131,23 @@ def _found(handle: Tensor) -> PackedWeight:
 
 
 def _run_compiled(
-    x: Tensor, handle: Tensor, rows: int, bias: Tensor | None, activation: str, residual: Tensor | None
+    x: Tensor,
+    handle: Tensor,
+    rows: int,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
 ) -> Tensor:
     return _run(x, _found(handle), bias, activation, residual)
 
 
 def _mapped(
-    x: Tensor, handle: Tensor, rows: int, bias: Tensor | None, activation: str, residual: Tensor | None
+    x: Tensor,
+    handle: Tensor,
+    rows: int,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], rows))
 
@@ -147,7 +167,8 @@ torch.library.define(
 torch.library.impl("opgraft::packed_only_linear", "cpu", _run_compiled)
 torch.library.register_fake("opgraft::packed_only_linear", _mapped)
 torch.library.define(
-    "opgraft::dense_weight", "(Tensor handle, SymInt rows, SymInt columns, ScalarType dtype) -> Tensor"
+    "opgraft::dense_weight",
+    "(Tensor handle, SymInt rows, SymInt columns, ScalarType dtype) -> Tensor",
 )
 torch.library.impl("opgraft::dense_weight", "cpu", _rebuild)
 torch.library.register_fake("opgraft::dense_weight", _rebuilt)

@@ -18,7 +18,14 @@ from opgraft.errors import LayerError
 from opgraft.ops.linear.methods import QuantizeMethodBase, UnquantizedLinearMethod, forms_of
 from opgraft.ops.linear.packable import PackableLayer
 from opgraft.ops.linear.quantization_config import QuantizationConfig
-from opgraft.ops.linear.sharding import InputShard, OutputShard, divide, expect_rows, load_columns, load_rows
+from opgraft.ops.linear.sharding import (
+    InputShard,
+    OutputShard,
+    divide,
+    expect_rows,
+    load_columns,
+    load_rows,
+)
 from opgraft.ops.prefixes import claim_prefix
 from opgraft.ops.weights import LoadedTensor, set_weight_attrs
 from opgraft.registry.signatures import called_with
@@ -99,7 +106,9 @@ class LinearBase(PackableLayer, PluggableLayer):
             self.register_parameter("bias", None)
             return
         bias = nn.Parameter(torch.zeros(size, dtype=self.params_dtype), requires_grad=False)
-        set_weight_attrs(bias, {"weight_loader": self.weight_loader, **({"output_dim": 0} if cut else {})})
+        set_weight_attrs(
+            bias, {"weight_loader": self.weight_loader, **({"output_dim": 0} if cut else {})}
+        )
         self.bias = bias
 
     def _apply_method(self, x: Tensor, bias: nn.Parameter | None) -> Tensor:
@@ -237,7 +246,9 @@ class ColumnParallelLinear(LinearBase):
         self.gather_output = gather_output
         sizes = self.output_sizes or [output_size]
         self.input_size_per_partition = input_size
-        self.output_partition_sizes = [divide(size, self.tp_size, f"{self.name}: the output size") for size in sizes]
+        self.output_partition_sizes = [
+            divide(size, self.tp_size, f"{self.name}: the output size") for size in sizes
+        ]
         self.output_size_per_partition = sum(self.output_partition_sizes)
         self._create_weights(input_size, self.output_partition_sizes)
         self._create_bias(bias, self.output_size_per_partition, cut=True)
@@ -246,7 +257,9 @@ class ColumnParallelLinear(LinearBase):
         """List the rows that this rank has, one entry for each layer that this one stands for."""
         shards, offset = [], 0
         for index, size in enumerate(self.output_partition_sizes):
-            shards.append(OutputShard(index, offset, self.tp_rank * size, size, size * self.tp_size))
+            shards.append(
+                OutputShard(index, offset, self.tp_rank * size, size, size * self.tp_size)
+            )
             offset += size
         return shards
 
@@ -268,7 +281,9 @@ class ColumnParallelLinear(LinearBase):
 
     def forward(self, input_: Tensor) -> Output:
         output = self._apply_method(input_, None if self.skip_bias_add else self.bias)
-        return self._returned(self._gathered(output) if self.gather_output and self.tp_size > 1 else output)
+        return self._returned(
+            self._gathered(output) if self.gather_output and self.tp_size > 1 else output
+        )
 
     def _gathered(self, output: Tensor) -> Tensor:
         return tensor_model_parallel_all_gather(output)

@@ -64,7 +64,9 @@ def divide(number: int, ranks: int, what: str) -> int:
     return number // ranks
 
 
-def load_rows(param: Tensor, loaded: LoadedTensor, shard: OutputShard, what: str, on_disk: int = 0) -> None:
+def load_rows(
+    param: Tensor, loaded: LoadedTensor, shard: OutputShard, what: str, on_disk: int = 0
+) -> None:
     """Load this rank's rows of one layer; ``on_disk``: the first row of that layer in ``loaded``.
 
     Raises:
@@ -72,7 +74,11 @@ def load_rows(param: Tensor, loaded: LoadedTensor, shard: OutputShard, what: str
     """
     dim: int | None = getattr(param, "output_dim", None)
     if dim is None:
-        target = param.data[shard.index] if getattr(param, "needs_scalar_to_array", False) else param.data
+        target = (
+            param.data[shard.index]
+            if getattr(param, "needs_scalar_to_array", False)
+            else param.data
+        )
         copy_weight(target, loaded, what)
         return
     if not len(loaded.shape):  # one scale for all rows
@@ -81,8 +87,12 @@ def load_rows(param: Tensor, loaded: LoadedTensor, shard: OutputShard, what: str
     unit = _unit(param, dim, "output_unit")
     size = _parts(shard.size, unit)
     whole = shard.size == shard.total
-    if any(number % unit for number in (shard.offset, on_disk, shard.start, 0 if whole else shard.size)):
-        raise _crossing(what, f"rows {shard.start} to {shard.start + shard.size - 1} of a layer", unit)
+    if any(
+        number % unit for number in (shard.offset, on_disk, shard.start, 0 if whole else shard.size)
+    ):
+        raise _crossing(
+            what, f"rows {shard.start} to {shard.start + shard.size - 1} of a layer", unit
+        )
     target = param.data.narrow(dim, shard.offset // unit, size)
     copy_weight(target, loaded.narrow(dim, (on_disk + shard.start) // unit, size), what)
 
@@ -94,7 +104,9 @@ def expect_rows(param: Tensor, loaded: LoadedTensor, rows: int, what: str) -> No
         return
     expected = _parts(rows, _unit(param, dim, "output_unit"))
     if len(loaded.shape) != param.dim() or loaded.shape[dim] != expected:
-        raise WeightError.of_shape(what, loaded.shape, f"{expected} in dimension {dim} of {param.dim()}")
+        raise WeightError.of_shape(
+            what, loaded.shape, f"{expected} in dimension {dim} of {param.dim()}"
+        )
 
 
 def load_columns(param: Tensor, loaded: LoadedTensor, shard: InputShard, what: str) -> None:
@@ -110,7 +122,9 @@ def load_columns(param: Tensor, loaded: LoadedTensor, shard: InputShard, what: s
             raise _crossing(what, f"columns {shard.start} to {shard.start + shard.size - 1}", unit)
         expected = _parts(shard.total, unit)
         if len(loaded.shape) != param.dim() or loaded.shape[dim] != expected:
-            raise WeightError.of_shape(what, loaded.shape, f"{expected} in dimension {dim} of {param.dim()}")
+            raise WeightError.of_shape(
+                what, loaded.shape, f"{expected} in dimension {dim} of {param.dim()}"
+            )
         loaded = loaded.narrow(dim, shard.start // unit, _parts(shard.size, unit))
     copy_weight(param.data, loaded, what)
 

@@ -26,7 +26,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def _inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
     """Draw weights scaled as layers initialise them, so that the tolerances of single numbers hold for sums."""
-    return {"x": draw(*lead, size), "weight": draw(OUT_FEATURES, size) / size**0.5, "bias": draw(OUT_FEATURES)}
+    return {
+        "x": draw(*lead, size),
+        "weight": draw(OUT_FEATURES, size) / size**0.5,
+        "bias": draw(OUT_FEATURES),
+    }
 
 
 def _residual(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
@@ -34,7 +38,11 @@ def _residual(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
 
 
 def _reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    residual: Tensor | None = None,
 ) -> Tensor:
     y = torch.einsum("...i,oi->...o", x, weight)
     y = ACTIVATIONS[activation](y if bias is None else y + bias)
@@ -42,14 +50,25 @@ def _reference(
 
 
 def _op(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    residual: Tensor | None = None,
 ) -> tuple[nn.Module, tuple[Any, ...]]:
     op = ops.Linear(x.shape[-1], OUT_FEATURES, bias is not None, activation=activation)
-    return with_parameters(op, weight=weight, bias=bias), (x,) if residual is None else (x, residual)
+    return with_parameters(op, weight=weight, bias=bias), (x,) if residual is None else (
+        x,
+        residual,
+    )
 
 
 def _torch(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    residual: Tensor | None = None,
 ) -> Tensor | None:
     return None if activation != "none" or residual is not None else F.linear(x, weight, bias)
 

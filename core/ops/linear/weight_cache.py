@@ -63,7 +63,9 @@ class WeightCache(dict[Place, CacheEntry]):
         self.after = after
         _CACHES[id(self)] = self
 
-    def copy_of(self, weight: Tensor, make: Callable[[Tensor], Tensor], variant: object = None) -> Tensor | None:
+    def copy_of(
+        self, weight: Tensor, make: Callable[[Tensor], Tensor], variant: object = None
+    ) -> Tensor | None:
         """Return the copy that ``make`` makes of a frozen parameter, made anew when the parameter has changed.
 
         Args:
@@ -104,7 +106,9 @@ class WeightCache(dict[Place, CacheEntry]):
     def _forget(self, place: Place) -> Callable[[Storage], None]:
         def forget(gone: Storage) -> None:
             entry = self.get(place)
-            if entry is not None and entry.storage is gone:  # a newer storage may have the id by now
+            if (
+                entry is not None and entry.storage is gone
+            ):  # a newer storage may have the id by now
                 del self[place]
 
         return forget
@@ -145,7 +149,10 @@ def declare_frozen(weights: Iterable[Tensor]) -> list[range]:
         if _is_plain(weight):
             storage = weight.untyped_storage()
             key = id(storage)
-            _FROZEN[key] = weakref.ref(storage, functools.partial(_forget_memory, key)), next(_DECLARATIONS)
+            _FROZEN[key] = (
+                weakref.ref(storage, functools.partial(_forget_memory, key)),
+                next(_DECLARATIONS),
+            )
             blocks.append(_addresses(storage))
     return blocks
 
@@ -180,7 +187,11 @@ def refresh(target: nn.Module | Tensor) -> None:
     For after a write to a frozen weight that torch does not count, such as ``weight.data.copy_(merged)``. What shares
     memory with the parameters is forgotten too. It also frees the copies until the next call.
     """
-    changed = [_addresses(weight.untyped_storage()) for weight in _weights(target, "refresh") if _is_plain(weight)]
+    changed = [
+        _addresses(weight.untyped_storage())
+        for weight in _weights(target, "refresh")
+        if _is_plain(weight)
+    ]
     for cache in list(_CACHES.values()):
         cache.discard(changed)
 
@@ -226,11 +237,15 @@ def fits(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
     """Tell whether arguments of a linear layer have shapes and dtypes that a kernel takes without its own checks."""
     rows, columns = weight.shape
     shape, dtype = x.shape, weight.dtype
-    if shape[-1:] != (columns,) or (bias is not None and (bias.shape != (rows,) or not bias.is_contiguous())):
+    if shape[-1:] != (columns,) or (
+        bias is not None and (bias.shape != (rows,) or not bias.is_contiguous())
+    ):
         return False
     if residual is not None and residual.shape != (*shape[:-1], rows):
         return False
     for other in (x, bias, residual):
-        if other is not None and not (other.dtype is dtype and other.is_cpu and other.layout is torch.strided):
+        if other is not None and not (
+            other.dtype is dtype and other.is_cpu and other.layout is torch.strided
+        ):
             return False
     return True

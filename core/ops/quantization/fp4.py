@@ -76,7 +76,9 @@ def quant_fp4(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     expect_floating("quant_fp4", "x", x)
     if x.dim() == 0 or x.shape[-1] % size:
         made = "MXFP4, as no scale is given" if scale is None else "NVFP4, as a scale is given"
-        raise ValueError(f"quant_fp4: x has shape {tuple(x.shape)}, expected [..., a multiple of {size}] for {made}")
+        raise ValueError(
+            f"quant_fp4: x has shape {tuple(x.shape)}, expected [..., a multiple of {size}] for {made}"
+        )
     groups = (
         x.detach()
         .unflatten(-1, (x.shape[-1] // size, size))  # type: ignore[no-untyped-call]
@@ -89,9 +91,13 @@ def quant_fp4(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     else:
         expect_same_device("quant_fp4", "scale", scale, "x", x)
         if scale.numel() != 1:
-            raise ValueError(f"quant_fp4: scale has shape {tuple(scale.shape)}, expected one element")
+            raise ValueError(
+                f"quant_fp4: scale has shape {tuple(scale.shape)}, expected one element"
+            )
         whole = scale.detach().reshape(()).to(groups.dtype)
-        group_scales = (largest / (FP4_MAX * whole)).clamp(max=GROUP_SCALE_MAX).to(torch.float8_e4m3fn)
+        group_scales = (
+            (largest / (FP4_MAX * whole)).clamp(max=GROUP_SCALE_MAX).to(torch.float8_e4m3fn)
+        )
         divisors = group_scales.to(groups.dtype) * whole
     divisors = divisors.unsqueeze(-1)
     codes = _codes(torch.where(divisors > 0, groups / divisors, 0.0)).flatten(-2)

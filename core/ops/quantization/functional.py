@@ -72,7 +72,9 @@ def smallest_scale(dtype: torch.dtype) -> float:
 def expect_group_shape(op: str, group_shape: Sequence[int]) -> None:
     """Raise ``ValueError`` unless the group shape is two numbers, each positive or -1."""
     if len(group_shape) != 2 or any(extent != -1 and extent < 1 for extent in group_shape):
-        raise ValueError(f"{op}: group_shape is {tuple(group_shape)}, expected (rows, columns), each positive or -1")
+        raise ValueError(
+            f"{op}: group_shape is {tuple(group_shape)}, expected (rows, columns), each positive or -1"
+        )
 
 
 def expect_dynamic_group_shape(op: str, group_shape: Sequence[int]) -> None:
@@ -90,7 +92,9 @@ def expect_scale_ub(op: str, scale_ub: Tensor | None, group_shape: Sequence[int]
     if scale_ub is None:
         return
     if tuple(group_shape) != (1, -1):
-        raise ValueError(f"{op}: scale_ub is given, expected it with computed scales of group_shape (1, -1) only")
+        raise ValueError(
+            f"{op}: scale_ub is given, expected it with computed scales of group_shape (1, -1) only"
+        )
     if scale_ub.numel() != 1:
         raise ValueError(f"{op}: scale_ub has shape {tuple(scale_ub.shape)}, expected one element")
 
@@ -215,7 +219,9 @@ def _expect_scale(scale: Tensor, kept: tuple[int, ...], flat: tuple[int, int]) -
         raise ValueError(f"quant_fp8_static: scale has shape {given}, expected {expected}")
 
 
-def _cut(shape: Sequence[int], group_shape: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
+def _cut(
+    shape: Sequence[int], group_shape: Sequence[int]
+) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return number and extent of the groups down and across the matrix."""
     return _groups(math.prod(shape[:-1]), group_shape[0]), _groups(shape[-1], group_shape[1])
 

@@ -76,7 +76,9 @@ class QuantFP8(CustomOp):
         check_group_shape = expect_group_shape if static else expect_dynamic_group_shape
         check_group_shape("quant_fp8", group_shape)
         if num_token_padding is not None and num_token_padding < 0:
-            raise ValueError(f"quant_fp8: num_token_padding is {num_token_padding}, expected 0 or more")
+            raise ValueError(
+                f"quant_fp8: num_token_padding is {num_token_padding}, expected 0 or more"
+            )
         if dtype is None:
             dtype = current_platform().capability().fp8_dtype or torch.float8_e4m3fn
         expect_choice("quant_fp8", "dtype", dtype, tuple(FP8_MAX))

@@ -25,7 +25,9 @@ def decoded(codes: Tensor, mantissa_bits: int, bias: int) -> Tensor:
     """Decode the magnitudes of the codes 0 to 127, from the definition of the formats."""
     mantissa = (codes % 2**mantissa_bits).double() / 2**mantissa_bits
     exponent = (codes // 2**mantissa_bits).double()
-    return torch.where(exponent == 0, mantissa * 2.0 ** (1 - bias), (1 + mantissa) * 2.0 ** (exponent - bias))
+    return torch.where(
+        exponent == 0, mantissa * 2.0 ** (1 - bias), (1 + mantissa) * 2.0 ** (exponent - bias)
+    )
 
 
 def nearest(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -37,7 +39,9 @@ def nearest(values: Tensor, dtype: torch.dtype) -> Tensor:
     above = torch.searchsorted(table, magnitudes).clamp(max=len(table) - 1)
     below = (above - 1).clamp(min=0)
     to_above, to_below = table[above] - magnitudes, magnitudes - table[below]
-    code = torch.where((to_above < to_below) | ((to_above == to_below) & (above % 2 == 0)), above, below)
+    code = torch.where(
+        (to_above < to_below) | ((to_above == to_below) & (above % 2 == 0)), above, below
+    )
     has_negative_zero = dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
     negative = values.signbit() & ((code > 0) | has_negative_zero)
     return (code + 128 * negative).to(torch.uint8).view(dtype)
@@ -54,7 +58,9 @@ def group_ids(x: Tensor, group_shape: Sequence[int]) -> tuple[Tensor, int, int]:
     return rows[:, None] * across + columns[None, :], down, across
 
 
-def _static(x: Tensor, scale: Tensor, group_shape: Sequence[int], dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+def _static(
+    x: Tensor, scale: Tensor, group_shape: Sequence[int], dtype: torch.dtype = torch.float8_e4m3fn
+) -> Tensor:
     groups, *_ = group_ids(x, group_shape)
     return nearest(x / scale.flatten()[groups].reshape(x.shape), dtype)
 
@@ -67,7 +73,9 @@ def _dynamic(
     dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> tuple[Tensor, Tensor]:
     groups, down, across = group_ids(x, group_shape)
-    largest = torch.zeros(down * across, dtype=x.dtype).scatter_reduce(0, groups.flatten(), x.abs().flatten(), "amax")
+    largest = torch.zeros(down * across, dtype=x.dtype).scatter_reduce(
+        0, groups.flatten(), x.abs().flatten(), "amax"
+    )
     if scale_ub is not None:
         largest = torch.where(largest > scale_ub, scale_ub, largest)
     limit = FORMATS[dtype][2]
@@ -76,7 +84,13 @@ def _dynamic(
         powers = 2.0 ** torch.arange(-60, 60, dtype=torch.float64)
         scale = powers[torch.searchsorted(powers, scale.double())].float()
     quantised = nearest(x / scale.double()[groups].reshape(x.shape), dtype)
-    shape = (*x.shape[:-1], across) if group_shape[0] == 1 else (1,) if group_shape[1] == -1 else (1, across)
+    shape = (
+        (*x.shape[:-1], across)
+        if group_shape[0] == 1
+        else (1,)
+        if group_shape[1] == -1
+        else (1, across)
+    )
     return quantised, scale.reshape(shape)
 
 
@@ -87,7 +101,11 @@ def nearest_fp4(values: Tensor) -> Tensor:
     distances = (table - magnitudes).abs()
     is_nearest = distances == distances.amin(-1, keepdim=True)
     even = torch.arange(8) % 2 == 0
-    code = torch.where((is_nearest & even).any(-1), (is_nearest & even).int().argmax(-1), is_nearest.int().argmax(-1))
+    code = torch.where(
+        (is_nearest & even).any(-1),
+        (is_nearest & even).int().argmax(-1),
+        is_nearest.int().argmax(-1),
+    )
     return (code + 8 * values.signbit()).to(torch.uint8)
 
 
@@ -118,7 +136,9 @@ def _torch_static(
     return (x / scale).clamp(-448, 448).to(dtype)
 
 
-def _torch_dynamic(x: Tensor, group_shape: Sequence[int], **others: Any) -> tuple[Tensor, Tensor] | None:
+def _torch_dynamic(
+    x: Tensor, group_shape: Sequence[int], **others: Any
+) -> tuple[Tensor, Tensor] | None:
     if tuple(group_shape) != (1, -1) or others:
         return None
     scale = x.abs().amax(-1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
@@ -165,7 +185,9 @@ STATIC: dict[str, Arguments] = {
     "token": _per_group(lambda lead, size: (*lead, 1), group_shape=(1, -1)),
     "channel": _per_group(lambda lead, size: (1, size), group_shape=(-1, 1)),
     "group": _per_group(lambda lead, size: (*lead, math.ceil(size / 4)), group_shape=(1, 4)),
-    "block": _per_group(lambda lead, size: (math.ceil(math.prod(lead) / 2), math.ceil(size / 3)), group_shape=(2, 3)),
+    "block": _per_group(
+        lambda lead, size: (math.ceil(math.prod(lead) / 2), math.ceil(size / 3)), group_shape=(2, 3)
+    ),
     "fnuz": {"dtype": torch.float8_e4m3fnuz},
     "e5m2": {"dtype": torch.float8_e5m2},
 }

@@ -46,23 +46,31 @@ def _magnitude(t):
 
 
 @triton.jit
-def _scale_of(largest, bound, highest, smallest, bounded: tl.constexpr, powers_of_two: tl.constexpr):
+def _scale_of(
+    largest, bound, highest, smallest, bounded: tl.constexpr, powers_of_two: tl.constexpr
+):
     """Return the scale that maps the magnitude ``largest`` to ``highest``, at least ``smallest``."""
     if bounded:
         most = tl.load(bound).to(tl.float32)
-        largest = tl.where(largest <= most, largest, most)  # a bound that is NaN makes the scale NaN
+        largest = tl.where(
+            largest <= most, largest, most
+        )  # a bound that is NaN makes the scale NaN
     scale = tl.div_rn(largest, highest)
     scale = tl.where(scale < smallest, smallest, scale)
     if powers_of_two:
         # Up to the next power of two: any bit of the mantissa carries into the exponent.
-        scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+        scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(
+            tl.float32, bitcast=True
+        )
     return scale
 
 
 @triton.jit
 def _store_quantized(q, t, scale, highest, inside):
     t = t.to(tl.float32) / scale
-    t = tl.where(t > highest, highest, tl.where(t < -highest, -highest, t))  # not min and max, which drop NaN
+    t = tl.where(
+        t > highest, highest, tl.where(t < -highest, -highest, t)
+    )  # not min and max, which drop NaN
     tl.store(q, t.to(q.dtype.element_ty), inside)
 
 
@@ -123,7 +131,9 @@ def wide_group_quant_kernel(
         column = start + tl.arange(0, tile_columns)[None, :]
         inside = (row < rows) & (column < end)
         largest = tl.maximum(largest, _magnitude(tl.load(x + row * stride + column, inside, 0.0)))
-    scale = _scale_of(tl.max(largest, 1, keep_dims=True), bound, highest, smallest, bounded, powers_of_two)
+    scale = _scale_of(
+        tl.max(largest, 1, keep_dims=True), bound, highest, smallest, bounded, powers_of_two
+    )
     tl.store(scales + row * groups + group, scale, row < rows)
     for start in range(first, end, tile_columns):
         column = start + tl.arange(0, tile_columns)[None, :]
@@ -134,7 +144,15 @@ def wide_group_quant_kernel(
 
 @triton.jit
 def largest_kernel(
-    x, partials, rows, width, stride, tiles, programs, tile_rows: tl.constexpr, tile_columns: tl.constexpr
+    x,
+    partials,
+    rows,
+    width,
+    stride,
+    tiles,
+    programs,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
 ):
     """Write the largest magnitude among every ``programs``-th tile to the partial of this program."""
     largest = tl.zeros((tile_rows, tile_columns), tl.float32)
@@ -191,7 +209,9 @@ def given_scale_kernel(
 ):
     row, column, inside = tile_at(tl.program_id(0), rows, width, tile_rows, tile_columns)
     if by_row:
-        scales += tl.where(inside, row, 0) // group_rows * scale_stride  # no scale lies behind the last row
+        scales += (
+            tl.where(inside, row, 0) // group_rows * scale_stride
+        )  # no scale lies behind the last row
     if by_column:
         scales += tl.where(inside, column, 0) // group_columns * scale_column_stride
     t = tl.load(x + row * stride + column, inside, 0.0)
@@ -203,7 +223,9 @@ def _supported() -> tuple[str, ...]:
     """Return the 8-bit floats, by Triton's names, that kernels can write on the current device."""
     if INTERPRETED:
         return ("fp8e4nv", "fp8e5")
-    return tuple(make_backend(driver.active.get_current_target()).parse_options({}).supported_fp8_dtypes)
+    return tuple(
+        make_backend(driver.active.get_current_target()).parse_options({}).supported_fp8_dtypes
+    )
 
 
 @constant_while_tracing
@@ -214,7 +236,13 @@ def supports(dtype: torch.dtype) -> bool:
 
 def _quantizable(x: Tensor, dtype: torch.dtype) -> bool:
     """Tell whether the kernels can take ``x``; else the native definition computes it, or says what is wrong."""
-    return x.is_floating_point() and x.dim() > 0 and x.numel() > 0 and dtype in NAMES and supports(dtype)
+    return (
+        x.is_floating_point()
+        and x.dim() > 0
+        and x.numel() > 0
+        and dtype in NAMES
+        and supports(dtype)
+    )
 
 
 def _tiles(x: Tensor, *, as_one_row: bool) -> tuple[Tensor, Tile, int]:
@@ -222,7 +250,11 @@ def _tiles(x: Tensor, *, as_one_row: bool) -> tuple[Tensor, Tile, int]:
     width = x.numel() if as_one_row and x.is_contiguous() else x.shape[-1]
     rows = as_rows(x, width)
     tile = Tile(1, 2048, 4) if rows.shape[0] == 1 else tile_of(width, 2048, 2048)
-    return rows, tile, triton.cdiv(rows.shape[0], tile.rows) * triton.cdiv(rows.shape[1], tile.columns)
+    return (
+        rows,
+        tile,
+        triton.cdiv(rows.shape[0], tile.rows) * triton.cdiv(rows.shape[1], tile.columns),
+    )
 
 
 @replaces(definitions.quant_fp8_dynamic)
@@ -250,14 +282,28 @@ def quant_fp8_dynamic(
     return q, scale
 
 
-def _per_tensor(x: Tensor, q: Tensor, scale: Tensor, limits: tuple[float, float], powers_of_two: bool) -> None:
+def _per_tensor(
+    x: Tensor, q: Tensor, scale: Tensor, limits: tuple[float, float], powers_of_two: bool
+) -> None:
     rows, tile, tiles = _tiles(x, as_one_row=True)
     count = min(tiles, PARTIALS)
     partials = x.new_empty(count, dtype=torch.float32)
     sizes = (*rows.shape, rows.stride(0))
     launch(largest_kernel, count, tile, rows, partials, *sizes, tiles, count)
     constants = {"powers_of_two": powers_of_two, "most": PARTIALS}
-    launch(tensor_quant_kernel, tiles, tile, rows, q, scale, partials, *sizes, *limits, count, **constants)
+    launch(
+        tensor_quant_kernel,
+        tiles,
+        tile,
+        rows,
+        q,
+        scale,
+        partials,
+        *sizes,
+        *limits,
+        count,
+        **constants,
+    )
 
 
 def _per_group(
@@ -300,11 +346,20 @@ def quant_fp8_static(
     if not _quantizable(x, dtype):
         return definitions.quant_fp8_static.native(x, scale, group_shape, dtype)
     rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
-    height, width = (extent if size == -1 else size for extent, size in zip((rows, columns), group_shape, strict=True))
+    height, width = (
+        extent if size == -1 else size
+        for extent, size in zip((rows, columns), group_shape, strict=True)
+    )
     down, across = triton.cdiv(rows, height), triton.cdiv(columns, width)
     flat = tuple(extent for extent in (down, across) if extent != 1)
-    if tuple(scale.shape) not in (definitions.scale_shape(x.shape, group_shape), (down, across), flat):
-        return definitions.quant_fp8_static.native(x, scale, group_shape, dtype)  # which says what is wrong
+    if tuple(scale.shape) not in (
+        definitions.scale_shape(x.shape, group_shape),
+        (down, across),
+        flat,
+    ):
+        return definitions.quant_fp8_static.native(
+            x, scale, group_shape, dtype
+        )  # which says what is wrong
     q, scales = x.new_empty(x.shape, dtype=dtype), scale.reshape(down, across)
     matrix, tile, tiles = _tiles(x, as_one_row=down == across == 1)
     groups = (*scales.stride(), height, width)

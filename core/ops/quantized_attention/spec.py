@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from opgraft.ops.attention import spec as attention
 from opgraft.ops.quantization import spec as quantization
-from opgraft.ops.quantized_attention.functional import FP8, scaled_dot_product_attention_quant_fp8_static
+from opgraft.ops.quantized_attention.functional import (
+    FP8,
+    scaled_dot_product_attention_quant_fp8_static,
+)
 from opgraft.ops.spec import Arguments, Draw, OpSpec
 from torch import Tensor
 
@@ -23,7 +26,12 @@ def _inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
 
 
 def _reference(
-    query: Tensor, key: Tensor, value: Tensor, output_scale: Tensor, dtype: torch.dtype = FP8, **others: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output_scale: Tensor,
+    dtype: torch.dtype = FP8,
+    **others: Any,
 ) -> Tensor:
     attended = ATTENTION.reference(query, key, value, **others)
     quantised: Tensor = QUANTISATION.reference(attended, output_scale, (-1, -1), dtype)

@@ -11,10 +11,21 @@ from collections.abc import Sequence
 
 import torch
 from opgraft.binding.functional import register_functional
-from opgraft.ops.checks import expect_floating, expect_last_dim, expect_same_device, expect_same_dtype
+from opgraft.ops.checks import (
+    expect_floating,
+    expect_last_dim,
+    expect_same_device,
+    expect_same_dtype,
+)
 from opgraft.ops.precision import compute_dtype
 from opgraft.ops.quantization.functional import quant_fp8_dynamic, quant_fp8_static
-from opgraft.ops.quantized_linear.storage import TILE, dequantize, expect_storage, expect_tiles, out_of_tiles
+from opgraft.ops.quantized_linear.storage import (
+    TILE,
+    dequantize,
+    expect_storage,
+    expect_tiles,
+    out_of_tiles,
+)
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -33,13 +44,19 @@ def _mapped(x: Tensor, weight: Tensor, *others: object, **settings: object) -> T
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _mapped_by_codes(x: Tensor, weight: Tensor, scales: Tensor, *others: object, **settings: object) -> Tensor:
+def _mapped_by_codes(
+    x: Tensor, weight: Tensor, scales: Tensor, *others: object, **settings: object
+) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0] * (TILE if weight.dim() == 3 else 1)))
 
 
 @register_functional("quantized_linear", _mapped_by_codes)
 def quantized_linear(
-    x: Tensor, weight: Tensor, scales: Tensor, offsets: Tensor | None = None, bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Compute ``x · Wᵀ + bias`` with ``W = code · scale + offset`` per group of inputs of an output row, as in GPTQ
     (Frantar et al., arXiv:2210.17323) and AWQ (Lin et al., arXiv:2306.00978).
@@ -74,7 +91,9 @@ def quantized_linear(
 
 
 @register_functional("int8_dynamic_linear", _mapped, differentiable=False)
-def int8_dynamic_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+def int8_dynamic_linear(
+    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None
+) -> Tensor:
     """Compute ``x · Wᵀ + bias`` on 8-bit integers, with ``x`` quantized row by row (Dettmers et al., arXiv:2208.07339,
     section 2.1, without its outliers).
 
@@ -101,9 +120,13 @@ def int8_dynamic_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor 
     columns = scales.reshape(-1, 1) if scales.dim() == 1 else scales
     expect_storage("int8_dynamic_linear", weight, columns, None, x.shape[-1], x.device)
     if columns.shape[1] != 1:
-        raise ValueError(f"int8_dynamic_linear: scales have shape {tuple(scales.shape)}, expected one for each channel")
+        raise ValueError(
+            f"int8_dynamic_linear: scales have shape {tuple(scales.shape)}, expected one for each channel"
+        )
     rows = x.detach().to(compute_dtype(x.dtype))
-    largest = rows.abs().amax(-1, keepdim=True) if x.shape[-1] else rows.new_zeros((*x.shape[:-1], 1))
+    largest = (
+        rows.abs().amax(-1, keepdim=True) if x.shape[-1] else rows.new_zeros((*x.shape[:-1], 1))
+    )
     scale = (largest / INT8_MAX).clamp(min=SMALLEST_SCALE)
     codes = (rows / scale).round()
     sums = F.linear(codes, weight.to(rows.dtype))
@@ -152,7 +175,9 @@ def fp8_linear(
     return F.linear(rounded.to(x.dtype), plain.to(x.dtype), None if bias is None else bias.detach())
 
 
-def expand_weight_scale(op: str, scale: Tensor, weight: Tensor, block_shape: Sequence[int] | None) -> Tensor:
+def expand_weight_scale(
+    op: str, scale: Tensor, weight: Tensor, block_shape: Sequence[int] | None
+) -> Tensor:
     """Return the scale of an fp8 weight in a shape that broadcasts over it.
 
     Raises:
@@ -164,13 +189,19 @@ def expand_weight_scale(op: str, scale: Tensor, weight: Tensor, block_shape: Seq
             return scale.reshape(1, 1)
         if tuple(scale.shape) in ((rows,), (rows, 1)):
             return scale.reshape(rows, 1)
-        raise ValueError(f"{op}: weight_scale has shape {tuple(scale.shape)}, expected one number or [{rows}]")
+        raise ValueError(
+            f"{op}: weight_scale has shape {tuple(scale.shape)}, expected one number or [{rows}]"
+        )
     if len(block_shape) != 2 or min(block_shape) < 1:
-        raise ValueError(f"{op}: block_shape is {tuple(block_shape)}, expected two positive numbers")
+        raise ValueError(
+            f"{op}: block_shape is {tuple(block_shape)}, expected two positive numbers"
+        )
     height, width = block_shape
     expected = (-(-rows // height), -(-columns // width))
     if tuple(scale.shape) != expected:
-        raise ValueError(f"{op}: weight_scale has shape {tuple(scale.shape)}, expected {expected}, one for each block")
+        raise ValueError(
+            f"{op}: weight_scale has shape {tuple(scale.shape)}, expected {expected}, one for each block"
+        )
     return scale.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
 
 
@@ -180,9 +211,13 @@ def _rounded_to_fp8(
     """Return ``x`` as fp8 represents it, in the precision to compute in."""
     if input_scale is not None:
         if block_shape is not None:
-            raise ValueError("fp8_linear: input_scale is given with block_shape, expected one of them at most")
+            raise ValueError(
+                "fp8_linear: input_scale is given with block_shape, expected one of them at most"
+            )
         codes = quant_fp8_static.native(x, input_scale.reshape(-1), (-1, -1), dtype)
-        return codes.to(compute_dtype(x.dtype)) * input_scale.detach().reshape(1).to(compute_dtype(x.dtype))
+        return codes.to(compute_dtype(x.dtype)) * input_scale.detach().reshape(1).to(
+            compute_dtype(x.dtype)
+        )
     width = -1 if block_shape is None else block_shape[1]
     codes, scales = quant_fp8_dynamic.native(x, (1, width), dtype=dtype)
     if width != -1:
@@ -206,6 +241,8 @@ def _expect_input(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> No
     if bias is None:
         return
     if bias.shape != weight.shape[:1]:
-        raise ValueError(f"{op}: bias has shape {tuple(bias.shape)}, expected {tuple(weight.shape[:1])}")
+        raise ValueError(
+            f"{op}: bias has shape {tuple(bias.shape)}, expected {tuple(weight.shape[:1])}"
+        )
     expect_same_dtype(op, "bias", bias, "x", x)
     expect_same_device(op, "bias", bias, "x", x)

@@ -19,7 +19,12 @@ class _Layer(CustomOp):
     """Common ground of these layers: sizes, and a bias that is zero until one is loaded."""
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool, device: Device, dtype: torch.dtype | None
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        device: Device,
+        dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
@@ -72,11 +77,15 @@ class QuantizedLinear(_Layer):
                 f"quantized_linear: group_size is {group_size}, expected -1 or a divisor of in_features, {in_features}"
             )
         self.bits, self.group_size = bits, group_size
-        width, kind = (in_features, torch.int8) if bits == 8 else (packed_size(in_features), torch.uint8)
+        width, kind = (
+            (in_features, torch.int8) if bits == 8 else (packed_size(in_features), torch.uint8)
+        )
         groups = (out_features, in_features // size)
         self.register_buffer("weight", torch.zeros(out_features, width, dtype=kind, device=device))
         self.register_buffer("scales", torch.ones(groups, device=device, dtype=dtype))
-        self.register_buffer("offsets", torch.zeros(groups, device=device, dtype=dtype) if offsets else None)
+        self.register_buffer(
+            "offsets", torch.zeros(groups, device=device, dtype=dtype) if offsets else None
+        )
 
     @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
@@ -109,7 +118,9 @@ class Int8DynamicLinear(_Layer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.register_buffer("weight", torch.zeros(out_features, in_features, dtype=torch.int8, device=device))
+        self.register_buffer(
+            "weight", torch.zeros(out_features, in_features, dtype=torch.int8, device=device)
+        )
         self.register_buffer("scales", torch.ones(out_features, 1, device=device))
 
     @calls_functional
@@ -151,7 +162,9 @@ class FP8Linear(_Layer):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         if static and block_shape is not None:
-            raise ValueError("fp8_linear: static is given with block_shape, expected one of them at most")
+            raise ValueError(
+                "fp8_linear: static is given with block_shape, expected one of them at most"
+            )
         self.block_shape = None if block_shape is None else tuple(block_shape)
         height, width = self.block_shape or (1, max(in_features, 1))
         scales = (-(-out_features // height), -(-in_features // width))
@@ -163,4 +176,6 @@ class FP8Linear(_Layer):
     @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Map ``x``; raise ``ValueError`` where something does not fit."""
-        return functional.fp8_linear(x, self.weight, self.weight_scale, self.input_scale, self.bias, self.block_shape)
+        return functional.fp8_linear(
+            x, self.weight, self.weight_scale, self.input_scale, self.bias, self.block_shape
+        )

@@ -98,14 +98,19 @@ def quantize_fp8(
 
 
 def _by_rows(
-    op: str, weight: Tensor, group_size: int | None, quantize: Callable[[Tensor], tuple[Tensor, ...]]
+    op: str,
+    weight: Tensor,
+    group_size: int | None,
+    quantize: Callable[[Tensor], tuple[Tensor, ...]],
 ) -> tuple[Tensor, ...]:
     """Quantize some rows after the other, each as ``[rows, groups, group_size]``."""
     _expect_matrix(op, weight)
     columns = weight.shape[1]
     size = columns if group_size is None else group_size
     if size < 1 or columns % size:
-        raise ValueError(f"{op}: group_size is {size}, which {columns} inputs cannot be cut into; take a divisor")
+        raise ValueError(
+            f"{op}: group_size is {size}, which {columns} inputs cannot be cut into; take a divisor"
+        )
     some = max(1, AT_ONCE // columns)
     parts = torch.split(weight.detach(), some)
     made = [quantize(part.reshape(part.shape[0], columns // size, size)) for part in parts]
@@ -128,13 +133,21 @@ def _int4_symmetric(groups: Tensor) -> tuple[Tensor, Tensor]:
 def _int4(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     low, high = groups.float().aminmax(dim=-1)
     middle = (low + high) / 2
-    return _least_loss(groups, (high - low) / INT4_MAX, lambda scale: middle - scale * (INT4_MAX / 2))
+    return _least_loss(
+        groups, (high - low) / INT4_MAX, lambda scale: middle - scale * (INT4_MAX / 2)
+    )
 
 
-def _least_loss(groups: Tensor, widest: Tensor, offset_of: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _least_loss(
+    groups: Tensor, widest: Tensor, offset_of: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return packed codes, scales and offsets of the shrunken range that has the least squared error, by group."""
     values, best = groups.float(), torch.full_like(widest, torch.inf)
-    codes, scales, offsets = torch.zeros_like(values), torch.zeros_like(widest), torch.zeros_like(widest)
+    codes, scales, offsets = (
+        torch.zeros_like(values),
+        torch.zeros_like(widest),
+        torch.zeros_like(widest),
+    )
     for shrink in SHRINKS:
         scale = (widest * shrink).clamp(min=torch.finfo(groups.dtype).tiny).to(groups.dtype).float()
         offset = offset_of(scale).to(groups.dtype).float()
@@ -150,4 +163,6 @@ def _least_loss(groups: Tensor, widest: Tensor, offset_of: Callable[[Tensor], Te
 def _expect_matrix(op: str, weight: Tensor) -> None:
     expect_floating(op, "weight", weight)
     if weight.dim() != 2 or not weight.numel():
-        raise ValueError(f"{op}: weight has shape {tuple(weight.shape)}, expected [out_features, in_features]")
+        raise ValueError(
+            f"{op}: weight has shape {tuple(weight.shape)}, expected [out_features, in_features]"
+        )

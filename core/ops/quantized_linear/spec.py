@@ -25,12 +25,20 @@ def group_size_of(size: int) -> int:
 
 def scale_of(x: Tensor, largest: Tensor, limit: float) -> Tensor:
     """Divide as the definition does: rounded to float32 unless ``x`` has more digits than float32."""
-    return largest / limit if not torch.equal(x.float().double(), x) else (largest.float() / limit).double()
+    return (
+        largest / limit
+        if not torch.equal(x.float().double(), x)
+        else (largest.float() / limit).double()
+    )
 
 
 def quotients(x: Tensor, scale: Tensor) -> Tensor:
     """Divide as the definition does: to which of two codes a number is rounded depends on the last bit."""
-    return x / scale if not torch.equal(x.float().double(), x) else (x.float() / scale.float()).double()
+    return (
+        x / scale
+        if not torch.equal(x.float().double(), x)
+        else (x.float() / scale.float()).double()
+    )
 
 
 def _weight8(draw: Draw, size: int) -> Tensor:
@@ -44,7 +52,12 @@ def _scales(draw: Draw, groups: int, size: int, bits: int) -> Tensor:
 
 def _int8(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
     scales = _scales(draw, 1, size, 8)
-    return {"x": draw(*lead, size), "weight": _weight8(draw, size), "scales": scales, "bias": draw(OUT_FEATURES)}
+    return {
+        "x": draw(*lead, size),
+        "weight": _weight8(draw, size),
+        "scales": scales,
+        "bias": draw(OUT_FEATURES),
+    }
 
 
 def _grouped(bits: int, *, offsets: bool) -> Arguments:
@@ -80,7 +93,12 @@ def _tiled(bits: int) -> Arguments:
     def bias(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
         return draw(TILE)
 
-    return {"weight": weight, "scales": scales, "bias": bias, **({"offsets": offsets} if bits == 4 else {})}
+    return {
+        "weight": weight,
+        "scales": scales,
+        "bias": bias,
+        **({"offsets": offsets} if bits == 4 else {}),
+    }
 
 
 def _codes_of_tiles(weight: Tensor, size: int) -> Tensor:
@@ -103,7 +121,11 @@ def _codes(weight: Tensor, size: int) -> Tensor:
 
 
 def _quantized(
-    x: Tensor, weight: Tensor, scales: Tensor, offsets: Tensor | None = None, bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     size = x.shape[-1]
     if weight.dim() == 3:
@@ -129,7 +151,12 @@ def _int8_dynamic(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None
 def _fp8_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
     weight = (draw(OUT_FEATURES, size) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
     scale = (draw(OUT_FEATURES, 1).float().abs() + 0.5) / (200 * size**0.5)
-    return {"x": draw(*lead, size), "weight": weight, "weight_scale": scale, "bias": draw(OUT_FEATURES)}
+    return {
+        "x": draw(*lead, size),
+        "weight": weight,
+        "weight_scale": scale,
+        "bias": draw(OUT_FEATURES),
+    }
 
 
 def _block_scales(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
@@ -148,22 +175,34 @@ def _fp8(
     size = x.shape[-1]
     height, width = block_shape or (1 if weight_scale.numel() > 1 else OUT_FEATURES, size)
     scales = weight_scale.reshape(math.ceil(OUT_FEATURES / height), math.ceil(size / width))
-    plain = weight.double() * scales[torch.arange(OUT_FEATURES) // height][:, torch.arange(size) // width]
+    plain = (
+        weight.double()
+        * scales[torch.arange(OUT_FEATURES) // height][:, torch.arange(size) // width]
+    )
     parts = []
     for part in torch.split(x, width, -1):
         largest = part.abs().amax(-1, keepdim=True).clamp(min=1 / 512)
         scale = (largest / 448).float().double() if input_scale is None else input_scale.reshape(1)
         # Torch rounds float64 to float32 on the way to 8 bits.
-        parts.append(nearest(quotients(part, scale).float().double(), torch.float8_e4m3fn).double() * scale)
+        parts.append(
+            nearest(quotients(part, scale).float().double(), torch.float8_e4m3fn).double() * scale
+        )
     y = torch.einsum("...i,oi->...o", torch.cat(parts, -1), plain)
     return y if bias is None else y + bias
 
 
 def _quantized_op(
-    x: Tensor, weight: Tensor, scales: Tensor, offsets: Tensor | None = None, bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[nn.Module, tuple[Any, ...]]:
     bits = 8 if weight.dtype == torch.int8 else 4
-    settings: dict[str, Any] = {"group_size": x.shape[-1] // scales.shape[1], "offsets": offsets is not None}
+    settings: dict[str, Any] = {
+        "group_size": x.shape[-1] // scales.shape[1],
+        "offsets": offsets is not None,
+    }
     op = QuantizedLinear(x.shape[-1], OUT_FEATURES, bias is not None, bits=bits, **settings)
     return with_parameters(op, weight=weight, scales=scales, offsets=offsets, bias=bias), (x,)
 
@@ -185,7 +224,12 @@ def _fp8_op(
 ) -> tuple[nn.Module, tuple[Any, ...]]:
     settings: dict[str, Any] = {"static": input_scale is not None, "block_shape": block_shape}
     op = FP8Linear(x.shape[-1], OUT_FEATURES, bias is not None, **settings)
-    tensors = {"weight": weight, "weight_scale": weight_scale, "input_scale": input_scale, "bias": bias}
+    tensors = {
+        "weight": weight,
+        "weight_scale": weight_scale,
+        "input_scale": input_scale,
+        "bias": bias,
+    }
     return with_parameters(op, **tensors), (x,)
 
 

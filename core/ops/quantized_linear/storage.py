@@ -68,7 +68,9 @@ def unpack_int4(packed: Tensor, in_features: int) -> Tensor:
     Returns:
         ``[..., in_features]`` in ``uint8``, from 0 to 15.
     """
-    pairs = packed.reshape(*packed.shape[:-1], packed.shape[-1] * 2 // BLOCK, WORDS, BLOCK // WORDS // 2)
+    pairs = packed.reshape(
+        *packed.shape[:-1], packed.shape[-1] * 2 // BLOCK, WORDS, BLOCK // WORDS // 2
+    )
     words = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
     return words.mT.flatten(-3)[..., :in_features]
 
@@ -109,7 +111,11 @@ def scales_of_tiles(tiles: Tensor, rows: Tensor | None = None) -> Tensor:
 
 
 def out_of_tiles(
-    weight: Tensor, scales: Tensor, offsets: Tensor | None, in_features: int, rows: Tensor | None = None
+    weight: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    in_features: int,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return codes, scales and offsets of tiles in rows: those of these numbers, or all."""
     shifts = None if offsets is None else scales_of_tiles(offsets, rows)
@@ -117,7 +123,11 @@ def out_of_tiles(
 
 
 def dequantize(
-    weight: Tensor, scales: Tensor, offsets: Tensor | None, in_features: int, dtype: torch.dtype = torch.float32
+    weight: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    in_features: int,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Return the weight that codes stand for, ``[out_features, in_features]``, computed in ``dtype``."""
     codes = weight if weight.dtype == torch.int8 else unpack_int4(weight, in_features)
@@ -130,11 +140,18 @@ def dequantize(
 
 
 def expect_storage(
-    op: str, weight: Tensor, scales: Tensor, offsets: Tensor | None, in_features: int, device: torch.device
+    op: str,
+    weight: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    in_features: int,
+    device: torch.device,
 ) -> None:
     """Raise ``ValueError`` unless these hold a weight of so many inputs, on that device."""
     if weight.dtype not in (torch.int8, torch.uint8):
-        raise ValueError(f"{op}: weight is {weight.dtype}, expected torch.int8, or torch.uint8 for four bits")
+        raise ValueError(
+            f"{op}: weight is {weight.dtype}, expected torch.int8, or torch.uint8 for four bits"
+        )
     width = in_features if weight.dtype == torch.int8 else packed_size(in_features)
     if weight.dim() != 2 or weight.shape[1] != width:
         raise ValueError(
@@ -143,9 +160,13 @@ def expect_storage(
         )
     expect_floating(op, "scales", scales)
     if scales.dim() != 2 or scales.shape[0] != weight.shape[0] or not scales.shape[1]:
-        raise ValueError(f"{op}: scales have shape {tuple(scales.shape)}, expected [{weight.shape[0]}, groups]")
+        raise ValueError(
+            f"{op}: scales have shape {tuple(scales.shape)}, expected [{weight.shape[0]}, groups]"
+        )
     if in_features % scales.shape[1]:
-        raise ValueError(f"{op}: {in_features} inputs cannot be cut into the {scales.shape[1]} groups of the scales")
+        raise ValueError(
+            f"{op}: {in_features} inputs cannot be cut into the {scales.shape[1]} groups of the scales"
+        )
     named = {"weight": weight, "scales": scales, "offsets": offsets}
     if offsets is not None and (offsets.shape != scales.shape or offsets.dtype != scales.dtype):
         raise ValueError(
@@ -157,7 +178,9 @@ def expect_storage(
             raise ValueError(f"{op}: {name} is on {tensor.device}, expected {device} as x")
 
 
-def expect_tiles(op: str, weight: Tensor, scales: Tensor, offsets: Tensor | None, in_features: int) -> None:
+def expect_tiles(
+    op: str, weight: Tensor, scales: Tensor, offsets: Tensor | None, in_features: int
+) -> None:
     """Raise ``ValueError`` unless these are tiles of codes of so many inputs."""
     bits = 8 if weight.dtype == torch.int8 else 4
     size = -(-in_features // TILE), TILE * TILE * bits // 8
@@ -167,7 +190,9 @@ def expect_tiles(op: str, weight: Tensor, scales: Tensor, offsets: Tensor | None
             f"{size[0]}, {size[1]}] for {in_features} inputs, in torch.int8, or in torch.uint8 for four bits"
         )
     for name, tensor in {"scales": scales, "offsets": offsets}.items():
-        if tensor is not None and (tensor.dim() != 3 or (len(tensor), tensor.shape[2]) != (len(weight), TILE)):
+        if tensor is not None and (
+            tensor.dim() != 3 or (len(tensor), tensor.shape[2]) != (len(weight), TILE)
+        ):
             raise ValueError(
                 f"{op}: {name} have shape {tuple(tensor.shape)}, expected [{len(weight)}, groups, {TILE}] as the "
                 "weight is in tiles"

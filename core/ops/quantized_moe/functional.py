@@ -72,8 +72,13 @@ def quantized_experts(
     _expect_bias("w13_bias", w13_bias, w13, x)
     _expect_bias("w2_bias", w2_bias, w2, x)
     if not values_are_known(topk_ids) or not values_are_known(x):
-        weights = (_all_plain(gate_up, x.shape[1], x.dtype), _all_plain(down, intermediate, x.dtype))
-        outputs = plain.fused_experts.native(x, *weights, topk_weights, topk_ids, activation, w13_bias, w2_bias)
+        weights = (
+            _all_plain(gate_up, x.shape[1], x.dtype),
+            _all_plain(down, intermediate, x.dtype),
+        )
+        outputs = plain.fused_experts.native(
+            x, *weights, topk_weights, topk_ids, activation, w13_bias, w2_bias
+        )
         return outputs.detach()
     rows, order, bounds = plain.sorted_by_expert(x, topk_ids, w13.shape[0])
     made = _grouped(rows, bounds, gate_up, down, activation, w13_bias, w2_bias)
@@ -98,7 +103,9 @@ def _grouped(
     for expert, (begin, end) in enumerate(pairwise(bounds)):
         if begin < end:
             first = _plain(gate_up, expert, rows.shape[1], rows.dtype)
-            hidden = F.linear(rows[begin:end], first, None if w13_bias is None else w13_bias[expert])
+            hidden = F.linear(
+                rows[begin:end], first, None if w13_bias is None else w13_bias[expert]
+            )
             hidden = plain.ACTIVATIONS[activation](hidden)
             second = _plain(down, expert, hidden.shape[1], rows.dtype)
             made.append(F.linear(hidden, second, None if w2_bias is None else w2_bias[expert]))
@@ -111,23 +118,39 @@ def _plain(weights: Quantized, expert: int, in_features: int, dtype: torch.dtype
 
 
 def _all_plain(weights: Quantized, in_features: int, dtype: torch.dtype) -> Tensor:
-    return torch.stack([_plain(weights, expert, in_features, dtype) for expert in range(len(weights[0]))])
+    return torch.stack(
+        [_plain(weights, expert, in_features, dtype) for expert in range(len(weights[0]))]
+    )
 
 
 def _expect_inputs(
-    x: Tensor, gate_up: Quantized, down: Quantized, topk_weights: Tensor, topk_ids: Tensor, activation: str
+    x: Tensor,
+    gate_up: Quantized,
+    down: Quantized,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str,
 ) -> int:
     """Raise ``ValueError`` unless the arguments fit each other; return the intermediate size."""
     op = "quantized_experts"
     expect_choice(op, "activation", activation, tuple(plain.ACTIVATIONS))
     expect_floating(op, "x", x)
-    dimensions = {"x": (x, 2), "w13": (gate_up[0], 3), "w2": (down[0], 3), "topk_ids": (topk_ids, 2)}
+    dimensions = {
+        "x": (x, 2),
+        "w13": (gate_up[0], 3),
+        "w2": (down[0], 3),
+        "topk_ids": (topk_ids, 2),
+    }
     for name, (tensor, count) in dimensions.items():
         if tensor.dim() != count:
-            raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {count} dimensions")
+            raise ValueError(
+                f"{op}: {name} has shape {tuple(tensor.shape)}, expected {count} dimensions"
+            )
     experts, rows = gate_up[0].shape[:2]
     if rows % 2:
-        raise ValueError(f"{op}: w13 has shape {tuple(gate_up[0].shape)}, expected as many rows of gate as of up")
+        raise ValueError(
+            f"{op}: w13 has shape {tuple(gate_up[0].shape)}, expected as many rows of gate as of up"
+        )
     _expect_storage("w13", gate_up, (experts, rows), x.shape[1], x)
     _expect_storage("w2", down, (experts, x.shape[1]), rows // 2, x)
     for name, tensor in (("topk_weights", topk_weights), ("topk_ids", topk_ids)):
@@ -141,11 +164,15 @@ def _expect_inputs(
     return int(rows // 2)
 
 
-def _expect_storage(name: str, weights: Quantized, lead: tuple[int, int], in_features: int, x: Tensor) -> None:
+def _expect_storage(
+    name: str, weights: Quantized, lead: tuple[int, int], in_features: int, x: Tensor
+) -> None:
     """Raise ``ValueError`` unless codes, scales and offsets hold weights of so many inputs."""
     op, (codes, scales, offsets) = "quantized_experts", weights
     if codes.dtype not in (torch.int8, torch.uint8, *FP8):
-        raise ValueError(f"{op}: {name} is {codes.dtype}, expected torch.int8, torch.uint8 or one of {FP8}")
+        raise ValueError(
+            f"{op}: {name} is {codes.dtype}, expected torch.int8, torch.uint8 or one of {FP8}"
+        )
     width, groups = storage_shapes(codes, scales, in_features)
     if tuple(codes.shape) != (*lead, width):
         raise ValueError(
@@ -173,7 +200,9 @@ def _expect_storage(name: str, weights: Quantized, lead: tuple[int, int], in_fea
 
 
 def _expect_bias(name: str, bias: Tensor | None, weight: Tensor, x: Tensor) -> None:
-    if bias is not None and (bias.shape != weight.shape[:2] or bias.dtype != x.dtype or bias.device != x.device):
+    if bias is not None and (
+        bias.shape != weight.shape[:2] or bias.dtype != x.dtype or bias.device != x.device
+    ):
         raise ValueError(
             f"quantized_experts: {name} is {bias.dtype} {tuple(bias.shape)} on {bias.device}, expected {x.dtype} "
             f"{tuple(weight.shape[:2])} on {x.device}"

@@ -59,7 +59,9 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        self.weights.create(layer, (num_experts, hidden_size, intermediate_size_per_partition), params_dtype)
+        self.weights.create(
+            layer, (num_experts, hidden_size, intermediate_size_per_partition), params_dtype
+        )
         if self.moe.has_bias:
             rows = {"w13_bias": 2 * intermediate_size_per_partition, "w2_bias": hidden_size}
             shapes = {name: (num_experts, count) for name, count in rows.items()}

@@ -32,7 +32,9 @@ def _numbers(codes: Tensor, scales: Tensor, offsets: Tensor | None, size: int) -
     else:
         numbers = codes.double()
     groups = inputs * scales.shape[2] // size
-    return numbers * scales.double()[..., groups] + (0 if offsets is None else offsets.double()[..., groups])
+    return numbers * scales.double()[..., groups] + (
+        0 if offsets is None else offsets.double()[..., groups]
+    )
 
 
 def _are_powers_of_two(scales: Tensor) -> bool:
@@ -51,7 +53,9 @@ def _reference(
     **others: Any,
 ) -> Tensor:
     gate_up = _numbers(w13, w13_scales, w13_offsets, x.shape[1])
-    return plain.fused_experts_reference(x, gate_up, _numbers(w2, w2_scales, w2_offsets, w13.shape[1] // 2), **others)
+    return plain.fused_experts_reference(
+        x, gate_up, _numbers(w2, w2_scales, w2_offsets, w13.shape[1] // 2), **others
+    )
 
 
 def _groups(size: int) -> int:
@@ -84,7 +88,11 @@ def _mxfp4(draw: Draw, rows: int, size: int) -> Tensor:
 
 
 def _mx_scales(draw: Draw, rows: int, size: int, largest: float) -> Tensor:
-    exponents = 127 - round(math.log2(largest * size**0.5)) + draw.integers(-1, 2, (EXPERTS, rows, -(-size // 32)))
+    exponents = (
+        127
+        - round(math.log2(largest * size**0.5))
+        + draw.integers(-1, 2, (EXPERTS, rows, -(-size // 32)))
+    )
     return exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
@@ -122,15 +130,21 @@ def _inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
 class _AsGiven(ExpertWeights):
     """Weights that stand in the layer already."""
 
-    def create(self, layer: Any, sizes: tuple[int, int, int], params_dtype: torch.dtype) -> None: ...
+    def create(
+        self, layer: Any, sizes: tuple[int, int, int], params_dtype: torch.dtype
+    ) -> None: ...
 
     def finish(self, layer: Any) -> None: ...
 
 
-def _op(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, activation: str = "silu", **weights: Any) -> Any:
+def _op(
+    x: Tensor, topk_weights: Tensor, topk_ids: Tensor, activation: str = "silu", **weights: Any
+) -> Any:
     experts, rows = weights["w13"].shape[:2]
     sizes = (experts, topk_ids.shape[1], x.shape[1], rows // 2)
-    config = FusedMoEConfig(*sizes, activation=activation, has_bias=weights.get("w13_bias") is not None)
+    config = FusedMoEConfig(
+        *sizes, activation=activation, has_bias=weights.get("w13_bias") is not None
+    )
     layer = plain.layer_of({"w13_offsets": None, "w2_offsets": None, **weights})
     return QuantizedFusedMoEMethod(config, _AsGiven()), (layer, x, topk_weights, topk_ids)
 
@@ -156,7 +170,11 @@ SPECS = (
             "4 bits": _format(_int4, 8),
             "4 bits, offsets": _format(_int4, 15, offsets=True),
             "fp8": _format(_fp8, 200),
-            "MXFP4 of gpt-oss": {**_format(_mxfp4, 6, _mx_scales), "activation": "swigluoai", **_BIASES},
+            "MXFP4 of gpt-oss": {
+                **_format(_mxfp4, 6, _mx_scales),
+                "activation": "swigluoai",
+                **_BIASES,
+            },
             "gelu, experts elsewhere": {"activation": "gelu", "topk_ids": plain.elsewhere},
         },
         sizes=(1, 9, 96),

@@ -38,7 +38,9 @@ def dequantize_expert(
 ) -> Tensor:
     """Return the plain weight ``[out, in_features]`` of one expert, computed in ``dtype``."""
     if is_mxfp4(scales):
-        scaled = fp4_numbers(weight, dtype).reshape(*scales.shape, MX_GROUP) * scales.to(dtype).unsqueeze(-1)
+        scaled = fp4_numbers(weight, dtype).reshape(*scales.shape, MX_GROUP) * scales.to(
+            dtype
+        ).unsqueeze(-1)
         return scaled.flatten(1)[:, :in_features]
     if weight.dtype in FP8:
         groups = weight.to(dtype).reshape(*scales.shape, in_features // scales.shape[1])

@@ -56,7 +56,13 @@ class DualChunkRotaryEmbedding(CustomOp):
 
     @calls_functional
     def forward_native(
-        self, positions: Tensor, query: Tensor, key: Tensor, offsets: Tensor | None = None, *, functional: Any = NATIVE
+        self,
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor,
+        offsets: Tensor | None = None,
+        *,
+        functional: Any = NATIVE,
     ) -> tuple[Tensor, Tensor]:
         """Return the five queries, concatenated along the last dimension, and the key in the shape it came in.
 
@@ -70,7 +76,9 @@ class DualChunkRotaryEmbedding(CustomOp):
             ValueError: as ``RotaryEmbeddingBase``.
         """
         positions = positions if offsets is None else positions + offsets
-        expect_in_range("dual_chunk_rotary_embedding", "positions", positions, self.max_position_embeddings)
+        expect_in_range(
+            "dual_chunk_rotary_embedding", "positions", positions, self.max_position_embeddings
+        )
         chunks = (self.chunk_size, self.local_size)
         return functional.dual_chunk_rotary_embedding(
             positions, query, key, self.head_size, self.cos_sin_cache, *chunks, self.is_neox_style

@@ -29,7 +29,13 @@ from opgraft.ops.fakes import like, nothing
 from opgraft.ops.precision import compute_dtype
 from torch import Tensor
 
-__all__ = ["apply_rotary_emb", "dual_chunk_rotary_embedding", "mrope", "rotary_embedding", "rotary_embedding_"]
+__all__ = [
+    "apply_rotary_emb",
+    "dual_chunk_rotary_embedding",
+    "mrope",
+    "rotary_embedding",
+    "rotary_embedding_",
+]
 
 VERSIONS_OF_QUERY = 5
 """The number of versions of the query that ``dual_chunk_rotary_embedding`` rotates."""
@@ -84,7 +90,12 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool = 
 
 @register_functional("RotaryEmbedding", like_query_and_key)
 def rotary_embedding(
-    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox_style: bool = True
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox_style: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Rotate query and key by their positions, from a table of cosines and sines (arXiv:2104.09864).
 
@@ -106,10 +117,17 @@ def rotary_embedding(
 
 @register_functional("RotaryEmbedding", nothing, mutates=("query", "key"))
 def rotary_embedding_(
-    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox_style: bool = True
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox_style: bool = True,
 ) -> None:
     """Compute ``rotary_embedding`` in place: the rotated heads are written over ``query`` and ``key``."""
-    rotated = rotary_embedding.native(positions, query, key, head_size, cos_sin_cache, is_neox_style)
+    rotated = rotary_embedding.native(
+        positions, query, key, head_size, cos_sin_cache, is_neox_style
+    )
     for target, value in zip((query, key), rotated, strict=True):
         target.copy_(value)
 
@@ -143,10 +161,14 @@ def mrope(
         ValueError: as ``rotary_embedding``, or sections that do not fit the table.
     """
     if positions.dim() < 2 or positions.shape[0] != 3:
-        raise ValueError(f"mrope: positions have shape {tuple(positions.shape)}, expected [3, num_tokens]")
+        raise ValueError(
+            f"mrope: positions have shape {tuple(positions.shape)}, expected [3, num_tokens]"
+        )
     rows = _rows("mrope", positions, cos_sin_cache)
     expect_sections(mrope_section, cos_sin_cache.shape[1], interleaved)
-    return _rotated_pair("mrope", query, key, _by_section(rows, mrope_section, interleaved), head_size, is_neox_style)
+    return _rotated_pair(
+        "mrope", query, key, _by_section(rows, mrope_section, interleaved), head_size, is_neox_style
+    )
 
 
 def expect_sections(mrope_section: Sequence[int], rotary_dim: int, interleaved: bool) -> None:
@@ -213,7 +235,9 @@ def dual_chunk_rotary_embedding(
     places = (place, before.clamp(max=chunk_size), further, before, place + chunk_size)
     own, *others = (_rows(op, rows, cos_sin_cache) for rows in places)
     first, turned_key = _rotated_pair(op, query, key, own, head_size, is_neox_style)
-    queries = (_rotated_heads(op, "query", query, rows, head_size, is_neox_style) for rows in others)
+    queries = (
+        _rotated_heads(op, "query", query, rows, head_size, is_neox_style) for rows in others
+    )
     return torch.cat((first, *queries), dim=-1), turned_key
 
 
@@ -245,7 +269,9 @@ def _by_section(rows: Tensor, mrope_section: Sequence[int], interleaved: bool) -
     angles = rows.reshape(*rows.shape[:-1], 2, rows.shape[-1] // 2)
     if not interleaved:
         sections = torch.split_with_sizes(angles, list(mrope_section), dim=-1)
-        return torch.cat([section[axis] for axis, section in enumerate(sections)], dim=-1).flatten(-2)
+        return torch.cat([section[axis] for axis, section in enumerate(sections)], dim=-1).flatten(
+            -2
+        )
     chosen = angles[0].clone()
     for axis in (1, 2):
         turns = slice(axis, 3 * mrope_section[axis], 3)
@@ -266,12 +292,16 @@ def _rotated_pair(
     )
 
 
-def _rotated_heads(op: str, argument: str, x: Tensor, cos_sin: Tensor, head_size: int, is_neox_style: bool) -> Tensor:
+def _rotated_heads(
+    op: str, argument: str, x: Tensor, cos_sin: Tensor, head_size: int, is_neox_style: bool
+) -> Tensor:
     """Rotate the heads of ``x``; ``cos_sin`` is ``[*tokens, rotary_dim]``."""
     rotary_dim = cos_sin.shape[-1]
     expect_positive(op, "head_size", head_size)
     if rotary_dim > head_size:
-        raise ValueError(f"{op}: cos_sin_cache has rotary_dim {rotary_dim}, expected at most head_size={head_size}")
+        raise ValueError(
+            f"{op}: cos_sin_cache has rotary_dim {rotary_dim}, expected at most head_size={head_size}"
+        )
     expect_same_device(op, argument, x, "cos_sin_cache", cos_sin)
     cos_sin = _per_token(op, argument, x, cos_sin)
     if x.dim() < 2 or x.shape[-1] % head_size:
@@ -281,7 +311,9 @@ def _rotated_heads(op: str, argument: str, x: Tensor, cos_sin: Tensor, head_size
         )
     heads = x.reshape(*x.shape[:-1], x.shape[-1] // head_size, head_size)
     tokens = cos_sin.shape[:-1]
-    cos, sin = cos_sin.reshape(*tokens, *(1,) * (heads.dim() - cos_sin.dim()), rotary_dim).chunk(2, dim=-1)
+    cos, sin = cos_sin.reshape(*tokens, *(1,) * (heads.dim() - cos_sin.dim()), rotary_dim).chunk(
+        2, dim=-1
+    )
     turned = _turned(heads[..., :rotary_dim], cos, sin, is_neox_style)
     if rotary_dim < head_size:
         turned = torch.cat((turned, heads[..., rotary_dim:]), dim=-1)
@@ -304,7 +336,11 @@ def _per_token(op: str, argument: str, x: Tensor, cos_sin: Tensor) -> Tensor:
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool) -> Tensor:
     """Rotate the pairs of ``x``; ``cos`` and ``sin`` broadcast to ``[..., pairs]``."""
     dtype = compute_dtype(x.dtype)
-    first, second = x.to(dtype).chunk(2, dim=-1) if is_neox_style else (x[..., 0::2].to(dtype), x[..., 1::2].to(dtype))
+    first, second = (
+        x.to(dtype).chunk(2, dim=-1)
+        if is_neox_style
+        else (x[..., 0::2].to(dtype), x[..., 1::2].to(dtype))
+    )
     cos, sin = cos.to(dtype), sin.to(dtype)
     pair = (first * cos - second * sin, second * cos + first * sin)
     turned = torch.cat(pair, dim=-1) if is_neox_style else torch.stack(pair, dim=-1).flatten(-2)

@@ -33,12 +33,16 @@ def cos_sin_table(inv_freq: Tensor, rows: int, scale: float = 1.0) -> Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * scale
 
 
-def expect_rotation(op: str, rotary_dim: int, head_size: int, base: float, dtype: torch.dtype) -> None:
+def expect_rotation(
+    op: str, rotary_dim: int, head_size: int, base: float, dtype: torch.dtype
+) -> None:
     """Raise ``ValueError`` unless ``rotary_dim`` elements of a head make whole pairs, and a table of them can be."""
     expect_positive(op, "base", base)
     expect_choice(op, "dtype", dtype, FLOATING)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_size:
-        raise ValueError(f"{op}: rotary_dim is {rotary_dim}, expected an even number from 2 to head_size={head_size}")
+        raise ValueError(
+            f"{op}: rotary_dim is {rotary_dim}, expected an even number from 2 to head_size={head_size}"
+        )
 
 
 @CustomOp.register("apply_rotary_emb")
@@ -59,7 +63,10 @@ class ApplyRotaryEmb(CustomOp):
     """
 
     def __init__(
-        self, enforce_enable: bool = False, is_neox_style: bool = True, enable_fp32_compute: bool = False
+        self,
+        enforce_enable: bool = False,
+        is_neox_style: bool = True,
+        enable_fp32_compute: bool = False,
     ) -> None:
         super().__init__(enforce_enable=enforce_enable)
         self.is_neox_style = is_neox_style
@@ -67,7 +74,11 @@ class ApplyRotaryEmb(CustomOp):
 
     @staticmethod
     def forward_static(
-        x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool = True, enable_fp32_compute: bool = False
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        is_neox_style: bool = True,
+        enable_fp32_compute: bool = False,
     ) -> Tensor:
         """Rotate ``x`` without an op; ``enable_fp32_compute`` holds anyway."""
         return functional.apply_rotary_emb.native(x, cos, sin, is_neox_style)
@@ -81,13 +92,17 @@ class ApplyRotaryEmb(CustomOp):
             tensors = [tensor.float() for tensor in tensors]
         return (*tensors, x.shape, x.dtype)  # type: ignore[return-value]  # three of them
 
-    def _post_process(self, output: Tensor, origin_shape: torch.Size, origin_dtype: torch.dtype) -> Tensor:
+    def _post_process(
+        self, output: Tensor, origin_shape: torch.Size, origin_dtype: torch.dtype
+    ) -> Tensor:
         """Give a kernel's result the dimensions and the dtype that ``_pre_process`` was given."""
         output = output[0] if len(origin_shape) == 3 else output
         return output.to(origin_dtype) if self.enable_fp32_compute else output
 
     @calls_functional
-    def forward_native(self, x: Tensor, cos: Tensor, sin: Tensor, *, functional: Any = NATIVE) -> Tensor:
+    def forward_native(
+        self, x: Tensor, cos: Tensor, sin: Tensor, *, functional: Any = NATIVE
+    ) -> Tensor:
         """Rotate ``x``, in new memory.
 
         Raises:
@@ -95,7 +110,9 @@ class ApplyRotaryEmb(CustomOp):
         """
         return functional.apply_rotary_emb(x, cos, sin, self.is_neox_style)
 
-    def rotate_heads(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rotate_heads(
+        self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Rotate query and key as models of transformers hold them, by two calls of this op.
 
         A replacement may override this to rotate both at once.
@@ -166,7 +183,9 @@ class RotaryEmbeddingBase(CustomOp):
         self.is_neox_style = is_neox_style
         self.dtype = dtype
         if init_cache:
-            self.register_buffer("cos_sin_cache", self._compute_cos_sin_cache().to(dtype), persistent=False)
+            self.register_buffer(
+                "cos_sin_cache", self._compute_cos_sin_cache().to(dtype), persistent=False
+            )
 
     @functools.cached_property
     def apply_rotary_emb(self) -> ApplyRotaryEmb:
@@ -199,7 +218,12 @@ class RotaryEmbeddingBase(CustomOp):
     @called_with(always=["key"])
     @calls_functional
     def forward_native(
-        self, positions: Tensor, query: Tensor, key: Tensor | None = None, *, functional: Any = NATIVE
+        self,
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor | None = None,
+        *,
+        functional: Any = NATIVE,
     ) -> tuple[Tensor, Tensor | None]:
         """Rotate query and key, each in the shape it came in; a key of ``None`` stays ``None``.
 

@@ -26,7 +26,14 @@ from opgraft.ops.rotary.variants import (
 )
 from opgraft.ops.rotary.vision import Llama4VisionRotaryEmbedding
 
-_YARN = ("extrapolation_factor", "attn_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+_YARN = (
+    "extrapolation_factor",
+    "attn_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
 _YARN_SCALE = (*_YARN, "attention_factor", "truncate")
 
 
@@ -46,7 +53,13 @@ class _Rope:
 
     def sizes(self, positions: int | None = None) -> tuple[int, int, int, float, bool]:
         """Return the arguments that come before the dtype, for the longest context or for other positions."""
-        return self.head_size, self.rotary_dim, positions or self.max_position, self.base, self.is_neox_style
+        return (
+            self.head_size,
+            self.rotary_dim,
+            positions or self.max_position,
+            self.base,
+            self.is_neox_style,
+        )
 
     @property
     def trained(self) -> int:
@@ -92,14 +105,18 @@ def get_rope(
     given = rope_parameters or {}
     share = given.get("partial_rotary_factor", 1.0)
     if not 0.0 < share <= 1.0:
-        raise ValueError(f"get_rope: partial_rotary_factor is {share}, expected more than 0 and at most 1")
+        raise ValueError(
+            f"get_rope: partial_rotary_factor is {share}, expected more than 0 and at most 1"
+        )
     rotary_dim = given.get("rope_dim") or int(head_size * share)
     base = given.get("rope_theta", 10000.0)
     dtype = dtype or torch.get_default_dtype()
     factors = (mrope_positions_factor, model_positions or max_position)
     rope = _Rope(head_size, rotary_dim, max_position, base, is_neox_style, dtype, given, *factors)
     if dual_chunk_attention_config is not None:
-        chunk_size, local_size = (dual_chunk_attention_config[name] for name in ("chunk_size", "local_size"))
+        chunk_size, local_size = (
+            dual_chunk_attention_config[name] for name in ("chunk_size", "local_size")
+        )
         return DualChunkRotaryEmbedding(*rope.sizes(), dtype, chunk_size, local_size)
     kind = given.get("rope_type", "default")
     if kind not in _TYPES:
@@ -107,7 +124,9 @@ def get_rope(
     try:
         return _TYPES[kind](rope)
     except KeyError as error:
-        raise ValueError(f"get_rope: rope_type {kind!r} needs the parameter {error}, got {sorted(given)}") from error
+        raise ValueError(
+            f"get_rope: rope_type {kind!r} needs the parameter {error}, got {sorted(given)}"
+        ) from error
 
 
 def _default(rope: _Rope) -> Any:
@@ -117,11 +136,16 @@ def _default(rope: _Rope) -> Any:
 
 
 def _sections(rope: _Rope) -> dict[str, Any]:
-    return {**rope.options("mrope_section", "mrope_interleaved"), "positions_factor": rope.positions_factor}
+    return {
+        **rope.options("mrope_section", "mrope_interleaved"),
+        "positions_factor": rope.positions_factor,
+    }
 
 
 def _llama3(rope: _Rope) -> Any:
-    factor, low, high = (rope.given[name] for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    factor, low, high = (
+        rope.given[name] for name in ("factor", "low_freq_factor", "high_freq_factor")
+    )
     return Llama3RotaryEmbedding(*rope.sizes(), rope.dtype, factor, low, high, rope.trained)
 
 
@@ -134,7 +158,9 @@ def _linear(rope: _Rope) -> Any:
 
 
 def _ntk(rope: _Rope) -> Any:
-    return NTKScalingRotaryEmbedding(*rope.sizes(), rope.given["factor"], rope.dtype, rope.given.get("mixed_b"))
+    return NTKScalingRotaryEmbedding(
+        *rope.sizes(), rope.given["factor"], rope.dtype, rope.given.get("mixed_b")
+    )
 
 
 def _dynamic(rope: _Rope) -> Any:
@@ -143,7 +169,14 @@ def _dynamic(rope: _Rope) -> Any:
     head_size, rotary_dim, positions, base, is_neox_style = rope.sizes()
     trained = rope.given.get("max_trained_positions", rope.model_positions)
     return DynamicNTKScalingRotaryEmbedding(
-        head_size, rotary_dim, positions, trained, base, is_neox_style, rope.given["factor"], rope.dtype
+        head_size,
+        rotary_dim,
+        positions,
+        trained,
+        base,
+        is_neox_style,
+        rope.given["factor"],
+        rope.dtype,
     )
 
 
@@ -166,8 +199,14 @@ def _longrope(rope: _Rope) -> Any:
     head_size, rotary_dim, positions, base, is_neox_style = rope.sizes()
     scale = rope.given.get("attention_factor")
     if scale is None:
-        scale = longrope_scale(rope.given.get("factor") or rope.model_positions / rope.trained, rope.trained)
-    scales = {"short_mscale": scale, "long_mscale": scale, **rope.options("short_mscale", "long_mscale")}
+        scale = longrope_scale(
+            rope.given.get("factor") or rope.model_positions / rope.trained, rope.trained
+        )
+    scales = {
+        "short_mscale": scale,
+        "long_mscale": scale,
+        **rope.options("short_mscale", "long_mscale"),
+    }
     return Phi3LongRoPEScaledRotaryEmbedding(
         head_size,
         rotary_dim,

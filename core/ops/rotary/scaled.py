@@ -29,7 +29,9 @@ def _stretched(base: float, by: float, rotary_dim: int) -> float:
     """Return the base with which the slowest pair turns ``by`` times slower and the fastest as before."""
     expect_positive(_OP, "what the base is stretched by", by)
     if rotary_dim < 4:
-        raise ValueError(f"{_OP}: rotary_dim is {rotary_dim}, expected at least 4 where the base is stretched")
+        raise ValueError(
+            f"{_OP}: rotary_dim is {rotary_dim}, expected at least 4 where the base is stretched"
+        )
     return float(base * by ** (rotary_dim / (rotary_dim - 2)))
 
 
@@ -56,7 +58,11 @@ class LinearScalingRotaryEmbedding(RotaryEmbedding):
         scaling_factors: Sequence[float] | float,
         dtype: torch.dtype,
     ) -> None:
-        factors = [scaling_factors] if isinstance(scaling_factors, (int, float)) else list(scaling_factors)
+        factors = (
+            [scaling_factors]
+            if isinstance(scaling_factors, (int, float))
+            else list(scaling_factors)
+        )
         for factor in factors:
             expect_positive(_OP, "scaling_factors", factor)
         self.scaling_factors: list[float] = factors
@@ -175,10 +181,17 @@ class DynamicNTKScalingRotaryEmbedding(RotaryEmbedding):
             positions: of those tokens, integers ``[tokens]``; the next calls must have the same.
             lengths: ``[tokens]``, of the context of each.
         """
-        longer = self.scaling_factor * (lengths.double() / self.max_trained_positions).clamp(min=1.0)
-        base = self.base * (longer - (self.scaling_factor - 1)) ** (self.rotary_dim / (self.rotary_dim - 2))
+        longer = self.scaling_factor * (lengths.double() / self.max_trained_positions).clamp(
+            min=1.0
+        )
+        base = self.base * (longer - (self.scaling_factor - 1)) ** (
+            self.rotary_dim / (self.rotary_dim - 2)
+        )
         dtype = compute_dtype(self.dtype)
-        exponents = torch.arange(0, self.rotary_dim, 2, dtype=dtype, device=positions.device) / self.rotary_dim
+        exponents = (
+            torch.arange(0, self.rotary_dim, 2, dtype=dtype, device=positions.device)
+            / self.rotary_dim
+        )
         angles = positions[:, None] / torch.pow(base.to(dtype)[:, None], exponents)
         rows = torch.cat((angles.cos(), angles.sin()), dim=-1).to(self.cos_sin_cache.dtype)
         self._own = torch.arange(len(positions), device=positions.device), rows
@@ -186,11 +199,18 @@ class DynamicNTKScalingRotaryEmbedding(RotaryEmbedding):
     @called_with(always=["key"])
     @calls_functional
     def forward_native(
-        self, positions: Tensor, query: Tensor, key: Tensor | None = None, *, functional: Any = NATIVE
+        self,
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor | None = None,
+        *,
+        functional: Any = NATIVE,
     ) -> tuple[Tensor, Tensor | None]:
         """Rotate as ``RotaryEmbeddingBase`` does, from the table or from rows of the tokens' own."""
         rows, table = (positions, self.cos_sin_cache) if self._own is None else self._own
-        return rotated_by(functional.rotary_embedding, rows, query, key, self.head_size, table, self.is_neox_style)
+        return rotated_by(
+            functional.rotary_embedding, rows, query, key, self.head_size, table, self.is_neox_style
+        )
 
     functional_cuda = functional_xpu = TRITON
 
@@ -271,21 +291,39 @@ class Phi3LongRoPEScaledRotaryEmbedding(RotaryEmbeddingBase):
     ) -> None:
         if not is_neox_style:
             raise ValueError(f"{_OP}: is_neox_style is {is_neox_style}, expected True for LongRoPE")
-        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype, init_cache=False)
+        super().__init__(
+            head_size,
+            rotary_dim,
+            max_position_embeddings,
+            base,
+            is_neox_style,
+            dtype,
+            init_cache=False,
+        )
         expect_positive(_OP, "original_max_position_embeddings", original_max_position_embeddings)
         for name, factors in (("short_factor", short_factor), ("long_factor", long_factor)):
             if len(factors) != rotary_dim // 2:
-                raise ValueError(f"{_OP}: {name} has {len(factors)} factors, expected {rotary_dim // 2}")
+                raise ValueError(
+                    f"{_OP}: {name} has {len(factors)} factors, expected {rotary_dim // 2}"
+                )
         self.original_max_position_embeddings = original_max_position_embeddings
         self.short_factor, self.long_factor = list(short_factor), list(long_factor)
-        self.use_long_rope: bool | Tensor = max_position_embeddings > original_max_position_embeddings
+        self.use_long_rope: bool | Tensor = (
+            max_position_embeddings > original_max_position_embeddings
+        )
         longer = max_position_embeddings / original_max_position_embeddings
         scale = longrope_scale(longer, original_max_position_embeddings)
         self.short_mscale = scale if short_mscale is None else short_mscale
         self.long_mscale = scale if long_mscale is None else long_mscale
-        short = self._compute_cos_sin_cache(original_max_position_embeddings, self.short_factor, self.short_mscale)
-        long = self._compute_cos_sin_cache(max_position_embeddings, self.long_factor, self.long_mscale)
-        self.register_buffer("long_short_cos_sin_cache", torch.cat((short, long)).to(dtype), persistent=False)
+        short = self._compute_cos_sin_cache(
+            original_max_position_embeddings, self.short_factor, self.short_mscale
+        )
+        long = self._compute_cos_sin_cache(
+            max_position_embeddings, self.long_factor, self.long_mscale
+        )
+        self.register_buffer(
+            "long_short_cos_sin_cache", torch.cat((short, long)).to(dtype), persistent=False
+        )
 
     @property
     def trained_positions(self) -> int:
@@ -298,7 +336,9 @@ class Phi3LongRoPEScaledRotaryEmbedding(RotaryEmbeddingBase):
 
     def fit_context(self, length: int) -> None:
         """Take the factors that a context of ``length`` positions asks for, at most ``max_position_embeddings``."""
-        self.use_long_rope = min(length, self.max_position_embeddings) > self.original_max_position_embeddings
+        self.use_long_rope = (
+            min(length, self.max_position_embeddings) > self.original_max_position_embeddings
+        )
 
     def _compute_inv_freq(self, rescale_factors: Sequence[float]) -> Tensor:  # type: ignore[override]  # vLLM's name
         plain = inverse_frequencies(self.base, self.rotary_dim, self.dtype)
@@ -307,7 +347,9 @@ class Phi3LongRoPEScaledRotaryEmbedding(RotaryEmbeddingBase):
     def _compute_cos_sin_cache(  # type: ignore[override]  # vLLM's name
         self, max_position_embeddings: int, rescale_factors: Sequence[float], mscale: float
     ) -> Tensor:
-        return cos_sin_table(self._compute_inv_freq(rescale_factors), max_position_embeddings, mscale)
+        return cos_sin_table(
+            self._compute_inv_freq(rescale_factors), max_position_embeddings, mscale
+        )
 
     @called_with(always=["key"], never=["offsets"])
     @calls_functional
@@ -327,7 +369,9 @@ class Phi3LongRoPEScaledRotaryEmbedding(RotaryEmbeddingBase):
         else:
             table = table[trained:] if self.use_long_rope else table[:trained]
         settings = (self.head_size, table, self.is_neox_style)
-        return rotated_by(functional.rotary_embedding, moved(positions, offsets), query, key, *settings)
+        return rotated_by(
+            functional.rotary_embedding, moved(positions, offsets), query, key, *settings
+        )
 
     functional_cuda = functional_xpu = TRITON
 

@@ -43,16 +43,29 @@ def _multimodal(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
     pairs = arguments["cos_sin_cache"].shape[1] // 2
     height, width = (pairs + 1) // 3, pairs // 4
     positions = draw.integers(0, ROWS, (3, *lead))
-    return {**arguments, "positions": positions, "mrope_section": [pairs - height - width, height, width]}
+    return {
+        **arguments,
+        "positions": positions,
+        "mrope_section": [pairs - height - width, height, width],
+    }
 
 
 def _chunked(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
     positions = draw.integers(0, 100, lead)
-    return {**_inputs(draw, lead, head_size), "positions": positions, "chunk_size": 8, "local_size": 3}
+    return {
+        **_inputs(draw, lead, head_size),
+        "positions": positions,
+        "chunk_size": 8,
+        "local_size": 3,
+    }
 
 
 def _given(draw: Draw, lead: Sequence[int], pairs: int) -> Arguments:
-    return {"x": draw(*lead, QUERY_HEADS, 2 * pairs), "cos": draw(lead[-1], pairs), "sin": draw(lead[-1], pairs)}
+    return {
+        "x": draw(*lead, QUERY_HEADS, 2 * pairs),
+        "cos": draw(lead[-1], pairs),
+        "sin": draw(lead[-1], pairs),
+    }
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool) -> Tensor:
@@ -73,11 +86,20 @@ def _embedded(x: Tensor, rows: Tensor, head_size: int, is_neox_style: bool) -> T
 
 
 def _rotary(
-    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox_style: bool = True
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox_style: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    rows = torch.stack([cos_sin_cache[p] for p in positions.flatten()] or [cos_sin_cache[:0].sum(0)])
+    rows = torch.stack(
+        [cos_sin_cache[p] for p in positions.flatten()] or [cos_sin_cache[:0].sum(0)]
+    )
     rows = rows[: positions.numel()].reshape(*positions.shape, cos_sin_cache.shape[1])
-    return _embedded(query, rows, head_size, is_neox_style), _embedded(key, rows, head_size, is_neox_style)
+    return _embedded(query, rows, head_size, is_neox_style), _embedded(
+        key, rows, head_size, is_neox_style
+    )
 
 
 def _axis(pair: int, section: Sequence[int], interleaved: bool) -> int:
@@ -100,9 +122,13 @@ def _mrope(
 ) -> tuple[Tensor, Tensor]:
     pairs = cos_sin_cache.shape[1] // 2
     axes = [_axis(pair, mrope_section, interleaved) for pair in range(pairs)]
-    columns = [cos_sin_cache[positions[axes[column % pairs]], column] for column in range(2 * pairs)]
+    columns = [
+        cos_sin_cache[positions[axes[column % pairs]], column] for column in range(2 * pairs)
+    ]
     rows = torch.stack(columns, -1)
-    return _embedded(query, rows, head_size, is_neox_style), _embedded(key, rows, head_size, is_neox_style)
+    return _embedded(query, rows, head_size, is_neox_style), _embedded(
+        key, rows, head_size, is_neox_style
+    )
 
 
 def _dual_chunk(
@@ -122,13 +148,21 @@ def _dual_chunk(
         for p in (position % length for position in positions.flatten().tolist())
     ]
     rows = cos_sin_cache[torch.tensor(places, dtype=torch.int64).reshape(*positions.shape, 5)]
-    queries = [_embedded(query, rows[..., version, :], head_size, is_neox_style) for version in range(5)]
+    queries = [
+        _embedded(query, rows[..., version, :], head_size, is_neox_style) for version in range(5)
+    ]
     return torch.cat(queries, -1), _embedded(key, rows[..., 0, :], head_size, is_neox_style)
 
 
-def _rotary_op(positions: Tensor, query: Tensor, key: Tensor, *geometry: Any, **others: Any) -> Module:
+def _rotary_op(
+    positions: Tensor, query: Tensor, key: Tensor, *geometry: Any, **others: Any
+) -> Module:
     """Build the module; DeepSeek's variant, whose models pair even elements with odd ones, stands for that style."""
-    return _build(ops.RotaryEmbedding, ops.DeepseekScalingRotaryEmbedding, *geometry, **others), (positions, query, key)
+    return _build(ops.RotaryEmbedding, ops.DeepseekScalingRotaryEmbedding, *geometry, **others), (
+        positions,
+        query,
+        key,
+    )
 
 
 def _build(
@@ -154,7 +188,14 @@ def _mrope_op(
     is_neox_style: bool = True,
     interleaved: bool = False,
 ) -> Module:
-    geometry = (head_size, cos_sin_cache.shape[1], ROWS, 10000.0, is_neox_style, cos_sin_cache.dtype)
+    geometry = (
+        head_size,
+        cos_sin_cache.shape[1],
+        ROWS,
+        10000.0,
+        is_neox_style,
+        cos_sin_cache.dtype,
+    )
     op = ops.MRotaryEmbedding(*geometry, mrope_section, interleaved)
     return with_parameters(op, cos_sin_cache=cos_sin_cache), (positions, query, key)
 
@@ -178,25 +219,41 @@ def _modelling(family: str) -> Any:
     return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
 
 
-def _by_transformers(family: str, query: Tensor, key: Tensor, head_size: int, cos: Tensor, sin: Tensor) -> Any:
+def _by_transformers(
+    family: str, query: Tensor, key: Tensor, head_size: int, cos: Tensor, sin: Tensor
+) -> Any:
     """Rotate query and key by a family's function, which takes whole heads with their table repeated."""
     heads = [x.reshape(*cos.shape[:-1], -1, head_size) for x in (query, key)]
     rotary_dim = cos.shape[-1]
     turn = _modelling(family).apply_rotary_pos_emb
     rotated = turn(*(x[..., :rotary_dim] for x in heads), cos, sin, unsqueeze_dim=-2)
-    whole = [torch.cat((part, x[..., rotary_dim:]), -1) for part, x in zip(rotated, heads, strict=True)]
+    whole = [
+        torch.cat((part, x[..., rotary_dim:]), -1) for part, x in zip(rotated, heads, strict=True)
+    ]
     return tuple(part.reshape(x.shape) for part, x in zip(whole, (query, key), strict=True))
 
 
 def _llama(
-    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox_style: bool = True
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox_style: bool = True,
 ) -> Any:
-    cos, sin = (half.repeat(*(1,) * positions.dim(), 2) for half in cos_sin_cache[positions].chunk(2, -1))
+    cos, sin = (
+        half.repeat(*(1,) * positions.dim(), 2) for half in cos_sin_cache[positions].chunk(2, -1)
+    )
     return _by_transformers("llama", query, key, head_size, cos, sin) if is_neox_style else None
 
 
 def _cohere(
-    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox_style: bool = True
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox_style: bool = True,
 ) -> Any:
     cos, sin = (half.repeat_interleave(2, -1) for half in cos_sin_cache[positions].chunk(2, -1))
     return None if is_neox_style else _by_transformers("cohere", query, key, head_size, cos, sin)
@@ -228,7 +285,9 @@ def _qwen(family: str, cls: str, takes_turns: bool) -> Callable[..., Any]:
             return None
         recompose = getattr(_modelling(family), cls).recomposition_frequencies
         halves = cos_sin_cache[positions].chunk(2, -1)
-        cos, sin = (recompose(SimpleNamespace(mrope_section=mrope_section), half.clone()) for half in halves)
+        cos, sin = (
+            recompose(SimpleNamespace(mrope_section=mrope_section), half.clone()) for half in halves
+        )
         return _by_transformers("llama", query, key, head_size, cos, sin)
 
     return call
@@ -249,13 +308,16 @@ SPECS = (
     OpSpec(
         functional.apply_rotary_emb,
         _given,
-        lambda x, cos, sin, is_neox_style=True: turned(x, cos[:, None], sin[:, None], is_neox_style),
+        lambda x, cos, sin, is_neox_style=True: turned(
+            x, cos[:, None], sin[:, None], is_neox_style
+        ),
         lambda x, **others: 3 * x.numel(),
         module=lambda x, cos, sin, **style: (ops.ApplyRotaryEmb(**style), (x, cos, sin)),
         variants=STYLES,
         outside=(
             of_transformers(
-                "models.llama.modeling_llama.apply_rotary_pos_emb", _given_to(lambda t: t.repeat(1, 2), True)
+                "models.llama.modeling_llama.apply_rotary_pos_emb",
+                _given_to(lambda t: t.repeat(1, 2), True),
             ),
             of_transformers(
                 "models.cohere.modeling_cohere.apply_rotary_pos_emb",

@@ -20,7 +20,13 @@ from opgraft.ops.rotary import functional as definitions
 from opgraft.ops.triton_launch import Tile, apart, as_rows, launch, power_of_two, replaces, writable
 from torch import Tensor
 
-__all__ = ["apply_rotary_emb", "rotary_embedding", "rotary_embedding_", "mrope", "dual_chunk_rotary_embedding"]
+__all__ = [
+    "apply_rotary_emb",
+    "rotary_embedding",
+    "rotary_embedding_",
+    "mrope",
+    "dual_chunk_rotary_embedding",
+]
 
 PAIRS = 1024
 """Pairs of elements that a program rotates: eight for each thread of four warps."""
@@ -30,9 +36,13 @@ PAIRS = 1024
 def _row_of_chunk(position, version, length, chunk_size):
     """Find the row of the table by which ``dual_chunk_rotary_embedding`` rotates this version (from 0) of a query."""
     place = position % length
-    place = tl.where(place < 0, place + length, place)  # the sign of a remainder here is that of the position
+    place = tl.where(
+        place < 0, place + length, place
+    )  # the sign of a remainder here is that of the position
     before, farthest = place + length, tl.minimum(2 * length - 1, chunk_size)
-    row = tl.where(version == 0, place, tl.where(version == 1, tl.minimum(before, chunk_size), before))
+    row = tl.where(
+        version == 0, place, tl.where(version == 1, tl.minimum(before, chunk_size), before)
+    )
     return tl.where(version == 2, farthest, tl.where(version == 4, place + chunk_size, row))
 
 
@@ -58,7 +68,9 @@ def _angles(
     elif table == "positions":
         row = tl.load(positions + token).to(tl.int64)
     elif table == "chunks":
-        row = _row_of_chunk(tl.load(positions + token).to(tl.int64), version, first_bound, second_bound)
+        row = _row_of_chunk(
+            tl.load(positions + token).to(tl.int64), version, first_bound, second_bound
+        )
     else:
         if table == "interleaved":
             axis = tl.where(pair < tl.where(pair % 3 == 1, first_bound, second_bound), pair % 3, 0)
@@ -142,15 +154,32 @@ def rotary_kernel(
     token, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     version = tl.where(block < of_query, block % versions, 0)
     c, s = _angles(
-        cos, sin, positions, token, version, length, table_stride, first_bound, second_bound, pairs, table, tile_columns
+        cos,
+        sin,
+        positions,
+        token,
+        version,
+        length,
+        table_stride,
+        first_bound,
+        second_bound,
+        pairs,
+        table,
+        tile_columns,
     )
     head = tl.where(block < of_query, block // versions, block - of_query) * tile_rows
     head = head.to(tl.int64) + tl.arange(0, tile_rows)[:, None]
     if block < of_query:
         x = query + token * query_stride + head * query_head_stride
-        place = token * query_heads * versions + head + (head // together * (versions - 1) + version) * together
+        place = (
+            token * query_heads * versions
+            + head
+            + (head // together * (versions - 1) + version) * together
+        )
         y = x if in_place else query_out + place * head_size
-        _rotate(x, y, head < query_heads, c, s, pairs, head_size, neox, rest, tile_rows, tile_columns)
+        _rotate(
+            x, y, head < query_heads, c, s, pairs, head_size, neox, rest, tile_rows, tile_columns
+        )
     else:
         x = key + token * key_stride + head * key_head_stride
         y = x if in_place else key_out + (token * key_heads + head) * head_size
@@ -177,15 +206,26 @@ class _Angles(NamedTuple):
 
 
 def _from_cache(
-    cos_sin_cache: Tensor, positions: Tensor, tokens: int, table: str = "positions", bounds: tuple[int, int] = (0, 0)
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    tokens: int,
+    table: str = "positions",
+    bounds: tuple[int, int] = (0, 0),
 ) -> _Angles:
     pairs = cos_sin_cache.shape[1] // 2
     cache = as_rows(cos_sin_cache, 2 * pairs)
-    return _Angles(cache[:, :pairs], cache[:, pairs:], positions.contiguous(), tokens, table, bounds)
+    return _Angles(
+        cache[:, :pairs], cache[:, pairs:], positions.contiguous(), tokens, table, bounds
+    )
 
 
 def _launch_rotation(
-    query: Tensor, key: Tensor, outs: tuple[Tensor, Tensor], angles: _Angles, neox: bool, together: int = 1
+    query: Tensor,
+    key: Tensor,
+    outs: tuple[Tensor, Tensor],
+    angles: _Angles,
+    neox: bool,
+    together: int = 1,
 ) -> None:
     """Rotate ``[tokens, heads, head_size]`` with adjacent elements, in place if ``outs`` are query and key.
 
@@ -217,7 +257,9 @@ def _as_heads(x: Tensor, tokens: int, head_size: int) -> Tensor:
     return viewed if viewed.stride(-1) == 1 else viewed.contiguous()
 
 
-def _fits(positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor) -> bool:
+def _fits(
+    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor
+) -> bool:
     """Tell whether the kernel can take these; what it cannot the native definition computes, or says what is wrong."""
     return (
         positions.dtype in (torch.int32, torch.int64)
@@ -238,12 +280,17 @@ def _has_heads(positions: Tensor, x: Tensor, head_size: int) -> bool:
         x.is_floating_point()
         and x.dim() >= 2
         and x.shape[-1] % head_size == 0
-        and ((x.dim() > len(tokens) and x.shape[: len(tokens)] == tokens) or x.shape[0] == tokens.numel())
+        and (
+            (x.dim() > len(tokens) and x.shape[: len(tokens)] == tokens)
+            or x.shape[0] == tokens.numel()
+        )
         and positions.device == x.device
     )
 
 
-def _rotated(query: Tensor, key: Tensor, head_size: int, angles: _Angles, neox: bool) -> tuple[Tensor, Tensor]:
+def _rotated(
+    query: Tensor, key: Tensor, head_size: int, angles: _Angles, neox: bool
+) -> tuple[Tensor, Tensor]:
     tokens, width = angles.length, query.shape[-1]
     outs = (query.new_empty((*query.shape[:-1], angles.versions * width)), key.new_empty(key.shape))
     heads = (_as_heads(query, tokens, head_size), _as_heads(key, tokens, head_size))
@@ -253,7 +300,11 @@ def _rotated(query: Tensor, key: Tensor, head_size: int, angles: _Angles, neox: 
 
 @replaces(definitions.apply_rotary_emb)
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool = True) -> Tensor:
-    fits = x.dim() >= 3 and cos.shape == sin.shape == (x.shape[-3], x.shape[-1] // 2) and x.shape[-1] % 2 == 0
+    fits = (
+        x.dim() >= 3
+        and cos.shape == sin.shape == (x.shape[-3], x.shape[-1] // 2)
+        and x.shape[-1] % 2 == 0
+    )
     floating = all(t.is_floating_point() for t in (x, cos, sin))
     if not (fits and floating and x.numel() and x.device == cos.device == sin.device):
         return definitions.apply_rotary_emb.native(x, cos, sin, is_neox_style)
@@ -266,10 +317,17 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool = 
 
 @replaces(definitions.rotary_embedding)
 def rotary_embedding(
-    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox_style: bool = True
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox_style: bool = True,
 ) -> tuple[Tensor, Tensor]:
     if not _fits(positions, query, key, head_size, cos_sin_cache):
-        return definitions.rotary_embedding.native(positions, query, key, head_size, cos_sin_cache, is_neox_style)
+        return definitions.rotary_embedding.native(
+            positions, query, key, head_size, cos_sin_cache, is_neox_style
+        )
     expect_in_range("rotary_embedding", "positions", positions, cos_sin_cache.shape[0])
     angles = _from_cache(cos_sin_cache, positions, positions.numel())
     return _rotated(query, key, head_size, angles, is_neox_style)
@@ -277,7 +335,12 @@ def rotary_embedding(
 
 @replaces(definitions.rotary_embedding_)
 def rotary_embedding_(
-    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox_style: bool = True
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox_style: bool = True,
 ) -> None:
     fits = _fits(positions, query, key, head_size, cos_sin_cache)
     if not (fits and writable(query) and writable(key) and apart(query, key)):
@@ -305,7 +368,14 @@ def mrope(
     of_three = positions.dim() >= 2 and positions.shape[0] == 3
     if not (of_three and _fits(positions[0], query, key, head_size, cos_sin_cache)):
         return definitions.mrope.native(
-            positions, query, key, head_size, cos_sin_cache, mrope_section, is_neox_style, interleaved
+            positions,
+            query,
+            key,
+            head_size,
+            cos_sin_cache,
+            mrope_section,
+            is_neox_style,
+            interleaved,
         )
     definitions.expect_sections(mrope_section, cos_sin_cache.shape[1], interleaved)
     expect_in_range("mrope", "positions", positions, cos_sin_cache.shape[0])
@@ -335,5 +405,7 @@ def dual_chunk_rotary_embedding(
             positions, query, key, head_size, cos_sin_cache, chunk_size, local_size, is_neox_style
         )
     expect_in_range(op, "positions", positions, torch.iinfo(torch.int64).max)
-    angles = _from_cache(cos_sin_cache, positions, positions.numel(), "chunks", (length, chunk_size))
+    angles = _from_cache(
+        cos_sin_cache, positions, positions.numel(), "chunks", (length, chunk_size)
+    )
     return _rotated(query, key, head_size, angles, is_neox_style)

@@ -124,7 +124,9 @@ class _YaRNTable:
         truncate: bool = True,
     ) -> None:
         """Keep the arguments; before the constructor of the op, which computes the table."""
-        expect_positive("rotary_embedding", "scaling_factor", 1.0 if scaling_factor is None else scaling_factor)
+        expect_positive(
+            "rotary_embedding", "scaling_factor", 1.0 if scaling_factor is None else scaling_factor
+        )
         self.scaling_factor = scaling_factor
         self.extrapolation_factor = extrapolation_factor
         self.attn_factor = attn_factor
@@ -158,7 +160,9 @@ class _YaRNTable:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.rotary_dim - 1)
         ramp = (torch.arange(len(inv_freq), dtype=inv_freq.dtype) - low) / (high - low or 0.001)
-        return _slowed(inv_freq, (1.0 - ramp.clamp(0.0, 1.0)) * self.extrapolation_factor, scaling_factor)
+        return _slowed(
+            inv_freq, (1.0 - ramp.clamp(0.0, 1.0)) * self.extrapolation_factor, scaling_factor
+        )
 
     def _compute_cos_sin_cache(self) -> Tensor:
         rows = math.ceil(self._trained_positions * self._factor)
@@ -171,7 +175,9 @@ def _yarn_scale(factor: float, mscale: float = 1.0) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
-def _table_scale(factor: float, mscale: float | None, mscale_all_dim: float | None, given: float | None) -> float:
+def _table_scale(
+    factor: float, mscale: float | None, mscale_all_dim: float | None, given: float | None
+) -> float:
     """Return the factor for a table of YaRN: what is given, the ratio of two scales, or its own scale."""
     if given is not None:
         return float(given)
@@ -223,8 +229,14 @@ class YaRNScalingRotaryEmbedding(_YaRNTable, RotaryEmbedding):
         attention_factor: float | None = None,
         truncate: bool = True,
     ) -> None:
-        self._set_yarn(scaling_factor, extrapolation_factor, attn_factor, beta_fast, beta_slow, truncate)
-        scale = _table_scale(scaling_factor, mscale, mscale_all_dim, attention_factor) if apply_yarn_scaling else 1.0
+        self._set_yarn(
+            scaling_factor, extrapolation_factor, attn_factor, beta_fast, beta_slow, truncate
+        )
+        scale = (
+            _table_scale(scaling_factor, mscale, mscale_all_dim, attention_factor)
+            if apply_yarn_scaling
+            else 1.0
+        )
         self.mscale = attn_factor * scale
         super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
 
@@ -263,8 +275,14 @@ class DeepseekScalingRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
         init_cache: bool = True,
     ) -> None:
         self._set_yarn(scaling_factor, extrapolation_factor, attn_factor, beta_fast, beta_slow)
-        self.mscale = _yarn_scale(scaling_factor, mscale) / _yarn_scale(scaling_factor, mscale_all_dim) * attn_factor
-        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype, init_cache)
+        self.mscale = (
+            _yarn_scale(scaling_factor, mscale)
+            / _yarn_scale(scaling_factor, mscale_all_dim)
+            * attn_factor
+        )
+        super().__init__(
+            head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype, init_cache
+        )
 
     @called_with(always=["key"], never=["offsets"])
     @calls_functional
@@ -344,9 +362,13 @@ class MRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
         self.mrope_section = mrope_section
         self.mrope_interleaved = mrope_interleaved
         self.cache_max_position_num = positions_factor * max_position_embeddings
-        self._set_yarn(scaling_factor, extrapolation_factor, attn_factor, beta_fast, beta_slow, truncate)
+        self._set_yarn(
+            scaling_factor, extrapolation_factor, attn_factor, beta_fast, beta_slow, truncate
+        )
         if scaling_factor is not None:
-            self.mscale = attn_factor * _table_scale(scaling_factor, mscale, mscale_all_dim, attention_factor)
+            self.mscale = attn_factor * _table_scale(
+                scaling_factor, mscale, mscale_all_dim, attention_factor
+            )
         super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
 
     @property
@@ -379,6 +401,8 @@ class MRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
         if self.mrope_section is None or positions.dim() == 1:
             return super().forward_native(positions, query, key, functional=functional)
         sections = (self.mrope_section, self.is_neox_style, self.mrope_interleaved)
-        return rotated_by(functional.mrope, positions, query, key, self.head_size, self.cos_sin_cache, *sections)
+        return rotated_by(
+            functional.mrope, positions, query, key, self.head_size, self.cos_sin_cache, *sections
+        )
 
     functional_cuda = functional_xpu = TRITON

@@ -42,22 +42,38 @@ class Llama4VisionRotaryEmbedding(RotaryEmbeddingBase):
         dtype: torch.dtype,
     ) -> None:
         if 2 * rotary_dim != head_size:
-            raise ValueError(f"rotary_embedding: rotary_dim is {rotary_dim}, expected half of head_size={head_size}")
+            raise ValueError(
+                f"rotary_embedding: rotary_dim is {rotary_dim}, expected half of head_size={head_size}"
+            )
         if math.isqrt(max_position_embeddings) ** 2 != max_position_embeddings:
             raise ValueError(
                 f"rotary_embedding: max_position_embeddings is {max_position_embeddings}, expected the patches of a "
                 "square image"
             )
         real = dtype.to_real()
-        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, real, init_cache=False)
+        super().__init__(
+            head_size,
+            rotary_dim,
+            max_position_embeddings,
+            base,
+            is_neox_style,
+            real,
+            init_cache=False,
+        )
         table = self._compute_cos_sin_cache()
-        self.register_buffer("cos_sin_cache", table if table.is_complex() else table.to(real), persistent=False)
+        self.register_buffer(
+            "cos_sin_cache", table if table.is_complex() else table.to(real), persistent=False
+        )
 
     def _compute_cos_sin_cache(self) -> Tensor:
         inv_freq = self._compute_inv_freq(self.base)
         side = math.isqrt(self.max_position_embeddings)
-        row, column = torch.meshgrid(*(torch.arange(1, side + 1, dtype=inv_freq.dtype),) * 2, indexing="ij")
-        angles = torch.cat([torch.outer(axis.flatten(), inv_freq) for axis in (column, row)], dim=-1)
+        row, column = torch.meshgrid(
+            *(torch.arange(1, side + 1, dtype=inv_freq.dtype),) * 2, indexing="ij"
+        )
+        angles = torch.cat(
+            [torch.outer(axis.flatten(), inv_freq) for axis in (column, row)], dim=-1
+        )
         angles = torch.cat((angles, torch.zeros_like(angles[:1])))[:, None]
         return torch.complex(angles.cos(), angles.sin())
 

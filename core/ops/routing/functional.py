@@ -18,16 +18,24 @@ def expect_groups(op: str, topk: int, num_expert_group: int, topk_group: int) ->
     if topk < 1:
         raise ValueError(f"{op}: topk is {topk}, expected at least 1")
     if num_expert_group < 0:
-        raise ValueError(f"{op}: num_expert_group is {num_expert_group}, expected 0 for no groups, or their number")
+        raise ValueError(
+            f"{op}: num_expert_group is {num_expert_group}, expected 0 for no groups, or their number"
+        )
     least = min(num_expert_group, 1)
     if not least <= topk_group <= max(num_expert_group, least):
-        raise ValueError(f"{op}: topk_group is {topk_group}, expected {least} to num_expert_group={num_expert_group}")
+        raise ValueError(
+            f"{op}: topk_group is {topk_group}, expected {least} to num_expert_group={num_expert_group}"
+        )
 
 
-def _routed(gating_output: Tensor, topk: int, *others: object, **settings: object) -> tuple[Tensor, Tensor]:
+def _routed(
+    gating_output: Tensor, topk: int, *others: object, **settings: object
+) -> tuple[Tensor, Tensor]:
     """Make ``[tokens, topk]`` in float32 and in int32; a fake rule."""
     shape = (gating_output.shape[0], topk)
-    return gating_output.new_empty(shape, dtype=torch.float32), gating_output.new_empty(shape, dtype=torch.int32)
+    return gating_output.new_empty(shape, dtype=torch.float32), gating_output.new_empty(
+        shape, dtype=torch.int32
+    )
 
 
 @register_functional("grouped_topk", _routed)
@@ -100,7 +108,9 @@ def _descending(values: Tensor) -> Tensor:
     return values.detach().sort(stable=True, dim=-1, descending=True).indices
 
 
-def _expect_experts(gating_output: Tensor, bias: Tensor | None, topk: int, groups: int, kept: int) -> None:
+def _expect_experts(
+    gating_output: Tensor, bias: Tensor | None, topk: int, groups: int, kept: int
+) -> None:
     shape = tuple(gating_output.shape)
     if gating_output.dim() != 2 or not gating_output.is_floating_point():
         raise ValueError(
@@ -109,7 +119,9 @@ def _expect_experts(gating_output: Tensor, bias: Tensor | None, topk: int, group
         )
     experts = shape[1]
     if experts % groups:
-        raise ValueError(f"grouped_topk: num_expert_group is {groups}, expected a divisor of {experts} experts")
+        raise ValueError(
+            f"grouped_topk: num_expert_group is {groups}, expected a divisor of {experts} experts"
+        )
     if topk > experts // groups * kept:
         raise ValueError(
             f"grouped_topk: topk is {topk}, expected at most the {experts // groups * kept} experts of {kept} groups"
@@ -120,4 +132,6 @@ def _expect_experts(gating_output: Tensor, bias: Tensor | None, topk: int, group
                 f"grouped_topk: e_score_correction_bias has shape {tuple(bias.shape)}, expected ({experts},)"
             )
         expect_floating("grouped_topk", "e_score_correction_bias", bias)
-        expect_same_device("grouped_topk", "e_score_correction_bias", bias, "gating_output", gating_output)
+        expect_same_device(
+            "grouped_topk", "e_score_correction_bias", bias, "gating_output", gating_output
+        )

@@ -60,7 +60,10 @@ class GroupedTopk(CustomOp):
         self.num_fused_shared_experts = num_fused_shared_experts
 
     def forward_native(
-        self, hidden_states: Tensor, gating_output: Tensor, e_score_correction_bias: Tensor | None = None
+        self,
+        hidden_states: Tensor,
+        gating_output: Tensor,
+        e_score_correction_bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Choose weights and ids by the logits ``gating_output``, ``[tokens, experts]``; ``hidden_states`` is not read.
 
@@ -85,12 +88,17 @@ class GroupedTopk(CustomOp):
         )
         return self.append_shared_experts(weights, ids, gating_output.shape[1])
 
-    def append_shared_experts(self, weights: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    def append_shared_experts(
+        self, weights: Tensor, ids: Tensor, num_experts: int
+    ) -> tuple[Tensor, Tensor]:
         """Append the shared experts to weights and ids; for kernels too."""
         if not self.num_fused_shared_experts:
             return weights, ids
         shared = torch.arange(
-            num_experts, num_experts + self.num_fused_shared_experts, dtype=ids.dtype, device=ids.device
+            num_experts,
+            num_experts + self.num_fused_shared_experts,
+            dtype=ids.dtype,
+            device=ids.device,
         )
         shared = shared.expand(ids.shape[0], -1)
         return torch.cat([weights, weights.new_ones(shared.shape)], 1), torch.cat([ids, shared], 1)

@@ -18,9 +18,14 @@ def _token(
 ) -> tuple[list[float], list[int]]:
     size = len(scores) // groups
     members = [range(group * size, (group + 1) * size) for group in range(groups)]
-    merit = [sum(sorted((biased[expert] for expert in group), reverse=True)[:best_of]) for group in members]
+    merit = [
+        sum(sorted((biased[expert] for expert in group), reverse=True)[:best_of])
+        for group in members
+    ]
     chosen = sorted(range(groups), key=lambda group: -merit[group])[:kept]
-    ranked = sorted((expert for group in sorted(chosen) for expert in members[group]), key=lambda e: -biased[e])[:topk]
+    ranked = sorted(
+        (expert for group in sorted(chosen) for expert in members[group]), key=lambda e: -biased[e]
+    )[:topk]
     return [scores[expert] for expert in ranked], ranked
 
 
@@ -93,14 +98,23 @@ VARIANTS: dict[str, Arguments] = {
 def _deepseek_v2(gating_output: Tensor, scoring_func: str = "softmax", **settings: Any) -> Any:
     from transformers.models.deepseek_v2 import configuration_deepseek_v2, modeling_deepseek_v2
 
-    if scoring_func != "softmax" or settings["renormalize"] or "e_score_correction_bias" in settings:
+    if (
+        scoring_func != "softmax"
+        or settings["renormalize"]
+        or "e_score_correction_bias" in settings
+    ):
         return None
     config = configuration_deepseek_v2.DeepseekV2Config()
-    return _transformers(modeling_deepseek_v2.DeepseekV2TopkRouter, config, gating_output, **settings)
+    return _transformers(
+        modeling_deepseek_v2.DeepseekV2TopkRouter, config, gating_output, **settings
+    )
 
 
 def _deepseek_v3(
-    gating_output: Tensor, scoring_func: str = "softmax", e_score_correction_bias: Any = None, **settings: Any
+    gating_output: Tensor,
+    scoring_func: str = "softmax",
+    e_score_correction_bias: Any = None,
+    **settings: Any,
 ) -> Any:
     from transformers.models.deepseek_v3 import configuration_deepseek_v3, modeling_deepseek_v3
 

@@ -17,7 +17,12 @@ ACTIVATIONS = (None, "silu", "swish")
 
 
 def _convolved(
-    x: Tensor, weight: Tensor, query_start_loc: Tensor, initial_states: Tensor, *others: object, **settings: object
+    x: Tensor,
+    weight: Tensor,
+    query_start_loc: Tensor,
+    initial_states: Tensor,
+    *others: object,
+    **settings: object,
 ) -> tuple[Tensor, Tensor]:
     """Make two contiguous tensors, like ``x`` and like ``initial_states``; a fake rule."""
     return x.new_empty(x.shape), initial_states.new_empty(initial_states.shape)
@@ -62,11 +67,15 @@ def causal_conv1d(
     rows = starts[sequence] + before + position
     ahead = torch.arange(before, device=x.device)
     line = x.new_zeros(x.shape[0] + len(lengths) * before, channels, dtype=dtype)
-    line = line.index_copy(0, (starts[:, None] + ahead).flatten(), initial_states.mT.reshape(-1, channels).to(dtype))
+    line = line.index_copy(
+        0, (starts[:, None] + ahead).flatten(), initial_states.mT.reshape(-1, channels).to(dtype)
+    )
     line = line.index_copy(0, rows, x.to(dtype))
     y = _weighted([line[rows - before + k] for k in range(width)], weight, bias, activation)
     final = line[(starts + lengths)[:, None] + ahead].mT
-    return y.to(x.dtype), final.to(initial_states.dtype).clone(memory_format=torch.contiguous_format)
+    return y.to(x.dtype), final.to(initial_states.dtype).clone(
+        memory_format=torch.contiguous_format
+    )
 
 
 @register_functional("causal_conv1d_update", nothing, mutates=("conv_state", "out"))
@@ -100,7 +109,9 @@ def causal_conv1d_update(
     conv_state[slots] = window[..., 1:].to(conv_state.dtype)
 
 
-def _weighted(inputs: list[Tensor], weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+def _weighted(
+    inputs: list[Tensor], weight: Tensor, bias: Tensor | None, activation: str | None
+) -> Tensor:
     """Add up inputs ``[tokens, channels]``, the oldest first, by the columns of ``weight``."""
     weight = weight.to(inputs[0].dtype)
     total = inputs[0] * weight[:, 0]
@@ -124,7 +135,9 @@ def expect_convolution(
     expect_sequences(op, x, query_start_loc, initial_states)
     _expect_channels(op, x, weight, bias, activation)
     channels, width = weight.shape
-    expect_shape(op, "initial_states", initial_states, (initial_states.shape[0], channels, width - 1), x)
+    expect_shape(
+        op, "initial_states", initial_states, (initial_states.shape[0], channels, width - 1), x
+    )
 
 
 def expect_step(
@@ -140,7 +153,9 @@ def expect_step(
     op = "causal_conv1d_update"
     _expect_channels(op, x, weight, bias, activation)
     expect_slots(op, x, conv_state, slots)
-    expect_shape(op, "conv_state", conv_state, (conv_state.shape[0], weight.shape[0], weight.shape[1] - 1), x)
+    expect_shape(
+        op, "conv_state", conv_state, (conv_state.shape[0], weight.shape[0], weight.shape[1] - 1), x
+    )
     expect_shape(op, "out", out, tuple(x.shape), x)
 
 
@@ -149,14 +164,20 @@ def expect_slots(op: str, x: Tensor, state: Tensor, slots: Tensor) -> None:
     expect_integers(op, "slots", slots)
     expect_same_device(op, "slots", slots, "x", x)
     if slots.shape != x.shape[:1]:
-        raise ValueError(f"{op}: slots has shape {tuple(slots.shape)}, expected {tuple(x.shape[:1])}")
+        raise ValueError(
+            f"{op}: slots has shape {tuple(slots.shape)}, expected {tuple(x.shape[:1])}"
+        )
     expect_in_range(op, "slots", slots, state.shape[0])
 
 
-def _expect_channels(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:
+def _expect_channels(
+    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> None:
     expect_choice(op, "activation", activation, ACTIVATIONS)
     if weight.dim() != 2 or not weight.shape[1]:
-        raise ValueError(f"{op}: weight has shape {tuple(weight.shape)}, expected [channels, width]")
+        raise ValueError(
+            f"{op}: weight has shape {tuple(weight.shape)}, expected [channels, width]"
+        )
     expect_shape(op, "x", x, (x.shape[0] if x.dim() else 0, weight.shape[0]), x)
     expect_shape(op, "weight", weight, tuple(weight.shape), x)
     expect_shape(op, "bias", bias, (weight.shape[0],), x)

@@ -75,8 +75,15 @@ def mamba_chunk_scan(
     dtype, per_group = compute_dtype(x.dtype), x.shape[1] // B.shape[1]
     step, given_x = step_sizes(dt.to(dtype), dt_bias, dt_softplus), x.to(dtype)
     inputs = (given_x * step[..., None], step * A.to(dtype), B.to(dtype), C.to(dtype))
-    y, final = _scan(_Chunks(x.shape[0], query_start_loc, chunk_size), inputs, initial_states.to(dtype), per_group)
-    return gated(y, given_x, None if D is None else D[:, None], z).to(x.dtype), final.to(initial_states.dtype)
+    y, final = _scan(
+        _Chunks(x.shape[0], query_start_loc, chunk_size),
+        inputs,
+        initial_states.to(dtype),
+        per_group,
+    )
+    return gated(y, given_x, None if D is None else D[:, None], z).to(x.dtype), final.to(
+        initial_states.dtype
+    )
 
 
 class _Chunks:
@@ -120,7 +127,10 @@ def _scan(
     carried, final = _states(chunks, weighted, log_decay, between, b, initial, per_group)
     by_group = carried.unflatten(1, (-1, per_group))  # type: ignore[no-untyped-call]
     from_before = torch.einsum("nlgk,ngrpk->nlgrp", c, by_group).flatten(2, 3)
-    y = _within(weighted, between, b, c, per_group) + from_before * log_decay.cumsum(1).exp()[..., None]
+    y = (
+        _within(weighted, between, b, c, per_group)
+        + from_before * log_decay.cumsum(1).exp()[..., None]
+    )
     return y.flatten(0, 1)[chunks.rows], final
 
 
@@ -132,7 +142,9 @@ def _between(log_decay: Tensor) -> Tensor:
     """
     size = log_decay.shape[-1]
     earlier = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).tril(-1)
-    summed = log_decay[..., :, None].expand(*log_decay.shape, size).masked_fill(~earlier, 0.0).cumsum(-2)
+    summed = (
+        log_decay[..., :, None].expand(*log_decay.shape, size).masked_fill(~earlier, 0.0).cumsum(-2)
+    )
     return summed.masked_fill(earlier.T, -torch.inf).exp()
 
 

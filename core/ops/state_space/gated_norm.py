@@ -45,7 +45,13 @@ class Mixer2RMSNormGated(CustomOp):
         ValueError: the groups do not.
     """
 
-    def __init__(self, full_hidden_size: int, full_n_groups: int, use_rms_norm: bool = True, eps: float = 1e-6) -> None:
+    def __init__(
+        self,
+        full_hidden_size: int,
+        full_n_groups: int,
+        use_rms_norm: bool = True,
+        eps: float = 1e-6,
+    ) -> None:
         super().__init__()
         op = "mixer2_gated_rms_norm"
         expect_size(op, "full_hidden_size", full_hidden_size)
@@ -57,9 +63,13 @@ class Mixer2RMSNormGated(CustomOp):
         self.n_groups = full_n_groups
         self.group_size = full_hidden_size // max(full_n_groups, 1)
         if self.group_size * full_n_groups != full_hidden_size:
-            raise ValueError(f"{op}: full_n_groups is {full_n_groups}, expected a divisor of {full_hidden_size}")
+            raise ValueError(
+                f"{op}: full_n_groups is {full_n_groups}, expected a divisor of {full_hidden_size}"
+            )
         expect_group_size(self.group_size, full_hidden_size)
-        self.per_rank_hidden_size = divide(full_hidden_size, self.tp_size, "full_hidden_size of a gated norm")
+        self.per_rank_hidden_size = divide(
+            full_hidden_size, self.tp_size, "full_hidden_size of a gated norm"
+        )
         self.variance_epsilon = eps
         self.use_rms_norm = use_rms_norm
         self.weight: nn.Parameter | None = None
@@ -73,7 +83,9 @@ class Mixer2RMSNormGated(CustomOp):
         Raises:
             WeightError: it has another shape.
         """
-        load_channels(param, loaded_weight, rank_shards([(self.full_hidden_size,) * 2], "a gated norm"))
+        load_channels(
+            param, loaded_weight, rank_shards([(self.full_hidden_size,) * 2], "a gated norm")
+        )
 
     functional_cuda = functional_xpu = on_triton("opgraft.ops.state_space.triton_norm")
 

@@ -15,7 +15,11 @@ __all__ = ["mixer2_gated_rms_norm"]
 
 @register_functional("mixer2_gated_rms_norm", like)
 def mixer2_gated_rms_norm(
-    x: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-6, group_size: int | None = None
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
 ) -> Tensor:
     """Gate and normalise by groups, ``rms(x · silu(gate)) · weight``, or gate only (Dao and Gu, arXiv:2405.21060).
 

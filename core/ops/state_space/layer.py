@@ -111,7 +111,9 @@ class StateLayer(PluggableLayer, ABC):
     def _without_states(self, bounds: Tensor, device: torch.device) -> StateBatch:
         count = len(bounds) - 1
         shapes = zip(self.get_state_shape(), self.get_state_dtype(), strict=True)
-        zeros = tuple(torch.zeros(count, *shape, dtype=dtype, device=device) for shape, dtype in shapes)
+        zeros = tuple(
+            torch.zeros(count, *shape, dtype=dtype, device=device) for shape, dtype in shapes
+        )
         return StateBatch(bounds, zeros, torch.arange(count, device=device), False)
 
     def _expect_states(self, found: LayerStates) -> None:
@@ -155,7 +157,9 @@ class DepthwiseConv(nn.Module):
         self.shards = tuple(shards)
         self.channels = sum(shard.size for shard in shards)
         self.weight = nn.Parameter(torch.zeros(self.channels, 1, width), requires_grad=False)
-        self.register_parameter("bias", nn.Parameter(torch.zeros(self.channels), requires_grad=False) if bias else None)
+        self.register_parameter(
+            "bias", nn.Parameter(torch.zeros(self.channels), requires_grad=False) if bias else None
+        )
         for parameter in self.parameters():
             set_weight_attrs(parameter, {"weight_loader": self.weight_loader})
 
@@ -195,7 +199,9 @@ class GroupedColumnParallelLinear(MergedColumnParallelLinear):
         self._shards = list(shards)
         ranks = get_tensor_model_parallel_world_size()
         sizes = [shard.size * ranks for shard in shards]
-        super().__init__(input_size, sizes, bias, quant_config=quant_config, prefix=prefix, return_bias=False)
+        super().__init__(
+            input_size, sizes, bias, quant_config=quant_config, prefix=prefix, return_bias=False
+        )
 
     def output_shards(self) -> list[OutputShard]:
         """List this rank's rows of each layer."""
@@ -245,7 +251,9 @@ def load_channels(param: Tensor, loaded: LoadedTensor, shards: Sequence[OutputSh
         start += shard.total
 
 
-def by_channel(channels: int, *others: int, load: Callable[[Tensor], Tensor] | None = None) -> nn.Parameter:
+def by_channel(
+    channels: int, *others: int, load: Callable[[Tensor], Tensor] | None = None
+) -> nn.Parameter:
     """Make a parameter ``[channels, *others]`` in float32, of which a rank has a part of the channels.
 
     Args:
@@ -254,7 +262,9 @@ def by_channel(channels: int, *others: int, load: Callable[[Tensor], Tensor] | N
         load: makes its values of those that are loaded, in float32.
     """
     shards = rank_shards([(channels, channels)], "the channels of a mixer")
-    parameter = nn.Parameter(torch.zeros(shards[0].size, *others, dtype=torch.float32), requires_grad=False)
+    parameter = nn.Parameter(
+        torch.zeros(shards[0].size, *others, dtype=torch.float32), requires_grad=False
+    )
 
     def weight_loader(param: Tensor, loaded_weight: LoadedTensor) -> None:
         load_channels(param, loaded_weight, shards)

@@ -19,7 +19,12 @@ from opgraft.ops.state_space.layer import (
     rank_shards,
     ranks_of,
 )
-from opgraft.ops.state_space.modules import CausalConv1d, CausalConv1dUpdate, SelectiveScan, SelectiveStateUpdate
+from opgraft.ops.state_space.modules import (
+    CausalConv1d,
+    CausalConv1dUpdate,
+    SelectiveScan,
+    SelectiveStateUpdate,
+)
 from torch import Tensor
 
 
@@ -74,9 +79,17 @@ class MambaMixer(StateLayer):
         quant_config: QuantizationConfig | None = None,
     ) -> None:
         super().__init__(prefix)
-        sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "time_step_rank": time_step_rank}
-        expect_sizes("mamba_mixer", **sizes, ssm_state_size=ssm_state_size, conv_kernel_size=conv_kernel_size)
-        self.channels = intermediate_size // ranks_of({"intermediate_size of a mixer": intermediate_size})
+        sizes = {
+            "hidden_size": hidden_size,
+            "intermediate_size": intermediate_size,
+            "time_step_rank": time_step_rank,
+        }
+        expect_sizes(
+            "mamba_mixer", **sizes, ssm_state_size=ssm_state_size, conv_kernel_size=conv_kernel_size
+        )
+        self.channels = intermediate_size // ranks_of(
+            {"intermediate_size of a mixer": intermediate_size}
+        )
         self.time_step_rank, self.ssm_state_size = time_step_rank, ssm_state_size
         self.conv_kernel_size, self.use_rms_norm = conv_kernel_size, use_rms_norm
         self.activation, self.is_lora_enabled = activation, is_lora_enabled
@@ -93,7 +106,11 @@ class MambaMixer(StateLayer):
         self.scan, self.scan_step = SelectiveScan(True), SelectiveStateUpdate(True)
 
     def _make_projections(
-        self, hidden_size: int, intermediate_size: int, use_bias: bool, quant_config: QuantizationConfig | None
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        use_bias: bool,
+        quant_config: QuantizationConfig | None,
     ) -> None:
         def settings(name: str) -> dict[str, Any]:
             return {"quant_config": quant_config, "prefix": f"{self.prefix}.{name}"}
@@ -102,10 +119,16 @@ class MambaMixer(StateLayer):
         self.in_proj = MergedColumnParallelLinear(
             hidden_size, [inner] * 2, use_bias, return_bias=False, **settings("in_proj")
         )
-        self.x_proj = RowParallelLinear(inner, parts, False, return_bias=False, **settings("x_proj"))
+        self.x_proj = RowParallelLinear(
+            inner, parts, False, return_bias=False, **settings("x_proj")
+        )
         # The scan adds the bias, in float32.
-        self.dt_proj = ColumnParallelLinear(self.time_step_rank, inner, True, skip_bias_add=True, **settings("dt_proj"))
-        self.out_proj = RowParallelLinear(inner, hidden_size, use_bias, return_bias=False, **settings("out_proj"))
+        self.dt_proj = ColumnParallelLinear(
+            self.time_step_rank, inner, True, skip_bias_add=True, **settings("dt_proj")
+        )
+        self.out_proj = RowParallelLinear(
+            inner, hidden_size, use_bias, return_bias=False, **settings("out_proj")
+        )
 
     def _make_norms(self, eps: float, has_weight: bool) -> None:
         self.dt_layernorm = RMSNorm(self.time_step_rank, eps, has_weight=has_weight)
@@ -133,11 +156,17 @@ class MambaMixer(StateLayer):
 
     def _parts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return step sizes ``[tokens, channels]`` without their bias, and B and C ``[tokens, state]``."""
-        dt, b, c = self.x_proj(x).split([self.time_step_rank, self.ssm_state_size, self.ssm_state_size], dim=-1)
+        dt, b, c = self.x_proj(x).split(
+            [self.time_step_rank, self.ssm_state_size, self.ssm_state_size], dim=-1
+        )
         if self.use_rms_norm:
             dt, b, c = (
                 norm(part.contiguous())
-                for norm, part in ((self.dt_layernorm, dt), (self.b_layernorm, b), (self.c_layernorm, c))
+                for norm, part in (
+                    (self.dt_layernorm, dt),
+                    (self.b_layernorm, b),
+                    (self.c_layernorm, c),
+                )
             )
         return self.dt_proj(dt)[0], b, c
 
@@ -145,13 +174,17 @@ class MambaMixer(StateLayer):
         bounds = batch.query_start_loc
         x, last = self.convolve(mixed, self.conv1d.taps, bounds, batch.initial(0), self.conv1d.bias)
         dt, b, c = self._parts(x)
-        y, state = self.scan(x, dt, self.A, b, c, bounds, batch.initial(1), self.D, gate, self.dt_proj.bias)
+        y, state = self.scan(
+            x, dt, self.A, b, c, bounds, batch.initial(1), self.D, gate, self.dt_proj.bias
+        )
         batch.finish(last, state)
         return y
 
     def _stepped(self, batch: StateBatch, mixed: Tensor, gate: Tensor) -> Tensor:
         x = torch.empty_like(mixed)
-        self.convolve_step(mixed, batch.states[0], self.conv1d.taps, batch.slots, x, self.conv1d.bias)
+        self.convolve_step(
+            mixed, batch.states[0], self.conv1d.taps, batch.slots, x, self.conv1d.bias
+        )
         dt, b, c = (part[:, None] for part in self._parts(x))
         y, bias = torch.empty_like(x), self.dt_proj.bias
         state, decay = batch.states[1][:, None], self.A[None]

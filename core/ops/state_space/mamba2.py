@@ -86,12 +86,18 @@ class MambaMixer2(StateLayer):
         prefix: str = "",
     ) -> None:
         super().__init__(prefix)
-        sizes = {"hidden_size": hidden_size, "ssm_state_size": ssm_state_size, "conv_kernel_size": conv_kernel_size}
+        sizes = {
+            "hidden_size": hidden_size,
+            "ssm_state_size": ssm_state_size,
+            "conv_kernel_size": conv_kernel_size,
+        }
         expect_sizes("mamba_mixer2", **sizes)
         _expect_heads(num_heads, head_dim, n_groups, intermediate_size)
         self.tp_size = ranks_of({"num_heads of a mixer": num_heads})
         heads, groups = (intermediate_size, num_heads), (n_groups * ssm_state_size, n_groups)
-        shards = rank_shards([heads, heads, groups, groups, (num_heads, num_heads)], "heads and groups of a mixer")
+        shards = rank_shards(
+            [heads, heads, groups, groups, (num_heads, num_heads)], "heads and groups of a mixer"
+        )
         self.num_heads, self.n_groups = shards[4].size, shards[2].size // ssm_state_size
         self.head_dim = head_dim
         self.ssm_state_size = ssm_state_size
@@ -101,12 +107,18 @@ class MambaMixer2(StateLayer):
         self.model_config, self.cache_config = model_config, cache_config
         convolved = rank_shards([heads, groups, groups], "heads and groups of a mixer")
         self.conv1d = DepthwiseConv(convolved, conv_kernel_size, use_conv_bias)
-        self.in_proj = GroupedColumnParallelLinear(hidden_size, shards, use_bias, quant_config, f"{prefix}.in_proj")
+        self.in_proj = GroupedColumnParallelLinear(
+            hidden_size, shards, use_bias, quant_config, f"{prefix}.in_proj"
+        )
         self.A = by_channel(num_heads, load=negated_exponential)
         self.D = by_channel(num_heads)
         self.dt_bias = by_channel(num_heads)
         self.norm = Mixer2RMSNormGated(intermediate_size, n_groups, use_rms_norm, rms_norm_eps)
-        others: dict[str, Any] = {"quant_config": quant_config, "prefix": f"{prefix}.out_proj", "return_bias": False}
+        others: dict[str, Any] = {
+            "quant_config": quant_config,
+            "prefix": f"{prefix}.out_proj",
+            "return_bias": False,
+        }
         self.out_proj = RowParallelLinear(intermediate_size, hidden_size, use_bias, **others)
         self.dtype = torch.get_default_dtype()
         self.convolve, self.convolve_step = CausalConv1d(activation), CausalConv1dUpdate(activation)
@@ -138,7 +150,9 @@ class MambaMixer2(StateLayer):
             expect_last_dim("mamba_mixer2", "mup_vector", mup_vector, projected.shape[-1])
             projected = projected * mup_vector
         inner = self.num_heads * self.head_dim
-        gate, mixed, dt = torch.split(projected, [inner, self.conv1d.channels, self.num_heads], dim=-1)
+        gate, mixed, dt = torch.split(
+            projected, [inner, self.conv1d.channels, self.num_heads], dim=-1
+        )
         y = self._stepped(batch, mixed, dt) if batch.steps else self._scanned(batch, mixed, dt)
         return self.out_proj(self.norm(y, gate))
 
@@ -148,21 +162,33 @@ class MambaMixer2(StateLayer):
         sizes = [self.num_heads * self.head_dim, grouped, grouped]
         x, b, c = torch.split(mixed, sizes, dim=-1)
         tokens, groups = len(mixed), (self.n_groups, self.ssm_state_size)
-        return x.view(tokens, self.num_heads, self.head_dim), b.view(tokens, *groups), c.view(tokens, *groups)
+        return (
+            x.view(tokens, self.num_heads, self.head_dim),
+            b.view(tokens, *groups),
+            c.view(tokens, *groups),
+        )
 
     def _scanned(self, batch: StateBatch, mixed: Tensor, dt: Tensor) -> Tensor:
         bounds = batch.query_start_loc
-        mixed, last = self.convolve(mixed, self.conv1d.taps, bounds, batch.initial(0), self.conv1d.bias)
+        mixed, last = self.convolve(
+            mixed, self.conv1d.taps, bounds, batch.initial(0), self.conv1d.bias
+        )
         x, b, c = self._parts(mixed)
-        y, state = self.scan(x, dt, self.A, b, c, bounds, batch.initial(1), self.D, None, self.dt_bias)
+        y, state = self.scan(
+            x, dt, self.A, b, c, bounds, batch.initial(1), self.D, None, self.dt_bias
+        )
         batch.finish(last, state)
         return y.flatten(1)
 
     def _stepped(self, batch: StateBatch, mixed: Tensor, dt: Tensor) -> Tensor:
         convolved = torch.empty_like(mixed)
-        self.convolve_step(mixed, batch.states[0], self.conv1d.taps, batch.slots, convolved, self.conv1d.bias)
+        self.convolve_step(
+            mixed, batch.states[0], self.conv1d.taps, batch.slots, convolved, self.conv1d.bias
+        )
         x, b, c = self._parts(convolved)
-        return step_heads(self.scan_step, batch, x, dt, self.A, b, c, self.D, self.dt_bias).flatten(1)
+        return step_heads(self.scan_step, batch, x, dt, self.A, b, c, self.D, self.dt_bias).flatten(
+            1
+        )
 
 
 def _expect_heads(num_heads: int, head_dim: int, n_groups: int, intermediate_size: int) -> None:
@@ -201,5 +227,15 @@ def step_heads(
     y, head = torch.empty_like(x), x.shape[-1]
     decay = A[:, None, None].expand(-1, head, B.shape[-1])
     per_head = D[:, None].expand(-1, head), None, dt_bias[:, None].expand(-1, head)
-    update(batch.states[1], x, dt[..., None].expand(-1, -1, head), decay, B, C, batch.slots, y, *per_head)
+    update(
+        batch.states[1],
+        x,
+        dt[..., None].expand(-1, -1, head),
+        decay,
+        B,
+        C,
+        batch.slots,
+        y,
+        *per_head,
+    )
     return y

@@ -46,7 +46,9 @@ class CausalConv1d(CustomOp):
         functional: Any = NATIVE,
     ) -> tuple[Tensor, Tensor]:
         """Convolve; arguments, results and errors are those of ``opgraft.functional.causal_conv1d``."""
-        return functional.causal_conv1d(x, weight, query_start_loc, initial_states, bias, self.activation)
+        return functional.causal_conv1d(
+            x, weight, query_start_loc, initial_states, bias, self.activation
+        )
 
 
 @CustomOp.register("causal_conv1d_update")
@@ -192,4 +194,6 @@ class SelectiveStateUpdate(CustomOp):
         functional: Any = NATIVE,
     ) -> None:
         """Compute into ``out``; arguments and errors are those of ``opgraft.functional.selective_state_update``."""
-        functional.selective_state_update(state, x, dt, A, B, C, slots, out, D, z, dt_bias, self.dt_softplus)
+        functional.selective_state_update(
+            state, x, dt, A, B, C, slots, out, D, z, dt_bias, self.dt_softplus
+        )

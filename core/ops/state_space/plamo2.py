@@ -19,7 +19,12 @@ from opgraft.ops.state_space.layer import (
     ranks_of,
 )
 from opgraft.ops.state_space.mamba2 import CHUNK_SIZE, step_heads
-from opgraft.ops.state_space.modules import CausalConv1d, CausalConv1dUpdate, MambaChunkScan, SelectiveStateUpdate
+from opgraft.ops.state_space.modules import (
+    CausalConv1d,
+    CausalConv1dUpdate,
+    MambaChunkScan,
+    SelectiveStateUpdate,
+)
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -47,7 +52,13 @@ class Plamo2MambaMixer(StateLayer):
     def __init__(self, vllm_config: Any, *, prefix: str = "", **kwargs: Any) -> None:
         super().__init__(prefix)
         config = vllm_config.model_config.hf_config
-        names = ("hidden_size", "mamba_num_heads", "hidden_size_per_head", "mamba_d_state", "mamba_d_conv")
+        names = (
+            "hidden_size",
+            "mamba_num_heads",
+            "hidden_size_per_head",
+            "mamba_d_state",
+            "mamba_d_conv",
+        )
         expect_sizes("plamo2_mamba_mixer", **{name: getattr(config, name) for name in names})
         heads, self.head_dim = config.mamba_num_heads, config.hidden_size_per_head
         inner = heads * self.head_dim
@@ -55,15 +66,26 @@ class Plamo2MambaMixer(StateLayer):
         self.num_heads = heads // ranks_of({"mamba_num_heads": heads})
         self.ssm_state_size, self.conv_kernel_size = config.mamba_d_state, config.mamba_d_conv
         self.time_step_rank = max(64, config.hidden_size // 16)
-        quantized: dict[str, Any] = {"quant_config": getattr(vllm_config, "quant_config", None), "return_bias": False}
-        self.conv1d = DepthwiseConv(rank_shards([(inner, heads)], "mamba_num_heads"), self.conv_kernel_size, False)
+        quantized: dict[str, Any] = {
+            "quant_config": getattr(vllm_config, "quant_config", None),
+            "return_bias": False,
+        }
+        self.conv1d = DepthwiseConv(
+            rank_shards([(inner, heads)], "mamba_num_heads"), self.conv_kernel_size, False
+        )
         self.in_proj = MergedColumnParallelLinear(
             config.hidden_size, [inner] * 2, False, prefix=f"{prefix}.in_proj", **quantized
         )
         projected = self.time_step_rank + 2 * self.ssm_state_size
-        self.bcdt_proj = RowParallelLinear(inner, projected, False, prefix=f"{prefix}.bcdt_proj", **quantized)
-        self.dt_proj = ColumnParallelLinear(self.time_step_rank, heads, False, prefix=f"{prefix}.dt_proj", **quantized)
-        self.out_proj = RowParallelLinear(inner, config.hidden_size, False, prefix=f"{prefix}.out_proj", **quantized)
+        self.bcdt_proj = RowParallelLinear(
+            inner, projected, False, prefix=f"{prefix}.bcdt_proj", **quantized
+        )
+        self.dt_proj = ColumnParallelLinear(
+            self.time_step_rank, heads, False, prefix=f"{prefix}.dt_proj", **quantized
+        )
+        self.out_proj = RowParallelLinear(
+            inner, config.hidden_size, False, prefix=f"{prefix}.out_proj", **quantized
+        )
         self.A = by_channel(heads, load=negated_exponential)
         self.D = by_channel(heads)
         self.dt_bias = by_channel(heads)
@@ -105,7 +127,9 @@ class Plamo2MambaMixer(StateLayer):
         convolved, last = self.convolve(mixed, self.conv1d.taps, bounds, batch.initial(0))
         dt, b, c = self._parts(convolved)
         x = convolved.view(-1, self.num_heads, self.head_dim)
-        y, state = self.scan(x, dt, self.A, b, c, bounds, batch.initial(1), self.D, None, self.dt_bias)
+        y, state = self.scan(
+            x, dt, self.A, b, c, bounds, batch.initial(1), self.D, None, self.dt_bias
+        )
         batch.finish(last, state)
         return y.flatten(1)
 
@@ -114,4 +138,6 @@ class Plamo2MambaMixer(StateLayer):
         self.convolve_step(mixed, batch.states[0], self.conv1d.taps, batch.slots, convolved)
         dt, b, c = self._parts(convolved)
         x = convolved.view(-1, self.num_heads, self.head_dim)
-        return step_heads(self.scan_step, batch, x, dt, self.A, b, c, self.D, self.dt_bias).flatten(1)
+        return step_heads(self.scan_step, batch, x, dt, self.A, b, c, self.D, self.dt_bias).flatten(
+            1
+        )

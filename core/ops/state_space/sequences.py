@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from opgraft.ops.checks import expect_ascending, expect_floating, expect_integers, expect_same_device
+from opgraft.ops.checks import (
+    expect_ascending,
+    expect_floating,
+    expect_integers,
+    expect_same_device,
+)
 from torch import Tensor
 
 
@@ -46,7 +51,9 @@ def expect_sequences(op: str, x: Tensor, query_start_loc: Tensor, initial_states
         )
 
 
-def expect_shape(op: str, argument: str, x: Tensor | None, shape: tuple[int, ...], device_of: Tensor) -> None:
+def expect_shape(
+    op: str, argument: str, x: Tensor | None, shape: tuple[int, ...], device_of: Tensor
+) -> None:
     """Raise ``ValueError`` unless a tensor that is given has that shape, a floating-point dtype and the device."""
     if x is None:
         return

@@ -52,12 +52,24 @@ class ShortConv(StateLayer):
         self.bias = config.conv_bias
         self.model_config = model_config
         self.cache_config = cache_config
-        self.conv = DepthwiseConv(rank_shards([(dim, dim)], "channels of a short convolution"), self.L_cache, self.bias)
+        self.conv = DepthwiseConv(
+            rank_shards([(dim, dim)], "channels of a short convolution"), self.L_cache, self.bias
+        )
         self.in_proj = MergedColumnParallelLinear(
-            dim, [dim] * 3, self.bias, quant_config=quant_config, prefix=f"{prefix}.in_proj", return_bias=False
+            dim,
+            [dim] * 3,
+            self.bias,
+            quant_config=quant_config,
+            prefix=f"{prefix}.in_proj",
+            return_bias=False,
         )
         self.out_proj = RowParallelLinear(
-            dim, dim, self.bias, quant_config=quant_config, prefix=f"{prefix}.out_proj", return_bias=False
+            dim,
+            dim,
+            self.bias,
+            quant_config=quant_config,
+            prefix=f"{prefix}.out_proj",
+            return_bias=False,
         )
         self.dtype = torch.get_default_dtype()
         self.convolve = CausalConv1d()
@@ -82,7 +94,9 @@ class ShortConv(StateLayer):
         gated = b * x
         if batch.steps:
             y = torch.empty_like(gated)
-            self.convolve_step(gated, batch.states[0], self.conv.taps, batch.slots, y, self.conv.bias)
+            self.convolve_step(
+                gated, batch.states[0], self.conv.taps, batch.slots, y, self.conv.bias
+            )
         else:
             given = gated, self.conv.taps, batch.query_start_loc, batch.initial(0), self.conv.bias
             y, final = self.convolve(*given)

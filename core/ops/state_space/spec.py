@@ -20,7 +20,9 @@ HALF = {torch.float32: (1e-5, 1e-5), **HALF_NORM}
 def _bounds(draw: Draw, tokens: int) -> Tensor:
     """Draw four sequences, of which one at least is empty."""
     within = draw.integers(0, tokens + 1, (2,)).sort().values
-    return torch.cat([torch.tensor([0]), within, within[-1:], torch.tensor([tokens])]).to(torch.int32)
+    return torch.cat([torch.tensor([0]), within, within[-1:], torch.tensor([tokens])]).to(
+        torch.int32
+    )
 
 
 def _spans(bounds: Tensor) -> Iterator[tuple[int, int]]:
@@ -76,9 +78,13 @@ def _conv_step_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
     }
 
 
-def _conv_step(x: Tensor, conv_state: Tensor, weight: Tensor, slots: Tensor, **others: Any) -> tuple[Tensor, Tensor]:
+def _conv_step(
+    x: Tensor, conv_state: Tensor, weight: Tensor, slots: Tensor, **others: Any
+) -> tuple[Tensor, Tensor]:
     bounds = torch.arange(x.shape[0] + 1)
-    y, final = _conv(x, weight, bounds, conv_state[slots], others.get("bias"), others.get("activation"))
+    y, final = _conv(
+        x, weight, bounds, conv_state[slots], others.get("bias"), others.get("activation")
+    )
     state = conv_state.clone()
     state[slots] = final
     return state, y
@@ -170,10 +176,14 @@ def _recurrence(
 def _at(token: int, given: Arguments) -> Arguments:
     """Return what ``_recurrence`` takes for one token, of arguments for many."""
     of_tokens = ("x", "dt", "B", "C", "z")
-    return {name: x[token] if name in of_tokens and x is not None else x for name, x in given.items()}
+    return {
+        name: x[token] if name in of_tokens and x is not None else x for name, x in given.items()
+    }
 
 
-def _sequences(query_start_loc: Tensor, initial_states: Tensor, given: Arguments) -> tuple[Tensor, Tensor]:
+def _sequences(
+    query_start_loc: Tensor, initial_states: Tensor, given: Arguments
+) -> tuple[Tensor, Tensor]:
     """Scan the heads of sequences, token by token."""
     y, final = torch.zeros_like(given["x"]), initial_states.clone()
     for number, (start, end) in enumerate(_spans(query_start_loc)):
@@ -186,15 +196,22 @@ def _heads_scan(
     query_start_loc: Tensor, initial_states: Tensor, chunk_size: int = 1, **given: Any
 ) -> tuple[Tensor, Tensor]:
     """Scan heads, each with one ``dt``, ``A``, ``D`` and ``dt_bias`` for all its elements."""
-    numbers = {name: given[name][..., None] for name in ("dt", "D", "dt_bias") if given.get(name) is not None}
-    return _sequences(query_start_loc, initial_states, {**given, **numbers, "A": given["A"][:, None, None]})
+    numbers = {
+        name: given[name][..., None]
+        for name in ("dt", "D", "dt_bias")
+        if given.get(name) is not None
+    }
+    return _sequences(
+        query_start_loc, initial_states, {**given, **numbers, "A": given["A"][:, None, None]}
+    )
 
 
 def _scan(query_start_loc: Tensor, initial_states: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
     """Scan channels, each as an element of one head."""
     weights = ("A", "D", "dt_bias")
     one_head = {
-        name: x.unsqueeze(0 if name in weights else 1) if isinstance(x, Tensor) else x for name, x in given.items()
+        name: x.unsqueeze(0 if name in weights else 1) if isinstance(x, Tensor) else x
+        for name, x in given.items()
     }
     y, final = _sequences(query_start_loc, initial_states[:, None], one_head)
     return y[:, 0], final[:, 0]
@@ -220,17 +237,27 @@ def _gate_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
 
 
 def _gated(
-    x: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-6, group_size: int | None = None
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
 ) -> Tensor:
     y = x * _activated(gate, "silu")
     if weight is None:
         return y
     groups = y.reshape(-1, group_size or y.shape[-1])
-    return (groups / ((groups * groups).mean(-1, keepdim=True) + eps) ** 0.5).reshape(x.shape) * weight
+    return (groups / ((groups * groups).mean(-1, keepdim=True) + eps) ** 0.5).reshape(
+        x.shape
+    ) * weight
 
 
 def _gated_op(
-    x: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-6, group_size: int | None = None
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
 ) -> tuple[Any, tuple[Tensor, Tensor]]:
     size = x.shape[-1]
     norm = ops.Mixer2RMSNormGated(size, size // (group_size or size), weight is not None, eps)
@@ -262,7 +289,10 @@ def _without(cls: Callable[..., Any], *settings: str) -> Callable[..., tuple[Any
     return build
 
 
-PROMPTS: dict[str, Any] = {"leads": ((1,), (7,), (2, 3), (2, 1, 3), (0,), (2, 0)), "tolerances": HALF}
+PROMPTS: dict[str, Any] = {
+    "leads": ((1,), (7,), (2, 3), (2, 1, 3), (0,), (2, 0)),
+    "tolerances": HALF,
+}
 
 SPECS = (
     OpSpec(
@@ -349,8 +379,17 @@ SPECS = (
         _gated,
         lambda x, **others: 5 * x.numel(),
         module=_gated_op,
-        variants={"": {}, "groups": {"group_size": 1}, "eps": {"eps": 1e-2}, "gate only": {"weight": None}},
-        outside=(of_transformers("models.zamba2.modeling_zamba2.Zamba2RMSNormGated", _gated_by_transformers),),
+        variants={
+            "": {},
+            "groups": {"group_size": 1},
+            "eps": {"eps": 1e-2},
+            "gate only": {"weight": None},
+        },
+        outside=(
+            of_transformers(
+                "models.zamba2.modeling_zamba2.Zamba2RMSNormGated", _gated_by_transformers
+            ),
+        ),
         tolerances=HALF,
     ),
 )

@@ -37,10 +37,19 @@ STATES = 32
 def _program(starts, sequences, heads, head_size, chunk: tl.constexpr, tile_rows: tl.constexpr):
     """Find the chunk, the head, the tokens, how many of those there are, and the elements that a program computes."""
     tiles = tl.cdiv(head_size, tile_rows)
-    head, block = tl.program_id(0) // tiles % heads, (tl.program_id(0) // tiles // heads).to(tl.int64)
+    head, block = (
+        tl.program_id(0) // tiles % heads,
+        (tl.program_id(0) // tiles // heads).to(tl.int64),
+    )
     _, first, end = block_of_segment(block, starts, sequences, chunk)
     token = (first + tl.arange(0, chunk)).to(tl.int64)
-    return block, head, token, token < end, tl.program_id(0) % tiles * tile_rows + tl.arange(0, tile_rows)
+    return (
+        block,
+        head,
+        token,
+        token < end,
+        tl.program_id(0) % tiles * tile_rows + tl.arange(0, tile_rows),
+    )
 
 
 @triton.jit
@@ -62,12 +71,17 @@ def _decays(step, a, chunk: tl.constexpr):
 
 
 @triton.jit
-def _products(b, c, states, exists, elements_exist, size, precision: tl.constexpr, tile_columns: tl.constexpr):
+def _products(
+    b, c, states, exists, elements_exist, size, precision: tl.constexpr, tile_columns: tl.constexpr
+):
     """Multiply ``c`` of tokens by ``b`` of all, ``[tokens, tokens]``, and by states, ``[tokens, elements]``."""
     scores = tl.zeros((b.shape[0], b.shape[0]), tl.float32)
     before = tl.zeros((b.shape[0], states.shape[1]), tl.float32)
     for start in range(0, size, tile_columns):
-        n, of_state = start + tl.arange(0, tile_columns)[None, :], start + tl.arange(0, tile_columns)[:, None]
+        n, of_state = (
+            start + tl.arange(0, tile_columns)[None, :],
+            start + tl.arange(0, tile_columns)[:, None],
+        )
         given = tl.load(b + n, exists & (n < size), 0.0).to(tl.float32)
         asked = tl.load(c + n, exists & (n < size), 0.0).to(tl.float32)
         state = tl.load(states + of_state, elements_exist & (of_state < size), 0.0)
@@ -102,11 +116,17 @@ def chunk_states_kernel(
     tile_columns: tl.constexpr,
 ):
     """Compute what the tokens of a chunk make of nothing, and their summed steps."""
-    block, head, token, exists, element = _program(starts, sequences, heads, head_size, chunk, tile_rows)
-    step = step_size(dt + token * dt_stride + head, dt_bias + head + token * 0, exists, has_bias, dt_softplus)
+    block, head, token, exists, element = _program(
+        starts, sequences, heads, head_size, chunk, tile_rows
+    )
+    step = step_size(
+        dt + token * dt_stride + head, dt_bias + head + token * 0, exists, has_bias, dt_softplus
+    )
     left = tl.exp(_sums_behind(step, chunk) * tl.load(A + head).to(tl.float32))
     inside = exists[None, :] & (element < head_size)[:, None]
-    given = tl.load(x + token[None, :] * x_stride + head * head_size + element[:, None], inside, 0.0).to(tl.float32)
+    given = tl.load(
+        x + token[None, :] * x_stride + head * head_size + element[:, None], inside, 0.0
+    ).to(tl.float32)
     given *= (step * left)[None, :]
     states += ((block * heads + head) * head_size + element[:, None]) * size
     rows = B + token[:, None] * b_stride + head // per_group * size
@@ -150,18 +170,38 @@ def chunk_scan_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    block, head, token, exists, element = _program(starts, sequences, heads, head_size, chunk, tile_rows)
-    step = step_size(dt + token * dt_stride + head, dt_bias + head + token * 0, exists, has_bias, dt_softplus)
-    row, channel, group = token[:, None], head * head_size + element[None, :], head // per_group * size
+    block, head, token, exists, element = _program(
+        starts, sequences, heads, head_size, chunk, tile_rows
+    )
+    step = step_size(
+        dt + token * dt_stride + head, dt_bias + head + token * 0, exists, has_bias, dt_softplus
+    )
+    row, channel, group = (
+        token[:, None],
+        head * head_size + element[None, :],
+        head // per_group * size,
+    )
     exists, element = exists[:, None], element[None, :] < head_size
     states += (block * heads * head_size + channel) * size
-    b, c, a = B + row * b_stride + group, C + row * c_stride + group, tl.load(A + head).to(tl.float32)
+    b, c, a = (
+        B + row * b_stride + group,
+        C + row * c_stride + group,
+        tl.load(A + head).to(tl.float32),
+    )
     scores, before = _products(b, c, states, exists, element, size, precision, tile_columns)
     given = tl.load(x + row * x_stride + channel, exists & element, 0.0).to(tl.float32)
     before *= tl.exp(tl.cumsum(step, 0) * a)[:, None]
-    t = tl.dot(scores * _decays(step, a, chunk), given * step[:, None], before, input_precision=precision)
+    t = tl.dot(
+        scores * _decays(step, a, chunk), given * step[:, None], before, input_precision=precision
+    )
     t = gated_output(
-        t, given, D + head + channel * 0, z + row * z_stride + channel, exists & element, has_weight, has_gate
+        t,
+        given,
+        D + head + channel * 0,
+        z + row * z_stride + channel,
+        exists & element,
+        has_weight,
+        has_gate,
     )
     tl.store(y + row * heads * head_size + channel, t.to(y.dtype.element_ty), exists & element)
 
@@ -192,9 +232,16 @@ def mamba_chunk_scan(
     totals = x.new_empty((blocks, heads), dtype=torch.float32)
     rows = [as_rows(each, each.shape[1:].numel()) for each in (x, dt, B, C, x if z is None else z)]
     a, weight, bias = given_or(x, A, D, dt_bias)
-    sizes, strides = (sequences, heads, head_size, size, heads // B.shape[1]), [each.stride(0) for each in rows]
+    sizes, strides = (
+        (sequences, heads, head_size, size, heads // B.shape[1]),
+        [each.stride(0) for each in rows],
+    )
     tile = Tile(max(16, power_of_two(head_size, ELEMENTS)), max(16, power_of_two(size, STATES)), 4)
-    constants: dict[str, Any] = {"chunk": CHUNK, "has_bias": dt_bias is not None, "dt_softplus": dt_softplus}
+    constants: dict[str, Any] = {
+        "chunk": CHUNK,
+        "has_bias": dt_bias is not None,
+        "dt_softplus": dt_softplus,
+    }
     constants |= {"precision": "ieee" if x.dtype == torch.float32 else "tf32"}
     programs = blocks * heads * triton.cdiv(head_size, tile.rows)
     first = (rows[1], a, rows[2], bias, starts, states, totals)

@@ -77,14 +77,18 @@ def causal_conv1d_kernel(
     total = tl.zeros((tile_rows, tile_columns), tl.float32)
     for tap in tl.static_range(before + 1):
         factor = tl.load(weight + channel * (before + 1) + tap, exists, 0.0).to(tl.float32)
-        total += factor * _input(x + channel, initial, token - before + tap, start, inside, stride, before)
+        total += factor * _input(
+            x + channel, initial, token - before + tap, start, inside, stride, before
+        )
     total = _finished(total, bias, channel, exists, has_bias, silu)
     tl.store(y + token * channels + channel, total.to(y.dtype.element_ty), inside)
     if first == start:  # one program of a sequence stores its last inputs
         last = tl.full((1, 1), 0, tl.int64) + end - before
         for place in tl.static_range(before):
             t = _input(x + channel, initial, last + place, start, exists, stride, before)
-            tl.store(final + of_sequence + channel * before + place, t.to(final.dtype.element_ty), exists)
+            tl.store(
+                final + of_sequence + channel * before + place, t.to(final.dtype.element_ty), exists
+            )
 
 
 @triton.jit(do_not_specialize=["elements"])
@@ -113,8 +117,12 @@ def causal_conv1d_update_kernel(
     slot = tl.load(slots + row, exists, 0).to(tl.int64)
     place = state + slot * state_stride + channel * before + tap
     newest = tl.load(x + row * stride + channel, exists, 0.0).to(tl.float32)
-    window = tl.where(tap == before, newest, tl.load(place, exists & (tap < before), 0.0).to(tl.float32))
-    factors = tl.load(weight + channel * (before + 1) + tap, exists & (tap <= before), 0.0).to(tl.float32)
+    window = tl.where(
+        tap == before, newest, tl.load(place, exists & (tap < before), 0.0).to(tl.float32)
+    )
+    factors = tl.load(weight + channel * (before + 1) + tap, exists & (tap <= before), 0.0).to(
+        tl.float32
+    )
     total = tl.sum(tl.where(tap <= before, window * factors, 0.0), 1, keep_dims=True)
     total = _finished(total, bias, channel, exists, has_bias, silu)
     tl.store(out + row * out_stride + channel, total.to(out.dtype.element_ty), exists)
@@ -136,8 +144,16 @@ def causal_conv1d(
     (tokens, channels), sequences = x.shape, initial_states.shape[0]
     if sequences and channels:
         tile, rows = Tile(TOKENS, power_of_two(channels, CHANNELS), 4), as_rows(x, channels)
-        operands = (weight.contiguous(), x if bias is None else bias.contiguous(), query_start_loc.contiguous())
-        constants = {"before": weight.shape[1] - 1, "has_bias": bias is not None, "silu": activation is not None}
+        operands = (
+            weight.contiguous(),
+            x if bias is None else bias.contiguous(),
+            query_start_loc.contiguous(),
+        )
+        constants = {
+            "before": weight.shape[1] - 1,
+            "has_bias": bias is not None,
+            "silu": activation is not None,
+        }
         programs = blocks_at_most(tokens, sequences, TOKENS) * triton.cdiv(channels, tile.columns)
         states = (initial_states.contiguous(), y, final)
         sizes = (sequences, channels, rows.stride(0))
@@ -162,8 +178,22 @@ def causal_conv1d_update(
     channels, width = weight.shape
     taps, rows = power_of_two(width), as_rows(x, channels)
     tile = Tile(max(1, 512 // taps), taps, 4)
-    operands = (weight.contiguous(), x if bias is None else bias.contiguous(), slots.contiguous(), out)
+    operands = (
+        weight.contiguous(),
+        x if bias is None else bias.contiguous(),
+        slots.contiguous(),
+        out,
+    )
     sizes = (x.numel(), channels, rows.stride(0), conv_state.stride(0), out.stride(0))
     constants = {"before": width - 1, "has_bias": bias is not None, "silu": activation is not None}
     programs = triton.cdiv(x.numel(), tile.rows)
-    launch(causal_conv1d_update_kernel, programs, tile, rows, conv_state, *operands, *sizes, **constants)
+    launch(
+        causal_conv1d_update_kernel,
+        programs,
+        tile,
+        rows,
+        conv_state,
+        *operands,
+        *sizes,
+        **constants,
+    )

@@ -12,7 +12,11 @@ __all__ = ["mixer2_gated_rms_norm"]
 
 @replaces(definitions.mixer2_gated_rms_norm)
 def mixer2_gated_rms_norm(
-    x: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-6, group_size: int | None = None
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
 ) -> Tensor:
     if weight is None:
         return definitions.mixer2_gated_rms_norm.native(x, gate)

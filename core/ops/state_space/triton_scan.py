@@ -17,7 +17,15 @@ import triton
 import triton.language as tl
 from opgraft.ops.activation.triton import activated, softplus
 from opgraft.ops.state_space import selective_scan as definitions
-from opgraft.ops.triton_launch import Tile, as_rows, entries_apart, launch, power_of_two, replaces, tile_of
+from opgraft.ops.triton_launch import (
+    Tile,
+    as_rows,
+    entries_apart,
+    launch,
+    power_of_two,
+    replaces,
+    tile_of,
+)
 from opgraft.ops.triton_segments import block_of_segment, blocks_at_most
 from torch import Tensor
 
@@ -94,18 +102,33 @@ def scan_kernel(
 ):
     """Scan a chunk from its state and store outputs, or from nothing and store its own state and summed steps."""
     block, first, end, channel = _program(starts, sequences, channels, chunk, tile_rows)
-    n, exists, place = tl.arange(0, tile_columns)[None, :], channel < channels, block * channels + channel
+    n, exists, place = (
+        tl.arange(0, tile_columns)[None, :],
+        channel < channels,
+        block * channels + channel,
+    )
     inside, token = exists & (n < size), first.to(tl.int64)
     a = tl.load(A + channel * size + n, inside, 0.0).to(tl.float32)
-    total, state = tl.zeros((tile_rows, 1), tl.float32), tl.load(states + place * size + n, inside & from_states, 0.0)
+    total, state = (
+        tl.zeros((tile_rows, 1), tl.float32),
+        tl.load(states + place * size + n, inside & from_states, 0.0),
+    )
     for _ in range(first, end):
         given = tl.load(x + token * x_stride + channel, exists, 0.0).to(tl.float32)
-        step = step_size(dt + token * dt_stride + channel, dt_bias + channel, exists, has_bias, dt_softplus)
+        step = step_size(
+            dt + token * dt_stride + channel, dt_bias + channel, exists, has_bias, dt_softplus
+        )
         b = tl.load(B + token * b_stride + n, n < size, 0.0).to(tl.float32)
         state, total = tl.exp(step * a) * state + step * given * b, total + step
         if from_states:
-            t = tl.sum(state * tl.load(C + token * c_stride + n, n < size, 0.0).to(tl.float32), 1, keep_dims=True)
-            t = gated_output(t, given, D + channel, z + token * z_stride + channel, exists, has_weight, has_gate)
+            t = tl.sum(
+                state * tl.load(C + token * c_stride + n, n < size, 0.0).to(tl.float32),
+                1,
+                keep_dims=True,
+            )
+            t = gated_output(
+                t, given, D + channel, z + token * z_stride + channel, exists, has_weight, has_gate
+            )
             tl.store(y + token * channels + channel, t.to(y.dtype.element_ty), exists)
         token += 1
     if not from_states:
@@ -191,7 +214,9 @@ def step_kernel(
     number = head + element * 0 if of_heads else channel
     state += tl.load(slots + token).to(tl.int64) * state_stride + channel * size + n
     given = tl.load(x + token * x_stride + channel, exists, 0.0).to(tl.float32)
-    step = step_size(dt + token * dt_stride + number, dt_bias + number, exists, has_bias, dt_softplus)
+    step = step_size(
+        dt + token * dt_stride + number, dt_bias + number, exists, has_bias, dt_softplus
+    )
     place = number + n * 0 if of_heads else number * size + n
     a = tl.load(A + place, inside, 0.0).to(tl.float32)
     b = tl.load(B + token * b_stride + group * size + n, n < size, 0.0).to(tl.float32)
@@ -199,7 +224,9 @@ def step_kernel(
     t = tl.exp(step * a) * tl.load(state, inside, 0.0).to(tl.float32) + step * given * b
     tl.store(state, t.to(state.dtype.scalar.element_ty), inside)
     t = tl.sum(t * c, 1, keep_dims=True)
-    t = gated_output(t, given, D + number, z + token * z_stride + channel, exists, has_weight, has_gate)
+    t = gated_output(
+        t, given, D + number, z + token * z_stride + channel, exists, has_weight, has_gate
+    )
     tl.store(out + token * out_stride + channel, t.to(out.dtype.element_ty), exists)
 
 
@@ -228,23 +255,54 @@ def selective_scan(
     if not initial_states.numel() or size > LARGEST_STATE:
         return definitions.selective_scan.native(*given, dt_softplus)
     starts, columns = query_start_loc.contiguous(), power_of_two(size)
-    tile, blocks = Tile(max(1, 512 // columns), columns, 1), blocks_at_most(tokens, sequences, CHUNK)
-    states, totals = (x.new_empty(n, dtype=torch.float32) for n in ((blocks, channels, size), (blocks, channels)))
+    tile, blocks = (
+        Tile(max(1, 512 // columns), columns, 1),
+        blocks_at_most(tokens, sequences, CHUNK),
+    )
+    states, totals = (
+        x.new_empty(n, dtype=torch.float32) for n in ((blocks, channels, size), (blocks, channels))
+    )
     y = x.new_empty(x.shape)
     rows = [as_rows(each, each.shape[1]) for each in (x, dt, B, C, x if z is None else z)]
     a, weight, bias = given_or(x, A, D, dt_bias)
     operands = (a, *rows[2:4], weight, rows[4], bias, starts, states, totals, y)
     sizes = (sequences, channels, size, *(each.stride(0) for each in rows))
-    constants: dict[str, Any] = {"chunk": CHUNK, "has_weight": D is not None, "has_gate": z is not None}
+    constants: dict[str, Any] = {
+        "chunk": CHUNK,
+        "has_weight": D is not None,
+        "has_gate": z is not None,
+    }
     constants |= {"has_bias": dt_bias is not None, "dt_softplus": dt_softplus}
     programs = blocks * triton.cdiv(channels, tile.rows)
-    launch(scan_kernel, programs, tile, rows[0], rows[1], *operands, *sizes, **constants, from_states=False)
+    launch(
+        scan_kernel,
+        programs,
+        tile,
+        rows[0],
+        rows[1],
+        *operands,
+        *sizes,
+        **constants,
+        from_states=False,
+    )
     final = pass_states(states, totals, a, initial_states, starts, CHUNK)
-    launch(scan_kernel, programs, tile, rows[0], rows[1], *operands, *sizes, **constants, from_states=True)
+    launch(
+        scan_kernel,
+        programs,
+        tile,
+        rows[0],
+        rows[1],
+        *operands,
+        *sizes,
+        **constants,
+        from_states=True,
+    )
     return y, final
 
 
-def pass_states(states: Tensor, totals: Tensor, a: Tensor, initial: Tensor, starts: Tensor, chunk: int) -> Tensor:
+def pass_states(
+    states: Tensor, totals: Tensor, a: Tensor, initial: Tensor, starts: Tensor, chunk: int
+) -> Tensor:
     """Put the states that chunks begin with in the place of their own, and return those that sequences end with.
 
     Args:
@@ -255,11 +313,25 @@ def pass_states(states: Tensor, totals: Tensor, a: Tensor, initial: Tensor, star
         starts: where the tokens of sequences begin and end, ``[sequences + 1]``.
         chunk: tokens of a chunk.
     """
-    (_, rows, size), sequences, final = states.shape, initial.shape[0], initial.new_empty(initial.shape)
+    (_, rows, size), sequences, final = (
+        states.shape,
+        initial.shape[0],
+        initial.new_empty(initial.shape),
+    )
     tile = tile_of(size, 1024, LARGEST_STATE)
     programs = sequences * triton.cdiv(rows, tile.rows)
     strides = (size, 1) if a.dim() == 2 else (1, 0)
-    operands = (totals, a, initial.contiguous(), final, starts, rows, size, rows // totals.shape[1], *strides)
+    operands = (
+        totals,
+        a,
+        initial.contiguous(),
+        final,
+        starts,
+        rows,
+        size,
+        rows // totals.shape[1],
+        *strides,
+    )
     launch(passed_states_kernel, programs, tile, states, *operands, chunk=chunk)
     return final
 
@@ -282,10 +354,15 @@ def selective_state_update(
     given = (state, x, dt, A, B, C, slots, out, D, z, dt_bias)
     definitions.expect_update("selective_state_update", *given)
     (tokens, heads, head_size), size = x.shape, A.shape[2]
-    if not (x.numel() and 0 < size <= LARGEST_STATE and entries_apart(state) and entries_apart(out)):
+    if not (
+        x.numel() and 0 < size <= LARGEST_STATE and entries_apart(state) and entries_apart(out)
+    ):
         definitions.selective_state_update.native(*given, dt_softplus)
         return
-    of_heads = all(each is None or each.stride(-1) == 0 for each in (dt, A, D, dt_bias)) and A.stride(1) == 0
+    of_heads = (
+        all(each is None or each.stride(-1) == 0 for each in (dt, A, D, dt_bias))
+        and A.stride(1) == 0
+    )
     if of_heads:
         dt, A = dt[..., 0], A[:, 0, 0]  # noqa: N806
         D, dt_bias = (None if each is None else each[:, 0] for each in (D, dt_bias))  # noqa: N806
@@ -294,7 +371,11 @@ def selective_state_update(
     operands = (a, *rows[2:4], weight, rows[4], bias, slots.contiguous(), state, out)
     sizes = (heads, head_size, size, heads // B.shape[1])
     strides = (*(each.stride(0) for each in rows), state.stride(0), out.stride(0))
-    constants: dict[str, Any] = {"of_heads": of_heads, "has_weight": D is not None, "has_gate": z is not None}
+    constants: dict[str, Any] = {
+        "of_heads": of_heads,
+        "has_weight": D is not None,
+        "has_gate": z is not None,
+    }
     constants |= {"has_bias": dt_bias is not None, "dt_softplus": dt_softplus}
     tile = tile_of(size, 2048, LARGEST_STATE)
     programs = tokens * heads * triton.cdiv(head_size, tile.rows)

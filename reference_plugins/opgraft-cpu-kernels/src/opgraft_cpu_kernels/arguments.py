@@ -13,7 +13,17 @@ FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 LIKE_THE_FIRST = ("out", "residual", "z", "key", "value", "B", "C")
 STATES = ("state", "initial_states")
-FACTORS = ("weight", "bias", "query_weight", "key_weight", "cos", "sin", "cos_sin_cache", "alpha_p", "alpha_n")
+FACTORS = (
+    "weight",
+    "bias",
+    "query_weight",
+    "key_weight",
+    "cos",
+    "sin",
+    "cos_sin_cache",
+    "alpha_p",
+    "alpha_n",
+)
 ROUNDED_TO_WEIGHT = (
     "rms_norm",
     "rms_norm_out",
@@ -48,7 +58,9 @@ def refusal(op: str, arguments: Mapping[str, object]) -> str | None:
 
 def _taken(op: str, name: str, x: Tensor, weight: Tensor | None) -> tuple[torch.dtype, ...] | None:
     """Return the dtypes that an argument may have, ``None`` for any."""
-    if name in LIKE_THE_FIRST or (op in CONVOLUTIONS and name in ("weight", "bias", "initial_states", "conv_state")):
+    if name in LIKE_THE_FIRST or (
+        op in CONVOLUTIONS and name in ("weight", "bias", "initial_states", "conv_state")
+    ):
         return (x.dtype,)
     if name in STATES:
         return (torch.float32,)

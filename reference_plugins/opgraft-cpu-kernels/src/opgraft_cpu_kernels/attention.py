@@ -29,7 +29,12 @@ def takes(head_size: int, block_size: int) -> bool:
 
 
 def attend(
-    batch: AttentionBatch, pages: LayerPages, query: Tensor, key: Tensor, value: Tensor, *settings: Any
+    batch: AttentionBatch,
+    pages: LayerPages,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *settings: Any,
 ) -> Tensor:
     """Write new tokens to pages of this layout and attend over them, as ``[tokens, heads, head_size]``.
 
@@ -78,7 +83,9 @@ def write(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
         rows = torch.stack((key, value), dim=1)[..., size:]
         _scales(cache, size)[group // groups, :, :, group % groups, lane] = rows
         key, value = key[..., :size], value[..., :size]
-    keys[group // groups, :, group % groups, lane] = key.reshape(*key.shape[:-1], size // pair, pair)
+    keys[group // groups, :, group % groups, lane] = key.reshape(
+        *key.shape[:-1], size // pair, pair
+    )
     values[group // groups, :, group % groups, lane // pair, lane % pair] = value
 
 

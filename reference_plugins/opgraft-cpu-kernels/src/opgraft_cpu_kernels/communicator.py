@@ -62,7 +62,9 @@ class SharedMemoryCommunicator(Communicator):
     obstacle: str = ""
     """The reason why they have none."""
 
-    def __init__(self, process_group: dist.ProcessGroup, ranks: Sequence[int], rank: int, name: str) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup, ranks: Sequence[int], rank: int, name: str
+    ) -> None:
         super().__init__(process_group, ranks, rank, name)
         self.shared, self.obstacle = _join(self)
 
@@ -91,7 +93,12 @@ class SharedMemoryCommunicator(Communicator):
         return gathered
 
     def reduce_scatter(self, x: Tensor, dim: int = -1) -> Tensor:
-        if self.shared is None or not x.is_cpu or x.dtype not in SUMMED or x.shape[dim] % self.world_size:
+        if (
+            self.shared is None
+            or not x.is_cpu
+            or x.dtype not in SUMMED
+            or x.shape[dim] % self.world_size
+        ):
             return super().reduce_scatter(x, dim)
         part: Tensor = self.shared.reduce_scatter(x, dim)
         return part
@@ -122,7 +129,9 @@ def _join(communicator: Communicator) -> tuple[Any, str]:
         if not obstacle and communicator.rank == 0:
             try:
                 file = os.memfd_create("opgraft", os.MFD_CLOEXEC)
-                os.ftruncate(file, torch.ops.opgraft_cpu_kernels.shared_group_bytes(communicator.world_size))
+                os.ftruncate(
+                    file, torch.ops.opgraft_cpu_kernels.shared_group_bytes(communicator.world_size)
+                )
             except OSError as error:  # told to all, who would wait for it else
                 obstacle = f"this system gives no memory to share ({error})"
         offers = _told(communicator, _Offer(obstacle=obstacle) if obstacle else _offer(file))
@@ -159,9 +168,8 @@ def _offer(file: int) -> _Offer:
 def _host() -> str:
     """Name what processes have in common that can open each other's files: a running system and its numbers."""
     with suppress(OSError):
-        return (
-            f"{Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii')} {os.readlink('/proc/self/ns/pid')}"
-        )
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     return ""
 
 
@@ -184,11 +192,16 @@ def _mapped(communicator: Communicator, offers: Sequence[_Offer]) -> tuple[Any, 
         file = os.open(f"/proc/{first.process}/fd/{first.file}", os.O_RDWR | os.O_CLOEXEC)
         try:
             opened += [os.pidfd_open(offer.process) for offer in offers]
-            group = torch.classes.opgraft_cpu_kernels.SharedGroup(file, communicator.rank, opened, seconds, spins)
+            group = torch.classes.opgraft_cpu_kernels.SharedGroup(
+                file, communicator.rank, opened, seconds, spins
+            )
         finally:
             os.close(file)
     except (OSError, RuntimeError) as error:
         for each in opened:
             os.close(each)
-        return None, f"rank {communicator.rank} cannot map the memory of the first: {described(error)}"
+        return (
+            None,
+            f"rank {communicator.rank} cannot map the memory of the first: {described(error)}",
+        )
     return group, ""

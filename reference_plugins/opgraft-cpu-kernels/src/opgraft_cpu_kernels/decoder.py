@@ -44,8 +44,23 @@ FORMS: Mapping[Any, Callable[..., Tensor]] = {
 LINEAR = (QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 SETTINGS = (
-    *("variance_epsilon", "variance_size_override", "head_size", "is_neox_style", "scale", "sliding_window"),
-    *("logits_soft_cap", "sinks", "quant_method", "tp_size", "skip_bias_add", "return_bias", "_packed"),
+    *(
+        "variance_epsilon",
+        "variance_size_override",
+        "head_size",
+        "is_neox_style",
+        "scale",
+        "sliding_window",
+    ),
+    *(
+        "logits_soft_cap",
+        "sinks",
+        "quant_method",
+        "tp_size",
+        "skip_bias_add",
+        "return_bias",
+        "_packed",
+    ),
     *("gather_output", "input_is_parallel", "reduce_results"),
 )
 """The attributes of parts that are read when they are bound."""
@@ -67,7 +82,9 @@ class DecoderPlan(Base):
         """Copy and pickle as one that has bound nothing yet."""
         return {}
 
-    def run(self, layers: nn.ModuleList, positions: Tensor, hidden_states: Tensor) -> tuple[Tensor, Tensor] | None:
+    def run(
+        self, layers: nn.ModuleList, positions: Tensor, hidden_states: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
         if is_dynamo_compiling():
             return None
         batch, reason = current_batch(), self._reason(layers, hidden_states, hidden_states.dtype)
@@ -92,13 +109,19 @@ class DecoderPlan(Base):
         """Say what keeps a call from the library, of which ``given`` has the tokens, or return "" and have it bound."""
         batch = current_batch()
         reason = _obstacle(batch, given, dtype)
-        return reason if batch is None or reason else self._bind(layers, batch).obstacle(batch, dtype)
+        return (
+            reason if batch is None or reason else self._bind(layers, batch).obstacle(batch, dtype)
+        )
 
     def _bind(self, layers: nn.ModuleList, batch: AttentionBatch) -> _Bound:
         """Return the layers as they are bound, anew where something has changed."""
         # To look at every module takes a twentieth of a step. Hooks are numbered: the next number tells of new ones.
         unseen = not batch.continues or self._next_hook != RemovableHandle.next_id
-        if self._bound is None or self._bound.layers is not layers or (unseen and not self._bound.holds()):
+        if (
+            self._bound is None
+            or self._bound.layers is not layers
+            or (unseen and not self._bound.holds())
+        ):
             self._bound = _Bound(layers)
         self._next_hook = RemovableHandle.next_id
         return self._bound
@@ -107,7 +130,9 @@ class DecoderPlan(Base):
         calls = self._computed + self._left.total()
         if not calls:
             return "not called yet"
-        left = [f"{count} by the modules, as {reason}" for reason, count in self._left.most_common()]
+        left = [
+            f"{count} by the modules, as {reason}" for reason, count in self._left.most_common()
+        ]
         return "; ".join([f"{self._computed} of {calls} calls computed in one", *left])
 
 
@@ -142,7 +167,9 @@ class _Bound:
         self.types = list(map(type, self.modules))
         self.attributes = list(map(vars, self.modules))
         self.lengths = list(map(len, self.attributes))
-        self.places = [place for module in self.modules for place in _places(module, module in leaves)]
+        self.places = [
+            place for module in self.modules for place in _places(module, module in leaves)
+        ]
         self.values = [holder[name] for holder, name in self.places]  # which keeps their ids theirs
         self.ids = list(map(id, self.values))
         self.hooked = self._has_hooks()
@@ -158,8 +185,12 @@ class _Bound:
     def _obstacle(self, parts: Sequence[DecoderParts | None]) -> str:
         """Say what about the layers keeps them from the library, or return ""."""
         if self.hooked:
-            hooked = {id(module) for module in self.modules if any(vars(module)[name] for name in HOOKS)}
-            path = next(path for path, module in self.layers.named_modules() if id(module) in hooked)
+            hooked = {
+                id(module) for module in self.modules if any(vars(module)[name] for name in HOOKS)
+            }
+            path = next(
+                path for path, module in self.layers.named_modules() if id(module) in hooked
+            )
             return f"layers.{path} has a hook"
         for number, part in enumerate(parts):
             if part is None:
@@ -180,7 +211,11 @@ class _Bound:
         except KeyError:
             return False
         same = same and list(map(type, self.modules)) == self.types
-        return same and list(map(len, self.attributes)) == self.lengths and self._has_hooks() == self.hooked
+        return (
+            same
+            and list(map(len, self.attributes)) == self.lengths
+            and self._has_hooks() == self.hooked
+        )
 
     def obstacle(self, batch: AttentionBatch, dtype: torch.dtype) -> str:
         """Say what keeps a call of these layers from the library, or return ""."""
@@ -200,7 +235,9 @@ class _Bound:
                 return f"the cache of {prefix} is of {cached}"
         return ""
 
-    def run(self, batch: AttentionBatch, positions: Tensor, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    def run(
+        self, batch: AttentionBatch, positions: Tensor, hidden_states: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Compute the layers.
 
         Raises:
@@ -259,11 +296,15 @@ def _decoder(parts: Sequence[DecoderParts]) -> Any:
     decoder = torch.classes.opgraft_cpu_kernels.Decoder()
     for part in parts:
         attn = part.attn
-        norms = [value for norm in (part.before_attention, part.before_mlp) for value in _norm(norm)]
+        norms = [
+            value for norm in (part.before_attention, part.before_mlp) for value in _norm(norm)
+        ]
         maps = [_map(layer) for layer in _maps(part)]
         sizes = [attn.num_heads, attn.num_kv_heads, attn.head_size]
         settings = attn.scale, attn.sliding_window, attn.logits_soft_cap, attn.sinks
-        decoder.add_layer(*norms, maps, sizes, *settings, part.rotary_emb.is_neox_style, _is_shared(part))
+        decoder.add_layer(
+            *norms, maps, sizes, *settings, part.rotary_emb.is_neox_style, _is_shared(part)
+        )
     return decoder
 
 
@@ -281,7 +322,11 @@ def _map(layer: Any) -> tuple[str, list[Tensor | None]]:
 
 def _changed(op: Any) -> str:
     """Say why it is not known what a part computes, or return ""."""
-    return hidden_by(op) and f"was changed: {hidden_by(op)}" if isinstance(op, CustomOp) else f"is a {_name(op)}"
+    return (
+        hidden_by(op) and f"was changed: {hidden_by(op)}"
+        if isinstance(op, CustomOp)
+        else f"is a {_name(op)}"
+    )
 
 
 def _name(thing: object) -> str:
@@ -311,7 +356,11 @@ def no_attention(op: Any) -> str:
         return reason
     if op.op_class is not ops.Attention:
         return f"is of {op.binding.provider}"
-    return f"has heads of {op.head_size}, no multiple of {attention.GROUP}" if op.head_size % attention.GROUP else ""
+    return (
+        f"has heads of {op.head_size}, no multiple of {attention.GROUP}"
+        if op.head_size % attention.GROUP
+        else ""
+    )
 
 
 def _no_map(layer: Any) -> str:
@@ -325,7 +374,11 @@ def _no_map(layer: Any) -> str:
         return "gathers or cuts what ranks have"
     called = form_called(layer)
     if called is None:
-        return "has a packed weight" if layer._packed is not None else f"has a {_name(layer.quant_method)}"
+        return (
+            "has a packed weight"
+            if layer._packed is not None
+            else f"has a {_name(layer.quant_method)}"
+        )
     form, tensors = called
     kernel, binding = FORMS.get(form), binding_of(form)
     if kernel is None or binding.kernel.uncompiled.functional(form.name) is not kernel:

@@ -43,8 +43,16 @@ def _fit(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, grouped
     if refusal(form.name, arguments) or not (2 + grouped <= query.dim() <= 4):
         return False
     batch = query.shape[: -3 if grouped else -2]
-    alike = key.shape[:-1] == value.shape[:-1] and key.shape[: len(batch)] == batch and key.dim() == query.dim()
-    if not alike or query.shape[-1] != key.shape[-1] or not all(x.numel() for x in (query, key, value)):
+    alike = (
+        key.shape[:-1] == value.shape[:-1]
+        and key.shape[: len(batch)] == batch
+        and key.dim() == query.dim()
+    )
+    if (
+        not alike
+        or query.shape[-1] != key.shape[-1]
+        or not all(x.numel() for x in (query, key, value))
+    ):
         return False
     if grouped and query.shape[-3] % key.shape[-3]:
         return False

@@ -28,7 +28,9 @@ def fused_experts(
             return _fused_experts(x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias)  # type: ignore[no-any-return]
         except REFUSED:
             pass
-    return functional.fused_experts.native(x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias)
+    return functional.fused_experts.native(
+        x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias
+    )
 
 
 def _takes(x: Tensor, topk_ids: Tensor, experts: int) -> bool:

@@ -33,15 +33,21 @@ def _mapped_by_heads(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[1]))
 
 
-def _mapped_by_codes(x: Tensor, weight: Tensor, scales: Tensor, *others: object, **settings: object) -> Tensor:
+def _mapped_by_codes(
+    x: Tensor, weight: Tensor, scales: Tensor, *others: object, **settings: object
+) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0] * (TILE if weight.dim() == 3 else 1)))
 
 
-def _mapped_twice(x: Tensor, first: Tensor, first_bias: Tensor | None, second: Tensor, *others: object) -> Tensor:
+def _mapped_twice(
+    x: Tensor, first: Tensor, first_bias: Tensor | None, second: Tensor, *others: object
+) -> Tensor:
     return _mapped(x, second)
 
 
-def _mapped_by_panels(x: Tensor, weight: Tensor, packed: Tensor, *others: object, **settings: object) -> Tensor:
+def _mapped_by_panels(
+    x: Tensor, weight: Tensor, packed: Tensor, *others: object, **settings: object
+) -> Tensor:
     return _mapped(x, weight)
 
 
@@ -53,7 +59,9 @@ def _nothing(*arguments: object, **settings: object) -> None:
     return None
 
 
-def _query_and_key(positions: Tensor, query: Tensor, key: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+def _query_and_key(
+    positions: Tensor, query: Tensor, key: Tensor, *others: object
+) -> tuple[Tensor, Tensor]:
     return _like(query), _like(key)
 
 
@@ -62,7 +70,9 @@ def _heads(query: Tensor, key: Tensor, *others: object) -> tuple[Tensor, Tensor]
     return next(rotated), next(rotated)
 
 
-def _queries_and_key(positions: Tensor, query: Tensor, key: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+def _queries_and_key(
+    positions: Tensor, query: Tensor, key: Tensor, *others: object
+) -> tuple[Tensor, Tensor]:
     return query.new_empty((*query.shape[:-1], VERSIONS_OF_QUERY * query.shape[-1])), _like(key)
 
 
@@ -73,36 +83,59 @@ def _fp8(x: Tensor, *others: object) -> Tensor:
 def _fp8_and_scale(x: Tensor, group_shape: Sequence[int], *others: object) -> tuple[Tensor, Tensor]:
     rows, columns = group_shape
     groups = 1 if columns == -1 else -(-x.shape[-1] // columns)
-    return _fp8(x), x.new_empty((1,) if rows == -1 else (*x.shape[:-1], groups), dtype=torch.float32)
+    return _fp8(x), x.new_empty(
+        (1,) if rows == -1 else (*x.shape[:-1], groups), dtype=torch.float32
+    )
 
 
 def _int8_and_scale(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(
+        (*x.shape[:-1], 1), dtype=torch.float32
+    )
 
 
 def _value_and_place(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape[:1], dtype=torch.float32), x.new_empty(x.shape[:1], dtype=torch.int64)
+    return x.new_empty(x.shape[:1], dtype=torch.float32), x.new_empty(
+        x.shape[:1], dtype=torch.int64
+    )
 
 
-def _attended(query: Tensor, key: Tensor, value: Tensor, *others: object, **settings: object) -> Tensor:
+def _attended(
+    query: Tensor, key: Tensor, value: Tensor, *others: object, **settings: object
+) -> Tensor:
     *batch, tokens, _ = query.shape
     if not batch:
         return query.new_empty((tokens, value.shape[-1]))
     return query.new_empty((*batch[:-1], tokens, batch[-1], value.shape[-1])).transpose(-3, -2)
 
 
-def _attended_by_layer(query: Tensor, key: Tensor, value: Tensor, prefix: str, width: int | None) -> Tensor:
+def _attended_by_layer(
+    query: Tensor, key: Tensor, value: Tensor, prefix: str, width: int | None
+) -> Tensor:
     return query.new_empty((*query.shape[:-1], query.shape[-1] if width is None else width))
 
 
 def _latents(
-    query: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Tensor, kv_lora_rank: int, scale: float
+    query: Tensor,
+    cache: Tensor,
+    table: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    kv_lora_rank: int,
+    scale: float,
 ) -> Tensor:
     return query.new_empty((*query.shape[:-1], kv_lora_rank))
 
 
 def _scanned(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, bounds: Tensor, initial_states: Tensor, *others: object
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    bounds: Tensor,
+    initial_states: Tensor,
+    *others: object,
 ) -> tuple[Tensor, Tensor]:
     return _like(x), _like(initial_states)
 
@@ -152,7 +185,10 @@ def register() -> None:
 
 def _refusing(name: str, rule: Callable[..., object]) -> Callable[..., object]:
     """Make the rule refuse what the op would: torch asks it in place of the op if any of the tensors is on ``meta``."""
-    parameters = [argument.name for argument in getattr(torch.ops.opgraft_cpu_kernels, name).default._schema.arguments]
+    parameters = [
+        argument.name
+        for argument in getattr(torch.ops.opgraft_cpu_kernels, name).default._schema.arguments
+    ]
 
     @functools.wraps(rule)
     def checked(*args: object, **kwargs: object) -> object:

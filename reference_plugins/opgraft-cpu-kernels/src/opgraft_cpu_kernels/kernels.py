@@ -66,7 +66,9 @@ def stepping(form: Any) -> Callable[..., Any]:
     def function(state: Tensor, *args: Any, **kwargs: Any) -> Any:
         taken = state.dtype is torch.float32 and state.is_cpu
         if taken and is_dynamo_compiling():
-            taken = not refusal(name, {**dict(zip(parameters, (state, *args), strict=False)), **kwargs})
+            taken = not refusal(
+                name, {**dict(zip(parameters, (state, *args), strict=False)), **kwargs}
+            )
         if taken:
             try:
                 return run(state, *args, **kwargs)
@@ -83,7 +85,13 @@ def rotation(form: Any) -> Callable[..., Any]:
 
     @functools.wraps(native, assigned=("__name__", "__qualname__", "__doc__", "__annotations__"))
     def function(
-        positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, *args: Any, **kwargs: Any
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor,
+        head_size: int,
+        cos_sin_cache: Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         if _rotates(name, positions, query, key, cos_sin_cache):
             try:
@@ -95,15 +103,21 @@ def rotation(form: Any) -> Callable[..., Any]:
     return function
 
 
-def _rotates(name: str, positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor) -> bool:
+def _rotates(
+    name: str, positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor
+) -> bool:
     if query.dtype not in DTYPES or not query.is_cpu or positions.dtype not in INTEGERS:
         return False
     if not is_dynamo_compiling():
         return True
-    return not refusal(name, {"positions": positions, "query": query, "key": key, "cos_sin_cache": cos_sin_cache})
+    return not refusal(
+        name, {"positions": positions, "query": query, "key": key, "cos_sin_cache": cos_sin_cache}
+    )
 
 
-def quant_fp8_static(x: Tensor, scale: Tensor, group_shape: Sequence[int], dtype: torch.dtype = FP8) -> Tensor:
+def quant_fp8_static(
+    x: Tensor, scale: Tensor, group_shape: Sequence[int], dtype: torch.dtype = FP8
+) -> Tensor:
     """Compute the form of that name."""
     by_rows = (
         x.dim() > 0
@@ -128,7 +142,14 @@ def quant_fp8_dynamic(
 ) -> tuple[Tensor, Tensor]:
     """Compute the form of that name."""
     bounded_token = scale_ub is None or (scale_ub.numel() == 1 and tuple(group_shape) == (1, -1))
-    if x.dim() and x.is_cpu and bounded_token and in_rows(group_shape) and x.dtype in DTYPES and dtype is FP8:
+    if (
+        x.dim()
+        and x.is_cpu
+        and bounded_token
+        and in_rows(group_shape)
+        and x.dtype in DTYPES
+        and dtype is FP8
+    ):
         try:
             return _quant_fp8_dynamic(x, group_shape, scale_ub, use_ue8m0)  # type: ignore[no-any-return]
         except REFUSED:
@@ -137,7 +158,11 @@ def quant_fp8_dynamic(
 
 
 def mixer2_gated_rms_norm(
-    x: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-6, group_size: int | None = None
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
 ) -> Tensor:
     """Compute the form of that name: the gated norm, where there is one."""
     if weight is None or x.shape != gate.shape or x.dtype != gate.dtype:

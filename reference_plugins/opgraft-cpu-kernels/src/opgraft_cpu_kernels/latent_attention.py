@@ -47,7 +47,11 @@ def mla_paged_attention(
 
 def by_heads(x: Tensor, weight: Tensor) -> Tensor | None:
     """Multiply as ``MLAAttention.by_heads`` does, few tokens; ``None`` where torch is to do it."""
-    if len(x) > FEW.get(path_or_none(), 0) or is_dynamo_compiling() or gradient_required((x, weight), {}):
+    if (
+        len(x) > FEW.get(path_or_none(), 0)
+        or is_dynamo_compiling()
+        or gradient_required((x, weight), {})
+    ):
         return None
     try:
         return _by_heads(x, weight.transpose(1, 2))  # type: ignore[no-any-return]

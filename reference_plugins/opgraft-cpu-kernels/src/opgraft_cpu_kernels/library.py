@@ -13,7 +13,9 @@ from opgraft_cpu_kernels import fakes
 
 VARIABLE = "CPU_KERNELS_PATH"
 _FOLDER = Path(__file__).parent
-_AGAIN = "build it again by pip install --force-reinstall --no-cache-dir --no-deps opgraft-cpu-kernels"
+_AGAIN = (
+    "build it again by pip install --force-reinstall --no-cache-dir --no-deps opgraft-cpu-kernels"
+)
 
 
 @functools.cache

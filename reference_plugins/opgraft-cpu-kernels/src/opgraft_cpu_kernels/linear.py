@@ -13,7 +13,13 @@ from functools import partial
 import torch
 from opgraft.ops.linear import packed as opgrafts
 from opgraft.ops.linear.functional import ACTIVATIONS
-from opgraft.ops.linear.weight_cache import WeightCache, declaration, fits, requires_gradient, watched
+from opgraft.ops.linear.weight_cache import (
+    WeightCache,
+    declaration,
+    fits,
+    requires_gradient,
+    watched,
+)
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
@@ -26,7 +32,11 @@ FEW = {
     (path, dtype): 4
     for path in ("amx", "avx512_bf16", "avx512")
     for dtype in (torch.float32, torch.bfloat16, torch.float16)
-} | {("amx", torch.bfloat16): 2, ("avx512_bf16", torch.float32): UNLIMITED, ("avx512_bf16", torch.bfloat16): UNLIMITED}
+} | {
+    ("amx", torch.bfloat16): 2,
+    ("avx512_bf16", torch.float32): UNLIMITED,
+    ("avx512_bf16", torch.bfloat16): UNLIMITED,
+}
 """Path and dtype → up to how many rows the weight is read as it is.
 
 Measured on two cores of Zen 5 over weights of 576 to 3,072 columns and one of 49,152, for 8 to 1,024 rows, beside
@@ -54,7 +64,11 @@ def has_kernel(platform: object) -> bool:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Compute the form of that name, rounded once.
 
@@ -68,10 +82,17 @@ def linear(
 
 
 def compiled(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Compute the form of that name in compiled code: by an op of the library, which counts the rows."""
-    alike = all(each is None or (each.dtype is x.dtype and each.is_cpu) for each in (x, weight, bias, residual))
+    alike = all(
+        each is None or (each.dtype is x.dtype and each.is_cpu)
+        for each in (x, weight, bias, residual)
+    )
     rows = FEW.get((path_or_none(), weight.dtype), 0)
     if not rows or not alike:
         return opgrafts.compiled(x, weight, bias, activation, residual)
@@ -79,7 +100,9 @@ def compiled(
     return _linear_of_rows(x, weight, bias, activation, residual, few)  # type: ignore[no-any-return]
 
 
-def _mapped(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor | None:
+def _mapped(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
+) -> Tensor | None:
     dtype, path = weight.dtype, path_or_none()
     if (path, dtype) not in FEW or weight.dim() != 2:
         return None
@@ -122,7 +145,11 @@ def _on_tiles(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
 ) -> Tensor | None:
     parts = _parts()
-    if type(weight) is not nn.Parameter or min(weight.shape) < LEAST_WIDTH or x.numel() < MANY[parts] * weight.shape[1]:
+    if (
+        type(weight) is not nn.Parameter
+        or min(weight.shape) < LEAST_WIDTH
+        or x.numel() < MANY[parts] * weight.shape[1]
+    ):
         return None
     if activation not in ACTIVATIONS or not fits(x, weight, bias, residual):
         return None

@@ -34,7 +34,12 @@ class AttentionNodes(Base):
     def entered(self) -> Iterator[None]:
         batch = current_batch()
         with super().entered():
-            if batch is None or watched() or hooks_on_every_module() or batch.block_size % attention.GROUP:
+            if (
+                batch is None
+                or watched()
+                or hooks_on_every_module()
+                or batch.block_size % attention.GROUP
+            ):
                 yield
                 return
             held = self._of(batch)
@@ -47,18 +52,32 @@ class AttentionNodes(Base):
     def _of(self, batch: AttentionBatch) -> Any:
         """Return the library's layers, bound anew where something has changed."""
         # Hooks are numbered: the next number tells of new ones.
-        seen = batch.continues and self._next_hook == RemovableHandle.next_id and self._pages is batch.pages
+        seen = (
+            batch.continues
+            and self._next_hook == RemovableHandle.next_id
+            and self._pages is batch.pages
+        )
         if not seen:
             self._held = torch.classes.opgraft_cpu_kernels.AttentionNodes()
             for prefix, layer in self.layers.items():
                 pages = batch.pages.get(prefix)
-                if pages is not None and not no_attention(layer) and not any(vars(layer)[name] for name in HOOKS):
+                if (
+                    pages is not None
+                    and not no_attention(layer)
+                    and not any(vars(layer)[name] for name in HOOKS)
+                ):
                     self._add(prefix, layer, pages)
             self._pages, self._next_hook = batch.pages, RemovableHandle.next_id
         return self._held
 
     def _add(self, prefix: str, layer: Any, pages: LayerPages) -> None:
-        settings = layer.head_size, layer.scale, layer.sliding_window, layer.logits_soft_cap, layer.sinks
+        settings = (
+            layer.head_size,
+            layer.scale,
+            layer.sliding_window,
+            layer.logits_soft_cap,
+            layer.sinks,
+        )
         self._held.add_layer(prefix, *settings, pages.cache, pages.slots, pages.block_table)
 
 

@@ -39,7 +39,9 @@ class RMSNorm(catalogue.RMSNorm):
 
 
 class GemmaRMSNorm(catalogue.GemmaRMSNorm):
-    functional_cpu = _kernels("gemma_rms_norm", "fused_add_gemma_rms_norm", "fused_add_gemma_rms_norm_")
+    functional_cpu = _kernels(
+        "gemma_rms_norm", "fused_add_gemma_rms_norm", "fused_add_gemma_rms_norm_"
+    )
 
 
 class LayerNorm(catalogue.LayerNorm):
@@ -137,7 +139,9 @@ class XIELU(catalogue.XIELU):
 class ApplyRotaryEmb(catalogue.ApplyRotaryEmb):
     functional_cpu = _kernels("apply_rotary_emb")
 
-    def rotate_heads(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rotate_heads(
+        self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
         rotated = None
         if steps.runs(self, ApplyRotaryEmb.forward_cpu):
             rotated = steps.rotate_heads(query, key, cos, sin, self.is_neox_style)
@@ -181,11 +185,19 @@ class Linear(catalogue.Linear):
     def forward_cpu(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         # Finding them as attributes takes torch as long as the rest of a call does.
         held = self._parameters
-        weight, plain = held.get("weight"), type(self.quant_method) is UnquantizedLinearMethod and self._packed is None
+        weight, plain = (
+            held.get("weight"),
+            type(self.quant_method) is UnquantizedLinearMethod and self._packed is None,
+        )
         if plain and weight is not None and "bias" in held:
             return linear.linear(input, weight, held["bias"], self.activation, residual)
         return self.quant_method.apply(
-            self, input, self.bias, activation=self.activation, residual=residual, kernel=linear.linear
+            self,
+            input,
+            self.bias,
+            activation=self.activation,
+            residual=residual,
+            kernel=linear.linear,
         )
 
 
@@ -208,7 +220,9 @@ class UnquantizedFusedMoEMethod(catalogue.UnquantizedFusedMoEMethod):
 
 class QuantizedFusedMoEMethod(catalogue.QuantizedFusedMoEMethod):
     functional_cpu = opgraft.FunctionalKernels(
-        {"quantized_experts": quantized_experts.quantized_experts}, needs=missing, inference_only=True
+        {"quantized_experts": quantized_experts.quantized_experts},
+        needs=missing,
+        inference_only=True,
     )
 
 
@@ -222,7 +236,9 @@ class ScaledDotProductAttention(catalogue.ScaledDotProductAttention):
 
 class MLAPagedAttention(catalogue.MLAPagedAttention):
     functional_cpu = opgraft.FunctionalKernels(
-        {"mla_paged_attention": latent_attention.mla_paged_attention}, needs=missing, inference_only=True
+        {"mla_paged_attention": latent_attention.mla_paged_attention},
+        needs=missing,
+        inference_only=True,
     )
 
 
@@ -233,10 +249,14 @@ class MLAAttention(catalogue.MLAAttention):
 
 
 class Attention(catalogue.Attention):
-    def kv_cache_shape(self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None) -> tuple[int, ...]:
+    def kv_cache_shape(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
+    ) -> tuple[int, ...]:
         if not attention.takes(self.head_size, block_size):
             return super().kv_cache_shape(num_blocks, block_size, dtype)
-        return attention.cache_shape(num_blocks, self.num_kv_heads, block_size, self.head_size, dtype)
+        return attention.cache_shape(
+            num_blocks, self.num_kv_heads, block_size, self.head_size, dtype
+        )
 
     def holds_codes(self) -> bool:
         return True

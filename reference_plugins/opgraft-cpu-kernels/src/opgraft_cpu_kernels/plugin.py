@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import opgraft
 
-from opgraft_cpu_kernels import attention, communicator, decoder, library, linear, nodes, ops, sampler, tiles
+from opgraft_cpu_kernels import (
+    attention,
+    communicator,
+    decoder,
+    library,
+    linear,
+    nodes,
+    ops,
+    sampler,
+    tiles,
+)
 
 platforms = ("cpu",)
 
@@ -19,13 +29,21 @@ def opgraft_register_ops() -> None:
     missing = library.missing()
     if missing and missing.startswith(library.VARIABLE):
         raise ValueError(missing)
-    conditions = {ops.Linear: linear.has_kernel, ops.GatedMLP: linear.has_kernel, ops.Attention: attention.has_kernel}
+    conditions = {
+        ops.Linear: linear.has_kernel,
+        ops.GatedMLP: linear.has_kernel,
+        ops.Attention: attention.has_kernel,
+    }
     for replacement in ops.REPLACEMENTS:
         when = conditions.get(replacement)
         opgraft.CustomOp.register_oot(replacement, name=replacement.__mro__[1], when=when)
     for name, method in tiles.METHODS.items():
         opgraft.PluggableClass.register_oot(method, name=name)
-    opgraft.PluggableClass.register_oot(decoder.DecoderPlan, name="decoder_plan", when=attention.has_kernel)
-    opgraft.PluggableClass.register_oot(nodes.AttentionNodes, name="attention_nodes", when=attention.has_kernel)
+    opgraft.PluggableClass.register_oot(
+        decoder.DecoderPlan, name="decoder_plan", when=attention.has_kernel
+    )
+    opgraft.PluggableClass.register_oot(
+        nodes.AttentionNodes, name="attention_nodes", when=attention.has_kernel
+    )
     opgraft.PluggableClass.register_oot(sampler.Sampler, name="sampler", when=attention.has_kernel)
     opgraft.PluggableClass.register_oot(communicator.SharedMemoryCommunicator, name="communicator")

@@ -27,7 +27,11 @@ TILED = ("amx", "avx512_bf16")
 
 
 def quantized_linear(
-    x: Tensor, weight: Tensor, scales: Tensor, offsets: Tensor | None = None, bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Compute the form of that name, with weights in float32 on few rows."""
     named = {"x": x, "weight": weight, "scales": scales, "offsets": offsets, "bias": bias}
@@ -39,9 +43,14 @@ def quantized_linear(
     return functional.quantized_linear.native(x, weight, scales, offsets, bias)
 
 
-def int8_dynamic_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+def int8_dynamic_linear(
+    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None
+) -> Tensor:
     """Compute the form of that name, with sums in 32-bit integers."""
-    if _takes("int8_dynamic_linear", {"x": x, "weight": weight, "scales": scales, "bias": bias}) and x.shape[-1]:
+    if (
+        _takes("int8_dynamic_linear", {"x": x, "weight": weight, "scales": scales, "bias": bias})
+        and x.shape[-1]
+    ):
         try:
             return _int8_dynamic_linear(x, weight, scales, bias)  # type: ignore[no-any-return]
         except REFUSED:
@@ -52,7 +61,13 @@ def int8_dynamic_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor 
 def _takes(name: str, tensors: dict[str, Tensor | None]) -> bool:
     """Tell whether the kernel may be called: compiled code cannot catch what it raises, so there all is asked."""
     x, scales = tensors["x"], tensors["scales"]
-    if x is None or scales is None or x.dtype not in DTYPES or scales.dtype not in DTYPES or not x.is_cpu:
+    if (
+        x is None
+        or scales is None
+        or x.dtype not in DTYPES
+        or scales.dtype not in DTYPES
+        or not x.is_cpu
+    ):
         return False
     return bool(x.dim()) and not (is_dynamo_compiling() and refusal(name, tensors))
 

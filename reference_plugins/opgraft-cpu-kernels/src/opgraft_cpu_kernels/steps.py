@@ -40,7 +40,12 @@ def gated_mlp(joint: Linear, down: Linear, x: Tensor, activation: str) -> Tensor
     """
     held = down._parameters
     gate_up, weight = joint._parameters["weight"], held.get("weight")
-    if type(weight) is not nn.Parameter or "bias" not in held or down.activation != "none" or gate_up is None:
+    if (
+        type(weight) is not nn.Parameter
+        or "bias" not in held
+        or down.activation != "none"
+        or gate_up is None
+    ):
         return None
     bias = held["bias"]
     if not takes_few(x, gate_up, weight, bias):

@@ -13,7 +13,13 @@ from opgraft import functional
 from opgraft.binding.functional import binding_of
 from opgraft.ops.embedding.vocab import VocabParallelEmbedding
 from opgraft.ops.linear.methods import QuantizeMethodBase
-from opgraft.ops.quantized_linear.storage import TILE, in_tiles, rows_of_tiles, scales_in_tiles, scales_of_tiles
+from opgraft.ops.quantized_linear.storage import (
+    TILE,
+    in_tiles,
+    rows_of_tiles,
+    scales_in_tiles,
+    scales_of_tiles,
+)
 from opgraft.quantization import gguf, integers
 from opgraft.quantization.online import put
 from torch import Tensor
@@ -32,7 +38,10 @@ class _Tiled(QuantizeMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         super().process_weights_after_loading(layer)
         if path_or_none() in quantized.TILED and _can_be_tiled(layer):
-            put(layer, {name: _in_tiles(layer, name, each.data) for name, each in _held(layer).items()})
+            put(
+                layer,
+                {name: _in_tiles(layer, name, each.data) for name, each in _held(layer).items()},
+            )
             layer.register_state_dict_post_hook(_save_rows)
             layer.register_load_state_dict_pre_hook(_load_tiles)
 
@@ -66,11 +75,20 @@ def _can_be_tiled(layer: Any) -> bool:
     known = binding_of(functional.quantized_linear).kernel.winner.functional("quantized_linear")
     whole: bool = groups == 1 or _inputs(layer) % (groups * TILE) == 0
     fits = whole and rows > 0 and rows % TILE == 0 and layer.weight.dim() == 2
-    return fits and layer.scales.dtype in DTYPES and layer.weight.is_cpu and known is quantized.quantized_linear
+    return (
+        fits
+        and layer.scales.dtype in DTYPES
+        and layer.weight.is_cpu
+        and known is quantized.quantized_linear
+    )
 
 
 def _inputs(layer: Any) -> int:
-    size: int = layer.embedding_dim if isinstance(layer, VocabParallelEmbedding) else layer.input_size_per_partition
+    size: int = (
+        layer.embedding_dim
+        if isinstance(layer, VocabParallelEmbedding)
+        else layer.input_size_per_partition
+    )
     return size
 
 

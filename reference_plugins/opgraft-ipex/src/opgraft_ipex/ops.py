@@ -17,7 +17,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def _served(*tensors: Tensor) -> bool:
     """Tell whether the kernels take these: of one dtype that they know, and none empty."""
-    return tensors[0].dtype in DTYPES and all(t.dtype == tensors[0].dtype and t.numel() for t in tensors)
+    return tensors[0].dtype in DTYPES and all(
+        t.dtype == tensors[0].dtype and t.numel() for t in tensors
+    )
 
 
 @opgraft.CustomOp.register_oot("RMSNorm")
@@ -25,7 +27,9 @@ class IpexRMSNorm(RMSNorm):
     """With a residual, the sum is written to it, as the op allows."""
 
     @opgraft.inference_only
-    def forward_cpu(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    def forward_cpu(
+        self, x: Tensor, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         others = [] if residual is None else [residual]
         if self.variance_size_override is not None or not _served(x, self.weight, *others):
             return self.forward_native(x, residual)
@@ -36,7 +40,9 @@ class IpexRMSNorm(RMSNorm):
             normed = ipex.rms_norm(x.contiguous(), self.weight, self.variance_epsilon)
             return normed
         total = residual.contiguous()
-        normed = ipex.add_rms_norm(total, x.contiguous(), self.weight, None, self.variance_epsilon, True)
+        normed = ipex.add_rms_norm(
+            total, x.contiguous(), self.weight, None, self.variance_epsilon, True
+        )
         return normed, total
 
     forward_xpu = forward_cpu
@@ -47,9 +53,16 @@ class IpexRotaryEmbedding(RotaryEmbedding):
     """Rotates query and key in place, as the op allows, where whole heads are rotated."""
 
     @opgraft.inference_only
-    def forward_cpu(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward_cpu(
+        self, positions: Tensor, query: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         tokens = positions.numel()
-        if key is None or self.rotary_dim != self.head_size or not _served(query, key) or not tokens:
+        if (
+            key is None
+            or self.rotary_dim != self.head_size
+            or not _served(query, key)
+            or not tokens
+        ):
             return self.forward_native(positions, query, key)
         if query.numel() % (tokens * self.head_size) or key.numel() % (tokens * self.head_size):
             return self.forward_native(positions, query, key)  # which says what is wrong

@@ -16,7 +16,9 @@ from opgraft_jax import operators  # noqa: F401  # registers what is called belo
 from opgraft_jax.crossing import DTYPES
 
 
-def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, variance_size: int | None = None) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, variance_size: int | None = None
+) -> Tensor:
     """Compute the form of that name."""
     if variance_size is not None or not _taken(x) or not _fits(x.shape[-1:], weight):
         return functional.rms_norm.native(x, weight, eps, variance_size)
@@ -25,10 +27,19 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, varianc
 
 
 def fused_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, variance_size: int | None = None
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    variance_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the form of that name."""
-    if variance_size is not None or not _taken(x) or not _alike(x, residual) or not _fits(x.shape[-1:], weight):
+    if (
+        variance_size is not None
+        or not _taken(x)
+        or not _alike(x, residual)
+        or not _fits(x.shape[-1:], weight)
+    ):
         return functional.fused_add_rms_norm.native(x, residual, weight, eps, variance_size)
     out, total = torch.ops.opgraft.jax_fused_add_rms_norm(x, residual, weight, eps)
     return out, total
@@ -42,7 +53,9 @@ def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return out
 
 
-def fused_add_gemma_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+def fused_add_gemma_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
     """Compute the form of that name."""
     if not _taken(x) or not _alike(x, residual) or not _fits(x.shape[-1:], weight):
         return functional.fused_add_gemma_rms_norm.native(x, residual, weight, eps)
@@ -92,7 +105,13 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 def _taken(x: Tensor) -> bool:
     """Tell whether JAX takes a tensor. Nested and sparse ones have no strides that DLPack could tell."""
-    return x.dtype in DTYPES and x.is_cpu and x.dim() > 0 and not x.is_nested and x.layout is torch.strided
+    return (
+        x.dtype in DTYPES
+        and x.is_cpu
+        and x.dim() > 0
+        and not x.is_nested
+        and x.layout is torch.strided
+    )
 
 
 def _alike(x: Tensor, residual: Tensor) -> bool:

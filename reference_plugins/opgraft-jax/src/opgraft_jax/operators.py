@@ -18,7 +18,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return out
 
 
-def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def fused_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
     """Compute the norm of a sum, and the sum, in Pallas."""
     out, total = call(pallas.rms_norm, x, residual, weight, eps=eps, interpret=_interpreted())
     return out, total
@@ -36,13 +38,17 @@ def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def fused_add_gemma_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def fused_add_gemma_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """Compute Gemma's norm of a sum, and the sum."""
     out, total = call(programs.gemma_rms_norm, x, residual, weight, eps=eps)
     return out, total
 
 
-def layer_norm(x: Tensor, dims: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def layer_norm(
+    x: Tensor, dims: int, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
     """Compute the layer norm over the last ``dims`` dimensions."""
     (out,) = call(programs.layer_norm, x, weight, bias, dims=dims, eps=eps)
     return out

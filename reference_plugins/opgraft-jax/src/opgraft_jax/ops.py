@@ -9,7 +9,9 @@ from opgraft_jax import kernels
 
 
 def _kernels(*names: str) -> opgraft.FunctionalKernels:
-    return opgraft.FunctionalKernels({name: getattr(kernels, name) for name in names}, inference_only=True)
+    return opgraft.FunctionalKernels(
+        {name: getattr(kernels, name) for name in names}, inference_only=True
+    )
 
 
 class JaxRMSNorm(catalogue.RMSNorm):

@@ -20,7 +20,12 @@ SUBLANES = 16
 
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))
 def rms_norm(
-    x: jax.Array, residual: jax.Array | None, weight: jax.Array | None, *, eps: float, interpret: bool
+    x: jax.Array,
+    residual: jax.Array | None,
+    weight: jax.Array | None,
+    *,
+    eps: float,
+    interpret: bool,
 ) -> Arrays:
     """Compute the norm, of the sum with a residual where there is one; the sum is the second result then."""
     width = x.shape[-1]

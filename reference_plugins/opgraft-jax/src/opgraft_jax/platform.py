@@ -15,7 +15,10 @@ class JaxPlatform(Platform):
 
     name = "jax"
     device_type = "cpu"
-    dispatch_chain = ("cpu", "native")  # what JAX does not compute, torch does where the tensors are
+    dispatch_chain = (
+        "cpu",
+        "native",
+    )  # what JAX does not compute, torch does where the tensors are
 
     def device_count(self) -> int:
         return 1
@@ -26,7 +29,9 @@ class JaxPlatform(Platform):
     def memory(self, index: int = 0) -> DeviceMemory:
         """Tell the memory of the host, as tensors stay there."""
         page = os.sysconf("SC_PAGE_SIZE")
-        return DeviceMemory(os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page)
+        return DeviceMemory(
+            os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page
+        )
 
     def synchronize(self, index: int = 0) -> None:
         """Do nothing: an op returns when JAX has computed it."""

@@ -14,7 +14,9 @@ Arrays = tuple[jax.Array, ...]
 
 
 @functools.partial(jax.jit, static_argnames=("eps",))
-def gemma_rms_norm(x: jax.Array, residual: jax.Array | None, weight: jax.Array, *, eps: float) -> Arrays:
+def gemma_rms_norm(
+    x: jax.Array, residual: jax.Array | None, weight: jax.Array, *, eps: float
+) -> Arrays:
     """Compute Gemma's norm, of the sum with a residual where there is one; the sum is the second result then."""
     total = wide(x) if residual is None else wide(x) + wide(residual)
     normed = total * jax.lax.rsqrt(jnp.mean(jnp.square(total), -1, keepdims=True) + eps)
@@ -23,7 +25,9 @@ def gemma_rms_norm(x: jax.Array, residual: jax.Array | None, weight: jax.Array, 
 
 
 @functools.partial(jax.jit, static_argnames=("dims", "eps"))
-def layer_norm(x: jax.Array, weight: jax.Array | None, bias: jax.Array | None, *, dims: int, eps: float) -> Arrays:
+def layer_norm(
+    x: jax.Array, weight: jax.Array | None, bias: jax.Array | None, *, dims: int, eps: float
+) -> Arrays:
     """Compute the layer norm over the last ``dims`` dimensions."""
     axes = tuple(range(-dims, 0))
     centred = wide(x) - jnp.mean(wide(x), axes, keepdims=True)

@@ -36,11 +36,20 @@ def attention(scale: float, is_causal: bool, interpret: bool) -> Callable[..., A
             functools.partial(_step, scale=scale, is_causal=is_causal, keys=keys),
             grid=(heads, query.shape[1] // BLOCK, key.shape[1] // BLOCK),
             in_specs=[
-                pl.BlockSpec((None, BLOCK, query.shape[2]), lambda head, row, column: (head, row, 0)),
-                pl.BlockSpec((None, BLOCK, key.shape[2]), lambda head, row, column: (head // group, column, 0)),
-                pl.BlockSpec((None, BLOCK, features), lambda head, row, column: (head // group, column, 0)),
+                pl.BlockSpec(
+                    (None, BLOCK, query.shape[2]), lambda head, row, column: (head, row, 0)
+                ),
+                pl.BlockSpec(
+                    (None, BLOCK, key.shape[2]),
+                    lambda head, row, column: (head // group, column, 0),
+                ),
+                pl.BlockSpec(
+                    (None, BLOCK, features), lambda head, row, column: (head // group, column, 0)
+                ),
             ],
-            out_specs=pl.BlockSpec((None, BLOCK, features), lambda head, row, column: (head, row, 0)),
+            out_specs=pl.BlockSpec(
+                (None, BLOCK, features), lambda head, row, column: (head, row, 0)
+            ),
             out_shape=jax.ShapeDtypeStruct((heads, query.shape[1], features), query.dtype),
             scratch_shapes=[pltpu.VMEM((BLOCK, width), jnp.float32) for width in (1, 1, features)],
             interpret=interpret,
@@ -55,7 +64,16 @@ def _whole_blocks(x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK), (0, 0)))
 
 
-def _step(query: Any, key: Any, value: Any, out: Any, highest: Any, total: Any, weighted: Any, **options: Any) -> None:
+def _step(
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    highest: Any,
+    total: Any,
+    weighted: Any,
+    **options: Any,
+) -> None:
     """Attend to one block of keys. The last three hold over the blocks what softmax needs: maximum, sum, result."""
     row, column = pl.program_id(1), pl.program_id(2)
 
@@ -77,12 +95,21 @@ def _step(query: Any, key: Any, value: Any, out: Any, highest: Any, total: Any, 
         out[...] = (weighted[...] / total[...]).astype(out.dtype)
 
     pl.when(column == 0)(begin)
-    pl.when(column <= row if options["is_causal"] else column >= 0)(update)  # later blocks hold unseen keys only
+    pl.when(column <= row if options["is_causal"] else column >= 0)(
+        update
+    )  # later blocks hold unseen keys only
     pl.when(column == pl.num_programs(2) - 1)(finish)
 
 
 def _scores(
-    query: jax.Array, key: jax.Array, first_row: Any, first_column: Any, *, scale: float, is_causal: bool, keys: int
+    query: jax.Array,
+    key: jax.Array,
+    first_row: Any,
+    first_column: Any,
+    *,
+    scale: float,
+    is_causal: bool,
+    keys: int,
 ) -> jax.Array:
     """Scale products; give minus infinity for keys that are padding or come after the query. Key 0 is always seen."""
     scores = dot(query, key.T) * scale
@@ -95,4 +122,6 @@ def _scores(
 
 def dot(a: jax.Array, b: jax.Array) -> jax.Array:
     """Multiply in float32, which a matrix unit reaches in several passes."""
-    return jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    return jnp.dot(
+        a.astype(jnp.float32), b.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+    )

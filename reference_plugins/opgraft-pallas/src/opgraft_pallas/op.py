@@ -48,7 +48,14 @@ class PallasAttention(ScaledDotProductAttention):
     ) -> Tensor:
         if attn_mask is not None or dropout_p or not _fits(query, key, value, enable_gqa):
             return self.forward_native(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
             )
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         attended: Tensor = attention(query, key, value, factor, is_causal)
@@ -83,7 +90,9 @@ def paged_attention(
 ) -> Tensor:
     """Attend over pages, as ``PaddedAttention.attend_rows`` does."""
     interpret = torch_xla.runtime.device_type() == "CPU"
-    function = paged.paged_attention(paged.Settings(scale, sliding_window, logits_soft_cap), interpret)
+    function = paged.paged_attention(
+        paged.Settings(scale, sliding_window, logits_soft_cap), interpret
+    )
     attended: Tensor = call_jax(function, (query, cache, block_table, first, seq_lens))
     return attended
 
@@ -97,7 +106,9 @@ def _(query: Tensor, *others: object) -> Tensor:
 class PallasPagedAttention(PaddedAttention):
     """The kernel for a cache of numbers, without sinks. Elsewhere, and over chips of one process, the native form."""
 
-    def attend_rows(self, query: Tensor, cache: Tensor, block_table: Tensor, first: Tensor, seq_lens: Tensor) -> Tensor:
+    def attend_rows(
+        self, query: Tensor, cache: Tensor, block_table: Tensor, first: Tensor, seq_lens: Tensor
+    ) -> Tensor:
         if self.sinks is not None or cache.dtype not in DTYPES or torch_xla.runtime.is_spmd():
             return super().attend_rows(query, cache, block_table, first, seq_lens)
         attended: Tensor = paged_attention(

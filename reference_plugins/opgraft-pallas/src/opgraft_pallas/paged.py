@@ -37,22 +37,33 @@ def paged_attention(settings: Settings, interpret: bool) -> Callable[..., Any]:
     The query is ``[S, T, H, D]``, the cache ``[N, 2, K, B, D]``, the table ``[S, W]``; ``K`` divides ``H``.
     """
 
-    def attend(query: jax.Array, cache: jax.Array, table: jax.Array, first: jax.Array, lens: jax.Array) -> jax.Array:
+    def attend(
+        query: jax.Array, cache: jax.Array, table: jax.Array, first: jax.Array, lens: jax.Array
+    ) -> jax.Array:
         sequences, tokens, heads, size = query.shape
         kv_heads, block_size, group = cache.shape[2], cache.shape[3], heads // cache.shape[2]
         rows = query.reshape(sequences, tokens, kv_heads, group, size).transpose(0, 2, 1, 3, 4)
         rows = rows.reshape(sequences, kv_heads, tokens * group, size)
-        step = min(BLOCK, -(-tokens * group // 16) * 16)  # what a matrix unit takes, or what there is
+        step = min(
+            BLOCK, -(-tokens * group // 16) * 16
+        )  # what a matrix unit takes, or what there is
         rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % step), (0, 0)))
 
         def page(kind: int) -> Any:
-            def place(sequence: Any, head: Any, _: Any, column: Any, table: Any, first: Any, lens: Any) -> Any:
-                last = jnp.maximum(lens[sequence] - 1, 0) // block_size  # unseen pages are the last one, once more
+            def place(
+                sequence: Any, head: Any, _: Any, column: Any, table: Any, first: Any, lens: Any
+            ) -> Any:
+                last = (
+                    jnp.maximum(lens[sequence] - 1, 0) // block_size
+                )  # unseen pages are the last one, once more
                 return table[sequence, jnp.minimum(column, last)], kind, head, 0, 0
 
             return pl.BlockSpec((None, None, None, block_size, size), place)
 
-        own = pl.BlockSpec((None, None, step, size), lambda sequence, head, row, column, *_: (sequence, head, row, 0))
+        own = pl.BlockSpec(
+            (None, None, step, size),
+            lambda sequence, head, row, column, *_: (sequence, head, row, 0),
+        )
         call = pl.pallas_call(
             functools.partial(_step, settings=settings, group=group),
             grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -66,7 +77,9 @@ def paged_attention(settings: Settings, interpret: bool) -> Callable[..., Any]:
             interpret=interpret,
         )
         attended = call(table, first, lens, rows, cache, cache)[:, :, : tokens * group]
-        attended = attended.reshape(sequences, kv_heads, tokens, group, size).transpose(0, 2, 1, 3, 4)
+        attended = attended.reshape(sequences, kv_heads, tokens, group, size).transpose(
+            0, 2, 1, 3, 4
+        )
         result: jax.Array = attended.reshape(query.shape)
         return result
 
@@ -108,10 +121,14 @@ def _step(
         seen = (keys < length) & (behind >= 0)
         if settings.sliding_window is not None:
             seen &= behind < settings.sliding_window
-        new_highest = jnp.maximum(highest[...], jnp.where(seen, scores, LOWEST).max(axis=1, keepdims=True))
+        new_highest = jnp.maximum(
+            highest[...], jnp.where(seen, scores, LOWEST).max(axis=1, keepdims=True)
+        )
         weights = jnp.where(seen, jnp.exp(scores - new_highest), 0.0)
         fading = jnp.exp(highest[...] - new_highest)
-        filled = start + jax.lax.broadcasted_iota(jnp.int32, value.shape, 0) < length  # the rest may be NaN
+        filled = (
+            start + jax.lax.broadcasted_iota(jnp.int32, value.shape, 0) < length
+        )  # the rest may be NaN
         total[...] = total[...] * fading + weights.sum(axis=1, keepdims=True)
         weighted[...] = weighted[...] * fading + dot(weights, jnp.where(filled, value[...], 0))
         highest[...] = new_highest

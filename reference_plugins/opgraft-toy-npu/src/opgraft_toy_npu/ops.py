@@ -25,7 +25,9 @@ class ToyRMSNorm(RMSNorm):
             return self.forward_native(x, residual)
         wide = _wide(x) if residual is None else _wide(x) + _wide(residual)
         length = torch.linalg.vecdot(wide, wide).unsqueeze(-1)
-        scale = math.sqrt(wide.shape[-1]) * torch.rsqrt(length + wide.shape[-1] * self.variance_epsilon)
+        scale = math.sqrt(wide.shape[-1]) * torch.rsqrt(
+            length + wide.shape[-1] * self.variance_epsilon
+        )
         out = wide * scale
         if self.has_weight:
             out.mul_(self.weight)
@@ -65,4 +67,9 @@ class ToySiluAndMul(SiluAndMul):
         return (gate / (1 + torch.exp(-gate)) * up).to(x.dtype)
 
 
-REPLACEMENTS = {"RMSNorm": ToyRMSNorm, "LayerNorm": ToyLayerNorm, "GELU": ToyGELU, "SiluAndMul": ToySiluAndMul}
+REPLACEMENTS = {
+    "RMSNorm": ToyRMSNorm,
+    "LayerNorm": ToyLayerNorm,
+    "GELU": ToyGELU,
+    "SiluAndMul": ToySiluAndMul,
+}

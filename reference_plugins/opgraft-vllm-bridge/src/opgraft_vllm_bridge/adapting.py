@@ -51,9 +51,14 @@ class BridgedPlatform(Platform):
         features: tuple[str, ...] = ()
         if self.theirs.is_cpu():
             features = CpuPlatform().capability().features
-        elif self.theirs.is_cuda_alike() and (level := self.theirs.get_device_capability(index)) is not None:
+        elif (
+            self.theirs.is_cuda_alike()
+            and (level := self.theirs.get_device_capability(index)) is not None
+        ):
             features = (f"sm_{level.to_int()}",)
-        return DeviceCapability(self.theirs.get_device_name(index), tuple(self.theirs.supported_dtypes), fp8, features)
+        return DeviceCapability(
+            self.theirs.get_device_name(index), tuple(self.theirs.supported_dtypes), fp8, features
+        )
 
     def memory(self, index: int = 0) -> DeviceMemory:
         """Return the memory of a device; all of it is free where the plugin does not say what is in use."""
@@ -97,12 +102,20 @@ class BridgedPlatform(Platform):
         before = config.values_of(settings)
         self.theirs.apply_config_platform_defaults(settings)
         self.theirs.check_and_update_config(settings)
-        changed = {name: value for name, value in config.values_of(settings).items() if before[name] != value}
+        changed = {
+            name: value
+            for name, value in config.values_of(settings).items()
+            if before[name] != value
+        }
         for name, value in changed.items():
             why = config.unheeded(name)
             if why is not None:
                 logger.warning(
-                    "plugin %s sets %s to %s, to no effect: %s", self.name, name, shortened(repr(value)), why
+                    "plugin %s sets %s to %s, to no effect: %s",
+                    self.name,
+                    name,
+                    shortened(repr(value)),
+                    why,
                 )
         return config.as_opgraft(changed)
 
@@ -111,5 +124,10 @@ def adapted(name: str, theirs: type[VllmPlatform]) -> type[BridgedPlatform]:
     """Return the platform class for that of a plugin, under the name of its entry point."""
     if not (isinstance(theirs, type) and issubclass(theirs, VllmPlatform)):
         raise TypeError(f"{theirs!r} is no subclass of vllm.platforms.Platform")
-    members = {"name": name, "vllm_class": theirs, "theirs": theirs(), "__module__": theirs.__module__}
+    members = {
+        "name": name,
+        "vllm_class": theirs,
+        "theirs": theirs(),
+        "__module__": theirs.__module__,
+    }
     return type(theirs.__name__, (BridgedPlatform,), members)

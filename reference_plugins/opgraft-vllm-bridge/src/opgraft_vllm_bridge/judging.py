@@ -45,7 +45,9 @@ def judge(*modules: str, apart: Collection[str] = ()) -> Judgement:
     """
     sources = sources_of(*modules, apart=apart)
     called = _called(sources)
-    methods = {name: f"{source.file}:{line}" for source in sources for name, line in source.methods.items()}
+    methods = {
+        name: f"{source.file}:{line}" for source in sources for name, line in source.methods.items()
+    }
     own = {name for source in sources for name in source.members}
     found: dict[str, Missing] = {}
     for source in sources:
@@ -56,7 +58,9 @@ def judge(*modules: str, apart: Collection[str] = ()) -> Judgement:
             if name and name.rpartition(".")[2] not in own and not f"{name}.".startswith(optional):
                 found.setdefault(name, Missing(name, f"{source.file}:{use.line}"))
     uncalled = {name: place for name, place in methods.items() if name not in called}
-    first = [name for name in sorted(found) if not any(name.startswith(f"{other}.") for other in found)]
+    first = [
+        name for name in sorted(found) if not any(name.startswith(f"{other}.") for other in found)
+    ]
     return Judgement(tuple(found[name] for name in first), uncalled)
 
 
@@ -79,7 +83,9 @@ def expect_counterparts(plugin: str, judgement: Judgement) -> None:
 def lacking(use: Use) -> str | None:
     """Return the part of a used name, from its beginning on, that there is nothing of, or ``None``."""
     parts = use.name.split(".")
-    depth = max(count for count in range(len(parts) + 1) if ".".join(parts[:count]) in {"", *MODULES})
+    depth = max(
+        count for count in range(len(parts) + 1) if ".".join(parts[:count]) in {"", *MODULES}
+    )
     module, rest = ".".join(parts[:depth]), parts[depth:]
     if not rest:
         return None if module else use.name
@@ -109,7 +115,9 @@ def classes_in(home: str) -> dict[str, dict[str, str]]:
     """
     *_, spec = specs_of(home)
     tree = ast.parse(Path(str(spec.origin)).read_bytes())
-    return {node.name: dict(members_of(node)) for node in tree.body if isinstance(node, ast.ClassDef)}
+    return {
+        node.name: dict(members_of(node)) for node in tree.body if isinstance(node, ast.ClassDef)
+    }
 
 
 def _called(sources: Iterable[Source]) -> set[str]:

@@ -10,7 +10,9 @@ _PARTS = "opgraft_vllm_bridge.vllm_parts"
 
 _CONFIG = "VllmConfig get_current_vllm_config get_current_vllm_config_or_none"
 _DIVIDING = {"distributed_utils": "divide split_tensor_along_last_dim"}
-_QUANTIZATION = "QuantizationConfig QuantizationMethods get_quantization_config register_quantization_config"
+_QUANTIZATION = (
+    "QuantizationConfig QuantizationMethods get_quantization_config register_quantization_config"
+)
 _VARIABLES = (
     "VLLM_COMPUTE_NANS_IN_LOGITS VLLM_CONFIGURE_LOGGING VLLM_LOGGING_CONFIG_PATH VLLM_LOGGING_LEVEL VLLM_PLUGINS "
     "VLLM_USE_MODELSCOPE"
@@ -34,9 +36,13 @@ _ADAPTED: Mapping[str, Mapping[str, str]] = {
     "vllm.distributed": _DIVIDING,
     "vllm.distributed.utils": _DIVIDING,
     "vllm.envs": {"envs": _VARIABLES},
-    "vllm.forward_context": {"forward_context": "ForwardContext get_forward_context is_forward_context_available"},
+    "vllm.forward_context": {
+        "forward_context": "ForwardContext get_forward_context is_forward_context_available"
+    },
     "vllm.logger": {"logging_config": "DEFAULT_LOGGING_CONFIG"},
-    "vllm.model_executor.layers.linear": {"quantization": "register_weight_loader_v2_supported_method"},
+    "vllm.model_executor.layers.linear": {
+        "quantization": "register_weight_loader_v2_supported_method"
+    },
     "vllm.model_executor.layers.quantization": {"quantization": _QUANTIZATION},
     "vllm.model_executor.layers.quantization.base_config": {"quantization": "QuantizationConfig"},
     "vllm.model_executor.parameter": {
@@ -47,12 +53,17 @@ _ADAPTED: Mapping[str, Mapping[str, str]] = {
     "vllm.platforms.cpu": {"cpu": "CpuPlatform"},
     "vllm.platforms.interface": {"platforms": f"{_PLATFORM} DeviceCapability"},
     "vllm.utils": {"torch_utils": "direct_register_custom_op"},
-    "vllm.utils.math_utils": {"math_utils": "cdiv next_power_of_2 prev_power_of_2 round_down round_up"},
+    "vllm.utils.math_utils": {
+        "math_utils": "cdiv next_power_of_2 prev_power_of_2 round_down round_up"
+    },
     "vllm.utils.platform_utils": {"current": "is_pin_memory_available"},
     "vllm.utils.torch_utils": {
         "torch_utils": "direct_register_custom_op set_default_torch_dtype set_random_seed vllm_lib"
     },
-    "vllm.v1.attention.backend": {"attention": "AttentionType", "forward_context": "CommonAttentionMetadata"},
+    "vllm.v1.attention.backend": {
+        "attention": "AttentionType",
+        "forward_context": "CommonAttentionMetadata",
+    },
     "vllm.v1.attention.backends.registry": {"attention": "AttentionBackendEnum"},
     "vllm.v1.attention.backends.utils": {"forward_context": "CommonAttentionMetadata"},
     "vllm.version": {"version": "__version__"},
@@ -66,7 +77,9 @@ def _names_of(module: str) -> dict[str, str]:
     return {**COUNTERPARTS.get(module, {}), **own}
 
 
-NAMES: Mapping[str, Mapping[str, str]] = {module: _names_of(module) for module in {**COUNTERPARTS, **_ADAPTED}}
+NAMES: Mapping[str, Mapping[str, str]] = {
+    module: _names_of(module) for module in {**COUNTERPARTS, **_ADAPTED}
+}
 """By module of vLLM and name, the module that has that name."""
 
 

@@ -31,17 +31,26 @@ def platform(offer: Offer) -> PlatformSpec:
             return Evidence(False, f"{offer.value} finds no device")
         judgement = _judged(offer, path.rpartition(".")[0])
         expect_counterparts(offer.name, judgement)
-        facts = [Fact(place, f"opgraft does not call {name}") for name, place in judgement.uncalled.items()]
+        facts = [
+            Fact(place, f"opgraft does not call {name}")
+            for name, place in judgement.uncalled.items()
+        ]
         return Evidence(True, f"{offer.value} returns {path}", facts=tuple(facts))
 
     def load() -> type[opgraft.Platform]:
         path = _class_path(offer)
         if path is None:
-            raise opgraft.OpgraftError(f"{offer.value}, which has found a device, finds none any more")
+            raise opgraft.OpgraftError(
+                f"{offer.value}, which has found a device, finds none any more"
+            )
         module, _, name = path.rpartition(".")
         expect_counterparts(offer.name, _judged(offer, module))
-        adapting = importlib.import_module("opgraft_vllm_bridge.adapting")  # with torch, which a probe does without
-        adapted: type[opgraft.Platform] = adapting.adapted(offer.name, getattr(importlib.import_module(module), name))
+        adapting = importlib.import_module(
+            "opgraft_vllm_bridge.adapting"
+        )  # with torch, which a probe does without
+        adapted: type[opgraft.Platform] = adapting.adapted(
+            offer.name, getattr(importlib.import_module(module), name)
+        )
         return adapted
 
     return PlatformSpec(probe, load)
@@ -75,7 +84,9 @@ def plugin(offer: Offer) -> Plugin:
     Raises:
         PluginError: it uses what has no counterpart.
     """
-    offers_platform = any(each.provider == offer.provider for each in discover().of_group(PLATFORM_GROUP))
+    offers_platform = any(
+        each.provider == offer.provider for each in discover().of_group(PLATFORM_GROUP)
+    )
     if is_installed():
         return Plugin(None, offers_platform=offers_platform)
     expect_counterparts(offer.name, _judged(offer))
@@ -91,13 +102,17 @@ def _class_path(offer: Offer) -> str | None:
     expect_counterparts(offer.name, _judged(offer))
     path = _function(offer)()
     if path is not None and not (isinstance(path, str) and "." in path):
-        raise TypeError(f"{offer.value} returns {path!r:.80}, expected the dotted path of a class, or None")
+        raise TypeError(
+            f"{offer.value} returns {path!r:.80}, expected the dotted path of a class, or None"
+        )
     return path
 
 
 def _judged(offer: Offer, *modules: str) -> Judgement:
     """Judge what an entry point leads to: its function and these modules, without the functions of other ones."""
-    apart = {_point(each).attr for each in discover().offers if each.module == offer.module} - {_point(offer).attr}
+    apart = {_point(each).attr for each in discover().offers if each.module == offer.module} - {
+        _point(offer).attr
+    }
     return judge(offer.module, *modules, apart=apart)
 
 

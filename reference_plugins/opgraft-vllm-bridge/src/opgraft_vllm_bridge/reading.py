@@ -17,7 +17,11 @@ from opgraft.text import described
 _LARGEST = 1 << 22  # bytes of a source file
 _MOST = 5000  # files of a plugin
 _PLATFORMS = frozenset(
-    {"vllm.platforms.Platform", "vllm.platforms.interface.Platform", "vllm.platforms.cpu.CpuPlatform"}
+    {
+        "vllm.platforms.Platform",
+        "vllm.platforms.interface.Platform",
+        "vllm.platforms.cpu.CpuPlatform",
+    }
 )
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _ABSENT = frozenset({"ImportError", "ModuleNotFoundError", "Exception", "BaseException"})
@@ -78,10 +82,14 @@ def sources_of(*modules: str, apart: Collection[str] = ()) -> list[Source]:
         if len(read) > _MOST:
             raise PluginError(f"a plugin of vLLM has more than {_MOST:,} files: it cannot be read")
     first = [source for source in read.values() if source.name == modules[0]]
-    for text in sorted({text for source in first for text in source.texts if text.partition(".")[0] in own}):
+    for text in sorted(
+        {text for source in first for text in source.texts if text.partition(".")[0] in own}
+    ):
         for module, file, is_package in _files_of(text):
             if file not in read:
-                read[file] = Source(module, file, members=_read(module, file, is_package, ()).members)
+                read[file] = Source(
+                    module, file, members=_read(module, file, is_package, ()).members
+                )
     return list(read.values())
 
 
@@ -90,7 +98,11 @@ def _files_of(name: str) -> Iterator[tuple[str, Path, bool]]:
     for depth, spec in enumerate(specs_of(name), 1):
         file = Path(spec.origin or "")
         if file.suffix == ".py":
-            yield ".".join(name.split(".")[:depth]), file, spec.submodule_search_locations is not None
+            yield (
+                ".".join(name.split(".")[:depth]),
+                file,
+                spec.submodule_search_locations is not None,
+            )
 
 
 def _read(name: str, file: Path, is_package: bool, apart: Collection[str]) -> Source:
@@ -99,7 +111,11 @@ def _read(name: str, file: Path, is_package: bool, apart: Collection[str]) -> So
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         place = raised_in(name, error) or str(file)
         raise PluginError(f"{place} cannot be read: {described(error)}", place) from error
-    texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    texts = (
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
     source = Source(name, file, texts={text for text in texts if _DOTTED.fullmatch(text)})
     reader = _Reader(source, name if is_package else name.rpartition(".")[0])
     for statement in _without(tree.body, apart):
@@ -110,7 +126,9 @@ def _read(name: str, file: Path, is_package: bool, apart: Collection[str]) -> So
 
 def _without(statements: list[ast.stmt], apart: Collection[str]) -> list[ast.stmt]:
     """Leave out functions of these names that no other statement uses."""
-    functions = [each for each in statements if isinstance(each, ast.FunctionDef) and each.name in apart]
+    functions = [
+        each for each in statements if isinstance(each, ast.FunctionDef) and each.name in apart
+    ]
     rest = [each for each in statements if each not in functions]
     used = {node.id for each in rest for node in ast.walk(each) if isinstance(node, ast.Name)}
     return [*rest, *(each for each in functions if each.name in used)]
@@ -132,7 +150,11 @@ class _Reader(Uses):
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         super().visit_ImportFrom(node)
-        above = self.package.split(".")[: len(self.package.split(".")) - node.level + 1] if node.level else []
+        above = (
+            self.package.split(".")[: len(self.package.split(".")) - node.level + 1]
+            if node.level
+            else []
+        )
         module = ".".join([*above, *filter(None, [node.module])])
         self.source.imports |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
 
@@ -176,7 +198,11 @@ class _Reader(Uses):
         if base in _PLATFORMS:
             self.source.members |= {name for name, _ in members_of(node)}
         for statement in node.body:
-            if base in _PLATFORMS and isinstance(statement, ast.FunctionDef) and statement.name[:1] != "_":
+            if (
+                base in _PLATFORMS
+                and isinstance(statement, ast.FunctionDef)
+                and statement.name[:1] != "_"
+            ):
                 self.source.methods[statement.name] = statement.lineno
                 self.source.bodies[statement.name] = self._aside([statement])
             else:
@@ -184,7 +210,11 @@ class _Reader(Uses):
         self.base = outer
 
     def _inherited(self, node: ast.expr, attribute: str) -> str | None:
-        above = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
+        above = (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "super"
+        )
         return self.base if above else None
 
     def _all(self, nodes: list[ast.AST] | list[ast.stmt]) -> None:

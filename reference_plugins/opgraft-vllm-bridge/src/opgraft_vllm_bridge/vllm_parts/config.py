@@ -160,10 +160,16 @@ class VllmConfig(Settings):
             value = getattr(getattr(config, owner), own)
             rows.setdefault(section, {})[name] = list(value) if isinstance(value, tuple) else value
         rows["model_config"]["dtype"] = getattr(torch, config.model.dtype, config.model.dtype)
-        rows["model_config"]["enforce_eager"] = config.compilation_config.mode is CompilationMode.NONE
+        rows["model_config"]["enforce_eager"] = (
+            config.compilation_config.mode is CompilationMode.NONE
+        )
         rows["parallel_config"]["data_parallel_rank"] = config.parallel.data_rank or 0
         rows["parallel_config"]["enable_expert_parallel"] = config.parallel.expert > 1
-        made = {each.name: _SECTIONS[each.name](**rows[each.name]) for each in fields(cls) if each.name in rows}
+        made = {
+            each.name: _SECTIONS[each.name](**rows[each.name])
+            for each in fields(cls)
+            if each.name in rows
+        }
         return cls(**made, device_config=DeviceConfig(device_type))
 
     def sealed(self) -> VllmConfig:
@@ -227,11 +233,17 @@ def unheeded(name: str) -> str | None:
 
 def values_of(config: VllmConfig) -> dict[str, Any]:
     """Return every setting by its dotted name."""
-    found = {each.name: getattr(config, each.name) for each in fields(config) if each.name.startswith(("kv_", "lora_"))}
+    found = {
+        each.name: getattr(config, each.name)
+        for each in fields(config)
+        if each.name.startswith(("kv_", "lora_"))
+    }
     for section in _SECTIONS:
         settings = getattr(config, section)
         values = {each.name: getattr(settings, each.name) for each in fields(settings)}
-        found |= {f"{section}.{n}": tuple(v) if isinstance(v, list) else v for n, v in values.items()}
+        found |= {
+            f"{section}.{n}": tuple(v) if isinstance(v, list) else v for n, v in values.items()
+        }
     return found
 
 
@@ -243,7 +255,9 @@ def as_opgraft(values: Mapping[str, Any]) -> OpgraftConfig:
     """
     ours = {SETTINGS[name]: value for name, value in values.items() if name in SETTINGS}
     dtype = ours.get("model.dtype")
-    return config_from_fields({**ours, **({"model.dtype": str(dtype).removeprefix("torch.")} if dtype else {})})
+    return config_from_fields(
+        {**ours, **({"model.dtype": str(dtype).removeprefix("torch.")} if dtype else {})}
+    )
 
 
 def get_current_vllm_config() -> VllmConfig:

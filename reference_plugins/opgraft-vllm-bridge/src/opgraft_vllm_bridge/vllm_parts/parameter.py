@@ -24,7 +24,9 @@ class BasevLLMParameter(Parameter):
     def __new__(cls, data: torch.Tensor, **attributes: Any) -> BasevLLMParameter:
         return super().__new__(cls, data, requires_grad=False)
 
-    def __init__(self, data: torch.Tensor, weight_loader: Callable[..., Any], **attributes: Any) -> None:
+    def __init__(
+        self, data: torch.Tensor, weight_loader: Callable[..., Any], **attributes: Any
+    ) -> None:
         self.weight_loader = weight_loader
         vars(self).update(attributes)
 

@@ -33,7 +33,9 @@ class QuantizationConfig(_QuantizationConfig):
         for key in keys:
             if key in config:
                 return config[key]
-        raise ValueError(f"the checkpoint's quantization has none of the settings {', '.join(keys)}")
+        raise ValueError(
+            f"the checkpoint's quantization has none of the settings {', '.join(keys)}"
+        )
 
     @staticmethod
     def get_from_keys_or(config: Mapping[str, Any], keys: Sequence[str], default: Any) -> Any:

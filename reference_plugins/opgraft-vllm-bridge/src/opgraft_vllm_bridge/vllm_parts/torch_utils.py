@@ -35,8 +35,12 @@ def direct_register_custom_op(
         ConflictError: the name is taken.
         ValueError: the annotations make no schema; raised by torch.
     """
-    library = target_lib or _library()  # one for each, with which torch takes an op back that is defined anew
-    opgraft.direct_register_custom_op(op_name, op_func, mutates_args, fake_impl, library, dispatch_key, tags)
+    library = (
+        target_lib or _library()
+    )  # one for each, with which torch takes an op back that is defined anew
+    opgraft.direct_register_custom_op(
+        op_name, op_func, mutates_args, fake_impl, library, dispatch_key, tags
+    )
 
 
 @contextmanager
