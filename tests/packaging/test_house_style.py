@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import builtins
+import json
 import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
+from pathlib import Path
 
+import legibility
 import pytest
 from opgraft import errors
 from opgraft.platform import DISPATCH_KEYS
@@ -305,6 +308,47 @@ def test_docstrings_come_to_the_point() -> None:
         if ROUNDABOUT.match(text)
     ]
     assert found == []
+
+
+def test_no_folder_becomes_harder_to_read() -> None:
+    """No figure of a folder is worse than the goal and than the record of that folder."""
+    record = json.loads(legibility.RECORD.read_text(encoding="utf-8"))
+    behind = []
+    for folder, figures in legibility.figures_by_folder().items():
+        for name, value in figures.items():
+            goal, recorded = legibility.GOALS[name], record.get(folder, {}).get(name)
+            least = goal.least if recorded is None else min(goal.least, recorded)
+            most = goal.most if recorded is None else max(goal.most, recorded)
+            if not least <= value <= most:
+                behind.append(f"{folder}: {goal.title} is {value}, wanted {least} to {most}")
+    assert behind == [], "tools/legibility.py --worst 20 FOLDER lists the hardest places"
+
+
+def test_the_figures_of_a_file(tmp_path: Path) -> None:
+    """Each figure of a small file is the one that a reader counts."""
+    (tmp_path / "small.py").write_text(SMALL, encoding="utf-8")
+    figures = legibility.read([tmp_path / "small.py"]).figures()
+    nodes = ("Assign", "Name", "Store", "BinOp", "Name", "Load", "Add", "Name", "Load")
+    assert figures["nodes_of_largest"] == len(nodes)
+    assert figures["nodes_per_line"] == figures["nodes_per_statement"] == len(nodes)
+    assert figures["wide_lines"] == pytest.approx(100 / 9)
+    assert figures["comments"] == pytest.approx(100 / 9)
+    assert figures["docstring_words"] == pytest.approx(100 * 7 / 9)
+    assert figures["relative"] == pytest.approx(100 * 1 / 7)
+    assert figures["pronouns"] == pytest.approx(1000 * 1 / 10)
+    assert figures["openings"] == 50
+
+
+SMALL = f'''"""Tell what runs."""
+
+# The reason why.
+def double(x):
+    """Add ``x`` to it."""
+    y = x + x
+
+
+{"Z" * 101} = 1
+'''
 
 
 @pytest.mark.parametrize(
