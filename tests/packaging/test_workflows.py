@@ -1,4 +1,4 @@
-"""The jobs of CI for the reference plugins: each has one, and each command of theirs is there."""
+"""Jobs of CI, and hooks of a commit: their commands exist, and they cover what they should."""
 
 from __future__ import annotations
 
@@ -16,11 +16,35 @@ REPOSITORY = Path(__file__).parents[2]
 PLUGINS = REPOSITORY / "reference_plugins"
 
 
-def jobs() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(
-        (REPOSITORY / ".github/workflows/plugins.yml").read_text("utf-8")
-    )["jobs"]
+def jobs(workflow: str = "plugins") -> dict[str, Any]:
+    text = (REPOSITORY / f".github/workflows/{workflow}.yml").read_text("utf-8")
+    found: dict[str, Any] = yaml.safe_load(text)["jobs"]
     return found
+
+
+def test_ci_covers_the_supported_versions() -> None:
+    """CI runs .ci/run, the oldest Python and torch that are supported, and the newest torch."""
+    found = jobs("ci")
+    assert any(step.get("run") == "bash .ci/run" for step in found["run"]["steps"])
+    rows = found["versions"]["strategy"]["matrix"]["include"]
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
+    oldest_python = project["requires-python"].removeprefix(">=")
+    (oldest_torch,) = (
+        needed.removeprefix("torch>=")
+        for needed in project["dependencies"]
+        if needed.startswith("torch>=")
+    )
+    assert {"python": oldest_python, "torch": f"{oldest_torch}.0"} in rows
+    assert "" in [row["torch"] for row in rows], "the newest torch"
+
+
+def test_hooks_of_a_commit_are_linters_of_make_check() -> None:
+    """Each hook runs a command that 'make check' runs too."""
+    settings = yaml.safe_load((REPOSITORY / ".pre-commit-config.yaml").read_text("utf-8"))
+    makefile = (REPOSITORY / "Makefile").read_text("utf-8").replace("$(BIN)", ".venv/bin")
+    hooks = [hook for repo in settings["repos"] for hook in repo["hooks"]]
+    assert len(hooks) == 3
+    assert [hook["entry"] for hook in hooks if f"\t{hook['entry']}" not in makefile] == []
 
 
 def test_each_reference_plugin_has_a_job() -> None:
