@@ -15,6 +15,7 @@ from opgraft.logger import logger
 from opgraft.platform import Platform, PlatformSpec, effective_chain
 from opgraft.plugins.changes import Change
 from opgraft.plugins.discovery import HOST_DISTRIBUTION, PLATFORM_GROUP, Offer, discover
+from opgraft.plugins.kept_properties import keep_properties
 from opgraft.plugins.requirements import check_adjustment
 from opgraft.plugins.watching import watched
 from opgraft.registry.op_classes import location_of
@@ -58,6 +59,7 @@ def _loaded(offer: Offer) -> tuple[Platform, OpgraftConfig]:
             platform = spec.load_class()()
             if not isinstance(platform, Platform):
                 raise TypeError(f"it is a {type(platform).__name__}, expected an opgraft.Platform")
+            keep_properties(platform)
             if platform.name != offer.name:
                 raise TypeError(
                     f"it calls itself {platform.name!r}, its entry point is {offer.name!r}"

@@ -1,0 +1,105 @@
+"""Reading the properties of a platform once: each is checked, and its value is kept for the whole process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from opgraft.platform import Platform
+from opgraft.text import described
+
+PROPERTIES = tuple(name for name, value in vars(Platform).items() if isinstance(value, property))
+"""The names of all properties that a platform has."""
+
+_WITHOUT_VALUES = "meta"
+"""The device type of tensors that have a shape and hold no numbers."""
+
+
+def keep_properties(platform: Platform) -> None:
+    """Read every property of a platform, check it, and have the platform answer with that value from now on.
+
+    A property is code of others: it may raise, or give another value, when it is read again.
+
+    Raises:
+        TypeError, ValueError: a property raised, or has a value that no platform may have.
+    """
+    kept = {name: _CHECKS[name](name, _read(platform, name)) for name in PROPERTIES}
+    cls = type(platform)
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    # By object's own way, as a platform may refuse that its attributes are set.
+    object.__setattr__(platform, "__class__", type(cls)(cls.__name__, (cls,), {**names, **kept}))
+
+
+def _read(platform: Platform, name: str) -> Any:
+    try:
+        return getattr(platform, name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise ValueError(f"its property {name} raised {described(error)}") from error
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise _unexpected(name, value, "a string that is not empty")
+    return str.__str__(value)
+
+
+def _text_or_none(name: str, value: Any) -> str | None:
+    return None if value is None else _text(name, value)
+
+
+def _device_type(name: str, value: Any) -> str:
+    device = _text(name, value)
+    if device == _WITHOUT_VALUES:
+        raise ValueError(f"its {name} is {device!r}, whose tensors hold no numbers to compute with")
+    if ":" in device:
+        kind = device.partition(":")[0]
+        raise ValueError(f"its {name} is {device!r}, which names one device: use {kind!r}")
+    return device
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Collection):
+        raise _unexpected(name, value, "a tuple of strings")
+    return tuple(_text(f"entry of {name}", each) for each in value)
+
+
+def _packages(name: str, value: Any) -> Mapping[str, Collection[str]]:
+    if not isinstance(value, Mapping):
+        raise _unexpected(name, value, "a mapping from distributions to names of ops")
+    rows = dict(value)
+    return MappingProxyType(
+        {_text(f"key of {name}", key): _texts(f"{name}[{key!r}]", rows[key]) for key in rows}
+    )
+
+
+def _class_or_none(name: str, value: Any) -> Any:
+    if value is not None and not callable(value):
+        raise _unexpected(name, value, "a class or None")
+    return value
+
+
+def _anything(name: str, value: Any) -> Any:
+    return value
+
+
+def _unexpected(name: str, value: Any, expected: str) -> TypeError:
+    kind = "None" if value is None else f"a {type(value).__name__}"
+    return TypeError(f"its {name} is {kind}, expected {expected}")
+
+
+_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
+    "name": _text,
+    "device_type": _device_type,
+    "dispatch_chain": _texts,
+    "distributed_backend": _text,
+    "compile_backend": _text,
+    "visibility_variable": _text_or_none,
+    "ray_device_key": _text_or_none,
+    "graph_class": _class_or_none,
+    "streams": _anything,
+    "kernel_packages": _packages,
+}
+"""By property, the function that checks its value and returns the value to keep."""
