@@ -1,16 +1,30 @@
-"""Knowing whose code runs, for when it takes the process down."""
+"""Knowing whose code runs: for when it takes the process down, holds it up, or raises an interrupt itself."""
 
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Protocol
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Protocol
 
 from opgraft.decision import Provider
+from opgraft.environment import PLUGINS_DISABLE
+from opgraft.errors import PluginError, raised_at
+from opgraft.logger import logger as warnings
 from opgraft.text import printable
 
 logger = logging.getLogger("opgraft.watching")
+
+PATIENCE = 5.0
+"""Seconds after which a line says for whose code this process waits."""
+
+_TICK = 0.25  # seconds between two looks at what runs
 
 
 class Listener(Protocol):
@@ -27,13 +41,158 @@ LISTENERS: list[Listener] = []
 
 @contextmanager
 def watched(what: str, provider: Provider | None) -> Iterator[None]:
-    """Tell when the code of ``provider`` begins and ends, at level DEBUG too; ``what`` names it and the occasion."""
+    """Tell when the code of ``provider`` begins and ends, at level DEBUG too; ``what`` names it and the occasion.
+
+    Where nobody listens, a line says that the code takes long.
+
+    Raises:
+        PluginError: the code raised ``KeyboardInterrupt``, and nobody has interrupted this process.
+    """
     logger.debug("%s: begins", printable(what), extra=provider.attributes() if provider else None)
     for listener in LISTENERS:
         listener.begins(printable(what), provider)
     try:
-        yield
+        patience = nullcontext() if LISTENERS else told_when_late(what, provider)
+        with patience, _own_interrupts_as_errors():
+            yield
     finally:
         for listener in LISTENERS:
             listener.ends()
         logger.debug("%s: ends", printable(what))
+
+
+@contextmanager
+def told_when_late(
+    what: str, provider: Provider | None, time_limit: float | None = None
+) -> Iterator[None]:
+    """Log a warning if the code in this scope takes longer than ``PATIENCE``.
+
+    Args:
+        what: the code and the occasion, in words.
+        provider: the distribution that a setting can leave out.
+        time_limit: the seconds after which the code is stopped, if there is such a limit.
+    """
+    step = _Step(what, provider, time_limit, time.monotonic() + PATIENCE)
+    _LATE.begin(step)
+    try:
+        yield
+    finally:
+        _LATE.end(step)
+
+
+@dataclass(eq=False)
+class _Step:
+    """A step that runs, and the time from which on it is late."""
+
+    what: str
+    provider: Provider | None
+    time_limit: float | None
+    late_from: float
+
+    def tell(self) -> None:
+        limit = "" if self.time_limit is None else f", and stops it after {self.time_limit:g} s"
+        words = f"still waiting for {self.what}: opgraft has waited for {PATIENCE:g} s{limit}."
+        name = self.provider.name if self.provider else "<name>"
+        advice = f"{PLUGINS_DISABLE}={name} goes without it."
+        extra = self.provider.attributes() if self.provider else None
+        warnings.warning("%s %s", printable(words), printable(advice), extra=extra)
+
+
+class _Late:
+    """Tells of each step that is late, once, from a thread that lives as long as there are steps."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.steps: list[_Step] = []
+        self.thread: threading.Thread | None = None
+
+    def begin(self, step: _Step) -> None:
+        with self.lock:
+            self.steps.append(step)
+            if self.thread is None:
+                # A daemon, as no process waits for it.
+                self.thread = threading.Thread(
+                    target=self._look, name="opgraft-watching", daemon=True
+                )
+                self.thread.start()
+
+    def end(self, step: _Step) -> None:
+        with self.lock:
+            if step in self.steps:
+                self.steps.remove(step)
+
+    def _look(self) -> None:
+        while True:
+            time.sleep(_TICK)
+            now = time.monotonic()
+            with self.lock:
+                if not self.steps:
+                    self.thread = None
+                    return
+                late = [step for step in self.steps if now >= step.late_from]
+                for step in late:
+                    step.late_from = float("inf")
+            for step in late:
+                step.tell()
+
+
+_LATE = _Late()
+if hasattr(os, "register_at_fork"):  # where processes fork; the thread stays behind
+    os.register_at_fork(after_in_child=_LATE.__init__)  # type: ignore[misc]  # all of it begins anew
+
+
+class _Interrupts:
+    """The handler of interrupts such as Ctrl-C while code of others runs; counts them and hands them on."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.before: Any = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> Any:
+        self.count += 1
+        return self.before(number, frame)
+
+    def begin(self) -> bool:
+        """Take the place of the handler; returns whether that is to be undone."""
+        before = signal.getsignal(signal.SIGINT)
+        if before is self or not callable(before) or not _in_main_thread():
+            return False
+        self.before = before
+        signal.signal(signal.SIGINT, self)
+        return True
+
+    def end(self) -> None:
+        """Put the handler back, unless somebody has set another one."""
+        if signal.getsignal(signal.SIGINT) is self:
+            signal.signal(signal.SIGINT, self.before)
+
+
+_INTERRUPTS = _Interrupts()
+
+
+def _in_main_thread() -> bool:
+    """Return True in the thread that handlers of signals run in."""
+    return threading.current_thread() is threading.main_thread()
+
+
+@contextmanager
+def _own_interrupts_as_errors() -> Iterator[None]:
+    """Turn a ``KeyboardInterrupt`` that code raises itself into an error, as the code is at fault.
+
+    Raises:
+        PluginError: the code raised it, and no interrupt has come from outside.
+    """
+    count = _INTERRUPTS.count
+    began = _INTERRUPTS.begin()
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if _INTERRUPTS.count > count:
+            raise
+        place = raised_at(error)
+        raise PluginError(
+            f"its code raised KeyboardInterrupt, which nobody has sent, at {place}", place
+        ) from error
+    finally:
+        if began:
+            _INTERRUPTS.end()

@@ -10,6 +10,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,12 @@ from opgraft.machine.child import Ended, run_child
 from opgraft.machine.host_memory import memory_limit
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.quarantine import against, confine
-from opgraft.plugins.watching import LISTENERS
+from opgraft.plugins.watching import LISTENERS, told_when_late
 from opgraft.state import host_state
 
-TIME_LIMIT = 600.0  # seconds: a plugin may compile its kernels when it is first imported
+TIME_LIMIT = (
+    60.0  # seconds; a plugin that compiles its kernels when it is first imported needs more
+)
 MEMORY_SHARE = 2  # the memory that there is by the most that the child may have
 _LINGER = 10.0  # seconds: who does harm some time after it was loaded does so by then, or is not found out
 
@@ -165,9 +168,10 @@ def isolated(
         "seconds": limits.seconds,
     }
     data = {**call, "given": above, "file": file}
-    began, lines = time.monotonic(), _Lines(heard)
+    began, lines = time.monotonic(), _Lines(heard, limits.seconds)
     try:
-        ended = run_child(_CHILD, (), data, limits.seconds, os.environ, limits.memory, lines)
+        with lines:
+            ended = run_child(_CHILD, (), data, limits.seconds, os.environ, limits.memory, lines)
     except ChildError as error:
         return Outcome(
             crash=Finding(
@@ -192,19 +196,35 @@ def isolated(
 
 
 class _Lines:
-    """Puts pieces of a reply together, notes whose code began, and hands on what lines tell."""
+    """Puts pieces of a reply together, notes whose code runs, and hands on what lines tell.
 
-    def __init__(self, heard: Callable[[Any], None] | None) -> None:
+    Code that takes long is told of as long as the scope of this object lasts.
+    """
+
+    def __init__(self, heard: Callable[[Any], None] | None, time_limit: float) -> None:
         self.heard = heard
+        self.time_limit = time_limit
         self.begun: dict[Provider, None] = {}
         self.rest = b""
+        self.running = ExitStack()
+
+    def __enter__(self) -> None:
+        """Begin to listen."""
+
+    def __exit__(self, *error: object) -> None:
+        self.running.close()
 
     def __call__(self, piece: bytes) -> None:
         *lines, self.rest = (self.rest + piece).split(b"\n")
         for line in lines:
             said = _last_line(line.decode(errors="replace"))
-            if said.get("provider"):
-                self.begun[Provider(**said["provider"])] = None
+            provider = Provider(**said["provider"]) if said.get("provider") else None
+            if provider is not None:
+                self.begun[provider] = None
+            self.running.close()
+            if "what" in said:
+                late = told_when_late(said["what"], provider, self.time_limit)
+                self.running.enter_context(late)
             if "told" in said and self.heard:
                 self.heard(said["told"])
 
@@ -235,7 +255,8 @@ def _end_in_words(ended: Ended, limits: Limits) -> str:
             f"took {ended.memory / 2**30:.1f} GiB of memory, more than the {most}, and was stopped"
         )
     elif ended.status is None:
-        end = f"did not come back within {limits.seconds:g} s"
+        longer = f"'opgraft plugins doctor --time-limit {10 * limits.seconds:g}' waits longer"
+        end = f"did not come back within {limits.seconds:g} s ({longer})"
     elif ended.status < 0:
         end = f"crashed the process with signal {_signal_name(-ended.status)}"
     else:

@@ -77,6 +77,11 @@ VETO_ROWS = {
         "Odd: odd",
     ),
     "a veto without end": (veto("return opgraft_veto()"), "failed", "RecursionError"),
+    "a veto that interrupts itself": (
+        veto("raise KeyboardInterrupt"),
+        "failed",
+        "its code raised KeyboardInterrupt, which nobody has sent, at ",
+    ),
     "a veto that runs out of memory": (veto("raise MemoryError"), "failed", "MemoryError"),
     "a veto that stops": (veto("raise StopIteration"), "failed", "StopIteration"),
     "a veto with many errors": (
@@ -299,6 +304,11 @@ MODULE_ROWS = {
     "no hook": ("platforms = 'any'\n", "failed", "implements no hook and registers no op"),
     "a NUL in the source": ("\0", "failed", "null bytes"),
     "source of another encoding": ("# -*- coding: klingon -*-\n", "failed", "klingon"),
+    "an import that interrupts itself": (
+        "raise KeyboardInterrupt\n",
+        "failed",
+        "its code raised KeyboardInterrupt, which nobody has sent, at ",
+    ),
     "a circle of imports": (
         "import acme\nfrom acme import later\nlater = 1\n",
         "failed",

@@ -1,0 +1,144 @@
+"""Code of others that does not come back: a line says whom everybody waits for, and how to go without."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+
+import opgraft
+import pytest
+from faults.planting import GOOD, answer, in_time, of_brix
+from faults.platform_rows import HEAD
+from opgraft import load_plugins
+from opgraft.cli import isolation
+from opgraft.plugins import watching
+
+LONG = "import time; time.sleep(0.9)"
+HOOK = "platforms = 'any'\nimport opgraft\n@opgraft.hookimpl\ndef {}():\n    {}\n"
+DEVICE = f"{HEAD}class Device(CpuPlatform):\n    name = 'acme'\n"
+
+PLUGINS = {
+    "while it was loaded": f"{LONG}\n{HOOK.format('opgraft_veto', 'pass')}",
+    **{
+        f"in its hook {hook}": HOOK.format(hook, LONG)
+        for hook in (
+            "opgraft_veto",
+            "opgraft_config",
+            "opgraft_register_ops",
+        )
+    },
+    "in its hook opgraft_graft_adapters": HOOK.format(
+        "opgraft_graft_adapters", f"{LONG}; return []"
+    ),
+}
+"""By step of a plugin, the source of a plugin whose step takes long."""
+
+PLATFORMS = {
+    "while its class was loaded": {
+        "a module": f"{LONG}\n{DEVICE}",
+        "a constructor": f"{DEVICE}    def __init__(self): {LONG}\n",
+        "a property": f"{DEVICE}    @property\n    def streams(self): {LONG}\n",
+        "default_config": (
+            f"{DEVICE}    def default_config(self):\n        {LONG}\n"
+            "        return CpuPlatform.default_config(self)\n"
+        ),
+    },
+    "in its method prepare": {"prepare": f"{DEVICE}    def prepare(self, config): {LONG}\n"},
+}
+"""By step of a platform, sources of platforms of which a part takes long."""
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for five seconds."""
+    monkeypatch.setattr(watching, "PATIENCE", 0.3)
+
+
+def waits(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [said for said in caplog.messages if said.startswith("still waiting for ")]
+
+
+@pytest.mark.parametrize("step", PLUGINS)
+def test_plugins(site, caplog, step: str) -> None:
+    """The plugin, its step and the setting are named once, and the plugin counts when it comes back."""
+    site.plugin("brix", GOOD)
+    site.plugin("acme", PLUGINS[step])
+    assert of_brix()["class"] == "BrixRMSNorm"
+    assert waits(caplog) == [
+        f"still waiting for plugin 'acme' of acme 1.0 {step}: opgraft has waited for 0.3 s. "
+        "OPGRAFT_PLUGINS_DISABLE=acme goes without it."
+    ]
+
+
+ROWS = [(step, part) for step, parts in PLATFORMS.items() for part in parts]
+
+
+@pytest.mark.parametrize(("step", "part"), ROWS)
+def test_platforms(site, caplog, step: str, part: str) -> None:
+    """The same of a platform, whose distribution the setting names."""
+    site.platform("acme", probe="return Evidence(True, 'here')", platform=PLATFORMS[step][part])
+    load_plugins()
+    assert opgraft.current_platform().name == "acme"
+    assert waits(caplog) == [
+        f"still waiting for platform 'acme' of acme-dist 1.0 {step}: opgraft has waited for 0.3 s. "
+        "OPGRAFT_PLUGINS_DISABLE=acme-dist goes without it."
+    ]
+
+
+def test_who_is_fast_is_not_told_of(site, caplog) -> None:
+    """What ends in time is not waited for, however many follow each other, and the thread that looks ends."""
+    for name in ("acme", "brix", "cedar"):
+        site.plugin(name, HOOK.format("opgraft_veto", "import time; time.sleep(0.2)"))
+    load_plugins()
+    assert waits(caplog) == []
+    ended = time.monotonic() + 20
+    while watching._LATE.thread is not None:
+        assert time.monotonic() < ended
+        time.sleep(0.05)
+
+
+def test_the_doctor(site, capsys, caplog, monkeypatch, warm_python: str) -> None:
+    """The doctor says in its own process what it waits for and until when, and then finds it."""
+    site.plugin("acme", f"import time; time.sleep(3600)\n{HOOK.format('opgraft_veto', 'pass')}")
+    site.plugin("brix", GOOD)
+    monkeypatch.setattr(sys, "executable", warm_python)  # a child starts in less than the limit
+    with in_time(200):
+        code, told = answer(capsys, "plugins", "doctor", "--time-limit", "8")
+    assert code == 4
+    assert "did not come back within 8 s ('opgraft plugins doctor --time-limit 80' waits" in told
+    assert "brix (brix 1.0): activated" in told
+    assert (
+        "still waiting for plugin 'acme' of acme 1.0 while it was loaded: opgraft has waited for "
+        "0.3 s, and stops it after 8 s. OPGRAFT_PLUGINS_DISABLE=acme goes without it."
+    ) in waits(caplog)
+
+
+def test_the_doctor_gives_up_after_a_minute() -> None:
+    """Ten minutes are for who asks for them."""
+    assert isolation.Limits().seconds == 60
+
+
+@pytest.mark.parametrize("when", ["while it was loaded", "in its hook opgraft_veto"])
+def test_an_interrupt_from_outside_is_none_of_the_plugin(site, when: str) -> None:
+    """Who presses Ctrl-C while a plugin is loaded ends the program, and handlers are as they were."""
+    send = "import signal; signal.raise_signal(signal.SIGINT)"
+    body = (send, "pass") if when == "while it was loaded" else ("", send)
+    site.plugin("acme", f"{body[0]}\n{HOOK.format('opgraft_veto', body[1])}")
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        load_plugins()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_platform_that_interrupts_itself(site, caplog) -> None:
+    """A platform whose class raises KeyboardInterrupt is left out by name, and the next one is chosen."""
+    site.platform(
+        "acme", probe="return Evidence(True, 'here')", platform="raise KeyboardInterrupt\n"
+    )
+    with caplog.at_level(logging.WARNING, logger="opgraft"):
+        assert opgraft.current_platform().name == "cpu"
+    (said,) = caplog.messages
+    assert "platform 'acme' is left out" in said
+    assert "its code raised KeyboardInterrupt, which nobody has sent, at " in said
