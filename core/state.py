@@ -110,6 +110,8 @@ class HostState:
     """Faults of platforms: those that should have worked and did not, and what others change in the process."""
     platform_notes: list[tuple[Provider, str]] = field(default_factory=list)
     """Changes of the process by the platform, which stay, in words."""
+    threads: dict[threading.Thread, Provider] = field(default_factory=dict)
+    """Threads that code of others has started while it was loaded, and that keep a process from ending."""
     plugins: dict[str, PluginRecord] = field(default_factory=dict)
     plugins_loaded: bool = False
     loaded_with: OpgraftConfig | None = None

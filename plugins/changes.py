@@ -6,6 +6,7 @@ Each tells the changes that lead from a former state to that of now, and how eac
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ class Change:
     """A change of the process: ``what`` in words, ``undo``, and whether it stays as long as the plugin does.
 
     ``patch``: it is one of torch, as which the plugin of a device may have to make it.
-    ``harmless``: there is nothing to tell once it is set back.
+    ``harmless``: there is nothing to tell once it is set back. ``thread``: one that was started.
     """
 
     what: str
@@ -29,6 +30,7 @@ class Change:
     stays: bool = False
     patch: bool = False
     harmless: bool = False
+    thread: threading.Thread | None = None
 
     def set_back(self) -> str:
         """Undo it; returns what came of that, in words."""

@@ -287,6 +287,8 @@ class Loading:
         def report(kept: Sequence[Change], told: Sequence[str]) -> None:
             for change in kept:
                 undos.callback(change.set_back)
+                if change.thread is not None:
+                    self.state.threads[change.thread] = record.provider
                 record.notes += (
                     f"changed {change.what} {when}: it stays as long as the plugin does",
                 )

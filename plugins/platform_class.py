@@ -134,6 +134,8 @@ def _guarded(
 
     def keep(changes: Sequence[Change], words: Sequence[str]) -> None:
         kept.extend(changes)
+        threads = [change.thread for change in changes if change.thread is not None]
+        host_state().threads.update(dict.fromkeys(threads, provider))
         told.extend(words)
 
     guarding = importlib.import_module(

@@ -16,6 +16,7 @@ import random
 import reprlib
 import signal
 import sys
+import threading
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -59,6 +60,25 @@ class Handlers:
                 yield Change(
                     f"the handler of {number.name}", partial(signal.signal, number, handler)
                 )
+
+
+class Threads:
+    """The threads for whose end Python waits when a process ends."""
+
+    def read(self) -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if not thread.daemon]
+
+    def changes(
+        self, before: list[threading.Thread], after: list[threading.Thread]
+    ) -> Iterator[Change]:
+        for thread in after:
+            if thread not in before and thread.is_alive():
+                words = f"the threads of this process, which waits for {thread.name!r} to end"
+                yield Change(words, _cannot_end, stays=True, thread=thread)
+
+
+def _cannot_end() -> None:
+    raise RuntimeError("nobody can end the thread of somebody else")
 
 
 class Filters:
@@ -341,6 +361,7 @@ ASPECTS: tuple[Aspect, ...] = (
     intervening.Kernels(),
     *intervening.values(),
     Handlers(),
+    Threads(),
     Filters(),
     Value("warnings.showwarning", *attribute(warnings, "showwarning"), reprlib.repr, operator.is_),
     *loggers.values(),

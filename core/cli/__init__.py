@@ -71,7 +71,10 @@ def main() -> NoReturn:
             stream.reconfigure(
                 errors="backslashreplace"
             )  # a terminal of another encoding must not end a command
-    sys.exit(_run(sys.argv[1:]))
+    code = _run(sys.argv[1:])
+    if "opgraft.plugins.loading" in sys.modules:  # code of others may have run
+        importlib.import_module("opgraft.cli.ending").end_in_time(code)
+    sys.exit(code)
 
 
 def _open_standard_streams() -> None:

@@ -296,6 +296,7 @@ def answer(
     with set_config(config_from_fields(values), origin=COMMAND_LINE, file=settings_file):
         result = getattr(importlib.import_module(module), function)(*arguments)
     _write(reply_to, {"result": result})
+    os._exit(0)  # threads that plugins have started may go on for ever
 
 
 def _write(reply_to: int, data: Mapping[str, Any]) -> None:

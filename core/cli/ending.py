@@ -1,0 +1,90 @@
+"""The end of the command line, which no thread of a plugin holds up."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+import traceback
+from types import FrameType
+
+import click
+from opgraft.decision import Provider
+from opgraft.environment import PLUGINS_DISABLE
+from opgraft.plugins.discovery import discover
+from opgraft.state import host_state
+from opgraft.text import printable
+
+PATIENCE = 5.0
+"""Seconds that threads have to end by themselves after the answer."""
+
+
+def end_in_time(code: int) -> None:
+    """End the process with this exit code in ``PATIENCE`` seconds, if threads keep it from ending until then.
+
+    A line on stderr names each thread with its plugin. Call it when the answer was given.
+    """
+    threading.Thread(target=_end, args=(code,), name="opgraft-ending", daemon=True).start()
+
+
+def _end(code: int) -> None:
+    time.sleep(PATIENCE)
+    lines = [*map(_line_of, _threads()), *_line_of_exit()]
+    if not lines:
+        return
+    for line in lines:
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it
+            click.echo(printable(line), err=True)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)
+
+
+def _threads() -> list[threading.Thread]:
+    """Return the threads for whose end Python waits."""
+    return [
+        thread
+        for thread in threading.enumerate()
+        if not thread.daemon and thread is not threading.main_thread()
+    ]
+
+
+def _line_of(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)
+    provider = host_state().threads.get(thread) or _provider_of(frame)
+    return (
+        f"the thread {thread.name!r} {_whose(provider)} has not ended {PATIENCE:g} s after the answer, so this "
+        f"command ends without it: make it a daemon thread. {_advice(provider)}"
+    )
+
+
+def _line_of_exit() -> list[str]:
+    """Return a line about a function of a plugin that Python calls at exit and that does not return."""
+    provider = _provider_of(sys._current_frames().get(threading.main_thread().ident or 0))
+    if provider is None:
+        return []
+    return [
+        f"a function {_whose(provider)} that runs at exit has not returned {PATIENCE:g} s after the answer, so "
+        f"this command ends without it. {_advice(provider)}"
+    ]
+
+
+def _provider_of(frame: FrameType | None) -> Provider | None:
+    """Return the distribution of the innermost code of a plugin on a stack."""
+    plugins = {offer.module.partition(".")[0] for offer in discover().offers if not offer.built_in}
+    for each, _ in traceback.walk_stack(frame) if frame else ():
+        module = str(each.f_globals.get("__name__"))
+        if module.partition(".")[0] in plugins:
+            return discover().provider_of(module)
+    return None
+
+
+def _whose(provider: Provider | None) -> str:
+    return f"of {provider}" if provider else "of an unknown plugin"
+
+
+def _advice(provider: Provider | None) -> str:
+    return f"{PLUGINS_DISABLE}={provider.name if provider else '<name>'} goes without it."

@@ -1,0 +1,75 @@
+"""Threads and functions of plugins that would keep a command from ending after its answer."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from faults.process_rows import PLUGIN
+
+LIMIT = 60.0  # seconds, where a busy machine takes 20 for the answer and 5 for patience
+
+IMPORTS = "import atexit, threading, time\nfrom concurrent.futures import ThreadPoolExecutor\n"
+
+STARTS = "threading.Thread(target={}, name='acme poll').start()"
+
+OWN = "\ndef poll():\n    while True: time.sleep(0.1)\n"
+
+THREAD = "the thread 'acme poll' of acme 1.0 has not ended 5 s after the answer"
+
+ROWS: dict[str, tuple[str, str]] = {
+    "a thread of the import": (STARTS.format("lambda: time.sleep(3600)"), THREAD),
+    "a thread of a hook that waits for ever": (
+        f"{PLUGIN.format(STARTS.format('threading.Event().wait'))}",
+        THREAD,
+    ),
+    "a thread that another thread starts later": (
+        f"{OWN}threading.Timer(0.5, lambda: {STARTS.format('poll')}).start()",
+        THREAD,
+    ),
+    "a job in a pool": (
+        f"{OWN}pool = ThreadPoolExecutor(thread_name_prefix='acme')\npool.submit(poll)",
+        "the thread 'acme_0' of acme 1.0 has not ended 5 s after the answer",
+    ),
+    "a function at exit": (
+        f"{OWN}atexit.register(poll)",
+        "a function of acme 1.0 that runs at exit has not returned 5 s after the answer",
+    ),
+    "a pool that waits for jobs": ("pool = ThreadPoolExecutor()\npool.submit(time.time)", ""),
+    "a thread that ends soon": ("threading.Thread(target=time.sleep, args=(1,)).start()", ""),
+}
+"""By name: what a plugin does, and the beginning of the line that the command ends with."""
+
+ALWAYS = ("a thread of a hook that waits for ever", "a pool that waits for jobs")
+"""Rows of every run of the tests; each takes some seconds."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.faults) for name in ROWS],
+)
+def test_endings(cli, site, name: str) -> None:
+    """The answer is whole, the exit code that of the answer, and a line names thread and plugin."""
+    source, words = ROWS[name]
+    hook = "" if "opgraft_veto" in source else PLUGIN.format("pass")
+    site.plugin("acme", f"{IMPORTS}{source}\n{hook}")
+    began = time.monotonic()
+    ended = cli("ops", "explain", "SiluAndMul")
+    assert time.monotonic() - began < LIMIT
+    assert ended.returncode == 0, ended.stderr
+    assert "plugins: acme (1 of 1 installed plugins active)" in ended.stdout
+    assert len(ended.stderr.splitlines()) == bool(words), ended.stderr
+    assert ended.stderr.startswith(words)
+    if words:
+        assert ended.stderr.endswith(". OPGRAFT_PLUGINS_DISABLE=acme goes without it.\n")
+
+
+def test_the_doctor_tells_of_threads(cli, site) -> None:
+    """The doctor does not wait for a thread, and says who has started it."""
+    site.plugin("acme", f"{IMPORTS}{PLUGIN.format(STARTS.format('threading.Event().wait'))}")
+    ended = cli("plugins", "doctor")
+    assert ended.returncode == 0
+    assert (
+        "seen: acme 1.0: plugin acme changed the threads of this process, which waits for "
+        "'acme poll' to end in its hook opgraft_veto"
+    ) in ended.stdout
