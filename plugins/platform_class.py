@@ -59,7 +59,8 @@ def _loaded(offer: Offer) -> tuple[Platform, OpgraftConfig]:
             platform = spec.load_class()()
             if not isinstance(platform, Platform):
                 raise TypeError(f"it is a {type(platform).__name__}, expected an opgraft.Platform")
-            keep_properties(platform)
+            if not offer.built_in:
+                keep_properties(platform)
             if platform.name != offer.name:
                 raise TypeError(
                     f"it calls itself {platform.name!r}, its entry point is {offer.name!r}"

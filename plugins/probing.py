@@ -10,7 +10,7 @@ import importlib
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,17 @@ from opgraft.machine.evidence import Evidence
 from opgraft.machine.machine import Machine, mapped, masked
 from opgraft.platform import PlatformSpec
 from opgraft.plugins.discovery import PLATFORM_BRIDGES, PLATFORM_GROUP, Offer
+from opgraft.plugins.watching import told_when_late
 from opgraft.text import described, shortened
 
 TIME_LIMIT = 10.0  # seconds
 
 _CHILD = "from opgraft.plugins.probing import answer; answer(reply_to, data, *sys.argv[3:])"
+
+_AT_ONCE = 32
+"""The most probes that run at the same time."""
+
+_FILES = 12  # that this process has to open for one of them, at most
 
 _ANSWERING = threading.Event()
 """Set in a child process that runs a probe, which must not start children of its own."""
@@ -56,6 +62,58 @@ def ask(offer: Offer, machine: Machine, time_limit: float = TIME_LIMIT) -> Evide
             "PlatformSpec must not use opgraft.current_platform() or construct ops when it is imported"
         )
     return _ask_child(offer, machine, time_limit)
+
+
+def ask_all(offers: Sequence[Offer], machine: Machine) -> list[Evidence | Exception]:
+    """Ask the probes of several platforms, those of others at the same time, so that the slowest is waited for.
+
+    Returns for each offer, in their order, the evidence or the error that ``ask`` raised.
+    """
+    answers: dict[Offer, Evidence | Exception] = {}
+
+    def ask_some(waiting: list[Offer]) -> None:
+        while waiting:
+            offer = waiting.pop(0)
+            try:
+                answers[offer] = ask(offer, machine)
+            except Exception as error:
+                answers[offer] = error
+
+    waiting = [offer for offer in offers if not offer.built_in]
+    threads = [
+        # Daemons, as who interrupts this process does not wait for them.
+        threading.Thread(target=ask_some, args=(waiting,), name="opgraft-probing", daemon=True)
+        for _ in range(min(len(waiting), _most_at_once()) - 1)
+    ]
+    started = list(map(_started, threads))
+    ask_some([offer for offer in offers if offer.built_in])
+    ask_some(waiting)
+    for thread in filter(None, started):
+        thread.join()
+    return [answers[offer] for offer in offers]
+
+
+def _started(thread: threading.Thread) -> threading.Thread | None:
+    """Start a thread; returns ``None`` where this process may start no more."""
+    try:
+        thread.start()
+    except RuntimeError:
+        return None
+    return thread
+
+
+def _most_at_once() -> int:
+    """Return the number of probes that may run at the same time, given the files that this process may still open."""
+    import resource  # which nobody needs who has no other platforms
+
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if most == resource.RLIM_INFINITY:
+        return _AT_ONCE
+    try:
+        opened = len(os.listdir("/proc/self/fd"))
+    except OSError:  # this system does not tell, or no file can be opened any more
+        opened = _FILES
+    return max(1, min(_AT_ONCE, (most - opened) // _FILES))
 
 
 def run_probe(offer: Offer, machine: Machine) -> Evidence:
@@ -114,7 +172,9 @@ def _ask_child(offer: Offer, machine: Machine, time_limit: float) -> Evidence:
     try:
         bridge = offer.bridge.value if offer.bridge else ""
         arguments = (offer.name, offer.value, str(machine.root), bridge)
-        reply = child.ask_child(_CHILD, arguments, machine.to_dict(), time_limit)
+        what = f"the probe of platform {offer.name!r} of {offer.provider}"
+        with told_when_late(what, offer.provider, time_limit):
+            reply = child.ask_child(_CHILD, arguments, machine.to_dict(), time_limit)
         if "failure" in reply:
             raise ProbeFailed(masked(reply["failure"], private))
         asked = set(reply.pop("asked"))

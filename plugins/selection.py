@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from opgraft.config import Settings
@@ -16,7 +16,7 @@ from opgraft.machine.machine import Machine
 from opgraft.platform import Platform, PlatformSpec
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer, discover
 from opgraft.plugins.platform_class import load_platform, report
-from opgraft.plugins.probing import ProbeFailed, ask
+from opgraft.plugins.probing import ProbeFailed, ask_all
 from opgraft.plugins.requirements import (
     FAULTS,
     QUARANTINED,
@@ -109,12 +109,7 @@ def decide_platform(
             f"{close_matches(wanted, names)} Install its plugin, or unset it to have the platform detected."
         )
     broken = {offer.name: reason for offer, reason in unloadable}
-    asked = [
-        _Asked(o, None, broken[o.name], failed=True)
-        if o.name in broken
-        else _ask(o, settings, machine)
-        for o in offers
-    ]
+    asked = _ask_each(offers, broken, settings, machine)
     if config.strict:
         _raise_first_failure(asked)
     winner, reason = _winner(asked, settings)
@@ -126,25 +121,54 @@ def decide_platform(
     return winner.offer, Decision("platform", winner.offer.name, reason, candidates, setting)
 
 
-def _ask(offer: Offer, settings: Settings, machine: Machine) -> _Asked:
+def _ask_each(
+    offers: Sequence[Offer], broken: Mapping[str, str], settings: Settings, machine: Machine
+) -> list[_Asked]:
+    """Ask the probes of all offers but those that a setting, their requirements or their past speak against.
+
+    ``broken`` has the names of offers that cannot be used, with the reasons.
+    """
+    unasked = {
+        offer: _Asked(offer, None, broken[offer.name], failed=True)
+        if offer.name in broken
+        else _passed_over(offer, settings)
+        for offer in offers
+    }
+    asked = [offer for offer in offers if unasked[offer] is None]
+    answers = dict(zip(asked, ask_all(asked, machine), strict=True))
+    return [unasked[offer] or _answered(offer, answers[offer], settings) for offer in offers]
+
+
+def _passed_over(offer: Offer, settings: Settings) -> _Asked | None:
+    """Return an offer whose probe is not asked, with the reason; ``None`` if the probe is to be asked."""
     config = settings.config
     if config.platform is not None and offer.name != config.platform:
         return _Asked(offer, None, f"{NOT_PROBED}platform {config.platform!r} was asked for")
     refused = objection(offer, settings)
-    if refused:
-        failed = refused.startswith(FAULTS)
-        if failed and offer.name != config.platform and not config.strict:
-            report(_left_out(offer, refused, 4 if refused.startswith(QUARANTINED) else 1))
-        return _Asked(offer, None, refused, failed)
-    try:
-        evidence = ask(offer, machine)
-    except ProbeFailed as failure:
-        if offer.name != config.platform and not config.strict:
-            report(
-                _left_out(offer, str(failure), 4 if quarantined(offer.provider) else 1)
-            )  # for what it has done now
-        return _Asked(offer, None, str(failure), failed=True)
-    return _Asked(offer, evidence, evidence.reason)
+    if not refused:
+        return None
+    failed = refused.startswith(FAULTS)
+    if failed and offer.name != config.platform and not config.strict:
+        report(_left_out(offer, refused, 4 if refused.startswith(QUARANTINED) else 1))
+    return _Asked(offer, None, refused, failed)
+
+
+def _answered(offer: Offer, answer: Evidence | Exception, settings: Settings) -> _Asked:
+    """Return an offer with the answer of its probe.
+
+    Raises:
+        OpgraftError: the probe may not be asked here.
+    """
+    config = settings.config
+    if isinstance(answer, Evidence):
+        return _Asked(offer, answer, answer.reason)
+    if not isinstance(answer, ProbeFailed):
+        raise answer
+    if offer.name != config.platform and not config.strict:
+        # In quarantine for what it has done now.
+        exit_code = 4 if quarantined(offer.provider) else 1
+        report(_left_out(offer, str(answer), exit_code))
+    return _Asked(offer, None, str(answer), failed=True)
 
 
 def _left_out(offer: Offer, why: str, exit_code: int) -> Finding:

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
@@ -111,10 +111,10 @@ class _Late:
             self.steps.append(step)
             if self.thread is None:
                 # A daemon, as no process waits for it.
-                self.thread = threading.Thread(
-                    target=self._look, name="opgraft-watching", daemon=True
-                )
-                self.thread.start()
+                thread = threading.Thread(target=self._look, name="opgraft-watching", daemon=True)
+                with suppress(RuntimeError):  # this process may start no thread: nobody is told
+                    thread.start()
+                    self.thread = thread
 
     def end(self, step: _Step) -> None:
         with self.lock:

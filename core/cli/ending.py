@@ -26,7 +26,9 @@ def end_in_time(code: int) -> None:
 
     A line on stderr names each thread with its plugin. Call it when the answer was given.
     """
-    threading.Thread(target=_end, args=(code,), name="opgraft-ending", daemon=True).start()
+    thread = threading.Thread(target=_end, args=(code,), name="opgraft-ending", daemon=True)
+    with contextlib.suppress(RuntimeError):  # this process may start no thread
+        thread.start()
 
 
 def _end(code: int) -> None:

@@ -122,8 +122,7 @@ def run_child(
         ChildError: it could not be started.
     """
     handed_over = json.dumps(data).encode()
-    read_end, write_end = os.pipe()
-    life, ours = os.pipe()
+    (read_end, write_end), (life, ours) = _pipes(2)
     try:
         child = _start(code, arguments, environ, (write_end, life))
     except (OSError, ValueError, TypeError) as error:
@@ -147,11 +146,30 @@ def run_child(
             # Before its pipes close, which would end it otherwise.
             status = _wait(child, 0.0 if watch.exceeded else deadline.left())
             starved = status is None and not watch.exceeded and deadline.starved(child.pid)
+    except OSError as error:  # such as of a process that may not open any more files
+        raise ChildError(f"the child process cannot be heard: {error}") from error
     finally:  # after an interrupt from the keyboard too, which does not reach a child in a session of its own
         os.close(ours)
         _kill(child)
     texts = (answer.decode(errors="replace"), printed.decode(errors="replace"))
     return Ended(status, *texts, watch.exceeded, starved)
+
+
+def _pipes(count: int) -> list[tuple[int, int]]:
+    """Open pipes.
+
+    Raises:
+        ChildError: this process may not open so many files.
+    """
+    pipes: list[tuple[int, int]] = []
+    try:
+        for _ in range(count):
+            pipes.append(os.pipe())
+    except OSError as error:
+        for end in (end for pipe in pipes for end in pipe):
+            os.close(end)
+        raise ChildError(f"no child process could be started: {error}") from error
+    return pipes
 
 
 def _start(

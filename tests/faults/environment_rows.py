@@ -83,6 +83,16 @@ LIMITS = {
         },
     ),
     "few files": ("ulimit -n 24; {}", {"detect --all": (0, PROBED), "plugins list": (0, "acme")}),
+    "hardly any file": (
+        "ulimit -n 9; {}",
+        {
+            "detect --all": (
+                0,
+                "no child process could be started: [Errno 24] Too many open files",
+            ),
+            "plugins list": (0, "acme"),
+        },
+    ),
     "no file of any size": (
         "ulimit -f 0; {}",
         {

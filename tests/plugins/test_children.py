@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from machines.build import Tree, build
+from opgraft.errors import ChildError
 from opgraft.machine.child import ask_child, run_child
 from opgraft.machine.machine import RECORD, Machine
 
@@ -319,3 +321,28 @@ def test_of_what_is_heard_the_last_line_is_kept() -> None:
     ended = run_child(code, heard=heard.append)
     assert (ended.status, ended.reply) == (0, "the last line\n")
     assert sum(map(len, heard)) == 3 * (2**23 + 1) + len(ended.reply)
+
+
+NEEDED = 10
+"""Files that a process has to open to ask a child, at most."""
+
+
+@pytest.mark.parametrize("left", range(12))
+def test_a_process_that_may_open_few_files(left: int) -> None:
+    """A child is asked, or an error says why it cannot be; no file stays open."""
+    opened = sorted(map(int, os.listdir("/proc/self/fd")))[:-1]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = (number for number in itertools.count() if number not in opened)
+    limit = next(itertools.islice(free, left, None))
+    failed = ""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        assert ask_child("open(reply_to, 'w').write('3')") == 3
+    except ChildError as error:
+        failed = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert bool(failed) <= (left < NEEDED)
+    assert bool(failed) >= (left < NEEDED - 4)
+    assert not failed or "Too many open files" in failed
+    assert sorted(map(int, os.listdir("/proc/self/fd")))[:-1] == opened

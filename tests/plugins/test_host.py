@@ -189,7 +189,7 @@ def test_strict_mode_and_a_plugin_asked_for_by_name_raise(
 
 def test_an_interrupt_is_not_swallowed(site) -> None:
     """Ctrl-C while a plugin loads ends the load, and leaves nothing behind."""
-    site.plugin("acme", GOOD + "    raise KeyboardInterrupt\n")
+    site.plugin("acme", GOOD + "    import signal; signal.raise_signal(signal.SIGINT)\n")
     with pytest.raises(KeyboardInterrupt):
         load_plugins()
     assert host_state().active == []

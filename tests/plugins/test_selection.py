@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import resource
 import time
 from pathlib import Path
 
@@ -305,3 +307,29 @@ def test_an_entry_point_that_names_what_is_not_there(site) -> None:
     )
     assert "did you mean 'SPEC'?" in finding.message
     assert "importlib_metadata" not in finding.message
+
+
+def test_probes_run_at_the_same_time(site) -> None:
+    """The slowest probe is the limit, and every candidate stands in its place with its own reason."""
+    names = [f"acme{number}" for number in range(6)]
+    for name in names:
+        site.platform(name, probe=f"import time; time.sleep(3); return Evidence(False, '{name}')")
+    began = time.monotonic()
+    found = rows()
+    assert time.monotonic() - began < 12  # one after another they would take more than 18 s
+    assert [name for name in found if name in names] == names
+    assert [found[name] for name in names] == [(False, name) for name in names]
+
+
+def test_probes_with_few_files(site) -> None:
+    """As many probes run at the same time as this process may open files for; none fails for another one."""
+    for number in range(4):
+        site.platform(f"acme{number}", probe=ABSENT)
+    opened = len(os.listdir("/proc/self/fd"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 14, hard))
+    try:
+        found = rows()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert {found[f"acme{number}"] for number in range(4)} == {(False, "no device")}
