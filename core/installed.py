@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import importlib_metadata
 from opgraft.files import read_regular
 
 LARGEST = 1 << 22
 """Bytes of a file of metadata."""
+
+_ORIGIN = "direct_url.json"
+"""Written by an installer for what comes from a folder or a URL, and not from an index."""
 
 _FILES = ("METADATA", "PKG-INFO")
 _VERSION = re.compile(rb"^Version:[ \t]*(\S+)", re.M)
@@ -30,3 +35,20 @@ def version_of(name: str) -> str | None:
             continue
         return version[1].decode(errors="replace") if version else None
     return None
+
+
+def source_of(name: str) -> str:
+    """Return what pip installs a distribution from again: a folder, a URL, or its name if an index had it.
+
+    For a commit of a repository, the URL is like ``git+https://host/project.git@commit``.
+    """
+    found = next(iter(importlib_metadata.distributions(name=name)), None)
+    text = found.read_text(_ORIGIN) if found else None
+    if text is None:
+        return name
+    origin = json.loads(text)
+    url: str = origin["url"]
+    if "vcs_info" in origin:
+        return f"{origin['vcs_info']['vcs']}+{url}@{origin['vcs_info']['commit_id']}"
+    parts = urlsplit(url)
+    return unquote(parts.path) if parts.scheme == "file" else url

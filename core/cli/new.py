@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 from collections.abc import Mapping
@@ -11,11 +12,14 @@ from pathlib import Path
 import click
 from opgraft.cli.output import json_option, print_json, print_wrapped
 from opgraft.errors import InputError
+from opgraft.installed import source_of
 from opgraft.plugins.discovery import discover
 
 _TEMPLATE = (
     Path(__file__).resolve().parents[1] / "template"
 )  # links, as of editable installs, copier refuses
+_URL = re.compile(r"(opgraft\s*@\s*)?[a-z][a-z0-9+.-]*://\S+$")
+_ARCHIVES = (".whl", ".gz", ".zip")
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 
 
@@ -36,14 +40,29 @@ _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
     show_default=True,
     help="The folder that gets the plugin's.",
 )
+@click.option(
+    "--opgraft",
+    "source",
+    metavar="SOURCE",
+    help="A URL or a path from which README and CI of the plugin install opgraft. "
+    "[default: where this opgraft was installed from]",
+)
 @json_option
-def command(name: str | None, from_vllm: Path | None, output: Path, as_json: bool) -> None:
+def command(
+    name: str | None,
+    from_vllm: Path | None,
+    output: Path,
+    source: str | None,
+    as_json: bool,
+) -> None:
     """Make the folder opgraft-NAME with a plugin: a platform, two kernels, tests, CI.
 
     NAME is that of a device or a collection of kernels, such as acme-x1. The plugin works before a line is changed, on
     a simulated device. A plugin of vLLM that is ported has the name of its entry point, unless another is given.
     """
     if from_vllm is not None:
+        if source is not None:
+            raise click.UsageError("--opgraft is for a new plugin: leave it out with --from-vllm")
         _port(from_vllm, name, output, as_json)
         return
     if name is None:
@@ -51,12 +70,35 @@ def command(name: str | None, from_vllm: Path | None, output: Path, as_json: boo
             "a new plugin needs a NAME; one of vLLM is ported by --from-vllm PATH"
         )
     folder = _folder(output, _named(name))
-    files = _render(name, folder)
+    source = source_of("opgraft") if source is None else _checked(source)
+    files = _render(name, folder, source)
     if as_json:
         print_json("opgraft.new/1", {"folder": str(folder), "files": files})
         return
     print_wrapped(f"written: {folder} ({len(files)} files)")
     print_wrapped(f"next: cd {folder} && pip install -e '.[test]' && pytest --opgraft-brief")
+    if os.path.isabs(source):
+        print_wrapped(
+            f"its CI installs opgraft from {source}, which only this machine can read: set OPGRAFT "
+            f"in .github/workflows/ci.yml to a URL, or give --opgraft URL"
+        )
+
+
+def _checked(source: str) -> str:
+    """Return what pip installs opgraft from: a URL as it is, or the whole path of a folder or an archive.
+
+    Raises:
+        InputError: the path has no distribution.
+    """
+    if _URL.match(source):
+        return source
+    path = Path(source).expanduser().absolute()
+    if (path / "pyproject.toml").is_file() or (path.is_file() and path.suffix in _ARCHIVES):
+        return str(path)
+    raise InputError(
+        f"--opgraft {source!r} is neither a URL nor a folder with a pyproject.toml nor an archive: "
+        "give a checkout of opgraft, a wheel, or a URL such as git+https://host/opgraft.git"
+    )
 
 
 def _folder(output: Path, name: str) -> Path:
@@ -141,8 +183,8 @@ def _spelled(name: str) -> str:
     return name
 
 
-def _render(name: str, folder: Path) -> list[str]:
-    """Write the files of a plugin and return their paths below the folder.
+def _render(name: str, folder: Path, source: str) -> list[str]:
+    """Write the files of a plugin, which installs opgraft from ``source``; return their paths below the folder.
 
     Raises:
         InputError: copier is not installed, or the folder cannot be written.
@@ -154,7 +196,8 @@ def _render(name: str, folder: Path) -> list[str]:
             f"a plugin cannot be made ({error}): pip install 'opgraft[new]'"
         ) from error
     try:
-        copier.run_copy(str(_TEMPLATE), folder, data={"name": name}, defaults=True, quiet=True)
+        data = {"name": name, "source": source}
+        copier.run_copy(str(_TEMPLATE), folder, data=data, defaults=True, quiet=True)
     except OSError as error:
         raise InputError(f"{folder} cannot be written: {error.strerror}") from error
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())

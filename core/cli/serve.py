@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
+from opgraft.binding.idle_plugins import idle_plugins
 from opgraft.cli.output import COMMAND_LINE, SettingsCommand, echo, with_settings
 from opgraft.config import OpgraftConfig, set_config
 from opgraft.errors import InputError
@@ -105,6 +106,8 @@ def _show(service: Service, url: str) -> None:
     echo(f"model     {printable(service.name)}")
     echo(f"platform  {current_platform().name}")
     echo(f"kernels   {service.kernels}")
+    for idle in idle_plugins():
+        echo(f"unused    {idle}")
     echo(f"cache     {service.capacity()}")
     echo(f"url       {url}/v1")
     sys.stdout.flush()

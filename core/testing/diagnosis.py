@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from opgraft.binding.functional import FUNCTIONALS, Functional
-from opgraft.binding.kernels import Kernel, declared_kernels
+from opgraft.binding.idle_plugins import IdlePlugin, idle_plugins
+from opgraft.binding.kernels import Kernel, KernelChoice, declared_kernels
 from opgraft.binding.marks import CHECK_RAISED, SWITCH_RAISED
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.binding.specialisation import Binding, bind
@@ -102,10 +103,24 @@ def conflicts() -> Iterator[Finding]:
             yield Finding(str(error), exit_code=error.exit_code, others=rivals)
 
 
+def without_kernels() -> Iterator[Finding]:
+    """Find plugins with several kernels, none of which can run here: one finding, as one cause is likely."""
+    for idle in _idle_plugins().values():
+        yield Finding(str(idle), idle.provider, idle.replacements[0].location)
+
+
+def _idle_plugins() -> dict[str, IdlePlugin]:
+    """Return the plugins without a kernel, by name. A plugin with one op has a more exact finding of its own."""
+    return {idle.name: idle for idle in idle_plugins() if len(idle.replacements) > 1}
+
+
 def never_used() -> Iterator[Finding]:
     """Find active replacements that constructing their target does not yield here, unless a setting says so."""
     wanted = host_state().settings().config.providers or {}
+    idle = _idle_plugins()
     for replacement, choice in _chosen():
+        if replacement.plugin in idle and dict(choice.rows)[replacement]:
+            continue  # without_kernels() tells
         if choice.winner is not replacement and choice.op_name not in wanted:
             row = next(c for c in choice.decision.candidates if c.location == replacement.location)
             message = f"{row.name} at {row.location} ({row.provider}) is never used: {row.reason}"
@@ -114,29 +129,36 @@ def never_used() -> Iterator[Finding]:
 
 def never_fire() -> Iterator[Finding]:
     """Find kernels that a ``forward`` hides, and replacements that are constructed here and have none that can run."""
+    idle = _idle_plugins()
     for replacement, binding in _bound():
-        kernel, target = binding.kernel, _target(replacement)
-        own = [
-            k
-            for k in declared_kernels(replacement.cls, DISPATCH_KEYS)
-            if k.owner not in target.__mro__
-        ]
-        for each in own:
-            hiding = hidden_by(each, own)
-            if hiding:
-                message = f"{each} can never run: {hiding} of that op hides it"
-                yield Finding(message, replacement.provider, each.location)
-        lacking = [f"{each}: {why}" for each, why in kernel.missing if each in own]
-        if (
-            binding.replacement.winner is replacement
-            and kernel.enabled
-            and lacking
-            and kernel.winner not in own
-        ):
-            message = f"{replacement.cls.__qualname__} has no kernel that can run here, so {kernel.winner} does"
-            yield Finding(
-                f"{message}: {'; '.join(lacking)}", replacement.provider, replacement.location
-            )
+        target = _target(replacement)
+        declared = declared_kernels(replacement.cls, DISPATCH_KEYS)
+        own = [kernel for kernel in declared if kernel.owner not in target.__mro__]
+        yield from _hidden(replacement, own)
+        if replacement.plugin not in idle and binding.replacement.winner is replacement:
+            yield from _lacking(replacement, binding.kernel, own)
+
+
+def _hidden(replacement: Replacement, own: list[Kernel]) -> Iterator[Finding]:
+    for kernel in own:
+        hiding = hidden_by(kernel, own)
+        if hiding:
+            message = f"{kernel} can never run: {hiding} of that op hides it"
+            yield Finding(message, replacement.provider, kernel.location)
+
+
+def _lacking(
+    replacement: Replacement, choice: KernelChoice, own: list[Kernel]
+) -> Iterator[Finding]:
+    if not choice.enabled or choice.winner in own:
+        return
+    lacking = "; ".join(f"{kernel}: {why}" for kernel, why in choice.missing if kernel in own)
+    if lacking:
+        message = (
+            f"{replacement.cls.__qualname__} has no kernel that can run here, so {choice.winner} "
+            f"does: {lacking}"
+        )
+        yield Finding(message, replacement.provider, replacement.location)
 
 
 def broken_needs() -> Iterator[Finding]:
@@ -313,6 +335,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     forgotten_marks,
     unknown_device_type,
     conflicts,
+    without_kernels,
     never_used,
     never_fire,
     broken_needs,

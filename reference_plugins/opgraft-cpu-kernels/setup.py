@@ -23,7 +23,8 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("src/opgraft_cpu_kernels/csrc")
-COMPILE = ["-std=c++17", "-fPIC", "-fno-math-errno", "-fvisibility=hidden"]
+# The first error says what is wrong. Those that follow from it would take minutes and hide it.
+COMPILE = ["-fPIC", "-fno-math-errno", "-fvisibility=hidden", "-Wfatal-errors"]
 # Kernels need all that a compiler can do. What is around them gains nothing by it, and those for a CPU without vectors
 # are there to be right.
 KERNELS, OTHERS = "-O3", "-O2"
@@ -34,28 +35,35 @@ OPENMP = ["-fopenmp"]
 # few enough that a change compiles little of what is left as it was, and that two processors have as much to do.
 TORCH_AT_ONCE = 8
 TIME_LIMIT = 1800
+# How compilers and linkers begin to say what is wrong. Lines before it name the files on the way there.
+FAULT = re.compile(r"error:|undefined reference|undefined symbols|cannot find", re.IGNORECASE)
 
 
 class UnavailableError(Exception):
     """The library cannot be built here; the message says why."""
 
 
-def compiler() -> list[str]:
-    """Return the command of the C++ compiler, which is tried on an empty program.
+def compiler(standard: list[str]) -> list[str]:
+    """Return the command of the C++ compiler, after a trial on an empty program.
+
+    Args:
+        standard: the option for the C++ standard that the trial asks for.
 
     Raises:
-        UnavailableError: there is none, or it does not compile.
+        UnavailableError: the compiler is missing, fails, or does not know the standard.
     """
     command = words("CXX") or ["g++"]
     if not shutil.which(command[0]):
         raise UnavailableError(
             f"the C++ compiler {command[0]} was not found; install g++, or name one by CXX"
         )
+    wanted = " ".join(standard)
     try:
-        run([*command, "-std=c++17", "-x", "c++", "-fsyntax-only", "-"], b"#include <new>\n")
+        run([*command, *standard, "-x", "c++", "-fsyntax-only", "-"], b"#include <new>\n")
     except UnavailableError as error:
         raise UnavailableError(
-            f"the C++ compiler does not compile an empty program: {error}"
+            f"the C++ compiler does not compile an empty program with {wanted}, as torch's headers "
+            f"need: {error}; install a newer g++, or name one by CXX"
         ) from error
     return command
 
@@ -91,12 +99,30 @@ def torch_folder() -> Path:
 
 
 def version_of(torch: Path) -> str:
+    """Return the version of the torch in that folder.
+
+    Raises:
+        UnavailableError: torch does not say it.
+    """
     match = re.search(
         r"__version__ = '([^']+)'", (torch / "version.py").read_text(encoding="utf-8")
     )
     if not match:
         raise UnavailableError(f"{torch / 'version.py'} names no version")
     return match.group(1)
+
+
+def standard_of(torch: Path) -> list[str]:
+    """Return the option for the C++ standard that the headers of this torch need.
+
+    Torch compiles extensions by ``torch/utils/cpp_extension.py``, which names the standard. The check in the headers
+    themselves lags behind: those of torch 2.14 ask for C++17 and use names of C++20.
+    """
+    builder = torch / "utils" / "cpp_extension.py"
+    named = re.findall(r"-std=c\+\+(\d+)", builder.read_text(encoding="utf-8"))
+    if not named:
+        return []  # whatever the compiler takes for granted
+    return [f"-std=c++{max(named, key=int)}"]
 
 
 def compile_library(target: Path, objects: Path) -> str:
@@ -107,7 +133,9 @@ def compile_library(target: Path, objects: Path) -> str:
     """
     if os.name != "posix":
         raise UnavailableError("the kernels are built on Linux and macOS only")
-    command, torch = compiler(), torch_folder()
+    torch = torch_folder()
+    standard = standard_of(torch)
+    command = compiler(standard)
     includes = [
         argument
         for name in ("include", "include/torch/csrc/api/include")
@@ -121,7 +149,7 @@ def compile_library(target: Path, objects: Path) -> str:
         name = sources[0].stem
         level = KERNELS if name.startswith("path_") and name != "path_scalar" else OTHERS
         text = "".join(f'#include "{source}"\n' for source in sources)
-        options = [*COMPILE, level, *OPENMP, *includes, *more]
+        options = [*standard, *COMPILE, level, *OPENMP, *includes, *more]
         run([*command, *options, "-c", "-x", "c++", "-", "-o", made], text.encode())
         return made
 
@@ -154,18 +182,27 @@ def translation_units() -> list[list[Path]]:
 
 
 def run(command: list[str], text: bytes = b"") -> None:
+    """Run a compiler.
+
+    Raises:
+        UnavailableError: the compiler fails; the message has its first error.
+    """
+    english = {**os.environ, "LC_ALL": "C"}  # the words by which an error is found
     try:
         result = subprocess.run(  # noqa: S603
-            command, input=text, capture_output=True, check=False, timeout=TIME_LIMIT
+            command, input=text, capture_output=True, check=False, timeout=TIME_LIMIT, env=english
         )
     except (subprocess.TimeoutExpired, OSError) as error:
         raise UnavailableError(f"{command[0]} failed: {error}") from error
     if result.returncode:
-        raise UnavailableError(f"{command[0]} failed: {last_lines(result.stderr)}")
+        said = first_error(result.stderr) or f"exit status {result.returncode}"
+        raise UnavailableError(f"{command[0]} failed: {said}")
 
 
-def last_lines(output: bytes) -> str:
-    return "\n".join(output.decode(errors="replace").strip().splitlines()[-5:])
+def first_error(output: bytes) -> str:
+    """Return the line of a compiler's output that has the first error, or all lines if none has one."""
+    lines = output.decode(errors="replace").strip().splitlines()
+    return next((line.strip() for line in lines if FAULT.search(line)), "\n".join(lines))
 
 
 class BuildLibrary(build_ext):

@@ -73,6 +73,72 @@ def test_plugins_without_numpy(cold_cli, site) -> None:
     assert cold_cli("ops", "explain", "rms_norm").stderr == ""
 
 
+LACKING = (
+    HEAD
+    + """
+@opgraft.needs(lambda: {norm})
+def norm(self, x, residual=None):
+    return x
+
+@opgraft.needs(lambda: {gate})
+def gate(self, x):
+    return x
+
+class Norm(RMSNorm):
+    forward_oot = norm
+
+class Gate(SiluAndMul):
+    forward_oot = gate
+
+@opgraft.hookimpl
+def opgraft_register_ops():
+    RMSNorm.register_oot(Norm, when={when})
+    SiluAndMul.register_oot(Gate)
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("fill", "said"),
+    [
+        (
+            {"norm": "'no driver'", "gate": "'no driver'", "when": None},
+            "Norm.forward_oot, Gate.forward_oot: no driver",
+        ),
+        (
+            {"norm": "'no driver'", "gate": "'too old'", "when": None},
+            "Norm.forward_oot: no driver; Gate.forward_oot: too old",
+        ),
+        (
+            {"norm": "None", "gate": "'no driver'", "when": "lambda platform: False"},
+            "Norm.forward_oot: its when= condition is false here; Gate.forward_oot: no driver",
+        ),
+    ],
+)
+def test_a_plugin_without_a_kernel_is_one_finding(
+    cli, site, causal_folder: Path, fill: dict[str, str], said: str
+) -> None:
+    """Doctor has one finding, and 'run' one line, for a plugin whose kernels all lack something."""
+    site.plugin("acme", LACKING.format(**fill))
+    message = f"plugin acme (acme 1.0) has no kernel that can run here: {said}"
+    code, (finding,) = doctor(cli)
+    assert (code, finding["message"]) == (1, message)
+    assert finding["location"] == line_of(site.folder / "acme.py", "class Norm")
+    if fill["when"]:  # what 'run' prints is the same text
+        ran = cli("run", str(causal_folder), "the cat", "--max-tokens", "1", "--compare")
+        assert ran.returncode == 0, ran.stderr
+        assert ran.stderr.splitlines().count(message) == 1
+
+
+def test_a_plugin_with_some_kernels(cli, site, causal_folder: Path) -> None:
+    """If one kernel can run, the finding is that of the other, and 'run' prints nothing of it."""
+    site.plugin("acme", LACKING.format(norm="None", gate="'no driver'", when=None))
+    _, (finding,) = doctor(cli)
+    assert finding["message"].startswith("Gate has no kernel that can run here")
+    ran = cli("run", str(causal_folder), "the cat", "--max-tokens", "1")
+    assert "no kernel" not in ran.stderr
+
+
 @pytest.mark.parametrize("name", ["opgraft_veto", "opgraft_vetoes"])
 def test_a_forgotten_hookimpl(site, name: str) -> None:
     """A function that is named as a hook and not marked is named with file and line; marked ones are not."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import tomllib
 import yaml
+from opgraft.installed import source_of
 from opgraft.version import __version__
 from packaging.requirements import Requirement
 
@@ -30,6 +32,7 @@ def test_what_is_made_passes_its_own_linters(cli: Any, tmp_path: Path, name: str
     assert ".github/workflows/ci.yml" in files
     for path, text in files.items():
         assert "{{" not in text.replace("${{ matrix.python }}", ""), path
+        assert "raw %}" not in text, path
         assert "{%" not in text, path
         assert text.endswith("\n") or not text, path
     for command in (("check",), ("format", "--check")):
@@ -54,6 +57,62 @@ def ci_commands(workflow: str) -> list[str]:
     commands = [step["run"] for step in job["steps"] if "run" in step]
     assert commands[-2:] == ["ruff check . && ruff format --check .", "pytest"]
     return commands
+
+
+def made(cli: Any, folder: Path, *options: str) -> tuple[str, str, str]:
+    """The source of opgraft in the CI of a new plugin, the first line of its README that installs, and the output."""
+    told = cli("new", "acme", "--output", str(folder), *options)
+    assert told.returncode == 0, told.stderr
+    plugin = folder / "opgraft-acme"
+    workflow = (plugin / ".github/workflows/ci.yml").read_text()
+    assert ci_commands(workflow)[1] == 'pip install "$OPGRAFT"'
+    readme = (plugin / "README.md").read_text()
+    assert "pypi.org" not in readme
+    installing = next(line for line in readme.splitlines() if "pip install" in line)
+    return yaml.safe_load(workflow)["env"]["OPGRAFT"], installing, told.stdout
+
+
+URL = "git+https://git.example/a b/opgraft.git@v1"
+
+
+def test_opgraft_is_installed_from_where_the_author_says(cli: Any, tmp_path: Path) -> None:
+    """CI and README install opgraft from the given URL or path. No index has opgraft yet."""
+    for index, url in enumerate((URL.replace(" ", "%20"), "opgraft @ https://x.example/o.whl")):
+        source, installing, told = made(cli, tmp_path / str(index), "--opgraft", url)
+        assert source == url
+        assert shlex.split(installing)[1:] == ["pip", "install", url]
+        assert "its CI" not in told
+    checkout = tmp_path / "a checkout"
+    checkout.mkdir()
+    (checkout / "pyproject.toml").write_text("")
+    source, installing, told = made(cli, tmp_path, "--opgraft", "a checkout")
+    assert source == str(checkout)
+    assert shlex.split(installing)[1:] == ["pip", "install", str(checkout)]
+    assert "which only this machine can read" in " ".join(told.split())
+    for wrong in ("nowhere", str(tmp_path), URL):
+        told = cli("new", "brix", "--opgraft", wrong)
+        assert (told.returncode, "neither a URL nor a folder" in told.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("origin", "source"),
+    [
+        (None, "opgraft-twin"),
+        ({"url": "file:///home/a%20b/opgraft", "dir_info": {}}, "/home/a b/opgraft"),
+        ({"url": "https://x.example/o.whl", "archive_info": {}}, "https://x.example/o.whl"),
+        (
+            {"url": "https://x.example/o.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}},
+            "git+https://x.example/o.git@abc",
+        ),
+    ],
+)
+def test_the_source_of_a_distribution(site: Any, origin: Any, source: str) -> None:
+    """Without --opgraft the source is the one that the installer has recorded."""
+    site.install("opgraft-twin", {}, {})
+    if origin is not None:
+        [info] = site.folder.glob("*.dist-info")
+        (info / "direct_url.json").write_text(json.dumps(origin))
+    assert source_of("opgraft-twin") == source
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -147,6 +148,59 @@ def test_without_a_compiler(python: Python, tmp_path: Path, compiler: str, reaso
     code = "import torch; from opgraft import ops, functional; x = torch.ones(2, 4); functional.silu(ops.RMSNorm(4)(x))"
     ran = python("-c", code, site=tmp_path / "site")
     assert ran.returncode == 0, ran.stderr
+
+
+def test_a_build_that_fails_is_one_finding(python: Python, tmp_path: Path) -> None:
+    """The finding shows the first error of the compiler, and the folder to build the plugin from again."""
+    errors = "#error the first error\n#error the second error\n"
+    (tmp_path / "broken.h").write_text(errors)
+    source, site = copy_of_sources(tmp_path / "source"), tmp_path / "site"
+    result = install(source, site, CXXFLAGS=f"-include {tmp_path / 'broken.h'}")
+    assert result.returncode == 0, result.stderr
+    doctor = python("-m", "opgraft", "plugins", "doctor", "--json", site=site)
+    (finding,) = json.loads(doctor.stdout)["findings"]
+    assert f"{tmp_path / 'broken.h'}:1:2: error: #error the first error" in finding["message"]
+    assert "second error" not in finding["message"]
+    assert finding["message"].endswith(f"--no-deps {source}")
+
+
+FAKE_COMPILER = """#!/bin/sh
+echo "$@" >> "$SEEN"
+case "$*" in *-fsyntax-only*) exit 0 ;; esac
+exit 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "option"),
+    [
+        ("['-std=c++17', '-fPIC'] # -std=c++14", "-std=c++17"),
+        ("['-std=c++20'] if torch else ['-std=c++17']", "-std=c++20"),
+        ("[]", ""),
+    ],
+)
+def test_the_standard_is_that_of_the_torch_in_use(tmp_path: Path, names: str, option: str) -> None:
+    """The kernels are compiled by the C++ standard by which the installed torch compiles extensions."""
+    files = {
+        "__init__.py": "",
+        "version.py": "__version__ = '9.9.9'\n",
+        "include/ATen/Parallel.h": "",
+        "utils/cpp_extension.py": f"common_cflags = {names}\n",
+    }
+    for name, text in files.items():
+        file = tmp_path / "torch" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    compiler, seen = tmp_path / "compiler", tmp_path / "seen"
+    compiler.write_text(FAKE_COMPILER)
+    compiler.chmod(0o755)
+    variables = {"PYTHONPATH": str(tmp_path), "CXX": str(compiler), "SEEN": str(seen)}
+    source, site = copy_of_sources(tmp_path / "source"), tmp_path / "site"
+    assert install(source, site, **variables).returncode == 0
+    for command in seen.read_text().splitlines():
+        assert re.findall(r"-std=\S+", command) == ([option] if option else [])
+    record = json.loads((site / "opgraft_cpu_kernels" / "_build.json").read_text())
+    assert record["missing"] == f"{compiler} failed: exit status 1"
 
 
 def test_one_wheel_for_each_python(tmp_path: Path) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shlex
+from importlib import metadata
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import torch
 
@@ -13,9 +16,7 @@ from opgraft_cpu_kernels import fakes
 
 VARIABLE = "CPU_KERNELS_PATH"
 _FOLDER = Path(__file__).parent
-_AGAIN = (
-    "build it again by pip install --force-reinstall --no-cache-dir --no-deps opgraft-cpu-kernels"
-)
+_DISTRIBUTION = "opgraft-cpu-kernels"
 
 
 @functools.cache
@@ -24,11 +25,11 @@ def missing() -> str | None:
     try:
         record = json.loads((_FOLDER / "_build.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return f"the library was not built: {_AGAIN}"
+        return f"the library was not built: {_again()}"
     if record["missing"]:
-        return f"the library was not built: {record['missing']}; then {_AGAIN}"
+        return f"the library was not built: {record['missing']}; then {_again()}"
     if record["torch"] != torch.__version__:
-        return f"the library was built for torch {record['torch']}, this is {torch.__version__}: {_AGAIN}"
+        return f"the library was built for torch {record['torch']}, this is {torch.__version__}: {_again()}"
     try:
         torch.ops.load_library(_FOLDER / "_kernels.so")  # type: ignore[no-untyped-call]  # torch leaves it so
         asked_for = os.environ.get(VARIABLE)
@@ -41,6 +42,27 @@ def missing() -> str | None:
     fakes.register()
     _note_path()
     return None
+
+
+def _again() -> str:
+    """Return the command that builds the library again."""
+    return (
+        "build it again by pip install --force-reinstall --no-cache-dir --no-deps "
+        f"{shlex.quote(_source())}"
+    )
+
+
+def _source() -> str:
+    """Return the folder or URL that the plugin was installed from, or its name if an index had it."""
+    try:
+        installed_from = metadata.distribution(_DISTRIBUTION).read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return _DISTRIBUTION
+    if installed_from is None:
+        return _DISTRIBUTION
+    url: str = json.loads(installed_from)["url"]
+    parts = urlsplit(url)
+    return unquote(parts.path) if parts.scheme == "file" else url
 
 
 _in_force = ""

@@ -1,0 +1,88 @@
+"""Active plugins that bring kernels, none of which can run in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from opgraft.binding.kernels import Kernel, declared_kernels
+from opgraft.binding.pluggable_class import PluggableClass
+from opgraft.decision import Provider
+from opgraft.platform import effective_chain
+from opgraft.plugins.selection import selected_platform
+from opgraft.registry.choice import objection_to
+from opgraft.registry.declarations import Replacement
+from opgraft.state import host_state
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class IdlePlugin:
+    """An active plugin that has no kernel for this process.
+
+    Attributes:
+        name: the entry point of the plugin.
+        provider: its distribution.
+        replacements: its replacements of ops, all of which bring kernels of their own.
+        reasons: what speaks against the kernels. Each reason comes with the kernels that it holds for.
+    """
+
+    name: str
+    provider: Provider
+    replacements: tuple[Replacement, ...]
+    reasons: tuple[tuple[str, tuple[str, ...]], ...]
+
+    def __str__(self) -> str:
+        why = "; ".join(f"{listed(names)}: {reason}" for reason, names in self.reasons)
+        return f"plugin {self.name} ({self.provider}) has no kernel that can run here: {why}"
+
+
+def idle_plugins() -> list[IdlePlugin]:
+    """List the active plugins whose kernels all lack something, or have conditions that do not hold here.
+
+    A plugin without a kernel of its own, such as one with a scheduler, is not listed.
+    """
+    by_plugin: dict[str, list[Replacement]] = {}
+    for replacement in host_state().active:
+        if replacement.plugin and _own_kernels(replacement):
+            by_plugin.setdefault(replacement.plugin, []).append(replacement)
+    found = (_idle(name, replacements) for name, replacements in by_plugin.items())
+    return [idle for idle in found if idle is not None]
+
+
+def _idle(name: str, replacements: Sequence[Replacement]) -> IdlePlugin | None:
+    """Describe the plugin, or return ``None`` if one of its kernels can run."""
+    kernels_by_reason: dict[str, list[str]] = {}
+    for replacement in replacements:
+        for kernel, reason in _against(replacement):
+            if reason is None:
+                return None
+            kernels_by_reason.setdefault(reason, []).append(str(kernel))
+    reasons = tuple((reason, tuple(names)) for reason, names in kernels_by_reason.items())
+    return IdlePlugin(name, replacements[0].provider, tuple(replacements), reasons)
+
+
+def _against(replacement: Replacement) -> Iterator[tuple[Kernel, str | None]]:
+    """Yield each kernel of a replacement with what speaks against it here."""
+    objection = objection_to(replacement, selected_platform().platform, wanted=None)
+    for kernel in _own_kernels(replacement):
+        yield kernel, objection or kernel.missing()
+
+
+def _own_kernels(replacement: Replacement) -> list[Kernel]:
+    """List the kernels for this platform that a replacement of an op adds to those of its target."""
+    target = replacement.target
+    if target is None or issubclass(target, PluggableClass):
+        return []
+    chain = effective_chain(selected_platform().platform)
+    declared = declared_kernels(replacement.cls, chain)
+    return [kernel for kernel in declared if kernel.owner not in target.__mro__]
+
+
+def listed(names: Sequence[str]) -> str:
+    """Name the first few, and say how many follow."""
+    more = len(names) - _SHOWN
+    if more <= 1:  # naming the last one is as short
+        return ", ".join(names)
+    return f"{', '.join(names[:_SHOWN])} and {more} others"

@@ -1,0 +1,51 @@
+"""The local cache of models from the Hugging Face Hub, as its own tools write it. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_MAIN = "main"
+
+
+def is_hub_name(name: str) -> bool:
+    """Return True for a name such as ``org/name``, which may stand for a model of the Hub."""
+    return _NAME.fullmatch(name) is not None
+
+
+def hub_cache(variables: Mapping[str, str] | None = None) -> Path:
+    """Return the folder of the cache, by the variables that the Hub's own library reads.
+
+    Args:
+        variables: by default ``os.environ``.
+    """
+    values = os.environ if variables is None else variables
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if values.get(name):
+            return Path(values[name]).expanduser()
+    if values.get("HF_HOME"):
+        return Path(values["HF_HOME"]).expanduser() / "hub"
+    cache = values.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "huggingface" / "hub"
+
+
+def cached_snapshot(name: str) -> Path | None:
+    """Return the folder of a model in the cache, or ``None`` if it is not there.
+
+    The commit is that of the branch ``main`` when it was downloaded. If only another revision was downloaded, the
+    folder is that of the revision.
+    """
+    folder = hub_cache() / f"models--{name.replace('/', '--')}"
+    snapshots = folder / "snapshots"
+    try:
+        commit = (folder / "refs" / _MAIN).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        commit = ""
+    if _COMMIT.fullmatch(commit) and (snapshots / commit).is_dir():
+        return snapshots / commit
+    found = [path for path in snapshots.glob("*") if path.is_dir()]
+    return found[0] if len(found) == 1 else None

@@ -1,0 +1,95 @@
+"""Models by their names on the Hugging Face Hub, found in the local cache of its tools."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from opgraft.config import LoadConfig, ModelConfig, OpgraftConfig
+from opgraft.errors import CheckpointError
+from opgraft.models import find_checkpoint, load_model, open_weights
+from opgraft.models.hub_cache import hub_cache
+
+COMMIT, OLDER = "0123456789abcdef" * 2 + "01234567", "f" * 40
+NAME = "acme/Small.Model-1"
+
+
+def cached(cache: Path, checkpoint: Path, *, main: str | None = COMMIT) -> Path:
+    """Lay a checkpoint out as the Hub's tools do: contents as blobs, and a folder of links for the commit."""
+    folder = cache / "models--acme--Small.Model-1"
+    snapshot = folder / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (folder / "blobs").mkdir()
+    for file in checkpoint.iterdir():
+        blob = folder / "blobs" / f"blob-of-{file.name}"
+        shutil.copy(file, blob)
+        (snapshot / file.name).symlink_to(Path("../..") / "blobs" / blob.name)
+    if main is not None:
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text(main)
+    return snapshot
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "hub"
+
+
+@pytest.mark.parametrize("main", [COMMIT, None, OLDER, "\ufffe", "../../elsewhere"])
+def test_a_model_of_the_cache_is_loaded(cache: Path, sharded: Path, main: str | None) -> None:
+    """The folder is that of the branch main, or the only one if the cache names none that is there."""
+    snapshot = cached(cache, sharded, main=main)
+    assert find_checkpoint(NAME) == snapshot
+    assert open_weights(NAME).tensors.keys() == open_weights(sharded).tensors.keys()
+    config = OpgraftConfig(model=ModelConfig(name=NAME), load=LoadConfig(progress=False))
+    assert load_model(config) is not None
+
+
+def test_of_two_revisions_main_is_taken(cache: Path, sharded: Path) -> None:
+    """Without a branch main nobody says which of them is meant."""
+    snapshot = cached(cache, sharded)
+    (snapshot.parent / OLDER).mkdir()
+    assert find_checkpoint(NAME) == snapshot
+    (snapshot.parents[1] / "refs" / "main").unlink()
+    with pytest.raises(CheckpointError, match="opgraft downloads nothing"):
+        find_checkpoint(NAME)
+
+
+def test_a_folder_of_that_name_comes_first(cache: Path, sharded: Path) -> None:
+    """A path that exists is taken before the cache."""
+    cached(cache, sharded)
+    Path(NAME).mkdir(parents=True)
+    assert find_checkpoint(NAME) == Path(NAME)
+
+
+def test_a_model_that_is_not_there(cache: Path) -> None:
+    """The message names the cache and the command that downloads the model."""
+    said = f"not in the cache {cache}. opgraft downloads nothing: 'hf download {NAME}' does"
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        open_weights(NAME)
+
+
+@pytest.mark.parametrize("name", ["a/b/c", "../acme", "/acme/small", "acme/", "acme/.."])
+def test_paths_are_no_names(cache: Path, name: str) -> None:
+    """What cannot be a name of the Hub is a path that does not exist."""
+    with pytest.raises(CheckpointError, match="give a checkpoint folder"):
+        find_checkpoint(name)
+
+
+@pytest.mark.parametrize(
+    ("variables", "folder"),
+    [
+        ({"HF_HUB_CACHE": "/a", "HF_HOME": "/b"}, "/a"),
+        ({"HUGGINGFACE_HUB_CACHE": "/a", "HF_HOME": "/b"}, "/a"),
+        ({"HF_HOME": "/b", "XDG_CACHE_HOME": "/c"}, "/b/hub"),
+        ({"HF_HUB_CACHE": "", "XDG_CACHE_HOME": "/c"}, "/c/huggingface/hub"),
+        ({}, "~/.cache/huggingface/hub"),
+    ],
+)
+def test_the_folder_of_the_cache(variables: dict[str, str], folder: str) -> None:
+    """The variables are those that the Hub's own library reads."""
+    assert hub_cache(variables) == Path(folder).expanduser()
