@@ -21,7 +21,7 @@ from opgraft.errors import PluginError
 from opgraft.finding import Finding
 from opgraft.logger import logger, set_level
 from opgraft.platform import Platform
-from opgraft.registry.declarations import Registry, Replacement
+from opgraft.registry.declarations import Declaration, Owner, Registry, Replacement
 from opgraft.text import printable
 
 
@@ -78,18 +78,40 @@ class PluginRecord:
 
 @dataclass
 class Transaction:
-    """The activation of a plugin that is under way: whatever it does can be taken back through ``undos``.
+    """The activation of a plugin or a platform that is under way.
 
-    ``module`` is the one that its entry point names.
+    Attributes:
+        owner: the plugin or the platform.
+        module: the module that its entry point names.
+        undos: take back all that the activation did.
     """
 
-    plugin: str
+    owner: Owner
     module: str
-    provider: Provider
     undos: ExitStack
+
+    @property
+    def provider(self) -> Provider:
+        """The distribution of the plugin or the platform."""
+        return self.owner.provider
+
+    @property
+    def plugin(self) -> str | None:
+        """The name of the plugin, ``None`` for a platform."""
+        return self.owner.name if self.owner.kind == "plugin" else None
 
 
 ACTIVATING: ContextVar[Transaction | None] = ContextVar("opgraft_activating", default=None)
+
+
+@contextmanager
+def activating(transaction: Transaction) -> Iterator[None]:
+    """Attribute what is declared meanwhile to a transaction."""
+    token = ACTIVATING.set(transaction)
+    try:
+        yield
+    finally:
+        ACTIVATING.reset(token)
 
 
 def _new_identity() -> str:
@@ -214,6 +236,48 @@ class HostState:
             self.active = [known for known in self.active if known is not replacement]
             self.invalidate()
 
+    def declare(
+        self, what: str, provider: Provider, make: Callable[[], Callable[[], None]]
+    ) -> None:
+        """Declare something, until the plugin or platform that is being activated is left out.
+
+        Args:
+            what: its kind and name, such as ``op rms_norm``.
+            provider: the distribution that it belongs to. What another distribution brings than the one that is being
+                activated is that distribution's, and stays.
+            make: declares it, and returns the undo.
+
+        Raises:
+            ConflictError: as ``make``.
+        """
+        transaction = ACTIVATING.get()
+        with self.lock:
+            declaration = Declaration(make, make())
+            self.invalidate()
+            for owner, declarations in self.registry.owned.items():
+                if owner.provider == provider:
+                    declarations.pop(what, None)  # of a definition that this one takes the place of
+            if transaction is not None and transaction.provider == provider:
+                self.registry.owned.setdefault(transaction.owner, {})[what] = declaration
+
+    def renew_declarations(self, owner: Owner) -> None:
+        """Declare again what an owner declared before, as its modules are not imported again.
+
+        Raises:
+            ConflictError: somebody else has taken a name meanwhile.
+        """
+        with self.lock:
+            for declaration in self.registry.owned.get(owner, {}).values():
+                declaration.renew()
+            self.invalidate()
+
+    def withdraw_declarations(self, owner: Owner) -> None:
+        """Take back what an owner declared, now and in earlier activations, because it is left out."""
+        with self.lock:
+            for declaration in self.registry.owned.get(owner, {}).values():
+                declaration.withdraw()
+            self.invalidate()
+
     def drop_superseded(self) -> None:
         """Deactivate replacements whose declaration a reloaded definition has taken over."""
         declared = set(self.registry.replacements)
@@ -262,20 +326,20 @@ def host_state() -> HostState:
 def reset() -> None:
     """Forget the selected platform, the loaded plugins and every activation; keep what was declared.
 
-    Op classes stay registered. A plugin's replacements apply again when the plugin is activated again; one that was
-    registered outside of plugins applies again when it is registered again. Existing ops keep their kernels; compiled
-    code is dropped. Scopes of ``set_config`` that are open stay open.
+    Op classes stay registered. The replacements of a plugin or a platform apply again when it is activated again. A
+    replacement that was registered outside of both applies again when it is registered again. Existing ops keep their
+    kernels; compiled code is dropped. Scopes of ``set_config`` that are open stay open.
 
     Where another thread loads plugins it waits for the end of that, and ops that others construct meanwhile are bound
     before or after it.
 
     Raises:
-        PluginError: a plugin calls it while it is loaded, which would forget those that were loaded before.
+        PluginError: a plugin or a platform calls it while it is loaded, which would forget earlier ones.
     """
     transaction = ACTIVATING.get()
     if transaction is not None:
         raise PluginError(
-            f"plugin {transaction.plugin!r} called opgraft.reset() while it was loaded: leave that to who loads plugins"
+            f"{transaction.owner} called opgraft.reset() while it was loaded: leave that to who loads plugins"
         )
     with loading(_STATE):
         if _STATE.environment is not None and _STATE.environment.log:

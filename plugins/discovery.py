@@ -6,9 +6,11 @@ import functools
 import importlib.util
 import json
 import re
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import importlib_metadata
@@ -100,19 +102,26 @@ class Discovery:
     """The result of one scan of the installed distributions.
 
     ``distributions`` has those that offer something, opgraft itself aside. ``groups`` has for each group of entry
-    points, whoever reads it, the distributions with that group.
+    points, whoever reads it, the distributions with that group. ``providers`` keeps the answers of ``provider_of``.
     """
 
     offers: list[Offer] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     distributions: dict[Provider, importlib_metadata.Distribution] = field(default_factory=dict)
     groups: dict[str, list[importlib_metadata.Distribution]] = field(default_factory=dict)
+    providers: dict[str, Provider] = field(default_factory=dict)
 
     def of_group(self, group: str) -> list[Offer]:
         return [offer for offer in self.offers if offer.group == group]
 
     def provider_of(self, module: str) -> Provider:
         """Return the distribution of a module, which opgraft and plugins have; else the top-level package itself."""
+        known = self.providers.get(module)
+        if known is None:
+            known = self.providers[module] = self._provider_of(module)
+        return known
+
+    def _provider_of(self, module: str) -> Provider:
         package = module.partition(".")[0]
         if package == HOST_DISTRIBUTION:
             return Provider(HOST_DISTRIBUTION, __version__)
@@ -125,11 +134,20 @@ class Discovery:
             owners = [
                 each for each in owners if _lists(self.distributions.get(each), module)
             ] or owners
+        if (
+            not owners
+        ):  # a distribution may have more top-level packages than those of its entry points
+            owners = [each for each, found in self.distributions.items() if _has(found, module)]
         return owners[0] if owners else Provider(package)
 
     def has_plugin(self, provider: Provider) -> bool:
         """Tell whether a distribution offers plugins, on whose activation what its modules declare depends."""
         return any(offer.provider == provider for offer in self.of_group(PLUGIN_GROUP))
+
+    def platforms_of(self, provider: Provider) -> list[str]:
+        """Return the names of the platforms that a distribution offers, those of opgraft itself aside."""
+        offers = self.of_group(PLATFORM_GROUP)
+        return [each.name for each in offers if each.provider == provider and not each.built_in]
 
     def plugin_of(self, module: str, provider: Provider) -> str | None:
         """Return the plugin of a module of ``provider``: the nearest entry point above it, or the only one.
@@ -333,11 +351,29 @@ def _check(text: str, groups: Collection[str]) -> None:
 
 def is_editable(distribution: importlib_metadata.Distribution | None) -> bool:
     """Tell whether a distribution is an editable install: its source lies elsewhere, where no RECORD lists it."""
+    return _editable_source(distribution) is not None
+
+
+def _editable_source(distribution: importlib_metadata.Distribution | None) -> str | None:
+    """Return the URL of the source of an editable install, ``None`` for any other distribution."""
     try:
         origin = json.loads((distribution and text_of(distribution, "direct_url.json")) or "{}")
-        return origin.get("dir_info", {}).get("editable") is True
+        editable = origin.get("dir_info", {}).get("editable") is True
+        return str(origin.get("url", "")) if editable else None
     except (ValueError, AttributeError, RecursionError):  # of another form than installers write
+        return None
+
+
+def _has(distribution: importlib_metadata.Distribution, module: str) -> bool:
+    """Tell whether an imported module is of a distribution: in its RECORD, or in the source of an editable install."""
+    if _lists(distribution, module):
+        return True
+    source = _editable_source(distribution)
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if not source or not file:
         return False
+    # As addresses: parsing one needs a module that start-up does without.
+    return Path(file).resolve().as_uri().startswith(f"{source.rstrip('/')}/")
 
 
 def _offers(

@@ -31,9 +31,9 @@ from opgraft.plugins.requirements import (
     objection,
 )
 from opgraft.plugins.watching import watched
-from opgraft.registry.declarations import ANY_PLATFORM, Replacement
+from opgraft.registry.declarations import ANY_PLATFORM, Owner, Replacement
 from opgraft.registry.op_classes import location_of
-from opgraft.state import ACTIVATING, HostState, PluginRecord, PluginStatus, Transaction
+from opgraft.state import HostState, PluginRecord, PluginStatus, Transaction, activating
 from opgraft.text import described, printable, shortened
 
 _MOST_ADAPTERS = 10_000
@@ -75,15 +75,15 @@ class Loading:
         record = self.state.plugins[offer.name] = PluginRecord(
             offer.name, offer.value, offer.provider
         )
-        offered = tuple(
-            p.name for p in discover().of_group(PLATFORM_GROUP) if p.provider == offer.provider
-        )
+        offered = tuple(discover().platforms_of(offer.provider))
         record.platforms = offered
         elsewhere = bool(offered) and self.platform.name not in offered
         against = objection(offer, self.settings)
         record.reason = against or (_not_here(offered, self.platform) if elsewhere else "")
+        owner = Owner("plugin", offer.name, offer.provider)
         if record.reason:
             record.status = PluginStatus.REJECTED
+            self.state.withdraw_declarations(owner)
             if asked_for(offer, self.config.plugins or ()):
                 hint = "" if against else ". 'opgraft detect --all' tells about its platform"
                 raise PluginError(
@@ -96,7 +96,8 @@ class Loading:
         record.status = PluginStatus.SELECTED
         # A stack for each: closed alone where this plugin fails, with all others where the pass does.
         undos = self.undo_all.enter_context(ExitStack())
-        self.transactions[offer.name] = Transaction(offer.name, offer.module, offer.provider, undos)
+        undos.callback(self.state.withdraw_declarations, owner)
+        self.transactions[offer.name] = Transaction(owner, offer.module, undos)
         self._attempt(offer.name, "while it was loaded", partial(self._load, offer, record))
 
     def _warn_of(self, record: PluginRecord) -> None:
@@ -146,6 +147,7 @@ class Loading:
     def _adopt_declarations(self, record: PluginRecord) -> None:
         """Activate what the plugin's modules declare, whoever imported them first, now that their scope is known."""
         undos = self.transactions[record.name].undos
+        self.state.renew_declarations(self.transactions[record.name].owner)
         for replacement in self.state.registry.replacements:
             if replacement.plugin is None and replacement.provider == record.provider:
                 replacement.plugin = record.name
@@ -256,10 +258,13 @@ class Loading:
         ``hook`` is the function of the plugin that the step calls, where it calls one.
         """
         transaction, record = self.transactions[name], self.state.plugins[name]
-        token = ACTIVATING.set(transaction)
+        whose = f"{transaction.owner} of {transaction.provider}"
         try:
-            whose = f"plugin {name!r} of {transaction.provider}"
-            with watched(f"{whose} {when}", transaction.provider), self._guarded(name, when, hook):
+            with (
+                activating(transaction),
+                watched(f"{whose} {when}", transaction.provider),
+                self._guarded(name, when, hook),
+            ):
                 step()
             # Not in the step, which is looked at: what it adds must be known before, and no undo is a change by it.
             if record.status in (PluginStatus.REJECTED, PluginStatus.VETOED):
@@ -277,8 +282,6 @@ class Loading:
             if self.config.strict or any(offer.name == name for offer in self._named()):
                 raise PluginError(message) from error
             logger.warning("%s It is left out.", printable(message), extra=record.attributes())
-        finally:
-            ACTIVATING.reset(token)
 
     def _guarded(self, name: str, when: str, hook: object) -> AbstractContextManager[None]:
         """Set back what a step of a plugin changes in the process; what it adds for itself goes with the plugin."""

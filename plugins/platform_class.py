@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from opgraft.config import OpgraftConfig
 from opgraft.decision import Decision, Provider
 from opgraft.environment import PLATFORM, PLUGINS_DISABLE
-from opgraft.errors import PlatformError
+from opgraft.errors import ConflictError, PlatformError
 from opgraft.finding import Finding
 from opgraft.logger import logger
 from opgraft.platform import Platform, PlatformSpec, effective_chain
@@ -18,16 +18,18 @@ from opgraft.plugins.discovery import HOST_DISTRIBUTION, PLATFORM_GROUP, Offer, 
 from opgraft.plugins.kept_properties import keep_properties
 from opgraft.plugins.requirements import check_adjustment
 from opgraft.plugins.watching import watched
+from opgraft.registry.declarations import Owner
 from opgraft.registry.op_classes import location_of
-from opgraft.state import PlatformSelection, host_state
+from opgraft.state import PlatformSelection, Transaction, activating, host_state
 from opgraft.text import described, printable
 
 
 def load_platform(offer: Offer, decision: Decision) -> tuple[Platform, OpgraftConfig]:
     """Load a platform that was chosen and the settings that it changes, both checked.
 
-    What the code of others changes in the process, and others would meet, is set back, save functions of torch, which
-    a device may need; of one that cannot be used nothing stays.
+    Loading an out-of-tree platform is a transaction. If the platform cannot be used, nothing of it stays: neither what
+    its modules declare, such as ops and replacements, nor what they change in the process. If it can be used, changes
+    that others would meet are set back, except functions of torch, which a device may need.
 
     Raises:
         PlatformError: it cannot be loaded, or breaks the contract of platforms.
@@ -40,13 +42,62 @@ def load_platform(offer: Offer, decision: Decision) -> tuple[Platform, OpgraftCo
     for other in discover().of_group(PLATFORM_GROUP):
         if other.built_in and other.name in available:
             other.load().load_class()  # now, as it may be chosen later, and nothing looks at what is not there yet
-    whose = f"platform {offer.name!r} of {offer.provider}"
-    with _guarded(
-        whose, offer.provider, "while its class was loaded", lambda change: change.patch
-    ) as places:
-        loaded = _loaded(offer)
-        places.append(location_of(type(loaded[0])))
-        return loaded
+    whose, when = f"platform {offer.name!r} of {offer.provider}", "while its class was loaded"
+    with ExitStack() as undos:
+        owner = Owner("platform", offer.name, offer.provider)
+        transaction = Transaction(owner, offer.module, undos)
+        undos.callback(host_state().withdraw_declarations, owner)
+        undos.callback(_confine_replacements, transaction)
+        with (
+            activating(transaction),
+            _guarded(whose, offer.provider, when, lambda change: change.patch) as places,
+        ):
+            loaded = _loaded(offer)
+            places.append(location_of(type(loaded[0])))
+        _adopt_declarations(transaction)
+        undos.pop_all()  # nothing raised: what was declared stays
+    return loaded
+
+
+def _confine_replacements(transaction: Transaction) -> None:
+    """Let what a platform's modules declared before it was left out apply nowhere else.
+
+    Another platform of the distribution must not run the kernels of this one.
+    """
+    for replacement in host_state().registry.replacements:
+        if replacement.activation is transaction:
+            replacement.platforms = (transaction.owner.name,)
+
+
+def _adopt_declarations(transaction: Transaction) -> None:
+    """Let take effect what the platform's modules declare, whoever imported them first.
+
+    If the distribution has plugins, their activation decides about its replacements.
+
+    Raises:
+        PlatformError: somebody else has taken a name that the platform declares.
+    """
+    state, provider, name = host_state(), transaction.provider, transaction.owner.name
+    try:
+        state.renew_declarations(transaction.owner)
+    except ConflictError as error:
+        raise PlatformError(f"{transaction.owner} of {provider} cannot be used: {error}") from error
+    if discover().has_plugin(provider):
+        return
+    own = [each for each in state.registry.replacements if each.provider == provider]
+    for replacement in own:
+        if name in replacement.platforms:
+            transaction.undos.callback(state.activate(replacement))
+    elsewhere = [each for each in own if name not in each.platforms]
+    if elsewhere:
+        classes = ", ".join(each.cls.__qualname__ for each in elsewhere)
+        others = ", ".join(dict.fromkeys(each.platforms[0] for each in elsewhere))
+        message = (
+            f"{transaction.owner} of {provider} goes without {classes}: they were declared while "
+            f"platform {others} was loaded, which was left out. Set {PLATFORM}={name} to load "
+            f"{name!r} alone."
+        )
+        report(Finding(message, provider, elsewhere[0].location))
 
 
 def _loaded(offer: Offer) -> tuple[Platform, OpgraftConfig]:

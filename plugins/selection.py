@@ -232,6 +232,14 @@ def _raise_first_failure(asked: Sequence[_Asked]) -> None:
         )
 
 
+def _withdraw_all_but(chosen: Offer) -> None:
+    """Take back what other platforms declared that were in use before ``reset``."""
+    state = host_state()
+    for owner in list(state.registry.owned):
+        if owner.kind == "platform" and owner.name != chosen.name:
+            state.withdraw_declarations(owner)
+
+
 def _select(settings: Settings, machine: Machine) -> PlatformSelection:
     """Decide and load. A detected platform whose class cannot be loaded is left out loudly; the next one is tried."""
     unloadable: list[tuple[Offer, str]] = []
@@ -239,6 +247,7 @@ def _select(settings: Settings, machine: Machine) -> PlatformSelection:
         offer, decision = decide_platform(settings, machine, unloadable)
         try:
             platform, defaults = load_platform(offer, decision)
+            _withdraw_all_but(offer)
             return PlatformSelection(platform, decision, defaults)
         except PlatformError as error:
             if settings.config.platform == offer.name or settings.config.strict or offer.built_in:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from opgraft.binding.declaring import Replaceable
@@ -186,9 +187,8 @@ class CustomOp(Replaceable, nn.Module):
                     "nor forward: without one it could not run where no plugin serves it"
                 )
             state, provider = host_state(), discover().provider_of(op_class.__module__)
-            with state.lock:
-                state.registry.add_op(name, op_class, provider)
-                state.invalidate()
+            add = partial(state.registry.add_op, name, op_class, provider)
+            state.declare(f"op {name}", provider, add)
             return op_class
 
         return decorate

@@ -12,7 +12,7 @@ from opgraft.plugins.discovery import discover
 from opgraft.registry.conditions import Condition, When
 from opgraft.registry.declarations import Replacement
 from opgraft.registry.op_classes import location_of, qualified
-from opgraft.state import ACTIVATING, PluginStatus, host_state
+from opgraft.state import ACTIVATING, PluginStatus, Transaction, host_state
 
 
 class Replaceable:
@@ -73,7 +73,7 @@ class Replaceable:
         """Take back every registration of a replacement class; ops that exist keep it until ``rebind``.
 
         Raises:
-            RegistrationError: a plugin, while it is loaded, takes back what another one has registered.
+            RegistrationError: a plugin or a platform, while it is loaded, takes back what another one has registered.
         """
         state, transaction = host_state(), ACTIVATING.get()
         whose = next(
@@ -81,7 +81,7 @@ class Replaceable:
         )
         if transaction is not None and whose is not None and whose.provider != transaction.provider:
             raise RegistrationError(
-                f"plugin {transaction.plugin!r} unregisters {qualified(replacement)} at {whose.location}, which "
+                f"{transaction.owner} unregisters {qualified(replacement)} at {whose.location}, which "
                 f"{whose.provider} has registered: register one of a higher priority, or leave the choice to providers"
             )
         with state.lock:
@@ -154,21 +154,35 @@ def _declare(
         # No later pass looks for the target, so that a wrong name must be reported here.
         if resolved is None and state.plugins_loaded and transaction is None:
             state.registry.resolve_pending(new)
-        new.plugin = (
-            transaction.plugin if transaction else discovery.plugin_of(cls.__module__, provider)
-        )
+        own_plugin = discovery.plugin_of(cls.__module__, provider)
+        new.plugin = (transaction.plugin if transaction else None) or own_plugin
         record = state.plugins.get(new.plugin or "")
-        new.platforms = record.platforms if record else new.platforms
+        if record is not None:
+            new.platforms = record.platforms
+        elif not discovery.has_plugin(provider):
+            # Without a plugin, replacements apply on the platforms of their distribution alone.
+            new.platforms = tuple(discovery.platforms_of(provider)) or new.platforms
         known, former = state.registry.add_replacement(new)
         if former is not None:
             state.deactivate(former)
+        if not _takes_effect(known, transaction):
+            return
+        undo = state.activate(known)
         if transaction is not None:
-            transaction.undos.callback(state.activate(known))
-        # What a plugin's module declares waits until the plugin is activated.
-        elif not discovery.has_plugin(provider) or (
-            record and record.status is PluginStatus.ACTIVATED
-        ):
-            state.activate(known)
+            transaction.undos.callback(undo)
+
+
+def _takes_effect(replacement: Replacement, transaction: Transaction | None) -> bool:
+    """Tell whether a replacement is active from now on, or waits for the plugin or the platform of its distribution."""
+    state, discovery, provider = host_state(), discover(), replacement.provider
+    if transaction is not None and transaction.plugin is not None:
+        return True
+    if discovery.has_plugin(provider):
+        record = state.plugins.get(replacement.plugin or "")
+        return record is not None and record.status is PluginStatus.ACTIVATED
+    if transaction is not None or not discovery.platforms_of(provider):
+        return True
+    return state.selection is not None and state.selection.platform.name in replacement.platforms
 
 
 def _asked_for(target: str | type) -> str:

@@ -128,15 +128,10 @@ def register_functional(
 
     def decorate(native: Callable[Arguments, Result]) -> Functional[Arguments, Result]:
         made = Functional(native, op, fake, mutates, random, differentiable)
-        known = _functionals.get(made.name)
-        if known is not None and not redefines(known, made):
-            raise ConflictError(
-                f"the functional form {made.name!r} is registered twice: by {_whence(known)} and by {_whence(made)}. "
-                "Rename one of them."
-            )
-        _register(made)
-        _functionals[made.name] = made
-        setattr(NATIVE, made.name, native)
+        provider = discover().provider_of(native.__module__)
+        host_state().declare(
+            f"functional form {made.name}", provider, functools.partial(_add, made)
+        )
         return made
 
     return decorate
@@ -145,10 +140,25 @@ def register_functional(
 form = register_functional  # its former name, which goes with the next minor version
 
 
+def _add(form: Functional[..., Any]) -> Callable[[], None]:
+    """Make a form known under its name; returns the undo."""
+    known = _functionals.get(form.name)
+    if known is not None and not redefines(known, form):
+        raise ConflictError(
+            f"the functional form {form.name!r} is registered twice: by {_whence(known)} and by {_whence(form)}. "
+            "Rename one of them."
+        )
+    _register(form)
+    _functionals[form.name] = form
+    setattr(NATIVE, form.name, form.native)
+    return functools.partial(unregister, form)
+
+
 def unregister(form: Functional[..., Any]) -> None:
     """Forget a form. What torch has registered stays until another form takes the name."""
     if _functionals.get(form.name) is form:
         del _functionals[form.name]
+        delattr(NATIVE, form.name)
 
 
 def _whence(form: Functional[..., Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from opgraft.binding.declaring import Replaceable
@@ -64,9 +65,8 @@ class PluggableClass(Replaceable):
                     f"{pluggable!r} is registered as {name!r} but is no subclass of opgraft.PluggableClass"
                 )
             state, provider = host_state(), discover().provider_of(pluggable.__module__)
-            with state.lock:
-                state.registry.add_class(name, pluggable, provider)
-                state.invalidate()
+            add = partial(state.registry.add_class, name, pluggable, provider)
+            state.declare(f"class {name}", provider, add)
             return pluggable
 
         return decorate

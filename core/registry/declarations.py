@@ -79,6 +79,55 @@ class Replacement:
         return redefines(known.cls, self.cls) and (again or not _is_local(self.cls))
 
 
+@dataclass(frozen=True)
+class Owner:
+    """The plugin or the platform whose activation declares something.
+
+    Attributes:
+        kind: ``"plugin"`` or ``"platform"``.
+        name: of its entry point.
+        provider: the distribution of the entry point.
+    """
+
+    kind: str
+    name: str
+    provider: Provider
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name!r}"
+
+
+@dataclass
+class Declaration:
+    """A named declaration of an owner, such as an op. It is taken back if the owner is left out.
+
+    Attributes:
+        make: declares it, again if need be, and returns the undo.
+        take_back: the undo of the latest ``make``.
+        holds: it is declared now.
+    """
+
+    make: Callable[[], Callable[[], None]]
+    take_back: Callable[[], None]
+    holds: bool = True
+
+    def renew(self) -> None:
+        """Declare it again if it was taken back.
+
+        Raises:
+            ConflictError: somebody else has taken the name meanwhile.
+        """
+        if not self.holds:
+            self.take_back = self.make()
+            self.holds = True
+
+    def withdraw(self) -> None:
+        """Take it back if it holds."""
+        if self.holds:
+            self.take_back()
+            self.holds = False
+
+
 @dataclass
 class Registry:
     """All declarations of the process.
@@ -87,25 +136,33 @@ class Registry:
         ops: the op classes by name.
         classes: the other classes that plugins may replace, by name; no setting switches them.
         replacements: of both.
+        owned: what plugins and platforms declared under a name while they were activated. It stays here if they are
+            left out: their modules are imported, and would not declare it again.
     """
 
     ops: dict[str, OpRecord] = field(default_factory=dict)
     classes: dict[str, OpRecord] = field(default_factory=dict)
     replacements: list[Replacement] = field(default_factory=list)
+    owned: dict[Owner, dict[str, Declaration]] = field(default_factory=dict)
 
-    def add_op(self, name: str, cls: type, provider: Provider) -> None:
+    def add_op(self, name: str, cls: type, provider: Provider) -> Callable[[], None]:
         """Declare an op class. The same class again is a no-op, a reloaded definition of it takes its place.
+
+        Returns:
+            The undo.
 
         Raises:
             ConflictError: another class holds the name.
         """
-        self._add(self.ops, name, cls, provider)
+        return self._add(self.ops, name, cls, provider)
 
-    def add_class(self, name: str, cls: type, provider: Provider) -> None:
+    def add_class(self, name: str, cls: type, provider: Provider) -> Callable[[], None]:
         """Declare a class that is no op, as ``add_op`` does an op."""
-        self._add(self.classes, name, cls, provider)
+        return self._add(self.classes, name, cls, provider)
 
-    def _add(self, records: dict[str, OpRecord], name: str, cls: type, provider: Provider) -> None:
+    def _add(
+        self, records: dict[str, OpRecord], name: str, cls: type, provider: Provider
+    ) -> Callable[[], None]:
         # One space of names for both, as ``providers`` names both.
         known = self.ops.get(name) or self.classes.get(name)
         if known is not None and not (redefines(known.cls, cls) and known.provider == provider):
@@ -116,7 +173,13 @@ class Registry:
                 f"derive from it and decorate with @{known.cls.__name__}.register_oot{_import_of(known.cls)} instead; "
                 "otherwise rename one of them."
             )
-        records[name] = OpRecord(name, cls, provider)
+        record = records[name] = OpRecord(name, cls, provider)
+
+        def remove() -> None:
+            if records.get(name) is record:
+                del records[name]
+
+        return remove
 
     def records(self) -> dict[str, OpRecord]:
         """Return what is declared under a name: ops, and other classes."""

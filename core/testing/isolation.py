@@ -38,4 +38,6 @@ def isolated_host(*, forget_plugins: bool = False) -> Iterator[None]:
             if each not in replacements and stays(each.provider)
         ]
         registry.replacements[:] = [*replacements, *kept_too]
+        for owner in [owner for owner in registry.owned if not stays(owner.provider)]:
+            del registry.owned[owner]
         reset()
