@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from opgraft.plugins.changes import Change
+from opgraft.plugins.definitions import DEFINITIONS
 from opgraft.plugins.process import changes_between, look
 
 
 class Guard:
     """Looks at the process before and after each of some steps, which follow each other.
 
-    What was seen after one step counts as what there is before the next, as looking takes time: nobody else's code runs
-    in between, unless ``forget`` is called.
+    Looking takes time. So what was seen after one step counts as what there is before the next, unless a module was
+    imported or ``forget`` was called in between.
     """
 
     def __init__(self) -> None:
         self._seen: list[Any] | None = None
+        self._modules = 0
 
     def forget(self) -> None:
         """Take note that the process has changed since the last step."""
@@ -39,11 +42,15 @@ class Guard:
             report: called once all is set back, the handlers of logs too, with the changes that stay, and of the
                 others with words about what was changed and what came of setting it back.
         """
-        before = look() if self._seen is None else self._seen
+        if self._seen is None or len(sys.modules) != self._modules:
+            self._seen = look()
+        before = self._seen
         try:
-            yield
+            with DEFINITIONS.imports_read():
+                yield
         finally:
             self._seen = after = look()
+            self._modules = len(sys.modules)
             kept, told = list[Change](), list[str]()
             for change in changes_between(before, after):
                 if change.stays or stays(change):

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import operator
 import reprlib
 import sys
 import threading
 from collections.abc import Iterator
-from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 from opgraft.compat import intervening
-from opgraft.plugins.changes import ABSENT, Change, Value, attribute, very_same
+from opgraft.plugins.changes import Change, Value, attribute, very_same
 from opgraft.state import host_state
 
 _ENABLED = "_sdp_enabled"
@@ -42,32 +40,6 @@ class Kernels:
                 yield Change(
                     f"the kernel of torch's operator {name} for {key}", _cannot_remove, patch=True
                 )
-
-
-class Layers:
-    """The methods by which the layers of ``torch.nn`` compute."""
-
-    def read(self) -> list[Any]:
-        return [vars(layer).get("forward", ABSENT) for layer in _layers()]
-
-    def changes(self, before: list[Any], after: list[Any]) -> Iterator[Change]:
-        if not very_same(before, after):
-            for layer, then, now in zip(_layers(), before, after, strict=True):
-                if then is not now:
-                    undo = (
-                        partial(delattr, layer, "forward")
-                        if then is ABSENT
-                        else partial(setattr, layer, "forward", then)
-                    )
-                    yield Change(f"torch's {layer.__qualname__}.forward", undo, patch=True)
-
-
-@functools.cache
-def _layers() -> tuple[type, ...]:
-    found = dict.fromkeys(value for value in vars(torch.nn).values() if isinstance(value, type))
-    return tuple(
-        each for each in found if issubclass(each, torch.nn.Module) and each is not torch.nn.Module
-    )
 
 
 def _cannot_remove() -> None:

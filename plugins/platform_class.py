@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from opgraft.config import OpgraftConfig
-from opgraft.decision import Decision, Provider
+from opgraft.decision import Provider
 from opgraft.environment import PLATFORM, PLUGINS_DISABLE
 from opgraft.errors import ConflictError, PlatformError
 from opgraft.finding import Finding
 from opgraft.logger import logger
 from opgraft.platform import Platform, PlatformSpec, effective_chain
 from opgraft.plugins.changes import Change
-from opgraft.plugins.discovery import HOST_DISTRIBUTION, PLATFORM_GROUP, Offer, discover
+from opgraft.plugins.discovery import HOST_DISTRIBUTION, Offer, discover
 from opgraft.plugins.kept_properties import keep_properties
 from opgraft.plugins.requirements import check_adjustment
 from opgraft.plugins.watching import watched
@@ -24,7 +24,7 @@ from opgraft.state import PlatformSelection, Transaction, activating, host_state
 from opgraft.text import described, printable
 
 
-def load_platform(offer: Offer, decision: Decision) -> tuple[Platform, OpgraftConfig]:
+def load_platform(offer: Offer) -> tuple[Platform, OpgraftConfig]:
     """Load a platform that was chosen and the settings that it changes, both checked.
 
     Loading an out-of-tree platform is a transaction. If the platform cannot be used, nothing of it stays: neither what
@@ -36,12 +36,6 @@ def load_platform(offer: Offer, decision: Decision) -> tuple[Platform, OpgraftCo
     """
     if offer.built_in:
         return _loaded(offer)
-    available = {
-        each.name for each in decision.candidates if each.evidence and each.evidence.available
-    }
-    for other in discover().of_group(PLATFORM_GROUP):
-        if other.built_in and other.name in available:
-            other.load().load_class()  # now, as it may be chosen later, and nothing looks at what is not there yet
     whose, when = f"platform {offer.name!r} of {offer.provider}", "while its class was loaded"
     with ExitStack() as undos:
         owner = Owner("platform", offer.name, offer.provider)

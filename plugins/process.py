@@ -7,7 +7,6 @@ environment that its library reads, stays as long as the plugin does.
 from __future__ import annotations
 
 import builtins
-import functools
 import locale
 import multiprocessing
 import operator
@@ -19,20 +18,17 @@ import sys
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from types import ModuleType
 from typing import Any
 
 import torch
 from opgraft.compat.content import content_of
 from opgraft.config import CURRENT_SCOPE, Scope
-from opgraft.platform import Platform
 from opgraft.plugins import intervening, loggers
 from opgraft.plugins.changes import (
-    ABSENT,
     Aspect,
     Change,
     Entries,
@@ -42,6 +38,7 @@ from opgraft.plugins.changes import (
     equal,
     very_same,
 )
+from opgraft.plugins.definitions import DEFINITIONS
 from opgraft.state import host_state
 from opgraft.text import described
 
@@ -134,99 +131,6 @@ class Draws:
             if numbers.getstate()[1] == after[1]:
                 return True
         return False
-
-
-class Definitions:
-    """The functions and methods of torch and opgraft, which a plugin replaces for others by assigning to their names.
-
-    What is new in a module counts for nobody, nor what is new in a class of torch, unless it hides what that inherits.
-    """
-
-    def read(self) -> dict[Any, dict[str, Any]]:
-        return {owner: vars(owner).copy() for owner in (*_OF_TORCH, *_facades(), *_of_opgraft())}
-
-    def changes(
-        self, before: dict[Any, dict[str, Any]], after: dict[Any, dict[str, Any]]
-    ) -> Iterator[Change]:
-        if _alike(before.values(), after.values()):
-            return
-        for owner, was in before.items():
-            now = vars(owner)
-            for name in [name for name, value in was.items() if now.get(name, ABSENT) is not value]:
-                if not _is_of_torch_itself(now.get(name)):
-                    undo = partial(setattr, owner, name, was[name])
-                    yield Change(f"{_place_of(owner)}.{name}", undo, patch=owner in _OF_TORCH)
-            for name in sorted(now.keys() - was.keys()) if isinstance(owner, type) else ():
-                if _counts(owner, name):
-                    undo = partial(delattr, owner, name)
-                    yield Change(f"{_place_of(owner)}.{name} (new)", undo, patch=owner in _OF_TORCH)
-
-
-_OF_TORCH = (torch, torch.nn, torch.nn.functional, torch.Tensor, torch.nn.Module)
-
-
-def _facades() -> Iterator[ModuleType]:
-    """Yield the modules by which programs reach opgraft, as far as they are imported."""
-    return (
-        sys.modules[name]
-        for name in ("opgraft", "opgraft.ops", "opgraft.functional")
-        if name in sys.modules
-    )
-
-
-def _of_opgraft() -> tuple[type, ...]:
-    """Return the classes of opgraft by which platforms and ops work, whoever derives from them."""
-    state = host_state()
-    ops = (
-        record.cls
-        for records in (state.registry.ops, state.registry.classes)
-        for record in records.values()
-    )
-    return _families((type(state.selection.platform) if state.selection else Platform, *ops))
-
-
-@functools.lru_cache(maxsize=1)  # of the same ops before and after a plugin
-def _families(classes: tuple[type, ...]) -> tuple[type, ...]:
-    """Return these classes, those above and those below them, as far as they are opgraft's."""
-    found: dict[type, None] = dict.fromkeys(base for cls in classes for base in cls.__mro__)
-    left: list[type] = list(classes)
-    while left:
-        below: list[type] = left.pop().__subclasses__()
-        below = [cls for cls in below if cls not in found]
-        found.update(dict.fromkeys(below))
-        left += below
-    return tuple(cls for cls in found if _is_ours(cls) and not vars(cls).get("__specialisation__"))
-
-
-def _is_ours(cls: type) -> bool:
-    return cls.__module__.startswith("opgraft.")
-
-
-def _alike(before: Collection[Mapping[str, Any]], after: Collection[Mapping[str, Any]]) -> bool:
-    """Tell whether namespaces hold the very same in the same order, as most do; three thousand names are compared."""
-    then, now = (
-        chain.from_iterable(each.values() for each in spaces) for spaces in (before, after)
-    )
-    return [*map(len, before)] == [*map(len, after)] and all(map(operator.is_, then, now))
-
-
-def _is_of_torch_itself(value: Any) -> bool:
-    """Tell whether a private module of torch defines a function, which wraps public ones when it is first used."""
-    return str(getattr(value, "__globals__", {}).get("__name__", "")).startswith("torch._")
-
-
-def _counts(owner: type, name: str) -> bool:
-    """Tell whether a new name of a class changes what it does."""
-    inherited = any(name in vars(base) for base in owner.__mro__[1:])
-    return inherited or (_is_ours(owner) and not name.startswith("__"))
-
-
-def _place_of(owner: Any) -> str:
-    return (
-        f"{owner.__module__.partition('.')[0]}'s {owner.__qualname__}"
-        if isinstance(owner, type)
-        else owner.__name__
-    )
 
 
 def _set_default_device(device: torch.device) -> None:
@@ -356,8 +260,7 @@ ASPECTS: tuple[Aspect, ...] = (
     Order("sys.path", sys.path),
     Order("sys.meta_path", sys.meta_path, reprlib.repr),
     Order("sys.path_hooks", sys.path_hooks, reprlib.repr),
-    Definitions(),
-    intervening.Layers(),
+    DEFINITIONS,
     intervening.Kernels(),
     *intervening.values(),
     Handlers(),

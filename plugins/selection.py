@@ -246,7 +246,7 @@ def _select(settings: Settings, machine: Machine) -> PlatformSelection:
     while True:
         offer, decision = decide_platform(settings, machine, unloadable)
         try:
-            platform, defaults = load_platform(offer, decision)
+            platform, defaults = load_platform(offer)
             _withdraw_all_but(offer)
             return PlatformSelection(platform, decision, defaults)
         except PlatformError as error:

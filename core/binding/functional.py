@@ -55,6 +55,8 @@ class Functional(Generic[Arguments, Result]):
     """
 
     traced: Bound[Arguments, Result]
+    DEFINED_BY = ("name", "op", "native", "fake", "mutates", "random", "differentiable")
+    """The attributes that say what it computes. A plugin that assigns to one while it is loaded is reported."""
 
     def __init__(
         self,

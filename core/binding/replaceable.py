@@ -30,6 +30,8 @@ class ReplaceableFunction(Generic[Arguments, Result]):
     """
 
     traced: Callable[Arguments, Result]
+    DEFINED_BY = ("op_class",)
+    """The attributes that say what it computes. A plugin that assigns to one while it is loaded is reported."""
 
     def __init__(self, function: Callable[Arguments, Result], name: str) -> None:
         functools.update_wrapper(self, function)

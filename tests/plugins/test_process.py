@@ -20,18 +20,20 @@ from opgraft.decision import Provider
 from opgraft.ops import RMSNorm
 from opgraft.plugins.loggers import Switches
 from opgraft.plugins.outcomes import findings_of
-from opgraft.plugins.process import ASPECTS, Definitions, look
+from opgraft.plugins.definitions import DEFINITIONS
+from opgraft.plugins.process import ASPECTS, look
 from opgraft.state import PluginRecord, PluginStatus, host_state
 
 POINTS = {"opgraft.plugins": ["acme = acme"]}
-(DEFINITIONS,) = (aspect for aspect in ASPECTS if isinstance(aspect, Definitions))
 
 
 def states() -> list[Any]:
     """The process, as far as two looks at it can be compared; what new imports bring is no change."""
     both = zip(ASPECTS, look(), strict=True)
     kept = [
-        (aspect, value) for aspect, value in both if not isinstance(aspect, (Definitions, Switches))
+        (aspect, value)
+        for aspect, value in both
+        if aspect is not DEFINITIONS and not isinstance(aspect, Switches)
     ]
     return [value for aspect, value in kept if getattr(aspect, "name", "") != "the module"]
 

@@ -1,0 +1,129 @@
+"""Plugins that replace functions and methods of opgraft and torch, whoever is the first to import these."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from conftest import Site
+
+HOOK = """
+import opgraft
+platforms = "any"
+
+@opgraft.hookimpl
+def opgraft_register_ops():
+"""
+
+FIRST_IMPORTS = {
+    "a_method": (
+        "from opgraft.ops import RMSNorm; RMSNorm.forward_native = lambda self, x: x * 0",
+        "opgraft's RMSNorm.forward_native",
+    ),
+    "b_class_method": (
+        "from opgraft.models.decoder import DecoderForCausalLM as D; D.register_oot = classmethod(print)",
+        "opgraft's DecoderForCausalLM.register_oot (new)",
+    ),
+    "c_function": (
+        "import opgraft.grafting as g; g.graft = print",
+        "opgraft.grafting.graft",
+    ),
+    "d_removed": (
+        "from opgraft.quantization.awq import AWQConfig as C; del C.get_name",
+        "opgraft's AWQConfig.get_name",
+    ),
+    "e_by_attribute": (
+        "import opgraft; type.__setattr__(opgraft.Compiled, '__call__', print)",
+        "opgraft's Compiled.__call__",
+    ),
+    "f_form": (
+        "import opgraft; opgraft.functional.silu_and_mul.native = lambda x: x",
+        "opgraft's silu_and_mul.native",
+    ),
+    "g_native": (
+        "import opgraft; opgraft.NATIVE.gelu_and_mul = print",
+        "opgraft's native definitions.gelu_and_mul",
+    ),
+    "h_layer": (
+        "import torch; torch.nn.Linear.reset_parameters = lambda self: None",
+        "torch's Linear.reset_parameters",
+    ),
+    "i_initialisation": (
+        "import torch; torch.nn.init.normal_ = print",
+        "torch.nn.init.normal_",
+    ),
+    "j_inherited": (
+        "import torch; torch.nn.GELU.__call__ = print",
+        "torch's GELU.__call__ (new)",
+    ),
+}
+"""By plugin: what it does, as the first to import the module, and what the finding names."""
+
+ALL_MODULES = """
+    import importlib, pkgutil
+    for found in pkgutil.walk_packages(opgraft.__path__, "opgraft."):
+        if ".template" in found.name or "__main__" in found.name:
+            continue
+        try:
+            importlib.import_module(found.name)
+        except ImportError:  # of a package that is not installed
+            pass
+"""
+
+PROGRAM = """
+import sys, torch, opgraft
+assert not any(name.startswith(("opgraft.ops", "opgraft.models")) for name in sys.modules)
+opgraft.load_plugins()
+from opgraft.state import host_state
+for name, record in host_state().plugins.items():
+    assert record.status.value == "activated", record
+    for finding in record.findings:
+        print(name, finding.message.partition(" changed ")[2], sep=": ")
+"""
+
+
+def test_a_patch_is_found_whoever_imports_first(site: Site) -> None:
+    """The definitions as their import left them are put back. To import all of opgraft is no change."""
+    for name, (statement, _) in FIRST_IMPORTS.items():
+        site.plugin(name, f"{HOOK}    {statement}\n")
+    site.plugin("z_all", HOOK + ALL_MODULES)
+    found = run(site, PROGRAM)
+    where = "in its hook opgraft_register_ops: it was set back"
+    assert found == [f"{name}: {words} {where}" for name, (_, words) in FIRST_IMPORTS.items()]
+
+
+def test_a_platform_is_looked_at_as_it_imports(site: Site) -> None:
+    """What its module patches is put back, if it is left out and if it stays."""
+    patches = (
+        "from opgraft.ops import RMSNorm\nfrom opgraft.platforms.cuda.platform import CudaPlatform\n"
+        "from opgraft.platforms.cpu.platform import CpuPlatform\n"
+        "RMSNorm.forward_native = lambda self, x, residual=None: x * 0\n"
+        "CpuPlatform.memory = CudaPlatform.memory = print\n"
+        "class Device(CpuPlatform):\n    name = 'acme'\n    CHAIN\n"
+    )
+    site.platform("acme", probe="return Evidence(True, 'here')", platform=patches)
+    program = (
+        "import torch, opgraft\n"
+        "platform = opgraft.current_platform()\n"
+        "from opgraft.ops import RMSNorm\n"
+        "from opgraft.platforms.cuda.platform import CudaPlatform\n"
+        "print(platform.name, round(RMSNorm(4)(torch.ones(4)).sum().item()), CudaPlatform.memory.__name__)\n"
+        "print(platform.memory().total > 0)\n"
+    )
+    module = site.folder / "acme_platform.py"
+    for chain, name in (("pass", "acme"), ("dispatch_chain = ('acme',)", "cpu")):
+        module.write_text(patches.replace("CHAIN", chain))
+        assert run(site, program) == [f"{name} 4 memory", "True"]
+
+
+def run(site: Site, program: str) -> list[str]:
+    """Run a program in an interpreter that has imported nothing; returns the lines that it prints."""
+    environ = {**os.environ, "PYTHONPATH": str(site.folder), "OPGRAFT_LOG": "error"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(
+        command, env=environ, capture_output=True, text=True, check=False, cwd=Path(site.folder)
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
