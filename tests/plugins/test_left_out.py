@@ -230,22 +230,21 @@ def test_a_plugin_takes_a_name_that_was_given_back(site: Site) -> None:
     assert CustomOp.op_registry["acme_op"].__module__ == "bolt"
 
 
+METHOD = "    @classmethod"
+
+
+def method(text: str) -> tuple[str, str]:
+    """A change of the platform's source that puts a class method before the others."""
+    return METHOD, f"{METHOD}\n    def {text}:\n        1 / 0\n\n{METHOD}"
+
+
 BRIDGE_FAULTS = {
     "its module raises": ("device_name", "raise OSError('no driver')\n    device_name"),
     "it is no platform": ("(Platform)", ""),
-    "its constructor raises": (
-        "    @classmethod",
-        "    def __init__(self):\n        1 / 0\n\n    @classmethod",
-    ),
-    "its kernels raise": (
-        "    @classmethod",
-        "    @classmethod\n    def import_kernels(cls):\n        1 / 0\n\n    @classmethod",
-    ),
+    "its constructor raises": method("__new__(cls)"),
+    "its kernels raise": method("import_kernels(cls)"),
     "its early changes raise": ("import acme_vllm.quantization", "1 / 0"),
-    "its defaults raise": (
-        "    @classmethod",
-        "    @classmethod\n    def apply_config_platform_defaults(cls, vllm_config):\n        1 / 0\n\n    @classmethod",
-    ),
+    "its defaults raise": method("apply_config_platform_defaults(cls, vllm_config)"),
     "its check raises": ("cache_config.block_size = 128", "raise ValueError('no')"),
     "its settings are refused": ("cache_config.block_size = 128", "cache_config.block_size = -1"),
 }
