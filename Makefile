@@ -22,7 +22,7 @@ PLUGIN_SOURCES := $(sort $(shell find $(TOY_NPU) $(CPU_KERNELS) -name '*.toml' -
 OPGRAFT := PYTHONPATH=$(CURDIR)/.demo .demo/bin/opgraft
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow test-faults test-conformance test-families test-xla test-ipex test-triton test-jax test-torch test-vllm-bridge check prove op-pages reference-pages vllm-bridge-table vllm-plugins-table public-api bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel bench-compile soak-serve bench-ipex bench-jax charts figures docs clean FORCE
+.PHONY: help run test test-slow test-faults test-conformance test-families test-embedders test-xla test-ipex test-triton test-jax test-torch test-vllm-bridge check prove op-pages reference-pages vllm-bridge-table vllm-plugins-table public-api bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel bench-compile soak-serve bench-ipex bench-jax charts figures docs clean FORCE
 
 help:
 	@echo "make run    the demonstration: a sentence encoder and a language model on the CPU, then on a simulated NPU from a plugin"
@@ -31,6 +31,7 @@ help:
 	@echo "make test-faults  the fault matrix: plugins that are broken in every way, in processes of their own too"
 	@echo "make test-conformance  the whole conformance kit for the toy NPU and the CPU kernels, a thousand questions; PLUGIN=toy-npu for one"
 	@echo "make test-families  graft a tiny model of each family of transformers, a quarter of an hour"
+	@echo "make test-embedders  vectors of a tiny model of each text encoder and base decoder of transformers, a quarter of an hour"
 	@echo "make test-xla   the TPU platform on torch_xla, and the core on torch 2.9 (the first time 8 GB)"
 	@echo "make test-ipex  the plugin for Intel's extension, and the core on torch 2.8 (the first time 8 GB)"
 	@echo "make test-triton  the kernels for GPUs, interpreted and compiled, and the core beside Triton (10 minutes; the first time 2 GB)"
@@ -73,7 +74,7 @@ run: .demo/installed
 	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json $(OPGRAFT) run smollm2 "What is gravity?" --max-tokens 16
 
 # What a run has compiled, tests with their assertions above all, the next one reads.
-test test-slow test-faults test-families check: export PYTHONDONTWRITEBYTECODE =
+test test-slow test-faults test-families test-embedders check: export PYTHONDONTWRITEBYTECODE =
 
 test: .venv/opgraft
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not types and not documents and not source and not slow and not faults'
@@ -93,7 +94,11 @@ test-slow: .venv/opgraft
 
 # Not a part of the tests: it takes a quarter of an hour, and tells of transformers as much as of this.
 test-families: .venv/opgraft
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/families
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/families/test_families.py
+
+# With -rs: the skipped ones are refused, or cannot be made small.
+test-embedders: .venv/opgraft
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -rs tests/families/test_embedders.py
 
 # Stacks that need a torch of their own; each has an environment in the user's cache.
 test-xla:

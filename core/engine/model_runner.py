@@ -82,12 +82,14 @@ class ModelRunner(PluggableClass):
         if self.compiled is not None:
             self.compiled.warm_up(self.device, *(() if self.link is None else (self.link.empty,)))
 
-    def compile_encoder(self) -> None:
-        """Compile the model for ``encode``, if it is an encoder and ``compilation_config`` says so.
+    def prepare_encoder(self) -> None:
+        """Prepare the model for ``encode``: try two texts, and compile it if ``compilation_config`` says so.
 
         Raises:
             ConfigError: it cannot be compiled, or not here.
         """
+        if isinstance(self.model, TransformersModel):
+            self.model.try_texts(self.device)
         layers = sequence_attention(self.model)
         if layers:
             self.compiled = compiled_as_set(self.model, layers, (), self.opgraft_config)
@@ -115,17 +117,16 @@ class ModelRunner(PluggableClass):
             states=self.layout.states_of_layers(self.states),
         )
 
+    @property
+    def _packs_texts(self) -> bool:
+        """True if one call of the model may have several whole texts."""
+        return not isinstance(self.model, TransformersModel) or self.model.packs
+
     @torch.inference_mode()
     def encode(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Compute the hidden states ``[tokens, hidden_size]`` of each of some sequences, without a cache."""
-        if (
-            isinstance(self.model, TransformersModel)
-            and self.model.examination.uncached
-            and len(sequences) > 1
-        ):
-            return [
-                states for each in sequences for states in self.encode([each])
-            ]  # its layers know of no batch
+        if len(sequences) > 1 and not self._packs_texts:
+            return [states for each in sequences for states in self.encode([each])]
         lengths = [len(each) for each in sequences]
         ids = torch.tensor(list(chain.from_iterable(sequences)), device=self.device)
         positions = torch.tensor(list(chain.from_iterable(map(range, lengths))), device=self.device)

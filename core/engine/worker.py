@@ -113,13 +113,13 @@ class Worker(PluggableClass):
         return self.runner.layout.sizes()
 
     def load_encoder(self) -> None:
-        """Load the model for ``embed``, and compile it if ``compilation_config`` says so.
+        """Load the model for ``embed`` and prepare it, as ``ModelRunner.prepare_encoder`` says.
 
         Raises:
             ConfigError: it cannot be compiled.
         """
         self.runner.load_model()
-        self.runner.compile_encoder()
+        self.runner.prepare_encoder()
 
     def group_cache(self, windows: Sequence[int | None]) -> CacheSizes:
         """Put the layers into groups of these windows, which the stages of a pipeline share."""
@@ -139,7 +139,7 @@ class Worker(PluggableClass):
     def why_uncached(self) -> str:
         """Say why a model of transformers runs without a cache; empty where it has one, or is a written one."""
         model = self.runner.model
-        return model.examination.uncached if isinstance(model, TransformersModel) else ""
+        return model.uncached if isinstance(model, TransformersModel) else ""
 
     def context_fits(self) -> tuple[ContextFit, ...]:
         """Return which ropes of the model depend on the length of the context, and how."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -13,18 +13,27 @@ from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
 from opgraft.distributed import get_pp_group, get_tensor_model_parallel_world_size
 from opgraft.errors import DistributedError, ModelError
-from opgraft.grafting import graft
+from opgraft.grafting import graft, ungraft
 from opgraft.grafting.report import LeftAlone
+from opgraft.logger import logger
 from opgraft.models.description import architecture_config, joined, quantization_config
 from opgraft.models.extras import import_extra
 from opgraft.models.model import Model
 from opgraft.models.stages import Stage
-from opgraft.models.transformers_attention import AttentionCall, Recorder, attach_layer
+from opgraft.models.transformers_attention import (
+    AttentionCall,
+    Recorder,
+    attach_layer,
+    detach_layer,
+    own_attention,
+)
 from opgraft.models.transformers_layers import ParametersOnMeta, Replacer, materialise
 from opgraft.models.transformers_names import TransformersNames
 from opgraft.models.transformers_report import TransformersReport
 from opgraft.models.transformers_stages import Gate, LayerChain, LayerRecorder, leave_out
-from opgraft.ops.attention import current_batch
+from opgraft.models.trial_texts import fault_of, trial_texts
+from opgraft.ops.attention import AttentionBatch, attending, current_batch
+from opgraft.ops.attention.decoder import attention_layers
 from opgraft.ops.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
 from opgraft.text import described
 from torch import Tensor, nn
@@ -86,6 +95,7 @@ def _called(
 ) -> tuple[Any, Recorder, LayerChain, tuple[str, type[Any]]]:
     """Construct a model and call it; return what its attention asked for, its layers, and what gives hidden states."""
     model: Any = cls(config).eval()
+    model.get_input_embeddings()  # raises if transformers does not know which they are
     recorder = Recorder(mask)
     recorder.attach(model)
     stacks, layers = _called_stacks(model), LayerRecorder(model, mask)
@@ -142,11 +152,7 @@ def _uncached(model: Any, calls: Mapping[str, AttentionCall]) -> str:
     for (path, call), kind in zip(calls.items(), kinds, strict=True):
         if kind not in _KINDS:
             return f"{path} is of the kind {kind!r}"
-        if (
-            kind
-            and call.causal
-            and (kind == "sliding_attention") != (call.sliding_window is not None)
-        ):
+        if kind and (kind == "sliding_attention") != (call.sliding_window is not None):
             return f"{path} is of the kind {kind!r} and passes the window {call.sliding_window}"
     for path, module in model.named_modules():
         if isinstance(module, nn.Conv1d):
@@ -178,6 +184,10 @@ class TransformersModel(Model):
 
     transformers_model: Any
     """The model as transformers has it; not a child, since its weights would be listed twice."""
+    uncached: str
+    """Why the model runs as transformers has it, one text at a time; empty if its layers know of batches."""
+    packs: bool = False
+    """A call may have several whole texts. ``try_texts`` finds out."""
     stage: Stage
     gate: Gate | None = None
     _elsewhere: Sequence[str] = ()
@@ -197,7 +207,7 @@ class TransformersModel(Model):
         for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[name] = vars(model)[name]
         self.__dict__["transformers_model"] = model
-        self.takes_positions = _takes_positions(self.stack)
+        self.uncached = self.examination.uncached
         self.first_position = _first_position(self.stack)
 
     @property
@@ -314,10 +324,9 @@ class TransformersModel(Model):
         Raises:
             ModelError: there is a batch, and the model cannot run with a cache.
         """
-        found = self.examination
-        if found.uncached and current_batch() is not None:
+        if self.uncached and current_batch() is not None:
             raise ModelError(
-                f"{type(self.transformers_model).__name__} cannot run with a cache of ours: {found.uncached}"
+                f"{type(self.transformers_model).__name__} cannot run with a cache of ours: {self.uncached}"
             )
         if self.gate is not None:
             inputs_embeds = self.gate.enter(inputs_embeds)
@@ -325,14 +334,68 @@ class TransformersModel(Model):
             {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
         )
         options: dict[str, Any] = {name: x[None] for name, x in given.items() if x is not None}
-        if self.takes_positions:
+        if not self.uncached:  # otherwise transformers counts positions in its own way
             options["position_ids"] = (positions + self.first_position)[None]
-        if not found.uncached:
-            options["attention_mask"] = positions.new_empty(
-                1, 1, 0, 0
-            )  # with which transformers makes no masks
+            # transformers makes no masks beside one that is there
+            options["attention_mask"] = positions.new_empty(1, 1, 0, 0)
         output: Tensor = self.stack(**options, use_cache=False)[0]
         return output[0] if self.gate is None else self.gate.leave(output[0])
+
+    def try_texts(self, device: torch.device) -> None:
+        """Compute two short texts as transformers does, and keep to that way as far as the states of ours differ.
+
+        Models put tokens together in more ways than attention, and count positions in ways of their own. So the loaded
+        model shows whether the states of each text are transformers', alone and beside another text.
+
+        Args:
+            device: where the model is.
+        """
+        if self.uncached or self.gate is not None:
+            return
+        alone, together = self._tried(device)
+        if alone:
+            self._run_as_it_is(alone)
+        elif together:
+            self._keep(f"it takes texts one by one: of two in one call {together}")
+        self.packs = not alone and not together
+
+    @torch.inference_mode()
+    def _tried(self, device: torch.device) -> tuple[str, str]:
+        """Say what is wrong with the states of texts alone, and with those of texts in one call; empty if nothing."""
+        texts = trial_texts(self.config.get_text_config(), self.max_position, device)
+        positions = [torch.arange(len(text), device=device) for text in texts]
+        with own_attention():
+            expected = [self.stack(input_ids=text[None], use_cache=False)[0][0] for text in texts]
+
+        def one_by_one() -> list[Tensor]:
+            return [self(*given) for given in zip(texts, positions, strict=True)]
+
+        def in_one_call() -> list[Tensor]:
+            lengths = [len(text) for text in texts]
+            with attending(AttentionBatch.of_sequences(lengths, device=device)):
+                states: Tensor = self(torch.cat(texts), torch.cat(positions))
+            return list(states.split(lengths))
+
+        alone = fault_of(one_by_one, expected)
+        if attention_layers(self):
+            return alone, "each needs a cache"
+        return alone, alone or fault_of(in_one_call, expected)
+
+    def _run_as_it_is(self, reason: str) -> None:
+        """Give attention back to transformers, from which the states have differed."""
+        self.uncached = reason
+        model = self.transformers_model
+        for path in self.report.attention:
+            detach_layer(model.get_submodule(path))
+        ungraft(model)  # and again with what can be grafted now
+        self.report = replace(self.report, attention=(), grafted=graft(model))
+        self._keep(f"it runs without a cache: {reason}")
+
+    def _keep(self, reason: str) -> None:
+        """Add a line to the report about the whole model."""
+        row = LeftAlone("", type(self.transformers_model).__name__, reason)
+        logger.info("%s: %s", row.source, reason)
+        self.report = replace(self.report, kept=(*self.report.kept, row))
 
 
 class _HiddenStates(nn.Module):

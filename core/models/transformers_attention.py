@@ -7,13 +7,21 @@ layer, whatever implementation the config names, as ``opgraft.grafting.attention
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from opgraft.errors import ModelError
 from opgraft.grafting.attention import CHILD, REGISTRY, is_attention
-from opgraft.grafting.forwards import Substitution, check_forward, substitute
+from opgraft.grafting.forwards import (
+    Substitution,
+    check_forward,
+    restore_forward,
+    substitute,
+    substitutions_of,
+)
 from opgraft.ops.attention import Attention, MMEncoderAttention
 from opgraft.ops.attention.batch import current_boundaries
 from torch import Tensor, nn
@@ -147,6 +155,19 @@ class _Place(nn.Module):
         self.recorder = recorder
 
 
+_OWN: ContextVar[bool] = ContextVar("opgraft_own_attention", default=False)
+
+
+@contextmanager
+def own_attention() -> Iterator[None]:
+    """Have attention modules call the functions of transformers within the block, not the layers that they have."""
+    token = _OWN.set(True)
+    try:
+        yield
+    finally:
+        _OWN.reset(token)
+
+
 @dataclass(frozen=True, eq=False)
 class _Registry(Mapping[str, Callable[..., Any]]):
     """transformers' registry of attention functions, which gives one function under every name."""
@@ -157,10 +178,13 @@ class _Registry(Mapping[str, Callable[..., Any]]):
     def get_interface(
         self, attn_implementation: str, default: Callable[..., Any]
     ) -> Callable[..., Any]:
-        return self.function
+        if not _OWN.get():
+            return self.function
+        own: Callable[..., Any] = self.registry.get_interface(attn_implementation, default)
+        return own
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
-        return self.function
+        return self.registry[name] if _OWN.get() else self.function
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.registry)
@@ -180,6 +204,12 @@ def _attended(layer: nn.Module, registry: Any) -> _Registry:
 def attach_layer(module: nn.Module, layer: nn.Module) -> None:
     """Have an attention module call a layer, as a child of it, in place of any function of transformers, for good."""
     substitute(module, layer, Substitution(REGISTRY, CHILD, _attended, permanent=True))
+
+
+def detach_layer(module: nn.Module) -> None:
+    """Take back ``attach_layer``: the module calls the functions of transformers again."""
+    kept = tuple(each for each in substitutions_of(module) if each.child != CHILD)
+    restore_forward(module, kept)
 
 
 def _attend(

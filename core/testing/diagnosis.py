@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,7 +17,7 @@ from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.binding.specialisation import Binding, bind
 from opgraft.errors import ConfigError, ConflictError, OpgraftError, close_matches
 from opgraft.finding import Finding
-from opgraft.ops.spec import OpSpec, tensors
+from opgraft.ops.spec import Arguments, OpSpec, tensors
 from opgraft.platform import DISPATCH_KEYS, effective_chain
 from opgraft.plugins import hookspecs
 from opgraft.plugins.discovery import PLUGIN_GROUP, discover
@@ -30,6 +31,7 @@ from opgraft.state import PluginStatus, host_state
 from opgraft.testing import checks, inventory
 from opgraft.testing.catalogue import SPECS
 from opgraft.testing.kernel_checks import hidden_by
+from opgraft.testing.subjects import claimed_dtypes
 from opgraft.text import described
 from torch import Tensor
 
@@ -231,28 +233,90 @@ def wrong_fakes() -> Iterator[Finding]:
             yield Finding(message, discover().provider_of(form.__module__), location_of(form.fake))
 
 
+def wrong_results() -> Iterator[Finding]:
+    """Find kernels of plugins that raise on small inputs, or return other tensors than the native definition.
+
+    Number, shape, dtype and layout of the results are compared. ``plugins check`` compares their numbers, too.
+    """
+    for replacement, kernel, spec in _called():
+        with watched(f"{kernel} of {replacement.provider}", replacement.provider):
+            faults = list(dict.fromkeys(_wrong_results(spec, kernel)))
+        further = f"'opgraft plugins check {replacement.plugin}' compares all its results"
+        for fault in faults:
+            message = f"{kernel} {fault}" + (f". {further}" if replacement.plugin else "")
+            yield Finding(message, replacement.provider, kernel.location)
+
+
+def _wrong_results(spec: OpSpec, kernel: Kernel) -> Iterator[str]:
+    """Yield what is wrong with the results of a kernel in each dtype, as a module and as a function."""
+    variant, lead, size = next(iter(spec.variants)), spec.leads[1], max(spec.sizes[:2])
+    claimed = claimed_dtypes(selected_platform().platform)
+    for dtype in (dtype for dtype in spec.dtypes if dtype in claimed and dtype != torch.float64):
+        inputs = f"for {_short(dtype)} inputs of {spec.functional.name}"
+        for call in _calls(spec, kernel):
+            arguments = spec.arguments(variant, dtype, lead, size)
+            with torch.no_grad():
+                expected = checks.results_of(spec, spec.functional.native, arguments)
+                try:
+                    found = checks.results_of(spec, call, arguments)
+                except Exception as error:  # the kernel's own
+                    yield f"raised {described(error)} {inputs}"
+                    continue
+            yield from (f"{fault} {inputs}" for fault in _other_tensors(found, expected))
+
+
+def _other_tensors(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Iterator[str]:
+    """Say in which ways tensors are others than those that are expected, whatever numbers they hold."""
+    if len(found) != len(expected):
+        yield f"returns {len(found)} tensors, expected {len(expected)},"
+        return
+    for ours, theirs in zip(found, expected, strict=True):
+        if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+            yield f"returns {_form(ours)}, expected {_form(theirs)},"
+        elif theirs.is_contiguous() and not ours.is_contiguous():
+            strides = f"strides {list(ours.stride())}, expected {list(theirs.stride())},"
+            yield f"returns a tensor that is not contiguous, with {strides}"
+
+
+def _form(x: Tensor) -> str:
+    return f"{_short(x.dtype)} {list(x.shape)}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def lost_gradients() -> Iterator[Finding]:
     """Find kernels of plugins that lose gradients, or fail, on small inputs that require one.
 
-    Kernels that are marked ``inference_only`` give way to the native definition there. None is called where torch knows
-    no device for the inputs.
+    Kernels that are marked ``inference_only`` give way to the native definition there.
     """
-    if _unknown_to_torch(selected_platform().platform.device_type):
+    for replacement, kernel, spec in _called():
+        if kernel.inference_only or spec.functional.mutates or not spec.differentiable:
+            continue
+        with watched(f"{kernel} of {replacement.provider}", replacement.provider):
+            reasons = list(dict.fromkeys(_lost(spec, kernel)))
+        for reason in reasons:
+            yield Finding(f"{kernel} {reason}", replacement.provider, kernel.location)
+
+
+def _called() -> Iterator[tuple[Replacement, Kernel, OpSpec]]:
+    """Yield the kernels of plugins that run here, each with the proof of a form that it serves.
+
+    There are none where torch knows no device for the inputs.
+    """
+    device = selected_platform().platform.device_type
+    if _unknown_to_torch(device):
         return
     for replacement, binding in _bound():
         kernel = binding.kernel.winner
         inherited = kernel.owner in _target(replacement).__mro__
-        if binding.replacement.winner is not replacement or inherited or kernel.inference_only:
+        if binding.replacement.winner is not replacement or inherited:
             continue
         for form in inventory.functionals_of(_target(replacement)):
             spec = SPECS.get(form.name)
-            if spec and spec.differentiable and not form.mutates and _serves(form, replacement):
-                with watched(f"{kernel} of {replacement.provider}", replacement.provider):
-                    reasons = list(dict.fromkeys(_lost(spec, kernel)))
-                yield from (
-                    Finding(f"{kernel} {reason}", replacement.provider, kernel.location)
-                    for reason in reasons
-                )
+            if spec and _serves(form, replacement):
+                yield replacement, kernel, dataclasses.replace(spec, device=device)
 
 
 def _serves(form: Functional[..., Any], replacement: Replacement) -> bool:
@@ -261,20 +325,19 @@ def _serves(form: Functional[..., Any], replacement: Replacement) -> bool:
 
 def _lost(spec: OpSpec, kernel: Kernel) -> Iterator[str]:
     """Yield what is wrong with the gradients of a kernel, as a module and as a function."""
-    device = selected_platform().platform.device_type
-    calls = [checks.by_module(spec)] if spec.module else []
-    calls += [function] if (function := kernel.functional(spec.functional.name)) else []
-    for call in calls:
-        drawn = spec.arguments(
-            next(iter(spec.variants)), torch.float32, spec.leads[1], max(spec.sizes[:2])
-        )
-        arguments = {name: _on(device, value) for name, value in drawn.items()}
+    variant, lead, size = next(iter(spec.variants)), spec.leads[1], max(spec.sizes[:2])
+    for call in _calls(spec, kernel):
+        arguments = checks.with_gradients(spec.arguments(variant, torch.float32, lead, size))
         with torch.enable_grad():
             expected = tensors(spec.functional.native(**arguments))
             try:
                 got = tensors(call(**arguments))
             except Exception as error:  # the kernel's own
-                yield f"raised {described(error)} for float32 inputs of {spec.functional.name} that require a gradient"
+                if not _raises(call, arguments):  # otherwise another check tells
+                    yield (
+                        f"raised {described(error)} for float32 inputs of {spec.functional.name} "
+                        "that require a gradient"
+                    )
                 continue
         if any(
             theirs.requires_grad and not ours.requires_grad
@@ -283,11 +346,21 @@ def _lost(spec: OpSpec, kernel: Kernel) -> Iterator[str]:
             yield "loses gradients: its results require none where the inputs do. Mark it with @opgraft.inference_only"
 
 
-def _on(device: str, value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    moved = value.to(device)
-    return moved.detach().requires_grad_() if moved.is_floating_point() else moved
+def _calls(spec: OpSpec, kernel: Kernel) -> list[checks.Implementation]:
+    """List what computes a form by a kernel: the module where one stands for it, and the kernel's own function."""
+    function = kernel.functional(spec.functional.name)
+    modules = [checks.by_module(spec)] if spec.module and not spec.functional.mutates else []
+    return [*modules, *([function] if function else [])]
+
+
+def _raises(call: checks.Implementation, arguments: Arguments) -> bool:
+    """Tell whether a call raises where no gradient is required, too."""
+    with torch.no_grad():
+        try:
+            call(**arguments)
+        except Exception:  # the kernel's own
+            return True
+    return False
 
 
 def _classes() -> list[type]:
@@ -342,6 +415,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     broken_switches,
     wrong_functions,
     wrong_fakes,
+    wrong_results,
     lost_gradients,
 )
 """Each yields what it finds."""

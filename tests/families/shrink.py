@@ -51,7 +51,12 @@ _SIZES: tuple[tuple[str, int | None], ...] = (
     ),
 )
 # What some configurations leave open and then compute with.
-_FILLED = {"head_dim": HEAD, "num_key_value_heads": 2, "prediction_length": 4}
+_FILLED = {
+    "vocab_size": VOCABULARY,
+    "head_dim": HEAD,
+    "num_key_value_heads": 2,
+    "prediction_length": 4,
+}
 _DEPTHS = re.compile(r"depth|layers|blocks|repeats")
 _WIDTHS = re.compile(r"size|dim|channel|width|embed|filters")
 

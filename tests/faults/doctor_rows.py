@@ -6,7 +6,8 @@ from faults.planting import PLUGIN
 
 HEAD = """
 import opgraft, os, torch
-from opgraft.ops import FatreluAndMul, GELU, GeluAndMul, QuickGELU, ReLUSquaredActivation, RMSNorm, SiluAndMul
+from opgraft.ops import FastGELU, FatreluAndMul, GELU, GeluAndMul, MulAndSilu, NewGELU, QuickGELU
+from opgraft.ops import ReLUSquaredActivation, RMSNorm, SiluAndMul, SwigluStepAndMul
 platforms = "any"
 """
 
@@ -106,6 +107,26 @@ FINDINGS: dict[str, tuple[str, str, int]] = {
     "a constructor that raises": (
         kernel("FatreluAndMul", "return x", mark="__init__ = lambda self, *_, **__: 1 / 0"),
         "raised ZeroDivisionError",
+        1,
+    ),
+    "a result of another dtype": (
+        kernel("NewGELU", "return NewGELU.forward_native(self, x).float()"),
+        "returns float32 [7, 9], expected bfloat16 [7, 9], for bfloat16 inputs of gelu_new",
+        1,
+    ),
+    "a result of another shape": (
+        kernel("FastGELU", "return FastGELU.forward_native(self, x)[..., :1]"),
+        "returns float32 [7, 1], expected float32 [7, 9], for float32 inputs of gelu_fast",
+        1,
+    ),
+    "results of another number": (
+        kernel("MulAndSilu", "return MulAndSilu.forward_native(self, x), x"),
+        "returns 2 tensors, expected 1, for float32 inputs of mul_and_silu",
+        1,
+    ),
+    "a result that is not contiguous": (
+        kernel("SwigluStepAndMul", "return SwigluStepAndMul.forward_native(self, x).T.contiguous().T"),
+        "returns a tensor that is not contiguous, with strides [1, 7], expected [9, 1],",
         1,
     ),
     "a kernel that raises": (

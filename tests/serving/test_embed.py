@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families.embedders import PROTEINS, build, embedded, opened, save
 from opgraft import LLM, SamplingParams
 from opgraft.errors import CheckpointError, ConfigError, ModelError, RequestError
 from opgraft.models.files import find_checkpoint
@@ -192,3 +193,40 @@ def test_replicas_of_an_encoder_are_refused() -> None:
     """An encoder runs as one engine, whatever is set."""
     with pytest.raises(ConfigError, match="is an encoder, which runs as one engine"):
         LLM("minilm", **QUIET, data_parallel_size=2)
+
+
+KINDS: dict[str, tuple[str, dict[str, object], str]] = {
+    "neighbours mixed outside of attention": ("MobileBertModel", {}, "one by one"),
+    "positions behind the padding's": ("NystromformerModel", {}, "without a cache"),
+    "a mask that is multiplied": ("EsmModel", PROTEINS, "the model raises"),
+    "masked tokens counted": ("EsmModel", {**PROTEINS, "token_dropout": True}, "the model raises"),
+    "a base decoder": ("Qwen2Model", {}, "one by one"),
+    "windows both ways": ("Gemma3TextModel", {"use_bidirectional_attention": True}, "window"),
+    "texts in one call": ("ElectraModel", {}, ""),
+}
+"""A kind of encoder, of which one model, with settings, stands for all, and what its report says of batches."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_beside_each_other_keep_their_vectors(kind: str, tmp_path: Path) -> None:
+    """Each text has transformers' vector, alone and in a batch, whatever way a model brings tokens together."""
+    name, options, reason = KINDS[kind]
+    model, rows, expected = build(name, options)
+    save(model, tmp_path)
+    llm = opened(tmp_path)
+    alone, batch = embedded(llm, rows)
+    torch.testing.assert_close(alone, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(batch, expected, rtol=0, atol=1e-5)
+    assert llm._embedder is not None
+    loaded = llm._embedder.executor.worker.runner.model
+    told = [row.reason for row in loaded.report.kept if row.path == ""]
+    assert loaded.packs is not bool(reason)
+    assert any(reason in each for each in told) if reason else not told
+
+
+def test_a_model_without_a_known_embedding_is_refused_by_name(tmp_path: Path) -> None:
+    """transformers does not tell which module looks up its token ids."""
+    model, _, _ = build("Sam3LiteTextTextModel", {})
+    save(model, tmp_path)
+    with pytest.raises(ModelError, match=r"Sam3LiteTextTextModel of transformers .* be examined"):
+        opened(tmp_path)
