@@ -47,6 +47,11 @@ class Provenance:
     location: str
     setting: str
 
+    @property
+    def of_plugin(self) -> bool:
+        """Tell whether a plugin provides the code."""
+        return discover().has_plugin(self.provider)
+
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data, with the names that all JSON of opgraft has for it."""
         return {

@@ -7,6 +7,7 @@ compiled code has seen is ever mutated.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from opgraft.caches import Caches
 from opgraft.config import CURRENT_SCOPE, NATIVE_CHOICE, Settings
 from opgraft.decision import Decision, Provider
 from opgraft.environment import PROVIDERS
-from opgraft.errors import RegistrationError
+from opgraft.errors import ConstructionError, RegistrationError
 from opgraft.logger import logger
 from opgraft.platform import effective_chain
 from opgraft.plugins.agreement import expect_choice_agrees
@@ -47,6 +48,8 @@ from opgraft.text import described, printable
 Key = TypeVar("Key")
 
 _CACHE = "__opgraft_specialisations__"
+_INIT = "__init__"
+_HOST_PACKAGE = "opgraft"
 
 
 @dataclass(frozen=True)
@@ -272,6 +275,12 @@ def _native(choice: ReplacementChoice, kernel: KernelChoice) -> Kernel:
     return native
 
 
+def native_of(binding: Binding) -> Kernel | None:
+    """Return the native definition of an op whose kernel is another one; None if the op runs its native definition."""
+    native = _native(binding.replacement, binding.kernel)
+    return None if native == binding.kernel.winner else native
+
+
 def _demoted(
     kernel: KernelChoice, native: Kernel, because: str, settings: Settings
 ) -> KernelChoice:
@@ -427,6 +436,33 @@ def specialise(choice: KernelChoice, branch: Branch | None = None) -> Any:
         return cache[key]
 
 
+def _checked_constructor(op_class: Any, owner: type) -> Callable[..., None]:
+    """Return the constructor of an op class that ``owner`` brings, with a check that it calls its base's."""
+    construct = op_class.__init__
+
+    @functools.wraps(construct)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        cause = None
+        try:
+            construct(self, *args, **kwargs)
+        except AttributeError as error:  # as torch's, of a parameter that is assigned too early
+            if _of_modules(self):
+                raise
+            cause = error
+        if not _of_modules(self):
+            raise ConstructionError(
+                f"{owner.__qualname__}.__init__ at {location_of(vars(owner)[_INIT])} does not call "
+                f"super().__init__(), so the {op_class.__qualname__} has neither parameters nor children: call it first"
+            ) from cause
+
+    return checked
+
+
+def _of_modules(op: Any) -> bool:
+    """Tell whether the constructor of ``torch.nn.Module`` has run."""
+    return "_parameters" in vars(op)
+
+
 def _specialisation(
     op_class: type, kernel: Kernel, further: dict[str, str | None], branch: Branch | None
 ) -> type:
@@ -453,6 +489,9 @@ def _specialisation(
         "__specialisation__": True,
         "__continuations__": further,
     }
+    owner = definer(op_class, _INIT)
+    if owner is not None and owner.__module__.partition(".")[0] != _HOST_PACKAGE:
+        namespace[_INIT] = _checked_constructor(op_class, owner)
     try:
         return type(op_class)(op_class.__name__, (op_class,), namespace)
     except TypeError as error:

@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 
 import click
 from opgraft.cli.group import LazyGroup
-from opgraft.errors import OpgraftError
+from opgraft.errors import OpgraftError, PluginError
+from opgraft.text import described
 from opgraft.version import __version__
 
 _COMMANDS = {
@@ -48,10 +49,19 @@ _COMMANDS = {
 }
 
 
+_TRACEBACK = "--traceback"
+
+
 @click.group(
     cls=LazyGroup, table=_COMMANDS, context_settings={"help_option_names": ["-h", "--help"]}
 )
 @click.version_option(__version__, prog_name="opgraft")
+@click.option(
+    _TRACEBACK,
+    is_flag=True,
+    expose_value=False,
+    help="Of an error, show the calls that led to it; it may stand behind COMMAND, too.",
+)
 def cli() -> None:
     """Host plugins that graft device kernels onto PyTorch models.
 
@@ -91,6 +101,7 @@ def _open_standard_streams() -> None:
 
 def _run(arguments: Sequence[str]) -> int:
     """Run a command line; returns its exit code. With ``--json`` an error is an object on stdout, too."""
+    shows_all, arguments = _takes_traceback(arguments)
     try:
         code = cli.main(arguments, prog_name="opgraft", standalone_mode=False)
     except BrokenPipeError:  # help whose reader has gone
@@ -101,19 +112,34 @@ def _run(arguments: Sequence[str]) -> int:
         return 1
     except Exception as error:
         told = importlib.import_module("opgraft.binding.raised").provenance_of(error)
+        failure = _failure(error, told)
         if "--json" in arguments:
-            _output().print_error(error, told)
-        if isinstance(error, click.ClickException):
-            error.show()
-            return error.exit_code
-        if isinstance(error, OpgraftError):
-            click.echo(f"error: {error}", err=True)
-        else:
+            _output().print_error(failure, told)
+        if isinstance(failure, click.ClickException):
+            failure.show()
+            return failure.exit_code
+        if shows_all or not isinstance(failure, OpgraftError):
             _output().print_traceback(error)
-        if told is not None:
+        if isinstance(failure, OpgraftError):
+            click.echo(f"error: {failure}", err=True)
+        if told is not None and failure is error:
             click.echo(str(told), err=True)
-        return error.exit_code if isinstance(error, OpgraftError) else 1
+        return failure.exit_code if isinstance(failure, OpgraftError) else 1
     return code if isinstance(code, int) else 0
+
+
+def _takes_traceback(arguments: Sequence[str]) -> tuple[bool, list[str]]:
+    """Take ``--traceback`` out of a command line, where it may stand before or behind the command."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    kept = [each for each in arguments[:end] if each != _TRACEBACK]
+    return len(kept) < end, [*kept, *arguments[end:]]
+
+
+def _failure(error: Exception, told: Any) -> Exception:
+    """Return an error that the code of a plugin raised as a ``PluginError`` of one sentence, others as they are."""
+    if isinstance(error, OpgraftError | click.ClickException) or told is None or not told.of_plugin:
+        return error
+    return PluginError(f"{described(error)}, {told}. {_TRACEBACK} shows the calls that led there.")
 
 
 def _output() -> Any:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import click
 import torch
 from opgraft.binding.idle_plugins import idle_plugins
+from opgraft.binding.provenance import explain_exception
 from opgraft.cli.comparison import Comparison, Measurement, timed
 from opgraft.cli.output import discard_stdout, echo, print_json, print_table
 from opgraft.engine.sampling_params import SamplingParams
@@ -21,6 +22,7 @@ from opgraft.plugins.selection import current_platform, selected_platform
 from opgraft.serving.interrupts import interrupts_noted
 from opgraft.serving.llm import LLM, Interrupted, engine_config
 from opgraft.serving.outputs import RequestOutput
+from opgraft.serving.text_engine import TextEngine
 from opgraft.text import printable
 
 MOST_TOKENS = 128
@@ -57,7 +59,7 @@ def measure_answers(llm: LLM, prompts: Sequence[str], params: SamplingParams) ->
 
     first = _ask(llm, prompts, replace(params, max_tokens=1, logits_processors=(keep,)))
     outputs, seconds = timed(lambda: _ask(llm, prompts, params))
-    _expect_answers(outputs)
+    expect_answers(llm, outputs)
     numbers = torch.stack([logits[str(output.prompt_token_ids)] for output in first])
     return Measurement(
         numbers, [output.outputs[0].token_ids for output in outputs], _tokens(outputs), seconds
@@ -96,7 +98,7 @@ def answer_prompts(
         click.echo(_speed(outputs, seconds), err=True)
     if any(output.outputs[0].finish_reason == "abort" for output in outputs):
         raise click.Abort
-    _expect_answers(outputs)
+    expect_answers(llm, outputs)
 
 
 def _streamed(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
@@ -120,14 +122,25 @@ def _ask(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[Reque
     return llm.generate(prompts, params)
 
 
-def _expect_answers(outputs: Sequence[RequestOutput]) -> None:
+def expect_answers(llm: LLM, outputs: Sequence[RequestOutput]) -> None:
+    """Raise if answers have failed.
+
+    Raises:
+        Exception: the one that a plugin's kernel raised in a step.
+        RequestError: for all other reasons.
+    """
     failed = [
         str(output.outputs[0].error)
         for output in outputs
         if output.outputs[0].finish_reason == "error"
     ]
-    if failed:
-        raise RequestError(f"{len(failed)} of {len(outputs)} prompts failed: {failed[0]}")
+    if not failed:
+        return
+    failure = llm.engine.core.step_failure if isinstance(llm.engine, TextEngine) else None
+    raised = None if failure is None else explain_exception(failure)
+    if failure is not None and raised is not None and raised.of_plugin:
+        raise failure
+    raise RequestError(f"{len(failed)} of {len(outputs)} prompts failed: {failed[0]}")
 
 
 def _message(prompt: str) -> dict[str, str]:

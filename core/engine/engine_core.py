@@ -67,6 +67,7 @@ class EngineCore:
 
     Attributes:
         hands_over: whether requests stay when the workers are lost, for ``surrender``, instead of failing.
+        step_failure: what the last step that failed has raised; None if none has failed.
 
     Raises:
         ModelError: no model is named, or it has no attention layers and so is no decoder.
@@ -91,6 +92,7 @@ class EngineCore:
             undo.pop_all()  # nothing raised: the worker stays
         self.hands_over = False
         self._stopped: BaseException | None = None
+        self.step_failure: BaseException | None = None
         self._shut_down = False
         logger.info(self.capacity())
 
@@ -320,6 +322,7 @@ class EngineCore:
 
     def _step_failed(self, batch: Sequence[Request], error: BaseException) -> list[EngineOutput]:
         self.counters.failed_steps += 1
+        self.step_failure = error
         told = explain_exception(error)
         message = (
             f"the step of {_named(batch)} failed: {described(error)}{f' ({told})' if told else ''}"

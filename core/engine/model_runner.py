@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Any, ClassVar
 
 import torch
+from opgraft.binding.blame import beside_native_definitions
 from opgraft.binding.pluggable_class import PluggableClass, choose_class
 from opgraft.config import OpgraftConfig, ParallelConfig
 from opgraft.distributed import get_dp_group, get_tensor_model_parallel_world_size, get_tp_group
@@ -20,14 +21,18 @@ from opgraft.engine.invariance import make_batch_invariant
 from opgraft.engine.largest_step import largest_step
 from opgraft.engine.sampling import Sampled, Sampler, SamplingBatch, TokenLogprobs, prompt_logprobs
 from opgraft.engine.sampling.logprobs import ROWS_AT_ONCE
+from opgraft.engine.sampling.sampler import NO_NUMBERS
 from opgraft.engine.stage_link import StageLink
 from opgraft.engine.step import NewSequence, Scheduled, Step, StepResult
 from opgraft.errors import ConfigError, RequestError
+from opgraft.logger import logger
 from opgraft.models import TransformersModel, load_model
 from opgraft.models.encoder import sequence_attention
+from opgraft.models.model import HasLogits
 from opgraft.ops.attention.batch import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
 from opgraft.ops.state_space.layer import state_layers
+from opgraft.text import described
 from torch import Tensor
 
 
@@ -327,7 +332,7 @@ class ModelRunner(PluggableClass):
     def _take(self, sampled: Sampled, names: tuple[str, ...]) -> StepResult:
         """Add what was sampled for requests to what is known of them."""
         tokens = dict(zip(names, sampled.tokens.tolist(), strict=True))
-        errors = {str(request_id): error for request_id, error in sampled.errors.items()}
+        errors = {str(name): self._blamed(str(name), e) for name, e in sampled.errors.items()}
         for request_id in errors:
             del tokens[request_id]
         astray = {
@@ -341,6 +346,40 @@ class ModelRunner(PluggableClass):
         return StepResult(
             tokens, logprobs, errors | astray, self._ended_prompts(names), refused=refused
         )
+
+    def _blamed(self, request_id: str, error: str) -> str:
+        """Return why nothing can be sampled for a request, with the kernel that is to blame if one is found."""
+        if NO_NUMBERS not in error or not self._computes_alone:
+            return error
+        culprit = self.wrong_kernel(self.batch.tokens(request_id))
+        return error.replace(NO_NUMBERS, culprit) if culprit else error
+
+    @property
+    def _computes_alone(self) -> bool:
+        """True if no other process takes part in a call of the model."""
+        parallel = self.opgraft_config.parallel
+        ranks = get_tensor_model_parallel_world_size()
+        return ranks == 1 and self.link is None and not parallel.in_rounds
+
+    @torch.inference_mode()
+    def wrong_kernel(self, tokens: Sequence[int]) -> str:
+        """Compute tokens once more, beside native definitions; return what differs first, empty if nothing does.
+
+        All ranks that share the model call this together.
+
+        Args:
+            tokens: of one text or prompt, computed without a cache.
+        """
+        ids = torch.tensor(list(tokens), device=self.device)
+        positions = torch.arange(len(ids), device=self.device)
+        with beside_native_definitions(self.model) as found:
+            try:
+                hidden = self.model(ids, positions)
+                if isinstance(self.model, HasLogits):
+                    self.model.compute_logits(hidden[-1:])
+            except Exception as error:  # it has gone wrong already, and this is to find out why
+                logger.debug("computing a text once more raised %s", described(error))
+        return found[0] if found else ""
 
     def _ended_prompts(self, names: tuple[str, ...]) -> dict[str, list[TokenLogprobs]]:
         """Return the log-probabilities of the prompts that end with this step, and forget them."""

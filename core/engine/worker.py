@@ -244,6 +244,10 @@ class Worker(PluggableClass):
         vectors = pooled(pad_sequence(states, batch_first=True), mask, pooling)
         return (functional.normalize(vectors, dim=-1) if normalize else vectors).tolist()
 
+    def wrong_kernel(self, tokens: Sequence[int]) -> str:
+        """Name the first kernel whose result differs from its native definition for a text; empty if none does."""
+        return self.runner.wrong_kernel(tokens)
+
     def explain(self) -> Explanation:
         """Tell which kernel each op of the model is bound to as the engine calls it, and which classes are in use."""
         batch = AttentionBatch.of_sequences([], block_size=self.runner.layout.block_size)

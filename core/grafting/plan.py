@@ -13,6 +13,7 @@ import torch
 from opgraft.adapter import Adapter, LeaveAlone
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.marks import fallback_of
+from opgraft.binding.provenance import explain_exception
 from opgraft.decision import Provider
 from opgraft.errors import GraftError, OpgraftError
 from opgraft.grafting import attention, direct_attention, rotary, scans
@@ -319,12 +320,20 @@ class _Planner:
         except (LeaveAlone, passed):
             raise
         except (Exception, SystemExit) as error:
-            reason = f"{what} raised {described(error)}"
+            reason = _blamed(what, error)
             if self.strict:
                 raise GraftError(
                     f"strict mode: {reason}. OPGRAFT_STRICT=0 leaves such modules as they are."
                 ) from error
             raise LeaveAlone(reason) from error
+
+
+def _blamed(what: str, error: BaseException) -> str:
+    """Say who raised: the code of a plugin where that ran last, otherwise ``what`` was called."""
+    raised = explain_exception(error)
+    if raised is None or not raised.of_plugin:
+        return f"{what} raised {described(error)}"
+    return f"{described(error)}, {raised}"
 
 
 def _flat(exchanges: Iterator[Exchange]) -> Iterator[Exchange]:

@@ -12,7 +12,7 @@ from typing import TypeVar
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
 from opgraft.engine.executor import Executor
-from opgraft.errors import CheckpointError
+from opgraft.errors import CheckpointError, PluginError
 from opgraft.serving.arguments import placed
 from opgraft.serving.embedder import Embedder
 from opgraft.serving.outputs import EmbeddingOutput
@@ -110,7 +110,7 @@ class AsyncEmbedder:
         Who is cancelled costs no batch any more.
 
         Raises:
-            CheckpointError: a vector has numbers that are none.
+            CheckpointError, PluginError: a vector has NaN or infinity.
         """
         loop = asyncio.get_running_loop()
         names = (placed("text", i, len(texts)) for i in range(len(texts)))
@@ -160,7 +160,7 @@ class AsyncEmbedder:
         for text, vector in zip(batch, vectors, strict=True):
             try:
                 self.embedder.expect_numbers(vector, text.name)
-            except CheckpointError as error:
+            except (CheckpointError, PluginError) as error:
                 _settle(text, error)
             else:
                 _settle(text, vector)

@@ -13,7 +13,7 @@ from opgraft.engine.compiled_model import expect_compilable
 from opgraft.engine.executors import executor_of
 from opgraft.engine.stats import Counters, EngineStats, copied
 from opgraft.engine.worker import Worker
-from opgraft.errors import CheckpointError, ConfigError, EngineError
+from opgraft.errors import CheckpointError, ConfigError, EngineError, PluginError
 from opgraft.models.config import read_config
 from opgraft.models.files import open_weights, opened_once
 from opgraft.models.sentences import SentenceSettings
@@ -67,6 +67,7 @@ class Embedder:
         self.counters = Counters()
         self._shut_down = False
         self._running = self.waiting = 0
+        self._culprit = ""
         self._reports = StepReports(self.stats, on_step)
 
     def _longest(self) -> int:
@@ -115,7 +116,7 @@ class Embedder:
 
         Raises:
             RequestError: a text cannot be taken.
-            CheckpointError: the vector of a text has numbers that are none.
+            CheckpointError, PluginError: the vector of a text has NaN or infinity.
         """
         with self.counters.timed("text"):
             names = [placed("text", index, len(texts)) for index in range(len(texts))]
@@ -165,6 +166,7 @@ class Embedder:
                 vectors: list[list[float]] = self.executor.call(
                     "embed", sequences, self.settings.pooling, self.settings.normalize
                 )
+                self._blame(sequences, vectors)
             reason = "stop"
             self.counters.prompt_tokens += sum(map(len, sequences))
         finally:
@@ -173,6 +175,15 @@ class Embedder:
             self.counters.finished[reason] += len(sequences)
             self._reports.send()
         return vectors
+
+    def _blame(
+        self, sequences: Sequence[Sequence[int]], vectors: Sequence[Sequence[float]]
+    ) -> None:
+        """Find the kernel by which the first vector without numbers came about, if there is such a vector."""
+        for tokens, vector in zip(sequences, vectors, strict=True):
+            if not all(map(math.isfinite, vector)):
+                self._culprit = self.executor.call("wrong_kernel", tokens)
+                return
 
     def _tokenized(self, text: Prompt, name: str, truncate: bool) -> tuple[str | None, list[int]]:
         limit = self.max_tokens
@@ -216,14 +227,18 @@ class Embedder:
         """Refuse the vector of a text, which is called by a name, that has NaN or infinity.
 
         Raises:
-            CheckpointError: it has.
+            PluginError: it has, and the kernel of a plugin is to blame.
+            CheckpointError: it has, and every kernel computes what its native definition does.
         """
-        if not all(map(math.isfinite, vector)):
-            model = self.opgraft_config.model
-            raise CheckpointError(
-                f"{model.name} computes numbers that are no embedding (NaN or infinity) for {name}: its weights are "
-                f"damaged, or {model.dtype} is too narrow for them. Try the dtype float32."
-            )
+        if all(map(math.isfinite, vector)):
+            return
+        model = self.opgraft_config.model
+        what = f"{model.name} computes numbers that are no embedding (NaN or infinity) for {name}"
+        if self._culprit:
+            raise PluginError(f"{what}: {self._culprit}")
+        raise CheckpointError(
+            f"{what}: its weights are damaged, or {model.dtype} is too narrow for them. Try the dtype float32."
+        )
 
 
 def _expect_one(opgraft_config: OpgraftConfig) -> None:

@@ -125,7 +125,9 @@ FINDINGS: dict[str, tuple[str, str, int]] = {
         1,
     ),
     "a result that is not contiguous": (
-        kernel("SwigluStepAndMul", "return SwigluStepAndMul.forward_native(self, x).T.contiguous().T"),
+        kernel(
+            "SwigluStepAndMul", "return SwigluStepAndMul.forward_native(self, x).T.contiguous().T"
+        ),
         "returns a tensor that is not contiguous, with strides [1, 7], expected [9, 1],",
         1,
     ),

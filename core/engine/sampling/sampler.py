@@ -22,7 +22,7 @@ IN_CACHE = 2**18
 """Logits that are drawn from at a time on a CPU: more take three times as long, in memory that is fetched anew."""
 
 
-_NO_NUMBERS = (
+NO_NUMBERS = (
     "numbers overflowed, or weights are damaged. Try the dtype float32, or see to the checkpoint"
 )
 
@@ -143,11 +143,11 @@ def _unusable(maximum: Tensor, logits: Tensor, working: Tensor) -> dict[int, str
 def _reason(logits: Tensor, working: Tensor) -> str:
     where = f"of {len(logits)} logits"
     if bool(logits.isnan().any()):
-        return f"{int(logits.isnan().sum())} {where} are NaN: {_NO_NUMBERS}"
+        return f"{int(logits.isnan().sum())} {where} are NaN: {NO_NUMBERS}"
     if bool(logits.isposinf().any()):
-        return f"{int(logits.isposinf().sum())} {where} are infinite: {_NO_NUMBERS}"
+        return f"{int(logits.isposinf().sum())} {where} are infinite: {NO_NUMBERS}"
     if bool(logits.isneginf().all()):
-        return f"all {where} are -inf, so that the model allows no token: {_NO_NUMBERS}"
+        return f"all {where} are -inf, so that the model allows no token: {NO_NUMBERS}"
     if not bool(working.isneginf().all()):
         return (
             f"what the request does to its logits made {int((~working.isfinite()).sum())} {where} NaN or infinite: "
