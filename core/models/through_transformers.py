@@ -185,7 +185,7 @@ class TransformersModel(Model):
     transformers_model: Any
     """The model as transformers has it; not a child, since its weights would be listed twice."""
     uncached: str
-    """Why the model runs as transformers has it, one text at a time; empty if its layers know of batches."""
+    """The reason for which the model runs as transformers has it, one text at a time; empty if there is none."""
     packs: bool = False
     """A call may have several whole texts. ``try_texts`` finds out."""
     stage: Stage
