@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import opgraft
 import pytest
 from conftest import Site
 from faults.planting import GOOD, of_brix
+from small_words import word_tokenizer
 
 _seen: dict[str, Any] = {}
 
@@ -20,3 +22,23 @@ def alone(site: Site) -> dict[str, Any]:
         _seen.update(of_brix())
         opgraft.reset()
     return _seen
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random sentence encoder."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("encoder")
+    tokenizer = word_tokenizer()
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    config = transformers.BertConfig(vocab_size=len(tokenizer), **sizes)
+    transformers.BertModel(config, add_pooling_layer=False).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling/config.json").write_text('{"pooling_mode": "mean"}')
+    return folder

@@ -29,7 +29,7 @@ from faults.planting import in_time
 from opgraft.cli import chat, plan, run, verify
 from opgraft.errors import OpgraftError
 from opgraft.text import printable
-from small_words import word_llama, word_tokenizer
+from small_words import word_llama
 
 COMMANDS = {
     "chat": chat.command,
@@ -45,26 +45,6 @@ LONGEST = 4000  # characters of a message that anybody reads
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random decoder that chats."""
     return word_llama(tmp_path_factory.mktemp("llama"), chats=True)
-
-
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random sentence encoder."""
-    transformers = pytest.importorskip("transformers")
-    folder = tmp_path_factory.mktemp("encoder")
-    tokenizer = word_tokenizer()
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
-    config = transformers.BertConfig(vocab_size=len(tokenizer), **sizes)
-    transformers.BertModel(config, add_pooling_layer=False).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling/config.json").write_text('{"pooling_mode": "mean"}')
-    return folder
 
 
 def copied(source: Path, tmp_path: Path) -> Path:
