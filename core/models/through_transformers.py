@@ -374,7 +374,7 @@ class TransformersModel(Model):
             lengths = [len(text) for text in texts]
             with attending(AttentionBatch.of_sequences(lengths, device=device)):
                 states: Tensor = self(torch.cat(texts), torch.cat(positions))
-            return list(states.split(lengths))
+            return list(torch.split(states, lengths))
 
         alone = fault_of(one_by_one, expected)
         if attention_layers(self):
