@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from opgraft.machine.evidence import Evidence
-from opgraft.text import printable
+from opgraft.text import html_table, html_text, printable
 
 NOT_PROBED = "not probed: "
 """The beginning of the reason of a candidate that nothing was asked of, as a setting asks for another one."""
@@ -128,3 +128,19 @@ class Decision:
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
+
+    def __repr__(self) -> str:
+        return f"<Decision {self.summary()}; {len(self.candidates)} candidates>"
+
+    def _repr_html_(self) -> str:
+        """Return the decision for a notebook: its candidates as a table, and the decisions that it rests on."""
+        rows = [
+            ("chosen" if row.accepted else "", row.name, row.provider or "", row.reason)
+            for row in self.candidates
+        ]
+        shown = [html_text(self.summary())]
+        if rows:
+            shown.append(html_table([("", "candidate", "provider", "reason"), *rows]))
+        if self.setting:
+            shown.append(html_text(f"to change it: {self.setting}"))
+        return "".join([*shown, *(part._repr_html_() for part in self.parts)])

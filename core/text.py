@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import textwrap
 import unicodedata
 from collections.abc import Sequence
@@ -83,3 +84,20 @@ def _narrowed(widths: Sequence[int], room: int, least: Sequence[int]) -> list[in
             break
         narrowed[max(spare, key=lambda index: narrowed[index])] -= 1
     return narrowed
+
+
+def html_text(text: str) -> str:
+    """Return foreign text as a paragraph of HTML for a notebook."""
+    return f"<p>{html.escape(printable(text))}</p>"
+
+
+def html_table(rows: Sequence[Sequence[object]]) -> str:
+    """Return rows, the header first, as a table of HTML for a notebook."""
+    head, *body = [[html.escape(printable(str(cell))) for cell in row] for row in rows]
+    lines = [_html_row("th", head), *(_html_row("td", row) for row in body)]
+    return f"<table>{''.join(lines)}</table>"
+
+
+def _html_row(kind: str, cells: Sequence[str]) -> str:
+    opening = f'<{kind} style="text-align: left">'
+    return f"<tr>{''.join(f'{opening}{cell}</{kind}>' for cell in cells)}</tr>"

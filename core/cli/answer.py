@@ -25,9 +25,6 @@ from opgraft.serving.outputs import RequestOutput
 from opgraft.serving.text_engine import TextEngine
 from opgraft.text import printable
 
-MOST_TOKENS = 128
-"""Of an answer, if nothing else is asked for."""
-
 
 def open_llm(model: str) -> LLM:
     """Load a model, and tell on stderr what its cache holds, if it has one."""

@@ -5,17 +5,20 @@ from __future__ import annotations
 import importlib
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
+from typing import TYPE_CHECKING
 
 import click
-from opgraft.cli.answer import open_llm, show_stream
 from opgraft.cli.output import COMMAND_LINE, SettingsCommand, echo, with_model_settings
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import RequestError
-from opgraft.serving.llm import LLM
 from opgraft.state import host_state
 from opgraft.text import printable
+
+if TYPE_CHECKING:
+    from opgraft.serving.llm import LLM
+    from opgraft.serving.outputs import RequestOutput
 
 _MOST_TOKENS = 512
 _LONGEST_LINE = 1 << 22  # characters
@@ -47,7 +50,14 @@ def command(model: str, system: str | None, max_tokens: int, temperature: float)
     """
     if host_state().settings().origins["model.name"] == COMMAND_LINE:
         raise click.UsageError("MODEL names the model: leave --model.name out")
+    from opgraft.cli.answer import (  # imports torch, which --help does without
+        open_llm,
+        show_idle_plugins,
+        show_stream,
+    )
+
     llm = open_llm(model)
+    show_idle_plugins()
     if llm.embeds:
         raise RequestError(
             f"{model} is an encoder, and embeds texts: 'opgraft run MODEL TEXT…' compares them"
@@ -57,14 +67,22 @@ def command(model: str, system: str | None, max_tokens: int, temperature: float)
             f"{model} has no chat template, so how it was taught to chat is not known: 'opgraft run MODEL PROMPT' "
             "continues a text without one; or put a chat_template.jinja beside the weights"
         )
-    _Chat(llm, SamplingParams(temperature=temperature, max_tokens=max_tokens), system).hold()
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
+    _Chat(llm, params, system, show_stream).hold()
 
 
 class _Chat:
     """A chat with its history."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        system: str | None,
+        show: Callable[[LLM, RequestOutput], None],
+    ) -> None:
         self.llm = llm
+        self.show = show
         self.params = params
         self.first = [] if system is None else [{"role": "system", "content": system}]
         self.messages = list(self.first)
@@ -104,7 +122,7 @@ class _Chat:
         engine = self.llm.engine
         prompt = engine.chat_template.render(messages)
         output = engine.add(str(next(self.numbers)), prompt, self.params, add_special_tokens=False)
-        show_stream(self.llm, output)
+        self.show(self.llm, output)
         (answer,) = output.outputs
         if answer.error is not None:
             raise RequestError(f"the answer failed: {answer.error}")

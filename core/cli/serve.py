@@ -12,14 +12,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
-from opgraft.binding.idle_plugins import idle_plugins
 from opgraft.cli.output import COMMAND_LINE, SettingsCommand, echo, with_settings
 from opgraft.config import OpgraftConfig, set_config
 from opgraft.errors import InputError
 from opgraft.logger import write_json
-from opgraft.planning.splits import expect_split
 from opgraft.plugins.selection import current_platform
-from opgraft.serving.llm import engine_config
 from opgraft.state import host_state
 from opgraft.text import printable
 
@@ -62,6 +59,10 @@ def command(model: str, api_keys: tuple[str, ...]) -> None:
         raise click.UsageError("MODEL names the model: leave --model.name out")
     if not all(api_keys):
         raise click.UsageError("--api-key is empty: give a key, or leave the option out")
+    # These import torch, which --help does without.
+    from opgraft.planning.splits import expect_split
+    from opgraft.serving.llm import engine_config
+
     write_json()
     logging.getLogger("opgraft.server").setLevel(logging.INFO)
     with _memory_of_a_server():
@@ -102,7 +103,9 @@ def _server() -> Any:
 
 
 def _show(service: Service, url: str) -> None:
-    """Tell what is served, by which kernels, and where."""
+    """Print what is served, by which kernels, and where."""
+    from opgraft.binding.idle_plugins import idle_plugins  # imports torch
+
     echo(f"model     {printable(service.name)}")
     echo(f"platform  {current_platform().name}")
     echo(f"kernels   {service.kernels}")

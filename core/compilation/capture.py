@@ -159,8 +159,15 @@ def _dynamic_shapes(model: nn.Module, example: Example) -> Any:
     try:
         arguments = inspect.signature(model.forward).bind(*example.args, **example.kwargs).arguments
     except TypeError as error:
+        name = type(model).__name__
+        if not example.args and not example.kwargs:
+            raise CompilationError(
+                f"args= is missing: {name}.forward is captured by an example of a call. Give what the "
+                "model is called with as a tuple, as in opgraft.compile(model, args=(x,)), and "
+                f"keyword arguments as kwargs={{...}} ({error})"
+            ) from error
         raise CompilationError(
-            f"the example is no call of {type(model).__name__}.forward: {error}: give by args, a tuple, and kwargs "
+            f"the example is no call of {name}.forward: {error}: give by args, a tuple, and kwargs "
             "what the model is called with"
         ) from error
     return tuple(_of_batch(value, batch) for value in arguments.values())

@@ -23,7 +23,9 @@ from opgraft.grafting.forwards import Substitution
 from opgraft.grafting.norms import Dtypes
 from opgraft.grafting.obstacles import obstacle_of, read_by_parents
 from opgraft.grafting.report import GraftReport, LeftAlone, replaced_by
-from opgraft.ops import ApplyRotaryEmb, ScaledDotProductAttention
+from opgraft.ops import ApplyRotaryEmb, Linear, ScaledDotProductAttention
+from opgraft.ops.linear.packed import pays_packed
+from opgraft.ops.linear.weight_cache import declaration
 from opgraft.plugins.discovery import discover
 from opgraft.state import host_state
 from opgraft.text import described
@@ -31,9 +33,22 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-_PASSED_OVER = "{} torch.nn.Linear become ops: run quantize_dynamic and its like before graft"
-_NOT_PATCHED = "{} forwards see what is patched into their files from now on after ungraft only"
-_FALLING_BACK = "opgraft.explain(model) says what {} of the ops do under a compiler or an export"
+_PASSED_OVER = (
+    "quantize_dynamic and other code for torch.nn.Linear does not find the {} that became ops: call "
+    "such code before graft"
+)
+_NOT_PATCHED = (
+    "{} of the forwards call ops in place of functions of their files: if you patch such a function "
+    "from now on, call ungraft first"
+)
+_FALLING_BACK = (
+    "other code runs in place of {} of the ops under a compiler or an export: "
+    "opgraft.explain(model) shows which"
+)
+_NOT_FROZEN = (
+    "opgraft.freeze(model) lets kernels keep faster copies of the weights of {} of the linear "
+    "layers, as long as nobody writes to them"
+)
 _COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -134,8 +149,17 @@ class Plan:
             _PASSED_OVER: sum(type(exchange.module) is nn.Linear for exchange in self.exchanges()),
             _FALLING_BACK: sum(fallback_of(op.forward) is not None for op in ops),
             _NOT_PATCHED: len({call.module for call in self.calls()}),
+            _NOT_FROZEN: sum(map(_freezing_pays, ops)),
         }
         yield from (note.format(count) for note, count in counts.items() if count)
+
+
+def _freezing_pays(op: nn.Module) -> bool:
+    """Return True for a linear layer whose kernel would compute faster over a copy of its weight."""
+    if not isinstance(op, Linear) or op.training or declaration(op.weight):
+        return False
+    native = op.binding.kernel.winner.method == "forward_native"
+    return not native and op.weight.is_cpu and pays_packed(op.weight)
 
 
 def plan_of(model: nn.Module) -> Plan:

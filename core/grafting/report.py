@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from opgraft.binding.names import op_name_of
 from opgraft.decision import Provider
 from opgraft.ops.composites.composite import Composite, served_by
 from opgraft.state import host_state
-from opgraft.text import WIDTH, table
+from opgraft.text import WIDTH, html_table, html_text, table
 from torch import nn
 
 
@@ -71,7 +72,7 @@ class GraftReport:
             Attention has the path of its module, a rotary function its name below that.
         left_alone: one row per module that stayed as it was although it has no children or has parameters of its own,
             is attention, or is known to an adapter.
-        notes: what code that works on the model afterwards may stumble over.
+        notes: surprises for code that works on the model afterwards, and the next step that makes it faster.
         applied: ``False`` for a dry run, which has replaced nothing.
     """
 
@@ -104,21 +105,37 @@ class GraftReport:
             [self.tables(), *("\n" + textwrap.fill(note, WIDTH) for note in self.notes)]
         )
 
+    def __repr__(self) -> str:
+        return f"<GraftReport: {self._head()}>"
+
+    def _repr_html_(self) -> str:
+        """Return the report for a notebook."""
+        tables = [html_table(rows) for rows in self._tables()]
+        return "".join([html_text(self._head()), *tables, *map(html_text, self.notes)])
+
     def tables(self, width: int | None = WIDTH) -> str:
         """Return the report as text, without the notes, in tables that fit ``width``; ``None``: a line per row."""
+        lines = [self._head()]
+        for rows in self._tables():
+            lines += ["", *table(rows, width)]
+        return "\n".join(lines)
+
+    def _head(self) -> str:
         verb = "replaced" if self.applied else "would be replaced"
-        head = [f"{len(self.replaced)} modules {verb}, {len(self.left_alone)} left alone"]
+        return f"{len(self.replaced)} modules {verb}, {len(self.left_alone)} left alone"
+
+    def _tables(self) -> Iterator[list[tuple[str, ...]]]:
+        """Yield the tables that have rows, each with its header first."""
         served = [
             (str(row.count), row.op, f"{row.implementation} of {row.provider}")
             for row in self.counts()
         ]
         if served:
-            head += ["", *table([("count", "op", "implementation"), *served], width)]
+            yield [("count", "op", "implementation"), *served]
         stayed = Counter((row.source, row.reason) for row in self.left_alone).most_common()
         if stayed:
             rows = [(str(count), source, reason) for (source, reason), count in stayed]
-            head += ["", *table([("count", "left alone", "reason"), *rows], width)]
-        return "\n".join(head)
+            yield [("count", "left alone", "reason"), *rows]
 
 
 def replaced_by(

@@ -17,6 +17,7 @@ from opgraft.errors import ConfigError, ModelError, RequestError, close_matches
 from opgraft.models.build import generates
 from opgraft.models.files import opened_once
 from opgraft.plugins.host import load_plugins
+from opgraft.plugins.selection import current_platform
 from opgraft.serving.arguments import (
     listed_chats,
     listed_prompts,
@@ -36,6 +37,7 @@ from opgraft.serving.replicated_engine import ReplicatedEngine
 from opgraft.serving.step_reports import OnStep
 from opgraft.serving.text_engine import TextEngine
 from opgraft.state import host_state
+from opgraft.text import html_table, printable
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -258,6 +260,18 @@ class LLM:
             self._embedder.shutdown()
         else:
             self.engine.shutdown()
+
+    def __repr__(self) -> str:
+        return f"<LLM {self.opgraft_config.model.name!r}: {self._kind()}>"
+
+    def _repr_html_(self) -> str:
+        """Return the model and its cache for a notebook."""
+        name = printable(str(self.opgraft_config.model.name))
+        return html_table([("model", "on", ""), (name, current_platform().name, self._kind())])
+
+    def _kind(self) -> str:
+        """Say in words what the model is for, or what its cache holds."""
+        return "an encoder, see embed()" if self._engine is None else self._engine.capacity()
 
     def __enter__(self) -> LLM:
         return self

@@ -379,9 +379,11 @@ def test_what_cannot_be_compiled(block: Block, x: torch.Tensor) -> None:
     with pytest.raises(TypeError, match="args of type list, expected a tuple"):
         opgraft.compile(block, EAGER, args=[x])  # type: ignore[arg-type]
     with pytest.raises(
-        CompilationError, match=r"no call of Block\.forward: missing a required argument: 'x'"
+        CompilationError, match=r"args= is missing: .*opgraft\.compile\(model, args=\(x,\)\)"
     ):
         opgraft.compile(block, EAGER)
+    with pytest.raises(CompilationError, match=r"no call of Block\.forward: .*'y'"):
+        opgraft.compile(block, EAGER, args=(x,), kwargs={"y": 1})
     with pytest.raises(CompilationError, match=r"shape \(1, 5, 16\).*give examples of two rows"):
         opgraft.compile(block, EAGER, args=(x[:1],))
     with pytest.raises(ConfigError, match=r"backend is 'inducter', .* did you mean 'inductor'\?"):

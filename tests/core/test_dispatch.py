@@ -6,6 +6,7 @@ import pytest
 import torch
 from opgraft import CompilationConfig, CustomOp, OpgraftConfig, PluggableLayer, set_config
 from opgraft.binding.kernels import choose_kernel
+from opgraft.decision import Candidate, Decision, Provider
 from opgraft.errors import ConfigError, MissingKernelError, PlatformError
 from opgraft.platform import effective_chain
 from opgraft.platforms.cpu.platform import CpuPlatform
@@ -232,3 +233,19 @@ def test_a_replacement_may_say_itself_whether_it_is_enabled(scale, fast_scale) -
     op = scale()
     assert op.decision.chosen == "Scale.forward_native"
     assert "disabled: Picky.enabled() says so" in str(op.decision)
+
+
+def test_how_a_notebook_shows_a_decision() -> None:
+    """The repr is one line. The table has each candidate, and text of others is escaped."""
+    part = Decision("platform", "cpu", "the only one")
+    rows = (
+        Candidate("<fast>", False, "no & none", Provider("acme", "1.0")),
+        Candidate("slow", True, "runs everywhere\x1b[31m"),
+    )
+    decision = Decision("op", "slow", "left over", rows, "a setting", (part,))
+    assert repr(decision) == "<Decision op: slow (left over); 2 candidates>"
+    shown = decision._repr_html_()
+    for text in ("&lt;fast&gt;", "acme 1.0", "no &amp; none", "to change it: a setting"):
+        assert text in shown
+    assert "platform: cpu (the only one)" in shown
+    assert "\x1b" not in shown

@@ -15,14 +15,18 @@ from opgraft import (
     LeaveAlone,
     Provider,
     explain,
+    freeze,
     graft,
     load_plugins,
     reset,
     ungraft,
 )
+from opgraft.config import CompilationConfig, OpgraftConfig, set_config
 from opgraft.errors import ConfigError, GraftError
 from opgraft.grafting.plan import Exchange, plan_of
+from opgraft.grafting.report import GraftReport, LeftAlone
 from opgraft.ops import ApplyRotaryEmb, Linear
+from opgraft.ops.linear import packed
 from opgraft.state import host_state
 from opgraft.text import described
 from torch import nn
@@ -230,18 +234,59 @@ def test_notes_for_code_that_looks_for_exact_classes() -> None:
     report = graft(model, dry_run=True)
     assert (
         report.notes[0]
-        == "4 torch.nn.Linear become ops: run quantize_dynamic and its like before graft"
+        == "quantize_dynamic and other code for torch.nn.Linear does not find the 4 that became ops: "
+        "call such code before graft"
     )
     assert "quantize_dynamic" in str(report)
     assert report.to_dict()["notes"] == [*report.notes]
     assert graft(nn.Sequential(nn.SiLU())).notes == ()
 
 
+def noted_for_freezing(model: nn.Module) -> list[str]:
+    """The notes of graft about opgraft.freeze."""
+    return [note for note in graft(model).notes if "opgraft.freeze(model)" in note]
+
+
+def test_a_note_where_freezing_helps() -> None:
+    """The note counts linear layers whose kernels gain by a copy of a weight that is not frozen yet."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(1024, 4096), nn.Linear(2, 2), nn.GELU()).eval()
+
+    helps = packed.missing() is None
+    assert [note.split(", as long")[0] for note in noted_for_freezing(model())] == (
+        [
+            "opgraft.freeze(model) lets kernels keep faster copies of the weights of 1 of the linear layers"
+        ]
+        if helps
+        else []
+    )
+    frozen = model()
+    freeze(frozen)
+    assert noted_for_freezing(frozen) == []
+    assert noted_for_freezing(model().train()) == []
+    assert noted_for_freezing(model().double()) == []
+    with set_config(OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["none"]))):
+        assert noted_for_freezing(model()) == []
+
+
+def test_a_report_in_a_notebook() -> None:
+    """The report has a short repr, and tables of HTML in which foreign text is escaped."""
+    report = GraftReport((), (LeftAlone("a", "<Odd>", "no & none"),), ("a <note>",), applied=False)
+    assert repr(report) == "<GraftReport: 0 modules would be replaced, 1 left alone>"
+    shown = report._repr_html_()
+    for text in ("&lt;Odd&gt;", "no &amp; none", "a &lt;note&gt;", "<table>"):
+        assert text in shown
+    assert "<Odd>" not in shown
+    assert graft(gated())._repr_html_().count("<table>") >= 1
+
+
 def test_a_note_leads_to_what_compilers_get() -> None:
     """Ops that fall back under a compiler are counted, and explain(model) says how each does."""
     model = gated()
     notes = graft(model).notes
-    assert "opgraft.explain(model) says what 5 of the ops do under a compiler or an export" in notes
+    expected = "other code runs in place of 5 of the ops under a compiler or an export"
+    assert f"{expected}: opgraft.explain(model) shows which" in notes
     said = str(explain(model))
     assert (
         "while a compiler traces, gate, up and the activation are computed one after the other"

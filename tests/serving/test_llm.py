@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import logging
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,14 @@ def test_prompts_are_answered_as_transformers_does(llm: LLM, folder: Path) -> No
     assert answer.text == " " + tokenizer.decode(answer.token_ids), (
         "the text goes on after the prompt"
     )
+
+
+def test_how_a_notebook_shows_it(llm: LLM, folder: Path) -> None:
+    """The repr names the model and says what its cache holds, and so does the table for a notebook."""
+    capacity = llm.engine.capacity()
+    assert repr(llm) == f"<LLM {str(folder)!r}: {capacity}>"
+    shown = llm._repr_html_()
+    assert all(html.escape(text) in shown for text in (str(folder), "cpu", capacity))
 
 
 def test_a_chat_is_put_into_the_template(llm: LLM) -> None:

@@ -30,7 +30,8 @@ PRELOADED = (
         "opgraft.cli.plugins_doctor",
         "opgraft.cli.plugins_show",
     ),
-    *("opgraft.cli.run", "opgraft.cli.chat", "opgraft.cli.serve", "opgraft.testing.diagnosis"),
+    *("opgraft.cli.run_model", "opgraft.cli.run", "opgraft.cli.chat", "opgraft.cli.serve"),
+    *("opgraft.planning.splits", "opgraft.testing.diagnosis"),
     *("opgraft.engine.worker_process", "opgraft.platforms.cpu.platform"),
 )
 IF_INSTALLED = (
