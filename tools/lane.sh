@@ -50,7 +50,7 @@ if [ ! -f "$environment/complete" ]; then
 fi
 
 # From a copy: pip would leave a build folder in the source tree, and take from it what was deleted since.
-cp -R core platforms plugins pyproject.toml README.md LICENSE "$copy"
+cp -R core platforms plugins pyproject.toml setup.py README.md LICENSE "$copy"
 install --no-build-isolation "$copy[demo,test]"
 
 # Of no stack, so constraints.txt pins them: the models of the demonstration, and what structured answers need.

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from opgraft.cli.output import echo, json_option, print_json, print_table, print_wrapped
 from opgraft.errors import InputError
+from opgraft.progress import progress_bar
 from opgraft.server.keys import read_keys
-from opgraft.serving.progress import progress_bar
 from opgraft.text import printable
 
 if TYPE_CHECKING:

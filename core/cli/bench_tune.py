@@ -21,7 +21,7 @@ from opgraft.cli.output import (
 )
 from opgraft.plugins.host import load_plugins
 from opgraft.plugins.selection import current_platform
-from opgraft.serving.progress import progress_bar
+from opgraft.progress import progress_bar
 from opgraft.state import host_state
 from opgraft.testing import tuning
 from opgraft.testing.subjects import claimed_dtypes

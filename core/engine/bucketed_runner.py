@@ -131,7 +131,13 @@ class BucketedModelRunner(ModelRunner):
     def remark(self, owner: object) -> str:
         return f"{len(self.programs)} shapes are compiled by {self.backend}"
 
-    def peak_of_largest_step(self, free: Callable[[], int]) -> int:
+    def bound_of_largest_step(self) -> int | None:
+        """Return ``None``: ``peak_of_largest_step`` is a bound itself, and computes nothing."""
+        return None
+
+    def peak_of_largest_step(
+        self, free: Callable[[], int], called: Callable[[], object] = lambda: None
+    ) -> int:
         """Return a bound on the bytes that the largest programs take beside weights and cache.
 
         It counts what their operators return, as if each did so in memory of its own: between the operators of a
@@ -139,6 +145,7 @@ class BucketedModelRunner(ModelRunner):
 
         Args:
             free: not asked.
+            called: not called.
         """
         self.allocate_cache(1)
         largest = [self._prompt(self.prompts.sizes[-1]), self._decode(self.decodes.sizes[-1])]

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass, field
 from itertools import count, islice
 
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.engine.step import NewSequence, Scheduled, Step
+from opgraft.ops.attention import Attention
+from opgraft.ops.attention.cached import CachedAttention
+from opgraft.ops.embedding import VocabParallelEmbedding
+from opgraft.ops.fused_moe import FusedMoE
+from opgraft.ops.latent_attention import MLAAttention
+from opgraft.ops.linear import LinearBase
+from torch import nn
+
+_FLOAT32 = 4
+_COPIES = 4
+"""Of what a layer computes: its dtype and float32, each before and after an operation."""
+
+_SORTED = 10
+"""Numbers for each logit of sampling: the logits, sorted ones with int64 indices, probabilities and their sums."""
+
+_LAYER = re.compile(r".*?\.\d+(?=\.|$)")
+"""The part of a path up to the number of the layer."""
 
 _PARAMS = SamplingParams(
     temperature=1.0, top_p=0.9, max_tokens=1, seed=0, logprobs=1, prompt_logprobs=1
@@ -41,3 +60,64 @@ def largest_step(
         )
         sequences.append(Scheduled(name, 0, length, ((),) * kinds, True))
     return Step((), tuple(added), (), tuple(sequences))
+
+
+@dataclass
+class _Widths:
+    """Numbers of elements by which a step's memory is bounded.
+
+    Attributes:
+        layers: of each layer, the inputs and outputs of all its matrices for a token.
+        matrix: of the largest matrix, or of all experts of a layer.
+        heads: query heads of a layer, at most.
+        vocabulary: tokens of the vocabulary.
+    """
+
+    layers: dict[str, int] = field(default_factory=dict)
+    matrix: int = 0
+    heads: int = 0
+    vocabulary: int = 0
+
+    def add(self, path: str, width: int, matrix: int) -> None:
+        """Count matrices of the layer that the module under a path belongs to."""
+        layer = _LAYER.match(path)
+        name = path if layer is None else layer[0]
+        self.layers[name] = self.layers.get(name, 0) + width
+        self.matrix = max(self.matrix, matrix)
+
+
+def step_bound(model: nn.Module, tokens: int, rows: int, longest: int) -> int | None:
+    """Return more bytes than a step takes beside weights and cache, or ``None`` for layers that are not known.
+
+    The bound takes it that a layer keeps the inputs and outputs of all its matrices four times in float32; that
+    attention keeps the scores of all heads over all tokens of the step twice in float32; that one matrix is rebuilt
+    in float32 from its codes; and that sampling sorts the logits of its rows.
+
+    Args:
+        model: a decoder.
+        tokens: of the step.
+        rows: of logits that are in memory at a time.
+        longest: tokens of the longest context.
+    """
+    widths = _Widths()
+    for path, module in model.named_modules():
+        if isinstance(module, LinearBase):
+            inputs, outputs = module.input_size, module.output_size
+            widths.add(path, inputs + outputs, inputs * outputs)
+        elif isinstance(module, FusedMoE):
+            if module.exchange is not None:
+                return None  # tokens of other ranks come as well
+            shape = module.moe_config
+            width = 3 * shape.intermediate_size_per_partition + 2 * shape.hidden_dim
+            matrices = 3 * shape.intermediate_size_per_partition * shape.hidden_dim
+            widths.add(path, module.top_k * width, module.num_experts * matrices)
+        elif isinstance(module, VocabParallelEmbedding):
+            widths.vocabulary = max(widths.vocabulary, module.num_embeddings)
+        elif isinstance(module, (Attention, MLAAttention)):
+            widths.heads = max(widths.heads, module.num_heads)
+        elif isinstance(module, CachedAttention):
+            return None
+    kept = tokens * max(widths.layers.values(), default=0) * _COPIES
+    scores = widths.heads * tokens * min(tokens, longest) * 2
+    logits = rows * widths.vocabulary * _SORTED
+    return _FLOAT32 * (kept + scores + widths.matrix + logits)

@@ -18,7 +18,7 @@ from opgraft.engine.compiled_model import CompiledModel, compiled_as_set
 from opgraft.engine.expert_balancer import ExpertBalancer
 from opgraft.engine.input_batch import InputBatch, Inputs
 from opgraft.engine.invariance import make_batch_invariant
-from opgraft.engine.largest_step import largest_step
+from opgraft.engine.largest_step import largest_step, step_bound
 from opgraft.engine.sampling import Sampled, Sampler, SamplingBatch, TokenLogprobs, prompt_logprobs
 from opgraft.engine.sampling.logprobs import ROWS_AT_ONCE
 from opgraft.engine.sampling.sampler import NO_NUMBERS
@@ -224,11 +224,34 @@ class ModelRunner(PluggableClass):
             self._take_prompt_logprobs(hidden, sequences)
         return self._logits(hidden, inputs) if inputs.sampled else None
 
-    def peak_of_largest_step(self, free: Callable[[], int]) -> int:
+    def bound_of_largest_step(self) -> int | None:
+        """Return a bound on the bytes that the largest step takes, or ``None`` if the model's layers are not known.
+
+        Known are those of the written families, but for layers with states.
+        """
+        if isinstance(self.model, TransformersModel) or self.layout.states:
+            return None
+        limits = self.opgraft_config.scheduler
+        return step_bound(
+            self.model,
+            limits.max_num_batched_tokens,
+            max(limits.max_num_seqs, ROWS_AT_ONCE),
+            self.model.max_position,
+        )
+
+    def calls_of_largest_step(self) -> int:
+        """Return about how many calls of modules the largest step has."""
+        tokens = self.opgraft_config.scheduler.max_num_batched_tokens
+        return sum(1 for _ in self.model.modules()) + tokens // ROWS_AT_ONCE
+
+    def peak_of_largest_step(
+        self, free: Callable[[], int], called: Callable[[], object] = lambda: None
+    ) -> int:
         """Return the bytes by which the free memory shrinks at most while the largest step is computed.
 
         Args:
-            free: tells the bytes that are free; asked after every layer.
+            free: returns the bytes that are free; asked after every call of a module.
+            called: called after every call of a module, to show how far the step has come.
         """
         limits = self.opgraft_config.scheduler
         kinds, longest = len(self.layout.groups), self.model.max_position
@@ -244,10 +267,12 @@ class ModelRunner(PluggableClass):
             sum(len(blocks) for new in step.added for blocks in new.blocks), len(step.added)
         )
         seen = [free()]
-        hooks = [
-            each.register_forward_hook(lambda *_: seen.append(free()))
-            for each in self.model.modules()
-        ]
+
+        def look(*_: object) -> None:
+            seen.append(free())
+            called()
+
+        hooks = [each.register_forward_hook(look) for each in self.model.modules()]
         try:
             self.execute(step)
             seen.append(free())

@@ -25,12 +25,16 @@ from opgraft.models.context import trained_context
 from opgraft.ops.attention.batch import AttentionBatch, attending
 from opgraft.plugins.selection import current_platform
 from opgraft.pooling import pooled
+from opgraft.progress import progress_bar
 from opgraft.text import described
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 DEVICE_SHARE, HOST_SHARE = 0.9, 0.25
 """Of the free memory, for the cache: a device works for one process as a rule, the memory of a host is everybody's."""
+
+_SMALL = 0.5
+"""Of the memory for step and cache. If the largest step takes less by its bound, it is not computed to see."""
 
 
 @PluggableClass.register("worker")
@@ -151,8 +155,8 @@ class Worker(PluggableClass):
     def cache_bytes(self) -> int:
         """Return the bytes that the cache may take: as set, or a share of the memory that is free now.
 
-        On a device that is not the host, this is less what the largest step takes at its peak, which is computed to
-        see. The share of the host's memory is small enough to leave room for every step.
+        On a device that is not the host, what the largest step takes at its peak is subtracted. The share of the host's
+        memory is small enough to leave room for every step.
 
         Raises:
             ConfigError: the platform does not know the memory of the device, or the largest step fails there.
@@ -163,9 +167,8 @@ class Worker(PluggableClass):
         free = self._free_memory()
         if self.memory.is_of_host:
             return int(free * (cache.memory_share or HOST_SHARE)) // self.local_size
-        return max(
-            0, int(free * (cache.memory_share or DEVICE_SHARE)) // self._sharing() - self._peak()
-        )
+        budget = int(free * (cache.memory_share or DEVICE_SHARE)) // self._sharing()
+        return max(0, budget - self._peak(budget))
 
     def _sharing(self) -> int:
         """Return the number of workers of this host that share the memory of this one's device."""
@@ -202,10 +205,15 @@ class Worker(PluggableClass):
                 "or leave them out, so that it takes the share cache.memory_share of what is free"
             )
 
-    def _peak(self) -> int:
-        """Return the bytes that the largest step takes at its peak."""
+    def _peak(self, budget: int) -> int:
+        """Return the bytes that the largest step takes at its peak, or a bound if that is small for the budget."""
+        bound = self.runner.bound_of_largest_step()
+        if bound is not None and bound < budget * _SMALL:
+            size = f"{bound / 2**20:,.1f}"
+            logger.info("the largest step takes less than %s MiB on %s", size, self.device)
+            return bound
         try:
-            peak = self.runner.peak_of_largest_step(self._free_memory)
+            peak = self._tried_peak()
             current_platform().synchronize(self.device.index or 0)
         except RuntimeError as error:  # torch's, such as one that is out of memory
             limits = self.opgraft_config.scheduler
@@ -216,6 +224,18 @@ class Worker(PluggableClass):
             ) from error
         logger.info("the largest step takes %s MiB on %s", f"{peak / 2**20:,.1f}", self.device)
         return peak
+
+    def _tried_peak(self) -> int:
+        """Compute the largest step to see the bytes that it takes, which may last a minute on a slow device."""
+        limits = self.opgraft_config.scheduler
+        words = (
+            f"trial step of {limits.max_num_batched_tokens:,} tokens on {self.device}, for the size "
+            "of the cache"
+        )
+        logger.info("%s", words)
+        shown = None if self.opgraft_config.load.progress and self.local_rank == 0 else False
+        with progress_bar(words, self.runner.calls_of_largest_step(), shown) as called:
+            return self.runner.peak_of_largest_step(self._free_memory, lambda: called(1))
 
     def allocate_cache(self, num_blocks: int, num_states: int = 0) -> None:
         """Make the cache of that many blocks and states, and compile the model if ``compilation_config`` says so.

@@ -18,6 +18,7 @@ from opgraft.models.build import generates
 from opgraft.models.files import opened_once
 from opgraft.plugins.host import load_plugins
 from opgraft.plugins.selection import current_platform
+from opgraft.progress import progress_bar
 from opgraft.serving.arguments import (
     listed_chats,
     listed_prompts,
@@ -30,7 +31,6 @@ from opgraft.serving.arguments import (
 from opgraft.serving.embedder import Embedder
 from opgraft.serving.interrupts import interrupts_noted
 from opgraft.serving.outputs import EmbeddingOutput, RequestOutput
-from opgraft.serving.progress import progress_bar
 from opgraft.serving.prompts import Prompt
 from opgraft.serving.replicas import is_replicated
 from opgraft.serving.replicated_engine import ReplicatedEngine

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
+import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from opgraft import LLM, DeviceMemory, SamplingParams, current_platform
 from opgraft.engine.largest_step import largest_step
 from opgraft.engine.worker import DEVICE_SHARE
 from opgraft.errors import ConfigError
-from random_decoders import written
+from random_decoders import DECODERS, written
 
 MEMORY = 40 << 20
 
@@ -81,6 +84,43 @@ def test_the_cache_leaves_room_for_the_largest_step(open_llm: Callable[..., LLM]
         assert 0 < (1 - DEVICE_SHARE) * MEMORY - 0.02 * MEMORY < min(free)
         llm.shutdown()
     assert 0 < sizes[1024] < sizes[64] - (1 << 20)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3", "mixtral", "gpt_oss", "deepseek v3, with experts"]
+)
+def test_the_bound_is_above_what_a_step_takes(
+    name: str, open_llm: Callable[..., LLM], tmp_path: Path
+) -> None:
+    """The bound of a step is more than the memory that the computed step takes, for few and for many tokens."""
+    shutil.rmtree(tmp_path / "model")
+    family, values = DECODERS[name]
+    written(family, tmp_path / "model", **values)
+    for tokens in (64, 512):
+        sizes = {"max_num_batched_tokens": tokens, "max_num_seqs": 8}
+        llm = open_llm(**sizes, **{"cache.num_blocks": 64})
+        runner = llm.engine.core.executor.worker.runner
+        bound, calls = runner.bound_of_largest_step(), list[int]()
+        peak = runner.peak_of_largest_step(lambda: -live_bytes(), partial(calls.append, 1))
+        assert 0 < peak < bound, (peak, bound)
+        assert 0 < len(calls) <= runner.calls_of_largest_step()
+
+
+@pytest.mark.parametrize("tokens", [16, 1024])
+def test_a_step_is_tried_if_it_may_take_much(
+    tokens: int, open_llm: Callable[..., LLM], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Below half of the memory, the bound does for a step that nobody computes. A trial says that it goes on."""
+    with caplog.at_level(logging.INFO, "opgraft"):
+        open_llm(
+            max_num_batched_tokens=tokens,
+            max_num_seqs=8,
+            max_model_len=64,
+            **{"load.progress": True},
+        ).shutdown()
+    said = " ".join(caplog.messages)
+    assert ("trial step of 1,024 tokens on cpu" in said) == (tokens == 1024)
+    assert ("the largest step takes less than" in said) == (tokens == 16)
 
 
 def test_what_the_largest_step_leaves_behind(open_llm: Callable[..., LLM]) -> None:

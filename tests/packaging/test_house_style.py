@@ -34,6 +34,7 @@ LAYERS = [
     "opgraft.files",
     "opgraft.installed",
     "opgraft.text",
+    "opgraft.progress",
     "opgraft.errors",
     "opgraft.version",
     "opgraft.moved",

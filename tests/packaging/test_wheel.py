@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import venv
 import zipfile
+from email import message_from_string
+from email.message import Message
 from pathlib import Path
 
 import opgraft
@@ -34,7 +39,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(
             REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__")
         )
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
     run(
         sys.executable,
@@ -93,6 +98,41 @@ def test_the_wheel_carries_its_licence(wheel: Path) -> None:
     """The licence text travels with the wheel."""
     names = zipfile.ZipFile(wheel).namelist()
     assert [name for name in names if name.endswith("/licenses/LICENSE")] != []
+
+
+def metadata_of(source: Path, **variables: str) -> Message:
+    """The metadata that a build of these sources writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", folder]
+        subprocess.run(command, cwd=source, env={**os.environ, **variables}, check=True)
+        (found,) = Path(folder).glob("*.egg-info/PKG-INFO")
+        return message_from_string(found.read_text(encoding="utf-8"))
+
+
+def links_of(markdown: str) -> list[str]:
+    return re.findall(r"\]\(([^)]+)\)|(?:src|srcset|href)=\"([^\"]+)", markdown)
+
+
+@pytest.mark.parametrize("repository", ["", "https://git.example/team/opgraft/"])
+def test_the_metadata_leads_somewhere(repository: str) -> None:
+    """There are authors, keywords and addresses, and each link of the long description works on an index."""
+    metadata = metadata_of(REPOSITORY, DOCS_REPOSITORY_URL=repository)
+    assert metadata["Author"]
+    assert metadata["Keywords"]
+    addresses = [line.split(", ")[1] for line in metadata.get_all("Project-URL")]
+    if repository:
+        assert all(address.startswith(repository.rstrip("/")) for address in addresses)
+    assert all(address.startswith("https://") for address in addresses)
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    text = metadata.get_payload()
+    assert "# opgraft" in text
+    links = ["".join(link) for link in links_of(text)]
+    assert [link for link in links if not link.startswith(("https://", "http://"))] == []
+    own = [link for link in links if link.startswith("https://git.example")]
+    assert bool(own) == bool(repository)
+    for link in own:
+        file = link.partition("/blob/main/")[2].partition("#")[0]
+        assert (REPOSITORY / file).exists(), link
 
 
 def test_the_installed_wheel_is_what_runs(installed: Path, tmp_path: Path) -> None:

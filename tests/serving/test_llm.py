@@ -145,7 +145,7 @@ def test_the_cache_takes_a_share_of_what_is_free(
     """A quarter of a host's memory, nearly all of a device's, or what is set."""
     monkeypatch.setattr(CpuPlatform, "dispatch_chain", chain)
     monkeypatch.setattr(CpuPlatform, "memory", lambda self, index=0: DeviceMemory(2000, 1000))
-    monkeypatch.setattr(ModelRunner, "peak_of_largest_step", lambda self, free: 100)
+    monkeypatch.setattr(ModelRunner, "bound_of_largest_step", lambda self: 100)
     worker = Worker(opgraft.config.whole.config_from_fields(setting).resolved())
     worker.init_device()
     assert worker.cache_bytes() == 1000 * share - (100 if share == DEVICE_SHARE else 0)
@@ -158,7 +158,7 @@ def platform_of(device_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         CpuPlatform, "memory", lambda self, index=0: DeviceMemory(9000, 1000 * (index + 1))
     )
-    monkeypatch.setattr(ModelRunner, "peak_of_largest_step", lambda self, free: 0)
+    monkeypatch.setattr(ModelRunner, "bound_of_largest_step", lambda self: 0)
     monkeypatch.setattr("opgraft.engine.memory_query.host_memory", lambda: (9000, 400))
 
 

@@ -1,0 +1,52 @@
+"""The parts of the package's metadata that depend on the address of the repository.
+
+``DOCS_REPOSITORY_URL`` names the address, as it does for the documentation. The long description is the README, whose
+links to files of the repository lead there. Without an address they become plain text: an index shows no files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from setuptools import setup
+
+INDEX = "https://pypi.org/project/opgraft/"
+IMAGE = re.compile(r"<picture>.*?</picture>\s*", re.DOTALL)
+LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
+
+
+def long_description(readme: str, repository: str) -> str:
+    """Return the README with links that work anywhere, and without its charts, which are files of the repository."""
+
+    def absolute(found: re.Match[str]) -> str:
+        text, target = found.groups()
+        if "://" in target:
+            return found[0]
+        if target.startswith("#"):  # an index makes other anchors of headings
+            return text
+        return f"[{text}]({repository}/blob/main/{target})" if repository else text
+
+    return LINK.sub(absolute, IMAGE.sub("", readme))
+
+
+def urls(repository: str) -> dict[str, str]:
+    """Return the addresses of the project by their labels."""
+    if not repository:
+        return {"Homepage": INDEX}
+    return {
+        "Homepage": repository,
+        "Documentation": f"{repository}/blob/main/docs/index.md",
+        "Changelog": f"{repository}/blob/main/CHANGELOG.md",
+        "Issues": f"{repository}/issues",
+    }
+
+
+REPOSITORY = os.environ.get("DOCS_REPOSITORY_URL", "").rstrip("/")
+
+setup(
+    long_description=long_description(Path("README.md").read_text(encoding="utf-8"), REPOSITORY),
+    long_description_content_type="text/markdown",
+    project_urls=urls(REPOSITORY),
+)
