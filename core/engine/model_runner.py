@@ -241,8 +241,9 @@ class ModelRunner(PluggableClass):
 
     def calls_of_largest_step(self) -> int:
         """Return about how many calls of modules the largest step has."""
-        tokens = self.opgraft_config.scheduler.max_num_batched_tokens
-        return sum(1 for _ in self.model.modules()) + tokens // ROWS_AT_ONCE
+        limits = self.opgraft_config.scheduler
+        logits = limits.max_num_seqs + limits.max_num_batched_tokens // ROWS_AT_ONCE
+        return sum(1 for _ in self.model.modules()) + logits
 
     def peak_of_largest_step(
         self, free: Callable[[], int], called: Callable[[], object] = lambda: None

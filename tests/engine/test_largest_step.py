@@ -83,7 +83,7 @@ def test_the_cache_leaves_room_for_the_largest_step(open_llm: Callable[..., LLM]
         llm.generate(prompts(*[128] * 8), params)
         assert 0 < (1 - DEVICE_SHARE) * MEMORY - 0.02 * MEMORY < min(free)
         llm.shutdown()
-    assert 0 < sizes[1024] < sizes[64] - (1 << 20)
+    assert 0 < sizes[1024] < sizes[64]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_the_bound_is_above_what_a_step_takes(
         assert 0 < len(calls) <= runner.calls_of_largest_step()
 
 
-@pytest.mark.parametrize("tokens", [16, 1024])
+@pytest.mark.parametrize("tokens", [16, 4096])
 def test_a_step_is_tried_if_it_may_take_much(
     tokens: int, open_llm: Callable[..., LLM], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -119,7 +119,7 @@ def test_a_step_is_tried_if_it_may_take_much(
             **{"load.progress": True},
         ).shutdown()
     said = " ".join(caplog.messages)
-    assert ("trial step of 1,024 tokens on cpu" in said) == (tokens == 1024)
+    assert ("trial step of 4,096 tokens on cpu" in said) == (tokens == 4096)
     assert ("the largest step takes less than" in said) == (tokens == 16)
 
 
