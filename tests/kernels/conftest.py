@@ -5,12 +5,12 @@ Launches are recorded instead of made, and compiled for absent GPUs; Triton's in
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from on_gpu.interpreter import exact_arithmetic
 from torch import Tensor
 
 NAMES = {
@@ -26,16 +26,6 @@ NAMES = {
     torch.float8_e5m2: "fp8e5",
 }
 """What Triton calls the dtypes."""
-
-
-IN_MEMORY = {
-    "fp32": (torch.float32, torch.uint32),
-    "bf16": (torch.bfloat16, torch.uint16),
-    "fp16": (torch.float16, torch.uint16),
-    "fp8e4nv": (torch.float8_e4m3fn, torch.uint8),
-    "fp8e5": (torch.float8_e5m2, torch.uint8),
-}
-"""By Triton's names of dtypes torch's, and the integers of that size, as which the interpreter keeps some of them."""
 
 
 class Launch(NamedTuple):
@@ -128,40 +118,8 @@ def on_meta() -> Callable[[dict[str, Any]], dict[str, Any]]:
     }
 
 
-@pytest.fixture
-def exact_arithmetic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Conversions as the hardware rounds: the interpreter's own truncates to bf16 and drops carries of the mantissa.
-
-    Products of bf16 matrices are those of their numbers: the interpreter's own are those of their bits.
-    """
-    import numpy as np  # Triton's interpreter needs it, opgraft does not
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    multiply = interpreter.InterpreterBuilder.create_dot
-
-    def convert(values: Any, taken: Any, made: Any, rounding: object) -> Any:
-        (source, bits), (target, target_bits) = IN_MEMORY[taken.name], IN_MEMORY[made.name]
-        given = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8).copy())
-        return (
-            given.view(bits).view(source).to(target).view(target_bits).numpy().reshape(values.shape)
-        )
-
-    def in_float32(x: Any) -> Any:
-        if x.dtype != tl.bfloat16:
-            return x
-        return interpreter.TensorHandle(
-            convert(x.data, x.dtype, tl.float32, None).view(np.float32), tl.float32
-        )
-
-    def product(builder: Any, a: Any, b: Any, *others: Any) -> Any:
-        return multiply(builder, in_float32(a), in_float32(b), *others)
-
-    monkeypatch.setattr(interpreter, "_convert_float", convert)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", product)
-    with warnings.catch_warnings():
-        # numpy warns of what floating-point arithmetic does on purpose: exp overflows to infinity, 0 / 0 is NaN.
-        warnings.filterwarnings(
-            "ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter"
-        )
+@pytest.fixture(name="exact_arithmetic")
+def with_exact_arithmetic() -> Iterator[None]:
+    """Have Triton's interpreter compute as the hardware does."""
+    with exact_arithmetic():
         yield
