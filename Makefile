@@ -22,7 +22,7 @@ PLUGIN_SOURCES := $(sort $(shell find $(TOY_NPU) $(CPU_KERNELS) -name '*.toml' -
 OPGRAFT := PYTHONPATH=$(CURDIR)/.demo .demo/bin/opgraft
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow test-faults test-conformance test-families test-embedders test-xla test-ipex test-triton test-jax test-torch test-vllm-bridge check prove op-pages reference-pages vllm-bridge-table vllm-plugins-table public-api bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel bench-compile soak-serve bench-ipex bench-jax charts figures docs clean FORCE
+.PHONY: help run test test-slow test-faults test-conformance test-families test-embedders test-xla test-ipex test-triton test-jax test-torch test-gpu-rehearsal gpu-bundle test-vllm-bridge check prove op-pages reference-pages vllm-bridge-table vllm-plugins-table public-api bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel bench-compile soak-serve bench-ipex bench-jax charts figures docs clean FORCE
 
 help:
 	@echo "make run    the demonstration: a sentence encoder and a language model on the CPU, then on a simulated NPU from a plugin"
@@ -37,6 +37,8 @@ help:
 	@echo "make test-triton  the kernels for GPUs, interpreted and compiled, and the core beside Triton (10 minutes; the first time 2 GB)"
 	@echo "make test-jax   the plugin that has JAX as a device runtime, on the CPU (the first time 2 GB)"
 	@echo "make test-torch VERSION=2.15.0  the CPU kernels, built for another torch (7 GB, in the place of the version before)"
+	@echo "make gpu-bundle  what tools/on_gpu.sh needs on a machine with a GPU: wheels, small checkpoints, the CPU's outputs"
+	@echo "make test-gpu-rehearsal  tools/on_gpu.sh on the packages of such a machine, without a GPU, and every kernel compiled for it (the first time 5 GB)"
 	@echo "make test-vllm-bridge  the names of vLLM that the bridge answers, against its wheel (the first time 840 MB)"
 	@echo "make check  lint, formatting, strict types, the rules of this house, and the documentation: each page is followed, its examples are typed"
 	@echo "make prove  prove every op, and write down what was proved; FORMS='rms_norm ...' renews those only"
@@ -118,6 +120,27 @@ test-jax:
 test-torch:
 	@test -n "$(VERSION)" || { echo "make test-torch needs a version of torch: make test-torch VERSION=2.15.0" >&2; exit 2; }
 	PYTHON=$(PYTHON) tools/lane.sh torch $(VERSION)
+
+# The bundle is made anew whenever what is in it has changed. Of the packages that the machine lacks, Liger-Kernel is the
+# one that nothing else here installs.
+GPU_BUNDLE := build/gpu-bundle
+GPU_PACKAGES := importlib-metadata lazy-importer gguf liger-kernel==0.8.5
+
+$(GPU_BUNDLE)/complete: .venv/opgraft $(SOURCES) $(PLUGIN_SOURCES) $(wildcard tools/on_gpu/*.py)
+	rm -rf $(GPU_BUNDLE) build/lib build/bdist.*
+	mkdir -p $(GPU_BUNDLE)/wheels
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir $(GPU_BUNDLE)/wheels . ./$(TOY_NPU)
+	rm -rf build/lib build/bdist.* $(TOY_NPU)/build $(TOY_NPU)/src/*.egg-info
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --constraint constraints.txt --dest $(GPU_BUNDLE)/wheels $(GPU_PACKAGES)
+	PYTHONPATH=tools $(BIN)/python -m on_gpu.bundle $(GPU_BUNDLE)
+	touch $@
+
+gpu-bundle: $(GPU_BUNDLE)/complete
+
+# The environment has the Python of that machine, which is not the one of the main environment.
+GPU_PYTHON ?= python3.12
+test-gpu-rehearsal: gpu-bundle
+	PYTHON=$(GPU_PYTHON) tools/lane.sh gpu
 
 # The wheel alone, of which only the source is read: what it depends on would be gigabytes.
 VLLM := vllm==0.33.0

@@ -210,7 +210,13 @@ def _liger(name: str) -> Callable[..., Any] | None:
 
 @dataclass(frozen=True)
 class Cell:
-    """One form on one shape; ratios are the other's time over ours, so that more than one means faster than it."""
+    """One form on one shape.
+
+    Attributes:
+        of_copy: share of the bandwidth of a copy.
+        to_compiled: the time of ``torch.compile`` of the definition over ours; ``None`` if it was not measured.
+        to_liger: the time of Liger-Kernel over ours; ``None`` if it was not measured, or has no such kernel.
+    """
 
     form: str
     tokens: int
@@ -218,7 +224,7 @@ class Cell:
     dtype: str
     microseconds: float
     of_copy: float
-    to_compiled: float
+    to_compiled: float | None
     to_liger: float | None
 
 
@@ -276,10 +282,13 @@ def copied(size: int) -> float:
 def cells(forms: list[str]) -> Iterator[Cell]:
     for shape in product(forms, TOKENS, WIDTHS, DTYPES):
         torch.compiler.reset()
-        yield _cell(*shape)
+        yield measured(*shape)
 
 
-def _cell(label: str, tokens: int, width: int, dtype: torch.dtype) -> Cell:
+def measured(
+    label: str, tokens: int, width: int, dtype: torch.dtype, *, peers: bool = True
+) -> Cell:
+    """Measure a form on one shape, and with ``peers`` what others make of it."""
     name = label.split()[0]
     columns = 2 * width if name.endswith("_and_mul") else width
 
@@ -289,8 +298,10 @@ def _cell(label: str, tokens: int, width: int, dtype: torch.dtype) -> Cell:
     size = moved(name, arguments())
     inputs = [arguments() for _ in range(max(2, CACHE // size))]
     ours = seconds(triton_kernels()[name], inputs)
-    compiled = seconds(torch.compile(SPECS[name].functional.native, dynamic=False), inputs)
-    liger = _liger(label)
+    compiled, liger = None, None
+    if peers:
+        compiled = torch.compile(SPECS[name].functional.native, dynamic=False)
+        liger = _liger(label)
     return Cell(
         form=label,
         tokens=tokens,
@@ -298,9 +309,16 @@ def _cell(label: str, tokens: int, width: int, dtype: torch.dtype) -> Cell:
         dtype=str(dtype).removeprefix("torch."),
         microseconds=round(ours * 1e6, 1),
         of_copy=round(copied(size) / ours, 3),
-        to_compiled=round(compiled / ours, 2),
-        to_liger=None if liger is None else round(seconds(liger, inputs) / ours, 2),
+        to_compiled=_ratio(compiled, inputs, ours),
+        to_liger=_ratio(liger, inputs, ours),
     )
+
+
+def _ratio(
+    other: Callable[..., Any] | None, inputs: list[tuple[Any, ...]], ours: float
+) -> float | None:
+    """Return the time of another implementation over ours."""
+    return None if other is None else round(seconds(other, inputs) / ours, 2)
 
 
 def installed(package: str) -> str:
@@ -336,16 +354,16 @@ def main() -> None:
     print(
         f"{'form':26} {'tokens':>6} {'width':>5} {'dtype':9} {'µs':>8} {'of copy':>8} {'compiled':>9} {'Liger':>6}"
     )
-    measured = []
+    found = []
     with torch.inference_mode():
         for cell in cells(options.forms):
-            measured.append(cell)
-            ratios = f"{cell.of_copy:8.2f} {cell.to_compiled:9.2f} {cell.to_liger or '-':>6}"
+            found.append(cell)
+            ratios = f"{cell.of_copy:8.2f} {cell.to_compiled or '-':>9} {cell.to_liger or '-':>6}"
             print(
                 f"{cell.form:26} {cell.tokens:6} {cell.width:5} {cell.dtype:9} {cell.microseconds:8} {ratios}"
             )
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    report = {"schema": 1, **measured_under, "cells": [asdict(cell) for cell in measured]}
+    report = {"schema": 1, **measured_under, "cells": [asdict(cell) for cell in found]}
     options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(f"JSON: {options.json}")
 

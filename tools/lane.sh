@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Test opgraft on a stack that cannot share an environment with the main one: tools/lane.sh xla|ipex|triton|jax
+# Test opgraft on a stack that cannot share an environment with the main one: tools/lane.sh xla|ipex|triton|jax|gpu
 # With "stack" behind the name, run the tests of the stack itself only; with "bench PLUGIN FILE", run that benchmark
 # instead, beside that reference plugin, built for its torch.
 # "tools/lane.sh torch VERSION" builds the CPU kernels for that version of torch, and runs their tests.
@@ -47,6 +47,18 @@ if [ ! -f "$environment/complete" ]; then
     install setuptools torch # the build of opgraft needs the first; nothing else has a say in which torch is taken
     install --requirement "$wanted"
     touch "$environment/complete"
+fi
+
+if [ "$lane" = gpu ]; then # its opgraft comes from build/gpu-bundle, as on the machine that it stands for
+    echo "==> The script for a machine with a GPU, without one"
+    PYTHON=$environment/bin/python tools/on_gpu.sh build/gpu-rehearsal --seconds 7200 --patience 20
+    echo "==> Every kernel as Triton compiles it for an H100"
+    for wheel in build/gpu-bundle/wheels/*.whl; do
+        "$environment/bin/python" -m zipfile -e "$wheel" "$copy/site"
+    done
+    PYTHONPATH=$copy/site "$environment/bin/python" -m pytest --quiet --numprocesses 2 --dist worksteal \
+        -o filterwarnings=default tests/kernels/test_compiled.py
+    exit
 fi
 
 # From a copy: pip would leave a build folder in the source tree, and take from it what was deleted since.

@@ -114,6 +114,14 @@ def test_in_pieces_that_are_recorded(tmp_path: Path) -> None:
     assert tokens(core) == tokens(EngineCore(given))
 
 
+def test_attention_is_never_recorded(tmp_path: Path) -> None:
+    """A recording of the whole step would read the batch that it was made with, so the engine refuses it."""
+    written("Llama", tmp_path, num_hidden_layers=1)
+    compilation = CompilationConfig(level=1, graph_mode="full", capture_sizes=(1, 4))
+    with pytest.raises(ConfigError, match=r"static graph cannot record opgraft::attend_layer"):
+        EngineCore(dataclasses.replace(settings(tmp_path), compilation_config=compilation))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:`torch.jit.script_method` is deprecated"

@@ -81,7 +81,7 @@ from pathlib import Path
 from on_gpu.report import Report, summary
 from on_gpu.runner import Limits, Part, Runner
 work = Path(sys.argv[1])
-parts = [Part(name, f"planted_{name}", f"shows {name}", 4.0) for name in sys.argv[3:]]
+parts = [Part(name, f"shows {name}", 4.0, "planted") for name in sys.argv[3:]]
 report = Report(work / "out", {"device": "planted"})
 limits = Limits(seconds=120.0, reserve=int(sys.argv[2]))
 environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path[1:])}
@@ -95,11 +95,10 @@ def run_planted(work: Path, *names: str, reserve: int = 0, within: tuple[str, ..
     """Run planted parts below a folder, and return what the run printed."""
     (work / "out").mkdir(parents=True)
     (work / "scratch").mkdir()
-    modules = work / "modules"
-    modules.mkdir()
+    (work / "planted").mkdir()
     for name in names:
-        (modules / f"planted_{name}.py").write_text(PLANTED[name])
-    path = os.pathsep.join((str(TOOLS), str(modules)))
+        (work / "planted" / f"{name}.py").write_text(PLANTED[name])
+    path = os.pathsep.join((str(TOOLS), str(work)))
     command = [*within, sys.executable, "-c", DRIVER, str(work), str(reserve), *names]
     ran = subprocess.run(
         command,

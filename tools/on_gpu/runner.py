@@ -33,16 +33,16 @@ class Part:
     """A part of the run.
 
     Attributes:
-        name: short, for tables and for choosing parts.
-        module: has its function ``run``.
+        name: of its module, which has a function ``run``.
         title: what it shows, in a few words.
         seconds: it may take.
+        package: of its module.
     """
 
     name: str
-    module: str
     title: str
     seconds: float
+    package: str = "on_gpu.parts"
 
 
 @dataclass
@@ -144,7 +144,8 @@ class Runner:
         rows, temporary = place / "rows", place / "temporary"
         temporary.mkdir()
         result.log = place / "log"
-        command = [sys.executable, "-m", "on_gpu.part", result.part.module, str(rows)]
+        module = f"{result.part.package}.{result.part.name}"
+        command = [sys.executable, "-m", "on_gpu.part", module, str(rows)]
         command += [str(self._bundle), str(result.limit)]
         started = time.monotonic()
         with result.log.open("wb") as log:

@@ -95,9 +95,13 @@ def _faked(query: Tensor, key: Tensor, value: Tensor, prefix: str, width: int | 
     return query.new_empty((*query.shape[:-1], query.shape[-1] if width is None else width))
 
 
+_UNRECORDABLE = getattr(torch.Tag, "cudagraph_unsafe", torch.Tag.data_dependent_output)
+"""No static graph has the op: a recording would read the batch of the step in which it was made."""
+
 torch.library.define(
     "opgraft::attend_layer",
     "(Tensor query, Tensor key, Tensor value, str prefix, SymInt? width) -> Tensor",
+    tags=(_UNRECORDABLE,),
 )
 torch.library.impl("opgraft::attend_layer", "default", _attend_layer)
 torch.library.register_fake("opgraft::attend_layer", _faked)

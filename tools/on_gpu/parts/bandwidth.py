@@ -1,0 +1,51 @@
+"""Measure each kernel: its share of a copy's bandwidth, beside ``torch.compile`` of the definition and Liger-Kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from on_gpu.device import ON_GPU
+from on_gpu.rows import Rows
+
+TOKENS, WIDTH = 4096, 4096
+LOOPS = ("selective_scan", "mamba_chunk_scan", "paged_attention", "fused_experts")
+"""Forms whose definitions go through tokens, sequences or experts one by one: a compiler unrolls them for minutes."""
+
+
+def run(rows: Rows, bundle: Path) -> None:
+    if not ON_GPU:
+        rows.no_device("bandwidth of the kernels")
+        return
+    import gpu  # benchmarks/gpu.py, which needs Triton
+
+    rows.measured("conditions", str(gpu.conditions()))
+    with torch.inference_mode():
+        for label, peers in _order(list(gpu.CALLS)):
+            with rows.attempt(f"{label}{', beside others' if peers else ''}") as row:
+                torch.compiler.reset()
+                cell = gpu.measured(label, TOKENS, WIDTH, torch.bfloat16, peers=peers)
+                row.outcome = "measured"
+                row.figures.update(_figures(cell))
+                row.detail = f"{cell.microseconds} µs, {cell.of_copy:.0%} of a copy's bandwidth"
+                if peers:
+                    row.detail += (
+                        f", {cell.to_compiled} times as fast as compiled, Liger {cell.to_liger}"
+                    )
+
+
+def _order(labels: list[str]) -> Iterator[tuple[str, bool]]:
+    """Yield every form alone first, as compilers take longest; then those that compilers can take beside others."""
+    for label in labels:
+        yield label, False
+    for label in labels:
+        if not label.split()[0].startswith(LOOPS) and "mla" not in label:
+            yield label, True
+
+
+def _figures(cell: Any) -> dict[str, Any]:
+    return {name: value for name, value in asdict(cell).items() if value is not None}
