@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 Call: TypeAlias = Callable[..., Any]
 
 START_SECONDS = 90.0
-"""Seconds that a process may take for its first task on top: it imports torch, and starts CUDA."""
+"""Enough to import torch and to start CUDA."""
 
 _context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
 
@@ -48,9 +48,9 @@ class _Worker:
         self.deadline = 0.0
         self._first = True
 
-    def begin(self, task: tuple[Any, ...], seconds: float) -> None:
+    def begin(self, task: tuple[Any, ...], seconds: float, start_seconds: float) -> None:
         self.task = task
-        self.deadline = time.monotonic() + seconds + START_SECONDS * self._first
+        self.deadline = time.monotonic() + seconds + start_seconds * self._first
         self._first = False
         self.connection.send(task)
 
@@ -60,7 +60,11 @@ class _Worker:
 
 
 def run_all(
-    call: Call, tasks: Sequence[tuple[Any, ...]], processes: int, seconds: float
+    call: Call,
+    tasks: Sequence[tuple[Any, ...]],
+    processes: int,
+    seconds: float,
+    start_seconds: float = START_SECONDS,
 ) -> Iterator[Done]:
     """Yield the outcomes of tasks as they come.
 
@@ -71,11 +75,12 @@ def run_all(
         tasks: arguments.
         processes: at once.
         seconds: that a task may take.
+        start_seconds: that the first task of a process may take on top.
     """
     left = list(tasks)
     workers = [_Worker(call) for _ in range(min(processes, len(left)))]
     for worker in workers:
-        worker.begin(left.pop(0), seconds)
+        worker.begin(left.pop(0), seconds, start_seconds)
     while workers:
         ready = wait([worker.connection for worker in workers], timeout=0.2)
         for worker in list(workers):
@@ -88,7 +93,7 @@ def run_all(
                 worker.end()
                 worker = _Worker(call) if left else worker
             if left:
-                worker.begin(left.pop(0), seconds)
+                worker.begin(left.pop(0), seconds, start_seconds)
                 workers.append(worker)
 
 
