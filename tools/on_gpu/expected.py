@@ -35,7 +35,7 @@ LANGUAGE_MODEL, ENCODER = "smollm2.gguf", "minilm"
 
 @dataclass(frozen=True)
 class Expected:
-    """What the CPU computes in float32.
+    """Outputs of the CPU in float32.
 
     Attributes:
         prompts: token ids of each prompt.

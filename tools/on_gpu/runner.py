@@ -74,7 +74,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Limits:
-    """What parts may take.
+    """Limits of time and disk.
 
     Attributes:
         seconds: of all parts together.

@@ -20,7 +20,7 @@ from on_gpu.rows import FAILED, Row, Rows
 
 DTYPES = ("float32", "bfloat16", "float16")
 SECONDS = 60.0
-"""That one kernel may take in one dtype, its compilations included."""
+"""The limit of one kernel in one dtype, its compilations included."""
 
 SLOW = ("attention", "experts", "scan", "conv", "mla")
 """Parts of the names of forms whose kernels take longest to compile: these begin first."""

@@ -19,11 +19,11 @@ from on_gpu.rows import FAILED, Row, Rows, expect_equal
 REPOSITORY = Path(__file__).parents[3]
 TESTS = ("tests/kernels/test_gpu.py", "tests/platforms/test_torch_cuda.py")
 ANOTHER_PART = "not test_values and not test_strides"
-"""What the part ``kernels`` does not have."""
+"""Leaves out the tests that the part ``kernels`` stands for."""
 
 SANITIZED = ("paged_attention", "mla_paged_attention", "fused_experts")
 SECONDS = 60.0
-"""That one process may take."""
+"""The limit of one process."""
 
 FOUND = 9
 """Exit code by which compute-sanitizer says that it has found something."""
