@@ -56,6 +56,10 @@ class CheckpointError(InputError):
         return cls(f"{subject}: {count}{shown}{more}. Next: {next_step}.")
 
 
+class VocabularyError(CheckpointError):
+    """The vocabulary of a checkpoint is of a kind that is not read. Prompts of token ids need none."""
+
+
 class RequestError(InputError):
     """A request cannot be served as it was made, or there is none of that id; those beside it are not concerned.
 

@@ -1,16 +1,18 @@
-"""Byte-level tokenizers of GGUF files, made by the library tokenizers alone, which takes a tenth of a second.
+"""Tokenizers of GGUF files, made by the library tokenizers alone, which takes a tenth of a second for a usual one.
 
-Transformers makes the same ones in seconds: its own modules come first, and its reader makes an object per token.
+What a key means, and which value a file has that leaves it out, is as in llama.cpp (``src/llama-vocab.cpp``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opgraft.errors import CheckpointError
+from opgraft.errors import CheckpointError, VocabularyError, close_matches
 from opgraft.models.extras import import_extra
+from opgraft.models.gguf_splits import REFUSED, VOCABULARIES, Vocabulary
+from opgraft.models.settings_keys import GGUF_TOKENIZER, refusals
 from opgraft.text import described
 
 SPECIAL_TOKENS: Mapping[str, str] = {
@@ -18,65 +20,62 @@ SPECIAL_TOKENS: Mapping[str, str] = {
     "eos_token": "tokenizer.ggml.eos_token_id",
     "unk_token": "tokenizer.ggml.unknown_token_id",
     "pad_token": "tokenizer.ggml.padding_token_id",
+    "sep_token": "tokenizer.ggml.seperator_token_id",
+    "cls_token": "tokenizer.ggml.cls_token_id",
+    "mask_token": "tokenizer.ggml.mask_token_id",
 }
 """The names of transformers, and the keys of a GGUF file that hold the ids."""
 
-_CONTROL, _USER_DEFINED = 3, 4
-"""Types of tokens that are found whole in a text; only the first are special."""
+_SENTENCE_PIECE_IDS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}
+"""Ids of a vocabulary "llama" that leaves them out."""
 
-_SPLITS: Mapping[str, str | None] = {
-    "gpt-2": None,
-    "smollm": None,
-    "llama-bpe": (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    ),
-    "qwen2": (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    ),
+NO_TOKENIZER = ("none", "no_vocab")
+"""Values of ``tokenizer.ggml.model`` for a file without a tokenizer."""
+
+_REFUSED_MODELS: Mapping[str, str] = {
+    "bert": "a WordPiece vocabulary, which only encoders have",
+    "t5": "a Unigram vocabulary, which only models with an encoder and a decoder have",
+    "rwkv": "a vocabulary of RWKV, which is not read here",
+    "plamo2": "a vocabulary of PLaMo 2, which is not read here",
+    "gemma4": "a vocabulary of Gemma 4, which is not read from GGUF files here",
+    "hybriddna": "a vocabulary of DNA, which is not read here",
+    "whitespace": "a vocabulary of words that a trie takes apart, which is not read here",
+    "test": "no vocabulary, but a hash for tests of llama.cpp",
 }
-"""The expressions that split a text before merging, by ``tokenizer.ggml.pre``; None is that of GPT-2."""
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+"""Types of tokens. Tokens of the first three are found whole in a text; user-defined tokens are not special."""
+
+_TEMPLATE = "tokenizer.chat_template"
+_PHI3 = ("phi-3", "phi3")
+_PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")
+"""Special tokens of Phi-3 that leave the spaces after them alone."""
 
 
-def byte_level_tokenizer(metadata: Mapping[str, Any], file: Path) -> Any | None:
-    """Make the ``tokenizers.Tokenizer`` of a file with a byte-level vocabulary.
-
-    Returns:
-        It, or None where the file has a vocabulary of another kind or one that is split in a way not known here.
+def gguf_tokenizer(metadata: Mapping[str, Any], file: Path) -> Any:
+    """Make the ``tokenizers.Tokenizer`` of a file.
 
     Raises:
+        VocabularyError: the vocabulary is of a kind that is not read, or has a setting that is not read.
         CheckpointError: the vocabulary is damaged.
         InputError: tokenizers is not installed.
     """
-    pre = metadata.get("tokenizer.ggml.pre")
-    if (
-        metadata.get("tokenizer.ggml.model") != "gpt2"
-        or not isinstance(pre, str)
-        or pre not in _SPLITS
-    ):
-        return None
-    tokenizers = import_extra("tokenizers")
+    make, surrounds = _maker(metadata, file)
+    problems = refusals(GGUF_TOKENIZER, metadata)
+    if problems:
+        raise _unread(file, "; ".join(problems))
+    import_extra("tokenizers")
     try:
-        tokenizer = _merging(metadata)
-        tokenizer.pre_tokenizer = _pre_tokenizer(_SPLITS[pre])
-        tokenizer.decoder = tokenizers.decoders.ByteLevel()
-        tokenizer.add_special_tokens(_added(metadata, _CONTROL))
-        tokenizer.add_tokens(_added(metadata, _USER_DEFINED))
+        tokenizer = make(metadata)
+        added = list(_added(metadata))
+        tokenizer.add_special_tokens([token for token in added if token.special])
+        tokenizer.add_tokens([token for token in added if not token.special])
         special = special_tokens(metadata)
-        tokenizer.add_special_tokens([*special.values()])
-        begin, end = (
-            bool(metadata.get("tokenizer.ggml.add_bos_token")),
-            bool(metadata.get("tokenizer.ggml.add_eos_token")),
-        )
-        _surround(
-            tokenizer,
-            special.get("bos_token") if begin else None,
-            special.get("eos_token") if end else None,
-        )
-    except (
-        Exception
-    ) as error:  # the library raises plain exceptions, and damaged values nearly anything
+        known = {token.content for token in added}
+        tokenizer.add_special_tokens([text for text in special.values() if text not in known])
+        _surround(tokenizer, special, _flags(metadata, surrounds))
+    except VocabularyError:
+        raise
+    except Exception as error:  # the library raises plain exceptions, and damaged values nearly any
         raise CheckpointError(
             f"{file}: its tokenizer is damaged: {described(error)}. Download it again."
         ) from error
@@ -84,34 +83,115 @@ def byte_level_tokenizer(metadata: Mapping[str, Any], file: Path) -> Any | None:
 
 
 def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens that a file names by their ids."""
+    """Return the special tokens of a file by their names in transformers, as text."""
     tokens = metadata["tokenizer.ggml.tokens"]
-    return {
-        name: tokens[metadata[key]]
-        for name, key in SPECIAL_TOKENS.items()
-        if metadata.get(key) is not None
-    }
+    usual = _SENTENCE_PIECE_IDS if metadata.get("tokenizer.ggml.model") == "llama" else {}
+    ids = {name: metadata.get(key, usual.get(name)) for name, key in SPECIAL_TOKENS.items()}
+    return {name: tokens[number] for name, number in ids.items() if number is not None}
 
 
-def _surround(tokenizer: Any, begin: str | None, end: str | None) -> None:
-    """Make a ``tokenizers.Tokenizer`` put these tokens around a text."""
-    processors = import_extra("tokenizers").processors
-    around = [token for token in (begin, end) if token is not None]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=[*([begin] if begin is not None else ()), "$A", *([end] if end is not None else ())],
-        special_tokens=[(token, tokenizer.token_to_id(token)) for token in dict.fromkeys(around)],
+def chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates of a file by name; the one without a name is "default"."""
+    found = {}
+    for key, value in metadata.items():
+        if key == _TEMPLATE and isinstance(value, str):
+            found["default"] = value
+        elif key.startswith(f"{_TEMPLATE}.") and isinstance(value, str):
+            found[key.removeprefix(f"{_TEMPLATE}.")] = value
+    return found
+
+
+def _unread(file: object, reason: str) -> VocabularyError:
+    return VocabularyError(
+        f"{file}: {reason}. Give prompts as token ids, or take the checkpoint as safetensors."
     )
 
 
-def _merging(metadata: Mapping[str, Any]) -> Any:
+def _maker(metadata: Mapping[str, Any], file: Path) -> tuple[Any, bool]:
+    """Return the function that makes the tokenizer, and whether a text begins with a token by default."""
+    model = metadata.get("tokenizer.ggml.model")
+    if model == "llama":
+        return _sentence_pieces, True
+    if model == "gpt2":
+        vocabulary = _vocabulary(metadata, file)
+        return lambda given: _byte_level(given, vocabulary), vocabulary.begins
+    if model in _REFUSED_MODELS:
+        raise _unread(file, f"tokenizer.ggml.model is {model!r}, {_REFUSED_MODELS[model]}")
+    known = close_matches(str(model)[:80], ("gpt2", "llama"))
+    raise _unread(file, f"tokenizer.ggml.model is {model!r:.80}, which is not known: {known}")
+
+
+def _vocabulary(metadata: Mapping[str, Any], file: Path) -> Vocabulary:
+    name = metadata.get("tokenizer.ggml.pre") or "default"
+    if isinstance(name, str) and name in VOCABULARIES:
+        return VOCABULARIES[name]
+    if isinstance(name, str) and name in REFUSED:
+        raise _unread(file, f"tokenizer.ggml.pre is {name!r}, which is not read: {REFUSED[name]}")
+    known = close_matches(str(name)[:80], VOCABULARIES)
+    raise _unread(file, f"tokenizer.ggml.pre is {name!r:.80}, which is not known: {known}")
+
+
+def _flags(metadata: Mapping[str, Any], begins: bool) -> tuple[bool, bool]:
+    """Tell whether a text begins, and whether it ends, with a token."""
+    begin = metadata.get("tokenizer.ggml.add_bos_token", begins)
+    return bool(begin), bool(metadata.get("tokenizer.ggml.add_eos_token"))
+
+
+def _surround(tokenizer: Any, special: Mapping[str, str], flags: tuple[bool, bool]) -> None:
+    """Make a ``tokenizers.Tokenizer`` put the tokens around a text that the flags ask for."""
+    pieces = ["$A"]
+    if flags[0]:
+        pieces.insert(0, special["bos_token"])
+    if flags[1]:
+        pieces.append(special["eos_token"])
+    around = dict.fromkeys(piece for piece in pieces if piece != "$A")
+    processors = import_extra("tokenizers").processors
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=pieces, special_tokens=[(token, tokenizer.token_to_id(token)) for token in around]
+    )
+
+
+def _byte_level(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> Any:
+    """Make the tokenizer of a vocabulary of bytes, which merges make longer pieces of."""
     tokenizers = import_extra("tokenizers")
-    alphabet = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {
-        token if alphabet.issuperset(token) else _spelled(token): index
-        for index, token in enumerate(metadata["tokenizer.ggml.tokens"])
-    }
-    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
-    return tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
+    model = tokenizers.models.BPE(
+        vocab=_spelled_vocabulary(metadata),
+        merges=[_pair(merge) for merge in metadata["tokenizer.ggml.merges"]],
+        ignore_merges=vocabulary.whole_words,
+    )
+    tokenizer = tokenizers.Tokenizer(model)
+    parts = tokenizers.pre_tokenizers
+    splits = [
+        parts.Split(tokenizers.Regex(split), behavior="isolated") for split in vocabulary.splits
+    ]
+    bytes_of = parts.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = parts.Sequence([*splits, bytes_of])
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return tokenizer
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    """Return the two pieces of a merge. The first one may itself be a space."""
+    border = merge.index(" ", 1)
+    return merge[:border], merge[border + 1 :]
+
+
+def _types(metadata: Mapping[str, Any]) -> Sequence[int]:
+    usual = [0] * len(metadata["tokenizer.ggml.tokens"])
+    types: Sequence[int] = metadata.get("tokenizer.ggml.token_type", usual)
+    return types
+
+
+def _spelled_vocabulary(metadata: Mapping[str, Any]) -> dict[str, int]:
+    """Return the tokens with their ids, in the alphabet of bytes unless they are found whole in a text."""
+    alphabet = set(import_extra("tokenizers").pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {}
+    rows = zip(metadata["tokenizer.ggml.tokens"], _types(metadata), strict=True)
+    for index, (token, kind) in enumerate(rows):
+        whole = kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+        spelled = token if whole or alphabet.issuperset(token) else _spelled(token)
+        vocabulary[spelled] = index
+    return vocabulary
 
 
 def _spelled(token: str) -> str:
@@ -122,22 +202,68 @@ def _spelled(token: str) -> str:
     return "".join(piece for piece, _ in byte_level.pre_tokenize_str(token))
 
 
-def _pre_tokenizer(split: str | None) -> Any:
+def _sentence_pieces(metadata: Mapping[str, Any]) -> Any:
+    """Make the tokenizer of a vocabulary of characters, of which a text is merged by the scores of the results."""
     tokenizers = import_extra("tokenizers")
-    parts = tokenizers.pre_tokenizers
-    if split is None:
-        return parts.ByteLevel(add_prefix_space=False)
-    isolated = parts.Split(tokenizers.Regex(split), behavior="isolated")
-    return parts.Sequence([isolated, parts.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    model = tokenizers.models.BPE(
+        vocab=vocabulary,
+        merges=_merges(vocabulary, metadata["tokenizer.ggml.scores"], _types(metadata)),
+        unk_token=special_tokens(metadata).get("unk_token"),
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = tokenizers.Tokenizer(model)
+    prefixed = _prefixes_space(metadata)
+    steps = [tokenizers.normalizers.Prepend("▁")] if prefixed else []
+    escaped = tokenizers.normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = tokenizers.normalizers.Sequence([*steps, escaped])
+    parts = tokenizers.decoders
+    stripped = [parts.Strip(" ", 1, 0)] if prefixed else []
+    tokenizer.decoder = parts.Sequence(
+        [parts.Replace("▁", " "), parts.ByteFallback(), parts.Fuse(), *stripped]
+    )
+    return tokenizer
 
 
-def _added(metadata: Mapping[str, Any], kind: int) -> list[Any]:
-    """Return the tokens of one type; control tokens outside of the alphabet of bytes are labelled so by mistake."""
-    tokenizers = import_extra("tokenizers")
-    alphabet = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    kinds = metadata.get("tokenizer.ggml.token_type", [0] * len(metadata["tokenizer.ggml.tokens"]))
-    return [
-        tokenizers.AddedToken(token, normalized=False, special=kind == _CONTROL)
-        for token, its in zip(metadata["tokenizer.ggml.tokens"], kinds, strict=True)
-        if its == kind and alphabet.issuperset(token)
-    ]
+def _prefixes_space(metadata: Mapping[str, Any]) -> bool:
+    """Tell whether a space is put before a text. Gemma never has one, and early files of it do not say so."""
+    usual = not str(metadata.get("general.architecture")).startswith("gemma")
+    return bool(metadata.get("tokenizer.ggml.add_space_prefix", usual))
+
+
+def _merges(
+    vocabulary: Mapping[str, int], scores: Sequence[float], types: Sequence[int]
+) -> list[tuple[str, str]]:
+    """Return the pairs of tokens that make a token, the best score first."""
+    ranked = []
+    for token, index in vocabulary.items():
+        if types[index] in (_CONTROL, _BYTE):
+            continue
+        for border in range(1, len(token)):
+            left, right = token[:border], token[border:]
+            if left in vocabulary and right in vocabulary:
+                place = (vocabulary[left], vocabulary[right])
+                ranked.append((-scores[index], index, place, (left, right)))
+    ranked.sort()
+    return [pair for *_, pair in ranked]
+
+
+def _added(metadata: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the tokens that are found whole in a text."""
+    added_token = import_extra("tokenizers").AddedToken
+    name = str(metadata.get("general.name")).lower()
+    takes_spaces = any(part in name for part in _PHI3)
+    pre = metadata.get("tokenizer.ggml.pre") or "default"
+    lstrip = VOCABULARIES[pre].lstrip if metadata["tokenizer.ggml.model"] == "gpt2" else ()
+    rows = zip(metadata["tokenizer.ggml.tokens"], _types(metadata), strict=True)
+    for token, kind in rows:
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED):
+            yield added_token(
+                token,
+                normalized=False,
+                special=kind != _USER_DEFINED,
+                lstrip=token in lstrip,
+                rstrip=takes_spaces and token not in _PHI3_PLAIN,
+            )

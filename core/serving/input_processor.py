@@ -14,9 +14,9 @@ from opgraft.engine.executor import Executor
 from opgraft.engine.request import Request
 from opgraft.engine.sampling import Grammar, bad_word_tokens
 from opgraft.engine.sampling_params import SamplingParams
-from opgraft.errors import EngineError, InputError, RequestError
+from opgraft.errors import EngineError, InputError, RequestError, VocabularyError
 from opgraft.models.config import read_config
-from opgraft.models.files import open_weights
+from opgraft.models.files import Weights, open_weights
 from opgraft.serving.arguments import expect_params
 from opgraft.serving.chat_template import ChatTemplate
 from opgraft.serving.detokenizer import Detokenizer
@@ -24,7 +24,7 @@ from opgraft.serving.grammars import Grammars
 from opgraft.serving.open_request import Answer, OpenRequest
 from opgraft.serving.outputs import RequestMetrics, RequestOutput
 from opgraft.serving.prompts import Prompt, tokenized, unsalted
-from opgraft.serving.stop_tokens import stop_tokens
+from opgraft.serving.stop_tokens import stop_tokens, suppressed_tokens
 from opgraft.serving.tokenizer import Tokenizer, find_tokenizer
 
 
@@ -47,12 +47,22 @@ class InputProcessor:
     def __init__(self, opgraft_config: OpgraftConfig, max_model_len: int) -> None:
         self.opgraft_config, self.max_model_len = opgraft_config, max_model_len
         weights = open_weights(str(opgraft_config.model.name))
-        self.tokenizer = find_tokenizer(weights)
+        self._unread: VocabularyError | None = None
+        self.tokenizer = self._find_tokenizer(weights)
+        self._suppressed = suppressed_tokens(weights)
         config = read_config(weights, plain=True)
         self.vocab_size = int(config.get_text_config().vocab_size)
         self.eos = stop_tokens(self.tokenizer, config, weights, self.vocab_size)
         self._lock = threading.Lock()
         self._executors: weakref.WeakSet[Executor] = weakref.WeakSet()
+
+    def _find_tokenizer(self, weights: Weights) -> Tokenizer | None:
+        """Open the tokenizer. A vocabulary that is not read is told to those who give text."""
+        try:
+            return find_tokenizer(weights)
+        except VocabularyError as error:
+            self._unread = error
+            return None
 
     def share_with(self, executor: Executor) -> None:
         """Have the workers of an executor know the grammars that are compiled from now on."""
@@ -80,8 +90,10 @@ class InputProcessor:
         """Return the tokenizer.
 
         Raises:
-            InputError: the model has none.
+            InputError: the model has none, or one of a kind that is not read.
         """
+        if self._unread is not None:
+            raise InputError(str(self._unread)) from self._unread
         if self.tokenizer is None:
             raise InputError(
                 "the model has no tokenizer: give prompts as token ids, or put tokenizer.json beside its weights"
@@ -150,9 +162,7 @@ class InputProcessor:
             eos=self.eos,
             priority=priority,
             cache_salt=salt,
-            bad_words=bad_word_tokens(params.bad_words, self.expect_tokenizer())
-            if params.bad_words
-            else (),
+            bad_words=self._bad_words(params),
             grammar=None if params.structured_output is None else self.grammars.of(params),
         ).split()
         answers = [Answer.of(i, each, self._detokenizer(each)) for i, each in enumerate(requests)]
@@ -160,6 +170,13 @@ class InputProcessor:
             request_id, text, ids, [answer.output for answer in answers], metrics=metrics
         )
         return OpenRequest(output, {answer.request.request_id: answer for answer in answers})
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Return the sequences of tokens that the answer may not have."""
+        if not params.bad_words:
+            return self._suppressed
+        words = bad_word_tokens(params.bad_words, self.expect_tokenizer())
+        return (*self._suppressed, *words)
 
     def _expect_in_vocabulary(self, params: SamplingParams) -> None:
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):

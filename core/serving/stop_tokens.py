@@ -8,11 +8,15 @@ from opgraft.errors import CheckpointError
 from opgraft.models.files import Weights, read_json
 
 
+_ENDS = ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+"""Tokens of a GGUF file at which llama.cpp ends an answer, beside ``eos_token_id``."""
+
+
 def stop_tokens(tokenizer: Any, config: Any, weights: Weights, vocab_size: int) -> frozenset[int]:
     """Return the ids that end an answer, as the tokenizer, the model's config and its checkpoint tell.
 
-    Models that were trained to chat often end a turn with a token of which only the checkpoint tells: in
-    ``generation_config.json``, or as ``eot_token_id`` in a GGUF file.
+    Models that were trained to chat often end a turn with a token that only the checkpoint names: in
+    ``generation_config.json``, or under keys such as ``eot_token_id`` in a GGUF file.
 
     Raises:
         CheckpointError: ``generation_config.json`` cannot be read, or has other than ids of the model's tokens.
@@ -29,7 +33,7 @@ def stop_tokens(tokenizer: Any, config: Any, weights: Weights, vocab_size: int) 
 
 def _ends_of_turns(weights: Weights, vocab_size: int) -> Any:
     if weights.is_gguf:
-        return weights.metadata.get("tokenizer.ggml.eot_token_id")
+        return [weights.metadata.get(f"tokenizer.ggml.{end}_token_id") for end in _ENDS]
     file = (
         weights.path if weights.path.is_dir() else weights.path.parent
     ) / "generation_config.json"
@@ -45,3 +49,9 @@ def _ends_of_turns(weights: Weights, vocab_size: int) -> Any:
                 "the files of one model"
             )
     return found
+
+
+def suppressed_tokens(weights: Weights) -> tuple[tuple[int], ...]:
+    """Return the tokens that no answer may have, as a GGUF file lists them, each as a word of one token."""
+    listed = weights.metadata.get("tokenizer.ggml.suppress_tokens", ())
+    return tuple((int(token),) for token in listed)

@@ -11,7 +11,12 @@ from opgraft.errors import CheckpointError
 from opgraft.models.config import load_tokenizer
 from opgraft.models.extras import import_extra
 from opgraft.models.files import Weights, read_json
-from opgraft.models.gguf_tokenizer import byte_level_tokenizer, special_tokens
+from opgraft.models.gguf_tokenizer import (
+    NO_TOKENIZER,
+    chat_templates,
+    gguf_tokenizer,
+    special_tokens,
+)
 from opgraft.text import described
 
 _NAMED = (
@@ -94,39 +99,38 @@ class Tokenizer:
 def open_tokenizer(weights: Weights) -> Tokenizer:
     """Open the tokenizer of a checkpoint.
 
-    ``tokenizer.json`` and the byte-level vocabularies of GGUF files are read by the library tokenizers alone, all else
-    through transformers, which takes seconds to import.
+    The library tokenizers reads ``tokenizer.json`` and GGUF files alone. Everything else goes through transformers,
+    whose import takes seconds: older files, and settings by which transformers makes another tokenizer than
+    ``tokenizer.json`` describes.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        VocabularyError: the vocabulary of a GGUF file is of a kind that is not read.
+        CheckpointError: there is no tokenizer, it is damaged, or a setting is refused.
         InputError: a library that reads it is not installed.
     """
     if weights.is_gguf:
-        backend = byte_level_tokenizer(weights.metadata, weights.path)
-        if backend is not None:
-            template = weights.metadata.get("tokenizer.chat_template")
-            templates = {"default": template} if isinstance(template, str) else {}
-            return _opened(weights.path, backend, special_tokens(weights.metadata), templates)
-        return _through_transformers(weights)
+        backend = gguf_tokenizer(weights.metadata, weights.path)
+        special = special_tokens(weights.metadata)
+        return _opened(weights.path, backend, special, chat_templates(weights.metadata))
     folder = weights.path if weights.path.is_dir() else weights.path.parent
-    return (
-        _from_folder(folder)
-        if (folder / "tokenizer.json").is_file()
-        else _through_transformers(weights)
-    )
+    if (folder / "tokenizer.json").is_file():
+        return _from_folder(folder) or _through_transformers(weights)
+    return _through_transformers(weights)
 
 
 def find_tokenizer(weights: Weights) -> Tokenizer | None:
-    """Open the tokenizer of a checkpoint; ``None`` where it has none, for prompts that are token ids.
+    """Open the tokenizer of a checkpoint. Return ``None`` if it has none, for prompts of token ids.
 
     Raises:
-        CheckpointError: it is damaged.
+        VocabularyError: the vocabulary of a GGUF file is of a kind that is not read.
+        CheckpointError: the tokenizer is damaged, or a setting is refused.
         InputError: a library that reads it is not installed.
     """
+    model = weights.metadata.get("tokenizer.ggml.model")
+    if model is not None:
+        return None if model in NO_TOKENIZER else open_tokenizer(weights)
     folder = weights.path if weights.path.is_dir() else weights.path.parent
-    there = "tokenizer.ggml.model" in weights.metadata or any(
-        (folder / name).is_file() for name in _FILES
-    )
+    there = any((folder / name).is_file() for name in _FILES)
     return open_tokenizer(weights) if there else None
 
 
