@@ -23,6 +23,7 @@ from opgraft.models.safetensors_file import open_safetensors
 _LARGEST_JSON = 1 << 26  # bytes of a file, of which an index of shards is the largest
 
 INDEX = "model.safetensors.index.json"
+MODULES = "modules.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -59,12 +60,14 @@ class Weights:
         tensors: by their names in transformers.
         metadata: of a GGUF file; empty for safetensors.
         stored: the tensors by their names in the file; for GGUF files these are others.
+        outer: the folder that was given, if the model lies in a folder within it.
     """
 
     path: Path
     tensors: Mapping[str, LazyTensor]
     metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)
     stored: Mapping[str, LazyTensor] = field(default_factory=dict, repr=False)
+    outer: Path | None = None
 
     @property
     def is_gguf(self) -> bool:
@@ -174,16 +177,59 @@ def open_weights(name: str | Path) -> Weights:
 
 
 def _opened(name: str | Path) -> Weights:
-    path = find_checkpoint(name)
+    given = find_checkpoint(name)
+    path = _model_folder(given)
+    outer = None if path == given else given
     try:
         listed = weight_files(path)
     except CheckpointError:
         if _CONFIG_ONLY.get() and (path / "config.json").is_file():
-            return Weights(path, {})
+            return Weights(path, {}, outer=outer)
         raise
     if listed[0].suffix == ".gguf":
         return _gguf_weights(listed)
-    return Weights(path, _merged(listed, open_safetensors, _index_of(path)))
+    return Weights(path, _merged(listed, open_safetensors, _index_of(path)), outer=outer)
+
+
+def _model_folder(path: Path) -> Path:
+    """Return the folder of the model, which older versions of sentence-transformers have within the one that is given.
+
+    One example is ``0_Transformer``; ``modules.json`` names it.
+    """
+    if not (path / MODULES).is_file():
+        return path
+    rows = sentence_modules(path)
+    inner = next((row["path"] for row in rows if row["type"] == "Transformer"), "")
+    if not (path / inner).is_dir():
+        raise CheckpointError(
+            f"{path / MODULES} says that the model is in {inner!r:.80}, which is missing: download it again"
+        )
+    return path / inner if inner else path
+
+
+def sentence_modules(folder: Path) -> list[dict[str, str]]:
+    """Return the modules that sentence-transformers lists for a folder, if there is a list.
+
+    Returns:
+        The ``type`` of each, the bare name of its class, and its ``path`` within the folder.
+
+    Raises:
+        CheckpointError: the list is damaged, or a path leads out of the folder.
+    """
+    file = folder / MODULES
+    rows = parse_json(file) if file.is_file() else []
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise CheckpointError(f"{file} holds no list of JSON objects")
+    return [_sentence_module(file, row) for row in rows]
+
+
+def _sentence_module(file: Path, row: Mapping[str, Any]) -> dict[str, str]:
+    path = str(row.get("path", ""))
+    if Path(path).is_absolute() or ".." in Path(path).parts:
+        raise CheckpointError(
+            f"{file} has the path {path!r:.80}, which leads out of the checkpoint"
+        )
+    return {"type": str(row.get("type", "")).rpartition(".")[2], "path": path}
 
 
 def _gguf_weights(listed: list[Path]) -> Weights:

@@ -233,9 +233,7 @@ VOCABULARIES: Mapping[str, Vocabulary] = {
     "superbpe": Vocabulary((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
     **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _OF_LING),
     "seed-coder": Vocabulary(
-        (
-            rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",
-        )
+        (rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",)
     ),
     "ufakzeka": Vocabulary((rf"{_WORD}|\p{{N}}|{_SIGNS}|{_SPACES}",)),
     "afmoe": Vocabulary(_TRINITY),

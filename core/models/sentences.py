@@ -2,84 +2,164 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from opgraft.errors import CheckpointError
-from opgraft.models.files import parse_json, read_json
+from opgraft.models.files import MODULES, Weights, read_json, sentence_modules
+from opgraft.models.settings_keys import (
+    CONFIG_SENTENCE_TRANSFORMERS,
+    SENTENCE_BERT_CONFIG,
+    Key,
+    refusals,
+)
 from opgraft.pooling import pooling_modes
 
 _KINDS = ("Transformer", "Pooling", "Normalize")
 _NO_LIMIT = 10**9  # transformers writes 10**30 where a tokenizer knows no limit
+_TRANSFORMER_FILES = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+"""The settings of the model, of which the first file counts. Older versions named it after the family."""
+
+_GENERAL_FILE = "config_sentence_transformers.json"
+_USUAL_PROMPTS = {"query": "", "document": ""}
+_OF_TOKENIZER = ("processor_kwargs", "tokenizer_args")
+_HARMLESS_ARGUMENTS = ("padding_side", "use_fast", "trust_remote_code")
+"""Arguments of a tokenizer that change no vector."""
 
 
 @dataclass(frozen=True)
 class SentenceSettings:
-    """The way from the states of a sentence's tokens to one vector.
+    """The way from a text to its tokens, and from the states of the tokens to one vector.
 
     Attributes:
         pooling: names of ``opgraft.pooling.POOLINGS``.
-        normalize: make vectors of unit length; so too where the checkpoint does not say.
-        max_tokens: of a sentence, as far as the checkpoint says.
+        normalize: make vectors of unit length. This is so too if the checkpoint does not say.
+        max_tokens: of a sentence, if the checkpoint says.
+        lower_case: put texts in lower case.
+        prompt: put before each text.
+        size: the numbers of a vector that are returned; ``None`` for all.
     """
 
     pooling: tuple[str, ...]
     normalize: bool
     max_tokens: int | None
+    lower_case: bool = False
+    prompt: str = ""
+    size: int | None = None
 
     @classmethod
-    def of(cls, folder: Path) -> SentenceSettings:
-        """Read the settings of a checkpoint's folder.
+    def of(cls, weights: Weights) -> SentenceSettings:
+        """Read the settings of a checkpoint.
 
         Raises:
             CheckpointError: they cannot be read, or ask for what is not known.
         """
-        index = folder / "modules.json"
-        rows = _read_list(index) if index.is_file() else []
-        kinds = [str(row.get("type", "")).rpartition(".")[2] for row in rows]
+        folder = weights.path if weights.path.is_dir() else weights.path.parent
+        outer = weights.outer or folder
+        rows = sentence_modules(outer)
+        kinds = [row["type"] for row in rows]
         others = [kind for kind in kinds if kind not in _KINDS]
         if others:
             raise CheckpointError(
-                f"{index} lists a module {others[0]!r:.80}, which cannot be applied: use sentence-transformers, or "
-                "graft the model in a program of your own"
+                f"{outer / MODULES} lists a module {others[0]!r:.80}, which cannot be applied: use "
+                "sentence-transformers, or graft the model in a program of your own"
             )
-        file = folder / _pooling_folder(index, rows, kinds) / "config.json"
-        try:
-            pooling = pooling_modes(read_json(file) if file.is_file() else {})
-        except ValueError as error:
-            raise CheckpointError(f"{file}: {error}") from error
-        return cls(pooling, not rows or "Normalize" in kinds, _max_tokens(folder))
-
-
-def _pooling_folder(index: Path, rows: list[dict[str, Any]], kinds: list[str]) -> str:
-    found = [
-        str(row.get("path", "")) for row, kind in zip(rows, kinds, strict=True) if kind == "Pooling"
-    ]
-    path = found[0] if found else "1_Pooling"
-    if Path(path).is_absolute() or ".." in Path(path).parts:
-        raise CheckpointError(
-            f"{index} has the path {path!r:.80}, which leads out of the checkpoint"
+        given = _transformer_settings(folder) if rows else {}
+        general = _settings(outer / _GENERAL_FILE, CONFIG_SENTENCE_TRANSFORMERS) if rows else {}
+        prompt = _prompt(outer / _GENERAL_FILE, general)
+        return cls(
+            _pooling(outer, rows, prompt),
+            not rows or "Normalize" in kinds,
+            _max_tokens(folder, given),
+            bool(given.get("do_lower_case")),
+            prompt,
+            _size(outer / _GENERAL_FILE, general),
         )
-    return path
 
 
-def _max_tokens(folder: Path) -> int | None:
+def _settings(file: Path, keys: Sequence[Key]) -> dict[str, Any]:
+    """Return the settings in a file, none if it is not there.
+
+    Raises:
+        CheckpointError: it cannot be read, or has settings that are refused.
+    """
+    found = read_json(file) if file.is_file() else {}
+    problems = refusals(keys, found)
+    if problems:
+        raise CheckpointError.listing(
+            f"{file} has settings that are not read here, and vectors would differ without them",
+            problems,
+            "use sentence-transformers, or take them out if you know that they change nothing",
+        )
+    return found
+
+
+def _transformer_settings(folder: Path) -> dict[str, Any]:
+    files = [folder / name for name in _TRANSFORMER_FILES]
+    file = next((file for file in files if file.is_file()), files[0])
+    found = _settings(file, SENTENCE_BERT_CONFIG)
+    for name in _OF_TOKENIZER:
+        arguments = found.get(name) or {}
+        unread = set(arguments) - {"model_max_length", *_HARMLESS_ARGUMENTS}
+        if unread:
+            raise CheckpointError(
+                f"{file}: {name} has {min(unread)!r:.80}, which is not read here: use "
+                "sentence-transformers, or put it in tokenizer_config.json"
+            )
+    return found
+
+
+def _prompt(file: Path, general: Mapping[str, Any]) -> str:
+    """Return the prompt that sentence-transformers puts before a text if none is asked for."""
+    name = general.get("default_prompt_name")
+    prompts = {**_USUAL_PROMPTS, **(general.get("prompts") or {})}
+    if name is None:
+        return ""
+    if name not in prompts or not isinstance(prompts[name], str | None):
+        raise CheckpointError(
+            f"{file}: default_prompt_name is {name!r:.80}, and prompts has no text of that name"
+        )
+    return prompts[name] or ""
+
+
+def _size(file: Path, general: Mapping[str, Any]) -> int | None:
+    size = general.get("truncate_dim")
+    if size is not None and (type(size) is not int or size < 1):
+        raise CheckpointError(f"{file}: truncate_dim is {size!r:.80}, expected a number from 1")
+    return size
+
+
+def _pooling(outer: Path, rows: Sequence[Mapping[str, str]], prompt: str) -> tuple[str, ...]:
+    found = [row["path"] for row in rows if row["type"] == "Pooling"]
+    file = outer / (found[0] if found else "1_Pooling") / "config.json"
+    settings = read_json(file) if file.is_file() else {}
+    if prompt and settings.get("include_prompt") is False:
+        raise CheckpointError(
+            f"{file}: include_prompt is false, and the default prompt {prompt!r:.80} would be pooled: use "
+            "sentence-transformers, or take default_prompt_name out"
+        )
+    try:
+        return pooling_modes(settings)
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def _max_tokens(folder: Path, given: Mapping[str, Any]) -> int | None:
+    """Return the longest sentence: as the first of the settings says that sentence-transformers looks at."""
+    file = folder / "tokenizer_config.json"
+    tokenizer = read_json(file) if file.is_file() else {}
+    arguments = [(given.get(name) or {}).get("model_max_length") for name in _OF_TOKENIZER]
     stated = (
-        ("sentence_bert_config.json", "max_seq_length"),
-        ("tokenizer_config.json", "model_max_length"),
+        *arguments,
+        given.get("max_seq_length"),
+        tokenizer.get("model_max_length"),
+        tokenizer.get("max_len"),
     )
-    values = [
-        read_json(folder / name).get(key) for name, key in stated if (folder / name).is_file()
-    ]
-    return min(
-        (value for value in values if type(value) is int and 0 < value < _NO_LIMIT), default=None
-    )
-
-
-def _read_list(file: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSON list."""
-    rows = parse_json(file)
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise CheckpointError(f"{file} holds no list of JSON objects")
-    return rows
+    limits = (value for value in stated if type(value) is int and value > 0)
+    limit = next(limits, None)
+    return None if limit is None or limit >= _NO_LIMIT else limit

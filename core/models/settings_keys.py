@@ -1,4 +1,4 @@
-"""The keys of settings files that transformers, sentence-transformers or llama.cpp read, and what opgraft does with each.
+"""What opgraft does with each key of a settings file that transformers, sentence-transformers or llama.cpp reads.
 
 A key is read, refused by name, or changes nothing here, for a reason that its row gives. Keys that are on no list are
 read by nobody.
@@ -66,7 +66,7 @@ SHAPING = (
     "fix_mistral_regex",
     "auto_map",
 )
-"""Keys of ``tokenizer_config.json`` by which a class of transformers makes another tokenizer than ``tokenizer.json``."""
+"""Keys of ``tokenizer_config.json`` by which classes of transformers change what ``tokenizer.json`` says."""
 
 _NO_PADDING = "each text is computed without padding"
 _NO_PYTHON = "only tokenizers that are written in Python read it, and these are refused"
@@ -103,10 +103,11 @@ TOKENIZER_CONFIG: tuple[Key, ...] = (
         "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output",
     ),
     *_read("transformers makes the tokenizer, if tokenizer.json says something else", *SHAPING),
-    *_read("transformers chooses the class by it, if transformers makes the tokenizer", "tokenizer_class"),
-    *_irrelevant(
-        "tokenizer.json says what is put around a text", "add_bos_token", "add_eos_token"
+    *_read(
+        "transformers chooses the class by it, if transformers makes the tokenizer",
+        "tokenizer_class",
     ),
+    *_irrelevant("tokenizer.json says what is put around a text", "add_bos_token", "add_eos_token"),
     *_irrelevant(
         _NO_PADDING, "padding_side", "pad_token_type_id", "pad_to_multiple_of", "tokenizer_padding"
     ),
@@ -213,7 +214,9 @@ TOKENIZER_CONFIG: tuple[Key, ...] = (
 """Of ``tokenizer_config.json``, beside a ``tokenizer.json``. Without that file transformers reads all of them."""
 
 _TEXT_ONLY = "opgraft embeds plain texts"
-_OF_TASKS = "sentence-transformers applies it to encode_query and encode_document, and not to encode"
+_OF_TASKS = (
+    "sentence-transformers applies it to encode_query and encode_document, and not to encode"
+)
 
 SENTENCE_BERT_CONFIG: tuple[Key, ...] = (
     *_read("the longest text, in the place of the tokenizer's", "max_seq_length"),
@@ -230,7 +233,9 @@ SENTENCE_BERT_CONFIG: tuple[Key, ...] = (
         "config_kwargs",
         harmless=(None, {}),
     ),
-    *_refused("opgraft reads the tokenizer beside the model", "tokenizer_name_or_path", harmless=(None,)),
+    *_refused(
+        "opgraft reads the tokenizer beside the model", "tokenizer_name_or_path", harmless=(None,)
+    ),
     *_refused(_TEXT_ONLY, "processing_kwargs", harmless=(None, {})),
     *_refused(_TEXT_ONLY, "transformer_task", harmless=(None, "feature-extraction")),
     *_refused(
@@ -246,7 +251,9 @@ CONFIG_SENTENCE_TRANSFORMERS: tuple[Key, ...] = (
     *_read("texts that are put before a text, by name", "prompts"),
     *_read("the prompt that is put before a text", "default_prompt_name"),
     *_read("the numbers of a vector that are returned", "truncate_dim"),
-    *_refused("opgraft makes one vector of a text", "model_type", harmless=(None, "SentenceTransformer")),
+    *_refused(
+        "opgraft makes one vector of a text", "model_type", harmless=(None, "SentenceTransformer")
+    ),
     *_irrelevant("comparing vectors is left to who asked for them", "similarity_fn_name"),
     *_irrelevant("it is of other libraries", "__version__", "requirements"),
 )
@@ -310,7 +317,9 @@ GGUF_TOKENIZER: tuple[Key, ...] = (
         "tokenizer.ggml.suffix_token_id",
         "tokenizer.ggml.middle_token_id",
     ),
-    *_irrelevant("llama.cpp does not read it either", "tokenizer.huggingface.json", "tokenizer.rwkv.world"),
+    *_irrelevant(
+        "llama.cpp does not read it either", "tokenizer.huggingface.json", "tokenizer.rwkv.world"
+    ),
     *_refused("which is not known", "tokenizer.ggml.*"),
 )
 """Of GGUF metadata, about text. Keys of the architecture are in ``opgraft.models.gguf_names``."""
@@ -318,9 +327,13 @@ GGUF_TOKENIZER: tuple[Key, ...] = (
 GGUF_GENERAL: tuple[Key, ...] = (
     *_read("the family of the model", "general.architecture"),
     *_read("where tensors may begin", "general.alignment"),
-    *_read("Phi-3 is told by it, whose special tokens take in the spaces after them", "general.name"),
+    *_read(
+        "Phi-3 is told by it, whose special tokens take in the spaces after them", "general.name"
+    ),
     *_refused("opgraft loads models", "general.type", harmless=("model",)),
-    *_irrelevant("each tensor has a type of its own", "general.quantization_version", "general.file_type"),
+    *_irrelevant(
+        "each tensor has a type of its own", "general.quantization_version", "general.file_type"
+    ),
     *_irrelevant("SamplingParams says how tokens are drawn", "general.sampling.*"),
     *_irrelevant("it describes the model for people", "general.*"),
     *_irrelevant("the names of the files say so", "split.*"),

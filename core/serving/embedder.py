@@ -57,11 +57,11 @@ class Embedder:
             self.executor.start()
             self.executor.call("load_encoder")
             weights = open_weights(str(self.opgraft_config.model.name))
+            self.settings = SentenceSettings.of(weights)
             self.tokenizer: Tokenizer = open_tokenizer(weights)
+            if self.settings.lower_case:
+                self.tokenizer.lower_case()
             self.vocab_size = int(read_config(weights).get_text_config().vocab_size)
-            self.settings = SentenceSettings.of(
-                weights.path if weights.path.is_dir() else weights.path.parent
-            )
             self.max_tokens = self._longest()
             undo.pop_all()  # nothing raised: the worker stays
         self.counters = Counters()
@@ -174,7 +174,7 @@ class Embedder:
             self.counters.failed_steps += reason == "error"
             self.counters.finished[reason] += len(sequences)
             self._reports.send()
-        return vectors
+        return [vector[: self.settings.size] for vector in vectors]
 
     def _blame(
         self, sequences: Sequence[Sequence[int]], vectors: Sequence[Sequence[float]]
@@ -186,11 +186,13 @@ class Embedder:
                 return
 
     def _tokenized(self, text: Prompt, name: str, truncate: bool) -> tuple[str | None, list[int]]:
+        """Return the text as it was given, and its token ids, those of the checkpoint's prompt before them."""
         limit = self.max_tokens
-        text, _ = unsalted(text, name)
+        given, _ = unsalted(text, name)
+        text = self.settings.prompt + given if isinstance(given, str) else given
         if truncate and isinstance(text, str):
-            return text, self.tokenizer.encode_truncated(text, limit)
-        return tokenized(
+            return str(given), self.tokenizer.encode_truncated(text, limit)
+        shown, ids = tokenized(
             text,
             self.tokenizer,
             vocab_size=self.vocab_size,
@@ -199,6 +201,7 @@ class Embedder:
             name=name,
             advice=", or have LLM.embed cut it with truncate=True",
         )
+        return given if shown is not None else None, ids  # type: ignore[return-value]
 
     def shutdown(self) -> None:
         """Let go of the model; texts that are given afterwards are refused."""

@@ -217,8 +217,10 @@ class LLM:
         """Return the embeddings of texts, in their order, pooled and normalised as the checkpoint says.
 
         Args:
-            texts: one, or several: text, or token ids.
-            truncate: cut texts that are longer than the model takes, instead of refusing them.
+            texts: one, or several: text, or token ids. The default prompt of the checkpoint, if it has one, is put
+                before a text, and not before token ids.
+            truncate: cut texts that are longer than the model takes, instead of refusing them. The checkpoint's
+                ``truncation_side`` says at which end.
             progress: as for ``generate``.
 
         Raises:

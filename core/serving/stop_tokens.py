@@ -7,7 +7,6 @@ from typing import Any
 from opgraft.errors import CheckpointError
 from opgraft.models.files import Weights, read_json
 
-
 _ENDS = ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 """Tokens of a GGUF file at which llama.cpp ends an answer, beside ``eos_token_id``."""
 

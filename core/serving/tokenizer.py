@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,24 +10,23 @@ from typing import Any
 from opgraft.errors import CheckpointError
 from opgraft.models.config import load_tokenizer
 from opgraft.models.extras import import_extra
-from opgraft.models.files import Weights, read_json
+from opgraft.models.files import Weights
 from opgraft.models.gguf_tokenizer import (
     NO_TOKENIZER,
     chat_templates,
     gguf_tokenizer,
     special_tokens,
 )
+from opgraft.models.settings_keys import TOKENIZER_CONFIG, refusals
+from opgraft.serving.tokenizer_settings import (
+    add_tokens,
+    clean_spaces,
+    lowers,
+    needs_transformers,
+    read_settings,
+)
 from opgraft.text import described
 
-_NAMED = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
 _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -38,7 +37,6 @@ _FILES = (
 )
 _LONG = 4096
 """Characters or ids from which on the library's functions for several texts are called, which let other threads run."""
-_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 @dataclass(frozen=True)
@@ -50,12 +48,14 @@ class Tokenizer:
         backend: the ``tokenizers.Tokenizer``.
         special_tokens: such as ``bos_token``, by their names in transformers, as text.
         chat_templates: by name; a single one is ``default``.
+        truncation_side: the end at which a text is cut that is too long, "right" or "left".
     """
 
     path: Path
     backend: Any = field(repr=False)
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     chat_templates: Mapping[str, str] = field(default_factory=dict, repr=False)
+    truncation_side: str = "right"
 
     @property
     def vocab_size(self) -> int:
@@ -82,10 +82,20 @@ class Tokenizer:
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
+    def lower_case(self) -> None:
+        """Put every text in lower case before anything else is done, unless that is done already."""
+        if lowers(self.backend):
+            return
+        normalizers = import_extra("tokenizers").normalizers
+        former = self.backend.normalizer
+        steps = [normalizers.Lowercase(), *([] if former is None else [former])]
+        self.backend.normalizer = normalizers.Sequence(steps)
+
     def encode_truncated(self, text: str, most: int) -> list[int]:
         """Return the token ids of a text, begun and ended as usual, cut to at most ``most``."""
         encoding = self.backend.encode(text, add_special_tokens=False)
-        encoding.truncate(max(most - self.backend.num_special_tokens_to_add(is_pair=False), 0))
+        room = max(most - self.backend.num_special_tokens_to_add(is_pair=False), 0)
+        encoding.truncate(room, direction=self.truncation_side)
         return list(self.backend.post_process(encoding).ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -144,20 +154,32 @@ def _through_transformers(weights: Weights) -> Tokenizer:
         )
     given = loaded.chat_template or {}
     templates = given if isinstance(given, Mapping) else {"default": given}
-    return _opened(weights.path, backend, loaded.special_tokens_map, templates)
+    clean_spaces(backend, vars(loaded))
+    special = loaded.special_tokens_map
+    return _opened(weights.path, backend, special, templates, loaded.truncation_side)
 
 
-def _from_folder(folder: Path) -> Tokenizer:
+def _from_folder(folder: Path) -> Tokenizer | None:
+    """Open a ``tokenizer.json``, unless the settings beside it ask for another tokenizer than it describes."""
     file = folder / "tokenizer.json"
     library = import_extra("tokenizers")
-    settings = _settings(folder)
+    settings = read_settings(folder)
+    problems = refusals(TOKENIZER_CONFIG, settings)
+    if problems:
+        raise CheckpointError.listing(
+            f"{folder / 'tokenizer_config.json'} has settings that are not read here",
+            problems,
+            "take them out, or save the tokenizer again with save_pretrained",
+        )
     try:
         backend = library.Tokenizer.from_file(str(file))
-        special = {
-            name: _content(settings[name]) for name in _NAMED if settings.get(name) is not None
-        }
-        backend.add_tokens(list(_missing(backend, settings)))
-        backend.add_special_tokens(list(special.values()))
+        if needs_transformers(backend, settings):
+            return None
+        cut = backend.truncation or {}
+        side = settings.get("truncation_side") or cut.get("direction") or "right"
+        special = add_tokens(backend, settings)
+        backend.encode_special_tokens = bool(settings.get("split_special_tokens"))
+        clean_spaces(backend, settings)
         templates = _templates(folder, settings)
     except (
         Exception
@@ -166,40 +188,19 @@ def _from_folder(folder: Path) -> Tokenizer:
             f"{file}, or what lies beside it, is no tokenizer that can be read: {described(error)}. Save it again with "
             "save_pretrained."
         ) from error
-    return _opened(folder, backend, special, templates)
+    return _opened(folder, backend, special, templates, side)
 
 
 def _opened(
-    path: Path, backend: Any, special: Mapping[str, str], templates: Mapping[str, str]
+    path: Path,
+    backend: Any,
+    special: Mapping[str, str],
+    templates: Mapping[str, str],
+    truncation_side: str = "right",
 ) -> Tokenizer:
     backend.no_truncation()  # a file may ask for both, as sentence encoders' do; prompts are neither cut nor filled
     backend.no_padding()
-    return Tokenizer(path, backend, dict(special), dict(templates))
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    """Return the settings beside a ``tokenizer.json``; those of the older file give way."""
-    files = (folder / "special_tokens_map.json", folder / "tokenizer_config.json")
-    merged: dict[str, Any] = {}
-    for file in files:
-        merged |= read_json(file) if file.is_file() else {}
-    return merged
-
-
-def _content(token: Any) -> str:
-    return str(token["content"] if isinstance(token, Mapping) else token)
-
-
-def _missing(backend: Any, settings: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the added tokens of the settings that ``tokenizer.json`` has not, in the order of their ids."""
-    library = import_extra("tokenizers")
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    rows = sorted(settings.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
-    for _, row in rows:
-        if row["content"] not in known:
-            yield library.AddedToken(
-                row["content"], **{flag: row[flag] for flag in _FLAGS if flag in row}
-            )
+    return Tokenizer(path, backend, dict(special), dict(templates), truncation_side)
 
 
 def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:

@@ -79,4 +79,10 @@ def smollm2(smollm2_weights) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def smollm2_of_transformers(smollm2_weights):
-    return load_tokenizer(smollm2_weights)
+    """Digits are pieces of their own, as the model's own ``tokenizer.json`` has it; transformers forgets that."""
+    loaded = load_tokenizer(smollm2_weights)
+    parts = tokenizers.pre_tokenizers
+    loaded.backend_tokenizer.pre_tokenizer = parts.Sequence(
+        [parts.Digits(individual_digits=True), parts.ByteLevel(add_prefix_space=False)]
+    )
+    return loaded

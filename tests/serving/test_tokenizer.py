@@ -13,9 +13,7 @@ from pathlib import Path
 
 import pytest
 from opgraft.errors import CheckpointError
-from opgraft.models.config import load_tokenizer
 from opgraft.models.files import Weights, find_checkpoint, open_weights
-from opgraft.models.gguf_tokenizer import byte_level_tokenizer
 from opgraft.serving.tokenizer import open_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -112,43 +110,6 @@ def test_transformers_is_not_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[81] False\n"
-
-
-@pytest.mark.parametrize("bos", [False, True])
-@pytest.mark.parametrize(
-    ("pre", "architecture"),
-    [("gpt-2", "llama"), ("smollm", "llama"), ("llama-bpe", "llama"), ("qwen2", "qwen2")],
-)
-def test_gguf_vocabularies(write_gguf, pre: str, architecture: str, bos: bool) -> None:
-    """Each way of splitting text gives the ids of transformers, with and without a token that begins a text."""
-    weights = open_weights(write_gguf(pre, architecture, bos=bos))
-    assert byte_level_tokenizer(weights.metadata, weights.path) is not None, (
-        "it is read without transformers"
-    )
-    ours = open_tokenizer(weights)
-    assert_same(ours, load_tokenizer(weights), random_texts(300))
-    assert (ours.encode("a")[0] == ours.backend.token_to_id("<|im_start|>")) == bos
-
-
-def test_other_vocabularies_go_through_transformers(write_gguf) -> None:
-    """A file whose text is split in a way that is not known here is left to transformers."""
-    weights = open_weights(write_gguf("tekken"))
-    assert byte_level_tokenizer(weights.metadata, weights.path) is None
-    assert_same(open_tokenizer(weights), load_tokenizer(weights), random_texts(100))
-
-
-def test_a_damaged_vocabulary(write_gguf) -> None:
-    """Merges of tokens that the vocabulary has not are an error that names the file."""
-    weights = open_weights(write_gguf("gpt-2"))
-    metadata = {**weights.metadata, "tokenizer.ggml.merges": ["zz zz"]}
-    with pytest.raises(
-        CheckpointError, match=r"gpt-2\.gguf: its tokenizer is damaged: .*Download it again"
-    ):
-        byte_level_tokenizer(metadata, weights.path)
-    with pytest.raises(CheckpointError, match="its tokenizer is damaged: IndexError"):
-        byte_level_tokenizer(
-            {**weights.metadata, "tokenizer.ggml.eos_token_id": 10**6}, weights.path
-        )
 
 
 def test_a_sentence_encoder() -> None:
