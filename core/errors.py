@@ -57,11 +57,11 @@ class CheckpointError(InputError):
 
 
 class VocabularyError(CheckpointError):
-    """The vocabulary of a checkpoint is of a kind that is not read. Prompts of token ids need none."""
+    """The vocabulary is of an unread kind. Token ids need none."""
 
 
 class RequestError(InputError):
-    """A request cannot be served as it was made, or there is none of that id; those beside it are not concerned.
+    """A request cannot be served as it was made, or there is none of that id. Others go on.
 
     Attributes:
         message: without ``source``.

@@ -1,7 +1,7 @@
-"""The byte-level vocabularies of GGUF files by ``tokenizer.ggml.pre``: where a text is cut before pieces are merged.
+"""The byte-level vocabularies of GGUF files by ``tokenizer.ggml.pre``: their cuts of a text.
 
-The names are those of llama.cpp (``src/llama-vocab.cpp``). An expression is the one that the model's own
-``tokenizer.json`` has, where llama.cpp has an approximation of that.
+The names are those of llama.cpp (``src/llama-vocab.cpp``). If llama.cpp approximates an expression
+of the model's own ``tokenizer.json``, the model's expression stands here.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """How a byte-level vocabulary is applied to a text.
+    """The cuts and the flags of a byte-level vocabulary.
 
     Attributes:
-        splits: expressions, one applied to the pieces that the one before has left. What an expression matches is a
-            piece, and so is what lies between matches.
-        whole_words: a piece that is a token stays whole, even if no merges lead to it.
+        splits: expressions, each applied to the pieces of the one before. Each match is a piece,
+            and so is the text between two matches.
+        whole_words: a piece stays whole if it is a token, even if no merges lead to it.
         begins: a text begins with the token of ``bos_token_id``, unless ``add_bos_token`` says otherwise.
         lstrip: tokens that take in the spaces before them.
     """
@@ -43,15 +43,19 @@ _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 
 
 def _cased(end: str = "", without: str = "") -> str:
-    """Return an expression for words that begin anew at a capital letter.
+    """Return an expression for words, cut before each capital letter.
 
     Args:
         end: of a word.
-        without: what is cut out of the classes of letters.
+        without: letters to leave out of both classes.
     """
-    upper, lower = f"[{_UPPER}{without}]", f"[{_LOWER}{without}]"
+    upper = f"[{_UPPER}{without}]"
+    lower = f"[{_LOWER}{without}]"
+    # both branches begin with at most one sign, such as a space
     before = r"[^\r\n\p{L}\p{N}]?"
-    return f"{before}{upper}*{lower}+{end}|{before}{upper}+{lower}*{end}"
+    small_last = before + upper + "*" + lower + "+"
+    capital_first = before + upper + "+" + lower + "*"
+    return small_last + end + "|" + capital_first + end
 
 
 _SIGNS_AND_SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"

@@ -1,6 +1,6 @@
-"""Tokenizers of GGUF files, made by the library tokenizers alone, which takes a tenth of a second for a usual one.
+"""Tokenizers of GGUF files, made by the library tokenizers alone in a tenth of a second.
 
-What a key means, and which value a file has that leaves it out, is as in llama.cpp (``src/llama-vocab.cpp``).
+Keys and their defaults have the meaning of llama.cpp (``src/llama-vocab.cpp``).
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def gguf_tokenizer(metadata: Mapping[str, Any], file: Path) -> Any:
     try:
         tokenizer = make(metadata)
         added = list(_added(metadata))
-        tokenizer.add_special_tokens([token for token in added if token.special])
-        tokenizer.add_tokens([token for token in added if not token.special])
+        tokenizer.add_tokens(added)
         special = special_tokens(metadata)
         known = {token.content for token in added}
-        tokenizer.add_special_tokens([text for text in special.values() if text not in known])
+        unmarked = [text for text in special.values() if text not in known]
+        tokenizer.add_special_tokens(unmarked)
         _surround(tokenizer, special, _flags(metadata, surrounds))
     except VocabularyError:
         raise
@@ -85,19 +85,27 @@ def gguf_tokenizer(metadata: Mapping[str, Any], file: Path) -> Any:
 def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
     """Return the special tokens of a file by their names in transformers, as text."""
     tokens = metadata["tokenizer.ggml.tokens"]
-    usual = _SENTENCE_PIECE_IDS if metadata.get("tokenizer.ggml.model") == "llama" else {}
-    ids = {name: metadata.get(key, usual.get(name)) for name, key in SPECIAL_TOKENS.items()}
-    return {name: tokens[number] for name, number in ids.items() if number is not None}
+    is_llama = metadata.get("tokenizer.ggml.model") == "llama"
+    usual = _SENTENCE_PIECE_IDS if is_llama else {}
+    found = {}
+    for name, key in SPECIAL_TOKENS.items():
+        number = metadata.get(key, usual.get(name))
+        if number is not None:
+            found[name] = tokens[number]
+    return found
 
 
 def chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
     """Return the chat templates of a file by name; the one without a name is "default"."""
     found = {}
     for key, value in metadata.items():
-        if key == _TEMPLATE and isinstance(value, str):
+        if not isinstance(value, str):
+            continue
+        if key == _TEMPLATE:
             found["default"] = value
-        elif key.startswith(f"{_TEMPLATE}.") and isinstance(value, str):
-            found[key.removeprefix(f"{_TEMPLATE}.")] = value
+        elif key.startswith(f"{_TEMPLATE}."):
+            name = key.removeprefix(f"{_TEMPLATE}.")
+            found[name] = value
     return found
 
 
@@ -184,22 +192,26 @@ def _types(metadata: Mapping[str, Any]) -> Sequence[int]:
 
 def _spelled_vocabulary(metadata: Mapping[str, Any]) -> dict[str, int]:
     """Return the tokens with their ids, in the alphabet of bytes unless they are found whole in a text."""
-    alphabet = set(import_extra("tokenizers").pre_tokenizers.ByteLevel.alphabet())
+    tokenizers = import_extra("tokenizers")
+    alphabet = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {}
     rows = zip(metadata["tokenizer.ggml.tokens"], _types(metadata), strict=True)
     for index, (token, kind) in enumerate(rows):
+        # tokens that are found whole keep their spelling, in whichever alphabet
         whole = kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
-        spelled = token if whole or alphabet.issuperset(token) else _spelled(token)
-        vocabulary[spelled] = index
+        if whole or alphabet.issuperset(token):
+            vocabulary[token] = index
+        else:
+            vocabulary[_spelled(token)] = index
     return vocabulary
 
 
 def _spelled(token: str) -> str:
     """Spell a token in the alphabet of bytes."""
-    byte_level = import_extra("tokenizers").pre_tokenizers.ByteLevel(
-        add_prefix_space=False, use_regex=False
-    )
-    return "".join(piece for piece, _ in byte_level.pre_tokenize_str(token))
+    parts = import_extra("tokenizers").pre_tokenizers
+    byte_level = parts.ByteLevel(add_prefix_space=False, use_regex=False)
+    pieces = byte_level.pre_tokenize_str(token)
+    return "".join(piece for piece, _ in pieces)
 
 
 def _sentence_pieces(metadata: Mapping[str, Any]) -> Any:
@@ -216,14 +228,14 @@ def _sentence_pieces(metadata: Mapping[str, Any]) -> Any:
     )
     tokenizer = tokenizers.Tokenizer(model)
     prefixed = _prefixes_space(metadata)
-    steps = [tokenizers.normalizers.Prepend("▁")] if prefixed else []
-    escaped = tokenizers.normalizers.Replace(" ", "▁")
-    tokenizer.normalizer = tokenizers.normalizers.Sequence([*steps, escaped])
-    parts = tokenizers.decoders
-    stripped = [parts.Strip(" ", 1, 0)] if prefixed else []
-    tokenizer.decoder = parts.Sequence(
-        [parts.Replace("▁", " "), parts.ByteFallback(), parts.Fuse(), *stripped]
-    )
+    normalizers, decoders = tokenizers.normalizers, tokenizers.decoders
+    steps = [normalizers.Replace(" ", "▁")]
+    back = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefixed:
+        steps.insert(0, normalizers.Prepend("▁"))
+        back.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.decoder = decoders.Sequence(back)
     return tokenizer
 
 
@@ -242,10 +254,13 @@ def _merges(
         if types[index] in (_CONTROL, _BYTE):
             continue
         for border in range(1, len(token)):
-            left, right = token[:border], token[border:]
-            if left in vocabulary and right in vocabulary:
-                place = (vocabulary[left], vocabulary[right])
-                ranked.append((-scores[index], index, place, (left, right)))
+            left = token[:border]
+            right = token[border:]
+            if left not in vocabulary or right not in vocabulary:
+                continue
+            ids = (vocabulary[left], vocabulary[right])
+            row = (-scores[index], index, ids, (left, right))
+            ranked.append(row)
     ranked.sort()
     return [pair for *_, pair in ranked]
 
@@ -255,15 +270,18 @@ def _added(metadata: Mapping[str, Any]) -> Iterator[Any]:
     added_token = import_extra("tokenizers").AddedToken
     name = str(metadata.get("general.name")).lower()
     takes_spaces = any(part in name for part in _PHI3)
-    pre = metadata.get("tokenizer.ggml.pre") or "default"
-    lstrip = VOCABULARIES[pre].lstrip if metadata["tokenizer.ggml.model"] == "gpt2" else ()
-    rows = zip(metadata["tokenizer.ggml.tokens"], _types(metadata), strict=True)
-    for token, kind in rows:
-        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED):
-            yield added_token(
-                token,
-                normalized=False,
-                special=kind != _USER_DEFINED,
-                lstrip=token in lstrip,
-                rstrip=takes_spaces and token not in _PHI3_PLAIN,
-            )
+    lstrip: tuple[str, ...] = ()
+    if metadata["tokenizer.ggml.model"] == "gpt2":
+        pre = metadata.get("tokenizer.ggml.pre") or "default"
+        lstrip = VOCABULARIES[pre].lstrip
+    tokens = metadata["tokenizer.ggml.tokens"]
+    for token, kind in zip(tokens, _types(metadata), strict=True):
+        if kind not in (_UNKNOWN, _CONTROL, _USER_DEFINED):
+            continue
+        yield added_token(
+            token,
+            normalized=False,
+            special=kind != _USER_DEFINED,
+            lstrip=token in lstrip,
+            rstrip=takes_spaces and token not in _PHI3_PLAIN,
+        )

@@ -28,17 +28,17 @@ _TRANSFORMER_FILES = tuple(
 _GENERAL_FILE = "config_sentence_transformers.json"
 _USUAL_PROMPTS = {"query": "", "document": ""}
 _OF_TOKENIZER = ("processor_kwargs", "tokenizer_args")
-_HARMLESS_ARGUMENTS = ("padding_side", "use_fast", "trust_remote_code")
-"""Arguments of a tokenizer that change no vector."""
+_KNOWN_ARGUMENTS = {"model_max_length", "padding_side", "use_fast", "trust_remote_code"}
+"""Arguments of a tokenizer. Only the first one changes a vector."""
 
 
 @dataclass(frozen=True)
 class SentenceSettings:
-    """The way from a text to its tokens, and from the states of the tokens to one vector.
+    """The settings by which a text becomes tokens, and the states of the tokens one vector.
 
     Attributes:
         pooling: names of ``opgraft.pooling.POOLINGS``.
-        normalize: make vectors of unit length. This is so too if the checkpoint does not say.
+        normalize: make vectors of unit length, as if the checkpoint does not say.
         max_tokens: of a sentence, if the checkpoint says.
         lower_case: put texts in lower case.
         prompt: put before each text.
@@ -104,8 +104,7 @@ def _transformer_settings(folder: Path) -> dict[str, Any]:
     file = next((file for file in files if file.is_file()), files[0])
     found = _settings(file, SENTENCE_BERT_CONFIG)
     for name in _OF_TOKENIZER:
-        arguments = found.get(name) or {}
-        unread = set(arguments) - {"model_max_length", *_HARMLESS_ARGUMENTS}
+        unread = set(found.get(name) or {}) - _KNOWN_ARGUMENTS
         if unread:
             raise CheckpointError(
                 f"{file}: {name} has {min(unread)!r:.80}, which is not read here: use "
@@ -154,12 +153,9 @@ def _max_tokens(folder: Path, given: Mapping[str, Any]) -> int | None:
     file = folder / "tokenizer_config.json"
     tokenizer = read_json(file) if file.is_file() else {}
     arguments = [(given.get(name) or {}).get("model_max_length") for name in _OF_TOKENIZER]
-    stated = (
-        *arguments,
-        given.get("max_seq_length"),
-        tokenizer.get("model_max_length"),
-        tokenizer.get("max_len"),
-    )
-    limits = (value for value in stated if type(value) is int and value > 0)
-    limit = next(limits, None)
-    return None if limit is None or limit >= _NO_LIMIT else limit
+    stated = [*arguments, given.get("max_seq_length")]
+    stated += [tokenizer.get(name) for name in ("model_max_length", "max_len")]
+    for limit in stated:
+        if type(limit) is int and limit > 0:
+            return None if limit >= _NO_LIMIT else limit
+    return None

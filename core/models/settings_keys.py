@@ -1,12 +1,11 @@
-"""What opgraft does with each key of a settings file that transformers, sentence-transformers or llama.cpp reads.
+"""The fate of each key of a settings file of transformers, sentence-transformers or llama.cpp.
 
-A key is read, refused by name, or changes nothing here, for a reason that its row gives. Keys that are on no list are
-read by nobody.
+A key is read, refused by name, or irrelevant, for the reason in its row. Nobody reads other keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -19,7 +18,7 @@ class Key:
     Attributes:
         name: of the key, or a pattern that ``*`` stands in.
         fate: "read"; "refused", for every value but ``harmless``; or "irrelevant".
-        why: what the key says, if it is read; else the reason.
+        why: the meaning of the key, or the reason for its fate.
         harmless: values of a refused key that change nothing.
     """
 
@@ -29,16 +28,25 @@ class Key:
     harmless: tuple[object, ...] = ()
 
 
+def _rows(
+    fate: str, why: str, names: Sequence[str], harmless: Sequence[object] = ()
+) -> tuple[Key, ...]:
+    rows = []
+    for name in names:
+        rows.append(Key(name, fate, why, tuple(harmless)))
+    return tuple(rows)
+
+
 def _read(why: str, *names: str) -> tuple[Key, ...]:
-    return tuple(Key(name, "read", why) for name in names)
+    return _rows("read", why, names)
 
 
 def _irrelevant(why: str, *names: str) -> tuple[Key, ...]:
-    return tuple(Key(name, "irrelevant", why) for name in names)
+    return _rows("irrelevant", why, names)
 
 
 def _refused(why: str, *names: str, harmless: Sequence[object] = ()) -> tuple[Key, ...]:
-    return tuple(Key(name, "refused", why, tuple(harmless)) for name in names)
+    return _rows("refused", why, names, harmless)
 
 
 SHAPING = (
@@ -343,17 +351,19 @@ GGUF_GENERAL: tuple[Key, ...] = (
 
 
 def row_of(keys: Sequence[Key], name: str) -> Key | None:
-    """Return the first row that a key belongs to; None if nobody reads the key."""
-    return next((row for row in keys if fnmatchcase(name, row.name)), None)
+    """Return the first row for a key; None if nobody reads the key."""
+    for row in keys:
+        if fnmatchcase(name, row.name):
+            return row
+    return None
 
 
 def refusals(keys: Sequence[Key], settings: Mapping[str, Any]) -> list[str]:
     """Return words for each setting that is refused, with its name and value."""
-    return list(_refusals(keys, settings))
-
-
-def _refusals(keys: Sequence[Key], settings: Mapping[str, Any]) -> Iterator[str]:
+    problems = []
     for name, value in settings.items():
         row = row_of(keys, name)
-        if row is not None and row.fate == "refused" and value not in row.harmless:
-            yield f"{name:.80} is {value!r:.80}, and {row.why}"
+        if row is None or row.fate != "refused" or value in row.harmless:
+            continue
+        problems.append(f"{name:.80} is {value!r:.80}, and {row.why}")
+    return problems

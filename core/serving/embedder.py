@@ -186,22 +186,22 @@ class Embedder:
                 return
 
     def _tokenized(self, text: Prompt, name: str, truncate: bool) -> tuple[str | None, list[int]]:
-        """Return the text as it was given, and its token ids, those of the checkpoint's prompt before them."""
-        limit = self.max_tokens
+        """Return the text as given, and the token ids of the checkpoint's prompt and the text."""
         given, _ = unsalted(text, name)
-        text = self.settings.prompt + given if isinstance(given, str) else given
-        if truncate and isinstance(text, str):
-            return str(given), self.tokenizer.encode_truncated(text, limit)
-        shown, ids = tokenized(
-            text,
+        shown = given if isinstance(given, str) else None
+        prompted = given if shown is None else self.settings.prompt + shown
+        if truncate and isinstance(prompted, str):
+            return shown, self.tokenizer.encode_truncated(prompted, self.max_tokens)
+        _, ids = tokenized(
+            prompted,
             self.tokenizer,
             vocab_size=self.vocab_size,
-            max_model_len=limit,
+            max_model_len=self.max_tokens,
             room=0,
             name=name,
             advice=", or have LLM.embed cut it with truncate=True",
         )
-        return given if shown is not None else None, ids  # type: ignore[return-value]
+        return shown, ids
 
     def shutdown(self) -> None:
         """Let go of the model; texts that are given afterwards are refused."""

@@ -32,7 +32,8 @@ def stop_tokens(tokenizer: Any, config: Any, weights: Weights, vocab_size: int) 
 
 def _ends_of_turns(weights: Weights, vocab_size: int) -> Any:
     if weights.is_gguf:
-        return [weights.metadata.get(f"tokenizer.ggml.{end}_token_id") for end in _ENDS]
+        keys = [f"tokenizer.ggml.{end}_token_id" for end in _ENDS]
+        return [weights.metadata.get(key) for key in keys]
     file = (
         weights.path if weights.path.is_dir() else weights.path.parent
     ) / "generation_config.json"
@@ -51,6 +52,8 @@ def _ends_of_turns(weights: Weights, vocab_size: int) -> Any:
 
 
 def suppressed_tokens(weights: Weights) -> tuple[tuple[int], ...]:
-    """Return the tokens that no answer may have, as a GGUF file lists them, each as a word of one token."""
-    listed = weights.metadata.get("tokenizer.ggml.suppress_tokens", ())
-    return tuple((int(token),) for token in listed)
+    """Return the suppressed tokens of a GGUF file, each as a bad word of one token."""
+    words = []
+    for token in weights.metadata.get("tokenizer.ggml.suppress_tokens", ()):
+        words.append((int(token),))
+    return tuple(words)

@@ -48,7 +48,7 @@ class Tokenizer:
         backend: the ``tokenizers.Tokenizer``.
         special_tokens: such as ``bos_token``, by their names in transformers, as text.
         chat_templates: by name; a single one is ``default``.
-        truncation_side: the end at which a text is cut that is too long, "right" or "left".
+        truncation_side: the end at which a long text is cut, "right" or "left".
     """
 
     path: Path
@@ -109,9 +109,8 @@ class Tokenizer:
 def open_tokenizer(weights: Weights) -> Tokenizer:
     """Open the tokenizer of a checkpoint.
 
-    The library tokenizers reads ``tokenizer.json`` and GGUF files alone. Everything else goes through transformers,
-    whose import takes seconds: older files, and settings by which transformers makes another tokenizer than
-    ``tokenizer.json`` describes.
+    The library tokenizers reads ``tokenizer.json`` and GGUF files alone. Older files go through
+    transformers, and settings that contradict ``tokenizer.json``. Its import takes seconds.
 
     Raises:
         VocabularyError: the vocabulary of a GGUF file is of a kind that is not read.

@@ -1,4 +1,4 @@
-"""What the settings beside a ``tokenizer.json`` change in the tokenizer that it describes."""
+"""Settings beside a ``tokenizer.json``, applied to the tokenizer of that file."""
 
 from __future__ import annotations
 
@@ -64,37 +64,48 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def needs_transformers(backend: Any, settings: Mapping[str, Any]) -> bool:
-    """Tell whether settings ask for something else than ``tokenizer.json`` says.
+    """Return True if settings contradict ``tokenizer.json``.
 
-    A class of transformers may then make another tokenizer; transformers knows which class that is.
+    A class of transformers may then make another tokenizer, and only transformers knows the class.
     """
-    return any(
-        _differs(backend, name, settings[name])
-        for name in SHAPING
-        if settings.get(name) is not None
-    )
+    for name in SHAPING:
+        value = settings.get(name)
+        if value is not None and _differs(backend, name, value):
+            return True
+    return False
 
 
 def _differs(backend: Any, name: str, value: Any) -> bool:
-    """Tell whether a setting is another than the one in ``tokenizer.json``; so for all that it has no place for."""
+    """Return True if ``tokenizer.json`` has another value, or no place for the setting."""
     parts = list(_components(backend))
+    asked = bool(value)
     if name == "add_prefix_space":
-        return bool(value) != _prefixes(parts)
+        return asked != _prefixes(parts)
     if name == "legacy":
-        return _scheme(parts) not in (None, "always" if value else "first")
+        scheme = "always" if asked else "first"
+        return _scheme(parts) not in (None, scheme)
     if name == "do_lower_case":
-        return bool(value) != lowers(backend)
+        return asked != lowers(backend)
     if name == "strip_accents":
-        known = [part["strip_accents"] for part in parts if "strip_accents" in part]
-        return value not in (known or [_has(parts, "strip_accents", "StripAccents")])
+        # of BERT, None is a third value: as lower case says
+        known = _values(parts, name) or [_has(parts, name, "StripAccents")]
+        return value not in known
     if name in _OF_BERT:
-        known = [part[_OF_BERT[name]] for part in parts if _OF_BERT[name] in part]
-        return bool(value) not in known
-    return bool(value)
+        return asked not in _values(parts, _OF_BERT[name])
+    return asked
+
+
+def _values(parts: list[dict[str, Any]], field: str) -> list[Any]:
+    """Return the values of a field of the parts that have it."""
+    values = []
+    for part in parts:
+        if field in part:
+            values.append(part[field])
+    return values
 
 
 def lowers(backend: Any) -> bool:
-    """Tell whether a ``tokenizers.Tokenizer`` puts texts in lower case."""
+    """Return True if a ``tokenizers.Tokenizer`` puts texts in lower case."""
     return _has(list(_components(backend)), "lowercase", "Lowercase")
 
 
@@ -103,17 +114,15 @@ def _has(parts: list[dict[str, Any]], field: str, kind: str) -> bool:
 
 
 def _prefixes(parts: list[dict[str, Any]]) -> bool:
-    """Tell whether a space is put before a text."""
-    in_bytes = [part for part in parts if part.get("type") == "ByteLevel"]
-    return any(part.get("add_prefix_space") for part in in_bytes) or _scheme(parts) in (
-        "always",
-        "first",
-        "each",
-    )
+    """Return True if a space is put before a text."""
+    for part in parts:
+        if part.get("type") == "ByteLevel" and part.get("add_prefix_space"):
+            return True
+    return _scheme(parts) in ("always", "first", "each")
 
 
 def _scheme(parts: list[dict[str, Any]]) -> str | None:
-    """Return where a character for a space is put: before each piece of a text, the first, or never."""
+    """Return the places of a character for a space: before each piece of a text, the first, none."""
     for part in parts:
         if part.get("type") == "Metaspace":
             return str(part.get("prepend_scheme"))
@@ -124,15 +133,14 @@ def _scheme(parts: list[dict[str, Any]]) -> str | None:
 
 def _components(backend: Any) -> Iterator[dict[str, Any]]:
     """Yield the parts of the normalizer and the pre-tokenizer, each as ``tokenizer.json`` has it."""
-    left = [json.loads(part.__getstate__()) for part in _stages(backend) if part is not None]
+    stages = (backend.normalizer, backend.pre_tokenizer)
+    left = [json.loads(stage.__getstate__()) for stage in stages if stage is not None]
     while left:
         part = left.pop(0)
         yield part
-        left = [*part.get("normalizers", ()), *part.get("pretokenizers", ()), *left]
-
-
-def _stages(backend: Any) -> tuple[Any, Any]:
-    return backend.normalizer, backend.pre_tokenizer
+        # a sequence has its parts under one of two names
+        inner = part.get("normalizers") or part.get("pretokenizers") or []
+        left = inner + left
 
 
 def add_tokens(backend: Any, settings: Mapping[str, Any]) -> dict[str, str]:
@@ -144,14 +152,17 @@ def add_tokens(backend: Any, settings: Mapping[str, Any]) -> dict[str, str]:
     named, more = _named(settings), _more(settings)
     special = {_content(value) for value in named.values()}
     tokens = _listed(backend, settings)
+    # a token is special if it has a name, whatever the list says
     for token in tokens:
         token.special = token.special or token.content in special
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    known.update(token.content for token in tokens)
+    there = backend.get_added_tokens_decoder().values()
+    known = {token.content for token in (*there, *tokens)}
     for value in (*named.values(), *more):
-        if (content := _content(value)) not in known:
-            known.add(content)
-            tokens.append(_token(value, special=True))
+        content = _content(value)
+        if content in known:
+            continue
+        known.add(content)
+        tokens.append(_token(value, special=True))
     backend.add_tokens(tokens)
     return {name: _content(value) for name, value in named.items()}
 
@@ -159,38 +170,49 @@ def add_tokens(backend: Any, settings: Mapping[str, Any]) -> dict[str, str]:
 def _listed(backend: Any, settings: Mapping[str, Any]) -> list[Any]:
     """Return the added tokens that are listed with their ids, in the order of the ids."""
     if "added_tokens_decoder" in settings:
-        rows = settings["added_tokens_decoder"].items()
-        return [_token(row) for _, row in sorted(rows, key=lambda row: int(row[0]))]
+        rows = settings["added_tokens_decoder"]
+        return [_token(rows[number]) for number in sorted(rows, key=int)]
+    # "additional_special_tokens" of an older file do not make a token special, as in transformers
     extra = settings.get("extra_special_tokens")
-    given = (*_named(settings).values(), *(extra if isinstance(extra, list) else ()))
+    given = list(_named(settings).values())
+    given += extra if isinstance(extra, list) else []
     special = {_content(value) for value in given}
-    older = {
-        int(number): _token({"content": text, "normalized": text not in special}, text in special)
-        for text, number in settings.get("added_tokens", {}).items()
-    }
-    found = older | backend.get_added_tokens_decoder()
+    found = {}
+    for text, number in settings.get("added_tokens", {}).items():
+        is_special = text in special
+        row = {"content": text, "normalized": not is_special}
+        found[int(number)] = _token(row, is_special)
+    found |= backend.get_added_tokens_decoder()
     return [found[number] for number in sorted(found)]
 
 
 def _named(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the special tokens that have a name: the usual ones, then the model's own."""
-    usual = {name: settings[name] for name in _NAMED if settings.get(name) is not None}
-    own = {
-        name: value
-        for name, value in settings.items()
-        if name.endswith("_token") and name not in _NAMED
-    }
-    flagged = {name: value for name, value in own.items() if isinstance(value, Mapping)}
-    plain = {name: value for name, value in own.items() if isinstance(value, str)}
+    usual = {}
+    for name in _NAMED:
+        if settings.get(name) is not None:
+            usual[name] = settings[name]
+    flagged, plain = {}, {}
+    for name, value in settings.items():
+        if name in _NAMED or not name.endswith("_token"):
+            continue
+        if isinstance(value, Mapping):
+            flagged[name] = value
+        elif isinstance(value, str):  # others, such as add_bos_token, are no tokens
+            plain[name] = value
     extra = settings.get("extra_special_tokens")
     plain |= extra if isinstance(extra, Mapping) else {}
-    return usual | flagged | (plain or settings.get("model_specific_special_tokens") or {})
+    own = plain or settings.get("model_specific_special_tokens") or {}
+    return usual | flagged | own
 
 
 def _more(settings: Mapping[str, Any]) -> list[Any]:
     """Return the special tokens without a name."""
-    found = next((settings[name] for name in _MORE_TOKENS if settings.get(name)), [])
-    return found if isinstance(found, list) else []
+    for name in _MORE_TOKENS:
+        found = settings.get(name)
+        if found:
+            return found if isinstance(found, list) else []
+    return []
 
 
 def _content(token: Any) -> str:
@@ -199,11 +221,13 @@ def _content(token: Any) -> str:
 
 def _token(value: Any, special: bool | None = None) -> Any:
     """Return a ``tokenizers.AddedToken`` of a text, or of a text with flags."""
-    given = value if isinstance(value, Mapping) else {}
-    flags = {flag: given[flag] for flag in _FLAGS if flag in given}
+    flags = {}
+    if isinstance(value, Mapping):
+        flags = {flag: value[flag] for flag in _FLAGS if flag in value}
     if special is not None:
         flags["special"] = special
-    return import_extra("tokenizers").AddedToken(_content(value), **flags)
+    added_token = import_extra("tokenizers").AddedToken
+    return added_token(_content(value), **flags)
 
 
 def clean_spaces(backend: Any, settings: Mapping[str, Any]) -> None:
@@ -213,6 +237,9 @@ def clean_spaces(backend: Any, settings: Mapping[str, Any]) -> None:
     if not settings.get("clean_up_tokenization_spaces") or (is_bpe and not settings.get(_EVEN_BPE)):
         return
     parts = tokenizers.decoders
+    # without a decoder, the library puts spaces between tokens
     joined = backend.decoder or parts.WordPiece(prefix="\0", cleanup=False)
-    replaced = [parts.Replace(*pair) for pair in _CLEANED.items()]
-    backend.decoder = parts.Sequence([joined, parts.Fuse(), *replaced])
+    steps = [joined, parts.Fuse()]
+    for pair in _CLEANED.items():
+        steps.append(parts.Replace(*pair))
+    backend.decoder = parts.Sequence(steps)

@@ -191,7 +191,7 @@ def test_templates_of_a_folder(folder: Path) -> None:
         (
             "tokenizer_config.json",
             '{"added_tokens_decoder": 3}',
-            "is no tokenizer that can be read: AttributeError",
+            "is no tokenizer that can be read: TypeError",
         ),
         ("chat_template.jinja", b"\xff", "is no tokenizer that can be read: UnicodeDecodeError"),
     ],
