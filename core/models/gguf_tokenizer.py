@@ -123,7 +123,7 @@ def _maker(metadata: Mapping[str, Any], file: Path) -> tuple[Any, bool]:
     if model == "gpt2":
         vocabulary = _vocabulary(metadata, file)
         return lambda given: _byte_level(given, vocabulary), vocabulary.begins
-    if model in _REFUSED_MODELS:
+    if isinstance(model, str) and model in _REFUSED_MODELS:
         raise _unread(file, f"tokenizer.ggml.model is {model!r}, {_REFUSED_MODELS[model]}")
     known = close_matches(str(model)[:80], ("gpt2", "llama"))
     raise _unread(file, f"tokenizer.ggml.model is {model!r:.80}, which is not known: {known}")

@@ -70,10 +70,11 @@ class Tokenizer:
 
     def special_token(self, text: str) -> int | None:
         """Return the id of a special token, by its text; None where that is none."""
-        added = self.backend.get_added_tokens_decoder().items()
-        return next(
-            (number for number, token in added if token.content == text and token.special), None
-        )
+        added = self.backend.get_added_tokens_decoder()
+        for number, token in added.items():
+            if token.content == text and token.special:
+                return int(number)
+        return None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, with those that begin and end a text if asked for."""
@@ -204,11 +205,13 @@ def _opened(
 
 def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the chat templates of a folder: files go before what the settings hold."""
-    extra = sorted((folder / "additional_chat_templates").glob("*.jinja"))
-    files = {file.stem: file for file in extra} | {"default": folder / "chat_template.jinja"}
-    found = {
-        name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()
-    }
+    extra = folder / "additional_chat_templates"
+    files = {file.stem: file for file in sorted(extra.glob("*.jinja"))}
+    files["default"] = folder / "chat_template.jinja"
+    found = {}
+    for name, file in files.items():
+        if file.is_file():
+            found[name] = file.read_text(encoding="utf-8")
     given = settings.get("chat_template")
     if found or given is None:
         return found
