@@ -103,7 +103,7 @@ def test_the_bound_is_above_what_a_step_takes(
         bound, calls = runner.bound_of_largest_step(), list[int]()
         peak = runner.peak_of_largest_step(lambda: -live_bytes(), partial(calls.append, 1))
         assert 0 < peak < bound, (peak, bound)
-        assert 0 < len(calls) <= runner.calls_of_largest_step()
+        assert 0 < len(calls) < 2 * runner.calls_of_largest_step()
 
 
 @pytest.mark.parametrize("tokens", [16, 4096])
