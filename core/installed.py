@@ -38,7 +38,7 @@ def version_of(name: str) -> str | None:
 
 
 def source_of(name: str) -> str:
-    """Return what pip installs a distribution from again: a folder, a URL, or its name if an index had it.
+    """Return the folder or the URL of an installed distribution, or its name if it came from an index.
 
     For a commit of a repository, the URL is like ``git+https://host/project.git@commit``.
     """
@@ -49,6 +49,7 @@ def source_of(name: str) -> str:
     origin = json.loads(text)
     url: str = origin["url"]
     if "vcs_info" in origin:
-        return f"{origin['vcs_info']['vcs']}+{url}@{origin['vcs_info']['commit_id']}"
+        commit = origin["vcs_info"]
+        return f"{commit['vcs']}+{url}@{commit['commit_id']}"
     parts = urlsplit(url)
     return unquote(parts.path) if parts.scheme == "file" else url

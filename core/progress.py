@@ -1,4 +1,4 @@
-"""A bar on stderr for what takes long."""
+"""A bar on stderr for slow work."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rich.console import Console
 def progress_bar(
     words: str, total: int, shown: bool | None = None
 ) -> Iterator[Callable[[int], None]]:
-    """Show how much is done; what is yielded is called with how much more is.
+    """Show a bar, and yield a function to call with each number of further items.
 
     Args:
-        words: that say what is counted.
-        total: that is done at the end.
-        shown: whether it is shown at all; where stderr is a terminal, if not given.
+        words: a name for the items.
+        total: the number of items at the end.
+        shown: whether to show the bar; by default, if stderr is a terminal.
     """
     console = Console(stderr=True)
     visible = console.is_terminal if shown is None else shown

@@ -93,11 +93,14 @@ def html_text(text: str) -> str:
 
 def html_table(rows: Sequence[Sequence[object]]) -> str:
     """Return rows, the header first, as a table of HTML for a notebook."""
-    head, *body = [[html.escape(printable(str(cell))) for cell in row] for row in rows]
-    lines = [_html_row("th", head), *(_html_row("td", row) for row in body)]
+    head, *body = rows
+    lines = [_html_row("th", head)]
+    lines += [_html_row("td", row) for row in body]
     return f"<table>{''.join(lines)}</table>"
 
 
-def _html_row(kind: str, cells: Sequence[str]) -> str:
-    opening = f'<{kind} style="text-align: left">'
-    return f"<tr>{''.join(f'{opening}{cell}</{kind}>' for cell in cells)}</tr>"
+def _html_row(kind: str, cells: Sequence[object]) -> str:
+    opening, closing = f'<{kind} style="text-align: left">', f"</{kind}>"
+    texts = [html.escape(printable(str(cell))) for cell in cells]
+    shown = [f"{opening}{text}{closing}" for text in texts]
+    return f"<tr>{''.join(shown)}</tr>"

@@ -24,8 +24,8 @@ class IdlePlugin:
     Attributes:
         name: the entry point of the plugin.
         provider: its distribution.
-        replacements: its replacements of ops, all of which bring kernels of their own.
-        reasons: what speaks against the kernels. Each reason comes with the kernels that it holds for.
+        replacements: the plugin's replacements of ops with kernels.
+        reasons: the objections to the kernels, each with the names of its kernels.
     """
 
     name: str
@@ -34,8 +34,9 @@ class IdlePlugin:
     reasons: tuple[tuple[str, tuple[str, ...]], ...]
 
     def __str__(self) -> str:
-        why = "; ".join(f"{listed(names)}: {reason}" for reason, names in self.reasons)
-        return f"plugin {self.name} ({self.provider}) has no kernel that can run here: {why}"
+        lines = [f"{listed(names)}: {reason}" for reason, names in self.reasons]
+        plugin = f"plugin {self.name} ({self.provider})"
+        return f"{plugin} has no kernel that can run here: {'; '.join(lines)}"
 
 
 def idle_plugins() -> list[IdlePlugin]:
@@ -45,22 +46,30 @@ def idle_plugins() -> list[IdlePlugin]:
     """
     by_plugin: dict[str, list[Replacement]] = {}
     for replacement in host_state().active:
-        if replacement.plugin and _own_kernels(replacement):
-            by_plugin.setdefault(replacement.plugin, []).append(replacement)
-    found = (_idle(name, replacements) for name, replacements in by_plugin.items())
-    return [idle for idle in found if idle is not None]
+        plugin = replacement.plugin
+        if plugin and _own_kernels(replacement):
+            by_plugin.setdefault(plugin, []).append(replacement)
+
+    found = []
+    for name, replacements in by_plugin.items():
+        idle = _idle(name, replacements)
+        if idle is not None:
+            found.append(idle)
+    return found
 
 
 def _idle(name: str, replacements: Sequence[Replacement]) -> IdlePlugin | None:
     """Describe the plugin, or return ``None`` if one of its kernels can run."""
-    kernels_by_reason: dict[str, list[str]] = {}
+    kernels: dict[str, list[str]] = {}
     for replacement in replacements:
         for kernel, reason in _against(replacement):
             if reason is None:
                 return None
-            kernels_by_reason.setdefault(reason, []).append(str(kernel))
-    reasons = tuple((reason, tuple(names)) for reason, names in kernels_by_reason.items())
-    return IdlePlugin(name, replacements[0].provider, tuple(replacements), reasons)
+            kernels.setdefault(reason, []).append(str(kernel))
+
+    provider = replacements[0].provider
+    reasons = tuple((reason, tuple(names)) for reason, names in kernels.items())
+    return IdlePlugin(name, provider, tuple(replacements), reasons)
 
 
 def _against(replacement: Replacement) -> Iterator[tuple[Kernel, str | None]]:
@@ -75,9 +84,10 @@ def _own_kernels(replacement: Replacement) -> list[Kernel]:
     target = replacement.target
     if target is None or issubclass(target, PluggableClass):
         return []
-    chain = effective_chain(selected_platform().platform)
-    declared = declared_kernels(replacement.cls, chain)
-    return [kernel for kernel in declared if kernel.owner not in target.__mro__]
+    platform = selected_platform().platform
+    declared = declared_kernels(replacement.cls, effective_chain(platform))
+    inherited = target.__mro__
+    return [kernel for kernel in declared if kernel.owner not in inherited]
 
 
 def listed(names: Sequence[str]) -> str:

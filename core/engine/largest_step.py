@@ -80,18 +80,19 @@ class _Widths:
 
     def add(self, path: str, width: int, matrix: int) -> None:
         """Count matrices of the layer that the module under a path belongs to."""
-        layer = _LAYER.match(path)
-        name = path if layer is None else layer[0]
-        self.layers[name] = self.layers.get(name, 0) + width
+        numbered = _LAYER.match(path)
+        layer = path if numbered is None else numbered[0]
+        known = self.layers.get(layer, 0)
+        self.layers[layer] = known + width
         self.matrix = max(self.matrix, matrix)
 
 
 def step_bound(model: nn.Module, tokens: int, rows: int, longest: int) -> int | None:
     """Return more bytes than a step takes beside weights and cache, or ``None`` for layers that are not known.
 
-    The bound takes it that a layer keeps the inputs and outputs of all its matrices four times in float32; that
-    attention keeps the scores of all heads over all tokens of the step twice in float32; that one matrix is rebuilt
-    in float32 from its codes; and that sampling sorts the logits of its rows.
+    Everything counts as float32. A layer keeps the inputs and outputs of all its matrices four times. Attention keeps
+    the scores of all heads over all tokens of the step twice. One matrix is rebuilt from codes. Sampling sorts the
+    logits of its rows.
 
     Args:
         model: a decoder.
@@ -101,23 +102,35 @@ def step_bound(model: nn.Module, tokens: int, rows: int, longest: int) -> int | 
     """
     widths = _Widths()
     for path, module in model.named_modules():
-        if isinstance(module, LinearBase):
-            inputs, outputs = module.input_size, module.output_size
-            widths.add(path, inputs + outputs, inputs * outputs)
-        elif isinstance(module, FusedMoE):
-            if module.exchange is not None:
-                return None  # tokens of other ranks come as well
-            shape = module.moe_config
-            width = 3 * shape.intermediate_size_per_partition + 2 * shape.hidden_dim
-            matrices = 3 * shape.intermediate_size_per_partition * shape.hidden_dim
-            widths.add(path, module.top_k * width, module.num_experts * matrices)
-        elif isinstance(module, VocabParallelEmbedding):
-            widths.vocabulary = max(widths.vocabulary, module.num_embeddings)
-        elif isinstance(module, (Attention, MLAAttention)):
-            widths.heads = max(widths.heads, module.num_heads)
-        elif isinstance(module, CachedAttention):
+        if not _count(widths, path, module):
             return None
-    kept = tokens * max(widths.layers.values(), default=0) * _COPIES
+
+    widest = max(widths.layers.values(), default=0)
+    kept = tokens * widest * _COPIES
     scores = widths.heads * tokens * min(tokens, longest) * 2
     logits = rows * widths.vocabulary * _SORTED
     return _FLOAT32 * (kept + scores + widths.matrix + logits)
+
+
+def _count(widths: _Widths, path: str, module: nn.Module) -> bool:
+    """Add a module to the widths, and return False if its memory is not known."""
+    if isinstance(module, LinearBase):
+        inputs, outputs = module.input_size, module.output_size
+        widths.add(path, inputs + outputs, inputs * outputs)
+    elif isinstance(module, FusedMoE):
+        _count_experts(widths, path, module)
+        return module.exchange is None  # with an exchange, tokens of other ranks come as well
+    elif isinstance(module, VocabParallelEmbedding):
+        widths.vocabulary = max(widths.vocabulary, module.num_embeddings)
+    elif isinstance(module, (Attention, MLAAttention)):
+        widths.heads = max(widths.heads, module.num_heads)
+    else:
+        return not isinstance(module, CachedAttention)
+    return True
+
+
+def _count_experts(widths: _Widths, path: str, layer: FusedMoE) -> None:
+    shape = layer.moe_config
+    inner, outer = shape.intermediate_size_per_partition, shape.hidden_dim
+    visited = layer.top_k * (3 * inner + 2 * outer)
+    widths.add(path, visited, layer.num_experts * 3 * inner * outer)

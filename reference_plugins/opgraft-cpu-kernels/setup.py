@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sysconfig
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -115,14 +116,17 @@ def version_of(torch: Path) -> str:
 def standard_of(torch: Path) -> list[str]:
     """Return the option for the C++ standard that the headers of this torch need.
 
-    Torch compiles extensions by ``torch/utils/cpp_extension.py``, which names the standard. The check in the headers
-    themselves lags behind: those of torch 2.14 ask for C++17 and use names of C++20.
+    Torch compiles extensions by ``torch/utils/cpp_extension.py``, whose options name the standard again and again; an
+    example in its documentation may name another. The check in the headers themselves lags behind: those of torch 2.14
+    ask for C++17 and use names of C++20.
     """
     builder = torch / "utils" / "cpp_extension.py"
     named = re.findall(r"-std=c\+\+(\d+)", builder.read_text(encoding="utf-8"))
     if not named:
         return []  # whatever the compiler takes for granted
-    return [f"-std=c++{max(named, key=int)}"]
+    times = Counter(named)
+    most = max(times, key=lambda number: (times[number], int(number)))
+    return [f"-std=c++{most}"]
 
 
 def compile_library(target: Path, objects: Path) -> str:

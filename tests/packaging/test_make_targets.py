@@ -98,26 +98,26 @@ def first_line(target: str, folder: Path, cache: Path) -> tuple[str, int | None]
     variables = {**bare(), "PYTHONUNBUFFERED": "1"}
     if target in LANES:
         variables["XDG_CACHE_HOME"] = str(cache)  # half an environment is of no use to anybody
-    started = subprocess.Popen(
-        ["timeout", str(SECONDS), "make", "--silent", target, *ARGUMENTS.get(target, [])],
+    command = ["timeout", str(SECONDS), "make", "--silent", target, *ARGUMENTS.get(target, [])]
+    with subprocess.Popen(
+        command,
         cwd=folder,
         env=variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-    )
-    try:
-        for line in started.stdout or ():
-            words = line.rpartition("\r")[2].strip()
-            passed = OF_PIP.match(words) or (target not in LANES and OF_MAKE.match(words))
-            if not passed:
-                return words, None
-        return "", started.wait()
-    finally:
-        if started.poll() is None:
-            os.killpg(started.pid, signal.SIGKILL)
-            started.wait()
+    ) as started:
+        try:
+            for line in started.stdout or ():
+                words = line.rpartition("\r")[2].strip()
+                passed = OF_PIP.match(words) or (target not in LANES and OF_MAKE.match(words))
+                if not passed:
+                    return words, None
+            return "", started.wait()
+        finally:
+            if started.poll() is None:
+                os.killpg(started.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("target", [name for name in TARGETS if name != "FORCE"])
