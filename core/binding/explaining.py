@@ -10,7 +10,7 @@ from typing import Any
 
 from opgraft.binding.arguments import expect_module
 from opgraft.binding.custom_op import CustomOp, PluggableLayer
-from opgraft.binding.functional import binding_of
+from opgraft.binding.functional import choice_of
 from opgraft.binding.names import op_name_of
 from opgraft.binding.pluggable_class import PluggableClass, choose_class
 from opgraft.binding.rebinding import hidden_by
@@ -212,14 +212,9 @@ def _rows(path: str, op: CustomOp, reached: bool) -> Iterator[ExplainedOp]:
         else replace(row, reason=_UNCALLED, runs=False)
     )
     for form in layer.forms() if layer else ():
-        binding = binding_of(form)
-        native = binding.kernel.winner.functional(form.name) is None
-        yield _row(
-            path,
-            binding.replacement.cls,
-            binding,
-            f"{form.name}.native" if native else binding.kernel_name,
-        )
+        runs = choice_of(form)
+        form_row = _row(path, runs.op_class, runs.binding, runs.kernel_name)
+        yield replace(form_row, provider=runs.provider, reason=runs.reason)
 
 
 def _row(path: str, cls: type, binding: Binding, kernel: str) -> ExplainedOp:

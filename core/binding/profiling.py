@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from opgraft.binding.custom_op import CustomOp
-from opgraft.binding.functional import Functional, binding_of
+from opgraft.binding.functional import Functional, choice_of
 from opgraft.binding.replaceable import ReplaceableFunction
 from opgraft.binding.specialisation import Binding, bind
+from opgraft.decision import Provider
 from torch.profiler import record_function
 
 _lock = threading.Lock()
@@ -46,7 +47,7 @@ def profile() -> Iterator[None]:
 def _begin() -> None:
     _set_call(
         CustomOp,
-        _labelled(CustomOp.__call__, lambda op: _label(op.binding, op.binding.kernel_name)),
+        _labelled(CustomOp.__call__, lambda op: _label_of_op(op.binding)),
     )
     for cls, label in ((Functional, _label_of_form), (ReplaceableFunction, _label_of_function)):
         _former[cls] = cls.__call__
@@ -74,16 +75,18 @@ def _labelled(call: Callable[..., Any], label: Callable[[Any], str]) -> Callable
 
 
 def _label_of_form(form: Functional[..., Any]) -> str:
-    binding = binding_of(form)
-    native = binding.kernel.winner.functional(form.name) is None
-    return _label(binding, f"{form.name}.native" if native else binding.kernel_name)
+    runs = choice_of(form)
+    return _label(runs.binding, runs.kernel_name, runs.provider)
 
 
 def _label_of_function(reference: ReplaceableFunction[..., Any]) -> str:
-    binding = bind(reference.op_class)
-    return _label(binding, binding.kernel_name)
+    return _label_of_op(bind(reference.op_class))
 
 
-def _label(binding: Binding, kernel: str) -> str:
+def _label_of_op(binding: Binding) -> str:
+    return _label(binding, binding.kernel_name, binding.provider)
+
+
+def _label(binding: Binding, kernel: str, provider: Provider) -> str:
     choice = binding.replacement
-    return f"opgraft.{choice.op_name or choice.target.__qualname__} {kernel} [{binding.provider}]"
+    return f"opgraft.{choice.op_name or choice.target.__qualname__} {kernel} [{provider}]"

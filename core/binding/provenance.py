@@ -14,7 +14,7 @@ from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any
 
 from opgraft.binding.custom_op import CustomOp
-from opgraft.binding.functional import Functional, binding_of
+from opgraft.binding.functional import FormChoice, Functional, choice_of
 from opgraft.binding.replaceable import ReplaceableFunction
 from opgraft.binding.specialisation import Binding, bind
 from opgraft.config import NATIVE_CHOICE
@@ -120,17 +120,20 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 def _of_op(places: list[Place]) -> Provenance | None:
     """Tell about the op that the outermost of some frames belongs to, if it does."""
     frame, _ = places[0]
-    binding = _binding(frame)
-    if binding is None:
+    ran = _ran(frame)
+    if ran is None:
         return None
+    binding = ran.binding if isinstance(ran, FormChoice) else ran
     choice = binding.replacement
     replaced = choice.winner is not None
     constructing = frame.f_code.co_name == "__init__"
-    kernel = f"{choice.cls.__qualname__}.__init__" if constructing else binding.kernel_name
-    provider = choice.provider if constructing else binding.provider
-    native = not replaced and (
-        constructing or binding.kernel.winner.method in ("forward_native", "forward")
-    )
+    kernel = f"{choice.cls.__qualname__}.__init__" if constructing else ran.kernel_name
+    provider = choice.provider if constructing else ran.provider
+    if isinstance(ran, FormChoice):
+        native = ran.is_native
+    else:
+        own = binding.kernel.winner.method in ("forward_native", "forward")
+        native = not replaced and (constructing or own)
     plugin = (choice.winner.plugin or "") if choice.winner else ""
     setting = "" if native else choosing(choice.settings, choice.op_name, [NATIVE_CHOICE], plugin)
     location = _location(places) or binding.kernel.winner.location
@@ -139,8 +142,8 @@ def _of_op(places: list[Place]) -> Provenance | None:
     )
 
 
-def _binding(frame: FrameType) -> Binding | None:
-    """Return the binding of the op or the functional form that a frame is a method of."""
+def _ran(frame: FrameType) -> Binding | FormChoice | None:
+    """Return what the op or the functional form runs that a frame is a method of."""
     code = frame.f_code
     own: Any = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
     # Not isinstance(), which asks the object.
@@ -158,7 +161,7 @@ def _binding(frame: FrameType) -> Binding | None:
         binding: Binding | None = vars(own).get("_binding")
         return binding
     try:
-        return bind(own.op_class) if kind is ReplaceableFunction else binding_of(own)
+        return bind(own.op_class) if kind is ReplaceableFunction else choice_of(own)
     except OpgraftError:  # it is the choice itself that failed, and its message says all
         return None
 

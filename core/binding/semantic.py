@@ -14,6 +14,7 @@ from opgraft.binding.derivation import takes_functional, with_functional
 from opgraft.binding.functional import FUNCTIONALS, Functional
 from opgraft.compat.tracing import captured_for_opgraft, constant_while_tracing
 from opgraft.config import OpgraftConfig, set_config
+from opgraft.registry.op_classes import definer
 from opgraft.state import host_state
 from torch import nn
 
@@ -21,7 +22,7 @@ _CACHE = "__opgraft_semantic__"
 
 
 Natives = Mapping[type, Callable[..., Any]]
-"""By op class, a definition on forms that takes ``functional``, for classes whose ``forward_native`` does not."""
+"""By the class that defines ``forward_native``, the definition on forms to capture in its place."""
 
 
 class _RegisteredOps:
@@ -123,9 +124,11 @@ def _native_on_forms(op: CustomOp, natives: Natives) -> Any:
     kernel = op.binding.kernel.winner
     if kernel.method != "forward_native" and kernel.functions is None:
         return None
-    native = inspect.getattr_static(kernel.owner, "forward_native", None)
+    owner = definer(kernel.owner, "forward_native")
+    if owner is None:
+        return None
+    if owner in natives:
+        return natives[owner]
+    native = vars(owner)["forward_native"]
     native = native.__func__ if isinstance(native, staticmethod) else native
-    if isinstance(native, FunctionType) and takes_functional(native):
-        return native
-    kinds = op.op_class.__mro__ if kernel.functions is not None else (kernel.owner,)
-    return next((natives[kind] for kind in kinds if kind in natives), None)
+    return native if isinstance(native, FunctionType) and takes_functional(native) else None

@@ -18,7 +18,6 @@ from opgraft.compilation.writes import is_written, mark_written
 from opgraft.decision import Candidate, Decision
 from opgraft.errors import CompilationError, ConfigError
 from opgraft.ops.linear.modules import Linear
-from opgraft.ops.linear.packed_layer import PackedLinear
 from opgraft.text import described
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
@@ -126,7 +125,7 @@ def _linear(
     return self.quant_method.apply(self, input, self.bias, **given)
 
 
-_NATIVES: Mapping[type, Callable[..., Any]] = {Linear: _linear, PackedLinear: _linear}
+_NATIVES: Mapping[type, Callable[..., Any]] = {Linear: _linear}
 
 
 def _decision(model: nn.Module, name: str, why: str, failed: Sequence[tuple[str, str]]) -> Decision:

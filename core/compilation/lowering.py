@@ -9,8 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from opgraft.binding.functional import FUNCTIONALS, Functional, binding_of
-from opgraft.binding.specialisation import Binding
+from opgraft.binding.functional import (
+    FUNCTIONALS,
+    FormChoice,
+    Functional,
+    binding_of,
+    choice_of,
+)
 from opgraft.compilation.nodes import form_of
 from opgraft.decision import Candidate, Decision
 from opgraft.ops.attention.node import op_of_node
@@ -50,31 +55,34 @@ class Lowering(NamedTuple):
     """The nodes of one form, and what they became.
 
     Attributes:
-        form: that they call.
+        runs: what the form runs.
         nodes: how many there were.
-        binding: the choice of class and kernel that decided.
     """
 
-    form: Functional[..., Any]
+    runs: FormChoice
     nodes: int
-    binding: Binding
+
+    @property
+    def form(self) -> Functional[..., Any]:
+        """The form that the nodes call."""
+        return self.runs.form
 
     @property
     def chosen(self) -> str:
         """The kernel."""
-        return self.binding.kernel_name if self._kernel else f"{self.form.name}.native, inlined"
+        return f"{self.runs.kernel_name}{', inlined' if self.runs.is_native else ''}"
 
     @property
     def decision(self) -> Decision:
         """The choice, with its reasons."""
-        kernel, binding = self._kernel, self.binding
+        kernel, binding = self._kernel, self.runs.binding
         why = (
             "the form of the kernel that is bound"
             if kernel
             else "no provider's kernel comes as this form here"
         )
         candidate = Candidate(
-            self.chosen, True, why, binding.provider, location_of(kernel or self.form.native)
+            self.chosen, True, why, self.runs.provider, location_of(kernel or self.form.native)
         )
         nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
         kernels, classes = binding.kernel.decision, binding.replacement.decision
@@ -90,7 +98,7 @@ class Lowering(NamedTuple):
 
     @property
     def _kernel(self) -> Callable[..., Any] | None:
-        return self.binding.kernel.winner.functional(self.form.name)
+        return self.runs.binding.kernel.winner.functional(self.form.name)
 
 
 def lowerings_of(counts: Mapping[str, int]) -> tuple[Lowering, ...]:
@@ -103,10 +111,7 @@ def lowerings_of(counts: Mapping[str, int]) -> tuple[Lowering, ...]:
         import opgraft.functional  # noqa: F401  # registers those that models seldom have
     for name in counts:
         _target(FUNCTIONALS[name])
-    return tuple(
-        Lowering(FUNCTIONALS[name], count, binding_of(FUNCTIONALS[name]))
-        for name, count in counts.items()
-    )
+    return tuple(Lowering(choice_of(FUNCTIONALS[name]), count) for name, count in counts.items())
 
 
 def _target(form: Functional[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,9 @@ import torch
 from opgraft import CustomOp, FunctionalKernels, functional, ops
 from opgraft.binding.derivation import NATIVE
 from opgraft.errors import MissingKernelError, RegistrationError
+from opgraft.state import host_state
+from opgraft.testing import checks
+from opgraft.testing.catalogue import SPECS
 from torch import Tensor
 
 
@@ -159,3 +162,22 @@ def test_what_only_looks_like_a_declaration_is_left_alone() -> None:
             return x
 
     assert not hasattr(Own, "forward_helper")
+
+
+@pytest.mark.parametrize("name", sorted(name for name, spec in SPECS.items() if spec.module))
+def test_functions_alone_are_the_kernel_of_every_op(name: str) -> None:
+    """For each op with a form, ``functional_oot`` is all that a replacement needs to bring."""
+    spec, calls = SPECS[name], []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return spec.functional.native(*args, **kwargs)
+
+    target: Any = host_state().registry.find_target(spec.functional.op)
+    namespace = {"functional_oot": FunctionalKernels({name: counted})}
+    target.register_oot(type(target)("Functional", (target,), namespace))
+    variant = next(iter(spec.variants))
+    given = spec.arguments(variant, spec.dtypes[0], spec.leads[0], spec.sizes[0])
+    with torch.inference_mode():
+        checks.by_module(spec)(**given)
+    assert calls

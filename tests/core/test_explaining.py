@@ -5,7 +5,8 @@ from __future__ import annotations
 import opgraft
 import pytest
 import torch
-from opgraft.ops import GELU, GatedMLP, RMSNorm, SiLU
+from opgraft.functional import linear
+from opgraft.ops import GELU, ColumnParallelLinear, GatedMLP, Linear, RMSNorm, SiLU
 from torch import nn
 
 
@@ -123,3 +124,49 @@ def test_something_else_than_a_module_is_refused(function, thing: object, named:
         TypeError, match=rf"{function.__name__} was given {named}, expected a torch\.nn\.Module"
     ):
         function(thing)
+
+
+class CountingLinear(Linear):
+    """A kernel as a method alone."""
+
+    calls = 0
+
+    def forward_oot(self, input, residual=None):
+        type(self).calls += 1
+        return super().forward_oot(input, residual)
+
+
+def test_a_form_without_a_function_is_shown_as_native() -> None:
+    """A layer that calls a form runs the form's own definition if a replacement brings a method alone."""
+    Linear.register_oot(CountingLinear)
+    layer = ColumnParallelLinear(8, 8, bias=False, return_bias=False)
+    explanation = opgraft.explain(layer)
+    with torch.inference_mode():
+        layer(torch.ones(2, 8))
+    assert CountingLinear.calls == 0
+    assert "CountingLinear" not in str(explanation)
+    (row,) = [row for row in explanation.rows if row.op == "linear"]
+    assert (row.kernel, row.op_class, row.provider.name) == ("linear.native", "Linear", "opgraft")
+    assert row.reason.startswith("the layer calls opgraft.functional.linear, for which tests ")
+
+
+def test_a_form_with_a_function_is_shown_as_the_plugins() -> None:
+    """The same layer runs the function that a replacement brings, and its row names the replacement."""
+    calls = []
+
+    def mapped(x, weight, bias=None, activation="none", residual=None):
+        calls.append(tuple(x.shape))
+        return linear.native(x, weight, bias, activation, residual)
+
+    class Functional(Linear):
+        functional_oot = opgraft.FunctionalKernels({"linear": mapped})
+
+    Linear.register_oot(Functional)
+    layer = ColumnParallelLinear(8, 8, bias=False, return_bias=False)
+    (row,) = [row for row in opgraft.explain(layer).rows if row.op == "linear"]
+    with torch.inference_mode():
+        layer(torch.ones(2, 8))
+        Linear(8, 4)(torch.ones(3, 8))
+    assert calls == [(2, 8), (3, 8)]
+    assert row.kernel.endswith("Functional.forward_oot")
+    assert row.provider.name == __name__.partition(".")[0]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from opgraft.binding.custom_op import CustomOp, maybe_get_oot_by_class
 from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.attention import functional
+from opgraft.ops.attention.functional import as_heads
 from opgraft.registry.signatures import called_with
 from torch import Tensor
 
@@ -80,6 +81,7 @@ class MMEncoderAttention(CustomOp):
     """
 
     switchable = False
+    helpers: ClassVar[tuple[str, ...]] = ("_forward_sdpa",)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Give a class that overrides ``_forward_fa``, as plugins for vLLM do, a kernel that calls it."""
@@ -199,7 +201,7 @@ class MMEncoderAttention(CustomOp):
         self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None = None
     ) -> Tensor:
         """Attend by torch's own attention; the native definition calls it, so that a replacement may override it."""
-        return self._attended(query, key, value, cu_seqlens, None)
+        return self._attended(query, key, value, cu_seqlens, None, NATIVE)
 
     def _forward_fa(
         self,
@@ -212,6 +214,7 @@ class MMEncoderAttention(CustomOp):
         """Attend by a flash kernel, which a replacement brings by overriding this; here as ``_forward_sdpa``."""
         return self._forward_sdpa(query, key, value, cu_seqlens)
 
+    @calls_functional
     def forward_native(
         self,
         query: Tensor,
@@ -220,6 +223,8 @@ class MMEncoderAttention(CustomOp):
         cu_seqlens: Tensor | None = None,
         max_seqlen: Tensor | int | None = None,
         sequence_lengths: Tensor | None = None,
+        *,
+        functional: Any = NATIVE,
     ) -> Tensor:
         """Return the attended values, in the shape of ``query``.
 
@@ -238,9 +243,10 @@ class MMEncoderAttention(CustomOp):
             ValueError: a shape, a dtype or a device does not fit, ``cu_seqlens`` does not ascend from 0 to the number
                 of tokens, or ``sequence_lengths`` are not from 0 to that of keys.
         """
-        if cu_seqlens is None and sequence_lengths is not None:
-            return self._attended(query, key, value, None, sequence_lengths)
-        return self._forward_sdpa(query, key, value, cu_seqlens)
+        lengths = sequence_lengths if cu_seqlens is None else None
+        if lengths is None and self.overrides_helpers:
+            return self._forward_sdpa(query, key, value, cu_seqlens)
+        return self._attended(query, key, value, cu_seqlens, lengths, functional)
 
     def _attended(
         self,
@@ -249,9 +255,10 @@ class MMEncoderAttention(CustomOp):
         value: Tensor,
         cu_seqlens: Tensor | None,
         sequence_lengths: Tensor | None,
+        functional: Any,
     ) -> Tensor:
-        heads = functional.as_heads("query", query, self.num_heads, self.head_size)
-        attended = functional.mm_encoder_attn.native(
+        heads = as_heads("query", query, self.num_heads, self.head_size)
+        attended: Tensor = functional.mm_encoder_attn(
             heads,
             key,
             value,

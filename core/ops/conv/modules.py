@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from opgraft.binding.custom_op import CustomOp
+from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.conv import functional
 from opgraft.ops.conv.functional import ConvSettings
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ Sizes = int | Sequence[int]
 class _ConvLayer(CustomOp):
     """The base of the convolutions: settings that are checked once, and the two ways of computing them."""
 
+    helpers: ClassVar[tuple[str, ...]] = ("_forward_conv", "_forward_mulmat")
     in_channels: int
     out_channels: int
     kernel_size: tuple[int, ...]
@@ -67,9 +69,25 @@ class _ConvLayer(CustomOp):
         functional.expect_convolvable(x, self.weight, self.bias, self._settings)
         return functional.project_patches(x, self.weight, self.bias)
 
-    def forward_native(self, x: Tensor) -> Tensor:
+    @calls_functional
+    def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raise ``ValueError`` unless ``x`` has the dimensions, channels, dtype and device, and room for a kernel."""
-        return self._forward_mulmat(x) if self.enable_linear else self._forward_conv(x)
+        # The two methods have their settings ready, and a replacement may override either.
+        if functional is NATIVE or self.overrides_helpers:
+            return self._forward_mulmat(x) if self.enable_linear else self._forward_conv(x)
+        settings = self._settings
+        convolve = getattr(functional, settings.op)
+        convolved: Tensor = convolve(
+            x,
+            self.weight,
+            self.bias,
+            settings.stride,
+            settings.padding,
+            settings.dilation,
+            settings.groups,
+            settings.padding_mode,
+        )
+        return convolved
 
 
 @CustomOp.register("conv2d")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from opgraft.binding.custom_op import CustomOp
-from opgraft.binding.derivation import FunctionalKernels
+from opgraft.binding.derivation import NATIVE, FunctionalKernels, calls_functional
 from opgraft.binding.marks import falls_back, needs
 from opgraft.ops.checks import expect_choice
 from opgraft.ops.linear import functional
@@ -52,9 +52,13 @@ class Linear(CustomOp, nn.Linear):
         expect_choice("linear", "activation", activation, tuple(functional.ACTIVATIONS))
         self.activation = activation
 
-    def forward_native(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Map ``input``; raise ``ValueError`` where something does not fit."""
-        return functional.linear.native(input, self.weight, self.bias, self.activation, residual)
+    @calls_functional
+    def forward_native(
+        self, input: Tensor, residual: Tensor | None = None, *, functional: Any = NATIVE
+    ) -> Tensor:
+        """Map ``input``; raise ``ValueError`` if something does not fit."""
+        mapped: Tensor = functional.linear(input, self.weight, self.bias, self.activation, residual)
+        return mapped
 
     @needs(packed_linear.missing)
     @falls_back(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from opgraft.binding.custom_op import CustomOp
+from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.checks import expect_choice
 from opgraft.ops.routing import functional
 from torch import Tensor
@@ -59,11 +62,14 @@ class GroupedTopk(CustomOp):
         self.routed_scaling_factor = routed_scaling_factor
         self.num_fused_shared_experts = num_fused_shared_experts
 
+    @calls_functional
     def forward_native(
         self,
         hidden_states: Tensor,
         gating_output: Tensor,
         e_score_correction_bias: Tensor | None = None,
+        *,
+        functional: Any = NATIVE,
     ) -> tuple[Tensor, Tensor]:
         """Choose weights and ids by the logits ``gating_output``, ``[tokens, experts]``; ``hidden_states`` is not read.
 
@@ -76,7 +82,7 @@ class GroupedTopk(CustomOp):
                 f"grouped_topk: hidden_states has shape {tuple(hidden_states.shape)}, expected as many tokens as "
                 f"gating_output of shape {tuple(gating_output.shape)}"
             )
-        weights, ids = functional.grouped_topk.native(
+        weights, ids = functional.grouped_topk(
             gating_output,
             self.topk,
             self.renormalize,
