@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from opgraft.config import OpgraftConfig
 from opgraft.errors import PlatformError
 from opgraft.machine.evidence import Evidence, Sighting
+from opgraft.machine.host_cpu import CPUINFO, features_of
 from opgraft.machine.machine import Machine
 
 if TYPE_CHECKING:
@@ -62,7 +64,8 @@ class DeviceCapability:
         fp8_dtype: the fp8 format that the device's arithmetic uses, or ``None``.
         features: instruction sets or a compute level, such as ``("avx2", "avx512f")`` or ``("sm_90",)``. A platform
             with ``cpu`` in its dispatch chain names the instruction sets of its CPU, spelled as in ``/proc/cpuinfo``:
-            kernels for CPUs, such as packed linear layers, go by them.
+            kernels for CPUs, such as packed linear layers, go by them. If a platform that inherits these kernels
+            states nothing, the host's count.
     """
 
     name: str
@@ -121,6 +124,15 @@ class Platform(ABC):
         """Seed the random generators of all devices."""
 
     @property
+    def runs_cpu_kernels(self) -> bool:
+        """Tell whether kernels for CPUs serve it, behind those of its dispatch chain.
+
+        By default they do if its tensors are in the memory of the host. A platform that only stands for another device
+        there returns ``False``.
+        """
+        return self.device_type == HOST
+
+    @property
     def distributed_backend(self) -> str:
         """The ``torch.distributed`` backend of its collectives."""
         return "gloo"
@@ -167,7 +179,7 @@ class Platform(ABC):
 
 
 def effective_chain(platform: Platform) -> tuple[str, ...]:
-    """Return the dispatch chain as it is walked: ``oot`` first, what the platform declares, ``native`` last.
+    """Return the dispatch chain as it is walked: ``oot``, what the platform declares, ``cpu`` if that fits, ``native``.
 
     Raises:
         PlatformError: the platform declares a key that is not a dispatch key, or one twice.
@@ -179,4 +191,21 @@ def effective_chain(platform: Platform) -> tuple[str, ...]:
             f"platform {platform.name!r} ({type(platform).__module__}) declares the dispatch chain {declared}: "
             f"each key may stand once and must be one of {DISPATCH_KEYS}"
         )
-    return ("oot", *declared, "native")
+    inherited = () if HOST in declared or not platform.runs_cpu_kernels else (HOST,)
+    return ("oot", *declared, *inherited, "native")
+
+
+def cpu_features(platform: Platform) -> tuple[str, ...]:
+    """Return the instruction sets that kernels for CPUs go by: what a platform states, or those of the host.
+
+    The host's count for a platform that inherits kernels for CPUs and states nothing.
+    """
+    stated = platform.capability().features
+    if stated or not platform.runs_cpu_kernels:
+        return stated
+    return _host_features()
+
+
+@functools.cache  # the file stays as it is
+def _host_features() -> tuple[str, ...]:
+    return features_of(Machine().read(CPUINFO) or "")

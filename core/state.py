@@ -17,7 +17,7 @@ from opgraft.caches import Caches
 from opgraft.config import CURRENT_SCOPE, OpgraftConfig, Settings, resolve
 from opgraft.decision import Decision, Provider
 from opgraft.environment import Environment, read_environment
-from opgraft.errors import PluginError
+from opgraft.errors import PluginError, UnknownTargetError
 from opgraft.finding import Finding
 from opgraft.logger import logger, set_level
 from opgraft.platform import Platform
@@ -277,6 +277,30 @@ class HostState:
             for declaration in self.registry.owned.get(owner, {}).values():
                 declaration.withdraw()
             self.invalidate()
+
+    def resolve_or_leave_out(self, replacement: Replacement, strict: bool) -> bool:
+        """Look the target of a replacement up, and leave the replacement out with a warning if nothing has that name.
+
+        Returns:
+            Whether the target is known. Other registrations of the same plugin or script stay in any case.
+
+        Raises:
+            UnknownTargetError: nothing has that name, in strict mode.
+            RegistrationError: the replacement does not fit its target.
+        """
+        try:
+            self.registry.resolve_pending(replacement)
+        except UnknownTargetError as error:
+            if strict:
+                raise
+            self.deactivate(replacement)
+            replacement.findings = (str(error),)
+            plugin = self.plugins.get(replacement.plugin or "")
+            rest = f"the rest of plugin {plugin.name!r} stays" if plugin else "the rest stays"
+            attributes = plugin.attributes() if plugin else {}
+            logger.warning("%s It is left out; %s.", error, rest, extra=attributes)
+            return False
+        return True
 
     def drop_superseded(self) -> None:
         """Deactivate replacements whose declaration a reloaded definition has taken over."""

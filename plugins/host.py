@@ -33,7 +33,8 @@ def load_plugins() -> None:
         ConfigError: the allow list names a plugin that is not installed, or the lockfile cannot be used.
         PluginError: in strict mode, or for a plugin that a setting asks for by name, instead of the warning.
         PlatformError, ConflictError: no platform could be decided.
-        UnknownTargetError: a replacement registered outside of plugins names a target that does not exist.
+        UnknownTargetError: in strict mode, a replacement registered outside of plugins names a target that does not
+            exist. Otherwise a warning says so, and that registration is left out.
     """
     state = host_state()
     if state.plugins_loaded:

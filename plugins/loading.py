@@ -15,7 +15,7 @@ from typing import Any
 import pluggy
 from opgraft.adapter import Adapter
 from opgraft.config import OpgraftConfig
-from opgraft.errors import PluginError, UnknownTargetError, close_matches, raised_in
+from opgraft.errors import PluginError, close_matches, raised_in
 from opgraft.finding import Finding
 from opgraft.logger import logger
 from opgraft.platform import Platform
@@ -31,7 +31,7 @@ from opgraft.plugins.requirements import (
     objection,
 )
 from opgraft.plugins.watching import watched
-from opgraft.registry.declarations import ANY_PLATFORM, Owner, Replacement
+from opgraft.registry.declarations import ANY_PLATFORM, Owner
 from opgraft.registry.op_classes import location_of
 from opgraft.state import HostState, PluginRecord, PluginStatus, Transaction, activating
 from opgraft.text import described, printable, shortened
@@ -220,24 +220,13 @@ class Loading:
 
     def _resolve_pending(self) -> None:
         for replacement in [each for each in self.state.active if each.target is None]:
+            resolve = partial(
+                self.state.resolve_or_leave_out, replacement, bool(self.config.strict)
+            )
             if replacement.plugin is None:
-                self.state.registry.resolve_pending(replacement)
+                resolve()
             elif replacement.plugin in self._alive():
-                resolve = partial(self._resolve, replacement)
                 self._attempt(replacement.plugin, "when its targets were looked up", resolve)
-
-    def _resolve(self, replacement: Replacement) -> None:
-        """Resolve a target. One that nobody registers costs its replacement, in strict mode the whole plugin."""
-        try:
-            self.state.registry.resolve_pending(replacement)
-        except UnknownTargetError as error:
-            if self.config.strict:
-                raise
-            self.state.deactivate(replacement)
-            replacement.findings = (str(error),)
-            words = "%s It is left out; the rest of plugin %r stays."
-            record = self.state.plugins[replacement.plugin or ""]
-            logger.warning(words, error, replacement.plugin, extra=record.attributes())
 
     def _check_adjusted_names(self) -> None:
         for origin, config in list(self.state.adjustments):

@@ -78,10 +78,10 @@ class CustomOp(Replaceable, nn.Module):
     """The switch of ``custom_ops`` for this op; ``False``: it is always enabled."""
     repeatable: ClassVar[bool] = True
     """A call changes nothing but its arguments, so that shadow mode may run it twice, the second time on copies."""
-    helpers: ClassVar[tuple[str, ...]] = ()
+    _helpers: ClassVar[tuple[str, ...]] = ()
     """The methods that ``forward_native`` may compute by, for a replacement to override one of those alone."""
-    overrides_helpers: ClassVar[bool] = False
-    """A replacement overrides one of the ``helpers`` and brings no functions for forms."""
+    _overrides_helpers: ClassVar[bool] = False
+    """A replacement overrides one of the ``_helpers`` and brings no functions for forms."""
     op_registry: ClassVar[Mapping[str, type]] = _OpsByName()
     op_registry_oot: ClassVar[Mapping[str, type]] = _ReplacementsByName()
     __continuations__: ClassVar[Mapping[str, str | None]] = {}
@@ -90,9 +90,9 @@ class CustomOp(Replaceable, nn.Module):
         super().__init_subclass__(**kwargs)
         derive_kernels(cls)
         if any(f"functional_{key}" in vars(cls) for key in DISPATCH_KEYS):
-            cls.overrides_helpers = False
-        elif "helpers" not in vars(cls) and not vars(cls).keys().isdisjoint(cls.helpers):
-            cls.overrides_helpers = True
+            cls._overrides_helpers = False
+        elif "_helpers" not in vars(cls) and not vars(cls).keys().isdisjoint(cls._helpers):
+            cls._overrides_helpers = True
         if "op_class" not in vars(cls) and not cls.__specialisation__:
             cls.op_class = cls
 

@@ -49,7 +49,8 @@ class Replaceable:
         Raises:
             RegistrationError: it is no subclass of its target, or accepts fewer calls than the target; or ``supports``
                 does, or can have no effect.
-            UnknownTargetError: plugins are loaded and nothing answers to ``name``.
+            UnknownTargetError: in strict mode, if plugins are loaded and nothing has that ``name``. Otherwise a warning
+                says so and this registration is left out.
         """
         first = _decorated_op_cls
         target: str | type | None = (
@@ -151,11 +152,13 @@ def _declare(
             supports=supports,
             activation=transaction,
         )
-        # No later pass looks for the target, so that a wrong name must be reported here.
-        if resolved is None and state.plugins_loaded and transaction is None:
-            state.registry.resolve_pending(new)
         own_plugin = discovery.plugin_of(cls.__module__, provider)
         new.plugin = (transaction.plugin if transaction else None) or own_plugin
+        # No later pass looks for the target, so that a wrong name must be reported here.
+        late = resolved is None and state.plugins_loaded and transaction is None
+        strict = bool(state.settings().config.strict) if late else False
+        if late and not state.resolve_or_leave_out(new, strict):
+            return
         record = state.plugins.get(new.plugin or "")
         if record is not None:
             new.platforms = record.platforms

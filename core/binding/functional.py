@@ -183,7 +183,7 @@ def binding_of(form: Functional[..., Any]) -> Binding:
 
 @dataclass(frozen=True)
 class FormChoice:
-    """What a form runs here and now: a function of the bound kernel's class, or the form's own definition.
+    """The choice for a form here and now: a function of the bound kernel's class, or its own definition.
 
     Attributes:
         form: the form.
@@ -195,7 +195,7 @@ class FormChoice:
 
     @property
     def is_native(self) -> bool:
-        """Whether the form runs its own definition in plain PyTorch."""
+        """Tell whether the form runs its own definition in plain PyTorch."""
         return self.form.name not in (self.binding.kernel.winner.functions or {})
 
     @property
@@ -218,14 +218,14 @@ class FormChoice:
 
     @property
     def reason(self) -> str:
-        """Why the form runs that, resting on the choice of the op's class and kernel."""
+        """The reason for the choice, which rests on that of the op's class and kernel."""
         decision = self.binding.decision
         own = decision.candidates[0].reason
         return f"{self.unserved or own}; {decision.reason}"
 
     @property
     def unserved(self) -> str:
-        """Why the bound kernel does not serve the form; empty if it does, or if the op runs no kernel."""
+        """The reason why the bound kernel does not serve the form; empty if it does, or if there is no kernel."""
         kernel = self.binding.kernel.winner
         if not self.is_native or kernel.key == "native":
             return ""

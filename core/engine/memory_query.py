@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.machine.host_memory import host_memory
-from opgraft.platform import HOST
+from opgraft.platform import HOST, effective_chain
 from opgraft.plugins.selection import current_platform
 
 
@@ -25,7 +25,7 @@ class MemoryQuery(PluggableClass):
         """Tell whether the memory is that of the host, which is everybody's."""
         platform = current_platform()
         return self.device.type == HOST and (
-            platform.device_type != HOST or HOST in platform.dispatch_chain
+            platform.device_type != HOST or HOST in effective_chain(platform)
         )
 
     def free(self) -> int | None:

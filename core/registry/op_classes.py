@@ -8,10 +8,12 @@ import linecache
 import re
 import types
 from collections.abc import Callable, Iterable, Sequence, Set
+from inspect import Signature
 from typing import Any
 
 from opgraft.errors import RegistrationError, close_matches
 from opgraft.platform import DISPATCH_KEYS
+from opgraft.registry.recorded_calls import FORWARD, recorded_calls
 from opgraft.registry.signatures import calls_of, method_signature, rejected_call
 
 NEEDS = "__opgraft_needs__"
@@ -47,7 +49,7 @@ def check_replacement(target: type, cls: type) -> tuple[str, ...]:
         )
     between = [base for base in own_classes(cls) if base not in target.__mro__]
     defined = {name for base in between for name in vars(base)}
-    methods = [method for method in ("__init__", *_called_methods(target)) if method in defined]
+    methods = [method for method in ("__init__", *called_methods(target)) if method in defined]
     narrower = [_narrowness(target, cls, method) for method in methods]
     return tuple(
         finding for finding in (_without_effect(target, cls, defined), *narrower) if finding
@@ -73,7 +75,9 @@ def check_supports(target: type, cls: type, supports: Callable[..., Any]) -> Non
         raise RegistrationError(
             f"{what} would not be asked by functional forms: test in the functions of {forms[0]}"
         )
-    rejected = rejected_call(method_signature(target, native), inspect.signature(supports))
+    rejected = _failing_call(
+        target, native, method_signature(target, native), inspect.signature(supports)
+    )
     if rejected:
         raise RegistrationError(f"{what} does not take what the op is called with: {rejected}")
 
@@ -93,8 +97,9 @@ def _narrowness(target: type, cls: type, method: str) -> str | None:
     problem = rejected_call(accepted, offered)
     if not problem:
         return None
-    made = calls_of(target, native).narrowed(accepted)
-    fails = _may_be_bound(cls, owner, method) and rejected_call(made, offered)
+    fails = None
+    if _may_be_bound(cls, owner, method):
+        fails = _failing_call(target, native, accepted, offered)
     text = (
         f"{owner.__qualname__}.{method} at {location_of(vars(owner)[method])} is narrower than "
         f"{target.__qualname__}.{reference} at {_place_of(target, reference)}: {fails or problem}. "
@@ -102,7 +107,32 @@ def _narrowness(target: type, cls: type, method: str) -> str | None:
     )
     if fails:
         raise RegistrationError(text)
-    return text
+    return f"{text} No caller in opgraft makes that call."
+
+
+def _failing_call(target: type, method: str, accepted: Signature, offered: Signature) -> str | None:
+    """Describe the first call that callers of ``target`` make and ``offered`` does not take.
+
+    The calls of opgraft's own classes are recorded. Of the callers of another class nothing is known but what
+    ``called_with`` says: they may make every other call that ``accepted`` allows.
+
+    Args:
+        target: the class that is replaced.
+        method: the constructor, a method, or the reference method of an op.
+        accepted: the signature of the target.
+        offered: the signature of the replacement.
+    """
+    if _is_op(target) and method != "__init__":
+        if not getattr(target, "called", True):
+            return None
+        recorded = recorded_calls(target, FORWARD)
+    else:
+        recorded = recorded_calls(target, method)
+    stated = calls_of(target, method)
+    if recorded is None:
+        return rejected_call(stated.narrowed(accepted), offered)
+    counted = [call for call in recorded if not set(call.keywords) & set(stated.never)]
+    return next(filter(None, (call.failure(accepted, offered) for call in counted)), None)
 
 
 def _place_of(cls: type, method: str) -> str:
@@ -158,7 +188,7 @@ def _without_effect(target: type, cls: type, defined: Set[str]) -> str | None:
 def _meant(target: type) -> str:
     if _is_op(target):
         return "forward_oot, or another forward_<key>"
-    called = _called_methods(target)
+    called = called_methods(target)
     return f"one of {', '.join(called)}" if called else "__init__"
 
 
@@ -166,7 +196,7 @@ def _is_op(target: type) -> bool:
     return reference_method(target) is not None
 
 
-def _called_methods(target: type) -> Sequence[str]:
+def called_methods(target: type) -> Sequence[str]:
     """List the methods that callers of a class call: kernels of an op, ``__call__`` and public methods of another."""
     if _is_op(target):
         return kernel_methods()

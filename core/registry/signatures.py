@@ -53,11 +53,12 @@ def called_with(
 ) -> Callable[[Function], Function]:
     """Mark a constructor or a native definition with the calls that its callers make.
 
-    A replacement has to accept those. What else the signature accepts and the replacement does not is a finding.
+    A replacement has to accept those. What else the signature accepts and the replacement does not is a finding. The
+    calls of opgraft's own classes are recorded; of those, calls with a parameter that is ``never`` given do not count.
 
     Args:
         always: parameters with a default that every caller gives all the same.
-        never: optional parameters that no caller gives.
+        never: optional parameters that no caller gives, or that plugins lack by the version of vLLM that they serve.
         by_position: parameters, the first ones, that no caller gives by name.
     """
 
@@ -116,6 +117,33 @@ def rejected_call(target: Signature, replacement: Signature) -> str | None:
         moved = _moved_value(target, wanted.arguments, _landing(replacement, got.arguments))
         if moved:
             return f"in the call {_render(args, kwargs)} {moved}"
+    return None
+
+
+def bound_call(
+    args: Sequence[str], keywords: Sequence[str], target: Signature, replacement: Signature
+) -> str | None:
+    """Say why ``replacement`` does not take one call, or return ``None``.
+
+    Another name for a parameter that is given by position is fine, unless ``target`` has another parameter of that
+    name: then two values have changed places.
+
+    Args:
+        args: what is given by position, each value the name of the parameter of ``target`` that takes it.
+        keywords: the names of what is given by name.
+        target: whose call it is.
+        replacement: which is to take the call.
+    """
+    given = {name: name for name in keywords}
+    try:
+        got = replacement.bind(*args, **given)
+    except TypeError as error:
+        return f"the call {_render(args, given)} fails: {error}"
+    landing = _landing(replacement, got.arguments)
+    for name in args:
+        if landing[name] != name and landing[name] in target.parameters:
+            moved = f"the value for {name!r} lands in {landing[name]!r}"
+            return f"in the call {_render(args, given)} {moved}"
     return None
 
 
@@ -183,5 +211,5 @@ def _moved_value(
     return None
 
 
-def _render(args: list[str], kwargs: Mapping[str, str]) -> str:
+def _render(args: Sequence[str], kwargs: Mapping[str, str]) -> str:
     return "(" + ", ".join([*args, *(f"{name}=…" for name in kwargs)]) + ")"

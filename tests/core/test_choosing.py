@@ -192,7 +192,7 @@ class WithFunctions(RMSNorm):
         (
             EvenScale,
             lambda y: True,
-            r"does not take what the op is called with: the call \(x=…\) fails",
+            r"does not take what the op is called with: the call \(x, residual\) fails",
         ),
         (
             WithFunctions,

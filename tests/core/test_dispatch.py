@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import opgraft
 import pytest
 import torch
-from opgraft import CompilationConfig, CustomOp, OpgraftConfig, PluggableLayer, set_config
+from opgraft import (
+    CompilationConfig,
+    CustomOp,
+    OpgraftConfig,
+    PluggableLayer,
+    current_platform,
+    set_config,
+)
 from opgraft.binding.kernels import choose_kernel
 from opgraft.decision import Candidate, Decision, Provider
 from opgraft.errors import ConfigError, MissingKernelError, PlatformError
-from opgraft.platform import effective_chain
+from opgraft.ops import Linear
+from opgraft.platform import cpu_features, effective_chain
 from opgraft.platforms.cpu.platform import CpuPlatform
 
 CPU = ("oot", "cpu", "native")
@@ -215,6 +224,49 @@ def test_a_platform_must_declare_known_keys_once(chain: tuple[str, ...]) -> None
     platform = type("P", (CpuPlatform,), {"dispatch_chain": chain})()
     with pytest.raises(PlatformError, match="declares the dispatch chain"):
         effective_chain(platform)
+
+
+@pytest.mark.parametrize(
+    ("members", "chain"),
+    [
+        ({"dispatch_chain": ("native",)}, ("oot", "cpu", "native")),
+        ({"dispatch_chain": ("cuda",)}, ("oot", "cuda", "cpu", "native")),
+        ({"dispatch_chain": ("cpu", "cuda")}, ("oot", "cpu", "cuda", "native")),
+        ({"dispatch_chain": (), "runs_cpu_kernels": False}, ("oot", "native")),
+        ({"dispatch_chain": (), "device_type": "npu"}, ("oot", "native")),
+    ],
+)
+def test_a_platform_on_the_cpu_inherits_kernels_for_cpus(
+    members: dict[str, object], chain: tuple[str, ...]
+) -> None:
+    """``cpu`` stands behind the declared keys if the device type is ``cpu``, unless the platform opts out."""
+    assert effective_chain(type("P", (CpuPlatform,), members)()) == chain
+
+
+CHIP = """
+from opgraft import DeviceCapability
+from opgraft.platforms.cpu.platform import CpuPlatform
+class Device(CpuPlatform):
+    name = "chip"
+    dispatch_chain = ("native",)
+    runs_cpu_kernels = {inherits}
+    def capability(self, index=0):
+        return DeviceCapability("chip", super().capability(index).dtypes)
+"""
+
+
+@pytest.mark.parametrize("inherits", [True, False])
+def test_kernels_for_cpus_run_on_a_plugins_platform(site, inherits: bool) -> None:
+    """A platform on the CPU that states no instruction sets has opgraft's linear kernel, unless it opts out."""
+    expected = Linear(4, 4).decision.chosen if inherits else "Linear.forward_native"
+    opgraft.reset()
+    source = CHIP.format(inherits=inherits)
+    site.platform("chip", probe="return Evidence(True, 'here')", platform=source)
+    assert current_platform().name == "chip"
+    assert Linear(4, 4).decision.chosen == expected
+    assert cpu_features(current_platform()) == (
+        CpuPlatform().capability().features if inherits else ()
+    )
 
 
 def test_default_on_is_what_holds_for_ops_that_no_setting_names() -> None:

@@ -15,7 +15,6 @@ from opgraft.engine.sampling.greatest_values import row_maximum
 from opgraft.engine.sampling.logprobs import TokenLogprobs, token_logprobs
 from opgraft.errors import RequestError
 from opgraft.platform import HOST
-from opgraft.registry.signatures import called_with
 from torch import Tensor
 
 IN_CACHE = 2**18
@@ -53,7 +52,6 @@ class Sampler(PluggableClass):
     the others the logits are divided by the temperature, limited by min-p, top-k and top-p, and drawn from.
     """
 
-    @called_with(by_position=("logits", "batch"))
     @torch.inference_mode()
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
         """Sample.

@@ -15,7 +15,6 @@ from opgraft.ops.activation import functional
 from opgraft.ops.checks import expect_choice, expect_not_negative, halves
 from opgraft.ops.on_triton import on_triton
 from opgraft.ops.precision import compute_dtype
-from opgraft.registry.signatures import called_with
 from torch import Tensor, nn
 
 TRITON = on_triton("opgraft.ops.activation.triton")
@@ -29,7 +28,6 @@ class SiluAndMul(CustomOp):
         compile_native: taken so that classes which pass it construct; the native definition compiles with its caller.
     """
 
-    @called_with(never=["compile_native"])
     def __init__(self, *, compile_native: bool = True) -> None:
         super().__init__()
 
@@ -186,7 +184,6 @@ class SiluAndMulWithClamp(CustomOp):
         ValueError: ``swiglu_limit`` is negative.
     """
 
-    @called_with(never=["alpha", "beta", "compile_native"])
     def __init__(
         self,
         swiglu_limit: float,
@@ -309,7 +306,6 @@ class GELU(CustomOp, nn.GELU):
         expect_choice("gelu", "approximate", approximate, functional.APPROXIMATIONS)
         super().__init__(approximate)
 
-    @called_with(by_position=["input"])
     @calls_functional
     def forward_native(self, input: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.gelu(input, self.approximate)
@@ -327,7 +323,6 @@ class SiLU(CustomOp, nn.SiLU):
     def __init__(self, inplace: bool = False) -> None:
         super().__init__(inplace)
 
-    @called_with(by_position=["input"])
     @calls_functional
     def forward_native(self, input: Tensor, *, functional: Any = NATIVE) -> Tensor:
         if not self.inplace:
@@ -361,7 +356,6 @@ class ReLUSquaredActivation(CustomOp):
         compile_native: taken so that classes which pass it construct; the native definition compiles with its caller.
     """
 
-    @called_with(never=["compile_native"])
     def __init__(self, *, compile_native: bool = True) -> None:
         super().__init__()
 

@@ -10,7 +10,6 @@ from opgraft.binding.custom_op import CustomOp, maybe_get_oot_by_class
 from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.attention import functional
 from opgraft.ops.attention.functional import as_heads
-from opgraft.registry.signatures import called_with
 from torch import Tensor
 
 
@@ -81,7 +80,7 @@ class MMEncoderAttention(CustomOp):
     """
 
     switchable = False
-    helpers: ClassVar[tuple[str, ...]] = ("_forward_sdpa",)
+    _helpers: ClassVar[tuple[str, ...]] = ("_forward_sdpa",)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Give a class that overrides ``_forward_fa``, as plugins for vLLM do, a kernel that calls it."""
@@ -89,7 +88,6 @@ class MMEncoderAttention(CustomOp):
         if "_forward_fa" in vars(cls) and "forward_cuda" not in vars(cls):
             setattr(cls, "forward_cuda", _by_flash_kernel)  # noqa: B010  # it has none as far as types tell
 
-    @called_with(never=["multimodal_config"])
     def __init__(
         self,
         num_heads: int,
@@ -244,7 +242,7 @@ class MMEncoderAttention(CustomOp):
                 of tokens, or ``sequence_lengths`` are not from 0 to that of keys.
         """
         lengths = sequence_lengths if cu_seqlens is None else None
-        if lengths is None and self.overrides_helpers:
+        if lengths is None and self._overrides_helpers:
             return self._forward_sdpa(query, key, value, cu_seqlens)
         return self._attended(query, key, value, cu_seqlens, lengths, functional)
 

@@ -19,7 +19,7 @@ Sizes = int | Sequence[int]
 class _ConvLayer(CustomOp):
     """The base of the convolutions: settings that are checked once, and the two ways of computing them."""
 
-    helpers: ClassVar[tuple[str, ...]] = ("_forward_conv", "_forward_mulmat")
+    _helpers: ClassVar[tuple[str, ...]] = ("_forward_conv", "_forward_mulmat")
     in_channels: int
     out_channels: int
     kernel_size: tuple[int, ...]
@@ -73,7 +73,7 @@ class _ConvLayer(CustomOp):
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raise ``ValueError`` unless ``x`` has the dimensions, channels, dtype and device, and room for a kernel."""
         # The two methods have their settings ready, and a replacement may override either.
-        if functional is NATIVE or self.overrides_helpers:
+        if functional is NATIVE or self._overrides_helpers:
             return self._forward_mulmat(x) if self.enable_linear else self._forward_conv(x)
         settings = self._settings
         convolve = getattr(functional, settings.op)

@@ -89,9 +89,10 @@ class LogitsProcessor(PluggableLayer):
                 f"{lm_head.num_embeddings}: construct both with one vocab_size"
             )
         bias = lm_head.bias if embedding_bias is None else embedding_bias
-        logits = self._gather_logits(
-            lm_head.quant_method.apply(lm_head, hidden_states, bias), lm_head
-        )
+        logits: Tensor | None = lm_head.quant_method.apply(lm_head, hidden_states, bias)
+        # A layer that is whole on every rank has nothing to gather.
+        if lm_head.tp_size > 1 or get_tp_group().world_size == 1:
+            logits = self._gather_logits(logits)
         if logits is None:
             return None
         # rows of added ids stand between those of the model's own: behind those of each rank
@@ -101,9 +102,10 @@ class LogitsProcessor(PluggableLayer):
             return logits[..., torch.tensor(columns, device=logits.device)]
         return logits[..., : self.org_vocab_size]
 
-    def _gather_logits(self, logits: Tensor, lm_head: VocabParallelEmbedding) -> Tensor | None:
+    def _gather_logits(self, logits: Tensor) -> Tensor | None:
+        """Put the logits of all ranks together; called for a single rank too, as vLLM does."""
         group = get_tp_group()
-        if lm_head.tp_size == 1 or group.communicator is None:
+        if group.communicator is None:
             return logits
         return (
             group.all_gather(logits) if group.communicator.use_all_gather else group.gather(logits)

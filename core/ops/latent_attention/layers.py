@@ -19,7 +19,6 @@ from opgraft.ops.checks import expect_positive, expect_size
 from opgraft.ops.latent_attention.modules import ConcatAndCacheMLA, MLAPagedAttention
 from opgraft.ops.linear.methods import HasWeightMethod, UnquantizedLinearMethod
 from opgraft.ops.prefixes import claim_prefix
-from opgraft.registry.signatures import called_with
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional as F
@@ -93,7 +92,6 @@ class MLAAttention(CachedAttention):
     _to_key: Tensor | None
     _to_value: Tensor | None
 
-    @called_with(never=["cache_config", "quant_config"])
     def __init__(
         self,
         num_heads: int,

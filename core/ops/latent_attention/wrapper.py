@@ -10,7 +10,6 @@ from opgraft.binding.custom_op import CustomOp, PluggableLayer
 from opgraft.errors import LayerError
 from opgraft.ops.checks import expect_last_dim
 from opgraft.ops.latent_attention.layers import MLAAttention, result_of
-from opgraft.registry.signatures import called_with
 from torch import Tensor, nn
 
 
@@ -92,15 +91,6 @@ class MultiHeadLatentAttentionWrapper(PluggableLayer):
     o_proj: Any
     g_proj: Any
 
-    @called_with(
-        never=[
-            "cache_config",
-            "quant_config",
-            "skip_topk",
-            "non_causal_multi_token_decode",
-            "allow_short_prefill_indexer_scoring_skip",
-        ]
-    )
     def __init__(
         self,
         hidden_size: int,

@@ -11,7 +11,6 @@ from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.checks import expect_choice, expect_last_dim, expect_not_negative, expect_size
 from opgraft.ops.layernorm import functional
 from opgraft.ops.on_triton import on_triton
-from opgraft.registry.signatures import called_with
 from torch import Tensor, nn
 
 TRITON = on_triton("opgraft.ops.layernorm.triton")
@@ -204,7 +203,6 @@ class LayerNorm(CustomOp, nn.LayerNorm):
             normalized_shape, eps, elementwise_affine, bias, device=device, dtype=dtype
         )
 
-    @called_with(by_position=["input"])
     @calls_functional
     def forward_native(self, input: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Normalise ``input``; raise ``ValueError`` where its shape, dtype or device does not fit."""
@@ -233,7 +231,6 @@ class RMSNormGated(_EpsByTwoNames, CustomOp):
         ValueError: ``group_size`` does not divide ``hidden_size``, or another activation (vLLM asserts it, in forward).
     """
 
-    @called_with(never=["activation"])
     def __init__(
         self,
         hidden_size: int,

@@ -10,6 +10,7 @@ from opgraft.ops.linear.methods import (
     UnquantizedEmbeddingMethod,
     UnquantizedLinearMethod,
 )
+from opgraft.platform import cpu_features
 from opgraft.plugins.selection import current_platform
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -80,7 +81,7 @@ def compute_rows_alike(layer: Any) -> str | None:
     layer.hold_packed()
     if layer._packed is None:
         return "its weight cannot be packed here"
-    features = current_platform().capability().features
+    features = cpu_features(current_platform())
     blocks = any(
         layer.weight.dtype is dtype for feature, dtype in IN_BLOCKS.items() if feature in features
     )

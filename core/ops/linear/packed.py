@@ -18,7 +18,7 @@ from opgraft.compat import tracing
 from opgraft.ops.linear.functional import expect_mappable, mapped
 from opgraft.ops.linear.functional import linear as form
 from opgraft.ops.linear.weight_cache import WeightCache, declaration, fits, requires_gradient
-from opgraft.platform import Platform
+from opgraft.platform import Platform, cpu_features
 from opgraft.plugins.selection import current_platform
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
@@ -165,7 +165,7 @@ def missing() -> str | None:
     absent = onednn.missing()
     platform = current_platform()
     if absent is None and not _rows(PACKED, platform):
-        stated = ", ".join(platform.capability().features) or "none"
+        stated = ", ".join(cpu_features(platform)) or "none"
         absent = (
             f"it was measured with the instruction sets {', '.join(PACKED)} only, and Platform.capability().features "
             f"of {platform.name}, which is what is asked for them, states {stated}"
@@ -255,7 +255,7 @@ def rows_for(
 
 
 def _rows(table: Table, platform: Platform) -> Mapping[torch.dtype, Sequence[RowRange]]:
-    features = platform.capability().features
+    features = cpu_features(platform)
     return next((rows for feature, rows in table.items() if feature in features), {})
 
 

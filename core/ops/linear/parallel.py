@@ -28,7 +28,6 @@ from opgraft.ops.linear.sharding import (
 )
 from opgraft.ops.prefixes import claim_prefix
 from opgraft.ops.weights import LoadedTensor, set_weight_attrs
-from opgraft.registry.signatures import called_with
 from torch import Tensor, nn
 
 Output = Tensor | tuple[Tensor, nn.Parameter | None]
@@ -214,7 +213,6 @@ class ColumnParallelLinear(LinearBase):
     output_sizes: Sequence[int] | None = None
     """Of all ranks, one for each layer that a merged layer stands for."""
 
-    @called_with(never=("tp_rank", "tp_size"))
     def __init__(
         self,
         input_size: int,
@@ -315,7 +313,6 @@ class RowParallelLinear(LinearBase):
         LayerError: the ranks do not divide the input, or a bias would be added to what is not reduced.
     """
 
-    @called_with(never=("shard",))
     def __init__(
         self,
         input_size: int,

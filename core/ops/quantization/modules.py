@@ -18,7 +18,6 @@ from opgraft.ops.quantization.functional import (
     expect_scale_ub,
 )
 from opgraft.plugins.selection import current_platform
-from opgraft.registry.signatures import called_with
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -59,7 +58,6 @@ class QuantFP8(CustomOp):
         ValueError: a group shape, padding or dtype that is not supported (vLLM asserts it).
     """
 
-    @called_with(never=["compile_native", "dtype"])
     def __init__(
         self,
         static: bool,

@@ -15,7 +15,6 @@ from opgraft.ops.checks import FLOATING, expect_choice, expect_positive
 from opgraft.ops.on_triton import on_triton
 from opgraft.ops.precision import compute_dtype
 from opgraft.ops.rotary import functional
-from opgraft.registry.signatures import called_with
 from torch import Tensor
 
 TRITON = on_triton("opgraft.ops.rotary.triton")
@@ -162,7 +161,6 @@ class RotaryEmbeddingBase(CustomOp):
 
     cos_sin_cache: Tensor
 
-    @called_with(never=["init_cache"])
     def __init__(
         self,
         head_size: int,
@@ -215,7 +213,6 @@ class RotaryEmbeddingBase(CustomOp):
         """Compute cosines and sines of all positions, ``[max_position_embeddings, rotary_dim]``, before the cast."""
         return cos_sin_table(self._compute_inv_freq(self.base), self.max_position_embeddings)
 
-    @called_with(always=["key"])
     @calls_functional
     def forward_native(
         self,

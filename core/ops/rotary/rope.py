@@ -34,7 +34,10 @@ _YARN = (
     "mscale",
     "mscale_all_dim",
 )
-_YARN_SCALE = (*_YARN, "attention_factor", "truncate")
+_OWN_SCALE = {"attention_factor", "truncate"}
+"""Parameters that ``DeepseekScalingRotaryEmbedding`` does not take."""
+
+_YARN_SCALE = (*_YARN, *sorted(_OWN_SCALE))
 
 
 @dataclass(frozen=True)
@@ -185,6 +188,9 @@ def _yarn(rope: _Rope) -> Any:
     if "mrope_section" in rope.given:
         options |= {**_sections(rope), "scaling_factor": factor}
         return MRotaryEmbedding(*rope.sizes(rope.trained), rope.dtype, **options)
+    # Two scales are DeepSeek's variant, which replacements know by a class of its own.
+    if options.get("mscale") and options.get("mscale_all_dim") and not _OWN_SCALE & options.keys():
+        return _deepseek(rope)
     options |= rope.options("apply_yarn_scaling")
     return YaRNScalingRotaryEmbedding(*rope.sizes(rope.trained), factor, rope.dtype, **options)
 

@@ -19,7 +19,6 @@ from opgraft.ops.rotary.modules import (
     moved,
     rotated_by,
 )
-from opgraft.registry.signatures import called_with
 from torch import Tensor
 
 _OP = "rotary_embedding"
@@ -196,7 +195,6 @@ class DynamicNTKScalingRotaryEmbedding(RotaryEmbedding):
         rows = torch.cat((angles.cos(), angles.sin()), dim=-1).to(self.cos_sin_cache.dtype)
         self._own = torch.arange(len(positions), device=positions.device), rows
 
-    @called_with(always=["key"])
     @calls_functional
     def forward_native(
         self,
@@ -351,7 +349,6 @@ class Phi3LongRoPEScaledRotaryEmbedding(RotaryEmbeddingBase):
             self._compute_inv_freq(rescale_factors), max_position_embeddings, mscale
         )
 
-    @called_with(always=["key"], never=["offsets"])
     @calls_functional
     def forward_native(
         self,

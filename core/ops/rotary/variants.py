@@ -255,7 +255,6 @@ class DeepseekScalingRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
     The other arguments are those of ``YaRNScalingRotaryEmbedding``.
     """
 
-    @called_with(never=["extrapolation_factor", "attn_factor", "init_cache"])
     def __init__(
         self,
         head_size: int,
@@ -284,7 +283,6 @@ class DeepseekScalingRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
             head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype, init_cache
         )
 
-    @called_with(always=["key"], never=["offsets"])
     @calls_functional
     def forward_native(
         self,
@@ -334,7 +332,6 @@ class MRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
         ValueError: the sections do not share out the pairs of a head, or as ``RotaryEmbeddingBase``.
     """
 
-    @called_with(never=[*_OF_SOME_VERSIONS, "positions_factor"])
     def __init__(
         self,
         head_size: int,
@@ -375,7 +372,6 @@ class MRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
     def _trained_positions(self) -> int:
         return self.cache_max_position_num
 
-    @called_with(always=["key"], never=["offsets"])
     @calls_functional
     def forward_native(
         self,

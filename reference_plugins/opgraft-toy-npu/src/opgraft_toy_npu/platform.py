@@ -15,6 +15,7 @@ class ToyNpuPlatform(Platform):
     device_type = "cpu"
     # forward_oot comes first on every platform. A CUDA-alike would say ("cuda",) to reuse kernels written for CUDA.
     dispatch_chain = ("native",)
+    runs_cpu_kernels = False  # it only stands for a device in the memory of the host
 
     def device_count(self) -> int:
         return len(probe(Machine()).devices)

@@ -1,0 +1,82 @@
+"""The calls that opgraft makes of its own classes, as a test has recorded them.
+
+``recorded_calls.json`` has, for each constructor and method, how many arguments calls give by position and which by
+name. ``tools/record_calls.py`` writes the file. It runs the written families, models of transformers, grafted models
+with composites and quantized layers, each with every class replaced. The example of an op's spec stands for an op that
+none of them calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from inspect import Parameter, Signature
+from pathlib import Path
+
+from opgraft.registry.signatures import bound_call
+
+FILE = Path(__file__).with_name("recorded_calls.json")
+FORWARD = "forward"
+"""The name of an op's call in the file, whichever ``forward_<key>`` it runs."""
+
+
+@dataclass(frozen=True, order=True)
+class RecordedCall:
+    """The shape of a call.
+
+    Attributes:
+        positional: how many arguments are given by position.
+        keywords: the names of the other arguments.
+    """
+
+    positional: int
+    keywords: tuple[str, ...]
+
+    def failure(self, target: Signature, replacement: Signature) -> str | None:
+        """Say why ``replacement`` does not take this call of ``target``, or return ``None``."""
+        names = [p.name for p in target.parameters.values() if p.kind in _BY_POSITION]
+        others = [f"argument {index}" for index in range(len(names), self.positional)]
+        return bound_call([*names, *others][: self.positional], self.keywords, target, replacement)
+
+
+_BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def recorded_calls(cls: type, method: str) -> Sequence[RecordedCall] | None:
+    """Return the recorded calls of a constructor or method, or ``None`` if there are none.
+
+    Callers of a class do not know which of its variants they have: the calls of a base class count too. A constructor
+    has the record of the class that defines the constructor.
+    """
+    if method == "__init__":
+        owner = next(base for base in cls.__mro__ if method in vars(base))
+        return _table().get(_key(owner, method)) or _table().get(_key(cls, method))
+    found = {call for base in cls.__mro__ for call in _table().get(_key(base, method), ())}
+    return sorted(found) or None
+
+
+def written(calls: Mapping[str, Sequence[RecordedCall]]) -> str:
+    """Return the text of the file that holds ``calls``: a line for each constructor and method."""
+    rows = []
+    for key in sorted(calls):
+        shapes = [[call.positional, list(call.keywords)] for call in sorted(calls[key])]
+        rows.append(f"  {json.dumps(key)}: {json.dumps(shapes)}")
+    return "{\n" + ",\n".join(rows) + "\n}\n"
+
+
+def read() -> Mapping[str, Sequence[RecordedCall]]:
+    """Return every recorded call, by ``module:Class.method``."""
+    rows = json.loads(FILE.read_text(encoding="utf-8"))
+    return {
+        key: [RecordedCall(positional, tuple(keywords)) for positional, keywords in shapes]
+        for key, shapes in rows.items()
+    }
+
+
+_table = functools.cache(read)  # only a replacement with another signature asks for it
+
+
+def _key(cls: type, method: str) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}.{method}"

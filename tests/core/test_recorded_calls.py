@@ -1,0 +1,175 @@
+"""Replacements are rejected for calls that opgraft really makes, which a table records."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
+import pytest
+from opgraft import ops
+from opgraft.errors import RegistrationError
+from opgraft.registry import recorded_calls
+from opgraft.registry.op_classes import method_signature, reference_method
+from opgraft.registry.recorded_calls import FORWARD
+from opgraft.registry.signatures import bound_call
+from opgraft.state import host_state
+from recording import record, record_all
+
+SOME = ("decoder gemma2", "transformers cohere2", "graft bert", "encoder Bert")
+"""A scene of each kind."""
+
+
+def test_calls_are_in_the_table() -> None:
+    """What some models call is recorded; ``python tools/record_calls.py`` renews the table."""
+    known = recorded_calls.read()
+    found = record(SOME)
+    new = {key: set(calls) - set(known.get(key, ())) for key, calls in found.items()}
+    assert not {key: calls for key, calls in new.items() if calls}
+
+
+@pytest.mark.slow
+def test_the_table_is_what_all_models_call() -> None:
+    """The file has each call of every scene and no other; ``python tools/record_calls.py`` renews the table."""
+    assert recorded_calls.FILE.read_text("utf-8") == recorded_calls.written(record_all())
+
+
+def test_every_recorded_call_fits_its_target() -> None:
+    """A constructor or method takes each call that the table has for it."""
+    for key, calls in recorded_calls.read().items():
+        path, _, method = key.rpartition(".")
+        module, _, name = path.partition(":")
+        target: Any = getattr(importlib.import_module(module), name)
+        if method == FORWARD:
+            method = reference_method(target) or method
+        signature = method_signature(target, method)
+        for call in calls:
+            assert call.failure(signature, signature) is None, key
+
+
+def head() -> type:
+    class Head(ops.ParallelLMHead):
+        def forward_oot(self, x, bias):
+            return x
+
+    return Head
+
+
+def row_parallel() -> type:
+    class Row(ops.RowParallelLinear):
+        def __init__(
+            self, input_size, output_size, bias=True, input_is_parallel=True, skip_bias_add=False,
+            params_dtype=None, out_dtype=None, reduce_results=True, quant_config=None, prefix="", *,
+            return_bias=True, disable_tp=False,
+        ):  # fmt: skip
+            pass
+
+    return Row
+
+
+def experts() -> type:
+    class Experts(ops.UnquantizedFusedMoEMethod):
+        def forward_oot(
+            self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input
+        ):
+            return x
+
+    return Experts
+
+
+def replicated() -> type:
+    class Replicated(ops.ReplicatedLinear):
+        def forward(self, input_):
+            return super().forward(input_)
+
+    return Replicated
+
+
+def encoder_attention() -> type:
+    class Attention(ops.MMEncoderAttention):
+        def __init__(self, num_heads, head_size, scale=None, num_kv_heads=None, prefix=""):
+            super().__init__(num_heads, head_size, scale, num_kv_heads, prefix)
+
+    return Attention
+
+
+def yarn() -> type:
+    class Yarn(ops.YaRNScalingRotaryEmbedding):
+        def __init__(
+            self, head_size, rotary_dim, max_position_embeddings, base, is_neox_style,
+            scaling_factor, dtype, *, attn_factor=1, beta_fast=32,
+            beta_slow=1,
+        ):  # fmt: skip
+            pass
+
+    return Yarn
+
+
+def rotary() -> type:
+    class Rotary(ops.RotaryEmbedding):
+        def forward_oot(self, positions, query, key):
+            return query, key
+
+    return Rotary
+
+
+ACCEPTED: tuple[Callable[[], type], ...] = (
+    head,
+    row_parallel,
+    experts,
+    replicated,
+    encoder_attention,
+    yarn,
+    rotary,
+)
+
+
+@pytest.mark.parametrize("make", ACCEPTED, ids=lambda make: make.__name__)
+def test_a_narrower_replacement_that_no_call_notices_is_accepted(make: Callable[[], type]) -> None:
+    """A form of a vendor's class is accepted if it takes each recorded call; its record has the finding."""
+    cls: Any = make()
+    cls.__mro__[1].register_oot(cls)
+    (record,) = host_state().active
+    assert all(
+        finding.endswith("No caller in opgraft makes that call.") for finding in record.findings
+    )
+    assert len(record.findings) == 1
+
+
+REJECTED: tuple[tuple[type, str, Callable[..., Any], str], ...] = (
+    (ops.RMSNorm, "forward_oot", lambda self, x: x, "too many positional arguments"),
+    (ops.ReplicatedLinear, "forward", lambda self, x, scale: x, "'scale'"),
+    (ops.LogitsProcessor, "forward", lambda self, hidden_states, lm_head: None, "lands in"),
+    (ops.RowParallelLinear, "__init__", lambda self, input_size, output_size: None, "bias"),
+    (
+        ops.UnquantizedFusedMoEMethod,
+        "forward_oot",
+        lambda self, layer, x, weights, ids, shared, shared_input, mask: x,
+        "'mask'",
+    ),
+)
+
+
+@pytest.mark.parametrize(("target", "method", "function", "words"), REJECTED)
+def test_a_replacement_that_a_call_breaks_is_rejected(
+    target: Any, method: str, function: Callable[..., Any], words: str
+) -> None:
+    """A recorded call that fails, or whose values change places, is named."""
+    narrow = type(target)("Narrow", (target,), {method: function})
+    with pytest.raises(RegistrationError, match=rf"Narrow\.{method} at .* is narrower.*{words}"):
+        target.register_oot(narrow)
+
+
+def test_a_renamed_positional_argument_is_no_exchange() -> None:
+    """Another name is fine for what is given by position, unless another parameter has that name."""
+
+    def target(query, key): ...
+
+    def renamed(q, k): ...
+
+    def exchanged(key, query): ...
+
+    given = (["query", "key"], [])
+    assert bound_call(*given, signature(target), signature(renamed)) is None
+    assert "lands in 'key'" in str(bound_call(*given, signature(target), signature(exchanged)))

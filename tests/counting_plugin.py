@@ -1,0 +1,135 @@
+"""A plugin that replaces every class of opgraft by one that notes its calls and computes as its target does.
+
+``SHAPES`` has the calls of constructors and methods. ``RAN`` has the instances whose kernel ran, and for a form the
+instances of layers that called it. If ``COUNTING_FILE`` is set, the process writes both there when it ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import inspect
+import json
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import opgraft
+from opgraft.binding.custom_op import CustomOp
+from opgraft.binding.functional import FUNCTIONALS
+from opgraft.registry.op_classes import called_methods, definer, qualified, reference_method
+from opgraft.state import host_state
+
+platforms = "any"
+
+Shape = tuple[int, tuple[str, ...]]
+"""How many arguments a call gives by position, and which by name."""
+
+SHAPES: dict[str, Counter[Shape]] = defaultdict(Counter)
+RAN: dict[str, set[int]] = defaultdict(set)
+
+_INSIDE: list[Any] = []
+"""The layers whose kernels are running, the innermost last."""
+
+_MODULES = (
+    "opgraft.ops",
+    "opgraft.functional",
+    "opgraft.models.build",
+    "opgraft.models.families",
+    "opgraft.models.through_transformers",
+    "opgraft.serving.llm",
+)
+
+
+@opgraft.hookimpl
+def opgraft_register_ops() -> None:
+    for name in _MODULES:
+        importlib.import_module(name)
+    for target in host_state().registry.targets():
+        if isinstance(target, type) and not inspect.isabstract(target):
+            make = _counting_op if issubclass(target, CustomOp) else _counting_class
+            CustomOp.register_oot(make(target), name=target)
+
+
+def _noted(key: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that notes the shape of each call."""
+
+    @functools.wraps(call, updated=())
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        SHAPES[key][len(args), tuple(sorted(kwargs))] += 1
+        return call(self, *args, **kwargs)
+
+    del noting.__wrapped__  # type: ignore[attr-defined]  # its signature is its own
+    return noting
+
+
+def _counting_op(target: Any) -> type:
+    kernel = "forward_oot" if reference_method(target) == "forward_native" else "forward"
+    name = f"Counting{target.__name__}"
+
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        target.__init__(self, *args, **kwargs)
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        RAN[f"{name}.{kernel}"].add(id(self))
+        _INSIDE.append(self)
+        try:
+            return getattr(super(made, self), kernel)(*args, **kwargs)
+        finally:
+            _INSIDE.pop()
+
+    namespace = {
+        "__module__": __name__,
+        "__init__": _noted(f"{qualified(target)}.__init__", construct),
+        kernel: _noted(f"{qualified(target)}.forward", run),
+    }
+    forms = [form for form in FUNCTIONALS.values() if _target_of(form) is target]
+    if forms and kernel == "forward_oot":
+        functions = {form.name: _counting_form(form, f"{name}.{kernel}") for form in forms}
+        namespace["functional_oot"] = opgraft.FunctionalKernels(functions)
+    made: Any = type(target)(name, (target,), namespace)
+    return made
+
+
+def _target_of(form: Any) -> type | None:
+    return host_state().registry.find_target(form.op)
+
+
+def _counting_form(form: Any, kernel: str) -> Callable[..., Any]:
+    @functools.wraps(form.native)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        RAN[kernel].add(id(_INSIDE[-1]) if _INSIDE else 0)
+        return form.native(*args, **kwargs)
+
+    return run
+
+
+def _counting_class(target: Any) -> type:
+    namespace: dict[str, Any] = {
+        "__module__": __name__,
+        "__init__": _noted(f"{qualified(target)}.__init__", target.__init__),
+    }
+    for name in called_methods(target):
+        if definer(target, name) is None:
+            continue
+        raw = inspect.getattr_static(target, name)
+        if not isinstance(raw, (staticmethod, classmethod)):
+            namespace[name] = _noted(f"{qualified(target)}.{name}", raw)
+    made: type = type(target)(f"Counting{target.__name__}", (target,), namespace)
+    return made
+
+
+def _written() -> Iterator[tuple[str, Any]]:
+    yield "shapes", {key: sorted(map(list, shapes)) for key, shapes in sorted(SHAPES.items())}
+    yield "ran", {kernel: len(instances) for kernel, instances in sorted(RAN.items())}
+
+
+def _write(path: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(dict(_written()), file)
+
+
+if "COUNTING_FILE" in os.environ:
+    atexit.register(_write, os.environ["COUNTING_FILE"])
