@@ -75,6 +75,12 @@ def _packages(name: str, value: Any) -> Mapping[str, Collection[str]]:
     )
 
 
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _unexpected(name, value, "True or False")
+    return value
+
+
 def _class_or_none(name: str, value: Any) -> Any:
     if value is not None and not callable(value):
         raise _unexpected(name, value, "a class or None")
@@ -94,6 +100,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "name": _text,
     "device_type": _device_type,
     "dispatch_chain": _texts,
+    "runs_cpu_kernels": _flag,
     "distributed_backend": _text,
     "compile_backend": _text,
     "visibility_variable": _text_or_none,

@@ -20,6 +20,7 @@ import opgraft
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.functional import FUNCTIONALS
 from opgraft.registry.op_classes import called_methods, definer, qualified, reference_method
+from opgraft.registry.recorded_calls import FUNCTIONAL
 from opgraft.state import host_state
 
 platforms = "any"
@@ -100,6 +101,8 @@ def _target_of(form: Any) -> type | None:
 def _counting_form(form: Any, kernel: str) -> Callable[..., Any]:
     @functools.wraps(form.native)
     def run(*args: Any, **kwargs: Any) -> Any:
+        key = f"{qualified(_target_of(form))}.{FUNCTIONAL}.{form.name}"
+        SHAPES[key][len(args), tuple(sorted(kwargs))] += 1
         RAN[kernel].add(id(_INSIDE[-1]) if _INSIDE else 0)
         return form.native(*args, **kwargs)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from opgraft.binding.arguments import expect_module
 from opgraft.binding.custom_op import CustomOp, PluggableLayer
-from opgraft.binding.functional import choice_of
+from opgraft.binding.form_choice import choice_of
 from opgraft.binding.names import op_name_of
 from opgraft.binding.pluggable_class import PluggableClass, choose_class
 from opgraft.binding.rebinding import hidden_by

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from inspect import signature
 from itertools import zip_longest
 from types import MappingProxyType
@@ -21,9 +20,7 @@ from opgraft.binding.marks import NEEDS_GRADIENT, gradient_required
 from opgraft.binding.specialisation import Binding, bind
 from opgraft.compat.registration import on_gradients
 from opgraft.compat.tracing import constant_while_tracing
-from opgraft.decision import Provider
 from opgraft.errors import ConflictError
-from opgraft.platform import DISPATCH_KEYS
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.host import load_plugins
 from opgraft.registry.declarations import redefines
@@ -179,71 +176,6 @@ def binding_of(form: Functional[..., Any]) -> Binding:
     load_plugins()
     target: Any = host_state().registry.find_target(form.op)
     return bind(target)
-
-
-@dataclass(frozen=True)
-class FormChoice:
-    """The choice for a form here and now: a function of the bound kernel's class, or its own definition.
-
-    Attributes:
-        form: the form.
-        binding: the choice of class and kernel for the op of the form.
-    """
-
-    form: Functional[..., Any]
-    binding: Binding
-
-    @property
-    def is_native(self) -> bool:
-        """Tell whether the form runs its own definition in plain PyTorch."""
-        return self.form.name not in (self.binding.kernel.winner.functions or {})
-
-    @property
-    def op_class(self) -> type:
-        """The class whose code runs: the replacement only if it brings a function for the form."""
-        choice = self.binding.replacement
-        return choice.target if self.is_native else choice.cls
-
-    @property
-    def kernel_name(self) -> str:
-        """The kernel as tables show it, such as ``linear.native``."""
-        return f"{self.form.name}.native" if self.is_native else self.binding.kernel_name
-
-    @property
-    def provider(self) -> Provider:
-        """The provider of the code that runs."""
-        if self.is_native:
-            return discover().provider_of(self.form.__module__)
-        return self.binding.provider
-
-    @property
-    def reason(self) -> str:
-        """The reason for the choice, which rests on that of the op's class and kernel."""
-        decision = self.binding.decision
-        own = decision.candidates[0].reason
-        return f"{self.unserved or own}; {decision.reason}"
-
-    @property
-    def unserved(self) -> str:
-        """The reason why the bound kernel does not serve the form; empty if it does, or if there is no kernel."""
-        kernel = self.binding.kernel.winner
-        if not self.is_native or kernel.key == "native":
-            return ""
-        key = kernel.key if kernel.key in DISPATCH_KEYS else "oot"
-        return (
-            f"the layer calls opgraft.functional.{self.form.name}, for which "
-            f"{self.binding.provider} brings no function in a functional_{key}, so the native "
-            "definition runs"
-        )
-
-
-def choice_of(form: Functional[..., Any]) -> FormChoice:
-    """Return what a form runs here and now, with whose code it is, and why.
-
-    Raises:
-        OpgraftError: as constructing the op would.
-    """
-    return FormChoice(form, binding_of(form))
 
 
 def _bound(form: Functional[Arguments, Result]) -> Bound[Arguments, Result]:

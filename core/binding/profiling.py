@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from opgraft.binding.custom_op import CustomOp
-from opgraft.binding.functional import Functional, choice_of
+from opgraft.binding.form_choice import choice_of
+from opgraft.binding.functional import Functional
 from opgraft.binding.replaceable import ReplaceableFunction
 from opgraft.binding.specialisation import Binding, bind
 from opgraft.decision import Provider

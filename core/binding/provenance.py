@@ -14,7 +14,8 @@ from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any
 
 from opgraft.binding.custom_op import CustomOp
-from opgraft.binding.functional import FormChoice, Functional, choice_of
+from opgraft.binding.form_choice import FormChoice, choice_of
+from opgraft.binding.functional import Functional
 from opgraft.binding.replaceable import ReplaceableFunction
 from opgraft.binding.specialisation import Binding, bind
 from opgraft.config import NATIVE_CHOICE

@@ -9,13 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from opgraft.binding.functional import (
-    FUNCTIONALS,
-    FormChoice,
-    Functional,
-    binding_of,
-    choice_of,
-)
+from opgraft.binding.form_choice import FormChoice, choice_of
+from opgraft.binding.functional import FUNCTIONALS, Functional, binding_of
 from opgraft.compilation.nodes import form_of
 from opgraft.decision import Candidate, Decision
 from opgraft.ops.attention.node import op_of_node

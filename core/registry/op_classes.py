@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import linecache
 import re
 import types
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from inspect import Signature
 from typing import Any
 
 from opgraft.errors import RegistrationError, close_matches
 from opgraft.platform import DISPATCH_KEYS
-from opgraft.registry.recorded_calls import FORWARD, recorded_calls
+from opgraft.registry.recorded_calls import FORWARD, forms_called, recorded_calls
 from opgraft.registry.signatures import calls_of, method_signature, rejected_call
 
 NEEDS = "__opgraft_needs__"
@@ -51,9 +52,40 @@ def check_replacement(target: type, cls: type) -> tuple[str, ...]:
     defined = {name for base in between for name in vars(base)}
     methods = [method for method in ("__init__", *called_methods(target)) if method in defined]
     narrower = [_narrowness(target, cls, method) for method in methods]
-    return tuple(
-        finding for finding in (_without_effect(target, cls, defined), *narrower) if finding
-    )
+    unserved = _unserved_forms(target, between)
+    found = (_without_effect(target, cls, defined), *narrower, *unserved)
+    return tuple(finding for finding in found if finding)
+
+
+def _unserved_forms(target: type, between: Sequence[type]) -> Iterator[str]:
+    """Describe each form of ``target`` that layers of opgraft call, and for which a replacement brings no function.
+
+    Args:
+        target: the op.
+        between: the classes of the replacement, down to the target.
+    """
+    forms = forms_called(target)
+    methods = [method for method in kernel_methods() if method != "forward_native"]
+    pairs = itertools.product(between, methods) if forms else ()
+    for base, method in pairs:
+        if method not in vars(base):
+            continue
+        functions = vars(base).get(f"functional_{method.removeprefix('forward_')}", {})
+        for name in forms:
+            if not _brings(functions, name):
+                yield (
+                    f"{base.__qualname__}.{method} at {location_of(vars(base)[method])} never runs in layers that "
+                    f"call opgraft.functional.{name}, such as those of the engine. They run the native definition, as "
+                    f"{base.__qualname__} brings no function for that form. Bring one by functional_oot = "
+                    f"opgraft.FunctionalKernels({{{name!r}: ...}})."
+                )
+
+
+def _brings(functions: Any, form: str) -> bool:
+    try:
+        return form in functions
+    except Exception:  # a module that cannot be imported here, or no mapping: other checks tell
+        return True
 
 
 def check_supports(target: type, cls: type, supports: Callable[..., Any]) -> None:

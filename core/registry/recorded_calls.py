@@ -21,6 +21,9 @@ FILE = Path(__file__).with_name("recorded_calls.json")
 FORWARD = "forward"
 """The name of an op's call in the file, whichever ``forward_<key>`` it runs."""
 
+FUNCTIONAL = "functional"
+"""Stands in the file between an op and the name of a functional form of it, which layers call directly."""
+
 
 @dataclass(frozen=True, order=True)
 class RecordedCall:
@@ -55,6 +58,12 @@ def recorded_calls(cls: type, method: str) -> Sequence[RecordedCall] | None:
         return _table().get(_key(owner, method)) or _table().get(_key(cls, method))
     found = {call for base in cls.__mro__ for call in _table().get(_key(base, method), ())}
     return sorted(found) or None
+
+
+def forms_called(cls: type) -> Sequence[str]:
+    """List the functional forms of an op that layers of opgraft call in place of the op."""
+    prefix = _key(cls, f"{FUNCTIONAL}.")
+    return sorted(key.removeprefix(prefix) for key in _table() if key.startswith(prefix))
 
 
 def written(calls: Mapping[str, Sequence[RecordedCall]]) -> str:

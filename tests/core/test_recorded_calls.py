@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
+import opgraft
 import pytest
+import torch
 from opgraft import ops
+from opgraft.binding.functional import FUNCTIONALS
 from opgraft.errors import RegistrationError
 from opgraft.registry import recorded_calls
 from opgraft.registry.op_classes import method_signature, reference_method
-from opgraft.registry.recorded_calls import FORWARD
+from opgraft.registry.recorded_calls import FORWARD, FUNCTIONAL
 from opgraft.registry.signatures import bound_call
 from opgraft.state import host_state
 from recording import record, record_all
@@ -39,6 +43,10 @@ def test_every_recorded_call_fits_its_target() -> None:
     """A constructor or method takes each call that the table has for it."""
     for key, calls in recorded_calls.read().items():
         path, _, method = key.rpartition(".")
+        if path.endswith(f".{FUNCTIONAL}"):
+            signature = inspect.signature(FUNCTIONALS[method].native)
+            assert all(call.failure(signature, signature) is None for call in calls), key
+            continue
         module, _, name = path.partition(":")
         target: Any = getattr(importlib.import_module(module), name)
         if method == FORWARD:
@@ -173,3 +181,24 @@ def test_a_renamed_positional_argument_is_no_exchange() -> None:
     given = (["query", "key"], [])
     assert bound_call(*given, signature(target), signature(renamed)) is None
     assert "lands in 'key'" in str(bound_call(*given, signature(target), signature(exchanged)))
+
+
+@pytest.mark.parametrize(
+    ("members", "found"),
+    [
+        ({"forward_oot": lambda self, input, residual=None: input}, True),
+        ({"forward": lambda self, input, residual=None: input}, True),
+        (
+            {"functional_oot": opgraft.FunctionalKernels({"linear": torch.nn.functional.linear})},
+            False,
+        ),
+    ],
+)
+def test_a_form_that_layers_call_is_a_finding_without_a_function(
+    members: dict[str, Any], found: bool
+) -> None:
+    """A replaced ``Linear`` without a function for the form is told that layers of the engine do not call it."""
+    ops.Linear.register_oot(type("Mine", (ops.Linear,), members))
+    (record,) = host_state().active
+    told = "layers that call opgraft.functional.linear" in " ".join(record.findings)
+    assert told == found
