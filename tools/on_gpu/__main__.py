@@ -58,7 +58,7 @@ def unpacked(wheels: Path, site: Path) -> Path:
 
 def environment(site: Path, scratch: Path) -> dict[str, str]:
     """Return the variables of the parts: packages of the bundle first, every cache below ``scratch``, no network."""
-    path = [str(site), str(REPOSITORY / "tools"), str(REPOSITORY / "benchmarks")]
+    path = [str(site), str(REPOSITORY / "tools")]
     path += [given for given in [os.environ.get("PYTHONPATH")] if given]
     caches = {
         "TRITON_CACHE_DIR": "triton",

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from opgraft import LLM, SamplingParams
-
 from on_gpu import checkpoints, expected
+from on_gpu.engines import answers, engine
 
 LARGEST = 45 * 10**6
 """Bytes of the bundle, at most: it travels to the machine together with the checkout."""
@@ -27,13 +26,9 @@ def main(folder: Path) -> None:
 
 def _expect_same_tokens(folder: Path, outputs: expected.Expected) -> None:
     """Raise if the engine of opgraft gives other tokens here: its numbers on a GPU would say nothing."""
-    llm = LLM(
-        str(folder / expected.LANGUAGE_MODEL), dtype="float32", **{"cache.memory_bytes": 1 << 27}
-    )
-    greedy = SamplingParams(temperature=0, max_tokens=expected.TOKENS, ignore_eos=True)
-    answers = llm.generate([{"prompt_token_ids": ids} for ids in outputs.prompts], greedy)
-    for prompt, answer, tokens in zip(expected.PROMPTS, answers, outputs.tokens, strict=True):
-        found = list(answer.outputs[0].token_ids)
+    with engine(folder) as llm:
+        found_tokens = answers(llm, outputs.prompts)
+    for prompt, found, tokens in zip(expected.PROMPTS, found_tokens, outputs.tokens, strict=True):
         if found != tokens:
             sys.exit(f"after {prompt[:40]!r} the engine gives {found}, transformers {tokens}")
 

@@ -22,6 +22,12 @@ def engine(bundle: Path, dtype: str = "float32", **settings: Any) -> LLM:
     return LLM(str(bundle / LANGUAGE_MODEL), dtype=dtype, **{**given, **settings})
 
 
+def capacity(llm: LLM) -> str:
+    """Say how much the cache of an engine holds."""
+    engine: Any = llm.engine  # one engine, not several replicas
+    return str(engine.core.capacity())
+
+
 def answers(llm: LLM, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return the tokens after prompts that are answered together."""
     given = [{"prompt_token_ids": list(ids)} for ids in prompts]

@@ -56,7 +56,7 @@ class Expected:
     def write(self, folder: Path) -> None:
         """Write ``expected.json`` and ``expected.safetensors``."""
         data = {"prompts": self.prompts, "tokens": self.tokens, "margins": self.margins}
-        data["sentences"] = self.sentences  # type: ignore[assignment]
+        data["sentences"] = self.sentences
         (folder / "expected.json").write_text(json.dumps(data), encoding="utf-8")
         states = {f"states.{index}": state for index, state in enumerate(self.states)}
         save_file({"logits": self.logits, **states}, folder / "expected.safetensors")
@@ -75,7 +75,7 @@ def language_model(bundle: Path, dtype: torch.dtype, device: str = "cpu") -> tup
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     given: dict[str, Any] = {"gguf_file": LANGUAGE_MODEL}
-    model = AutoModelForCausalLM.from_pretrained(bundle, dtype=dtype, **given)
+    model: Any = AutoModelForCausalLM.from_pretrained(bundle, dtype=dtype, **given)
     return model.to(device).eval(), AutoTokenizer.from_pretrained(bundle, **given)
 
 
@@ -83,7 +83,7 @@ def encoder(bundle: Path, dtype: torch.dtype, device: str = "cpu") -> tuple[nn.M
     """Return the encoder of the bundle as transformers makes it, and its tokenizer."""
     from transformers import AutoModel, AutoTokenizer
 
-    model = AutoModel.from_pretrained(bundle / ENCODER, dtype=dtype)
+    model: Any = AutoModel.from_pretrained(bundle / ENCODER, dtype=dtype)
     return model.to(device).eval(), AutoTokenizer.from_pretrained(bundle / ENCODER)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from on_gpu.device import ON_GPU
 from on_gpu.rows import Rows
 
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 TOKENS, WIDTH = 4096, 4096
 LOOPS = ("selective_scan", "mamba_chunk_scan", "paged_attention", "fused_experts")
 """Forms whose definitions go through tokens, sequences or experts one by one: a compiler unrolls them for minutes."""
@@ -21,6 +23,7 @@ def run(rows: Rows, bundle: Path) -> None:
     if not ON_GPU:
         rows.no_device("bandwidth of the kernels")
         return
+    sys.path.append(str(BENCHMARKS))
     import gpu  # benchmarks/gpu.py, which needs Triton
 
     rows.measured("conditions", str(gpu.conditions()))

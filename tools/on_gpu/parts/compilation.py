@@ -40,7 +40,7 @@ def run(rows: Rows, bundle: Path) -> None:
 def _compare(model: Any, sequences: list[list[int]], result: Any, **arguments: Any) -> str:
     """Compare a compiled model with itself uncompiled, for texts of several lengths; ``fullgraph`` allows one graph."""
     torch.compiler.reset()
-    compiled = torch.compile(model, backend=BACKEND, fullgraph=True, dynamic=True)
+    compiled: Any = torch.compile(model, backend=BACKEND, fullgraph=True, dynamic=True)
     worst = 0.0
     for ids in sequences[:4]:
         given = torch.tensor([ids], device=DEVICE)
@@ -65,7 +65,8 @@ class _Block(torch.nn.Module):
 
 @torch.no_grad()
 def _recorded() -> str:
-    block = _Block().to(DEVICE).eval()
+    block: Any = _Block().to(DEVICE)
+    block.eval()
     settings = CompilationConfig(level=1, graph_mode="full", capture_sizes=(4, 16))
     compiled = opgraft.compile(block, settings, args=(torch.randn(4, 256, device=DEVICE),))
     worst = 0.0

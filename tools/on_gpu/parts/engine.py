@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 
 from on_gpu.device import DEVICE, ON_GPU
-from on_gpu.engines import TIE, TIE_OF_HALF, answers, engine
+from on_gpu.engines import TIE, TIE_OF_HALF, answers, capacity, engine
 from on_gpu.expected import TOKENS, Expected, generated, language_model
 from on_gpu.rows import Rows, expect_equal
 from on_gpu.tokens import compared
 
-FULL_CACHE = {
+FULL_CACHE: dict[str, Any] = {
     "cache.num_blocks": 24,
     "cache.memory_bytes": None,
     "block_size": 16,
     "max_model_len": 256,
 }
 """Settings of a cache that does not hold all prompts with their answers."""
+
+WHOLE_CACHE: dict[str, Any] = {"cache.memory_bytes": None}
+"""Settings of a cache that takes its share of the memory."""
 
 
 def run(rows: Rows, bundle: Path) -> None:
@@ -28,7 +32,7 @@ def run(rows: Rows, bundle: Path) -> None:
     with rows.attempt("an engine is made") as row:
         started = perf_counter()
         llm = engine(bundle)
-        row.detail = f"{perf_counter() - started:.1f} s; {llm.engine.core.capacity()}"
+        row.detail = f"{perf_counter() - started:.1f} s; {capacity(llm)}"
     with rows.attempt("alone, against the CPU in float32") as row:
         alone = [answers(llm, [each])[0] for each in prompts]
         row.detail = compared(alone, *of_cpu, TIE)
@@ -61,8 +65,8 @@ def run(rows: Rows, bundle: Path) -> None:
         return
     with (
         rows.attempt("the cache takes its share of the memory") as row,
-        engine(bundle, **{"cache.memory_bytes": None}) as large,
+        engine(bundle, **WHOLE_CACHE) as large,
     ):
         free, total = torch.cuda.mem_get_info()
-        row.detail = f"{large.engine.core.capacity()}; {free:,} of {total:,} bytes are free; "
+        row.detail = f"{capacity(large)}; {free:,} of {total:,} bytes are free; "
         row.detail += compared(answers(large, prompts), *of_cpu, TIE)

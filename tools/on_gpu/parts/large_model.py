@@ -89,10 +89,10 @@ def _built(shape: dict[str, Any], folder: Path) -> Any:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(DEVICE):
-        model = LlamaForCausalLM(config).eval()
+        model: Any = LlamaForCausalLM(config)
     torch.set_default_dtype(torch.float32)
     model.save_pretrained(folder)
-    return model
+    return model.eval()
 
 
 @torch.inference_mode()
