@@ -41,6 +41,10 @@ class TpuPlatform(Platform):
         return self.package.device_type
 
     @property
+    def runs_cpu_kernels(self) -> bool:
+        return False  # told without the packages that know the device type
+
+    @property
     def dispatch_chain(self) -> tuple[str, ...]:
         return ("tpu",)
 
