@@ -45,6 +45,7 @@ CHECKED = (HOST_DISTRIBUTION, "torch")
 _OWN = (PLATFORM_GROUP, PLUGIN_GROUP, *BRIDGE_GROUPS)
 _MOST = 1000  # entry points of a distribution
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
+_FOREIGN = "other characters than letters, digits, '_', '.' and '-', such as a space"
 _VALUE = re.compile(r"\w[\w.]*(\s*:\s*\w[\w.]*)?(\s*\[.*\])?")
 _SIMULATED = "opgraft.testing.devices"
 _BUILT_IN = "opgraft.platforms"
@@ -257,7 +258,8 @@ def _malformed(found: importlib_metadata.Distribution, error: Exception) -> Prob
     provider = Provider(str(place_of(found) or type(found).__qualname__))
     with suppress(Exception):
         provider = _provider(fields_of(found))
-    return Problem(provider, f"its plugin metadata is malformed: {described(error)}")
+    place = f" ({place_of(found)})" if place_of(found) else ""
+    return Problem(provider, f"its plugin metadata is malformed: {described(error)}{place}")
 
 
 def _provider(fields: Mapping[str, list[str]]) -> Provider:
@@ -346,7 +348,10 @@ def _check(text: str, groups: Collection[str]) -> None:
         module = value.partition(":")[0].partition(".")[0].strip()
         fits = _NAME.fullmatch(name) and _VALUE.fullmatch(value) and module != _NO_MODULE
         if group in groups and not fits:
-            raise ValueError(f"{row!r} in {group}, expected 'name = package.module:object'")
+            told = (
+                "" if _NAME.fullmatch(name) or not name else f": the name {name!r} has {_FOREIGN}"
+            )
+            raise ValueError(f"{row!r} in {group}, expected 'name = package.module:object'{told}")
 
 
 def is_editable(distribution: importlib_metadata.Distribution | None) -> bool:

@@ -95,19 +95,27 @@ def replacements_of(record: PluginRecord) -> list[Replacement]:
 
 
 def _misspelt_platforms(record: PluginRecord) -> Iterator[Finding]:
-    """Find platforms that a plugin states, that no distribution offers, and whose name is nearly that of one offered.
+    """Find platforms that a plugin states and no distribution offers.
 
-    Another name is no fault: its platform may be installed on other machines.
+    A name beside one that is offered is no fault, unless it is nearly that of another platform: its platform may be
+    installed on other machines.
     """
     offered = {offer.name for offer in discover().of_group(PLATFORM_GROUP)}
-    for name in record.platforms:
-        near = near_matches(name.lower(), offered, _PLATFORM_CUTOFF)
-        if name not in (*offered, ANY_PLATFORM) and near:
-            words = " or ".join(map(repr, near))
-            yield _finding(
-                record,
-                f"states the platform {name!r}, which nothing installed offers: did you mean {words}?",
-            )
+    unknown = [name for name in record.platforms if name not in (*offered, ANY_PLATFORM)]
+    near = {name: near_matches(name.lower(), offered, _PLATFORM_CUTOFF) for name in unknown}
+    for name in filter(near.get, unknown):
+        words = " or ".join(map(repr, near[name]))
+        yield _finding(
+            record,
+            f"states the platform {name!r}, which nothing installed offers: did you mean {words}?",
+        )
+    if unknown and len(unknown) == len(record.platforms) and not any(near.values()):
+        named = " and ".join(map(repr, unknown))
+        yield _finding(
+            record,
+            f"states the platforms {named} only, which nothing installed offers, so it never runs here: name one of "
+            f"{', '.join(sorted(offered))}, or install what offers {named}",
+        )
 
 
 def _finding(record: PluginRecord, says: str, exit_code: int = 1) -> Finding:

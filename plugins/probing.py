@@ -7,10 +7,15 @@ outcome becomes ``Evidence``.
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
+import re
+import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,15 +28,36 @@ from opgraft.errors import (
     PluginError,
     close_matches,
     raised_at,
+    raised_in,
 )
+from opgraft.finding import Finding
 from opgraft.machine.evidence import Evidence
 from opgraft.machine.machine import Machine, mapped, masked
 from opgraft.platform import PlatformSpec
 from opgraft.plugins.discovery import PLATFORM_BRIDGES, PLATFORM_GROUP, Offer
 from opgraft.plugins.watching import told_when_late
+from opgraft.state import host_state
 from opgraft.text import described, shortened
 
 TIME_LIMIT = 10.0  # seconds
+
+SLOW = 5.0  # seconds
+"""The time from which on a probe is slow; those of opgraft take milliseconds."""
+
+_OF_EVERYBODY = (
+    "/dev/null",
+    "/dev/zero",
+    "/dev/full",
+    "/dev/random",
+    "/dev/urandom",
+    "/dev/tty",
+    "/dev/pts",
+    "/dev/ptmx",
+    "/dev/shm",  # noqa: S108  # nothing is written there
+    "/dev/console",
+    "/dev/std",
+    "/dev/fd",
+)
 
 _CHILD = "from opgraft.plugins.probing import answer; answer(reply_to, data, *sys.argv[3:])"
 
@@ -135,13 +161,19 @@ def run_probe(offer: Offer, machine: Machine) -> Evidence:
         if isinstance(error, PluginError):  # of a bridge, which says where the fault is
             raise ProbeFailed(f"probe {offer.value}: {error}") from error
         raise ProbeFailed(
-            f"probe {offer.value} raised {described(error)} at {raised_at(error)}"
+            f"probe {offer.value} raised {described(error)} at {_place(offer, error)}"
         ) from error
     if not isinstance(evidence, Evidence):
         raise ProbeFailed(
             f"probe {offer.value} returned a {type(evidence).__name__}, expected opgraft.Evidence"
         )
     return evidence
+
+
+def _place(offer: Offer, error: BaseException) -> str:
+    """Return ``file:line`` of the innermost code of a probe's package, from where it may have called others."""
+    own = None if offer.built_in else raised_in(offer.module.partition(".")[0], error)
+    return own or raised_at(error)
 
 
 def _spec(offer: Offer) -> Any:
@@ -178,6 +210,11 @@ def _ask_child(offer: Offer, machine: Machine, time_limit: float) -> Evidence:
         if "failure" in reply:
             raise ProbeFailed(masked(reply["failure"], private))
         asked = set(reply.pop("asked"))
+        for remark in reply.pop("remarks"):
+            message = (
+                f"the probe of platform {offer.name!r} of {offer.provider} {remark['message']}"
+            )
+            _keep(Finding(message, offer.provider, remark["location"]))
         unasked = {name: value for name, value in private.items() if name not in asked}
         return Evidence.from_dict(mapped(masked(reply, unasked), shortened))
     except LostChildError as error:
@@ -186,6 +223,14 @@ def _ask_child(offer: Offer, machine: Machine, time_limit: float) -> Evidence:
         raise ProbeFailed(f"{what}; {confine(offer.provider, what)}") from error
     except (ChildError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ProbeFailed(masked(f"probe {offer.value}: {error}", private)) from error
+
+
+def _keep(finding: Finding) -> None:
+    """Keep what is wrong with a probe for the doctor."""
+    state = host_state()
+    with state.lock:
+        if finding not in state.platform_findings:
+            state.platform_findings.append(finding)
 
 
 class _Asked(dict[str, str]):
@@ -230,6 +275,49 @@ class _Asked(dict[str, str]):
         return super().get(name, default)
 
 
+def _remarks(offer: Offer, seconds: float) -> Iterator[dict[str, str]]:
+    """Yield what a probe did that a probe must not do, each with ``file:line``; called in its process."""
+    probe = offer.load().probe
+    code = getattr(inspect.unwrap(probe), "__code__", None)
+    place = f"{code.co_filename}:{code.co_firstlineno}" if code else offer.value
+    if seconds >= SLOW:
+        told = f"took {seconds:.1f} s, and each command waits for it: read files, and ask no tool or device"
+        yield {"message": told, "location": place}
+    if "torch" in sys.modules:
+        told = "imports torch, which takes seconds and may create a device context: read files only"
+        yield {"message": told, "location": _import_of("torch", offer.module) or place}
+    devices = _open_devices()
+    if devices:
+        told = f"leaves {', '.join(devices)} open, as a device context does: read files below machine.root only"
+        yield {"message": told, "location": place}
+
+
+def _import_of(package: str, module: str) -> str:
+    """Return ``file:line`` of the statement that imports a package among the modules of a probe's package."""
+    statement = re.compile(rf"\s*(import|from)\s+{package}\b")
+    own = module.partition(".")[0]
+    for name, each in list(sys.modules.items()):
+        file = getattr(each, "__file__", None) or ""
+        if name.partition(".")[0] != own or not file.endswith(".py"):
+            continue
+        lines = Path(file).read_text("utf-8", "replace").splitlines()
+        for number, line in enumerate(lines, start=1):
+            if statement.match(line):
+                return f"{file}:{number}"
+    return ""
+
+
+def _open_devices() -> list[str]:
+    """Return the device files that this process has open, those of every process aside."""
+    found = set()
+    for entry in Path("/proc/self/fd").glob("*"):
+        with suppress(OSError):  # of a file that is closed meanwhile
+            target = os.readlink(entry)
+            if target.startswith("/dev/") and not target.startswith(_OF_EVERYBODY):
+                found.add(target)
+    return sorted(found)
+
+
 def answer(
     reply_to: int, machine: Mapping[str, Any], name: str, value: str, root: str, bridge: str
 ) -> None:
@@ -239,8 +327,10 @@ def answer(
     offer = Offer(PLATFORM_GROUP, name, value, Provider(name), bridge=through)
     given = Machine.from_dict(Path(root), machine)
     asked = _Asked(given.environ)
+    started = time.monotonic()
     try:
         reply = run_probe(offer, replace(given, environ=asked)).to_dict() | {"asked": asked.asked}
+        reply["remarks"] = list(_remarks(offer, time.monotonic() - started))
     except ProbeFailed as failure:
         reply = {"failure": str(failure)}
     # Not to the standard output, to which the probe and what it imports may print.

@@ -59,6 +59,10 @@ class Machine:
     memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """A store in which probes keep what several of them read, such as the list of PCI functions."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.root, Path):  # as of who writes Machine("/folder")
+            object.__setattr__(self, "root", Path(self.root))
+
     @classmethod
     def recorded(cls, root: Path) -> Machine:
         """Open a machine from a folder that ``opgraft detect --record`` wrote.

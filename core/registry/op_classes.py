@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from inspect import Signature
 from typing import Any
 
-from opgraft.errors import RegistrationError, close_matches
+from opgraft.errors import RegistrationError, near_matches
 from opgraft.platform import DISPATCH_KEYS
 from opgraft.registry.recorded_calls import FORWARD, forms_called, recorded_calls
 from opgraft.registry.signatures import calls_of, method_signature, rejected_call
@@ -190,6 +190,18 @@ def _may_be_bound(cls: type, owner: type, method: str) -> bool:
     return True
 
 
+_KERNEL_CUTOFF = 0.915
+"""Above it a name is a misspelt kernel's; 'forward_npu' and 'forward_cpu', at 0.909, differ by a vendor."""
+
+
+def _suggestion(name: str) -> str:
+    """Say what a method that is named like a kernel may be meant to be; a device of no dispatch key has its own."""
+    near = near_matches(name, kernel_methods(), _KERNEL_CUTOFF)
+    if near:
+        return f"did you mean {' or '.join(map(repr, near))}?"
+    return "no dispatch key has that name, and a kernel for a device of your own is called 'forward_oot'."
+
+
 def _without_effect(target: type, cls: type, defined: Set[str]) -> str | None:
     """Describe a replacement that overrides nothing of ``target`` by the names that it has ``defined``.
 
@@ -201,11 +213,7 @@ def _without_effect(target: type, cls: type, defined: Set[str]) -> str | None:
         hasattr(target, name) for name in plain
     ):
         return None
-    near = {
-        name: close_matches(name, kernel_methods())
-        for name in sorted(plain)
-        if name.startswith("forward_")
-    }
+    near = {name: _suggestion(name) for name in sorted(plain) if name.startswith("forward_")}
     hint = "".join(f" It defines {name}: {match}" for name, match in near.items())
     text = (
         f"{qualified(cls)} at {location_of(cls)} overrides nothing of {target.__qualname__}, so replacing would change "

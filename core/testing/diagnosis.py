@@ -36,6 +36,8 @@ from opgraft.text import described
 from torch import Tensor
 
 _TABLE = "functional_"
+_BASE = "Base"
+"""The end of the names of classes that models construct derived classes of, and never the class itself."""
 
 
 def diagnose() -> list[Finding]:
@@ -161,6 +163,47 @@ def _lacking(
             f"does: {lacking}"
         )
         yield Finding(message, replacement.provider, replacement.location)
+
+
+def uncalled_kernels() -> Iterator[Finding]:
+    """Find methods that are named like a kernel for a key that is no dispatch key, and that nothing else calls."""
+    known = {f"forward_{key}" for key in DISPATCH_KEYS}
+    for replacement in _settled():
+        target = _target(replacement)
+        for base in own_classes(replacement.cls):
+            if base in target.__mro__:
+                break
+            used = {
+                name
+                for function in vars(base).values()
+                for name in getattr(getattr(function, "__code__", None), "co_names", ())
+            }
+            for name, method in vars(base).items():
+                if not name.startswith("forward_") or name in known | used or hasattr(target, name):
+                    continue
+                key = name.removeprefix("forward_")
+                message = (
+                    f"{base.__qualname__}.{name} is never called: {key!r} is no dispatch key. "
+                    "Call the method forward_oot"
+                )
+                yield Finding(message, replacement.provider, location_of(method))
+
+
+def unconstructed_targets() -> Iterator[Finding]:
+    """Find replacements of a class that only serves as the base of others, so that no model constructs it."""
+    for replacement in _settled():
+        target = _target(replacement)
+        derived = [cls.__qualname__ for cls in target.__subclasses__() if _is_variant(cls)]
+        if target.__qualname__.endswith(_BASE) and derived:
+            message = (
+                f"{replacement.cls.__qualname__} replaces {target.__qualname__}, which no model constructs, "
+                f"so it never runs: replace {' or '.join(derived)}"
+            )
+            yield Finding(message, replacement.provider, replacement.location)
+
+
+def _is_variant(cls: type) -> bool:
+    return cls in host_state().registry.targets()
 
 
 def broken_needs() -> Iterator[Finding]:
@@ -423,6 +466,8 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     without_kernels,
     never_used,
     never_fire,
+    uncalled_kernels,
+    unconstructed_targets,
     broken_needs,
     broken_switches,
     wrong_functions,

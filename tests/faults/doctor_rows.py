@@ -6,7 +6,9 @@ from faults.planting import PLUGIN
 
 HEAD = """
 import opgraft, os, torch
-from opgraft.ops import FastGELU, FatreluAndMul, GELU, GeluAndMul, MulAndSilu, NewGELU, QuickGELU
+from opgraft.ops import FastGELU, FatreluAndMul, GELU, GELUTanh, GeluAndMul, MulAndSilu, NewGELU, QuickGELU
+from opgraft.ops import ReLU, SiluAndMulWithClamp
+from opgraft.ops.rotary import RotaryEmbeddingBase
 from opgraft.ops import ReLUSquaredActivation, RMSNorm, SiluAndMul, SwigluStepAndMul
 platforms = "any"
 """
@@ -129,6 +131,36 @@ FINDINGS: dict[str, tuple[str, str, int]] = {
             "SwigluStepAndMul", "return SwigluStepAndMul.forward_native(self, x).T.contiguous().T"
         ),
         "returns a tensor that is not contiguous, with strides [1, 7], expected [9, 1],",
+        1,
+    ),
+    "a platform that nobody offers": (
+        "platforms = ['nvidia']\nimport opgraft\n@opgraft.hookimpl\ndef opgraft_veto(): pass\n",
+        "states the platforms 'nvidia' only, which nothing installed offers, so it never runs here",
+        1,
+    ),
+    "a method of no dispatch key": (
+        kernel("GELUTanh", "return x", mark="def forward_npu(self, x): return x").replace(
+            "return x\nGELU", "return GELUTanh.forward_native(self, x)\nGELU"
+        ),
+        "Acme.forward_npu is never called: 'npu' is no dispatch key. Call the method forward_oot",
+        1,
+    ),
+    "a method of no dispatch key alone": (
+        kernel("ReLU", "return x").replace("forward_oot", "forward_npu"),
+        "It defines forward_npu: no dispatch key has that name, and a kernel for a device of your own is called "
+        "'forward_oot'.",
+        4,
+    ),
+    "a base that no model constructs": (
+        kernel("RotaryEmbeddingBase", "raise OSError").replace("(self, x)", "(self, *args, **kw)"),
+        "Acme replaces RotaryEmbeddingBase, which no model constructs, so it never runs: replace RotaryEmbedding or",
+        1,
+    ),
+    "a constructor without its base's": (
+        kernel("SiluAndMulWithClamp", "return x").replace(
+            "    pass\n", "    def __init__(self, *args, **kwargs): self.size = 8\n"
+        ),
+        "Acme.__init__ at",
         1,
     ),
     "a kernel that raises": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -74,3 +75,32 @@ def test_a_variable_that_a_probe_asks_for_is_shown(site, monkeypatch: pytest.Mon
         site, "return Evidence(False, machine.environ['ACME_VISIBLE_DEVICES'] + ' hides all')"
     )
     assert acme.reason == "GPU-1,GPU-2 hides all"
+
+
+REMARKS: dict[str, tuple[str, str]] = {
+    "torch": (
+        "import torch; return Evidence(False, 'no')",
+        "imports torch, which takes seconds and may create a device context",
+    ),
+    "slow": ("import time; time.sleep(5.2); return Evidence(False, 'late')", "took 5."),
+    "inside": ("machine.read(7); return Evidence(False, 'no')", "raised "),
+}
+"""By name, the body of a probe that answers, and what the doctor says of it."""
+
+
+def test_probes_that_do_what_they_must_not(cli, site) -> None:
+    """A probe that imports torch, is slow, or gives opgraft a wrong argument is told with its file and line."""
+    for name, (body, _) in REMARKS.items():
+        site.platform(name, probe=body)
+    ended = cli("plugins", "doctor", "--json")
+    told = [f"{row['message']} {row['location']}" for row in json.loads(ended.stdout)["findings"]]
+    for name, (_, words) in REMARKS.items():
+        place = f"{site.folder / f'{name}_device.py'}:"
+        assert [row for row in told if words in row and place in row], (name, told)
+
+
+def test_a_machine_of_a_folders_name(tmp_path) -> None:
+    """The root of a machine may be given as text."""
+    (tmp_path / "sys").mkdir()
+    (tmp_path / "sys/name").write_text("acme")
+    assert Machine(str(tmp_path), environ={}).read("/sys/name") == "acme"
