@@ -31,7 +31,8 @@ class BambaForCausalLM(HybridForCausalLM):
             ".input_layernorm.": ".mixer_norm.",
             ".pre_ff_layernorm.": ".mlp_norm.",
             ".final_layernorm.": ".norm.",
-        }
+        },
+        base="model",
     )
 
     def make_layers(

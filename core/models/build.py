@@ -197,7 +197,9 @@ def _unusable(name: str, error: Exception) -> ConfigError:
 
 def _expect_embedding(cls: type[Model], config: Any, tensors: Mapping[str, LazyTensor]) -> None:
     """Compare sizes that the config claims with the checkpoint, before memory is taken for them."""
-    found = tensors.get(cls.embedding_weight)
+    wanted, spellings = cls.embedding_weight, cls.weights_mapper.spellings
+    names = [name for name in tensors if wanted and wanted in spellings(name)]
+    found = tensors[names[0]] if names else None
     if found is None or not found.dtype.is_floating_point:
         return
     claimed = (getattr(config, "vocab_size", None), getattr(config, "hidden_size", None))

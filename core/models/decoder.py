@@ -20,7 +20,7 @@ from opgraft.models.decoder_mlp import DecoderMLP, feed_forward
 from opgraft.models.description import architecture_config, joined, quantization_config
 from opgraft.models.head_norms import HeadNorms
 from opgraft.models.latent_attention import latent_attention
-from opgraft.models.names import ShardId
+from opgraft.models.names import ShardId, WeightsMapper
 from opgraft.models.sinks import sinks_of_rank
 from opgraft.models.staged import DecoderStack, StagedForCausalLM
 from opgraft.models.stages import Stage
@@ -397,6 +397,7 @@ class DecoderForCausalLM(StagedForCausalLM):
     packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]] = PACKED_MODULES
     embedding_weight: ClassVar[str] = "model.embed_tokens.weight"
     plain_config: ClassVar[bool] = True
+    weights_mapper = WeightsMapper(base="model")
 
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
         super().__init__(opgraft_config=opgraft_config, prefix=prefix)

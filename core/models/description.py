@@ -12,6 +12,7 @@ from opgraft.errors import CheckpointError, ModelError, close_matches
 from opgraft.models.config import check_config, read_config
 from opgraft.models.extras import import_extra
 from opgraft.models.files import Weights, open_weights, read_json
+from opgraft.models.names import WeightsMapper
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.quantization import quantizations
 from opgraft.quantization.settings import choose_quantization
@@ -64,21 +65,43 @@ def part_of(opgraft_config: OpgraftConfig, name: str) -> OpgraftConfig:
 
 
 def quantization_config(opgraft_config: OpgraftConfig, model: Any) -> QuantizationConfig | None:
-    """Return what chooses the weight methods of a model's layers; ``None`` where all are plain.
+    """Return what chooses the weight methods of a model's layers; ``None`` if all are plain.
 
     Settings say what is quantized while it is loaded; a checkpoint that is quantized already says so in its config.
+
+    Args:
+        opgraft_config: names the checkpoint, and has the settings.
+        model: has the tables ``packed_modules_mapping`` and ``weights_mapper``.
 
     Raises:
         QuantizationError: there is no quantization of a name, or the settings contradict the checkpoint.
         CheckpointError: the checkpoint cannot be read.
     """
     resolved = opgraft_config.resolved()
-    own = (
-        {}
-        if resolved.model.name is None
-        else checkpoint_quantization(open_weights(resolved.model.name))
-    )
-    return choose_quantization(resolved.quantization, own, model.packed_modules_mapping)
+    settings, merged = resolved.quantization, model.packed_modules_mapping
+    if resolved.model.name is None:
+        return choose_quantization(settings, {}, merged)
+    weights = open_weights(resolved.model.name)
+    own = checkpoint_quantization(weights)
+    stored = stored_layers(weights, model.weights_mapper) if own else {}
+    return choose_quantization(settings, own, merged, stored)
+
+
+def stored_layers(weights: Weights, mapper: WeightsMapper) -> dict[str, bool]:
+    """Return name of a layer of the checkpoint → whether its weight is quantized.
+
+    A plain layer has a ``weight`` of 16 bits or more in floating point. A quantized one has
+    integers, or floating point of 8 bits. One that has neither, such as a bias alone, is left out.
+    """
+    stored: dict[str, bool] = {}
+    for name, tensor in weights.tensors.items():
+        wide = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
+        if wide and not name.endswith(".weight"):
+            continue
+        for spelled in mapper.spellings(name):
+            layer = spelled.rpartition(".")[0]
+            stored[layer] = stored.get(layer, False) or not wide
+    return stored
 
 
 def checkpoint_quantization(weights: Weights) -> Mapping[str, Any]:

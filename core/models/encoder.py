@@ -255,7 +255,11 @@ class BertModel(Model):
     packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]] = {
         "qkv": {"query": "q", "key": "k", "value": "v"}
     }
-    weights_mapper = WeightsMapper({"bert.": "", "roberta.": "", "cls.": None, "lm_head.": None})
+    weights_mapper = WeightsMapper(
+        prefixes={"bert.": "", "roberta.": "", "cls.": None, "lm_head.": None},
+        # the names that the first checkpoints have, converted from TensorFlow
+        substrings={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+    )
     ignored_weights: Sequence[str] = ("*pooler.*", "*embeddings.position_ids")
     """Patterns of tensors that checkpoints have and this model does not read."""
     embedding_weight: ClassVar[str] = "embeddings.word_embeddings.weight"

@@ -96,7 +96,7 @@ class MixtralForCausalLM(DecoderForCausalLM):
     """Mixtral (arXiv:2401.04088): Mistral with experts."""
 
     family = Family(windowed=True, experts=ExpertsFamily())
-    weights_mapper = WeightsMapper(substrings={".block_sparse_moe.": ".mlp."})
+    weights_mapper = WeightsMapper(substrings={".block_sparse_moe.": ".mlp."}, base="model")
 
 
 @PluggableClass.register("Qwen3MoeForCausalLM")
@@ -122,5 +122,6 @@ class GptOssForCausalLM(DecoderForCausalLM):
         experts=ExpertsFamily(activation="swigluoai", has_bias=True, transposed_checkpoint=True),
     )
     weights_mapper = WeightsMapper(
-        substrings={".mlp.router.": ".mlp.gate.", ".self_attn.sinks": ".self_attn.attn.sinks"}
+        substrings={".mlp.router.": ".mlp.gate.", ".self_attn.sinks": ".self_attn.attn.sinks"},
+        base="model",
     )

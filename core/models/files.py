@@ -14,14 +14,17 @@ from typing import Any
 
 from opgraft.errors import CheckpointError, near_matches
 from opgraft.files import read_regular
+from opgraft.logger import logger
 from opgraft.models.gguf_file import open_gguf
 from opgraft.models.gguf_names import renamed
 from opgraft.models.hub_cache import cached_snapshot, hub_cache, is_hub_name
 from opgraft.models.lazy import LazyTensor
 from opgraft.models.safetensors_file import open_safetensors
+from opgraft.text import printable
 
 _LARGEST_JSON = 1 << 26  # bytes of a file, of which an index of shards is the largest
 
+WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MODULES = "modules.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -247,11 +250,14 @@ def weight_files(path: Path) -> list[Path]:
     """
     if path.is_file():
         return _files_of(path)
-    index = path / INDEX
-    if index.is_file():
+    index = _index_of(path)
+    if index is not None:
         return _shards(index)
-    whole = path / "model.safetensors"
-    found = [whole] if whole.is_file() else sorted(path.glob("*.safetensors")) or _gguf_files(path)
+    whole = path / WHOLE
+    if whole.is_file():
+        _tell_of_stale(path)
+        return [whole]
+    found = sorted(path.glob("*.safetensors")) or _gguf_files(path)
     if found:
         return found
     pickles = sorted(file.name for file in path.iterdir() if file.suffix in PICKLES)
@@ -341,8 +347,36 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _index_of(path: Path) -> Path | None:
+    """Return the index of a checkpoint's shards, ``None`` if it has none.
+
+    ``model.safetensors`` counts more than an index that does not name it. Such an index is left of
+    an earlier save, as ``save_pretrained`` removes the shards of that save and not their index.
+    """
     index = path if path.is_file() else path / INDEX
-    return index if index.name.endswith(".index.json") and index.is_file() else None
+    if not (index.name.endswith(".index.json") and index.is_file()):
+        return None
+    if path.is_file() or not (path / WHOLE).is_file():
+        return index
+    try:
+        named = _weight_map(index).values()
+    except CheckpointError:
+        named = ()
+    if WHOLE in named:
+        return index
+    return None
+
+
+def _tell_of_stale(folder: Path) -> None:
+    """Warn of an index that is not read, if there is one."""
+    if not (folder / INDEX).is_file():
+        return
+    logger.warning(
+        "%s is read, and %s beside it is not: an earlier save has left the index, as it does not "
+        "name this file. If its shards are meant, remove %s; else remove the index",
+        printable(str(folder / WHOLE)),
+        INDEX,
+        WHOLE,
+    )
 
 
 def _merged(

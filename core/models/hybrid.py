@@ -167,7 +167,8 @@ class Lfm2ForCausalLM(HybridForCausalLM):
             ".operator_norm.": ".mixer_norm.",
             ".ffn_norm.": ".mlp_norm.",
             ".embedding_norm.": ".norm.",
-        }
+        },
+        base="model",
     )
 
     def make_layers(
@@ -227,6 +228,7 @@ _BACKBONE = WeightsMapper(
         "model.mixer_norm.": "model.norm.",
         ".A_log": ".A",
     },
+    base="backbone",
 )
 """Names of checkpoints of Mamba and Mamba-2."""
 

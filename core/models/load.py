@@ -128,7 +128,7 @@ def _plan(
     left, unexpected, twice = [], [], []
     taken: dict[tuple[int, ShardId | None], str] = {}
     for name, loaded in weights.items():
-        mapped = mapper.map(name)
+        mapped = targets.spelled(mapper.spellings(name))
         target = targets.by_source.get(mapped) if mapped is not None else None
         if target is not None and (key := (id(target.tensor), target.shard_id)) not in taken:
             taken[key] = name
@@ -136,13 +136,26 @@ def _plan(
         elif target is not None:
             left.append(name)  # tied parameters are one tensor, which the first name fills
             twice.append((taken[key], name))
-        elif mapped is None or targets.is_elsewhere(mapped) or is_ignored(name, ignored):
+        elif _is_left_out(name, mapped, targets, ignored) or _adds_nothing(mapped, loaded, targets):
             left.append(name)
         else:
             unexpected.append(name)
     order = {name: place for place, name in enumerate(targets.tensors)}
     plan.sort(key=lambda item: order[item[0].name])
     return plan, left, unexpected, twice
+
+
+def _is_left_out(name: str, mapped: str | None, targets: Targets, ignored: Sequence[str]) -> bool:
+    """Return True for a tensor that the mapper drops, other ranks have, or a pattern names."""
+    return mapped is None or targets.is_elsewhere(mapped) or is_ignored(name, ignored)
+
+
+def _adds_nothing(name: str | None, loaded: LoadedTensor, targets: Targets) -> bool:
+    """Return True for zeros as the bias of a layer without a bias, which AutoGPTQ wrote."""
+    layer, _, last = (name or "").rpartition(".")
+    if last != "bias" or not targets.has_layer(layer):
+        return False
+    return not bool(loaded[...].any())
 
 
 def _mismatch(model: nn.Module, problems: Sequence[str], untied_only: bool) -> CheckpointError:

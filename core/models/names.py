@@ -39,11 +39,25 @@ class WeightsMapper:
         prefixes: the first that a name begins with is changed.
         substrings: each is changed wherever it occurs.
         suffixes: the first that a name ends with is changed.
+        base: the path of the base model. A checkpoint of the base model alone has names without it,
+            and a model that is a base model is also loaded from a checkpoint that has it.
     """
 
     prefixes: Mapping[str, str | None] = field(default_factory=dict)
     substrings: Mapping[str, str | None] = field(default_factory=dict)
     suffixes: Mapping[str, str | None] = field(default_factory=dict)
+    base: str = ""
+
+    def spellings(self, name: str) -> Sequence[str]:
+        """Return the names that a tensor may have in the model, none if it is dropped."""
+        names = [name]
+        if self.base:
+            prefix = f"{self.base}."
+            names.append(name.removeprefix(prefix) if name.startswith(prefix) else prefix + name)
+        mapped = [self.map(each) for each in names]
+        if mapped[0] is None:
+            return ()
+        return list(dict.fromkeys(each for each in mapped if each is not None))
 
     def map(self, name: str) -> str | None:
         """Return the name in the model, or None for a tensor that is dropped."""
@@ -118,6 +132,8 @@ class Targets:
             target.source: target for name in self.tensors for target in self._parts(name)
         }
 
+        self._layers = {source.rpartition(".")[0] for source in self.by_source}
+
     def _parts(self, name: str) -> Iterator[Target]:
         """Yield the whole, and the parts that a checkpoint may have in its place."""
         yield Target(name, self.tensors[name], None, name)
@@ -135,6 +151,21 @@ class Targets:
                         shard_id,
                         ".".join(filter(None, (outer, part, last))),
                     )
+
+    def has_layer(self, layer: str) -> bool:
+        """Return True if this rank takes tensors of the checkpoint's layer ``layer``."""
+        return layer in self._layers
+
+    def spelled(self, names: Sequence[str]) -> str | None:
+        """Return the first name that this rank's part of the model has, or another's; else the first.
+
+        Returns:
+            The name, ``None`` for no names.
+        """
+        for name in names:
+            if name in self.by_source or self.is_elsewhere(name):
+                return name
+        return names[0] if names else None
 
     def is_elsewhere(self, name: str) -> bool:
         """Tell whether a tensor of that name is for other ranks."""

@@ -97,6 +97,7 @@ class Plamo2ForCausalLM(HybridForCausalLM):
             for end, kinds in (("_norm_weight", ("B", "C", "dt")), ("_weight", ("q", "k")))
             for kind in kinds
         },
+        base="model",
     )
 
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:

@@ -115,13 +115,13 @@ def _bytes(model: Any, layers: str, num_layers: int, heads: Sequence[str]) -> li
     sizes, outer = [0] * num_layers, dict.fromkeys(heads, 0)
     name, numbered = model.opgraft_config.model.name, re.compile(rf"{re.escape(layers)}\.(\d+)\.")
     for stored, tensor in open_weights(name).tensors.items() if name is not None else ():
-        mapped = model.weights_mapper.map(stored) or ""
-        found = numbered.match(mapped)
         size = math.prod(tensor.shape) * tensor.dtype.itemsize
-        if found and int(found[1]) < num_layers:
-            sizes[int(found[1])] += size
-        elif mapped in outer:
-            outer[mapped] = size
+        for mapped in model.weights_mapper.spellings(stored):
+            found = numbered.match(mapped)
+            if found and int(found[1]) < num_layers:
+                sizes[int(found[1])] += size
+            elif mapped in outer:
+                outer[mapped] = size
     if not all(sizes):
         return [1] * num_layers
     sizes[-1] += next(filter(None, outer.values()), 0)

@@ -18,13 +18,11 @@ class TransformersNames(WeightsMapper):
     Attributes:
         renamings: of transformers, applied in turn.
         computing: those of transformers that compute a tensor of several, which are not served.
-        base: the path of the base model, which checkpoints of it do not have.
         known: the names of the model.
     """
 
     renamings: tuple[Any, ...] = ()
     computing: tuple[Any, ...] = ()
-    base: str = ""
     known: Set[str] = frozenset()
 
     @classmethod
@@ -56,8 +54,4 @@ class TransformersNames(WeightsMapper):
                     f"transformers computes {target!r:.200} of {name!r:.200} and others when it loads, which is not "
                     "served: save the model with the weights as they are computed"
                 )
-        with_base = f"{self.base}.{renamed}"
-        if renamed not in self.known and with_base in self.known:
-            return with_base
-        without = renamed.removeprefix(f"{self.base}.")
-        return without if renamed not in self.known and without in self.known else renamed
+        return renamed

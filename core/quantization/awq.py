@@ -18,7 +18,8 @@ from opgraft.quantization.checkpoint import (
     expect_settings,
     expect_words,
     group_size,
-    not_converted,
+    head_is_quantized,
+    parts_not_converted,
     replace,
     setting,
     unpack_words,
@@ -27,6 +28,8 @@ from opgraft.quantization.codes import stored
 from torch import Tensor
 
 BITS = 4
+GROUP = 128
+"""Inputs of a group if the checkpoint does not say."""
 IN_WORD = 32 // BITS
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place in its word of each of eight outputs; a word has outputs 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits."""
@@ -39,11 +42,12 @@ class AWQConfig(CheckpointConfig):
     Args:
         group_size: inputs of a group, -1 for all.
         ignore: patterns of layers that are plain in the checkpoint.
+        head: the settings say that the head is quantized.
     """
 
-    def __init__(self, group_size: int, ignore: Sequence[str] = ()) -> None:
+    def __init__(self, group_size: int, ignore: Sequence[str] = (), *, head: bool = False) -> None:
         super().__init__(ignore)
-        self.group_size = group_size
+        self.group_size, self.head = group_size, head
 
     def get_name(self) -> str:
         return "awq"
@@ -54,21 +58,31 @@ class AWQConfig(CheckpointConfig):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
-        """Make it of a checkpoint's ``bits``, ``group_size``, ``version`` and list of plain layers.
+        """Make it of a checkpoint's ``bits``, ``group_size``, layout and list of plain layers.
+
+        The layout is ``version``, or ``format``, its newer name.
 
         Raises:
             QuantizationError: a setting cannot be read.
         """
         expect_settings("awq", config)
-        older = {
-            "bits": config.get("w_bit"),
-            "group_size": config.get("q_group_size"),
-        }  # as in quant_config.json
-        config = {**older, **config}
-        setting("awq", config, "bits", (BITS,))
+        # quant_config.json has older names
+        bits = "bits" if config.get("bits") is not None else "w_bit"
+        size = "group_size" if config.get("group_size") is not None else "q_group_size"
+        layout = "version" if config.get("version") is not None else "format"
+        setting("awq", config, bits, (BITS,), BITS)
         setting("awq", config, "zero_point", (True,), True)
-        setting("awq", config, "version", ("gemm", "GEMM"), "gemm")
-        return cls(group_size("awq", config), not_converted("awq", config))
+        setting("awq", config, layout, ("gemm",), "gemm")
+        # llm-awq packs words in another order
+        if str(config.get("backend")).lower() == "llm-awq":
+            setting("awq", config, "backend", ("auto", "autoawq"))
+        inputs = group_size("awq", config, size, GROUP)
+        return cls(
+            inputs, parts_not_converted("awq", config), head=head_is_quantized("awq", config)
+        )
+
+    def quantizes_head(self, prefix: str) -> bool:
+        return self.head
 
     def linear_method(self, prefix: str) -> QuantizeMethodBase:
         method: QuantizeMethodBase = AWQLinearMethod(self.group_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from opgraft.errors import QuantizationError
+from opgraft.ops.embedding import ParallelLMHead
 from opgraft.ops.fused_moe import FusedMoE
 from opgraft.ops.fused_moe.methods import FusedMoEMethodBase
 from opgraft.ops.linear.methods import LinearMethodBase, QuantizeMethodBase
@@ -20,12 +22,15 @@ from opgraft.ops.weights import set_weight_attrs
 from opgraft.quantization.codes import Codes
 from opgraft.quantization.experts import CheckpointExperts, expert_path
 from opgraft.quantization.online import put
-from opgraft.quantization.patterns import Patterns
+from opgraft.quantization.patterns import Patterns, names_of
 from torch import Tensor, nn
 
 
 class CheckpointConfig(QuantizationConfig):
     """A quantization of which a checkpoint has the settings and the weights.
+
+    The tensors of the checkpoint say which layers are quantized. The settings say it for a layer
+    whose tensors are not there, as in a folder that has a config and no weights.
 
     Args:
         ignore: patterns of layers that are plain in the checkpoint.
@@ -37,16 +42,24 @@ class CheckpointConfig(QuantizationConfig):
 
     @abstractmethod
     def linear_method(self, prefix: str) -> QuantizeMethodBase | None:
-        """Make the weight method of a linear layer, or return ``None`` where it is plain."""
+        """Make the weight method of a linear layer, or return ``None`` if it is plain."""
+
+    def is_plain(self, prefix: str) -> bool:
+        """Return True if the settings say that the linear layer ``prefix`` is not quantized."""
+        return self.ignore.match(prefix, self.packed_modules_mapping)
+
+    def quantizes_head(self, prefix: str) -> bool:
+        """Return True if the settings say that the head ``prefix`` is quantized."""
+        return False
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         return [torch.float32, torch.bfloat16, torch.float16]
 
     def expert_weights(self, layer: FusedMoE) -> ExpertWeights | None:
-        """Return the format of a layer of experts, or ``None`` where it is plain: that of linear layers.
+        """Return the format of a layer of experts, ``None`` if it is plain.
 
         Raises:
-            QuantizationError: the checkpoint has some of its experts plain, and others not.
+            QuantizationError: the checkpoint quantizes some experts of the layer, and not all.
         """
         experts = [expert_path(layer, expert) for expert in range(layer.num_experts)]
         names = [f"{path}.{which}" for path in experts for which in ("gate_up_proj", "down_proj")]
@@ -65,12 +78,50 @@ class CheckpointConfig(QuantizationConfig):
         if isinstance(layer, FusedMoE):
             weights = self.expert_weights(layer)
             return None if weights is None else QuantizedFusedMoEMethod(layer.moe_config, weights)
-        return self._of_linear(prefix) if isinstance(layer, LinearBase) else None
+        if isinstance(layer, LinearBase):
+            return self._of_linear(prefix)
+        if isinstance(layer, ParallelLMHead):
+            return self._of_head(prefix)
+        return None
 
     def _of_linear(self, prefix: str) -> QuantizeMethodBase | None:
-        if self.ignore.match(prefix, self.packed_modules_mapping):
-            return None
-        return self.linear_method(prefix)
+        quantized = self._in_checkpoint(prefix)
+        if quantized is None:
+            quantized = not self.is_plain(prefix)
+        return self.linear_method(prefix) if quantized else None
+
+    def _of_head(self, prefix: str) -> QuantizeMethodBase | None:
+        quantized = self._in_checkpoint(prefix)
+        if quantized is None:
+            quantized = self.quantizes_head(prefix)
+        return self.linear_method(prefix) if quantized else None
+
+    def _in_checkpoint(self, prefix: str) -> bool | None:
+        """Return whether the checkpoint quantizes a layer, ``None`` if it has no such layer.
+
+        Raises:
+            QuantizationError: it quantizes some of the layers that a merged layer stands for, and
+                not all.
+        """
+        known = [name for name in self.checkpoint_names(prefix) if name in self.stored]
+        quantized = [name for name in known if self.stored[name]]
+        plain = [name for name in known if not self.stored[name]]
+        if quantized and plain:
+            raise QuantizationError(
+                f"{', '.join(plain)} is plain in the checkpoint and {', '.join(quantized)} is "
+                f"quantized, but they are one layer here, {prefix}: take a checkpoint that "
+                "quantizes all of them or none"
+            )
+        return bool(quantized) if known else None
+
+    def checkpoint_names(self, prefix: str) -> Sequence[str]:
+        """Return the names that a checkpoint has for a layer: several if the layer is merged."""
+        if prefix in self.stored:
+            return [prefix]
+        parts = names_of(prefix, self.packed_modules_mapping)
+        several = [*parts, *names_of(prefix, FusedMoE.packed_modules_mapping)]
+        known = [name for name in dict.fromkeys(several) if name in self.stored]
+        return known or parts or [prefix]
 
 
 class GroupLinearMethod(LinearMethodBase):
@@ -92,12 +143,16 @@ def expect_settings(name: str, config: Mapping[str, Any]) -> None:
 def setting(
     name: str, config: Mapping[str, Any], key: str, choices: Sequence[Any], default: Any = None
 ) -> Any:
-    """Return a setting of a checkpoint.
+    """Return a setting of a checkpoint, in small letters. Null counts as missing.
 
     Raises:
         QuantizationError: it is none of the choices.
     """
-    value = config.get(key, default)
+    value = config.get(key)
+    if value is None:
+        value = default
+    if isinstance(value, str):
+        value = value.lower()
     if value not in choices:
         raise QuantizationError(
             f"the checkpoint's quantization {name} has {key} {value!r:.80}, and "
@@ -114,7 +169,9 @@ def group_size(
     Raises:
         QuantizationError: it is no such number.
     """
-    value = config.get(key, default)
+    value = config.get(key)
+    if value is None:
+        value = default
     if type(value) is not int or (value < 1 and value != -1):
         raise QuantizationError(
             f"the checkpoint's quantization {name} has {key} {value!r:.80}, expected a number of inputs, or -1 for all"
@@ -146,6 +203,27 @@ def not_converted(
         QuantizationError: they are no list of strings.
     """
     return [pattern for one in name_list(name, config, key) for pattern in (one, f"*.{one}")]
+
+
+def parts_not_converted(name: str, config: Mapping[str, Any]) -> list[str]:
+    """Return patterns for the names that contain an entry of ``modules_to_not_convert``.
+
+    AutoAWQ leaves a layer plain if any part of its name is an entry, such as ``"self_attn."``.
+
+    Raises:
+        QuantizationError: the entries are no list of strings.
+    """
+    entries = name_list(name, config, "modules_to_not_convert")
+    return [f"re:.*{re.escape(entry)}" for entry in entries if entry]
+
+
+def head_is_quantized(name: str, config: Mapping[str, Any]) -> bool:
+    """Return True if ``lm_head`` of the settings says that the head is quantized.
+
+    Raises:
+        QuantizationError: ``lm_head`` is neither true nor false.
+    """
+    return bool(setting(name, config, "lm_head", (False, True), False))
 
 
 def create_parameter(

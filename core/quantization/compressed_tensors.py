@@ -55,7 +55,7 @@ class Group:
     Args:
         targets: patterns of their names, or ``"Linear"`` for all.
         scheme: the group's settings.
-        layout: how weights lie in the checkpoint, where the group does not say.
+        layout: how weights lie in the checkpoint, if the group does not say.
 
     Raises:
         QuantizationError: the settings cannot be read.
@@ -65,7 +65,10 @@ class Group:
         self, targets: Sequence[str], scheme: Mapping[str, Any], layout: str | None
     ) -> None:
         self.all = LINEAR in targets
-        self.patterns = Patterns([target for target in targets if target != LINEAR])
+        expressions = [target for target in targets if target.startswith("re:")]
+        others = {LINEAR, *expressions}
+        self.expressions = Patterns(expressions)
+        self.names = Patterns([target for target in targets if target not in others])
         self.make = _method_of(scheme, scheme.get("format") or layout)
 
 
@@ -74,7 +77,8 @@ class CompressedTensorsConfig(CheckpointConfig):
     """Weights in packed integers, 8-bit integers or fp8, by groups of layers.
 
     Args:
-        groups: the first fits that names a layer, else the first that stands for all.
+        groups: a layer takes the one that lists its name; else the first with a regular expression
+            for the name; else the first that stands for all.
         ignore: patterns of layers that are plain in the checkpoint.
     """
 
@@ -109,13 +113,37 @@ class CompressedTensorsConfig(CheckpointConfig):
         return cls(groups, name_list(NAME, config, "ignore"))
 
     def linear_method(self, prefix: str) -> QuantizeMethodBase | None:
-        named = [
-            group
-            for group in self.groups
-            if group.patterns.match(prefix, self.packed_modules_mapping)
-        ]
-        found = [*named, *(group for group in self.groups if group.all)]
-        return found[0].make() if found else None
+        names = self.checkpoint_names(prefix)
+        named = self._group_of_name(prefix) or self._group_of_all()
+        groups = [self._group_of_name(name) or named for name in names]
+        methods = [None if group is None else group.make() for group in groups]
+        if any(not _are_alike(methods[0], other) for other in methods[1:]):
+            raise QuantizationError(
+                f"the checkpoint's quantization {NAME} has {', '.join(names)} in config_groups "
+                "with different settings, or some in none, but they are one layer here, "
+                f"{prefix}: take a checkpoint that quantizes all of them alike"
+            )
+        return methods[0]
+
+    def _group_of_name(self, name: str) -> Group | None:
+        """Return the group that lists a name; else the first with a regular expression for it."""
+        for group in self.groups:
+            if group.names.answered(name, {}):
+                return group
+        for group in self.groups:
+            if group.expressions.answered(name, {}):
+                return group
+        return None
+
+    def _group_of_all(self) -> Group | None:
+        return next((group for group in self.groups if group.all), None)
+
+
+def _are_alike(one: QuantizeMethodBase | None, other: QuantizeMethodBase | None) -> bool:
+    """Return True if two weight methods hold weights in the same form."""
+    if one is None or other is None:
+        return one is other
+    return type(one) is type(other) and vars(one) == vars(other)
 
 
 def _expect_known(config: Mapping[str, Any], known: Collection[str]) -> None:
@@ -129,6 +157,7 @@ def _expect_known(config: Mapping[str, Any], known: Collection[str]) -> None:
 
 def _method_of(scheme: Mapping[str, Any], layout: object) -> Callable[[], Any]:
     """Return what makes the weight method of a layer of a group."""
+    layout = layout.lower() if isinstance(layout, str) else layout
     _expect_known(scheme, ("targets", "weights", "input_activations", "format"))
     weights, inputs = scheme.get("weights") or {}, scheme.get("input_activations")
     for key, value in (("weights", weights), ("input_activations", inputs or {})):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from opgraft.quantization.checkpoint import (
     expect_settings,
     expect_words,
     group_size,
+    head_is_quantized,
     not_converted,
     replace,
     setting,
@@ -27,30 +30,145 @@ from opgraft.quantization.checkpoint import (
 from opgraft.quantization.codes import stored
 from torch import Tensor
 
+GROUP = 128
+"""Inputs of a group if the checkpoint does not say."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the weight of a layer is quantized.
+
+    Attributes:
+        bits: of a weight.
+        group_size: inputs of a group, -1 for all.
+        by_activation: inputs are in groups in the order of their activations (``desc_act``), not in
+            their own.
+        first_zero: the zero that a stored 0 stands for: 1 in the format ``gptq``, 0 in ``gptq_v2``.
+        symmetric: every zero is ``2 ** (bits - 1)``; ``None`` if the checkpoint does not say.
+    """
+
+    bits: int
+    group_size: int
+    by_activation: bool = False
+    first_zero: int = 1
+    symmetric: bool | None = None
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Form:
+        """Read it from a checkpoint's settings.
+
+        Raises:
+            QuantizationError: a setting cannot be read.
+        """
+        bits = setting("gptq", config, "bits", (4, 8))
+        by_activation = setting("gptq", config, "desc_act", (False, True), False)
+        symmetric = setting("gptq", config, "sym", (None, False, True))
+        setting("gptq", config, "pack_dtype", ("int32", "torch.int32"), "int32")
+        # transformers calls it "format" since 5.0, and prefers the older name
+        older = config.get("checkpoint_format") is not None
+        layout = "checkpoint_format" if older else "format"
+        first = setting("gptq", config, layout, ("gptq", "gptq_v2"), "gptq") == "gptq"
+        inputs = group_size("gptq", config, default=GROUP)
+        return cls(bits, inputs, by_activation, int(first), symmetric)
+
+
+class Rules:
+    """The settings that say which layers are quantized, and which in another form.
+
+    Args:
+        config: the checkpoint's settings. ``dynamic`` has regular expressions for names of layers:
+            the first that matches decides. One that begins with ``-:`` leaves the layer plain;
+            another has settings for the layer. ``modules_in_block_to_quantize`` lists names within
+            a block, often in several lists.
+
+    Raises:
+        QuantizationError: a setting cannot be read.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.form = Form.of(config)
+        self._forms = [
+            (_expression(pattern), _dynamic_form(config, pattern, settings))
+            for pattern, settings in _dynamic(config).items()
+        ]
+        listed = config.get("modules_in_block_to_quantize") or []
+        self._listed = list(_names_in(listed))
+
+    def form_of(self, name: str) -> Form | None:
+        """Return the form of a layer, ``None`` if the layer is plain."""
+        for expression, form in self._forms:
+            if expression.match(name):
+                return form
+        within = f".{name}."
+        if self._listed and not any(f".{part}." in within for part in self._listed):
+            return None
+        return self.form
+
+
+def _dynamic(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    dynamic = config.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping):
+        raise QuantizationError(
+            f"the checkpoint's quantization gptq has dynamic {dynamic!r:.80}, expected regular "
+            "expressions with settings: correct it in the checkpoint's config"
+        )
+    return dynamic
+
+
+def _expression(pattern: str) -> re.Pattern[str]:
+    """Compile the pattern of ``dynamic`` without its sign.
+
+    Raises:
+        QuantizationError: it is no regular expression.
+    """
+    try:
+        return re.compile(pattern.removeprefix("-:").removeprefix("+:"))
+    except re.error as error:
+        raise QuantizationError(
+            f"the checkpoint's quantization gptq has dynamic {pattern!r:.80}, which is no regular "
+            f"expression ({error}): correct it in the checkpoint's config"
+        ) from error
+
+
+def _dynamic_form(config: Mapping[str, Any], pattern: str, settings: object) -> Form | None:
+    """Return the form that a pattern of ``dynamic`` gives, ``None`` for a plain layer."""
+    if pattern.startswith("-:"):
+        return None
+    others = settings if isinstance(settings, Mapping) else {}
+    return Form.of({**config, **others})
+
+
+def _names_in(listed: object) -> Iterator[str]:
+    """Yield the names in nested lists.
+
+    Raises:
+        QuantizationError: something else is in them.
+    """
+    if isinstance(listed, str):
+        yield listed
+    elif isinstance(listed, (list, tuple)):
+        for one in listed:
+            yield from _names_in(one)
+    else:
+        raise QuantizationError(
+            f"the checkpoint's quantization gptq has {listed!r:.80} in "
+            "modules_in_block_to_quantize, expected names of layers: correct it in the checkpoint's config"
+        )
+
 
 @PluggableClass.register("gptq")
 class GPTQConfig(CheckpointConfig):
     """Weights of 4 or 8 bits with a scale and a zero for each group of inputs.
 
     Args:
-        bits: of a weight.
-        group_size: inputs of a group, -1 for all.
-        by_activation: inputs are in groups in the order of their activations (``desc_act``), not in their own.
-        first_zero: what a stored zero of 0 stands for: 1 in the first format, 0 in ``gptq_v2``.
+        rules: give each layer its form.
         ignore: patterns of layers that are plain in the checkpoint.
+        head: the settings say that the head is quantized.
     """
 
-    def __init__(
-        self,
-        bits: int,
-        group_size: int,
-        by_activation: bool = False,
-        first_zero: int = 1,
-        ignore: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, rules: Rules, ignore: Sequence[str] = (), *, head: bool = False) -> None:
         super().__init__(ignore)
-        self.bits, self.group_size = bits, group_size
-        self.by_activation, self.first_zero = by_activation, first_zero
+        self.rules, self.head = rules, head
 
     def get_name(self) -> str:
         return "gptq"
@@ -61,24 +179,41 @@ class GPTQConfig(CheckpointConfig):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
-        """Make it of a checkpoint's ``bits``, ``group_size``, ``desc_act`` and ``checkpoint_format``.
+        """Make it of a checkpoint's settings, see ``Form`` and ``Rules``.
 
         Raises:
             QuantizationError: a setting cannot be read.
         """
         expect_settings("gptq", config)
-        setting("gptq", config, "dynamic", (None, {}))
-        bits = setting("gptq", config, "bits", (4, 8))
-        by_activation = setting("gptq", config, "desc_act", (False, True), False)
-        first = setting("gptq", config, "checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq"
-        ignore = not_converted("gptq", config)
-        return cls(bits, group_size("gptq", config), by_activation, int(first), ignore)
+        ignore, head = not_converted("gptq", config), head_is_quantized("gptq", config)
+        return cls(Rules(config), ignore, head=head)
+
+    def is_plain(self, prefix: str) -> bool:
+        return super().is_plain(prefix) or self._form(prefix) is None
+
+    def quantizes_head(self, prefix: str) -> bool:
+        return self.head
 
     def linear_method(self, prefix: str) -> QuantizeMethodBase:
-        method: QuantizeMethodBase = GPTQLinearMethod(
-            self.bits, self.group_size, self.by_activation, self.first_zero
-        )
+        # If the tensors of a plain layer are quantized, they are so in the usual form.
+        method: QuantizeMethodBase = GPTQLinearMethod(self._form(prefix) or self.rules.form)
         return method
+
+    def _form(self, prefix: str) -> Form | None:
+        """Return the form of a layer, ``None`` if the settings leave it plain.
+
+        Raises:
+            QuantizationError: the layers that a merged layer stands for have different forms.
+        """
+        forms = {name: self.rules.form_of(name) for name in self.checkpoint_names(prefix)}
+        first, *others = forms.values()
+        if any(form != first for form in others):
+            raise QuantizationError(
+                f"the checkpoint's quantization gptq gives {', '.join(forms)} different settings "
+                "(dynamic or modules_in_block_to_quantize), but they are one layer here, "
+                f"{prefix}: take a checkpoint that quantizes all of them alike"
+            )
+        return first
 
 
 @PluggableClass.register("gptq_linear_method")
@@ -88,11 +223,14 @@ class GPTQLinearMethod(GroupLinearMethod):
     A checkpoint has ``qweight`` ``[in_features · bits / 32, out_features]``, ``qzeros``
     ``[groups, out_features · bits / 32]``, ``scales`` ``[groups, out_features]`` and ``g_idx`` ``[in_features]``, the
     group of each input. ``input_order`` is ``None`` where inputs are in groups in their own order.
+
+    Args:
+        form: how the weight is quantized.
     """
 
-    def __init__(self, bits: int, group_size: int, by_activation: bool, first_zero: int) -> None:
-        self.bits, self.group_size = bits, group_size
-        self.by_activation, self.first_zero = by_activation, first_zero
+    def __init__(self, form: Form) -> None:
+        self.form = form
+        self.bits, self.group_size = form.bits, form.group_size
 
     def create_weights(
         self,
@@ -104,7 +242,11 @@ class GPTQLinearMethod(GroupLinearMethod):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        if self.by_activation and self.group_size != -1 and input_size_per_partition != input_size:
+        if (
+            self.form.by_activation
+            and self.group_size != -1
+            and input_size_per_partition != input_size
+        ):
             raise _scattered(layer)
         groups = expect_groups(layer, input_size_per_partition, self.group_size)
         inputs, parts, rows = (
@@ -142,11 +284,44 @@ class GPTQLinearMethod(GroupLinearMethod):
             QuantizationError: the groups of inputs cannot be kept so.
         """
         numbers = unpack_words(layer.qweight.data, 0, self.bits).T
-        zeros = unpack_words(layer.qzeros.data, 1, self.bits).T.to(torch.int16) + self.first_zero
+        zeros = self._zeros(layer)
         order = self._order(layer, layer.g_idx.data)
         numbers = numbers if order is None else numbers[:, order]
         codes = codes_of(numbers, zeros, layer.scales.data.T, self.bits)
         replace(layer, ["qweight", "qzeros", "g_idx"], {**stored([codes]), "input_order": order})
+
+    def _zeros(self, layer: Any) -> Tensor | None:
+        """Return the zeros ``[out_features, groups]``, ``None`` if all are ``2 ** (bits - 1)``.
+
+        Zeros are symmetric by definition if the checkpoint says so, whichever number is stored:
+            some tools store 7
+        and others 8. A checkpoint that does not say so is symmetric if it stores nothing but one of
+        these two.
+
+        Raises:
+            QuantizationError: the checkpoint says that it is symmetric, and stores different zeros.
+        """
+        words = layer.qzeros.data
+        numbers = unpack_words(words, 1, self.bits)
+        used = numbers[layer.scales.data != 0]
+        alike = used.numel() == 0 or bool((used == used[0]).all())
+        middle = 1 << self.bits - 1
+        if self.form.symmetric and not alike:
+            raise QuantizationError(
+                f"{layer.prefix} has different zeros in the checkpoint, whose quantization gptq "
+                f"says that all are {middle} (sym is true): set sym to false in the checkpoint's "
+                "config if the zeros are right"
+            )
+        if self.form.symmetric:
+            return None
+        if self.form.symmetric is None and alike and used[:1].tolist() in ([middle - 1], [middle]):
+            return None
+        if self.form.first_zero == 0:
+            return numbers.T
+        # The writer has taken 1 from each zero by one subtraction from the word, which borrows
+        # where a zero is 0.
+        ones = 0x11111111 if self.bits == 4 else 0x01010101
+        return unpack_words(words + ones, 1, self.bits).T
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         ordered = x if layer.input_order is None else x.index_select(-1, layer.input_order)
@@ -167,9 +342,8 @@ class GPTQLinearMethod(GroupLinearMethod):
         if torch.equal(index, expected):
             return None
         order = index.argsort(stable=True)
-        if layer.input_size_per_partition != layer.input_size or not torch.equal(
-            index[order], expected
-        ):
+        is_part = layer.input_size_per_partition != layer.input_size
+        if is_part or not torch.equal(index[order], expected):
             raise _scattered(layer)
         return order
 

@@ -20,12 +20,14 @@ def quantizations() -> Mapping[str, type[QuantizationConfig]]:
 
 
 def quantization_named(name: str) -> type[QuantizationConfig]:
-    """Return the config class of a quantization; a ``-`` in its name is taken for a ``_``.
+    """Return the config class of a quantization, which may be written ``FP8`` or ``int8-dynamic``.
 
     Raises:
         QuantizationError: there is none of that name.
     """
-    known, name = quantizations(), name.replace("-", "_")
+    known = quantizations()
+    if name not in known:
+        name = name.lower().replace("-", "_")
     if name not in known:
         near = near_matches(name, known)
         hint = f"did you mean {' or '.join(near)}? " if near else ""

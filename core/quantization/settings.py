@@ -26,6 +26,7 @@ class SettingsConfig(QuantizationConfig):
         skip: patterns of layers that stay plain.
         others: what layers take that answer to one of some patterns; the first that fits.
         packed_modules_mapping: name of a merged layer → names of the layers that it stands for.
+        stored: name of a layer of the checkpoint → whether its weight is quantized there.
 
     Attributes:
         taken: patterns of ``others`` by which a layer took its method.
@@ -38,6 +39,7 @@ class SettingsConfig(QuantizationConfig):
         skip: Sequence[str],
         others: Sequence[tuple[QuantizationConfig, Sequence[str]]],
         packed_modules_mapping: Mapping[str, Iterable[str]],
+        stored: Mapping[str, bool] | None = None,
     ) -> None:
         super().__init__()
         self.whole = whole
@@ -50,6 +52,7 @@ class SettingsConfig(QuantizationConfig):
         merged = {name: list(parts) for name, parts in packed_modules_mapping.items()}
         for config in self.configs:
             config.packed_modules_mapping = merged
+            config.stored = stored or {}
         for config, patterns in others:
             config.embeddings = frozenset(patterns)
 
@@ -98,13 +101,16 @@ def choose_quantization(
     settings: QuantizationSettings,
     own: Mapping[str, Any],
     packed_modules_mapping: Mapping[str, Iterable[str]],
+    stored: Mapping[str, bool] | None = None,
 ) -> QuantizationConfig | None:
-    """Return what the layers of a model are constructed with; ``None`` where all are plain.
+    """Return what the layers of a model are constructed with; ``None`` if all are plain.
 
     Args:
         settings: the section ``quantization``, resolved.
         own: what the checkpoint says of its quantization, with its name as ``quant_method``; empty where it is plain.
         packed_modules_mapping: name of a merged layer → names of the layers that it stands for.
+        stored: name of a layer of the checkpoint, as the model has it → whether its weight is
+            quantized there.
 
     Raises:
         QuantizationSettingError: a setting names a quantization that there is none of, or contradicts the checkpoint.
@@ -128,7 +134,7 @@ def choose_quantization(
                 "quantization.skip is set and nothing is quantized: set quantization.method, or take it out"
             )
         return None
-    config = SettingsConfig(whole, settings.skip, others, packed_modules_mapping)
+    config = SettingsConfig(whole, settings.skip, others, packed_modules_mapping, stored)
     dtype, supported = torch.get_default_dtype(), config.get_supported_act_dtypes()
     if dtype not in supported:
         raise QuantizationError(
@@ -171,13 +177,17 @@ def _made(name: str, own: Mapping[str, Any], setting: str) -> QuantizationConfig
 
 
 def _is_own(name: str, own: Mapping[str, Any]) -> bool:
-    return name.replace("-", "_") == str(own.get("quant_method")).replace("-", "_")
+    return _spelled(name) == _spelled(own.get("quant_method"))
+
+
+def _spelled(name: object) -> str:
+    return str(name).lower().replace("-", "_")
 
 
 def _kept(own: Mapping[str, Any]) -> str | None:
     """Return the quantization of a checkpoint that cannot be loaded otherwise."""
     name = own.get("quant_method")
-    return None if name is None or name == GGUF else str(name)
+    return None if name is None or _spelled(name) == GGUF else str(name)
 
 
 def _expect_no_contradiction(settings: QuantizationSettings, own: Mapping[str, Any]) -> None:

@@ -12,17 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from opgraft.config import LoadConfig, ModelConfig, OpgraftConfig, QuantizationSettings
 from opgraft.errors import OpgraftError, QuantizationError
-from opgraft.models import load_model
-from opgraft.ops.quantized_linear.storage import dequantize
-from quantized_formats import FORMATS, FP8, GROUP, INT4, compressed
+from quantized_files import TOKENS, held, logits_of, model_of, write
+from quantized_formats import FORMATS, GROUP, INT4, compressed
 from ranks import Ranks
-from safetensors.torch import save_file
-from torch import Tensor
-
-TOKENS = torch.tensor([1, 5, 9, 33, 2, 71, 8])
-
 
 ROUNDS_INPUTS = ("fp8", "integers", "floats")
 ON_RANKS = (
@@ -38,62 +31,8 @@ ON_RANKS = (
 )
 
 
-def is_quantized(name: str) -> bool:
-    return name.endswith("_proj.weight")
-
-
-def write(folder: Path, plain: Path, llama: Any, form: str, **settings: Any) -> dict[str, Tensor]:
-    """Write a checkpoint of a form; return its weights in float64."""
-    shutil.copytree(plain, folder)
-    config, quantize = FORMATS[form]
-    tensors, meant = {}, {}
-    for name, weight in llama.state_dict().items():
-        if not is_quantized(name):
-            tensors[name] = weight.clone()
-            continue
-        parts, meant[name] = quantize(weight)
-        tensors |= {
-            name.removesuffix("weight") + end: part.contiguous() for end, part in parts.items()
-        }
-    save_file(tensors, folder / "model.safetensors")
-    values = json.loads((folder / "config.json").read_text("utf-8"))
-    values["quantization_config"] = {**config, **settings}
-    (folder / "config.json").write_text(json.dumps(values), "utf-8")
-    return meant
-
-
-def model_of(folder: Path, method: str | None = None, implementation: str = "auto") -> Any:
-    config = OpgraftConfig(
-        model=ModelConfig(name=str(folder), dtype="float32", implementation=implementation),
-        load=LoadConfig(device="cpu", progress=False),
-        quantization=QuantizationSettings(method=method),
-    )
-    return load_model(config)
-
-
-def logits_of(folder: Path, method: str | None = None, implementation: str = "auto") -> Tensor:
-    model = model_of(folder, method, implementation)
-    with torch.inference_mode():
-        logits: Tensor = model.compute_logits(model(TOKENS, torch.arange(len(TOKENS))))
-    return logits
-
-
 def logits_on_rank(folder: Path, method: str | None = None) -> list[list[float]]:
     return logits_of(folder, method).tolist()
-
-
-def held(layer: Any) -> Tensor:
-    """Return the weight that a layer holds, in float64, inputs in their own order."""
-    if layer.weight.dtype != FP8:
-        plain = dequantize(
-            layer.weight, layer.scales, layer.offsets, layer.input_size, torch.float64
-        )
-        order = getattr(layer, "input_order", None)
-        return plain if order is None else plain[:, order.argsort()]
-    rows, columns = layer.weight_scale.shape
-    down, across = layer.weight.shape[0] // rows, layer.weight.shape[1] // columns
-    scales = layer.weight_scale.double().repeat_interleave(down, 0).repeat_interleave(across, 1)
-    return layer.weight.double() * scales
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +145,6 @@ def test_what_ranks_cannot_share(
         ("awq", {"group_size": "many"}, r"awq has group_size 'many', expected a number of inputs"),
         ("gptq", {"bits": 2}, r"gptq has bits 2, and 4, 8 can be read"),
         ("gptq", {"checkpoint_format": "marlin"}, r"gptq has checkpoint_format 'marlin'"),
-        ("gptq", {"dynamic": {"+:.*": {"bits": 8}}}, r"gptq has dynamic"),
         ("fp8", {"activation_scheme": "other"}, r"fp8 has activation_scheme 'other'"),
         ("fp8", {"weight_block_size": [0, 1]}, r"fp8 has blocks of \[0, 1\], expected two numbers"),
         ("fp8 static", {"weight_block_size": [64, 64]}, r"fp8 has blocks and static scales"),
@@ -243,11 +181,6 @@ def test_what_ranks_cannot_share(
             r"has input_activations 8, expected settings",
         ),
         ("packed", {"sparsity_config": {"format": "sparse-24"}}, r"has format 'sparse-24'"),
-        (
-            "packed",
-            {"ignore": ["*.q_proj"]},
-            r"q_proj match a pattern and .* none, but they are one layer",
-        ),
     ],
 )
 def test_settings_that_cannot_be_read(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,14 +86,19 @@ def is_of_expert(name: str) -> bool:
     return ".experts." in name and name.endswith(".weight")
 
 
-def write(folder: Path, source: Path, form: str) -> tuple[dict[str, Tensor], Any]:
-    """Write a checkpoint whose experts have a form; return what they mean, and the model of that."""
+def write(
+    folder: Path, source: Path, form: str, plain: str = "nothing"
+) -> tuple[dict[str, Tensor], Any]:
+    """Write a checkpoint whose experts have a form; return what they mean, and the model of that.
+
+    Weights whose names the regular expression ``plain`` finds are not quantized.
+    """
     shutil.copytree(source, folder)
     config, quantize = FORMATS[form]
     tensors, meant = {}, {}
     found = load_file(source / "model.safetensors")
     for name, weight in found.items():
-        if not is_of_expert(name):
+        if not is_of_expert(name) or re.search(plain, name):
             tensors[name] = weight
             continue
         parts, meant[name] = quantize(weight)
@@ -231,13 +237,8 @@ def test_a_checkpoint_with_some_plain_experts(
 ) -> None:
     """Experts of a layer are all quantized or none, and the error names one of each, wherever the plain one stands."""
     folder = tmp_path / "quantized"
-    write(folder, plain[family], "fp8 blocks")
-    values = json.loads((folder / "config.json").read_text("utf-8"))
-    pattern = {"2.down": "2.(w2|down_proj)"}.get(skipped, f"{skipped}.")
-    values["quantization_config"]["modules_to_not_convert"].append(
-        f"re:.*layers.1.*experts.{pattern}.*"
-    )
-    (folder / "config.json").write_text(json.dumps(values), "utf-8")
+    pattern = {"2.down": "2.(w2|down_proj)"}.get(skipped, f"{skipped}[.]")
+    write(folder, plain[family], "fp8 blocks", rf"layers\.1.*experts\.{pattern}")
     number, _, which = skipped.partition(".")
     with pytest.raises(QuantizationError) as caught:
         loaded(folder)
@@ -245,6 +246,21 @@ def test_a_checkpoint_with_some_plain_experts(
         caught.value
     )
     assert f"{'1' if number == '0' else '0'}.gate_up_proj is quantized" in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+def test_a_router_that_is_named_by_a_part_of_the_names_of_experts(
+    family: str, plain: dict[str, Path], tmp_path: Path
+) -> None:
+    """AutoAWQ names the plain router ``gate``, a part of ``gate_proj``: the tensors decide."""
+    folder = tmp_path / "quantized"
+    _, reference = write(folder, plain[family], "awq")
+    values = json.loads((folder / "config.json").read_text("utf-8"))
+    values["quantization_config"]["modules_to_not_convert"] = ["gate"]
+    (folder / "config.json").write_text(json.dumps(values), "utf-8")
+    model = loaded(folder)
+    assert isinstance(experts_of(model)[0].quant_method, QuantizedFusedMoEMethod)
+    torch.testing.assert_close(logits_of(model), expected_of(reference), rtol=1e-5, atol=1e-5)
 
 
 def test_gates_and_ups_in_turn() -> None:

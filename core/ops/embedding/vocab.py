@@ -114,6 +114,26 @@ class VocabParallelEmbedding(PluggableLayer):
         """Every row of this rank is that of one of the model's own ids."""
         return self.num_embeddings_per_partition == self.num_org_embeddings_per_partition
 
+    @property
+    def input_size(self) -> int:
+        """Elements of a hidden state, as a linear layer names them for weight methods."""
+        return self.embedding_dim
+
+    @property
+    def input_size_per_partition(self) -> int:
+        """Elements of a hidden state on this rank: all of them."""
+        return self.embedding_dim
+
+    @property
+    def output_size(self) -> int:
+        """Rows of all ranks, with padding."""
+        return self.num_embeddings_padded
+
+    @property
+    def output_partition_sizes(self) -> list[int]:
+        """Rows of this rank, with padding, as of a linear layer that stands for one."""
+        return [self.num_embeddings_per_partition]
+
     def _expect_embedding(self) -> None:
         method = type(self.quant_method)
         if self.looks_up and method.embedding is QuantizeMethodBase.embedding:
@@ -134,17 +154,22 @@ class VocabParallelEmbedding(PluggableLayer):
         """
         dim: int | None = getattr(param, "output_dim", None)
         if dim is None:
-            copy_weight(param.data, loaded_weight, self.name)
+            one = getattr(param, "needs_scalar_to_array", False) and not len(loaded_weight.shape)
+            copy_weight(param.data[0] if one else param.data, loaded_weight, self.name)
             return
-        unit = int(param.packed_factor) if getattr(param, "packed_dim", None) == dim else 1
-        if (
-            len(loaded_weight.shape) != param.dim()
-            or loaded_weight.shape[dim] * unit != self.org_vocab_size
-        ):
-            expected = f"{self.org_vocab_size // unit} in dimension {dim} of {param.dim()}"
+        packed = getattr(param, "packed_dim", None) == dim
+        unit = int(param.packed_factor if packed else getattr(param, "output_unit", 1))
+        rows = -(-self.org_vocab_size // unit)
+        if len(loaded_weight.shape) != param.dim() or loaded_weight.shape[dim] != rows:
+            expected = f"{rows} in dimension {dim} of {param.dim()}"
             raise WeightError.of_shape(self.name, loaded_weight.shape, expected)
         shard = self.shard_indices
-        size = shard.num_org_elements // unit
+        if shard.org_vocab_start_index % unit:
+            raise WeightError(
+                f"{self.name} begins on this rank at id {shard.org_vocab_start_index}, within a "
+                f"block of {unit} ids that share a scale: take fewer ranks"
+            )
+        size = -(-shard.num_org_elements // unit)
         part = loaded_weight.narrow(dim, shard.org_vocab_start_index // unit, size)
         copy_weight(param.data.narrow(dim, 0, size), part, self.name)
         param.data.narrow(dim, size, param.shape[dim] - size).zero_()
