@@ -40,6 +40,8 @@ from torch import Tensor, nn
 
 _KINDS = (None, "full_attention", "sliding_attention")
 _FITTED_ROPES = {"dynamic", "longrope"}
+_HEADS = ("lm_head.*", "cls.*", "classifier.*", "score.*")
+"""Patterns of what checkpoints have behind the base model."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,8 @@ class TransformersModel(Model):
         self.weights_mapper = self.examination.names
         with ParametersOnMeta():
             model = cls(config).eval().requires_grad_(False)
+        if model.base_model is model:
+            self.ignored_weights = _HEADS
         self.report = self._adapt(model)
         # the same dictionaries: whoever exchanges a module or a weight here does so there
         for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):

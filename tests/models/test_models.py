@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from opgraft.ops.attention import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
 from random_decoders import DECODERS, HYBRIDS, SIZES, hybrid, saved, written
 from ranks import Ranks
+from safetensors.torch import load_file, save_file
 
 transformers = pytest.importorskip("transformers")
 
@@ -43,6 +45,15 @@ def ids(count: int = 17) -> torch.Tensor:
 def logits_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     logits: torch.Tensor = model.compute_logits(model(tokens, torch.arange(len(tokens))))
     return logits
+
+
+def renamed(folder: Path, target: Path, rename: Callable[[str], str]) -> None:
+    """Write a checkpoint again, in one file, with other names of tensors."""
+    tensors = load_file(folder / "model.safetensors")
+    target.mkdir()
+    shutil.copy(folder / "config.json", target)
+    others = {rename(name): tensor for name, tensor in tensors.items()}
+    save_file(others, target / "model.safetensors", {"format": "pt"})
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +115,15 @@ class TestDecoders:
         torch.testing.assert_close(torch.cat(rows[2]), logits_of(model, long), **TOLERANCE)
         torch.testing.assert_close(torch.cat(rows[0]), logits_of(model, short), **TOLERANCE)
 
+    def test_names_without_the_base_model(
+        self, name: str, checkpoints: dict[str, tuple[Path, Any]], tmp_path: Path
+    ) -> None:
+        """A checkpoint that was saved of the base model has names without its path."""
+        folder, _ = checkpoints[name]
+        renamed(folder, tmp_path / "base", lambda each: each.removeprefix("model."))
+        expected = logits_of(loaded(folder), ids())
+        assert torch.equal(logits_of(loaded(tmp_path / "base"), ids()), expected)
+
     def test_two_ranks(
         self, name: str, checkpoints: dict[str, tuple[Path, Any]], two: Ranks
     ) -> None:
@@ -150,6 +170,44 @@ def test_encoders(architecture: str, tmp_path: Path, two: Ranks) -> None:
     torch.testing.assert_close(encoded(str(tmp_path)), expected, **TOLERANCE)
     for states in two.run(encoded, str(tmp_path)):
         torch.testing.assert_close(states, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "base"), [("Bert", "bert"), ("Roberta", "roberta"), ("XLMRoberta", "roberta")]
+)
+def test_encoders_with_older_names(architecture: str, base: str, tmp_path: Path) -> None:
+    """The first checkpoints call the weights of norms gamma and beta, with the base model's path or without."""
+    config = getattr(transformers, f"{architecture}Config")(**{**SIZES, "pad_token_id": 1})
+    saved(getattr(transformers, f"{architecture}Model")(config), tmp_path / "new")
+    expected = encoded(str(tmp_path / "new"))
+
+    def older(name: str) -> str:
+        norm = name.replace("LayerNorm.weight", "LayerNorm.gamma")
+        return norm.replace("LayerNorm.bias", "LayerNorm.beta")
+
+    renamed(tmp_path / "new", tmp_path / "older", older)
+    renamed(tmp_path / "new", tmp_path / "whole", lambda name: f"{base}.{older(name)}")
+    for folder in ("older", "whole"):
+        assert torch.equal(encoded(str(tmp_path / folder)), expected)
+
+
+@pytest.mark.parametrize("path", ["", "model."])
+def test_a_base_decoder_with_a_head(path: str, tmp_path: Path) -> None:
+    """A base model is loaded from a checkpoint of the whole one, whose head has no place in it."""
+    reference = written("Llama", tmp_path / "whole")
+    tensors = {
+        f"{path}{name}": each.contiguous() for name, each in reference.model.state_dict().items()
+    }
+    tensors["lm_head.weight"] = torch.zeros(SIZES["vocab_size"], SIZES["hidden_size"])
+    save_file(tensors, tmp_path / "whole" / "model.safetensors", {"format": "pt"})
+    values = json.loads((tmp_path / "whole" / "config.json").read_text("utf-8"))
+    values["architectures"] = ["LlamaModel"]
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(values), "utf-8")
+    model = loaded(tmp_path / "whole")
+    with torch.no_grad():
+        states = model(ids(), torch.arange(17))
+        expected = reference.model(ids()[None]).last_hidden_state[0]
+    torch.testing.assert_close(states, expected, **TOLERANCE)
 
 
 def encoded(folder: str) -> torch.Tensor:

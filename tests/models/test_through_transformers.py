@@ -382,7 +382,7 @@ def test_names_without_the_base_model_and_older_ones_are_found(tmp_path: Path) -
     """A checkpoint of the base model alone, as GPT-2's, fills the model; so do names that transformers changes."""
     expected = reference("gpt2", DECODERS["gpt2"], tmp_path)
     model = through(tmp_path)
-    assert model.weights_mapper.map("h.0.ln_1.weight") == "transformer.h.0.ln_1.weight"
+    assert "transformer.h.0.ln_1.weight" in model.weights_mapper.spellings("h.0.ln_1.weight")
     assert model.weights_mapper.map("LayerNorm.gamma") == "LayerNorm.weight"
     base = {
         name.removeprefix("transformer."): tensor
