@@ -36,7 +36,7 @@ GROUP = 128
 
 @dataclass(frozen=True)
 class Form:
-    """How the weight of a layer is quantized.
+    """Settings of a quantized weight.
 
     Attributes:
         bits: of a weight.
