@@ -125,16 +125,11 @@ def _rms_norm(dtypes: Dtypes, module: nn.Module) -> Mapping[str, Any] | None:
     if len(module.normalized_shape) != 1:
         raise LeaveAlone("RMSNorm takes the mean over one dimension, this module over several")
     check_dtypes(module, RMSNorm, dtypes)
-    eps = module.eps
-    if eps is None:
-        if module.weight is None:
-            raise LeaveAlone("eps=None depends on the dtype of the input, which no weight tells")
-        # torch computes half types in float32 and takes that type's eps
-        eps = torch.finfo(torch.promote_types(module.weight.dtype, torch.float32)).eps
     return {
         "hidden_size": module.normalized_shape[0],
-        "eps": eps,
+        "eps": module.eps,
         "has_weight": module.weight is not None,
+        "dtype": dtypes.usual,
     }
 
 

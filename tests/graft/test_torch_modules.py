@@ -111,21 +111,41 @@ def test_arguments_of_torch_modules_reach_the_op(module: nn.Module, shape: tuple
     assert isinstance(module, nn.SiLU) != torch.equal(mine, inputs), "in place means in place"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rms_norm_without_eps_in_half_types(dtype: torch.dtype) -> None:
-    """torch takes float32's eps for half types, and so does the op."""
-    model = nn.Sequential(nn.RMSNorm(64)).to(dtype)
-    inputs = (torch.randn(4, 64) * 1e-2).to(dtype)
-    expected = model(inputs)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_rms_norm_without_eps_takes_that_of_each_input(affine: bool) -> None:
+    """torch chooses eps by the dtype of an input, and so does the op, also once the model has another dtype."""
+    reference = nn.Sequential(nn.RMSNorm(64, elementwise_affine=affine))
+    model = copy.deepcopy(reference)
+    assert len(graft(model).replaced) == 1
+    for dtype in DTYPES:
+        model.to(dtype)
+        inputs = (torch.randn(4, 64) * 1e-5).to(dtype)
+        expected = reference.to(dtype)(inputs)
+        torch.testing.assert_close(model(inputs), expected, atol=0, rtol=torch.finfo(dtype).eps * 4)
+
+
+def test_eps_that_is_written_to_the_op() -> None:
+    """A number or None that is written to eps counts from the next call, and stays after ungraft."""
+    reference = nn.Sequential(nn.RMSNorm(16))
+    model = copy.deepcopy(reference)
     graft(model)
-    torch.testing.assert_close(model(inputs), expected)
+    inputs = torch.randn(4, 16) * 1e-3
+    for eps in (1e-2, None, 1e-6, None):
+        model[0].eps = reference[0].eps = eps
+        torch.testing.assert_close(model(inputs), reference(inputs))
+        assert model[0].variance_epsilon == (eps or torch.finfo(torch.float32).eps)
+    model[0].variance_epsilon = 0.5
+    ungraft(model)
+    assert model[0].eps == 0.5
 
 
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
         (nn.RMSNorm((2, 8)), "one dimension"),
-        (nn.RMSNorm(8, elementwise_affine=False), "eps=None"),
         (nn.Conv1d(2, 2, 1), "no adapter recognises it"),
         (nn.LazyLinear(2), "UninitializedParameter"),
         (nn.modules.linear.NonDynamicallyQuantizableLinear(2, 2), "no adapter recognises it"),

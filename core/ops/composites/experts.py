@@ -75,15 +75,18 @@ class Experts(Composite):
     @property
     def w13_bias(self) -> Tensor | None:
         """The bias of gate and up, ``[experts, 2 · intermediate_size]``."""
-        return self._parameters["gate_up_proj_bias"]
+        bias: Tensor | None = self.gate_up_proj_bias
+        return bias
 
     @property
     def w2_bias(self) -> Tensor | None:
         """The bias of down, ``[experts, hidden_size]``."""
-        return self._parameters["down_proj_bias"]
+        bias: Tensor | None = self.down_proj_bias
+        return bias
 
     def _weight(self, name: str) -> Tensor:
-        weight = self.get_parameter(name)
+        # Read as an attribute: where a parametrization computes the weight, it is no parameter.
+        weight: Tensor = getattr(self, name)
         return weight.mT if self.transposed else weight
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

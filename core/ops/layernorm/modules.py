@@ -31,8 +31,35 @@ class _EpsByTwoNames:
         self.variance_epsilon = eps
 
 
+class _EpsOfInput:
+    """For norms whose epsilon may be ``None``: that of the dtype in which an input is computed.
+
+    ``torch.nn.RMSNorm`` chooses so at each call.
+    """
+
+    weight: Tensor
+    eps: float | None
+    """As it was given."""
+
+    @property
+    def variance_epsilon(self) -> float:
+        """``eps``; for ``None`` the epsilon for inputs of the weight's dtype."""
+        return _epsilon(self.eps, self.weight.dtype)
+
+    @variance_epsilon.setter
+    def variance_epsilon(self, eps: float | None) -> None:
+        self.eps = eps
+
+
+def _epsilon(eps: float | None, dtype: torch.dtype) -> float:
+    """Return ``eps``; for ``None`` that of float32, or of float64 if inputs have that dtype."""
+    if eps is not None:
+        return eps
+    return torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+
+
 @CustomOp.register("rms_norm")
-class RMSNorm(_EpsByTwoNames, CustomOp):
+class RMSNorm(_EpsOfInput, CustomOp):
     """Root mean square norm, after adding a residual where one is given (Zhang and Sennrich, arXiv:1910.07467).
 
     ``y = x / sqrt(mean(x²) + eps) · weight`` over the last dimension, computed in float32 (float64 for float64 input).
@@ -48,7 +75,8 @@ class RMSNorm(_EpsByTwoNames, CustomOp):
 
     Args:
         hidden_size: elements of the last dimension.
-        eps: added to the mean square.
+        eps: added to the mean square; ``None`` for the epsilon of the dtype in which each input is
+            computed.
         var_hidden_size: take the mean over the first ``var_hidden_size`` elements only.
         has_weight: whether there is a learnt weight.
         dtype: dtype of the weight; the default dtype if not given.
@@ -62,20 +90,21 @@ class RMSNorm(_EpsByTwoNames, CustomOp):
     def __init__(
         self,
         hidden_size: int,
-        eps: float = 1e-6,
+        eps: float | None = 1e-6,
         var_hidden_size: int | None = None,
         has_weight: bool = True,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         expect_size("rms_norm", "hidden_size", hidden_size)
-        expect_not_negative("rms_norm", "eps", eps)
+        if eps is not None:
+            expect_not_negative("rms_norm", "eps", eps)
         if var_hidden_size is not None and not 0 < var_hidden_size <= hidden_size:
             raise ValueError(
                 f"rms_norm: var_hidden_size is {var_hidden_size}, expected 1 to hidden_size={hidden_size}"
             )
         self.hidden_size = hidden_size
-        self.variance_epsilon = eps
+        self.eps = eps
         self.variance_size_override = None if var_hidden_size == hidden_size else var_hidden_size
         self.has_weight = has_weight
         weight = torch.ones(hidden_size, dtype=dtype)
@@ -95,19 +124,16 @@ class RMSNorm(_EpsByTwoNames, CustomOp):
         """
         expect_last_dim("rms_norm", "x", x, self.hidden_size)
         weight = self.weight if self.has_weight else None
+        eps, size = _epsilon(self.eps, x.dtype), self.variance_size_override
         if residual is None:
-            return functional.rms_norm(
-                x, weight, self.variance_epsilon, self.variance_size_override
-            )
-        return functional.fused_add_rms_norm(
-            x, residual, weight, self.variance_epsilon, self.variance_size_override
-        )
+            return functional.rms_norm(x, weight, eps, size)
+        return functional.fused_add_rms_norm(x, residual, weight, eps, size)
 
     # The host derives forward_cuda and forward_xpu from these: forward_native with Triton's functional forms.
     functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
-        return f"{self.hidden_size}, eps={self.variance_epsilon}, has_weight={self.has_weight}"
+        return f"{self.hidden_size}, eps={self.eps}, has_weight={self.has_weight}"
 
 
 @CustomOp.register("unscaled_rms_norm")
