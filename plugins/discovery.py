@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -210,13 +211,15 @@ def names_of(plugin: str) -> tuple[str, list[str], list[str]]:
 
 
 def scan() -> Discovery:
-    """Read the entry points of every distribution that can be found; the first distribution of a name counts.
+    """Read the entry points of every distribution that can be found.
 
-    The platform of the simulated device is offered where the environment names one.
+    Of several distributions of one name, the first on ``sys.path`` counts; of several in one folder, the installed
+    one. The platform of the simulated device is offered if the environment names one.
     """
     discovery = Discovery()
     seen: dict[str, Provider] = {}
     offered: list[Offer] = []
+    own: list[tuple[importlib_metadata.Distribution, str]] = []
     for found in distributions():
         if isinstance(found, Problem):
             discovery.problems.append(found)
@@ -227,13 +230,25 @@ def scan() -> Discovery:
             for group in groups_in(text):
                 discovery.groups.setdefault(group, []).append(found)
             if "opgraft." in text:
-                offered = _read(found, text, discovery, seen, offered)
+                own.append((found, text))
         except (
             Exception
         ) as error:  # of metadata that may be anything, and finders that are somebody's code
             discovery.problems.append(_malformed(found, error))
+    outdated = _outdated([found for found, _ in own], discovery)
+    for found, text in own:
+        if found in outdated:
+            continue
+        try:
+            offered = _read(found, text, discovery, seen, offered)
+        except Exception as error:  # likewise
+            discovery.problems.append(_malformed(found, error))
     for bridge in [offer for offer in offered if offer.group in BRIDGE_GROUPS]:
-        for found in discovery.groups.get(bridge.name, ()):
+        bridged = discovery.groups.get(bridge.name, [])
+        outdated = _outdated(bridged, discovery)
+        for found in bridged:
+            if found in outdated:
+                continue
             try:
                 offered += _bridged(found, bridge, discovery, seen)
             except Exception as error:  # likewise
@@ -251,6 +266,52 @@ def scan() -> Discovery:
             words, problem.provider, printable(problem.reason), extra=problem.provider.attributes()
         )
     return discovery
+
+
+def _outdated(
+    several: Sequence[importlib_metadata.Distribution], discovery: Discovery
+) -> list[importlib_metadata.Distribution]:
+    """Return those with another version in their folder that is the installed one, and list them as problems.
+
+    An upgrade that did not end leaves the metadata of the former version.
+    """
+    places: dict[tuple[str, str], dict[str, tuple[importlib_metadata.Distribution, Provider]]] = {}
+    for found in several:
+        with suppress(Exception):  # metadata that cannot be read is a problem of its own
+            place, provider = place_of(found), _provider(fields_of(found))
+            if place is None or _is_host(provider.name) or is_stray(found):
+                continue
+            namesakes = places.setdefault((str(place.parent), normalized(provider.name)), {})
+            namesakes.setdefault(str(place), (found, provider))
+    outdated = []
+    for namesakes in places.values():
+        if len(namesakes) == 1:
+            continue
+        rows = list(namesakes.values())
+        # What compares files with RECORD is imported only here: start-up waits for imports.
+        choose = importlib.import_module("opgraft.plugins.namesakes").installed
+        chosen, why = choose([found for found, _ in rows])
+        for place, (found, provider) in namesakes.items():
+            if found is rows[chosen][0]:
+                continue
+            outdated.append(found)
+            if provider != rows[chosen][1]:
+                reason = (
+                    f"its metadata is left beside that of {rows[chosen][1]} in one folder, which counts, as {why}: "
+                    f"remove {place}, or install the one that you want again"
+                )
+                discovery.problems.append(Problem(provider, reason, _version_line(found, place)))
+    return outdated
+
+
+def _version_line(found: importlib_metadata.Distribution, place: str) -> str:
+    """Return ``file:line`` of the version in a distribution's metadata."""
+    name = "METADATA" if text_of(found, "METADATA") else "PKG-INFO"
+    lines = (text_of(found, name) or "").splitlines()
+    number = next(
+        (count for count, line in enumerate(lines, 1) if line.lower().startswith("version:")), 1
+    )
+    return f"{os.path.join(place, name)}:{number}"
 
 
 def _malformed(found: importlib_metadata.Distribution, error: Exception) -> Problem:

@@ -5,13 +5,11 @@ A distribution is compared with its row, and its files with the hashes of its RE
 
 from __future__ import annotations
 
-import base64
 import csv
 import hashlib
 import json
 import os
 import re
-import stat
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -24,9 +22,10 @@ from opgraft.config import Settings
 from opgraft.config.declaration import without_duplicates
 from opgraft.decision import Provider
 from opgraft.errors import ConfigError, InputError, PluginError
-from opgraft.files import read_regular, replace_file, without_waiting
+from opgraft.files import read_regular, replace_file
 from opgraft.plugins.discovery import discover, is_editable, normalized
 from opgraft.plugins.metadata import Problem, distributions, is_namespace, specs_of, text_of
+from opgraft.plugins.records import difference, rows_of
 from opgraft.plugins.requirements import FAULTS, unfit
 from opgraft.state import host_state
 from opgraft.text import described
@@ -34,12 +33,10 @@ from opgraft.text import described
 SCHEMA = "opgraft.lock/1"
 ALLOW_EDITABLE = "--allow-editable"
 _LARGEST = 1 << 24  # bytes of a lockfile
-_PIECE = 1 << 20  # bytes of a file that are hashed at a time
 _SUFFIXES = tuple(all_suffixes())  # of what can be imported
 _LIBRARY = re.compile(
     r"\.(so(\.\d+)*|dylib|dll)$"
 )  # which the system's loader may find beside another
-_HASHES = ("sha256", "sha384", "sha512")
 _ANEW = "reinstall it, or look at it and lock it anew by 'opgraft plugins lock'"
 
 
@@ -256,14 +253,11 @@ def _damage(provider: Provider) -> str | None:
     """
     distribution = discover().distributions[provider]
     try:
-        rows = [
-            (path, digest, size)
-            for path, digest, size in csv.reader(_record(distribution).splitlines())
-        ]
+        rows = rows_of(_record(distribution))
     except (csv.Error, ValueError) as error:
         raise PluginError(f"its RECORD is malformed: {described(error)}") from error
     hashed = [row for row in rows if row[1]]  # RECORD itself and compiled bytecode have none
-    changes = (_difference(Path(str(distribution.locate_file(row[0]))), *row) for row in hashed)
+    changes = (difference(Path(str(distribution.locate_file(row[0]))), *row) for row in hashed)
     change = next(filter(None, changes), None)
     if change or is_editable(distribution):
         return change
@@ -346,7 +340,7 @@ def _is_anothers(file: str, root: str, own: Collection[str], tops: Collection[st
                 if path in text
                 else []
             )
-            if any(row[1] and _difference(Path(file), *row) is None for row in rows):
+            if any(row[1] and difference(Path(file), *row) is None for row in rows):
                 return True
     return False
 
@@ -375,34 +369,6 @@ def _added(root: str, listed: set[str]) -> Iterator[str]:
 
 def _is_code(name: str) -> bool:
     return name.endswith(_SUFFIXES) or _LIBRARY.search(name) is not None
-
-
-def _difference(place: Path, path: str, digest: str, size: str) -> str | None:
-    """Say how a file differs from its row of a RECORD."""
-    kind, _, expected = digest.partition("=")
-    if kind not in _HASHES:
-        return f"the hash of {path} in its RECORD is {kind!r}, expected one of {', '.join(_HASHES)}"
-    try:
-        with open(place, "rb", opener=without_waiting) as file:
-            state = os.fstat(file.fileno())
-            if not stat.S_ISREG(state.st_mode):
-                return f"{path} is no regular file"
-            if str(state.st_size) != size:
-                listed = size or "none"
-                return f"{path} is not the file that RECORD lists: it has {state.st_size} bytes, listed are {listed}"
-            if path.startswith(("..", "/")) and state.st_size > _LARGEST:
-                return f"{path}, which lies elsewhere, has more than {_LARGEST:,} bytes"
-            found = hashlib.new(kind)
-            while piece := file.read(_PIECE):
-                found.update(piece)
-    except FileNotFoundError:
-        # Scripts lie outside of what can be imported, where installing into a folder by --target does not put them.
-        return None if path.startswith(("..", "/")) else f"{path}, which RECORD lists, is missing"
-    except (OSError, ValueError) as error:
-        return f"{path} cannot be read: {described(error)}"
-    if base64.urlsafe_b64encode(found.digest()).rstrip(b"=").decode() != expected.rstrip("="):
-        return f"{path} is not the file that RECORD lists: its {kind} differs"
-    return None
 
 
 def _files_of(module: str) -> Iterator[str]:

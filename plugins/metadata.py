@@ -37,10 +37,17 @@ _GROUP = re.compile(r"^\s*\[([^\]\n]+)\]\s*$", re.M)
 
 @dataclass(frozen=True)
 class Problem:
-    """Metadata that cannot be used, and why. ``provider`` is its place where not even the name can be read."""
+    """Metadata that cannot be used, and why.
+
+    Attributes:
+        provider: whose it is; its place if not even the name can be read.
+        reason: with the next step.
+        location: ``file:line``, if one line tells.
+    """
 
     provider: Provider
     reason: str
+    location: str | None = None
 
 
 def distributions() -> Iterator[importlib_metadata.Distribution | Problem]:

@@ -71,7 +71,8 @@ def as_dicts(found: Iterable[Problem]) -> list[dict[str, Any]]:
 def metadata_findings() -> Iterator[Finding]:
     """Find what is wrong before anything is imported."""
     for problem in (*discover().problems, *misspelt_groups()):
-        yield Finding(f"{problem.provider}: {problem.reason}", problem.provider)
+        message = f"{problem.provider}: {problem.reason}"
+        yield Finding(message, problem.provider, problem.location)
     known = {offer.name for offer in shown_offers()}
     for name in host_state().settings().config.plugins_disable or ():
         if not any(offer.answers_to(name) for offer in shown_offers()):

@@ -34,11 +34,16 @@ class CheckpointConfig(QuantizationConfig):
 
     Args:
         ignore: patterns of layers that are plain in the checkpoint.
+
+    Attributes:
+        stored: name of a layer in the checkpoint, as the model has it → whether its weight is
+            quantized there. Empty if no weights are read.
     """
 
     def __init__(self, ignore: Sequence[str] = ()) -> None:
         super().__init__()
         self.ignore = Patterns(ignore)
+        self.stored: Mapping[str, bool] = {}
 
     @abstractmethod
     def linear_method(self, prefix: str) -> QuantizeMethodBase | None:

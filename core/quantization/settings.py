@@ -10,6 +10,7 @@ from opgraft.config.sections import QuantizationSettings
 from opgraft.errors import QuantizationError, QuantizationSettingError
 from opgraft.ops.linear.parallel import LinearBase
 from opgraft.ops.linear.quantization_config import QuantizationConfig
+from opgraft.quantization.checkpoint import CheckpointConfig
 from opgraft.quantization.patterns import Patterns, expect_used
 from opgraft.quantization.registry import quantization_named
 from torch import nn
@@ -52,7 +53,8 @@ class SettingsConfig(QuantizationConfig):
         merged = {name: list(parts) for name, parts in packed_modules_mapping.items()}
         for config in self.configs:
             config.packed_modules_mapping = merged
-            config.stored = stored or {}
+            if isinstance(config, CheckpointConfig):
+                config.stored = stored or {}
         for config, patterns in others:
             config.embeddings = frozenset(patterns)
 

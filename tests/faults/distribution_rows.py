@@ -164,7 +164,7 @@ ROWS: dict[str, tuple[Plant, tuple[str, ...], str | None]] = {
     "a zipped plugin": (zipped, (), "activated"),
     "two versions in one folder": (
         two("site", "2.0"),
-        ("another installation of acme",),
+        ("acme 1.0", "left beside that of acme 2.0 in one folder", "it is the latest version"),
         "activated",
     ),
     "two versions in two folders": (two("other", "2.0"), (ANOTHER.format("2.0"),), "activated"),

@@ -17,14 +17,11 @@ class QuantizationConfig(PluggableClass, ABC):
     Attributes:
         packed_modules_mapping: name of a merged layer → names of the layers that it stands for, as the model says.
         embeddings: names of embeddings and heads that are to be quantized, too; the others may stay plain.
-        stored: name of a layer in the checkpoint, as the model has it → whether its weight is
-            quantized there. Empty if no weights are read.
     """
 
     def __init__(self) -> None:
         self.packed_modules_mapping: dict[str, list[str]] = {}
         self.embeddings: frozenset[str] = frozenset()
-        self.stored: Mapping[str, bool] = {}
 
     @abstractmethod
     def get_name(self) -> str:

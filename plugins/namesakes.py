@@ -1,0 +1,71 @@
+"""Several versions of one distribution in one folder, as upgrades that did not end leave them: the installed one."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import importlib_metadata
+from opgraft.plugins.metadata import fields_of, text_of
+from opgraft.plugins.records import difference, rows_of
+
+_MOST = 2_000  # files of a distribution that are compared
+_INFO = (".dist-info", ".egg-info")
+_COMPILED = (".pyc", ".pyo")
+
+
+def installed(several: Sequence[importlib_metadata.Distribution]) -> tuple[int, str]:
+    """Choose among the versions of a distribution in one folder.
+
+    Returns:
+        The place in ``several`` of the one whose files are there as its RECORD lists them, or of the latest of those;
+        and why it was chosen.
+    """
+    shares = [_share_there(each) for each in several]
+    best = max(shares)
+    rivals = [place for place, share in enumerate(shares) if share == best]
+    chosen = max(rivals, key=lambda place: _version(several[place]))
+    if len(rivals) > 1:
+        return chosen, "it is the latest version"
+    whole = "its files are" if best == 1 else "most of its files are"
+    return chosen, f"{whole} there as its RECORD lists them"
+
+
+def _share_there(distribution: importlib_metadata.Distribution) -> float:
+    """Return which share of the files in RECORD is there and as it says; 0 if there is no list."""
+    try:
+        rows = rows_of(text_of(distribution, "RECORD") or "")
+    except (ValueError, OSError, csv.Error):
+        return 0.0
+    files = list(islice((row for row in rows if _is_compared(row[0])), _MOST))
+    there = sum(_is_there(distribution, *row) for row in files)
+    return there / len(files) if files else 0.0
+
+
+def _is_compared(path: str) -> bool:
+    """Return True for a file of the distribution itself, not of its metadata, its scripts or a cache."""
+    top = path.partition("/")[0]
+    return not (top == ".." or top.endswith(_INFO) or path.endswith(_COMPILED))
+
+
+def _is_there(
+    distribution: importlib_metadata.Distribution, path: str, digest: str, size: str
+) -> bool:
+    place = Path(str(distribution.locate_file(path)))
+    if not digest:
+        return place.is_file()
+    return difference(place, path, digest, size) is None
+
+
+def _version(distribution: importlib_metadata.Distribution) -> tuple[bool, Any]:
+    """Return what versions are compared by. One that no tool can read comes before the others."""
+    from packaging.version import InvalidVersion, Version  # costs 20 ms, and is needed here only
+
+    text = fields_of(distribution)["version"][0]
+    try:
+        return True, Version(text)
+    except InvalidVersion:
+        return False, text

@@ -1,0 +1,55 @@
+"""RECORD, the list that installers write of the files of a distribution, compared with the files."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from opgraft.files import without_waiting
+from opgraft.text import described
+
+_LARGEST = 1 << 24  # bytes of a file outside of the folder of the distribution
+_PIECE = 1 << 20  # bytes of a file that are hashed at a time
+_HASHES = ("sha256", "sha384", "sha512")
+
+
+def rows_of(record: str) -> Sequence[tuple[str, str, str]]:
+    """Return path, hash and size of each file; hash and size may be empty.
+
+    Raises:
+        csv.Error, ValueError: the text is no such list.
+    """
+    return [(path, digest, size) for path, digest, size in csv.reader(record.splitlines())]
+
+
+def difference(place: Path, path: str, digest: str, size: str) -> str | None:
+    """Return how a file differs from its row of a RECORD, ``None`` if it does not."""
+    kind, _, expected = digest.partition("=")
+    if kind not in _HASHES:
+        return f"the hash of {path} in its RECORD is {kind!r}, expected one of {', '.join(_HASHES)}"
+    try:
+        with open(place, "rb", opener=without_waiting) as file:
+            state = os.fstat(file.fileno())
+            if not stat.S_ISREG(state.st_mode):
+                return f"{path} is no regular file"
+            if str(state.st_size) != size:
+                listed = size or "none"
+                return f"{path} is not the file that RECORD lists: it has {state.st_size} bytes, listed are {listed}"
+            if path.startswith(("..", "/")) and state.st_size > _LARGEST:
+                return f"{path}, which lies elsewhere, has more than {_LARGEST:,} bytes"
+            found = hashlib.new(kind)
+            while piece := file.read(_PIECE):
+                found.update(piece)
+    except FileNotFoundError:
+        # Scripts lie outside of what can be imported, where installing into a folder by --target does not put them.
+        return None if path.startswith(("..", "/")) else f"{path}, which RECORD lists, is missing"
+    except (OSError, ValueError) as error:
+        return f"{path} cannot be read: {described(error)}"
+    if base64.urlsafe_b64encode(found.digest()).rstrip(b"=").decode() != expected.rstrip("="):
+        return f"{path} is not the file that RECORD lists: its {kind} differs"
+    return None
