@@ -30,6 +30,7 @@ from opgraft.plugins.metadata import (
     place_of,
     text_of,
 )
+from opgraft.plugins.namesakes import installed
 from opgraft.state import host_state
 from opgraft.text import described, printable
 from opgraft.version import __version__
@@ -288,9 +289,7 @@ def _outdated(
         if len(namesakes) == 1:
             continue
         rows = list(namesakes.values())
-        # What compares files with RECORD is imported only here: start-up waits for imports.
-        choose = importlib.import_module("opgraft.plugins.namesakes").installed
-        chosen, why = choose([found for found, _ in rows])
+        chosen, why = installed([found for found, _ in rows])
         for place, (found, provider) in namesakes.items():
             if found is rows[chosen][0]:
                 continue
@@ -340,8 +339,8 @@ def _read(
     _check(text, _OWN)
     if _is_host(provider.name):
         own = _own_offers(found, discovery)
-        installed = text_of(found, "METADATA") is not None  # an egg-info may be of another time
-        return own + offered if installed else offered + own
+        is_installed = text_of(found, "METADATA") is not None  # an egg-info may be of another time
+        return own + offered if is_installed else offered + own
     counts = _counts(found, provider, discovery, seen)
     return (
         offered + list(_offers(found, provider, fields.get("requires-dist", [])))
