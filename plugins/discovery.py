@@ -220,22 +220,7 @@ def scan() -> Discovery:
     discovery = Discovery()
     seen: dict[str, Provider] = {}
     offered: list[Offer] = []
-    own: list[tuple[importlib_metadata.Distribution, str]] = []
-    for found in distributions():
-        if isinstance(found, Problem):
-            discovery.problems.append(found)
-            continue
-        try:
-            # Most distributions end here, before anything is parsed: start-up waits for this loop.
-            text = text_of(found, "entry_points.txt") or ""
-            for group in groups_in(text):
-                discovery.groups.setdefault(group, []).append(found)
-            if "opgraft." in text:
-                own.append((found, text))
-        except (
-            Exception
-        ) as error:  # of metadata that may be anything, and finders that are somebody's code
-            discovery.problems.append(_malformed(found, error))
+    own = _of_opgraft(discovery)
     outdated = _outdated([found for found, _ in own], discovery)
     for found, text in own:
         if found in outdated:
@@ -269,38 +254,69 @@ def scan() -> Discovery:
     return discovery
 
 
+def _of_opgraft(discovery: Discovery) -> list[tuple[importlib_metadata.Distribution, str]]:
+    """Return the distributions with entry points for opgraft, and the text of these.
+
+    ``discovery`` is given the groups of all distributions, and the problems of reading them.
+    """
+    own: list[tuple[importlib_metadata.Distribution, str]] = []
+    for found in distributions():
+        if isinstance(found, Problem):
+            discovery.problems.append(found)
+            continue
+        try:
+            # Most distributions end here, before anything is parsed: start-up waits for this loop.
+            text = text_of(found, "entry_points.txt") or ""
+            for group in groups_in(text):
+                discovery.groups.setdefault(group, []).append(found)
+            if "opgraft." in text:
+                own.append((found, text))
+        except (
+            Exception
+        ) as error:  # of metadata that may be anything, and finders that are somebody's code
+            discovery.problems.append(_malformed(found, error))
+    return own
+
+
+_Namesakes = dict[str, tuple[importlib_metadata.Distribution, Provider]]
+"""By the folder of its metadata: a distribution, and what it is."""
+
+
 def _outdated(
     several: Sequence[importlib_metadata.Distribution], discovery: Discovery
 ) -> list[importlib_metadata.Distribution]:
-    """Return those with another version in their folder that is the installed one, and list them as problems.
+    """Return distributions beside the installed version of the same one, and list the problems.
 
-    An upgrade that did not end leaves the metadata of the former version.
+    An upgrade that did not end leaves the metadata of the former version in its folder.
     """
-    places: dict[tuple[str, str], dict[str, tuple[importlib_metadata.Distribution, Provider]]] = {}
+    outdated = []
+    for namesakes in _namesakes(several):
+        rows = list(namesakes.values())
+        chosen, why = installed([found for found, _ in rows])
+        best, counting = rows[chosen]
+        outdated += [found for found, _ in rows if found is not best]
+        for place, (found, provider) in namesakes.items():
+            if provider == counting:
+                continue
+            reason = (
+                f"its metadata is left beside that of {counting} in one folder, which counts, as "
+                f"{why}: remove {place}, or install the one that you want again"
+            )
+            discovery.problems.append(Problem(provider, reason, _version_line(found, place)))
+    return outdated
+
+
+def _namesakes(several: Sequence[importlib_metadata.Distribution]) -> list[_Namesakes]:
+    """Return the distributions of one name in one folder, of every name with more than one."""
+    places: dict[tuple[str, str], _Namesakes] = {}
     for found in several:
         with suppress(Exception):  # metadata that cannot be read is a problem of its own
             place, provider = place_of(found), _provider(fields_of(found))
             if place is None or _is_host(provider.name) or is_stray(found):
                 continue
-            namesakes = places.setdefault((str(place.parent), normalized(provider.name)), {})
-            namesakes.setdefault(str(place), (found, provider))
-    outdated = []
-    for namesakes in places.values():
-        if len(namesakes) == 1:
-            continue
-        rows = list(namesakes.values())
-        chosen, why = installed([found for found, _ in rows])
-        for place, (found, provider) in namesakes.items():
-            if found is rows[chosen][0]:
-                continue
-            outdated.append(found)
-            if provider != rows[chosen][1]:
-                reason = (
-                    f"its metadata is left beside that of {rows[chosen][1]} in one folder, which counts, as {why}: "
-                    f"remove {place}, or install the one that you want again"
-                )
-                discovery.problems.append(Problem(provider, reason, _version_line(found, place)))
-    return outdated
+            key = (str(place.parent), normalized(provider.name))
+            places.setdefault(key, {}).setdefault(str(place), (found, provider))
+    return [namesakes for namesakes in places.values() if len(namesakes) > 1]
 
 
 def _version_line(found: importlib_metadata.Distribution, place: str) -> str:

@@ -9,6 +9,17 @@ from typing import Any
 import pytest
 from opgraft.plugins.discovery import scan
 
+PLUGIN = """
+from opgraft.ops import GELU
+
+platforms = "any"
+
+
+@GELU.register_oot
+class Acme(GELU):
+    def forward_oot(self, x):
+        return super().forward_native(x)
+"""
 POINTS = "[opgraft.plugins]\nacme = {module}\n"
 
 
@@ -18,7 +29,7 @@ def of_module(module: str) -> str:
 
 def install(site: Any, version: str, module: str = "acme", name: str = "acme-kit") -> None:
     """Install a version, whose module replaces that of an earlier one if both have one name."""
-    text = f"VERSION = {version!r}\nplatforms = 'any'\n"
+    text = f"VERSION = {version!r}\n{PLUGIN}"
     site.install(name, {f"{module}.py": text}, of_module(module), version=version)
 
 
@@ -116,7 +127,8 @@ def test_doctor_names_file_and_line(site: Any, cli: Any) -> None:
     (site.folder / "acme_old.py").unlink()
     install(site, "2.0", "acme_new")
     done = cli("plugins", "doctor", "--json")
-    assert done.returncode == 1
-    (finding,) = json.loads(done.stdout)["findings"]
-    assert finding["provider"]["version"] == "1.0"
+    assert done.returncode != 0
+    findings = json.loads(done.stdout)["findings"]
+    (finding,) = [each for each in findings if each["provider"]["version"] == "1.0"]
+    assert "left beside that of acme-kit 2.0" in finding["message"]
     assert finding["location"] == f"{folder_of(site, '1.0') / 'METADATA'}:3"
