@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from opgraft.machine.evidence import Device, Evidence, Fact
-from opgraft.machine.machine import Machine
+from opgraft.machine.machine import UNREAD, Machine
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ def torch_obstacle(machine: Machine, backend: str, remedy: str) -> Obstacle | No
     build = machine.torch_build()
     if build is not None and backend in build.backends:
         return None
+    if build is not None and build.version == UNREAD:
+        return Obstacle("what the installed torch is built for could not be read", remedy)
     missing = (
         f"the installed torch {build.version} is built without {backend}"
         if build

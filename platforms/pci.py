@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from opgraft.machine.evidence import Evidence, Fact
 from opgraft.machine.machine import Machine
 
 FOLDER = "/sys/bus/pci/devices"
+_BUSES = "/sys/bus"
+_PCI = "/sys/bus/pci"
 
 
 @dataclass(frozen=True)
@@ -32,15 +35,48 @@ class PciFunction:
 
 def pci_functions(machine: Machine, vendor: int) -> tuple[PciFunction, ...]:
     """Return the functions of one vendor, in the order of their addresses. Damaged entries are left out."""
-    vendors: dict[int, list[str]] | None = machine.memo.get("pci")
+    addresses = _by_vendor(machine).get(vendor, ())
+    found = (_function(machine, vendor, address) for address in addresses)
+    return tuple(function for function in found if function is not None)
+
+
+def absence(machine: Machine, hardware: str, looked_for: str) -> Evidence:
+    """Give the evidence of a probe that found no PCI function: there is none, or it could not be read.
+
+    Args:
+        machine: the machine.
+        hardware: what was not found, such as ``NVIDIA GPU``.
+        looked_for: the same in terms of PCI, such as ``display controller of vendor 10de``.
+    """
+    unread = _unread(machine)
+    if unread is None:
+        return Evidence(False, f"no {hardware}", facts=(Fact(FOLDER, f"no {looked_for}"),))
+    fact = Fact(FOLDER, f"no {looked_for} could be looked for: {unread}")
+    return Evidence(
+        False, f"no {hardware} found, as {FOLDER} could not be read: {unread}", facts=(fact,)
+    )
+
+
+def _unread(machine: Machine) -> str | None:
+    """Say what of the PCI functions could not be read, ``None`` if all of them could."""
+    why = machine.unlisted(FOLDER)
+    if why is None:
+        unread = _by_vendor(machine).get(None, [])
+        return f"the vendor of {', '.join(unread)}" if unread else None
+    # A machine without a PCI bus has other buses.
+    has_other_buses = machine.unlisted(_BUSES) is None and machine.names(_BUSES)
+    return None if has_other_buses and not machine.exists(_PCI) else why
+
+
+def _by_vendor(machine: Machine) -> dict[int | None, list[str]]:
+    """Return the addresses of the functions by vendor; ``None`` stands for those whose vendor could not be read."""
+    vendors: dict[int | None, list[str]] | None = machine.memo.get("pci")
     if vendors is None:
         vendors = machine.memo["pci"] = {}
         for address in machine.names(FOLDER):
             number = _number(machine.read(f"{FOLDER}/{address}/vendor"))
-            if number is not None:
-                vendors.setdefault(number, []).append(address)
-    found = (_function(machine, vendor, address) for address in vendors.get(vendor, ()))
-    return tuple(function for function in found if function is not None)
+            vendors.setdefault(number, []).append(address)
+    return vendors
 
 
 def _function(machine: Machine, vendor: int, address: str) -> PciFunction | None:

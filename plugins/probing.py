@@ -149,7 +149,7 @@ def run_probe(offer: Offer, machine: Machine) -> Evidence:
         ProbeFailed: as for ``ask``.
     """
     try:
-        spec = _spec(offer)
+        spec = spec_of(offer)
         if not isinstance(spec, PlatformSpec):
             raise ProbeFailed(
                 f"{offer.value} is a {type(spec).__name__}, expected an opgraft.PlatformSpec"
@@ -176,7 +176,7 @@ def _place(offer: Offer, error: BaseException) -> str:
     return own or raised_at(error)
 
 
-def _spec(offer: Offer) -> Any:
+def spec_of(offer: Offer) -> Any:
     """Load what the entry point names.
 
     Raises:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from opgraft.config import Settings
 from opgraft.decision import NOT_PROBED, Candidate, Decision
@@ -25,6 +27,8 @@ from opgraft.plugins.requirements import (
     quarantined,
 )
 from opgraft.state import PlatformSelection, host_state, loading
+
+Result = TypeVar("Result")
 
 _SETTING = f"{PLATFORM}=<name> or OpgraftConfig(platform=<name>)"
 
@@ -232,23 +236,55 @@ def _raise_first_failure(asked: Sequence[_Asked]) -> None:
         )
 
 
-def _withdraw_all_but(chosen: Offer) -> None:
+def _withdraw_all_but(chosen: str) -> None:
     """Take back what other platforms declared that were in use before ``reset``."""
     state = host_state()
     for owner in list(state.registry.owned):
-        if owner.kind == "platform" and owner.name != chosen.name:
+        if owner.kind == "platform" and owner.name != chosen:
             state.withdraw_declarations(owner)
 
 
+def decide_without_torch(settings: Settings, machine: Machine) -> tuple[Decision, str]:
+    """Decide as a process that computes will, as far as that can be told without torch.
+
+    Returns:
+        The decision, and what of the chosen platform is not verified; empty if nothing is left.
+
+    Raises:
+        OpgraftError: as ``decide_platform``; the class of a platform that was asked for cannot be used.
+    """
+    return _decide(settings, machine, _verified)
+
+
+def _verified(offer: Offer) -> str:
+    if offer.built_in:
+        return ""
+    # Few machines have a platform to look at.
+    found = importlib.import_module("opgraft.plugins.class_source").verify(offer)
+    if found.fault is not None:
+        raise PlatformError(
+            f"the class of platform {offer.name!r} ({offer.provider}, {offer.value}) cannot be "
+            f"used: {found.fault}"
+        )
+    unknown: str = found.unknown
+    return unknown
+
+
 def _select(settings: Settings, machine: Machine) -> PlatformSelection:
-    """Decide and load. A detected platform whose class cannot be loaded is left out loudly; the next one is tried."""
+    decision, (platform, defaults) = _decide(settings, machine, load_platform)
+    _withdraw_all_but(platform.name)
+    return PlatformSelection(platform, decision, defaults)
+
+
+def _decide(
+    settings: Settings, machine: Machine, use: Callable[[Offer], Result]
+) -> tuple[Decision, Result]:
+    """Decide and use. A detected platform that cannot be used is left out loudly; the next one is tried."""
     unloadable: list[tuple[Offer, str]] = []
     while True:
         offer, decision = decide_platform(settings, machine, unloadable)
         try:
-            platform, defaults = load_platform(offer)
-            _withdraw_all_but(offer)
-            return PlatformSelection(platform, decision, defaults)
+            return decision, use(offer)
         except PlatformError as error:
             if settings.config.platform == offer.name or settings.config.strict or offer.built_in:
                 raise

@@ -82,7 +82,10 @@ def main() -> NoReturn:
                 errors="backslashreplace"
             )  # a terminal of another encoding must not end a command
     code = _run(sys.argv[1:])
-    if "opgraft.plugins.loading" in sys.modules:  # code of others may have run
+    if (
+        "opgraft.plugins.loading" in sys.modules
+    ):  # code of others may have run, and may print at exit
+        importlib.import_module("opgraft.cli.answers").divert(sys.stdout)
         importlib.import_module("opgraft.cli.ending").end_in_time(code)
     sys.exit(code)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ import click
 import torch
 from opgraft.binding.idle_plugins import idle_plugins
 from opgraft.binding.provenance import explain_exception
+from opgraft.cli.answers import answers
 from opgraft.cli.comparison import Comparison, Measurement, timed
 from opgraft.cli.output import discard_stdout, echo, print_json, print_table
 from opgraft.engine.sampling_params import SamplingParams
@@ -166,8 +166,7 @@ def show_stream(llm: LLM, output: RequestOutput) -> None:
 def _show(piece: str) -> None:
     """Write a part of an answer to stdout at once; line breaks stay, terminal sequences are shown escaped."""
     try:
-        click.echo(_harmless(piece), nl=False)
-        sys.stdout.flush()
+        click.echo(_harmless(piece), nl=False, file=answers())
     except BrokenPipeError:
         discard_stdout()
 

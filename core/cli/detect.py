@@ -18,7 +18,7 @@ from opgraft.cli.output import (
 from opgraft.decision import NOT_PROBED, Candidate, Decision
 from opgraft.machine.machine import Machine
 from opgraft.plugins.hardware import unclaimed_hardware
-from opgraft.plugins.selection import decide_platform
+from opgraft.plugins.selection import decide_without_torch
 from opgraft.state import host_state
 from opgraft.text import printable
 
@@ -53,7 +53,7 @@ def command(show_all: bool, root: str | None, record: str | None, as_json: bool)
         machine = recording = RecordingMachine(machine)
         finish = partial(recording.write, Path(record))
     try:
-        _, decision = decide_platform(host_state().settings(), machine)
+        decision, unknown = decide_without_torch(host_state().settings(), machine)
         others = unclaimed_hardware(machine, decision)
     finally:  # a bug report needs the recording most where there is no decision
         if finish:
@@ -63,12 +63,17 @@ def command(show_all: bool, root: str | None, record: str | None, as_json: bool)
             "decision": decision.to_dict(),
             "hardware": [other.to_dict() for other in others],
             "problems": problems(),
+            "not_verified": unknown or None,
         }
         print_json("opgraft.detect/2", data)
         return
     if root:
         print_wrapped(f"of the machine that is recorded in {root}, not of this one:")
     print_wrapped(decision.lines() if show_all else _short(decision))
+    if unknown:
+        print_wrapped(
+            f"not verified, as that needs torch: {unknown}; 'opgraft plugins doctor' checks it"
+        )
     for other in others:
         print_wrapped(other.lines())
     for problem in problem_lines():

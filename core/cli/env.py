@@ -16,7 +16,7 @@ from opgraft.installed import version_of
 from opgraft.machine.machine import Machine
 from opgraft.machine.scrubbing import Scrubber
 from opgraft.plugins.discovery import discover
-from opgraft.plugins.selection import decide_platform
+from opgraft.plugins.selection import decide_without_torch
 from opgraft.state import host_state
 from opgraft.text import printable
 from opgraft.version import __version__
@@ -104,10 +104,12 @@ def _cell(text: str) -> str:
 
 def _platform(scrubber: Scrubber) -> dict[str, str]:
     try:
-        _, decision = decide_platform(host_state().settings(), Machine())
+        decision, unknown = decide_without_torch(host_state().settings(), Machine())
     except OpgraftError as error:
         return {"error": scrubber.value(str(error))}
     rows = {"selected": scrubber.value(f"{decision.chosen}: {decision.reason}")}
+    if unknown:
+        rows["not verified"] = scrubber.value(unknown)
     for candidate in decision.candidates:
         evidence = (
             "; ".join(map(scrubber.sentence, candidate.evidence.lines()))

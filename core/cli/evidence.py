@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from opgraft.decision import Provider
 from opgraft.environment import state_home
 from opgraft.errors import InputError
 from opgraft.files import read_regular, replace_file
 from opgraft.logger import logger
+from opgraft.plugins.discovery import normalized
 from opgraft.text import printable
 
 SCHEMA = "opgraft.conformance/1"
@@ -184,15 +186,21 @@ def read(path: Path) -> Evidence:
     return found
 
 
-def shipped(module: str) -> dict[str, Any] | None:
+def shipped(module: str, installed: Provider) -> dict[str, Any] | None:
     """Return a summary of the evidence that lies in a plugin's package, or ``None`` where none does.
 
-    Nothing of the package is imported. Evidence that cannot be read is told of by ``problem``.
+    Nothing of the package is imported. Evidence that cannot be read is told of by ``problem``, and evidence about
+    another version than the ``installed`` one by ``outdated``.
     """
     found = importlib.util.find_spec(module.partition(".")[0])
     places = (found and found.submodule_search_locations) or ()
     return next(
-        (_summary(file) for place in places if (file := Path(place) / SHIPPED).is_file()), None
+        (
+            _summary(file, installed)
+            for place in places
+            if (file := Path(place) / SHIPPED).is_file()
+        ),
+        None,
     )
 
 
@@ -210,10 +218,10 @@ def keep(name: str, data: Mapping[str, Any]) -> Path | None:
     return file
 
 
-def kept(name: str) -> dict[str, Any] | None:
-    """Return a summary of the evidence that was kept of a distribution or a built-in platform, or ``None``."""
+def kept(name: str, installed: Provider) -> dict[str, Any] | None:
+    """Return a summary of the evidence that was kept of a distribution or a built-in platform, as ``shipped`` does."""
     file = kept_file(name)
-    return _summary(file) if file is not None and file.is_file() else None
+    return _summary(file, installed) if file is not None and file.is_file() else None
 
 
 def kept_file(name: str) -> Path | None:
@@ -225,11 +233,17 @@ def kept_file(name: str) -> Path | None:
     return None
 
 
-def _summary(file: Path) -> dict[str, Any]:
+def _summary(file: Path, installed: Provider) -> dict[str, Any]:
     try:
         evidence = read(file)
     except InputError as error:
         return {"file": str(file), "problem": str(error)}
+    judged = evidence.about["provider"]
+    same = (normalized(str(judged["name"])), judged["version"]) == (
+        normalized(installed.name),
+        installed.version,
+    )
+    told = f"it is about {judged['name']} {judged['version']}, and {installed} is installed"
     about = {
         name: evidence.about.get(name)
         for name in ("provider", "platform", "device", "versions", "date")
@@ -239,5 +253,6 @@ def _summary(file: Path) -> dict[str, Any]:
         **about,
         "complete": evidence.complete,
         "counts": evidence.counted(),
+        "outdated": None if same else told,
         "problem": None,
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -13,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 import click
+from opgraft.cli.answers import answers, answers_apart
 from opgraft.config import (
     FIELDS,
     Field,
@@ -57,6 +57,11 @@ _OF_MODELS = frozenset(_GROUPS) - {"compilation_config"}
 
 class SettingsCommand(click.Command):
     """A command of ``with_settings``, whose help has the settings by section."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command, with stdout for its answer alone."""
+        with answers_apart():
+            return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, those of each section under a heading."""
@@ -158,7 +163,7 @@ def echo(text: str = "") -> None:
         OpgraftError: it cannot be written, as where a disk is full.
     """
     try:
-        click.echo(text)
+        click.echo(text, file=answers())
     except BrokenPipeError:
         discard_stdout()
     except OSError as error:
@@ -168,7 +173,7 @@ def echo(text: str = "") -> None:
 
 def discard_stdout() -> None:
     """Let what is still written to stdout, at the end of the process too, vanish without an error."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), answers().fileno())
 
 
 def print_traceback(error: BaseException) -> None:
@@ -224,7 +229,7 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None
 
 def width() -> int | None:
     """Return the columns of the terminal that stdout is, or ``None`` where it is a pipe or a file."""
-    if not sys.stdout.isatty():
+    if not answers().isatty():
         return None
     import shutil  # costs 2 ms, which no pipe needs
 

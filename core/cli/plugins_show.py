@@ -181,7 +181,8 @@ def _evidence_in_words(shown: dict[str, Any]) -> str:
     day = f", {shown['date']}" if shown["date"] else ""
     provider = _in_words(shown["provider"])
     device = f"{shown['platform']} ({shown['device']})"
-    return f"{counts}{whole}; {provider} on {device}, {versions}{day}"
+    outdated = f"of another version ({shown['outdated']}): " if shown["outdated"] else ""
+    return f"{outdated}{counts}{whole}; {provider} on {device}, {versions}{day}"
 
 
 def _replacement(row: dict[str, Any]) -> str:
@@ -192,12 +193,13 @@ def _metadata(offer: Offer) -> dict[str, Any]:
     """Return what is known of an offer without importing anything of it."""
     settings = host_state().settings()
     status, reason = admission(offer, settings)
+    kept_as = offer.name if offer.built_in else normalized(offer.provider.name)
     return {
         **as_dict(offer),
         "requires": list(offer.requires),
         "lock": _lock_state(offer),
-        "evidence": None if offer.built_in else evidence.shipped(offer.module),
-        "judged": evidence.kept(offer.name if offer.built_in else normalized(offer.provider.name)),
+        "evidence": None if offer.built_in else evidence.shipped(offer.module, offer.provider),
+        "judged": evidence.kept(kept_as, offer.provider),
         "status": status,
         "reason": reason,
     }

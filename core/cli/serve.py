@@ -6,7 +6,6 @@ import functools
 import importlib
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -113,4 +112,3 @@ def _show(service: Service, url: str) -> None:
         echo(f"unused    {idle}")
     echo(f"cache     {service.capacity()}")
     echo(f"url       {url}/v1")
-    sys.stdout.flush()

@@ -181,6 +181,18 @@ class Machine:
         except (OSError, ValueError):
             return []
 
+    def unlisted(self, folder: str) -> str | None:
+        """Say why a folder cannot be listed, ``None`` if it can: ``names`` finds nothing in both cases."""
+        try:
+            os.listdir(self._inside(folder))
+        except FileNotFoundError:
+            return "it does not exist"
+        except OSError as error:
+            return error.strerror or str(error)
+        except ValueError as error:
+            return str(error)
+        return None
+
     def link(self, path: str) -> str | None:
         """Return the last part of a symbolic link's target, such as the name of a driver, or ``None``."""
         try:
@@ -273,6 +285,10 @@ def _chunks(handle: int) -> Iterator[bytes]:
         yield chunk
 
 
+UNREAD = "of an unknown version"
+"""The version of an installed torch whose ``version.py`` could not be read."""
+
+
 @functools.lru_cache(maxsize=1)
 def _installed_torch() -> TorchBuild | None:
     spec = importlib.util.find_spec("torch")
@@ -281,7 +297,7 @@ def _installed_torch() -> TorchBuild | None:
     try:
         text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
     except OSError:
-        return None
+        return TorchBuild(UNREAD, {})
     values = dict(re.findall(r"^(\w+)(?:\s*:[^=\n]+)?\s*=\s*'([^'\n]*)'", text, re.MULTILINE))
     version = values.pop("__version__", "unknown")
     values.pop("git_version", None)

@@ -41,6 +41,7 @@ class Seen:
         variables: the environment, which notes the names that were looked up.
         files: path → text, ``None`` where it could not be read.
         listed: paths that are known to exist.
+        folders: those that could be listed.
         links: path → last part of the link's target, ``None`` where there is no link.
         denied: paths that exist and may not be opened.
         packages: distribution → version of those that are installed.
@@ -49,6 +50,7 @@ class Seen:
     variables: _SeenVariables
     files: dict[str, str | None] = field(default_factory=dict)
     listed: set[str] = field(default_factory=set)
+    folders: set[str] = field(default_factory=set)
     links: dict[str, str | None] = field(default_factory=dict)
     denied: set[str] = field(default_factory=set)
     packages: dict[str, str] = field(default_factory=dict)
@@ -79,6 +81,12 @@ class RecordingMachine(Machine):
         names = super().names(folder)
         self.seen.listed.update(f"{folder}/{name}" for name in names)
         return names
+
+    def unlisted(self, folder: str) -> str | None:
+        why = super().unlisted(folder)
+        if why is None:
+            self.seen.folders.add(folder)
+        return why
 
     def link(self, path: str) -> str | None:
         target = self.seen.links[path] = super().link(path)
@@ -145,6 +153,9 @@ class RecordingMachine(Machine):
                 _place(folder, path).symlink_to(
                     target or "./"
                 )  # "" is the last part of a target such as "x/"
+        for path in sorted(self.seen.folders):
+            if not os.path.lexists(_place(folder, path)):
+                _place(folder, path).mkdir()
         # What was only listed becomes an empty file; backwards, so that a folder comes after what lies in it.
         for path in sorted(self.seen.listed, reverse=True):
             if not os.path.lexists(_place(folder, path)):

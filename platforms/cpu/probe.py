@@ -14,7 +14,9 @@ def probe(machine: Machine) -> Evidence:
     """Give evidence for the CPU; always available, with less detail where the files of Linux are missing."""
     cpuinfo = machine.read(CPUINFO)
     if not cpuinfo:
-        return Evidence(True, "every machine has a CPU", facts=(Fact(CPUINFO, "not readable"),))
+        there = machine.exists(CPUINFO)
+        why = "could not be read" if there else "could not be read: it does not exist"
+        return Evidence(True, "every machine has a CPU", facts=(Fact(CPUINFO, why),))
     name = first(r"^model name[^\S\n]*:[^\S\n]*(.+)$", cpuinfo) or "CPU"
     features = features_of(cpuinfo)
     count = len(re.findall(r"^processor\s*:", cpuinfo, re.MULTILINE))

@@ -18,7 +18,7 @@ from opgraft.platforms.obstacles import (
     usable,
     verdict,
 )
-from opgraft.platforms.pci import FOLDER
+from opgraft.platforms.pci import absence
 from opgraft.platforms.visibility import chosen
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -30,9 +30,7 @@ def probe(machine: Machine) -> Evidence:
     """Give evidence for CUDA, from PCI ids and the files of NVIDIA's driver."""
     found = gpus.gpus(machine) or under_wsl(machine) or jetson(machine)
     if not found:
-        return Evidence(
-            False, "no NVIDIA GPU", facts=(Fact(FOLDER, "no display controller of vendor 10de"),)
-        )
+        return absence(machine, "NVIDIA GPU", "display controller of vendor 10de")
     within_reach = usable(found)
     devices, detail = with_detail(machine, [one.device for one in within_reach])
     if len(devices) == len(within_reach):

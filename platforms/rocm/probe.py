@@ -13,7 +13,7 @@ from opgraft.platforms.obstacles import (
     usable,
     verdict,
 )
-from opgraft.platforms.pci import FOLDER, PciFunction
+from opgraft.platforms.pci import PciFunction, absence
 from opgraft.platforms.rocm.kfd import NODES, Node, gpu_functions, gpu_nodes, model, refused
 from opgraft.platforms.visibility import chosen
 
@@ -38,11 +38,7 @@ def probe(machine: Machine) -> Evidence:
         if function not in served
     ]
     if not found:
-        return Evidence(
-            False,
-            "no AMD GPU",
-            facts=(Fact(FOLDER, "no display controller or accelerator of vendor 1002"),),
-        )
+        return absence(machine, "AMD GPU", "display controller or accelerator of vendor 1002")
     within_reach = usable(found)
     visible = _visible(machine, within_reach)
     return verdict(

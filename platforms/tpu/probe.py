@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from opgraft.machine.evidence import Device, Evidence, Fact
 from opgraft.machine.machine import Machine
 from opgraft.platforms.obstacles import Found, Obstacle, counted, hide, usable, verdict
-from opgraft.platforms.pci import FOLDER, PciFunction, pci_functions
+from opgraft.platforms.pci import PciFunction, absence, pci_functions
 from opgraft.platforms.tpu.packages import Choice, choose
 
 VENDOR = 0x1AE0
@@ -53,9 +53,7 @@ def probe(machine: Machine) -> Evidence:
     functions = [function for function in pci_functions(machine, VENDOR) if _generation(function)]
     wants_cpu = machine.environ.get(SELECTOR, "").upper() == "CPU"
     if not functions and not wants_cpu:
-        return Evidence(
-            False, "no TPU", facts=(Fact(FOLDER, "no TPU among the functions of vendor 1ae0"),)
-        )
+        return absence(machine, "TPU", "TPU among the functions of vendor 1ae0")
     choice = choose(machine)
     found = [_found(machine, function, index, choice) for index, function in enumerate(functions)]
     within_reach = usable(found)

@@ -17,7 +17,7 @@ from opgraft.platforms.obstacles import (
     usable,
     verdict,
 )
-from opgraft.platforms.pci import FOLDER, PciFunction, pci_functions
+from opgraft.platforms.pci import PciFunction, absence, pci_functions
 from opgraft.platforms.xpu.cards import CARDS, Card
 
 VENDOR = 0x8086
@@ -34,9 +34,7 @@ def probe(machine: Machine) -> Evidence:
         function for function in pci_functions(machine, VENDOR) if function.kind == DISPLAY
     ]
     if not functions:
-        return Evidence(
-            False, "no Intel GPU", facts=(Fact(FOLDER, "no display controller of vendor 8086"),)
-        )
+        return absence(machine, "Intel GPU", "display controller of vendor 8086")
     cards = {function: card for function in functions if (card := _card(machine, function))}
     if not cards:
         facts = [

@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 from opgraft.cli import evidence, plugins_show
 from opgraft.cli.conformance import Run, report
+from opgraft.decision import Provider
 from opgraft.errors import InputError
 from warm.interpreter import process_of
 
@@ -205,7 +206,7 @@ def test_evidence_in_a_package_is_shown(site) -> None:
     files = {"acme/__init__.py": "raise ImportError('nobody asked')", "acme/plugin.py": ""}
     site.install("acme", files, {"opgraft.plugins": ["acme = acme.plugin"]})
     file = site.folder / "acme/conformance.json"
-    assert evidence.shipped("acme.plugin") is None
+    assert evidence.shipped("acme.plugin", Provider("acme", "1.0")) is None
     evidence.write(file, found.to_dict())
     result = CliRunner().invoke(plugins_show.command, ["acme", "--json"])
     answer = json.loads(result.stdout)
@@ -217,11 +218,24 @@ def test_evidence_in_a_package_is_shown(site) -> None:
         "date": "2026-11-24",
         "complete": True,
         "counts": {"passed": 1, "failed": 1, "skipped": 0},
+        "outdated": None,
         "problem": None,
     }
     text = CliRunner().invoke(plugins_show.command, ["acme"]).stdout
     told = "acme 1.0 on cpu (A CPU), opgraft 0.1.0, torch 2.13.0, python 3.11.7, 2026-11-24"
     assert f"evidence: 1 passed, 1 failed, 0 skipped; {told}\n" in text
+    told = "it is about acme 0.9, and acme 1.0 is installed"
+    old = {**found.to_dict(), "provider": {"name": "acme", "version": "0.9"}}
+    for path in (file, evidence.kept_file("acme")):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        evidence.write(path, old)
+    answer = json.loads(CliRunner().invoke(plugins_show.command, ["acme", "--json"]).stdout)
+    assert errors_of(answer, "opgraft.plugins.show/3") == []
+    (offer,) = answer["offers"]
+    assert offer["evidence"]["outdated"] == offer["judged"]["outdated"] == told
+    text = CliRunner().invoke(plugins_show.command, ["acme"]).stdout
+    for words in ("evidence", "judged on this machine"):
+        assert f"{words}: of another version ({told}): 1 passed" in text
     evidence.write(file, {**found.to_dict(), "provider": {}})
     assert "its provider has no name" in CliRunner().invoke(plugins_show.command, ["acme"]).stdout
     file.write_text("{")

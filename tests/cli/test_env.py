@@ -35,7 +35,7 @@ def telling_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     candidate = Candidate("cpu", True, "fine", evidence=Evidence(True, "fine", facts=facts))
     decision = Decision("platform", "cpu", "because", (candidate,))
-    monkeypatch.setattr(env, "decide_platform", lambda *arguments: (None, decision))
+    monkeypatch.setattr(env, "decide_without_torch", lambda *arguments: (decision, ""))
 
 
 @pytest.mark.parametrize("arguments", [(), ("--json",)])

@@ -1,0 +1,75 @@
+"""The stream that answers are written to, which nothing else gets hold of while a command runs.
+
+Plugins print while they are loaded, and their kernels may print later: in Python, in C, or in a process that they
+start. All of that goes to stderr, so that stdout holds the answer alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TextIO
+
+_STDERR = 2
+_apart: list[TextIO] = []
+"""The streams for answers of the commands that run, the innermost last; a test may run one within another."""
+
+
+def answers() -> TextIO:
+    """Return the stream that answers are written to."""
+    return _apart[-1] if _apart else sys.stdout
+
+
+@contextmanager
+def answers_apart() -> Iterator[None]:
+    """Keep stdout for ``answers`` alone; whatever else is written to it goes to stderr."""
+    stdout = sys.stdout
+    number = _number_of(stdout)
+    stream = stdout if number is None else _copy(stdout, number)
+    _apart.append(stream)
+    if number is None:  # such as a text that a test collects
+        sys.stdout = sys.stderr
+    else:
+        divert(stdout, number)
+    try:
+        yield
+    finally:
+        _apart.remove(stream)
+        if number is None:
+            sys.stdout = stdout
+        else:
+            _flush(stdout)
+            os.dup2(stream.fileno(), number)
+            stream.close()
+
+
+def divert(stdout: TextIO, number: int = 1) -> None:
+    """Let stdout, the descriptor ``number``, be stderr from now on."""
+    _flush(stdout)
+    os.dup2(_STDERR, number)
+
+
+def _number_of(stream: TextIO) -> int | None:
+    """Return the file descriptor of a stream, ``None`` if it has none."""
+    try:
+        return stream.fileno()
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _copy(stdout: TextIO, number: int) -> TextIO:
+    """Open another stream to the file of stdout."""
+    stdout.flush()
+    return open(os.dup(number), "w", encoding=stdout.encoding, errors=stdout.errors)
+
+
+def _flush(stdout: TextIO) -> None:
+    """Write out what Python and C keep for stdout."""
+    with suppress(OSError, ValueError):  # its reader has gone, or a plugin has closed it
+        stdout.flush()
+    if "torch" in sys.modules:  # without torch nobody's C code has run
+        import ctypes  # which torch has imported
+
+        ctypes.CDLL(None).fflush(None)

@@ -1,0 +1,288 @@
+"""Faults of a platform's class that its source shows. Nothing of the source is run, as that would import torch."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from opgraft.decision import Provider
+from opgraft.errors import ChildError, PluginError, close_matches
+from opgraft.files import read_regular
+from opgraft.platform import DISPATCH_KEYS, Platform
+from opgraft.plugins.discovery import PLATFORM_GROUP, Offer
+from opgraft.plugins.metadata import specs_of
+from opgraft.plugins.probing import TIME_LIMIT, ProbeFailed, spec_of
+
+_LARGEST = 1 << 22  # bytes of a source file
+_DEEPEST = 20  # classes above each other
+_CHILD = "from opgraft.plugins.class_source import answer; answer(reply_to, *sys.argv[3:])"
+_ROOT = (Platform.__module__, Platform.__qualname__)
+_ABSTRACT = frozenset({"abstractmethod", "abc.abstractmethod"})
+_DYNAMIC = frozenset({"globals", "locals", "exec", "setattr", "__getattr__"})
+
+
+class _Unknown(Exception):  # noqa: N818  # an outcome, never one that users catch
+    """The source does not tell."""
+
+
+class _NoPlatform(Exception):  # noqa: N818  # likewise
+    """The class does not derive from ``opgraft.Platform``."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What the source of a platform's class tells.
+
+    Attributes:
+        fault: why the class cannot be used, ``None`` if its source shows no fault.
+        unknown: what only a process with torch can tell; empty for built-in platforms, which are tested.
+    """
+
+    fault: str | None = None
+    unknown: str = ""
+
+
+def verify(offer: Offer, time_limit: float = TIME_LIMIT) -> Verified:
+    """Look at the source of an offered platform's class, in a child process: its ``PlatformSpec`` names the class."""
+    if offer.built_in:
+        return Verified()
+    if offer.bridge is not None:
+        return Verified(unknown="its class and its settings")
+    child = importlib.import_module("opgraft.machine.child")
+    try:
+        reply = child.ask_child(_CHILD, (offer.name, offer.value), None, time_limit)
+        return Verified(reply["fault"], str(reply["unknown"]))
+    except (ChildError, KeyError, TypeError) as error:
+        return Verified(unknown=f"its class and its settings ({error})")
+
+
+def answer(reply_to: int, name: str, value: str) -> None:
+    """Look at the class on the child's side."""
+    offer = Offer(PLATFORM_GROUP, name, value, Provider(name))
+    try:
+        found = _look(offer)
+    except (ProbeFailed, _Unknown, PluginError) as error:
+        found = Verified(unknown=f"its class and its settings ({error})")
+    with open(reply_to, "w", encoding="utf-8") as pipe:
+        json.dump({"fault": found.fault, "unknown": found.unknown}, pipe)
+    os._exit(0)  # threads that its module has started may go on for ever
+
+
+def _look(offer: Offer) -> Verified:
+    path = spec_of(offer).platform_class
+    if not isinstance(path, str):
+        return Verified(unknown="its class, which a function returns, and its settings")
+    module, _, name = path.partition(":")
+    if not module or not name.isidentifier():
+        return Verified(f"its class is given as {path!r}, expected 'package.module:Class'")
+    try:
+        source = _Source.read(module)
+        if source is None:
+            return Verified(f"there is no module {module!r}, which its class {path!r} is in")
+        if not source.has(name):
+            near = close_matches(name, source.bound)
+            return Verified(f"{source.file} has no class {name!r}: {near}")
+        fault = _fault_of(_chain(source, name), offer)
+    except _NoPlatform:
+        return Verified(f"its class {path!r} does not derive from opgraft.Platform")
+    except _Unknown as why:
+        return Verified(unknown=f"its class ({why}) and its settings")
+    return Verified(fault, "its constructor and its settings")
+
+
+@dataclass
+class _Source:
+    """A module, parsed.
+
+    Attributes:
+        name: dotted.
+        file: its path.
+        bound: by name that its statements bind, the statement that binds it last; an import is a pair of module and
+            name.
+        open: further names may be bound, which the source does not tell.
+    """
+
+    name: str
+    file: Path
+    bound: dict[str, ast.stmt | tuple[str, str]] = field(default_factory=dict)
+    open: bool = False
+
+    @classmethod
+    def read(cls, module: str) -> _Source | None:
+        """Parse a module; ``None`` if there is none of that name.
+
+        Raises:
+            _Unknown: it has no source that can be parsed.
+        """
+        specs = list(specs_of(module))
+        if len(specs) < len(module.split(".")):
+            return None
+        file = Path(specs[-1].origin or "")
+        if file.suffix != ".py":
+            raise _Unknown(f"{module} has no source")
+        try:
+            tree = ast.parse(read_regular(file, _LARGEST))
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise _Unknown(f"{file} cannot be read: {type(error).__name__}") from error
+        source = cls(module, file)
+        is_package = specs[-1].submodule_search_locations is not None
+        source._bind(tree.body, module if is_package else module.rpartition(".")[0])
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        source.open |= bool(_DYNAMIC & (names | source.bound.keys()))
+        return source
+
+    def has(self, name: str) -> bool:
+        """Tell whether the module binds a name.
+
+        Raises:
+            _Unknown: its source does not tell.
+        """
+        if name not in self.bound and self.open:
+            raise _Unknown(f"{self.file} makes names as it runs")
+        return name in self.bound
+
+    def _bind(self, statements: Sequence[ast.stmt], package: str) -> None:
+        for each in statements:
+            if isinstance(each, ast.ImportFrom):
+                self._bind_import(each, package)
+            elif isinstance(each, ast.Import):
+                for alias in each.names:
+                    name = alias.asname or alias.name.partition(".")[0]
+                    self.bound[name] = (alias.name if alias.asname else name, "")
+            for name in _names_of(each):
+                # A name that several statements bind is one of them, and none for sure.
+                self.bound[name] = ast.Pass() if name in self.bound else each
+            for block in _blocks_of(each):
+                self._bind(block, package)
+
+    def _bind_import(self, statement: ast.ImportFrom, package: str) -> None:
+        parts = package.split(".")
+        above = parts[: len(parts) - statement.level + 1] if statement.level else []
+        module = ".".join([*above, *filter(None, [statement.module])])
+        for alias in statement.names:
+            if alias.name == "*":
+                self.open = True
+            else:
+                self.bound[alias.asname or alias.name] = (module, alias.name)
+
+
+def _names_of(statement: ast.stmt) -> list[str]:
+    """Return the names that a statement binds, imports aside."""
+    if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return [statement.name]
+    if isinstance(statement, ast.AnnAssign) and statement.value is None:
+        return []
+    if not isinstance(statement, ast.Assign | ast.AnnAssign | ast.For | ast.With):
+        return []
+    found = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
+    return [node.id for node in found if isinstance(node.ctx, ast.Store)]
+
+
+def _blocks_of(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
+    """Yield the blocks of a statement that run where it stands."""
+    if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return
+    for name in ("body", "orelse", "finalbody"):
+        yield getattr(statement, name, [])
+    for handler in getattr(statement, "handlers", []):
+        yield handler.body
+
+
+def _chain(source: _Source, name: str, depth: int = 0) -> list[Mapping[str, ast.stmt]]:
+    """Return what a class and the classes above it define, up to ``Platform``, in the order in which they count.
+
+    Raises:
+        _Unknown: the source does not tell.
+    """
+    if depth > _DEEPEST:
+        raise _Unknown(f"{name} has too many bases")
+    bound = source.bound[name] if source.has(name) else None
+    if isinstance(bound, tuple):
+        return _imported(*bound, depth)
+    if not isinstance(bound, ast.ClassDef) or bound.decorator_list or bound.keywords:
+        raise _Unknown(f"{source.file} makes {name} as it runs")
+    if (source.name, name) == _ROOT:
+        return []
+    if not bound.bases:
+        raise _NoPlatform
+    if len(bound.bases) != 1:
+        raise _Unknown(f"{name} has {len(bound.bases)} bases")
+    members: dict[str, ast.stmt] = {}
+    for each in bound.body:
+        if any(True for block in _blocks_of(each) if block):
+            raise _Unknown(f"{name} has methods under a condition")
+        members.update(dict.fromkeys(_names_of(each), each))
+    return [members, *_base(source, bound.bases[0], depth)]
+
+
+def _base(source: _Source, base: ast.expr, depth: int) -> list[Mapping[str, ast.stmt]]:
+    """Return the chain of a base, which is a name or an attribute of an imported module."""
+    if isinstance(base, ast.Name):
+        if not source.open and base.id not in source.bound and hasattr(builtins, base.id):
+            raise _NoPlatform
+        return _chain(source, base.id, depth + 1)
+    if isinstance(base, ast.Attribute) and isinstance(base.value, ast.Name):
+        bound = source.bound.get(base.value.id)
+        if isinstance(bound, tuple) and not bound[1]:
+            return _imported(bound[0], base.attr, depth)
+    raise _Unknown(f"the base {ast.unparse(base)} is made as {source.file} runs")
+
+
+def _imported(module: str, name: str, depth: int) -> list[Mapping[str, ast.stmt]]:
+    if (module, name) in (_ROOT, ("opgraft", _ROOT[1])):
+        return []
+    source = _Source.read(module) if name else None
+    if source is None:
+        raise _Unknown(f"{module} is not there")
+    return _chain(source, name, depth + 1)
+
+
+def _fault_of(chain: list[Mapping[str, ast.stmt]], offer: Offer) -> str | None:
+    """Name the first fault of a class, by the definitions of it and of the classes above it."""
+    abstract = sorted(name for name in Platform.__abstractmethods__ if _is_abstract(chain, name))
+    if abstract:
+        return f"its class is abstract: it does not define {', '.join(abstract)}"
+    name = _constant(_definition(chain, "name"))
+    if isinstance(name, str) and name != offer.name:
+        return f"it calls itself {name!r}, its entry point is {offer.name!r}"
+    keys = _constant(_definition(chain, "dispatch_chain"))
+    unknown = [key for key in keys if key not in DISPATCH_KEYS] if isinstance(keys, tuple) else []
+    if unknown:
+        return f"its dispatch chain has {unknown[0]!r}: each key must be one of {DISPATCH_KEYS}"
+    return None
+
+
+def _definition(chain: list[Mapping[str, ast.stmt]], name: str) -> ast.stmt | None:
+    return next((members[name] for members in chain if name in members), None)
+
+
+def _is_abstract(chain: list[Mapping[str, ast.stmt]], name: str) -> bool:
+    found = _definition(chain, name)
+    if found is None:
+        return True
+    decorators = getattr(found, "decorator_list", [])
+    return any(ast.unparse(each) in _ABSTRACT for each in decorators)
+
+
+def _constant(statement: ast.stmt | None) -> Any:
+    """Return the constant that an assignment gives, or a property returns; ``None`` for anything else."""
+    value = getattr(statement, "value", None)
+    body = getattr(statement, "body", [])
+    if body and isinstance(body[-1], ast.Return) and len(body) == 1 + _has_docstring(body):
+        value = body[-1].value
+    try:
+        return ast.literal_eval(value) if isinstance(value, ast.expr) else None
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None
+
+
+def _has_docstring(body: list[ast.stmt]) -> bool:
+    first = body[0]
+    return isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
