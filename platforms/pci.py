@@ -9,6 +9,8 @@ from opgraft.machine.evidence import Evidence, Fact
 from opgraft.machine.machine import Machine
 
 FOLDER = "/sys/bus/pci/devices"
+_KIND = ("device", "class")
+"""The files that tell what a function of a vendor is."""
 _BUSES = "/sys/bus"
 _PCI = "/sys/bus/pci"
 
@@ -40,29 +42,33 @@ def pci_functions(machine: Machine, vendor: int) -> tuple[PciFunction, ...]:
     return tuple(function for function in found if function is not None)
 
 
-def absence(machine: Machine, hardware: str, looked_for: str) -> Evidence:
+def absence(machine: Machine, vendor: int, hardware: str, looked_for: str) -> Evidence:
     """Give the evidence of a probe that found no PCI function: there is none, or it could not be read.
 
     Args:
         machine: the machine.
+        vendor: of the hardware.
         hardware: what was not found, such as ``NVIDIA GPU``.
         looked_for: the same in terms of PCI, such as ``display controller of vendor 10de``.
     """
-    unread = _unread(machine)
+    unread = _unread(machine, vendor)
     if unread is None:
         return Evidence(False, f"no {hardware}", facts=(Fact(FOLDER, f"no {looked_for}"),))
-    fact = Fact(FOLDER, f"no {looked_for} could be looked for: {unread}")
+    fact = Fact(FOLDER, f"could not be read: {unread}")
     return Evidence(
         False, f"no {hardware} found, as {FOLDER} could not be read: {unread}", facts=(fact,)
     )
 
 
-def _unread(machine: Machine) -> str | None:
-    """Say what of the PCI functions could not be read, ``None`` if all of them could."""
-    why = machine.unlisted(FOLDER)
+def _unread(machine: Machine, vendor: int) -> str | None:
+    """Say what of the PCI functions could not be read, ``None`` if nothing of that vendor can be among it."""
+    vendors = _by_vendor(machine)
+    why = None if vendors else machine.unlisted(FOLDER)
     if why is None:
-        unread = _by_vendor(machine).get(None, [])
-        return f"the vendor of {', '.join(unread)}" if unread else None
+        unread = [f"{address}/vendor" for address in vendors.get(None, ())]
+        own = [f"{address}/{file}" for address in vendors.get(vendor, ()) for file in _KIND]
+        unread += [file for file in own if machine.read(f"{FOLDER}/{file}") is None]
+        return ", ".join(unread) or None
     # A machine without a PCI bus has other buses.
     has_other_buses = machine.unlisted(_BUSES) is None and machine.names(_BUSES)
     return None if has_other_buses and not machine.exists(_PCI) else why

@@ -71,9 +71,7 @@ def command(show_all: bool, root: str | None, record: str | None, as_json: bool)
         print_wrapped(f"of the machine that is recorded in {root}, not of this one:")
     print_wrapped(decision.lines() if show_all else _short(decision))
     if unknown:
-        print_wrapped(
-            f"not verified, as that needs torch: {unknown}; 'opgraft plugins doctor' checks it"
-        )
+        print_wrapped(f"not verified, as that needs torch: {unknown}")
     for other in others:
         print_wrapped(other.lines())
     for problem in problem_lines():

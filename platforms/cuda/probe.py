@@ -30,7 +30,7 @@ def probe(machine: Machine) -> Evidence:
     """Give evidence for CUDA, from PCI ids and the files of NVIDIA's driver."""
     found = gpus.gpus(machine) or under_wsl(machine) or jetson(machine)
     if not found:
-        return absence(machine, "NVIDIA GPU", "display controller of vendor 10de")
+        return absence(machine, gpus.VENDOR, "NVIDIA GPU", "display controller of vendor 10de")
     within_reach = usable(found)
     devices, detail = with_detail(machine, [one.device for one in within_reach])
     if len(devices) == len(within_reach):

@@ -14,7 +14,7 @@ from opgraft.platforms.obstacles import (
     verdict,
 )
 from opgraft.platforms.pci import PciFunction, absence
-from opgraft.platforms.rocm.kfd import NODES, Node, gpu_functions, gpu_nodes, model, refused
+from opgraft.platforms.rocm.kfd import NODES, VENDOR, Node, gpu_functions, gpu_nodes, model, refused
 from opgraft.platforms.visibility import chosen
 
 COMPUTE_NODE = "/dev/kfd"
@@ -38,7 +38,9 @@ def probe(machine: Machine) -> Evidence:
         if function not in served
     ]
     if not found:
-        return absence(machine, "AMD GPU", "display controller or accelerator of vendor 1002")
+        return absence(
+            machine, VENDOR, "AMD GPU", "display controller or accelerator of vendor 1002"
+        )
     within_reach = usable(found)
     visible = _visible(machine, within_reach)
     return verdict(

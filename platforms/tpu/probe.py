@@ -53,7 +53,7 @@ def probe(machine: Machine) -> Evidence:
     functions = [function for function in pci_functions(machine, VENDOR) if _generation(function)]
     wants_cpu = machine.environ.get(SELECTOR, "").upper() == "CPU"
     if not functions and not wants_cpu:
-        return absence(machine, "TPU", "TPU among the functions of vendor 1ae0")
+        return absence(machine, VENDOR, "TPU", "TPU among the functions of vendor 1ae0")
     choice = choose(machine)
     found = [_found(machine, function, index, choice) for index, function in enumerate(functions)]
     within_reach = usable(found)

@@ -34,7 +34,7 @@ def probe(machine: Machine) -> Evidence:
         function for function in pci_functions(machine, VENDOR) if function.kind == DISPLAY
     ]
     if not functions:
-        return absence(machine, "Intel GPU", "display controller of vendor 8086")
+        return absence(machine, VENDOR, "Intel GPU", "display controller of vendor 8086")
     cards = {function: card for function in functions if (card := _card(machine, function))}
     if not cards:
         facts = [
