@@ -28,17 +28,9 @@ _ABSTRACT = frozenset({"abstractmethod", "abc.abstractmethod"})
 _DYNAMIC = frozenset({"globals", "locals", "exec", "setattr", "__getattr__"})
 
 
-class _Unknown(Exception):  # noqa: N818  # an outcome, never one that users catch
-    """The source does not tell."""
-
-
-class _NoPlatform(Exception):  # noqa: N818  # likewise
-    """The class does not derive from ``opgraft.Platform``."""
-
-
 @dataclass(frozen=True)
 class Verified:
-    """What the source of a platform's class tells.
+    """Findings from the source of a platform's class.
 
     Attributes:
         fault: why the class cannot be used, ``None`` if its source shows no fault.
@@ -47,6 +39,21 @@ class Verified:
 
     fault: str | None = None
     unknown: str = ""
+
+
+class _Settled(Exception):  # noqa: N818  # an outcome, never one that users catch
+    """Nothing more of the source needs to be read."""
+
+    def __init__(self, found: Verified) -> None:
+        super().__init__(found)
+        self.found = found
+
+
+def _unknown(why: str) -> _Settled:
+    return _Settled(Verified(unknown=f"its class ({why}) and its settings"))
+
+
+_NO_PLATFORM = Verified("its class does not derive from opgraft.Platform")
 
 
 def verify(offer: Offer, time_limit: float = TIME_LIMIT) -> Verified:
@@ -68,7 +75,7 @@ def answer(reply_to: int, name: str, value: str) -> None:
     offer = Offer(PLATFORM_GROUP, name, value, Provider(name))
     try:
         found = _look(offer)
-    except (ProbeFailed, _Unknown, PluginError) as error:
+    except (ProbeFailed, PluginError) as error:
         found = Verified(unknown=f"its class and its settings ({error})")
     with open(reply_to, "w", encoding="utf-8") as pipe:
         json.dump({"fault": found.fault, "unknown": found.unknown}, pipe)
@@ -90,10 +97,8 @@ def _look(offer: Offer) -> Verified:
             near = close_matches(name, source.bound)
             return Verified(f"{source.file} has no class {name!r}: {near}")
         fault = _fault_of(_chain(source, name), offer)
-    except _NoPlatform:
-        return Verified(f"its class {path!r} does not derive from opgraft.Platform")
-    except _Unknown as why:
-        return Verified(unknown=f"its class ({why}) and its settings")
+    except _Settled as settled:
+        return settled.found
     return Verified(fault, "its constructor and its settings")
 
 
@@ -119,18 +124,18 @@ class _Source:
         """Parse a module; ``None`` if there is none of that name.
 
         Raises:
-            _Unknown: it has no source that can be parsed.
+            _Settled: it has no source that can be parsed.
         """
         specs = list(specs_of(module))
         if len(specs) < len(module.split(".")):
             return None
         file = Path(specs[-1].origin or "")
         if file.suffix != ".py":
-            raise _Unknown(f"{module} has no source")
+            raise _unknown(f"{module} has no source")
         try:
             tree = ast.parse(read_regular(file, _LARGEST))
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise _Unknown(f"{file} cannot be read: {type(error).__name__}") from error
+            raise _unknown(f"{file} cannot be read: {type(error).__name__}") from error
         source = cls(module, file)
         is_package = specs[-1].submodule_search_locations is not None
         source._bind(tree.body, module if is_package else module.rpartition(".")[0])
@@ -142,10 +147,10 @@ class _Source:
         """Tell whether the module binds a name.
 
         Raises:
-            _Unknown: its source does not tell.
+            _Settled: its source does not tell.
         """
         if name not in self.bound and self.open:
-            raise _Unknown(f"{self.file} makes names as it runs")
+            raise _unknown(f"{self.file} makes names as it runs")
         return name in self.bound
 
     def _bind(self, statements: Sequence[ast.stmt], package: str) -> None:
@@ -199,25 +204,25 @@ def _chain(source: _Source, name: str, depth: int = 0) -> list[Mapping[str, ast.
     """Return what a class and the classes above it define, up to ``Platform``, in the order in which they count.
 
     Raises:
-        _Unknown: the source does not tell.
+        _Settled: the source does not tell.
     """
     if depth > _DEEPEST:
-        raise _Unknown(f"{name} has too many bases")
+        raise _unknown(f"{name} has too many bases")
     bound = source.bound[name] if source.has(name) else None
     if isinstance(bound, tuple):
         return _imported(*bound, depth)
     if not isinstance(bound, ast.ClassDef) or bound.decorator_list or bound.keywords:
-        raise _Unknown(f"{source.file} makes {name} as it runs")
+        raise _unknown(f"{source.file} makes {name} as it runs")
     if (source.name, name) == _ROOT:
         return []
     if not bound.bases:
-        raise _NoPlatform
+        raise _Settled(_NO_PLATFORM)
     if len(bound.bases) != 1:
-        raise _Unknown(f"{name} has {len(bound.bases)} bases")
+        raise _unknown(f"{name} has {len(bound.bases)} bases")
     members: dict[str, ast.stmt] = {}
     for each in bound.body:
         if any(True for block in _blocks_of(each) if block):
-            raise _Unknown(f"{name} has methods under a condition")
+            raise _unknown(f"{name} has methods under a condition")
         members.update(dict.fromkeys(_names_of(each), each))
     return [members, *_base(source, bound.bases[0], depth)]
 
@@ -226,13 +231,13 @@ def _base(source: _Source, base: ast.expr, depth: int) -> list[Mapping[str, ast.
     """Return the chain of a base, which is a name or an attribute of an imported module."""
     if isinstance(base, ast.Name):
         if not source.open and base.id not in source.bound and hasattr(builtins, base.id):
-            raise _NoPlatform
+            raise _Settled(_NO_PLATFORM)
         return _chain(source, base.id, depth + 1)
     if isinstance(base, ast.Attribute) and isinstance(base.value, ast.Name):
         bound = source.bound.get(base.value.id)
         if isinstance(bound, tuple) and not bound[1]:
             return _imported(bound[0], base.attr, depth)
-    raise _Unknown(f"the base {ast.unparse(base)} is made as {source.file} runs")
+    raise _unknown(f"the base {ast.unparse(base)} is made as {source.file} runs")
 
 
 def _imported(module: str, name: str, depth: int) -> list[Mapping[str, ast.stmt]]:
@@ -240,7 +245,7 @@ def _imported(module: str, name: str, depth: int) -> list[Mapping[str, ast.stmt]
         return []
     source = _Source.read(module) if name else None
     if source is None:
-        raise _Unknown(f"{module} is not there")
+        raise _unknown(f"{module} is not there")
     return _chain(source, name, depth + 1)
 
 

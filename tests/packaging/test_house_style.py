@@ -137,6 +137,7 @@ FORMER_NAMES = "opgraft.moved"
 
 CONTROL_FLOW = {
     "opgraft.bench.client": "Broken",  # the outcome of a request, which reports count
+    "opgraft.plugins.class_source": "_Settled",  # likewise, within its module
     "opgraft.plugins.probing": "ProbeFailed",  # an outcome that selection records, never raised to a caller
     "opgraft.testing.tuning": "Differs",  # an outcome of a race, which leaves the candidate out
     "opgraft.adapter": "LeaveAlone",  # a verdict that the graft report shows
