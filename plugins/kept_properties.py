@@ -27,8 +27,10 @@ def keep_properties(platform: Platform) -> None:
     kept = {name: _CHECKS[name](name, _read(platform, name)) for name in PROPERTIES}
     cls = type(platform)
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    metaclass: Any = type(cls)
+    keeping = metaclass(cls.__name__, (cls,), {**names, **kept})
     # By object's own way, as a platform may refuse that its attributes are set.
-    object.__setattr__(platform, "__class__", type(cls)(cls.__name__, (cls,), {**names, **kept}))
+    object.__setattr__(platform, "__class__", keeping)
 
 
 def _read(platform: Platform, name: str) -> Any:

@@ -241,7 +241,9 @@ class Loading:
                 step = partial(_reject_names, unknown, registry.records())
                 self._attempt(origin.removeprefix("plugin "), "in its hook opgraft_config", step)
 
-    def _attempt(self, name: str, when: str, step: Callable[[], None], hook: object = None) -> None:
+    def _attempt(
+        self, name: str, when: str, step: Callable[[], object], hook: object = None
+    ) -> None:
         """Run one step of a plugin inside its transaction; take it back if it raises, recording why, or is not used.
 
         ``hook`` is the function of the plugin that the step calls, where it calls one.

@@ -60,8 +60,7 @@ class Machine:
     """A store in which probes keep what several of them read, such as the list of PCI functions."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.root, Path):  # as of who writes Machine("/folder")
-            object.__setattr__(self, "root", Path(self.root))
+        object.__setattr__(self, "root", Path(self.root))  # Machine("/folder") is a common slip
 
     @classmethod
     def recorded(cls, root: Path) -> Machine:

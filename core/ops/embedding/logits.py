@@ -89,10 +89,10 @@ class LogitsProcessor(PluggableLayer):
                 f"{lm_head.num_embeddings}: construct both with one vocab_size"
             )
         bias = lm_head.bias if embedding_bias is None else embedding_bias
-        logits: Tensor | None = lm_head.quant_method.apply(lm_head, hidden_states, bias)
+        product: Tensor = lm_head.quant_method.apply(lm_head, hidden_states, bias)
         # A layer that is whole on every rank has nothing to gather.
-        if lm_head.tp_size > 1 or get_tp_group().world_size == 1:
-            logits = self._gather_logits(logits)
+        gathers = lm_head.tp_size > 1 or get_tp_group().world_size == 1
+        logits = self._gather_logits(product) if gathers else product
         if logits is None:
             return None
         # rows of added ids stand between those of the model's own: behind those of each rank
