@@ -358,12 +358,10 @@ def _index_of(path: Path) -> Path | None:
     if path.is_file() or not (path / WHOLE).is_file():
         return index
     try:
-        named = _weight_map(index).values()
+        named = set(_weight_map(index).values())
     except CheckpointError:
-        named = ()
-    if WHOLE in named:
-        return index
-    return None
+        return None
+    return index if WHOLE in named else None
 
 
 def _tell_of_stale(folder: Path) -> None:

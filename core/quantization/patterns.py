@@ -84,7 +84,7 @@ class Patterns:
         return bool(found)
 
 
-def names_of(prefix: str, merged: Mapping[str, Sequence[str]]) -> list[str]:
+def names_of(prefix: str, merged: Mapping[str, Iterable[str]]) -> list[str]:
     """Return the names of the layers that a merged layer stands for; none for any other."""
     holder, _, name = prefix.rpartition(".")
     return [f"{holder}.{part}" if holder else part for part in merged.get(name, ())]

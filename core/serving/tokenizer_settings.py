@@ -34,7 +34,7 @@ _CLEANED = {
     " 've": "'ve",
     " 're": "'re",
 }
-"""What an answer is cleaned of, in this order, if ``clean_up_tokenization_spaces`` is set."""
+"""Replacements that clean an answer, in this order, if ``clean_up_tokenization_spaces`` is set."""
 
 _OF_BERT = {"tokenize_chinese_chars": "handle_chinese_chars", "clean_text": "clean_text"}
 """Settings that the normalizer of BERT has, by their names there."""

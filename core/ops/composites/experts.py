@@ -75,13 +75,15 @@ class Experts(Composite):
     @property
     def w13_bias(self) -> Tensor | None:
         """The bias of gate and up, ``[experts, 2 · intermediate_size]``."""
-        bias: Tensor | None = self.gate_up_proj_bias
-        return bias
+        return self._bias("gate_up_proj_bias")
 
     @property
     def w2_bias(self) -> Tensor | None:
         """The bias of down, ``[experts, hidden_size]``."""
-        bias: Tensor | None = self.down_proj_bias
+        return self._bias("down_proj_bias")
+
+    def _bias(self, name: str) -> Tensor | None:
+        bias: Tensor | None = getattr(self, name)
         return bias
 
     def _weight(self, name: str) -> Tensor:
