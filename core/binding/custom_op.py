@@ -275,7 +275,8 @@ class PluggableLayer(CustomOp):
     def idle(self) -> frozenset[str]:
         """Return the names of the children that a call does not run as things are, if no gradient is required.
 
-        Where an ``AttentionBatch`` is set, that is a call with it.
+        If an ``AttentionBatch`` is set, the call is one with the batch. A replacement that calls other children
+        overrides this. If a replacement does not, tables leave out the children that its code does not name.
         """
         return frozenset()
 

@@ -13,6 +13,7 @@ from opgraft.binding.custom_op import CustomOp, PluggableLayer
 from opgraft.binding.form_choice import choice_of
 from opgraft.binding.names import op_name_of
 from opgraft.binding.pluggable_class import PluggableClass, choose_class
+from opgraft.binding.reach import idle_children
 from opgraft.binding.rebinding import hidden_by
 from opgraft.binding.specialisation import Binding
 from opgraft.decision import Provider
@@ -191,7 +192,7 @@ def _run(model: nn.Module) -> set[nn.Module]:
     left = [model]
     while left:
         layer = left.pop()
-        idle = layer.idle() if isinstance(layer, PluggableLayer) else ()
+        idle = idle_children(layer) if isinstance(layer, PluggableLayer) else ()
         further = {child for name, child in layer.named_children() if name not in idle} - reached
         reached |= further
         left += further

@@ -10,6 +10,7 @@ from typing import Any
 
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.names import op_name_of
+from opgraft.binding.reach import idle_children
 from opgraft.decision import Provider
 from opgraft.ops.composites.composite import Composite, served_by
 from opgraft.state import host_state
@@ -146,7 +147,7 @@ def replaced_by(
         layer.get_submodule(name)
         for layer in op.modules()
         if isinstance(layer, Composite)
-        for name in layer.idle()
+        for name in idle_children(layer)
     }
     inside = [
         (name, part)

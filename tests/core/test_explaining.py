@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import opgraft
 import pytest
 import torch
 from opgraft.functional import linear
 from opgraft.ops import GELU, ColumnParallelLinear, GatedMLP, Linear, RMSNorm, SiLU
+from opgraft.ops.attention import Attention, AttentionBatch, attending
 from torch import nn
 
 
@@ -170,3 +173,106 @@ def test_a_form_with_a_function_is_shown_as_the_plugins() -> None:
     assert calls == [(2, 8), (3, 8)]
     assert row.kernel.endswith("Functional.forward_oot")
     assert row.provider.name == __name__.partition(".")[0]
+
+
+def _paged(query: Any, key: Any, value: Any) -> Any:
+    return query
+
+
+def _through_a_helper(layer: Any, key: Any, value: Any, pages: Any) -> None:
+    layer.write(key, value, pages.cache, pages.slots)
+
+
+class OwnForward(Attention):
+    def forward(self, query, key, value):
+        return _paged(query, key, value)
+
+
+class OwnBatch(Attention):
+    def attend_batch(self, batch, pages, query, key, value):
+        return query
+
+
+class OwnPages(Attention):
+    def attend_batch(self, batch, pages, query, key, value):
+        _through_a_helper(self, key, value, pages)
+        return query
+
+
+class NextForward(Attention):
+    def forward(self, query, key, value):
+        return super().forward(query, key, value)
+
+
+class NextKernel(Attention):
+    def forward_oot(self, query, key, value):
+        return super().forward_oot(query, key, value)
+
+
+class ByName(Attention):
+    def forward(self, query, key, value):
+        for name in ("wri" + "te",):
+            getattr(self, name)
+        return query
+
+
+class OwnIdle(OwnForward):
+    def idle(self) -> frozenset[str]:
+        return frozenset({"attend", "write"})
+
+
+@pytest.mark.parametrize(
+    ("replacement", "running"),
+    [
+        (OwnForward, set()),
+        (OwnBatch, set()),
+        (OwnPages, {"write"}),
+        (NextForward, {"write", "attend_pages"}),
+        (NextKernel, {"write", "attend_pages"}),
+        (ByName, {"write", "attend_pages"}),
+        (OwnIdle, {"attend_pages"}),
+    ],
+)
+def test_children_that_a_replacement_does_not_call_do_not_run(
+    replacement: type, running: set[str]
+) -> None:
+    """A child runs if the code of the replacement names it, or may; ``idle`` of the replacement decides."""
+    Attention.register_oot(replacement)
+    layer = Attention(2, 8, 1.0, prefix="layer")
+    with attending(AttentionBatch.of_sequences([], block_size=4)):
+        rows = opgraft.explain(layer).rows
+    assert {row.path for row in rows if row.runs} == {"", *running}
+
+
+class OwnMLP(GatedMLP):
+    def forward(self, x):
+        joint = self.gate_up_proj(x)
+        gate, up = joint.chunk(2, -1)
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+def test_a_child_that_only_the_replacement_calls_runs() -> None:
+    """What the replaced layer leaves idle runs if the replacement's own forward calls it."""
+    GatedMLP.register_oot(OwnMLP)
+    explained = opgraft.explain(GatedMLP(8, 8, act=SiLU()))
+    runs = {row.path: row.runs for row in explained.rows}
+    assert runs["act_fn"]
+    assert not runs["act_and_mul"]
+
+
+class OwnColumns(ColumnParallelLinear):
+    def forward(self, input_):
+        return torch.mm(input_, self.weight.T)
+
+
+class CountedColumns(ColumnParallelLinear):
+    def forward(self, input_):
+        return super().forward(input_)
+
+
+@pytest.mark.parametrize(("replacement", "forms"), [(OwnColumns, []), (CountedColumns, ["linear"])])
+def test_the_form_of_a_replaced_layer(replacement: type, forms: list[str]) -> None:
+    """A replacement that computes by itself calls no form; one that calls the layer's forward does."""
+    ColumnParallelLinear.register_oot(replacement)
+    layer = ColumnParallelLinear(8, 8, bias=False, return_bias=False)
+    assert [row.op for row in opgraft.explain(layer).rows][1:] == forms

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from opgraft.binding.custom_op import CustomOp, PluggableLayer
 from opgraft.binding.functional import Functional
+from opgraft.binding.reach import reaches
 from opgraft.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
@@ -83,7 +84,7 @@ class LinearBase(PackableLayer, PluggableLayer):
         return f"{self.op_class.__qualname__} {self.prefix!r}"
 
     def forms(self) -> tuple[Functional[..., Tensor], ...]:
-        return forms_of(self)
+        return forms_of(self) if reaches(self, "quant_method") else ()
 
     def process_weights_after_loading(self) -> None:
         """Have the weight method bring the weights into the layout that it prefers."""
