@@ -119,11 +119,15 @@ class Entries:
 
 @dataclass(frozen=True)
 class Order:
-    """A list that is searched from its beginning: what a plugin adds goes behind what others have, and with it."""
+    """A list that is searched from its beginning: what a plugin adds goes behind what others have, and with it.
+
+    ``fault`` returns what is wrong with an item, which is then removed, or ``None``.
+    """
 
     name: str
     items: list[Any]
     shown: Callable[[Any], str] = str
+    fault: Callable[[Any], str | None] = lambda item: None
 
     def read(self) -> list[Any]:
         return list(self.items)
@@ -139,9 +143,10 @@ class Order:
                 partial(operator.setitem, self.items, slice(None), ordered),
             )
         for item in added:
-            yield Change(
-                f"{self.name} {self.shown(item)} (new)", partial(self._remove, item), stays=True
-            )
+            fault = self.fault(item)
+            words = f", which {fault}" if fault else " (new)"
+            what = f"{self.name} {self.shown(item)}{words}"
+            yield Change(what, partial(self._remove, item), stays=fault is None)
 
     def _remove(self, item: Any) -> None:
         self.items[:] = [each for each in self.items if each is not item]

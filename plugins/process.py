@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from opgraft.compat.content import content_of
 from opgraft.config import CURRENT_SCOPE, Scope
-from opgraft.plugins import intervening, loggers
+from opgraft.plugins import intervening, loggers, neighbours
 from opgraft.plugins.changes import (
     Aspect,
     Change,
@@ -254,11 +254,14 @@ ASPECTS: tuple[Aspect, ...] = (
     ),
     Value("the settings in force", CURRENT_SCOPE.get, CURRENT_SCOPE.set, _scope),
     *map(_stream, ("stdin", "stdout", "stderr")),
+    neighbours.Streams(),
     Entries("the environment variable", os.environ, operator.eq),
     Entries("builtins", vars(builtins)),
     Entries("the module", sys.modules, additions=False),
+    neighbours.StandIns(),
+    neighbours.Namespaces(),
     Order("sys.path", sys.path),
-    Order("sys.meta_path", sys.meta_path, reprlib.repr),
+    Order("sys.meta_path", sys.meta_path, reprlib.repr, neighbours.fault_of_finder),
     Order("sys.path_hooks", sys.path_hooks, reprlib.repr),
     DEFINITIONS,
     intervening.Kernels(),

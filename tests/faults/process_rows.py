@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 IMPORTS = """
-import builtins, gc, io, locale, logging.config, multiprocessing, os, random, signal, sys, threading, torch, warnings
+import builtins, gc, importlib.metadata, importlib_metadata, io, locale, logging.config, multiprocessing, os
+import random, signal, sys, threading, torch, types, warnings
 import opgraft
 from opgraft.ops import RMSNorm, SiluAndMul
 from opgraft.platforms.cpu.platform import CpuPlatform
@@ -80,5 +81,32 @@ SET_BACK = {
     "gc.disable()": "whether garbage is collected from True to False while",
     "sys.setswitchinterval(1)": "the time after which threads take turns from ",
     "opgraft.Platform.default_config = None": "opgraft's Platform.default_config while",
+    "importlib.metadata.version = lambda name: '0'": "importlib.metadata.version while",
+    "importlib.metadata.entry_points = None": "importlib.metadata.entry_points while",
+    "importlib.metadata.Distribution.from_name = None": "importlib.metadata.Distribution.from_name while",
+    "importlib.import_module = lambda *_: None": "importlib.import_module while",
+    "importlib_metadata.EntryPoint.load = lambda self: None": "importlib_metadata.EntryPoint.load while",
+    "del importlib.metadata.distribution": "importlib.metadata, taking distribution away while",
+    "vars(importlib.metadata).clear()": "importlib.metadata, taking __name__, __doc__, __package__ and ",
+    "os.path.exists = lambda path: False": "os.path.exists while",
+    "sys.modules['acme_of_nobody'] = None": "the module acme_of_nobody to nothing while",
+    "class Finder:\n    def find_spec(*_): raise OSError('no disk')\nsys.meta_path.append(Finder())": (
+        "sys.meta_path <acme"
+    ),
 }
 """Source of a plugin, and what is said of it; each is set back."""
+
+OF_BRIX: dict[str, tuple[str, ...]] = {
+    "sys.modules['brix'] = None": ("the module brix",),
+    "sys.modules['brix'] = types.ModuleType('brix')": ("the module brix",),
+    "import brix; vars(brix).clear()": ("the module brix to a module", "brix, taking __name__"),
+    "import brix; del brix.opgraft_register_ops": ("brix, taking opgraft_register_ops away",),
+    "import brix; brix.opgraft_register_ops = id": ("brix.opgraft_register_ops",),
+    "import brix; brix.BrixRMSNorm = None": ("brix.BrixRMSNorm",),
+    "import brix; brix.BrixRMSNorm.forward_oot = id": ("brix.BrixRMSNorm.forward_oot",),
+    "import brix; del brix.BrixRMSNorm.forward_oot": ("BrixRMSNorm, taking forward_oot away",),
+}
+"""Source of a plugin that harms the plugin brix, and the ways in which it is told."""
+
+WITHOUT_AN_IMPORT = (*[*OF_BRIX][:2], "import brix; vars(brix).clear()")
+"""Those of ``OF_BRIX`` that are seen although brix was not there before."""

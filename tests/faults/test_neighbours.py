@@ -8,7 +8,9 @@ import opgraft
 import pytest
 from faults.doctor_rows import FINDINGS
 from faults.planting import in_time, others_are_as_they_were
-from faults.process_rows import IMPORTS, PLUGIN, SET_BACK
+from faults.process_rows import IMPORTS, OF_BRIX, PLUGIN, SET_BACK, WITHOUT_AN_IMPORT
+from opgraft.plugins.outcomes import findings_of
+from opgraft.state import host_state
 
 SOURCES = {kind: source for kind, (source, _, _) in FINDINGS.items()} | {
     change: f"{IMPORTS}{change}{PLUGIN.format('pass')}" for change in SET_BACK
@@ -25,3 +27,31 @@ def test_neighbours(site, alone, monkeypatch: pytest.MonkeyPatch, caplog, name: 
     opgraft.reset()
     with caplog.at_level(logging.WARNING, logger="opgraft"), in_time():
         others_are_as_they_were(alone)
+
+
+HARM = [
+    (change, when)
+    for change in OF_BRIX
+    for when in ("while it was loaded", "in its hook opgraft_veto")
+]
+
+
+@pytest.mark.parametrize(("change", "when"), HARM)
+def test_a_plugin_that_harms_another_one(site, alone, change: str, when: str) -> None:
+    """Who does it is told, and nobody else, be that plugin loaded before the other one or behind it."""
+    loading = when == "while it was loaded"
+    source = (change, "pass") if loading else ("", change)
+    # Nobody has seen what brix was if the plugin before it imports brix itself.
+    first = ("acme",) if not loading or change in WITHOUT_AN_IMPORT else ()
+    for plugin in (*first, "cedar"):
+        site.plugin(plugin, f"{IMPORTS}{source[0]}{PLUGIN.format(source[1])}")
+    opgraft.reset()
+    with in_time():
+        others_are_as_they_were(alone)
+    records = host_state().plugins.values()
+    told = {record.name: [*map(str, findings_of(record))] for record in records}
+    assert told.pop("brix") == []
+    for findings in told.values():
+        assert len(findings) == 1, findings
+        assert any(words in findings[0] for words in OF_BRIX[change]), findings
+        assert f"{when}: it was set back" in findings[0]
