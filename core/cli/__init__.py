@@ -113,10 +113,11 @@ def _run(arguments: Sequence[str]) -> int:
     except click.Abort:
         click.echo("aborted", err=True)
         return 1
-    except Exception as error:
+    except Exception as raised:
+        error = _of_finder(raised) or _of_closed_stdout(raised) or raised
         told = importlib.import_module("opgraft.binding.raised").provenance_of(error)
         failure = _failure(error, told)
-        if "--json" in arguments:
+        if "--json" in arguments and not _stdout_is_closed():
             _output().print_error(failure, told)
         if isinstance(failure, click.ClickException):
             failure.show()
@@ -143,6 +144,50 @@ def _failure(error: Exception, told: Any) -> Exception:
     if isinstance(error, OpgraftError | click.ClickException) or told is None or not told.of_plugin:
         return error
     return PluginError(f"{described(error)}, {told}. {_TRACEBACK} shows the calls that led there.")
+
+
+def _stdout_is_closed() -> bool:
+    try:
+        return sys.stdout.closed
+    except ValueError:  # its buffer was taken away
+        return True
+
+
+def _of_closed_stdout(error: Exception) -> OpgraftError | None:
+    """Return an error about a stdout that code in this process has closed, if that is the cause."""
+    if isinstance(error, OpgraftError) or not isinstance(error, ValueError):
+        return None
+    if not _stdout_is_closed():
+        return None
+    fault = OpgraftError(
+        "the answer cannot be written to stdout: code in this process, such as that of a plugin, has closed it"
+    )
+    fault.__cause__ = error
+    return fault
+
+
+def _of_finder(error: Exception) -> OpgraftError | None:
+    """Return an error about a finder on ``sys.meta_path`` that raised at an import, if there is one.
+
+    The finder is removed, as what tells of the error is imported, too.
+    """
+    trace = error.__traceback__
+    while trace is not None and not isinstance(error, OpgraftError):
+        local = trace.tb_frame.f_locals
+        asked = local.get("self", local.get("cls"))
+        known = any(asked is finder for finder in sys.meta_path)
+        if known and trace.tb_frame.f_code.co_name == "find_spec":
+            place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+            sys.meta_path.remove(asked)
+            kind = asked if isinstance(asked, type) else type(asked)
+            fault = PluginError(
+                f"the finder {kind.__module__}.{kind.__qualname__} on sys.meta_path raised {described(error)} at an "
+                f"import ({place}): uninstall the package that puts it there, or mend it"
+            )
+            fault.__cause__ = error
+            return fault
+        trace = trace.tb_next
+    return None
 
 
 def _output() -> Any:

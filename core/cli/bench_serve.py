@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from opgraft.cli.output import echo, json_option, print_json, print_table, print_wrapped
+from opgraft.cli.output import GivenPath, echo, json_option, print_json, print_table, print_wrapped
 from opgraft.errors import InputError
 from opgraft.progress import progress_bar
 from opgraft.server.keys import read_keys
@@ -29,13 +29,13 @@ _ABOVE_ZERO = click.FloatRange(min=0, min_open=True)
 @click.option("--model", help="That is asked for. [default: the first that the server lists]")
 @click.option(
     "--api-key-file",
-    type=click.Path(path_type=Path),
+    type=GivenPath(path_type=Path),
     help="A file whose first line is the key to send.",
 )
 @click.option("--chat", is_flag=True, help="Ask for chats instead of completions.")
 @click.option(
     "--dataset",
-    type=click.Path(path_type=Path),
+    type=GivenPath(path_type=Path),
     help="A file of prompts: JSONL, or a text in each line.",
 )
 @click.option(
@@ -101,7 +101,7 @@ _ABOVE_ZERO = click.FloatRange(min=0, min_open=True)
 @click.option(
     "--limit-end-to-end", type=_ABOVE_ZERO, help="Milliseconds of a whole request, for goodput."
 )
-@click.option("--plot", type=click.Path(path_type=Path), help="A PNG to write; needs matplotlib.")
+@click.option("--plot", type=GivenPath(path_type=Path), help="A PNG to write; needs matplotlib.")
 @json_option
 def command(as_json: bool, plot: Path | None, **options: Any) -> int:
     """Put load on a server with OpenAI's interface, and measure throughput, latencies and errors.

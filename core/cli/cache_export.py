@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 from opgraft.cli.output import (
+    GivenPath,
     SettingsCommand,
     json_option,
     print_json,
@@ -19,7 +20,7 @@ from opgraft.state import host_state
 key_option = click.option(
     "--key",
     metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=GivenPath(dir_okay=False, path_type=Path),
     help="The key that signs the bundle.",
 )
 

@@ -14,7 +14,7 @@ import click
 from opgraft.cli import evidence
 from opgraft.cli.evidence import Evidence
 from opgraft.cli.isolation import Limits, isolated, tell
-from opgraft.cli.output import SettingsCommand, print_wrapped, with_settings
+from opgraft.cli.output import GivenPath, SettingsCommand, print_wrapped, with_settings
 from opgraft.cli.report_page import page
 from opgraft.errors import InputError, PluginError
 from opgraft.plugins.discovery import HOST_DISTRIBUTION, names_of, normalized
@@ -23,7 +23,7 @@ from opgraft.version import __version__
 
 TIME_LIMIT = 24 * 3600.0  # seconds: kernels of a simulated device may take long
 
-_FILE = click.Path(path_type=Path, dir_okay=False)
+_FILE = GivenPath(path_type=Path, dir_okay=False)
 
 
 @click.command("conformance", cls=SettingsCommand)

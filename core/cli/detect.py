@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 from opgraft.cli.offers import problem_lines, problems
 from opgraft.cli.output import (
+    GivenPath,
     SettingsCommand,
     echo,
     json_option,
@@ -22,7 +23,7 @@ from opgraft.plugins.selection import decide_without_torch
 from opgraft.state import host_state
 from opgraft.text import printable
 
-_FOLDER = click.Path(file_okay=False)  # which shells complete
+_FOLDER = GivenPath(file_okay=False)  # which shells complete
 
 
 @click.command("detect", cls=SettingsCommand)

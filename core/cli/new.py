@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import click
-from opgraft.cli.output import json_option, print_json, print_wrapped
+from opgraft.cli.output import GivenPath, json_option, print_json, print_wrapped
 from opgraft.errors import InputError
 from opgraft.installed import source_of
 from opgraft.plugins.discovery import discover
@@ -29,13 +29,13 @@ _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
     "--from-vllm",
     "from_vllm",
     metavar="PATH",
-    type=click.Path(path_type=Path),
+    type=GivenPath(path_type=Path),
     help="Port the vLLM device plugin in that folder, in place of a new one; none of it is run.",
 )
 @click.option(
     "--output",
     metavar="DIR",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=GivenPath(file_okay=False, path_type=Path),
     default=".",
     show_default=True,
     help="The folder that gets the plugin's.",

@@ -30,6 +30,23 @@ json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON of a versioned schema instead of text."
 )
 
+
+class GivenPath(click.Path):
+    """A path on the command line that is not empty; a shell makes an empty one of a variable that is not set."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path.
+
+        Raises:
+            BadParameter: the path is empty.
+        """
+        if not os.fspath(value):
+            self.fail(
+                "the path is empty: name a file or a folder, or leave the option out", param, ctx
+            )
+        return super().convert(value, param, ctx)
+
+
 COMMAND_LINE = "the command line"
 """The origin of settings that are given as options."""
 
@@ -124,7 +141,7 @@ def with_settings(
         )
         run = option(run)
     help = f"{VARIABLES[CONFIG]} (instead of {CONFIG})."
-    return click.option("--config", _FILE, metavar="FILE", help=help, type=click.Path())(run)
+    return click.option("--config", _FILE, metavar="FILE", help=help, type=GivenPath())(run)
 
 
 with_model_settings = functools.partial(

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 from opgraft.cli.offers import as_dicts
 from opgraft.cli.output import (
+    GivenPath,
     SettingsCommand,
     json_option,
     print_json,
@@ -19,7 +20,7 @@ from opgraft.plugins.locking import ALLOW_EDITABLE, lock_installed, write_rows
 from opgraft.plugins.requirements import check_allow_list
 from opgraft.state import host_state
 
-_FILE = click.Path(dir_okay=False)
+_FILE = GivenPath(dir_okay=False)
 
 
 @click.command("lock", cls=SettingsCommand)

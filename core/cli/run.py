@@ -6,7 +6,13 @@ import os
 from pathlib import Path
 
 import click
-from opgraft.cli.output import COMMAND_LINE, SettingsCommand, json_option, with_model_settings
+from opgraft.cli.output import (
+    COMMAND_LINE,
+    GivenPath,
+    SettingsCommand,
+    json_option,
+    with_model_settings,
+)
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import InputError
 from opgraft.files import without_waiting
@@ -21,7 +27,13 @@ _PRECISIONS = ("highest", "high", "medium")
 @click.command("run", cls=SettingsCommand)
 @click.argument("model")
 @click.argument("prompts", metavar="[PROMPT]...", nargs=-1)
-@click.option("--input", "input_file", metavar="FILE", help="UTF-8 text, one PROMPT per line.")
+@click.option(
+    "--input",
+    "input_file",
+    metavar="FILE",
+    type=GivenPath(),
+    help="UTF-8 text, one PROMPT per line.",
+)
 @click.option(
     "--compare",
     is_flag=True,

@@ -11,6 +11,7 @@ from typing import Any
 import click
 from opgraft.cli.output import (
     COMMAND_LINE,
+    GivenPath,
     SettingsCommand,
     json_option,
     print_json,
@@ -19,6 +20,7 @@ from opgraft.cli.output import (
     with_model_settings,
 )
 from opgraft.cli.verified_models import as_it_runs, grafted, made_by
+from opgraft.models.files import is_there
 from opgraft.plugins.selection import selected_platform
 from opgraft.state import host_state
 from opgraft.testing.reproduction import write_case
@@ -47,7 +49,7 @@ _WHOLE = "(model)"
     "--save",
     "folder",
     metavar="FOLDER",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=GivenPath(path_type=Path, file_okay=False),
     default=Path("opgraft-verify"),
     show_default=True,
     help="Where the script goes that makes the call again.",
@@ -84,7 +86,7 @@ def _is_function(model: str) -> bool:
     named = (
         colon and function.isidentifier() and all(part.isidentifier() for part in module.split("."))
     )
-    return bool(named) and not Path(model).exists()
+    return bool(named) and not is_there(model)
 
 
 def _print_as_json(model: str, found: Verification, script: Path | None) -> None:

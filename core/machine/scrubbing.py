@@ -12,6 +12,8 @@ _IDS = re.compile(
     r"|(?P<uuid>[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})"
     r"|(?P<bare>[0-9a-f]{8}[0-9a-f-]*))(?![0-9a-z])"
 )
+_ACCOUNT = re.compile(r"(?<![\w.+-])[A-Za-z0-9_][\w.+-]*@[A-Za-z0-9_](?:[\w.-]*\w)?")
+"""A user at a host, as builds of drivers and kernels write down who made them where."""
 _LONGEST_ID = 40  # characters; a UUID has 36, and what is longer names no device
 _SECRET_KEYS = ("serial", "unique_id")
 _DIGITS = "1234567890abcdef"  # the zero comes late: a unique_id of 0 would mean that there is none
@@ -33,7 +35,7 @@ class _Digit:
 
 
 class Scrubber:
-    """Replaces what identifies one machine or its user: ids of devices, serial numbers, home folder, host name.
+    """Replaces what identifies one machine or its user: ids of devices, serial numbers, home folder, host and account.
 
     Two ids that begin with the same digits are shown with as many equal digits, and the others differ: whatever a
     variable names by an id or by its first digits, it goes on naming it, and a prefix of two ids stays one of both.
@@ -47,12 +49,12 @@ class Scrubber:
 
     def value(self, text: str) -> str:
         """Scrub the value of a variable, or a sentence that may hold one."""
-        text = self._without_home(_IDS.sub(self._shown, text))
+        text = _without_accounts(self._without_home(_IDS.sub(self._shown, text)))
         return self._host.sub(_shown_host, text) if self._host else text
 
     def text(self, text: str) -> str:
         """Scrub the text of a file. It keeps the host's name, which may be a word that a probe looks for."""
-        return self._without_home("\n".join(map(self._line, text.split("\n"))))
+        return _without_accounts(self._without_home("\n".join(map(self._line, text.split("\n")))))
 
     def file(self, path: str, text: str) -> str:
         """Scrub the text of the file at ``path``, whose name may be what says that it is a serial number."""
@@ -122,6 +124,11 @@ class Scrubber:
         for home in self._homes:
             text = re.sub(rf"{re.escape(home)}(?![\w-]|\.\w)", "~", text)
         return text
+
+
+def _without_accounts(text: str) -> str:
+    """Replace each user at a host, such as ``builder@machine`` in a driver's version."""
+    return _ACCOUNT.sub("user@host", text)
 
 
 def _start_of_value(line: str) -> int:

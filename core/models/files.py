@@ -20,7 +20,7 @@ from opgraft.models.gguf_names import renamed
 from opgraft.models.hub_cache import cached_snapshot, hub_cache, is_hub_name
 from opgraft.models.lazy import LazyTensor
 from opgraft.models.safetensors_file import open_safetensors
-from opgraft.text import printable
+from opgraft.text import printable, shortened
 
 _LARGEST_JSON = 1 << 26  # bytes of a file, of which an index of shards is the largest
 
@@ -96,16 +96,14 @@ def find_checkpoint(name: str | Path) -> Path:
     """
     if name in BUNDLED:
         return _bundled(str(name))
-    path = Path(name)
-    if name != "" and (
-        path.is_dir() or path.is_file()
-    ):  # of an empty name pathlib makes the current folder
-        return path
+    if is_there(name):
+        return Path(name)
     if is_hub_name(str(name)):
         return _from_the_hub(str(name))
     near = near_matches(str(name), BUNDLED)
+    given = shortened(repr(str(name)))
     raise CheckpointError(
-        f"{str(name)!r} is no folder and no file: give a checkpoint folder, a .safetensors or .gguf file, or one of "
+        f"{given} is no folder and no file: give a checkpoint folder, a .safetensors or .gguf file, or one of "
         f"{', '.join(map(repr, BUNDLED))}"
         + (f" (did you mean {' or '.join(map(repr, near))}?)" if near else "")
     )
@@ -125,6 +123,16 @@ def _from_the_hub(name: str) -> Path:
             "(pip install huggingface_hub)"
         )
     return found
+
+
+def is_there(name: str | Path) -> bool:
+    """Return True for the name of a folder or a file; no file system has one of several thousand characters."""
+    if name == "":  # of which pathlib makes the current folder
+        return False
+    try:
+        return Path(name).is_dir() or Path(name).is_file()
+    except OSError:
+        return False
 
 
 def _bundled(name: str) -> Path:

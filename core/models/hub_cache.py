@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_LONGEST = 200  # characters of a name; the Hub gives each part 96
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAIN = "main"
 
 
 def is_hub_name(name: str) -> bool:
     """Return True for a name such as ``org/name``, which may stand for a model of the Hub."""
-    return _NAME.fullmatch(name) is not None
+    return len(name) <= _LONGEST and _NAME.fullmatch(name) is not None
 
 
 def hub_cache(variables: Mapping[str, str] | None = None) -> Path:

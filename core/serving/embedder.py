@@ -190,8 +190,6 @@ class Embedder:
         given, _ = unsalted(text, name)
         shown = given if isinstance(given, str) else None
         prompted = given if shown is None else self.settings.prompt + shown
-        if truncate and isinstance(prompted, str):
-            return shown, self.tokenizer.encode_truncated(prompted, self.max_tokens)
         _, ids = tokenized(
             prompted,
             self.tokenizer,
@@ -199,6 +197,7 @@ class Embedder:
             max_model_len=self.max_tokens,
             room=0,
             name=name,
+            truncate=truncate,
             advice=", or have LLM.embed cut it with truncate=True",
         )
         return shown, ids

@@ -55,6 +55,7 @@ def tokenized(
     add_special_tokens: bool = True,
     name: str = "the prompt",
     advice: str = "",
+    truncate: bool = False,
 ) -> tuple[str | None, list[int]]:
     """Return the text of a prompt, None where it is given as token ids, and its token ids.
 
@@ -67,6 +68,7 @@ def tokenized(
         add_special_tokens: as a text is usually begun and ended; not where a chat template has done so.
         name: of the prompt, for errors.
         advice: what else to do about one that is too long.
+        truncate: cut a text that is too long, instead of refusing it.
 
     Raises:
         RequestError: it is of another kind, empty, too long, or has ids or characters that there are not.
@@ -76,7 +78,9 @@ def tokenized(
     ids = (
         _given(prompt, name)
         if text is None
-        else _of_text(text, tokenizer, add_special_tokens, name)
+        else _of_text(
+            text, tokenizer, add_special_tokens, name, max_model_len if truncate else None
+        )
     )
     if not ids:
         raise RequestError(f"{name} has no tokens: give some text, or at least one token id")
@@ -93,7 +97,10 @@ def tokenized(
     return text, list(ids)
 
 
-def _of_text(text: str, tokenizer: Tokenizer, add_special_tokens: bool, name: str) -> Sequence[int]:
+def _of_text(
+    text: str, tokenizer: Tokenizer, add_special_tokens: bool, name: str, longest: int | None
+) -> Sequence[int]:
+    """Return the token ids of a text, cut to the ``longest`` sequence where that is given."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -101,6 +108,8 @@ def _of_text(text: str, tokenizer: Tokenizer, add_special_tokens: bool, name: st
             f"{name} has half a surrogate pair, {text[error.start]!a}, at character {error.start}, which no text may "
             "contain: remove it, or decode the text that it comes from with errors='replace'"
         ) from error
+    if longest is not None:
+        return tokenizer.encode_truncated(text, longest)
     return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 

@@ -270,3 +270,26 @@ def test_platforms_that_were_not_probed_are_not_listed(site) -> None:
     assert "not probed" not in detect("--platform", "cpu").output
     assert "cuda [opgraft" in detect("--platform", "cpu", "--all").output
     assert detect("--platform", "cpu", "--all").output.count("not probed") == 4
+
+
+def test_who_built_a_driver_is_left_out(tmp_path: Path) -> None:
+    """The version of a driver stays; the account and the host that built it do not."""
+    root, recording = build("nvidia-4-h100", tmp_path / "machine"), tmp_path / "recording"
+    version = root / "proc/driver/nvidia/version"
+    built = "Kernel Module  550.54.15  Release Build  (jo.doe@build-7.acme.com)"
+    version.write_text(f"NVRM version: NVIDIA UNIX Open {built}\nGCC version:  gcc 12 (ci@x)\n")
+    first = detect("--root", str(root), "--record", str(recording), "--json")
+    assert "550.54.15" in first.output
+    assert scrubbed(detect("--root", str(recording), "--json").output) == scrubbed(first.output)
+    assert "(user@host)" in contents(recording)
+    assert [word for word in ("jo.doe", "build-7", "ci@x") if word in contents(recording)] == []
+
+
+@pytest.mark.parametrize("option", ["--root", "--record", "--config"])
+def test_an_empty_path_is_refused(option: str) -> None:
+    """A variable of a shell that is not set makes an empty path, which is none of this machine."""
+    answer = detect(option, "")
+    assert answer.exit_code == 2
+    assert (
+        f"Invalid value for '{option}': the path is empty: name a file or a folder" in answer.output
+    )

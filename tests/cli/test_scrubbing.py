@@ -42,6 +42,16 @@ PATHS = ("/proc/cpuinfo", "/proc/driver/nvidia/version", "/sys/a", "/sys/a/b", "
             "GPU UUID: GPU-11111111-1111-1111-1111-111111111111",
         ),
         ("GPU-0 and GPU-Accelerated 0123456789", "GPU-0 and GPU-Accelerated 0123456789"),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module  550.54.15  Release Build  (jo.doe@build-7.acme.com)",
+            "NVRM version: NVIDIA UNIX Open Kernel Module  550.54.15  Release Build  (user@host)",
+        ),
+        (
+            "Linux version 6.1 (root+ci@ip-10-0-0-7) (gcc 12)",
+            "Linux version 6.1 (user@host) (gcc 12)",
+        ),
+        ("mail jo@localhost, or a@b.", "mail user@host, or user@host."),
+        ("@decorator and 3 @ 4 and x@ y", "@decorator and 3 @ 4 and x@ y"),
     ],
 )
 def test_lines(line: str, shown: str) -> None:

@@ -273,7 +273,7 @@ SETTINGS: Mapping[tuple[str, ...], str] = {
 }
 """Settings out of range, and what is told of them."""
 
-EMBEDS = ("run", "{model}", "the cat")
+EMBEDS = ("run", "{model}", "the cat", "a dog")
 ENCODERS: Mapping[str, tuple[Harm, str]] = {
     "a million layers in an encoder": (
         configured(num_hidden_layers=10**6),
@@ -303,10 +303,23 @@ ENCODERS: Mapping[str, tuple[Harm, str]] = {
         weights(lambda tensors: tensors.pop("encoder.layer.1.output.dense.weight")),
         "missing",
     ),
+    "a word without a row in an encoder": (
+        more_words,
+        "text 1 of 2 has the token id 10000 at place 1, and the vocabulary has 16 (0 to 15)",
+    ),
     "embeddings that are no numbers": (each(lambda tensor: tensor * torch.nan), "NaN"),
 }
 """Faults of an encoder."""
 
+
+LONG = "a" * 5000
+NAMES = {
+    LONG: "no folder and no file: give a checkpoint folder",
+    f"{LONG}/{LONG}": "no folder and no file: give a checkpoint folder",
+    f"{LONG}:f": "no folder and no file: give a checkpoint folder",
+    "": "'' is no folder and no file: give a checkpoint folder",
+}
+"""Names of models that no file system has, and what is told of them."""
 
 INPUTS: Mapping[str, tuple[Harm, str]] = {
     "no file": (lambda path: None, "cannot be read: No such file"),

@@ -18,6 +18,7 @@ from faults.model_rows import (
     EMBEDS,
     ENCODERS,
     INPUTS,
+    NAMES,
     PAST_A_SERVER,
     PLAN,
     RUN,
@@ -113,6 +114,13 @@ def test_contents(capfd, llama: Path, tmp_path: Path, name: str) -> None:
     folder = copied(llama, tmp_path)
     harm(folder)
     expect_refused(capfd, [*(part.format(model=folder) for part in RUN), *BLOCKS], words)
+
+
+@pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
+def test_names(capfd, name: str) -> None:
+    """A name that no file system takes is no model, for any command; nobody is shown all of it."""
+    for command in (RUN, PLAN, CHAT, *([VERIFY] if ":" not in name else [])):
+        expect_refused(capfd, [part.format(model=name) for part in command], NAMES[name])
 
 
 @pytest.mark.parametrize("name", ENCODERS)
