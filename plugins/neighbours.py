@@ -30,6 +30,9 @@ _WITH_METHODS = ("importlib.metadata", "importlib_metadata", "pathlib")
 
 _MOST_NAMED = 3
 
+_BOUND_LATER = (classmethod, staticmethod, property)
+"""Kinds of methods that cannot be called as they stand in a class."""
+
 
 @dataclass(frozen=True)
 class _Space:
@@ -106,7 +109,8 @@ def _changes_of(label: str, space: _Space, now: Mapping[str, Any]) -> Iterator[C
         yield Change(f"{label}, taking {some}{rest} away", partial(_put, space.owner, missing))
     replaced = [name for name, value in space.names.items() if now.get(name, value) is not value]
     for name in replaced:
-        if callable(space.names[name]) and not _by_itself(space.module, now[name]):
+        is_code = callable(space.names[name]) or isinstance(space.names[name], _BOUND_LATER)
+        if is_code and not _by_itself(space.module, now[name]):
             undo = partial(_put, space.owner, {name: space.names[name]})
             yield Change(f"{label}.{name}", undo)
 
@@ -129,18 +133,18 @@ class StandIns:
     """Entries of ``sys.modules`` that keep others from importing a module: ``None``, and modules without a source."""
 
     def read(self) -> dict[str, Any]:
-        none = {name: None for name, module in list(sys.modules.items()) if module is None}
-        return none | {name: sys.modules.get(name, ABSENT) for name in _of_plugins()}
+        found = {name: None for name, module in list(sys.modules.items()) if module is None}
+        offered = {name: sys.modules.get(name, ABSENT) for name in _of_plugins()}
+        return found | {name: module for name, module in offered.items() if _is_stand_in(module)}
 
     def changes(self, before: dict[str, Any], after: dict[str, Any]) -> Iterator[Change]:
         for name, module in after.items():
-            was = before.get(name, ABSENT)
-            # What was there before, and is another one now, is looked at with all modules.
-            if was is ABSENT and _is_stand_in(module) and not _is_own(name):
-                what = (
-                    "nothing" if module is None else f"a {type(module).__name__} without a source"
-                )
-                yield Change(f"the module {name} to {what}", partial(sys.modules.pop, name, None))
+            # In the place of another module it is set back by then, and a module that was emptied is whole again.
+            there = sys.modules.get(name, ABSENT)
+            if name in before or there is not module or not _is_stand_in(there) or _is_own(name):
+                continue
+            what = "nothing" if module is None else f"a {type(module).__name__} without a source"
+            yield Change(f"the module {name} to {what}", partial(sys.modules.pop, name, None))
 
 
 def _is_stand_in(module: Any) -> bool:

@@ -84,13 +84,12 @@ SET_BACK = {
     "importlib.metadata.version = lambda name: '0'": "importlib.metadata.version while",
     "importlib.metadata.entry_points = None": "importlib.metadata.entry_points while",
     "importlib.metadata.Distribution.from_name = None": "importlib.metadata.Distribution.from_name while",
-    "importlib.import_module = lambda *_: None": "importlib.import_module while",
     "importlib_metadata.EntryPoint.load = lambda self: None": "importlib_metadata.EntryPoint.load while",
     "del importlib.metadata.distribution": "importlib.metadata, taking distribution away while",
     "vars(importlib.metadata).clear()": "importlib.metadata, taking __name__, __doc__, __package__ and ",
     "os.path.exists = lambda path: False": "os.path.exists while",
     "sys.modules['acme_of_nobody'] = None": "the module acme_of_nobody to nothing while",
-    "class Finder:\n    def find_spec(*_): raise OSError('no disk')\nsys.meta_path.append(Finder())": (
+    "sys.meta_path.append(type('Finder', (), {'find_spec': lambda *_: 1 / 0})())": (
         "sys.meta_path <acme"
     ),
 }

@@ -20,6 +20,7 @@ from opgraft.decision import Provider
 from opgraft.ops import RMSNorm
 from opgraft.plugins.definitions import DEFINITIONS
 from opgraft.plugins.loggers import Switches
+from opgraft.plugins.neighbours import Namespaces
 from opgraft.plugins.outcomes import findings_of
 from opgraft.plugins.process import ASPECTS, look
 from opgraft.state import PluginRecord, PluginStatus, host_state
@@ -33,7 +34,7 @@ def states() -> list[Any]:
     kept = [
         (aspect, value)
         for aspect, value in both
-        if aspect is not DEFINITIONS and not isinstance(aspect, Switches)
+        if aspect is not DEFINITIONS and not isinstance(aspect, (Switches, Namespaces))
     ]
     return [value for aspect, value in kept if getattr(aspect, "name", "") != "the module"]
 
@@ -55,8 +56,10 @@ def test_a_change_that_meets_others_is_set_back(site, caplog, change: str, where
     site.plugin("brix", PLUGIN.format("pass"))
     before, words = states(), SET_BACK[change].removesuffix("while")
     json_module, definitions = sys.modules["json"], DEFINITIONS.read()
+    namespaces = Namespaces().read()
     load_plugins()
     assert states() == before
+    assert [*Namespaces().changes(namespaces, Namespaces().read())] == []
     assert [each.what for each in DEFINITIONS.changes(definitions, DEFINITIONS.read())] == []
     assert sys.modules["json"] is json_module
     assert not logging.getLogger("asyncio").disabled
