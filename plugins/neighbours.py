@@ -26,7 +26,7 @@ _SHARED = (
 """Modules of Python, and the one by which plugins are found, that plugins and their libraries call."""
 
 _WITH_METHODS = ("importlib.metadata", "importlib_metadata", "pathlib")
-"""Those of ``_SHARED`` whose classes are looked at, too."""
+"""The modules of ``_SHARED`` with classes to look at."""
 
 _MOST_NAMED = 3
 
