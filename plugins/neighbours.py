@@ -1,4 +1,4 @@
-"""Looking at what plugins share besides torch and opgraft: each other's modules, Python's own, and the streams."""
+"""Looking at what plugins share: each other's modules, Python's own modules, and the streams."""
 
 from __future__ import annotations
 
@@ -50,12 +50,18 @@ class Namespaces:
     """
 
     def read(self) -> dict[str, _Space]:
-        return {label: _Space(owner, of, dict(vars(owner))) for label, owner, of in _owners()}
+        spaces = {}
+        for label, owner, module in _owners():
+            names = dict(vars(owner))
+            spaces[label] = _Space(owner, module, names)
+        return spaces
 
     def changes(self, before: dict[str, _Space], after: dict[str, _Space]) -> Iterator[Change]:
         for label, space in before.items():
             now = vars(space.owner)
-            if not _same(space.names, now) and not _is_own(space.module):
+            if _same(space.names, now):
+                continue
+            if not _is_own(space.module):
                 yield from _changes_of(label, space, now)
 
 
@@ -76,28 +82,41 @@ def _owners() -> Iterator[tuple[str, Any, str]]:
 def _classes(name: str, module: ModuleType) -> Iterator[tuple[str, Any, str]]:
     """Yield the classes that the module of that name defines."""
     for value in list(vars(module).values()):
-        if isinstance(value, type) and value.__module__ == name:
-            yield f"{name}.{value.__qualname__}", value, name
+        if not isinstance(value, type):
+            continue
+        if value.__module__ == name:
+            label = f"{name}.{value.__qualname__}"
+            yield label, value, name
 
 
 def _of_plugins() -> dict[str, None]:
-    """Return the names of the modules that plugins and platforms of others offer, and of the packages above them."""
+    """Return the names of the modules that plugins and platforms offer, and of their packages."""
     names: dict[str, None] = {}
     for offer in discover().offers:
-        parts = [] if offer.built_in else offer.module.split(".")
-        names.update(dict.fromkeys(".".join(parts[: n + 1]) for n in range(len(parts))))
+        if offer.built_in:
+            continue
+        # Of "acme.kernels.plugin", the packages "acme" and "acme.kernels" too.
+        name = offer.module
+        while name:
+            names[name] = None
+            name = name.rpartition(".")[0]
     return names
 
 
 def _is_own(module: str) -> bool:
     """Return True for a module of the distribution whose plugin runs, which may do with it as it likes."""
     running = ACTIVATING.get()
-    return running is not None and discover().provider_of(module) == running.provider
+    if running is None:
+        return False
+    return discover().provider_of(module) == running.provider
 
 
 def _same(was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Compare in order and by identity, as values of plugins may raise when they are compared."""
-    return len(was) == len(now) and all(map(operator.is_, was.values(), now.values()))
+    if len(was) != len(now):
+        return False
+    both = was.values(), now.values()
+    return all(map(operator.is_, *both))
 
 
 def _changes_of(label: str, space: _Space, now: Mapping[str, Any]) -> Iterator[Change]:
@@ -107,11 +126,13 @@ def _changes_of(label: str, space: _Space, now: Mapping[str, Any]) -> Iterator[C
         more = len(missing) - _MOST_NAMED
         rest = f" and {more} more" if more > 0 else ""
         yield Change(f"{label}, taking {some}{rest} away", partial(_put, space.owner, missing))
-    replaced = [name for name, value in space.names.items() if now.get(name, value) is not value]
-    for name in replaced:
-        is_code = callable(space.names[name]) or isinstance(space.names[name], _BOUND_LATER)
-        if is_code and not _by_itself(space.module, now[name]):
-            undo = partial(_put, space.owner, {name: space.names[name]})
+    for name, value in space.names.items():
+        new = now.get(name, value)
+        is_code = callable(value) or isinstance(value, _BOUND_LATER)
+        if new is value or not is_code:
+            continue
+        if not _by_itself(space.module, new):
+            undo = partial(_put, space.owner, {name: value})
             yield Change(f"{label}.{name}", undo)
 
 
@@ -133,18 +154,29 @@ class StandIns:
     """Entries of ``sys.modules`` that keep others from importing a module: ``None``, and modules without a source."""
 
     def read(self) -> dict[str, Any]:
-        found = {name: None for name, module in list(sys.modules.items()) if module is None}
-        offered = {name: sys.modules.get(name, ABSENT) for name in _of_plugins()}
-        return found | {name: module for name, module in offered.items() if _is_stand_in(module)}
+        found: dict[str, Any] = {}
+        for name, module in list(sys.modules.items()):
+            if module is None:
+                found[name] = None
+        for name in _of_plugins():
+            module = sys.modules.get(name, ABSENT)
+            if _is_stand_in(module):
+                found[name] = module
+        return found
 
     def changes(self, before: dict[str, Any], after: dict[str, Any]) -> Iterator[Change]:
         for name, module in after.items():
-            # In the place of another module it is set back by then, and a module that was emptied is whole again.
-            there = sys.modules.get(name, ABSENT)
-            if name in before or there is not module or not _is_stand_in(there) or _is_own(name):
+            # What stood in the place of another module is set back by then.
+            if name in before or sys.modules.get(name, ABSENT) is not module:
                 continue
-            what = "nothing" if module is None else f"a {type(module).__name__} without a source"
-            yield Change(f"the module {name} to {what}", partial(sys.modules.pop, name, None))
+            # A module that was emptied is whole again by then.
+            if not _is_stand_in(module) or _is_own(name):
+                continue
+            what = "nothing"
+            if module is not None:
+                what = f"a {type(module).__name__} without a source"
+            undo = partial(sys.modules.pop, name, None)
+            yield Change(f"the module {name} to {what}", undo)
 
 
 def _is_stand_in(module: Any) -> bool:
@@ -177,12 +209,17 @@ class Streams:
     _NUMBERS: Mapping[str, int] = {"stdin": 0, "stdout": 1, "stderr": 2}
 
     def read(self) -> dict[str, Any]:
-        streams = {name: getattr(sys, name) for name in self._NUMBERS}
-        return {name: stream for name, stream in streams.items() if _is_open(stream)}
+        streams = {}
+        for name in self._NUMBERS:
+            stream = getattr(sys, name)
+            if _is_open(stream):
+                streams[name] = stream
+        return streams
 
     def changes(self, before: dict[str, Any], after: dict[str, Any]) -> Iterator[Change]:
         for name, stream in before.items():
             if not _is_open(stream):
+                # Whoever holds a closed stream, such as a handler of a log, gets the new one.
                 undo = partial(_reopen, name, self._NUMBERS[name], stream)
                 yield Change(f"sys.{name} to a closed stream", undo)
 

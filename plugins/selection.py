@@ -132,12 +132,12 @@ def _ask_each(
 
     ``broken`` has the names of offers that cannot be used, with the reasons.
     """
-    unasked = {
-        offer: _Asked(offer, None, broken[offer.name], failed=True)
-        if offer.name in broken
-        else _passed_over(offer, settings)
-        for offer in offers
-    }
+    unasked: dict[Offer, _Asked | None] = {}
+    for offer in offers:
+        if offer.name in broken:
+            unasked[offer] = _Asked(offer, None, broken[offer.name], failed=True)
+        else:
+            unasked[offer] = _passed_over(offer, settings)
     asked = [offer for offer in offers if unasked[offer] is None]
     answers = dict(zip(asked, ask_all(asked, machine), strict=True))
     return [unasked[offer] or _answered(offer, answers[offer], settings) for offer in offers]

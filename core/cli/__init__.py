@@ -160,7 +160,8 @@ def _of_closed_stdout(error: Exception) -> OpgraftError | None:
     if not _stdout_is_closed():
         return None
     fault = OpgraftError(
-        "the answer cannot be written to stdout: code in this process, such as that of a plugin, has closed it"
+        "the answer cannot be written to stdout: code in this process, such as that of a plugin, "
+        "has closed it"
     )
     fault.__cause__ = error
     return fault
@@ -181,8 +182,9 @@ def _of_finder(error: Exception) -> OpgraftError | None:
             sys.meta_path.remove(asked)
             kind = asked if isinstance(asked, type) else type(asked)
             fault = PluginError(
-                f"the finder {kind.__module__}.{kind.__qualname__} on sys.meta_path raised {described(error)} at an "
-                f"import ({place}): uninstall the package that puts it there, or mend it"
+                f"the finder {kind.__module__}.{kind.__qualname__} on sys.meta_path raised "
+                f"{described(error)} at an import ({place}): uninstall the package that puts it "
+                "there, or mend it"
             )
             fault.__cause__ = error
             return fault

@@ -22,7 +22,7 @@ PATIENCE = 5.0
 
 
 def end_in_time(code: int) -> None:
-    """End the process with this exit code in ``PATIENCE`` seconds, if threads keep it from ending until then.
+    """End the process with this exit code if threads keep it from ending for ``PATIENCE`` seconds.
 
     A line on stderr names each thread with its plugin. Call it when the answer was given.
     """
@@ -58,19 +58,20 @@ def _line_of(thread: threading.Thread) -> str:
     frame = sys._current_frames().get(thread.ident or 0)
     provider = host_state().threads.get(thread) or _provider_of(frame)
     return (
-        f"the thread {thread.name!r} {_whose(provider)} has not ended {PATIENCE:g} s after the answer, so this "
-        f"command ends without it: make it a daemon thread. {_advice(provider)}"
+        f"the thread {thread.name!r} {_whose(provider)} has not ended {PATIENCE:g} s after the "
+        "answer, so this command ends without it: make it a daemon thread. "
+        f"{_advice(provider)}"
     )
 
 
 def _line_of_exit() -> list[str]:
-    """Return a line about a function of a plugin that Python calls at exit and that does not return."""
+    """Return a line about a plugin's function that runs at exit and does not return."""
     provider = _provider_of(sys._current_frames().get(threading.main_thread().ident or 0))
     if provider is None:
         return []
     return [
-        f"a function {_whose(provider)} that runs at exit has not returned {PATIENCE:g} s after the answer, so "
-        f"this command ends without it. {_advice(provider)}"
+        f"a function {_whose(provider)} that runs at exit has not returned {PATIENCE:g} s after "
+        f"the answer, so this command ends without it. {_advice(provider)}"
     ]
 
 

@@ -32,7 +32,10 @@ json_option = click.option(
 
 
 class GivenPath(click.Path):
-    """A path on the command line that is not empty; a shell makes an empty one of a variable that is not set."""
+    """A path on the command line that is not empty.
+
+    A shell makes an empty path of a variable that is not set.
+    """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the path.
