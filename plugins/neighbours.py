@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import operator
@@ -9,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from opgraft.plugins.changes import ABSENT, Change
@@ -30,8 +31,16 @@ _WITH_METHODS = ("importlib.metadata", "importlib_metadata", "pathlib")
 
 _MOST_NAMED = 3
 
-_BOUND_LATER = (classmethod, staticmethod, property)
-"""Kinds of methods that cannot be called as they stand in a class."""
+_CODE = (
+    FunctionType,
+    BuiltinFunctionType,
+    type,
+    type(functools.cache(len)),
+    classmethod,
+    staticmethod,
+    property,
+)
+"""Kinds of functions, methods and classes. What imports a module lazily is none of them."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +137,8 @@ def _changes_of(label: str, space: _Space, now: Mapping[str, Any]) -> Iterator[C
         yield Change(f"{label}, taking {some}{rest} away", partial(_put, space.owner, missing))
     for name, value in space.names.items():
         new = now.get(name, value)
-        is_code = callable(value) or isinstance(value, _BOUND_LATER)
-        if new is value or not is_code:
+        # By its type, as an object that stands for another one gives the class of that.
+        if new is value or not issubclass(type(value), _CODE):
             continue
         if not _by_itself(space.module, new):
             undo = partial(_put, space.owner, {name: value})

@@ -114,10 +114,10 @@ def _run(arguments: Sequence[str]) -> int:
         click.echo("aborted", err=True)
         return 1
     except Exception as raised:
-        error = _of_finder(raised) or _of_closed_stdout(raised) or raised
+        error = _of_finder(raised) or raised
         told = importlib.import_module("opgraft.binding.raised").provenance_of(error)
         failure = _failure(error, told)
-        if "--json" in arguments and not _stdout_is_closed():
+        if "--json" in arguments:
             _output().print_error(failure, told)
         if isinstance(failure, click.ClickException):
             failure.show()
@@ -144,27 +144,6 @@ def _failure(error: Exception, told: Any) -> Exception:
     if isinstance(error, OpgraftError | click.ClickException) or told is None or not told.of_plugin:
         return error
     return PluginError(f"{described(error)}, {told}. {_TRACEBACK} shows the calls that led there.")
-
-
-def _stdout_is_closed() -> bool:
-    try:
-        return sys.stdout.closed
-    except ValueError:  # its buffer was taken away
-        return True
-
-
-def _of_closed_stdout(error: Exception) -> OpgraftError | None:
-    """Return an error about a stdout that code in this process has closed, if that is the cause."""
-    if isinstance(error, OpgraftError) or not isinstance(error, ValueError):
-        return None
-    if not _stdout_is_closed():
-        return None
-    fault = OpgraftError(
-        "the answer cannot be written to stdout: code in this process, such as that of a plugin, "
-        "has closed it"
-    )
-    fault.__cause__ = error
-    return fault
 
 
 def _of_finder(error: Exception) -> OpgraftError | None:

@@ -52,18 +52,18 @@ def test_streams_that_are_closed(cli, site, when: str) -> None:
 
 
 def test_a_stream_that_is_closed_later(cli, site) -> None:
-    """An answer that cannot be printed is an error in one sentence."""
-    closes = "class Acme(RMSNorm):\n    def forward_oot(self, x, residual=None): pass\n"
+    """The answer is whole, whoever closes stdout while it is made."""
+    replacement = "class Acme(RMSNorm):\n    def forward_oot(self, x, residual=None): pass\n"
     condition = "lambda platform: sys.stdout.close() or True"
     site.plugin(
         "acme",
-        f"import sys\nfrom opgraft.ops import RMSNorm\nplatforms = 'any'\n{closes}"
+        f"import sys\nfrom opgraft.ops import RMSNorm\nplatforms = 'any'\n{replacement}"
         f"RMSNorm.register_oot(Acme, when={condition})\n",
     )
     ended = cli("ops", "explain", "RMSNorm")
-    assert ended.returncode == 1
-    (line,) = ended.stderr.splitlines()
-    assert line.startswith("error: the answer cannot be written to stdout: code in this process")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("op rms_norm: Acme.forward_oot")
+    assert "plugins: acme (1 of 1 installed plugins active)" in ended.stdout
 
 
 @pytest.mark.parametrize("name", FINDERS)
