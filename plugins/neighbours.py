@@ -163,12 +163,13 @@ class StandIns:
     """Entries of ``sys.modules`` that keep others from importing a module: ``None``, and modules without a source."""
 
     def read(self) -> dict[str, Any]:
+        modules: dict[str, Any] = dict(sys.modules)
         found: dict[str, Any] = {}
-        for name, module in list(sys.modules.items()):
+        for name, module in modules.items():
             if module is None:
                 found[name] = None
         for name in _of_plugins():
-            module = sys.modules.get(name, ABSENT)
+            module = modules.get(name, ABSENT)
             if _is_stand_in(module):
                 found[name] = module
         return found
@@ -247,8 +248,10 @@ def _reopen(name: str, number: int, closed: Any) -> None:
     Raises:
         OSError: the file itself was closed.
     """
-    how = {"encoding": "utf-8", "errors": "backslashreplace"}
-    stream = open(number, "r" if number == 0 else "w", closefd=False, **how)  # noqa: SIM115  # it stays
+    mode = "r" if number == 0 else "w"
+    stream = open(  # noqa: SIM115  # it stays
+        number, mode, encoding="utf-8", errors="backslashreplace", closefd=False
+    )
     if isinstance(stream, io.TextIOWrapper) and number:
         stream.reconfigure(line_buffering=number == 2 or stream.isatty())
     for place in (name, f"__{name}__"):

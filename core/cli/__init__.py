@@ -154,7 +154,7 @@ def _of_finder(error: Exception) -> OpgraftError | None:
     trace = error.__traceback__
     while trace is not None and not isinstance(error, OpgraftError):
         local = trace.tb_frame.f_locals
-        asked = local.get("self", local.get("cls"))
+        asked: Any = local.get("self", local.get("cls"))
         known = any(asked is finder for finder in sys.meta_path)
         if known and trace.tb_frame.f_code.co_name == "find_spec":
             place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
