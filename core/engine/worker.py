@@ -275,13 +275,12 @@ class Worker(PluggableClass):
             explained = explain(self.runner.model)
         communicator = get_tp_group().communicator
         others: dict[str, object] = {} if communicator is None else {"communicator": communicator}
-        if self._paged:
-            others["sampler"] = self.runner.sampler  # an encoder draws no tokens
+        if self._paged:  # an encoder has no cache to size and draws no tokens
+            others |= {"memory_query": self.memory, "sampler": self.runner.sampler}
         if self.runner.compiled is not None:
             others["attention_nodes"] = self.runner.compiled.nodes
         return explained.within(
             worker=self,
-            memory_query=self.memory,
             model_runner=self.runner,
             **others,
         )
