@@ -1,7 +1,8 @@
 """A plugin that replaces every class of opgraft by one that notes its calls and computes as its target does.
 
 ``SHAPES`` has the calls of constructors and methods. ``RAN`` has the instances whose kernel ran, and for a form the
-instances of layers that called it. If ``COUNTING_FILE`` is set, the process writes both there when it ends.
+instances of layers that called it. ``USED`` has the instances of other classes whose methods were called. If
+``COUNTING_FILE`` is set, the process writes all three there when it ends.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ Shape = tuple[int, tuple[str, ...]]
 
 SHAPES: dict[str, Counter[Shape]] = defaultdict(Counter)
 RAN: dict[str, set[int]] = defaultdict(set)
+USED: dict[str, set[int]] = defaultdict(set)
 
 _INSIDE: list[Any] = []
 """The layers whose kernels are running, the innermost last."""
@@ -54,12 +56,14 @@ def opgraft_register_ops() -> None:
             CustomOp.register_oot(make(target), name=target)
 
 
-def _noted(key: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that notes the shape of each call."""
+def _noted(key: str, call: Callable[..., Any], cls: str = "") -> Callable[..., Any]:
+    """Return a method that notes the shape of each call, and the instance as used if its class is given."""
 
     @functools.wraps(call, updated=())
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
         SHAPES[key][len(args), tuple(sorted(kwargs))] += 1
+        if cls:
+            USED[cls].add(id(self))
         return call(self, *args, **kwargs)
 
     del noting.__wrapped__  # type: ignore[attr-defined]  # its signature is its own
@@ -110,6 +114,7 @@ def _counting_form(form: Any, kernel: str) -> Callable[..., Any]:
 
 
 def _counting_class(target: Any) -> type:
+    made_name = f"Counting{target.__name__}"
     namespace: dict[str, Any] = {
         "__module__": __name__,
         "__init__": _noted(f"{qualified(target)}.__init__", target.__init__),
@@ -119,14 +124,15 @@ def _counting_class(target: Any) -> type:
             continue
         raw = inspect.getattr_static(target, name)
         if not isinstance(raw, (staticmethod, classmethod)):
-            namespace[name] = _noted(f"{qualified(target)}.{name}", raw)
-    made: type = type(target)(f"Counting{target.__name__}", (target,), namespace)
+            namespace[name] = _noted(f"{qualified(target)}.{name}", raw, made_name)
+    made: type = type(target)(made_name, (target,), namespace)
     return made
 
 
 def _written() -> Iterator[tuple[str, Any]]:
     yield "shapes", {key: sorted(map(list, shapes)) for key, shapes in sorted(SHAPES.items())}
     yield "ran", {kernel: len(instances) for kernel, instances in sorted(RAN.items())}
+    yield "used", {name: len(instances) for name, instances in sorted(USED.items())}
 
 
 def _write(path: str) -> None:

@@ -1,0 +1,133 @@
+"""Every table that names kernels says what runs: a plugin that replaces every class counts the calls."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import counting_plugin
+import opgraft
+import pytest
+import torch
+from graft.test_transformers import build, inputs
+from random_decoders import DECODERS, written
+from server.processes import serving
+from small_words import word_llama, word_tokenizer
+
+transformers = pytest.importorskip("transformers")
+
+PLUGIN = (Path(__file__).parents[1] / "counting_plugin.py").read_text(encoding="utf-8")
+OPTIONS = ("--load.progress", "false", "--parallel.executor", "in_process")
+TEXT = "the cat sleeps on a mat"
+
+
+def decoder(folder: Path) -> Path:
+    return word_llama(folder)
+
+
+def encoder(folder: Path) -> Path:
+    """A random encoder of two layers, with a tokenizer of a few words."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = transformers.BertConfig(**sizes, num_attention_heads=4, vocab_size=64, pad_token_id=0)
+    transformers.BertModel(config).save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    return folder
+
+
+Counted = Callable[..., tuple[str, Mapping[str, Any]]]
+
+
+@pytest.fixture
+def counted(site, cli, tmp_path: Path) -> Counted:
+    """Run a command with the counting plugin; returns what it prints, and the counts."""
+    site.plugin("counting", PLUGIN)
+
+    def run(*arguments: str) -> tuple[str, Mapping[str, Any]]:
+        file = tmp_path / "counts.json"
+        result = cli(*arguments, *OPTIONS, COUNTING_FILE=str(file))
+        assert result.returncode == 0, result.stderr
+        return result.stdout, json.loads(file.read_text())
+
+    return run
+
+
+def expect_counted(told: Mapping[str, Any], counts: Mapping[str, Any]) -> None:
+    """Compare the rows of a table as plain data with the counts."""
+    running = Counter(row["kernel"] for row in told["ops"] if row["runs"])
+    assert running == counts["ran"]
+    assert {row["provider"]["name"] for row in told["ops"] if row["runs"]} == {"counting"}
+    assert Counter(row["class"] for row in told["classes"]) == counts["used"]
+    assert {row["provider"]["name"] for row in told["classes"]} == {"counting"}
+
+
+@pytest.mark.parametrize("write", [decoder, encoder])
+def test_run_as_json(write: Callable[[Path], Path], counted: Counted, tmp_path: Path) -> None:
+    """Each kernel and each class stands in the answer as often as its instances were called."""
+    printed, counts = counted("run", str(write(tmp_path / "model")), TEXT, "--json")
+    expect_counted(json.loads(printed), counts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", DECODERS)
+def test_other_decoders(family: str, counted: Counted, tmp_path: Path) -> None:
+    """The same is true of every written family."""
+    written(DECODERS[family][0], tmp_path / "model", **DECODERS[family][1])
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    printed, counts = counted("run", str(tmp_path / "model"), TEXT, "--json")
+    expect_counted(json.loads(printed), counts)
+
+
+def test_run_as_text_and_the_catalogue(counted: Counted, cli, tmp_path: Path) -> None:
+    """The table of ``run`` has the same counts, and ``ops list`` and ``ops explain`` name the kernels that ran."""
+    (tmp_path / "prompts").write_text(f"{TEXT}\na dog\n")
+    model = str(decoder(tmp_path / "model"))
+    printed, counts = counted("run", model, "--input", str(tmp_path / "prompts"))
+    rows = re.findall(r"^ *(\d+) +\S+ +(Counting\S+) of counting 1\.0", printed, re.MULTILINE)
+    told: Counter[str] = Counter()
+    for count, name in rows:
+        told[name] += int(count)
+    assert told == {**counts["ran"], **counts["used"]}
+    listed = json.loads(cli("ops", "list", "--json").stdout)["ops"]
+    listed += [variant for row in listed for variant in row["variants"]]
+    assert {row["kernel"] for row in listed} >= set(counts["ran"])
+    explained = json.loads(cli("ops", "explain", "rms_norm", "--json").stdout)
+    assert explained["decision"]["chosen"] in counts["ran"]
+
+
+def test_a_server(site, tmp_path: Path) -> None:
+    """Decisions, metrics and the table at the start of a server agree with the counts of its requests."""
+    site.plugin("counting", PLUGIN)
+    file = tmp_path / "counts.json"
+    variables = {"PYTHONPATH": str(site.folder), "COUNTING_FILE": str(file)}
+    model = decoder(tmp_path / "model")
+    with serving(model, *OPTIONS[2:], variables=variables) as server:
+        told = server.get("/v1/decisions").json()
+        metrics = server.get("/metrics").text
+        server.end()
+        shown = "".join(server.shown)
+    counts = json.loads(file.read_text())
+    expect_counted(told, counts)
+    total = sum(counts["ran"].values())
+    assert f"kernels   {total} of counting 1.0" in shown
+    assert set(re.findall(r'kernel_info\{.*kernel="([^"]+)"', metrics)) == set(counts["ran"])
+
+
+@pytest.mark.parametrize(("family", "joined"), [("llama", 2), ("bert", 0)])
+def test_a_graft(family: str, joined: int) -> None:
+    """The report counts what a call without a gradient runs; gate and up of a layer, two ops, are one call."""
+    counting_plugin.opgraft_register_ops()
+    counting_plugin.RAN.clear()
+    model = build(family)
+    report = opgraft.graft(model)
+    with torch.inference_mode():
+        model(**inputs(family))
+    told: Counter[str] = Counter()
+    for row in report.counts():
+        told[row.implementation] += row.count
+    counts = {kernel: len(found) for kernel, found in counting_plugin.RAN.items()}
+    told["CountingLinear.forward_oot"] -= joined
+    assert told == counts
