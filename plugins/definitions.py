@@ -123,7 +123,9 @@ class _Reader(MetaPathFinder):
         if not fullname.startswith((f"{_OPGRAFT}.", f"{_LAYERS}.")):
             return None
         others = [finder for finder in sys.meta_path if finder is not self]
-        found = (finder.find_spec(fullname, path, target) for finder in others)
+        # Python passes over finders without this method too.
+        methods = (getattr(finder, "find_spec", None) for finder in others)
+        found = (find(fullname, path, target) for find in methods if find is not None)
         spec = next((each for each in found if each is not None), None)
         if spec is not None and hasattr(spec.loader, "exec_module"):
             self._observe(spec.loader)

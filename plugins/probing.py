@@ -98,18 +98,22 @@ def ask_all(offers: Sequence[Offer], machine: Machine) -> list[Evidence | Except
     answers: dict[Offer, Evidence | Exception] = {}
 
     def ask_some(waiting: list[Offer]) -> None:
-        while waiting:
-            offer = waiting.pop(0)
+        while True:
+            try:
+                offer = waiting.pop(0)
+            except IndexError:  # the list is empty, or another thread took the last offer
+                return
             try:
                 answers[offer] = ask(offer, machine)
             except Exception as error:
                 answers[offer] = error
 
     waiting = [offer for offer in offers if not offer.built_in]
+    helpers = min(len(waiting), _most_at_once()) - 1 if waiting else 0
     threads = [
         # Daemons, as who interrupts this process does not wait for them.
         threading.Thread(target=ask_some, args=(waiting,), name="opgraft-probing", daemon=True)
-        for _ in range(min(len(waiting), _most_at_once()) - 1)
+        for _ in range(helpers)
     ]
     started = list(map(_started, threads))
     ask_some([offer for offer in offers if offer.built_in])

@@ -60,6 +60,21 @@ class _OpsByName(Mapping[str, type]):
         return repr(dict(self))
 
 
+def _overrides_helpers(cls: type[CustomOp]) -> bool:
+    """Return True if a class overrides one of the ``_helpers`` and brings no functions for forms.
+
+    Of two base classes the more derived one decides.
+    """
+    functions = {f"functional_{key}" for key in DISPATCH_KEYS}
+    for base in cls.__mro__:
+        own = vars(base).keys()
+        if "_helpers" in own or not functions.isdisjoint(own):
+            return False
+        if not own.isdisjoint(cls._helpers):
+            return True
+    return False
+
+
 class CustomOp(Replaceable, nn.Module):
     """An op with one ``forward_<key>`` method per dispatch key, of which construction binds the best as ``forward``.
 
@@ -89,10 +104,7 @@ class CustomOp(Replaceable, nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         derive_kernels(cls)
-        if any(f"functional_{key}" in vars(cls) for key in DISPATCH_KEYS):
-            cls._overrides_helpers = False
-        elif "_helpers" not in vars(cls) and not vars(cls).keys().isdisjoint(cls._helpers):
-            cls._overrides_helpers = True
+        cls._overrides_helpers = _overrides_helpers(cls)
         if "op_class" not in vars(cls) and not cls.__specialisation__:
             cls.op_class = cls
 

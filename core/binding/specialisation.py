@@ -49,6 +49,8 @@ Key = TypeVar("Key")
 
 _CACHE = "__opgraft_specialisations__"
 _INIT = "__init__"
+_ASSIGNED_TOO_EARLY = "before Module.__init__() call"
+"""Part of torch's error for a parameter or child that is assigned before the base's constructor."""
 _HOST_PACKAGE = "opgraft"
 
 
@@ -441,12 +443,12 @@ def _checked_constructor(op_class: Any, owner: type) -> Callable[..., None]:
     construct = op_class.__init__
 
     @functools.wraps(construct)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807  # its frame says so
         cause = None
         try:
             construct(self, *args, **kwargs)
-        except AttributeError as error:  # as torch's, of a parameter that is assigned too early
-            if _of_modules(self):
+        except AttributeError as error:
+            if _ASSIGNED_TOO_EARLY not in str(error):
                 raise
             cause = error
         if not _of_modules(self):
@@ -455,7 +457,7 @@ def _checked_constructor(op_class: Any, owner: type) -> Callable[..., None]:
                 f"super().__init__(), so the {op_class.__qualname__} has neither parameters nor children: call it first"
             ) from cause
 
-    return checked
+    return __init__
 
 
 def _of_modules(op: Any) -> bool:

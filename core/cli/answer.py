@@ -10,7 +10,6 @@ from dataclasses import replace
 import click
 import torch
 from opgraft.binding.idle_plugins import idle_plugins
-from opgraft.binding.provenance import explain_exception
 from opgraft.cli.answers import answers
 from opgraft.cli.comparison import Comparison, Measurement, timed
 from opgraft.cli.output import discard_stdout, echo, print_json, print_table
@@ -134,8 +133,7 @@ def expect_answers(llm: LLM, outputs: Sequence[RequestOutput]) -> None:
     if not failed:
         return
     failure = llm.engine.core.step_failure if isinstance(llm.engine, TextEngine) else None
-    raised = None if failure is None else explain_exception(failure)
-    if failure is not None and raised is not None and raised.of_plugin:
+    if failure is not None:
         raise failure
     raise RequestError(f"{len(failed)} of {len(outputs)} prompts failed: {failed[0]}")
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from types import FrameType
 
 import click
@@ -33,7 +34,7 @@ def end_in_time(code: int) -> None:
 
 def _end(code: int) -> None:
     time.sleep(PATIENCE)
-    lines = [*map(_line_of, _threads()), *_line_of_exit()]
+    lines = [*_lines_of_threads(), *_line_of_exit()]
     if not lines:
         return
     for line in lines:
@@ -54,14 +55,17 @@ def _threads() -> list[threading.Thread]:
     ]
 
 
-def _line_of(thread: threading.Thread) -> str:
-    frame = sys._current_frames().get(thread.ident or 0)
-    provider = host_state().threads.get(thread) or _provider_of(frame)
-    return (
-        f"the thread {thread.name!r} {_whose(provider)} has not ended {PATIENCE:g} s after the "
-        "answer, so this command ends without it: make it a daemon thread. "
-        f"{_advice(provider)}"
-    )
+def _lines_of_threads() -> Iterator[str]:
+    """Yield a line for each thread of a plugin. Threads of other packages may take their time."""
+    for thread in _threads():
+        frame = sys._current_frames().get(thread.ident or 0)
+        provider = host_state().threads.get(thread) or _provider_of(frame)
+        if provider is not None:
+            yield (
+                f"the thread {thread.name!r} of {provider} has not ended {PATIENCE:g} s after the "
+                f"answer, so this command ends without it: make it a daemon thread. "
+                f"{_advice(provider)}"
+            )
 
 
 def _line_of_exit() -> list[str]:
@@ -70,7 +74,7 @@ def _line_of_exit() -> list[str]:
     if provider is None:
         return []
     return [
-        f"a function {_whose(provider)} that runs at exit has not returned {PATIENCE:g} s after "
+        f"a function of {provider} that runs at exit has not returned {PATIENCE:g} s after "
         f"the answer, so this command ends without it. {_advice(provider)}"
     ]
 
@@ -85,9 +89,5 @@ def _provider_of(frame: FrameType | None) -> Provider | None:
     return None
 
 
-def _whose(provider: Provider | None) -> str:
-    return f"of {provider}" if provider else "of an unknown plugin"
-
-
-def _advice(provider: Provider | None) -> str:
-    return f"{PLUGINS_DISABLE}={provider.name if provider else '<name>'} goes without it."
+def _advice(provider: Provider) -> str:
+    return f"{PLUGINS_DISABLE}={provider.name} goes without it."

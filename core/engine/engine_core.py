@@ -67,7 +67,7 @@ class EngineCore:
 
     Attributes:
         hands_over: whether requests stay when the workers are lost, for ``surrender``, instead of failing.
-        step_failure: what the last step that failed has raised; None if none has failed.
+        step_failure: the exception of the last failed step, if a plugin raised it.
 
     Raises:
         ModelError: no model is named, or it has no attention layers and so is no decoder.
@@ -322,8 +322,9 @@ class EngineCore:
 
     def _step_failed(self, batch: Sequence[Request], error: BaseException) -> list[EngineOutput]:
         self.counters.failed_steps += 1
-        self.step_failure = error
         told = explain_exception(error)
+        # Any other exception would keep the tensors of the step alive through its frames.
+        self.step_failure = error if told is not None and told.of_plugin else None
         message = (
             f"the step of {_named(batch)} failed: {described(error)}{f' ({told})' if told else ''}"
         )

@@ -56,6 +56,7 @@ class ModelRunner(PluggableClass):
         self.compiled: CompiledModel | None = None
         self.link: StageLink | None = None
         self._prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = {}
+        self._culprit: str | None = None  # the kernel that computes NaN, once one was looked for
 
     def load_model(self) -> None:
         """Make the model and read its weights.
@@ -377,8 +378,10 @@ class ModelRunner(PluggableClass):
         """Return why nothing can be sampled for a request, with the kernel that is to blame if one is found."""
         if NO_NUMBERS not in error or not self._computes_alone:
             return error
-        culprit = self.wrong_kernel(self.batch.tokens(request_id))
-        return error.replace(NO_NUMBERS, culprit) if culprit else error
+        if self._culprit is None:
+            # Once only: the search computes a whole request twice while the others wait.
+            self._culprit = self.wrong_kernel(self.batch.tokens(request_id))
+        return error.replace(NO_NUMBERS, self._culprit) if self._culprit else error
 
     @property
     def _computes_alone(self) -> bool:

@@ -49,9 +49,9 @@ class InputProcessor:
         weights = open_weights(str(opgraft_config.model.name))
         self._unread: VocabularyError | None = None
         self.tokenizer = self._find_tokenizer(weights)
-        self._suppressed = suppressed_tokens(weights)
         config = read_config(weights, plain=True)
         self.vocab_size = int(config.get_text_config().vocab_size)
+        self._suppressed = suppressed_tokens(weights, self.vocab_size)
         self.eos = stop_tokens(self.tokenizer, config, weights, self.vocab_size)
         self._lock = threading.Lock()
         self._executors: weakref.WeakSet[Executor] = weakref.WeakSet()

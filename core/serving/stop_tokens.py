@@ -10,6 +10,9 @@ from opgraft.models.files import Weights, read_json
 _ENDS = ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 """Tokens of a GGUF file at which llama.cpp ends an answer, beside ``eos_token_id``."""
 
+SUPPRESSED = "tokenizer.ggml.suppress_tokens"
+"""The key of a GGUF file for tokens that no answer may have."""
+
 
 def stop_tokens(tokenizer: Any, config: Any, weights: Weights, vocab_size: int) -> frozenset[int]:
     """Return the ids that end an answer, as the tokenizer, the model's config and its checkpoint tell.
@@ -51,9 +54,18 @@ def _ends_of_turns(weights: Weights, vocab_size: int) -> Any:
     return found
 
 
-def suppressed_tokens(weights: Weights) -> tuple[tuple[int], ...]:
-    """Return the suppressed tokens of a GGUF file, each as a bad word of one token."""
+def suppressed_tokens(weights: Weights, vocab_size: int) -> tuple[tuple[int], ...]:
+    """Return the suppressed tokens of a GGUF file, each as a bad word of one token.
+
+    Raises:
+        CheckpointError: an id is no token of the model.
+    """
     words = []
-    for token in weights.metadata.get("tokenizer.ggml.suppress_tokens", ()):
+    for token in weights.metadata.get(SUPPRESSED, ()):
+        if not 0 <= int(token) < vocab_size:
+            raise CheckpointError(
+                f"{weights.path}: {SUPPRESSED} has {token!s:.20}, which is no token of the model, "
+                f"whose vocabulary has {vocab_size}: take the file from its publisher again"
+            )
         words.append((int(token),))
     return tuple(words)

@@ -181,3 +181,21 @@ def test_functions_alone_are_the_kernel_of_every_op(name: str) -> None:
     with torch.inference_mode():
         checks.by_module(spec)(**given)
     assert calls
+
+
+class Sevens:
+    """A helper that a plugin shares among its classes."""
+
+    def _forward_sdpa(self, query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.full_like(query, 7.0)
+
+
+def test_a_helper_of_another_base_class_runs() -> None:
+    """A replacement may inherit the helper that ``forward_native`` calls from a class of its own."""
+
+    class MixedAttention(Sevens, ops.MMEncoderAttention):
+        """Overrides one helper, by inheritance."""
+
+    CustomOp.register_oot(MixedAttention, name="MMEncoderAttention")
+    query = torch.randn(1, 3, 8)
+    assert bool((ops.MMEncoderAttention(2, 4)(query, query, query) == 7.0).all())

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from opgraft import LLM, SamplingParams
-from opgraft.errors import InputError
+from opgraft.errors import CheckpointError, InputError
 
 gguf = pytest.importorskip("gguf")
 
@@ -106,3 +106,11 @@ def test_tokens_that_no_answer_has(tmp_path: Path) -> None:
         found = answered(file, max_tokens=3, **params)
         assert not {6, 7} & set(found)
         assert found
+
+
+def test_a_suppressed_token_is_one_of_the_model(tmp_path: Path) -> None:
+    """An id beyond the vocabulary is refused when the model is opened."""
+    keys = {"pre": "gpt-2", "eos_token_id": 9, "suppress_tokens": [6, len(TOKENS)]}
+    file = write_model(tmp_path / "model.gguf", "llama", keys)
+    with pytest.raises(CheckpointError, match=rf"suppress_tokens has {len(TOKENS)}, which is no"):
+        LLM(str(file), **{"load.progress": False})
