@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 from opgraft.plugins.changes import ABSENT, Change
 from opgraft.plugins.discovery import discover
@@ -163,7 +163,7 @@ class StandIns:
     """Entries of ``sys.modules`` that keep others from importing a module: ``None``, and modules without a source."""
 
     def read(self) -> dict[str, Any]:
-        modules: dict[str, Any] = dict(sys.modules)
+        modules = cast("dict[str, Any]", dict(sys.modules))
         found: dict[str, Any] = {}
         for name, module in modules.items():
             if module is None:
