@@ -12,13 +12,13 @@ import opgraft
 import torch
 from engine.engines import engine, prompts, recorded, serve
 from graft.test_transformers import FAMILIES, build, inputs
-from models.test_quantized_checkpoints import logits_of, write
 from opgraft import OpgraftConfig, set_config
 from opgraft.registry.op_classes import qualified
 from opgraft.registry.recorded_calls import FORWARD, RecordedCall
 from opgraft.state import host_state
 from opgraft.testing import checks
 from opgraft.testing.catalogue import SPECS
+from quantized_files import logits_of, write
 from quantized_formats import FORMATS
 from random_decoders import (
     DECODERS,

@@ -181,7 +181,7 @@ class Machine:
             return []
 
     def unlisted(self, folder: str) -> str | None:
-        """Say why a folder cannot be listed, ``None`` if it can: ``names`` finds nothing in both cases."""
+        """Return the reason if a folder cannot be listed, else ``None``; ``names`` is empty then too."""
         try:
             os.listdir(self._inside(folder))
         except FileNotFoundError:

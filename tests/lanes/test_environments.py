@@ -11,6 +11,8 @@ from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).parents[2]
 LANES = sorted(path.stem for path in (REPOSITORY / "environments").glob("*.in"))
+MACHINE = "gpu"
+"""The lane that stands for a machine: a bundle brings what opgraft needs beyond its packages."""
 
 
 def lines(path: str) -> list[str]:
@@ -29,12 +31,10 @@ def test_every_requirement_is_pinned(lane: str) -> None:
     pins = {normalized(name): version for name, version in pinned}
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    for line in (
-        *lines(f"environments/{lane}.in"),
-        *project["dependencies"],
-        *extras["demo"],
-        *extras["test"],
-    ):
+    wanted = lines(f"environments/{lane}.in")
+    if lane != MACHINE:
+        wanted += [*project["dependencies"], *extras["demo"], *extras["test"]]
+    for line in wanted:
         requirement = Requirement(line)
         assert requirement.specifier.contains(pins[normalized(requirement.name)]), line
 
@@ -42,7 +42,8 @@ def test_every_requirement_is_pinned(lane: str) -> None:
 def test_every_lane_has_a_target_and_a_test() -> None:
     """'make test-<lane>' exists for each environment and runs a test file of its own."""
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
-    assert LANES == ["ipex", "jax", "triton", "xla"]
-    for lane in LANES:
+    assert LANES == [MACHINE, "ipex", "jax", "triton", "xla"]
+    assert "\ntest-gpu-rehearsal: gpu-bundle\n" in makefile
+    for lane in set(LANES) - {MACHINE}:
         assert f"\ntest-{lane}:\n" in makefile
         assert (Path(__file__).parent / f"test_{lane}.py").is_file()
