@@ -17,6 +17,8 @@ from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.quantization import quantizations
 from opgraft.quantization.settings import choose_quantization
 
+WEIGHT_SCALES = (".weight_scale", ".weight_scale_inv")  # ends of names of tensors
+
 
 def architecture_config(opgraft_config: OpgraftConfig, *, plain: bool = False) -> Any:
     """Read the config of the architecture from the checkpoint, of transformers' class for it.
@@ -91,16 +93,19 @@ def stored_layers(weights: Weights, mapper: WeightsMapper) -> dict[str, bool]:
     """Return name of a layer of the checkpoint → whether its weight is quantized.
 
     A plain layer has a ``weight`` of 16 bits or more in floating point. A quantized one has
-    integers, or floating point of 8 bits. One that has neither, such as a bias alone, is left out.
+    integers, floating point of 8 bits, or a scale of its ``weight``. One that has none of these,
+    such as a bias alone, is left out.
     """
     stored: dict[str, bool] = {}
     for name, tensor in weights.tensors.items():
         wide = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
-        if wide and not name.endswith(".weight"):
+        # A plain weight has no scale: loading names the dtype of a wide weight that has one.
+        quantized = not wide or name.endswith(WEIGHT_SCALES)
+        if not quantized and not name.endswith(".weight"):
             continue
         for spelled in mapper.spellings(name):
             layer = spelled.rpartition(".")[0]
-            stored[layer] = stored.get(layer, False) or not wide
+            stored[layer] = stored.get(layer, False) or quantized
     return stored
 
 
