@@ -202,13 +202,17 @@ def _suggestion(name: str) -> str:
     return "no dispatch key has that name, and a kernel for a device of your own is called 'forward_oot'."
 
 
+_SET_BY_OPGRAFT = frozenset({"op_class", "_overrides_helpers"})
+"""What ``CustomOp`` gives every subclass, so that a replacement has it without defining anything."""
+
+
 def _without_effect(target: type, cls: type, defined: Set[str]) -> str | None:
     """Describe a replacement that overrides nothing of ``target`` by the names that it has ``defined``.
 
     Raises:
         RegistrationError: it is empty, or has what looks like a misspelt kernel.
     """
-    plain = {name for name in defined if not name.startswith("__") and name != "op_class"}
+    plain = {name for name in defined - _SET_BY_OPGRAFT if not name.startswith("__")}
     if defined & {"__init__", "__new__", "__call__", *kernel_methods()} or any(
         hasattr(target, name) for name in plain
     ):
