@@ -18,7 +18,7 @@ from opgraft.ops import RMSNorm
 platforms = "any"
 class AcmeRMSNorm(RMSNorm):
     def forward_oot(self, x, residual=None):
-        return x
+        return super().forward_native(x, residual)
 @opgraft.hookimpl
 def opgraft_register_ops():
     RMSNorm.register_oot(AcmeRMSNorm)

@@ -78,11 +78,11 @@ LACKING = (
     + """
 @opgraft.needs(lambda: {norm})
 def norm(self, x, residual=None):
-    return x
+    return RMSNorm.forward_native(self, x, residual)
 
 @opgraft.needs(lambda: {gate})
 def gate(self, x):
-    return x
+    return SiluAndMul.forward_native(self, x)
 
 class Norm(RMSNorm):
     forward_oot = norm
@@ -245,7 +245,6 @@ def test_a_fake_rule_of_another_signature(doubled) -> None:
         ("", "return super().forward_native(x.data)", None),
         ("@opgraft.inference_only", "return super().forward_native(x).detach()", None),
         ("", "return super().forward_native(x)", None),
-        ("", "raise OSError('no driver')", "raised OSError: no driver"),
     ],
 )
 def test_a_kernel_that_detaches(site, op: str, mark: str, body: str, expected: str | None) -> None:
@@ -267,6 +266,31 @@ def test_a_kernel_that_detaches(site, op: str, mark: str, body: str, expected: s
     for finding in findings:
         assert f"Acme.forward_oot {expected}" in finding
         assert line_of(site.folder / "acme.py", "def forward_oot") in finding
+
+
+@pytest.mark.parametrize(
+    ("condition", "check", "silent"),
+    [
+        ("True", diagnosis.wrong_results, diagnosis.lost_gradients),
+        ("torch.is_grad_enabled()", diagnosis.lost_gradients, diagnosis.wrong_results),
+    ],
+)
+@pytest.mark.parametrize("op", ["RMSNorm", "SiluAndMul"])
+def test_a_kernel_that_raises(site, op: str, condition: str, check, silent) -> None:
+    """A kernel that raises for every input, or only with gradients, is told by one check, and not by the other."""
+    rest = ", residual=None" if op == "RMSNorm" else ""
+    source = (
+        f"class Acme({op}):\n    def forward_oot(self, x{rest}):\n"
+        f"        if {condition}:\n            raise OSError('no driver')\n"
+        f"        return super().forward_native(x{rest.replace('=None', '')})\n"
+    )
+    site.plugin("acme", HEAD + source + f"{op}.register_oot(Acme)\n" + HOOK)
+    findings = found(check)
+    assert findings
+    for finding in findings:
+        assert "Acme.forward_oot raised OSError: no driver" in finding
+        assert line_of(site.folder / "acme.py", "def forward_oot") in finding
+    assert found(silent) == []
 
 
 def test_a_check_of_needs_that_raises(site) -> None:
