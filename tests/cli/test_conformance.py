@@ -57,9 +57,13 @@ def test_an_interrupted_run_is_gone_on_with(site, warm_python: str, cli, tmp_pat
     first = json.loads(file.read_text())
     assert not first["complete"]
     shown = cli("plugins", "show", "acme").stdout
-    assert f"judged on this machine: {first['counts']['passed']} passed, 0 failed, " in shown
+    assert f"judged on this machine: {first['counts']['passed']} passed, 1 failed, " in shown
     assert ", not all asked; acme 1.0 on cpu" in shown
-    assert first["outcomes"][0]["check"] == "loading"
+    loading, registration = first["outcomes"][:2]
+    assert loading["check"] == "loading"
+    assert (
+        "AcmeGELU.forward_oot of acme 1.0 ended the process with status 3" in registration["reason"]
+    )
     result = cli("conformance", "acme", "--json", str(file), "--resume")
     answer = json.loads(file.read_text())
     assert (result.returncode, errors_of(answer), answer["complete"]) == (1, [], True)
