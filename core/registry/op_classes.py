@@ -203,7 +203,7 @@ def _suggestion(name: str) -> str:
 
 
 _SET_BY_OPGRAFT = frozenset({"op_class", "_overrides_helpers"})
-"""What ``CustomOp`` gives every subclass, so that a replacement has it without defining anything."""
+"""Attributes that ``CustomOp`` gives every subclass, so that a replacement has it without defining anything."""
 
 
 def _without_effect(target: type, cls: type, defined: Set[str]) -> str | None:
