@@ -12,7 +12,6 @@ from pathlib import Path
 
 from setuptools import setup
 
-INDEX = "https://pypi.org/project/opgraft/"
 IMAGE = re.compile(r"<picture>.*?</picture>\s*", re.DOTALL)
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
@@ -32,9 +31,9 @@ def long_description(readme: str, repository: str) -> str:
 
 
 def urls(repository: str) -> dict[str, str]:
-    """Return the addresses of the project by their labels."""
+    """Return the addresses of the project by their labels: none where no repository is named."""
     if not repository:
-        return {"Homepage": INDEX}
+        return {}
     return {
         "Homepage": repository,
         "Documentation": f"{repository}/blob/main/docs/index.md",
