@@ -1,86 +1,204 @@
-"""Finding the kernel that computes something else: each op of a model beside its native definition."""
+"""Finding the kernel that computes something else: what a model runs beside native definitions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from opgraft.binding.branches import method_of
+from opgraft.binding.comparison import tensors_within
 from opgraft.binding.custom_op import CustomOp
-from opgraft.binding.derivation import prepare
+from opgraft.binding.form_choice import choice_of
+from opgraft.binding.functional import FUNCTIONALS, Functional
 from opgraft.binding.names import op_name_of
 from opgraft.binding.shadow import Shadow
-from opgraft.binding.specialisation import Binding, native_of
-from opgraft.config import NATIVE_CHOICE, ShadowConfig
+from opgraft.binding.specialisation import Binding, native_of, watched, without_compiler
+from opgraft.config import NATIVE_CHOICE, OpgraftConfig, ShadowConfig, set_config
+from opgraft.errors import OpgraftError
 from opgraft.registry.choice import choosing
+from opgraft.registry.declarations import Replacement
+from opgraft.registry.op_classes import location_of
 from opgraft.state import host_state
 from opgraft.text import printable
-from torch import nn
+from torch import Tensor, nn
 
 _ALWAYS = ShadowConfig(share=1.0, first_call=True)
 _FORWARD = "forward"
+_OF_WEIGHTS = "quant_method"
+"""The attribute of a layer that holds its weight method."""
+_APPLIED = ("apply", "embedding")
+"""The methods by which a weight method computes."""
 
 
-class _Silent(Shadow):
-    """A shadow whose first difference is asked for, and not logged."""
+class _Told(Shadow):
+    """A shadow that writes its first difference into a list, and logs nothing."""
+
+    def __init__(
+        self, binding: Binding, op: str, native: Any, location: str, found: list[str]
+    ) -> None:
+        target, kernel = binding.replacement.target, binding.kernel_name
+        super().__init__(target, op, kernel, binding.provider, native, _ALWAYS)
+        self._found = found
+        self._place = f"{kernel} of {binding.provider} at {location}"
+        self._advice = _advice(binding)
 
     def _report(self) -> None:
-        """Leave the difference in ``first_drift``."""
+        differs = f"differs from the native definition of op {self.op}: {self.first_drift}"
+        self._found.append(printable(f"{self._place} {differs}; {self._advice}"))
 
 
 @contextmanager
 def beside_native_definitions(model: nn.Module) -> Iterator[list[str]]:
-    """Compare the ops of a model that are called within the block with their native definitions, on the same inputs.
+    """Compare what a model runs within the block with native definitions, on the same inputs.
 
-    Layers that are made of other ops are not compared: their ops are.
+    Ops and functional forms are compared. A layer made of other ops keeps state, and a weight
+    method has no native definition: a replacement of one is told if it makes NaN or infinity of
+    finite numbers.
 
     Yields:
-        A list that fills with a sentence for each kernel whose result differs, in the order of the calls.
+        A list that fills with a sentence for each kernel that is wrong, in the order of the calls.
     """
     found: list[str] = []
-    watched = []
-    try:
-        for op in model.modules():
-            if isinstance(op, CustomOp) and _FORWARD not in vars(op):
-                call = _watched(op, found)
-                if call is not None:
-                    vars(op)[_FORWARD] = call
-                    watched.append(op)
+    with ExitStack() as undo:
+        for module in model.modules():
+            if isinstance(module, CustomOp):
+                _watch_op(module, found, undo)
+            _watch_weight_method(module, found, undo)
+        # A scope of its own, so that the forms of other threads stay as they are.
+        undo.enter_context(set_config(OpgraftConfig(), origin="a comparison"))
+        _watch_forms(found)
         yield found
-    finally:
-        for op in watched:
-            del vars(op)[_FORWARD]
 
 
-def _watched(op: CustomOp, found: list[str]) -> Callable[..., Any] | None:
-    """Return the forward of an op with a comparison around it; None if it runs its native definition."""
-    binding = op.binding
-    target: Any = binding.replacement.target
+def _watch_op(op: CustomOp, found: list[str], undo: ExitStack) -> None:
+    """Compare the calls of an op whose kernel is not native, or look at the numbers that it makes."""
+    bound = op.binding
+    if _FORWARD in vars(op) or type(op) is not bound.specialisation:
+        return
+    binding = without_compiler(bound)
     native = native_of(binding)
+    target: Any = binding.replacement.target
     if native is None or not target.repeatable:
-        return None
-    prepare(native.definition)
-    kernel = binding.kernel_name
+        _watch_replacement(op, found, undo)
+        return
     name = op_name_of(target, host_state()) or target.__qualname__
-    shadow = _Silent(target, name, kernel, binding.provider, native.definition, _ALWAYS)
-    run = shadow.around(type(op).forward, method_of(native.definition))
+    location = binding.kernel.winner.location
+    shadow = _Told(binding, name, native.definition, location, found)
+    op._adopt(watched(binding, shadow))
+    undo.callback(op._adopt, bound)
+
+
+def _watch_forms(found: list[str]) -> None:
+    """Compare the calls of forms whose kernel is not native, within the current scope."""
+    compared = host_state().current_caches().functions
+    for form in FUNCTIONALS.values():
+        call = _compared_form(form, found)
+        if call is not None:
+            compared[form] = call, None
+
+
+def _compared_form(form: Functional[..., Any], found: list[str]) -> Callable[..., Any] | None:
+    """Return what a form runs, with a comparison around it; ``None`` if that is its native definition."""
+    try:
+        choice = choice_of(form)
+    except OpgraftError:  # a form that nobody can call is called by no model either
+        return None
+    if choice.is_native:
+        return None
+    binding = choice.binding
+    function = (binding.kernel.winner.functions or {})[form.name]
+    shadow = _Told(binding, form.op, form.native, location_of(function), found)
+    return shadow.around(function, form.native)
+
+
+def _watch_replacement(layer: CustomOp, found: list[str], undo: ExitStack) -> None:
+    """Look at the numbers that the replacement of a layer makes."""
+    binding = layer.binding
+    replacement = binding.replacement.winner
+    if replacement is None:
+        return
+    name = binding.kernel_name
+    call = _numbers_expected(layer.forward, layer, _sentence(replacement, name), found)
+    _hide(layer, _FORWARD, call, undo)
+
+
+def _watch_weight_method(layer: nn.Module, found: list[str], undo: ExitStack) -> None:
+    """Look at the numbers that the replacement of a weight method makes for a layer."""
+    method = getattr(layer, _OF_WEIGHTS, None)
+    replacement = _replacement_of(type(method))
+    if replacement is None:
+        return
+    for name in _APPLIED:
+        run = getattr(method, name, None)
+        if run is not None and name not in vars(method):
+            shown = f"{type(method).__qualname__}.{name}"
+            call = _numbers_expected(run, layer, _sentence(replacement, shown), found)
+            _hide(method, name, call, undo)
+
+
+def _replacement_of(cls: type) -> Replacement | None:
+    for replacement in host_state().active:
+        if replacement.cls is cls:
+            return replacement
+    return None
+
+
+def _hide(owner: Any, name: str, call: Callable[..., Any], undo: ExitStack) -> None:
+    """Put a function before a method of one object, until the end."""
+    vars(owner)[name] = call
+    undo.callback(vars(owner).pop, name)
+
+
+def _numbers_expected(
+    run: Callable[..., Any], layer: nn.Module, sentence: str, found: list[str]
+) -> Callable[..., Any]:
+    """Return a function that tells if ``run`` makes NaN or infinity of a layer's finite numbers."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        told = bool(shadow.first_drift)
-        result = run(op, *args, **kwargs)
-        if shadow.first_drift and not told:
-            found.append(_sentence(binding, shadow))
+        given = tensors_within((args, kwargs))
+        modules = [layer, *(each for each in args if isinstance(each, nn.Module))]
+        sound = all(map(_is_finite, (*given, *_weights(modules))))
+        result = run(*args, **kwargs)
+        if sound and any(map(_has_no_number, tensors_within(result))):
+            found.append(sentence)
         return result
 
     return call
 
 
-def _sentence(binding: Binding, shadow: Shadow) -> str:
-    choice, kernel = binding.replacement, binding.kernel.winner
+def _weights(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+    for module in modules:
+        yield from module.parameters()
+        yield from module.buffers()
+
+
+def _is_finite(x: Tensor) -> bool:
+    return not x.is_floating_point() or bool(x.float().isfinite().all())
+
+
+def _has_no_number(x: Tensor) -> bool:
+    """Return True if a result holds NaN or infinity; -inf beside numbers bans a token."""
+    if not x.is_floating_point() or not x.numel():
+        return False
+    wide = x.float()
+    return bool((wide.isnan() | wide.isposinf()).any() or wide.isneginf().all())
+
+
+def _sentence(replacement: Replacement, name: str) -> str:
+    """Return what is told of a replacement by which finite numbers become others."""
+    op_name = None
+    if replacement.target is not None:
+        op_name = op_name_of(replacement.target, host_state())
+    settings = host_state().settings()
+    plugin = replacement.plugin or ""
+    return printable(
+        f"{name} of {replacement.provider} at {replacement.location} makes NaN or infinity of "
+        f"finite numbers; to go without it: {choosing(settings, op_name, [NATIVE_CHOICE], plugin)}"
+    )
+
+
+def _advice(binding: Binding) -> str:
+    choice = binding.replacement
     plugin = (choice.winner.plugin or "") if choice.winner else ""
     setting = choosing(choice.settings, choice.op_name, [NATIVE_CHOICE], plugin)
-    return printable(
-        f"{shadow.kernel} of {shadow.provider} at {kernel.location} differs from the native definition of op "
-        f"{shadow.op}: {shadow.first_drift}; to go without it: {setting}"
-    )
+    return f"to go without it: {setting}"

@@ -283,6 +283,26 @@ def native_of(binding: Binding) -> Kernel | None:
     return None if native == binding.kernel.winner else native
 
 
+def without_compiler(binding: Binding) -> Binding:
+    """Return the binding with the kernel that runs if no compiler has the op; of the same class."""
+    kernel = binding.kernel
+    if not kernel.left_to_compiler:
+        return binding
+    found = tuple(sorted(kernel.found, key=lambda each: each != kernel.uncompiled))
+    kernel = replace(kernel, found=found, enabled=True, left_to_compiler=False)
+    return replace(binding, kernel=kernel)
+
+
+def watched(binding: Binding, shadow: Shadow) -> Binding:
+    """Return the binding with a shadow over its kernel, in a class that lives as long as its instances."""
+    found = binding.kernel.found
+    kernel = replace(binding.kernel, found=(replace(found[0], shadow=shadow), *found[1:]))
+    further = continuations(kernel.cls, kernel.chain, kernel.enabled)
+    branch = _branch(binding.replacement, kernel)
+    made = _specialisation(kernel.cls, kernel.winner, further, branch)
+    return replace(binding, kernel=kernel, specialisation=made)
+
+
 def _demoted(
     kernel: KernelChoice, native: Kernel, because: str, settings: Settings
 ) -> KernelChoice:

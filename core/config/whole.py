@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from opgraft.config.compilation import (
     DEFAULT_LEVEL,
@@ -105,6 +106,9 @@ class OpgraftConfig(Section):
     shadow: ShadowConfig = dataclasses.field(default_factory=ShadowConfig, kw_only=True)
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig, kw_only=True)
 
+    _scoped: ClassVar[Mapping[str, str] | None] = None
+    """Of a config that ``Settings.handed_down`` has made, the origin of each field that a scope set."""
+
     def op_names(self) -> dict[str, list[str]]:
         """Map a field to the names of ops that it mentions; whether they exist is known once plugins are loaded."""
         setting = CustomOpsSetting.parse(self.compilation_config.custom_ops or ())
@@ -136,18 +140,42 @@ FIELDS: Mapping[str, Field] = all_fields(OpgraftConfig)
 class Settings:
     """The layers merged: a config with every field set, and for each dotted field name the layer that set it.
 
-    ``scoped`` are the names of the fields that a scope set, which stands above the environment.
+    Attributes:
+        config: the merged settings.
+        origins: dotted name → the layer that set the field.
+        scoped: dotted name of a field that a scope set, which stands above the environment → that scope.
     """
 
     config: OpgraftConfig
     origins: Mapping[str, str]
-    scoped: frozenset[str] = frozenset()
+    scoped: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def to_change(self, name: str, ways: str) -> str:
-        """Say how to change the field ``name``: by one of the ``ways``, or in the scope that outranks them."""
+    def to_change(self, name: str, ways: str, addition: str = "") -> str:
+        """Say how to change a field.
+
+        Args:
+            name: the dotted name.
+            ways: the ways that work if no scope sets the field.
+            addition: what to add where a scope sets the field; not given if the field has one value.
+        """
         if name not in self.scoped:
             return ways
-        return f"{name} is set by {self.origins[name]}, which outranks {FIELDS[name].variable}: change it there"
+        what = f"add {addition}" if addition else "change it"
+        scope, variable = self.scoped[name], FIELDS[name].variable
+        return f"{name} is set by {scope}, which outranks {variable}: {what} there"
+
+    def handed_down(self, whole: str = "") -> OpgraftConfig:
+        """Return the config for parts of the program that use it as a scope of their own, such as engines.
+
+        A part that says how to change a setting names the scope that sets the field here, if there is one.
+
+        Args:
+            whole: the scope that stands for all fields, also for those that it does not set, if one does.
+        """
+        config = copy.copy(self.config)
+        outranked = dict.fromkeys(FIELDS, whole) if whole else {}
+        vars(config)["_scoped"] = {**outranked, **self.scoped}
+        return config
 
     def named(self, name: str) -> str:
         """Return the field's name with the layer that set it."""
@@ -173,7 +201,8 @@ class Settings:
         """Return the settings for one op, of which something else than a layer chooses the provider."""
         providers = {**(self.config.providers or {}), op_name: provider}
         config = dataclasses.replace(self.config, providers=providers)
-        return Settings(config, {**self.origins, "providers": origin}, self.scoped - {"providers"})
+        scoped = {name: scope for name, scope in self.scoped.items() if name != "providers"}
+        return Settings(config, {**self.origins, "providers": origin}, scoped)
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
         """Yield every setting by its dotted name, its value as the command line takes it, and the layer that set it."""
@@ -262,10 +291,17 @@ def resolve(
                 )
     config = made_of(OpgraftConfig, values, classes)
     _check_contradictions(config, origins)
-    scoped = {
-        field.name for _, layer in within for field, value in values_of(layer) if value is not None
-    }
-    return Settings(config, origins, frozenset(scoped))
+    scoped: dict[str, str] = {}
+    for origin, layer in within:
+        scoped |= _set_by_scope(origin, layer)
+    return Settings(config, origins, scoped)
+
+
+def _set_by_scope(origin: str, layer: OpgraftConfig) -> Mapping[str, str]:
+    """Return the scope by which each field of a scope's layer was set first."""
+    if layer._scoped is not None:
+        return layer._scoped
+    return {field.name: origin for field, value in values_of(layer) if value is not None}
 
 
 def _fill_by_level(values: dict[str, Any], origins: dict[str, str]) -> None:

@@ -107,7 +107,7 @@ class BucketedModelRunner(ModelRunner):
         """Make the cache, with one more block, for padding; sequences that were known are forgotten."""
         super().allocate_cache(num_blocks + 1, num_states)
         self.scratch = num_blocks
-        self.batch = self._input_batch(torch.device(HOST))
+        self.batch = self._input_batch(torch.device(HOST), self.caches, self.states)
         self.tensors = list({id(cache): cache for cache in self.caches.values()}.values())
 
     def compile_model(self) -> None:

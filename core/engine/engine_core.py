@@ -78,7 +78,7 @@ class EngineCore:
     def __init__(
         self, opgraft_config: OpgraftConfig | None = None, starting: Starting = nullcontext
     ) -> None:
-        given = opgraft_config or host_state().settings().config
+        given = opgraft_config or host_state().settings().handed_down()
         self.opgraft_config = given.resolved()
         expect_compilable(self.opgraft_config)
         worker: type[Worker] = choose_class(Worker).cls

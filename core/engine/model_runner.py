@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from time import perf_counter
 from typing import Any, ClassVar
@@ -19,6 +19,7 @@ from opgraft.engine.expert_balancer import ExpertBalancer
 from opgraft.engine.input_batch import InputBatch, Inputs
 from opgraft.engine.invariance import make_batch_invariant
 from opgraft.engine.largest_step import largest_step, step_bound
+from opgraft.engine.replay import blocks_of, steps_again
 from opgraft.engine.sampling import Sampled, Sampler, SamplingBatch, TokenLogprobs, prompt_logprobs
 from opgraft.engine.sampling.logprobs import ROWS_AT_ONCE
 from opgraft.engine.sampling.sampler import NO_NUMBERS
@@ -28,7 +29,6 @@ from opgraft.errors import ConfigError, RequestError
 from opgraft.logger import logger
 from opgraft.models import TransformersModel, load_model
 from opgraft.models.encoder import sequence_attention
-from opgraft.models.model import HasLogits
 from opgraft.ops.attention.batch import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
 from opgraft.ops.state_space.layer import state_layers
@@ -109,18 +109,23 @@ class ModelRunner(PluggableClass):
         """Make the cache, and slots for states; sequences that were known are forgotten."""
         self.caches = self.layout.allocate(num_blocks, self.device)
         self.states = self.layout.allocate_states(num_states, self.device)
-        self.batch = self._input_batch(self.device)
+        self.batch = self._input_batch(self.device, self.caches, self.states)
 
-    def _input_batch(self, device: torch.device) -> InputBatch:
+    def _input_batch(
+        self,
+        device: torch.device,
+        caches: Mapping[str, Tensor],
+        states: Mapping[torch.dtype, Tensor],
+    ) -> InputBatch:
         return InputBatch(
-            [{name: self.caches[name] for name in group} for group in self.layout.groups],
+            [{name: caches[name] for name in group} for group in self.layout.groups],
             self.opgraft_config.scheduler.max_num_seqs,
             self.opgraft_config.scheduler.max_num_batched_tokens,
             -(-self.model.max_position // self.layout.block_size),
             self.layout.block_size,
             device,
             fits_context=bool(self.model.fitted_ropes),
-            states=self.layout.states_of_layers(self.states),
+            states=self.layout.states_of_layers(states),
         )
 
     @property
@@ -131,12 +136,14 @@ class ModelRunner(PluggableClass):
     @torch.inference_mode()
     def encode(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Compute the hidden states ``[tokens, hidden_size]`` of each of some sequences, without a cache."""
+        return self._encoded(self.compiled or self.model, sequences)
+
+    def _encoded(self, model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         if len(sequences) > 1 and not self._packs_texts:
-            return [states for each in sequences for states in self.encode([each])]
+            return [states for each in sequences for states in self._encoded(model, [each])]
         lengths = [len(each) for each in sequences]
         ids = torch.tensor(list(chain.from_iterable(sequences)), device=self.device)
         positions = torch.tensor(list(chain.from_iterable(map(range, lengths))), device=self.device)
-        model = self.compiled or self.model
         if len(sequences) == 1:
             return [model(ids, positions)]
         with attending(AttentionBatch.of_sequences(lengths, device=self.device)):
@@ -359,7 +366,9 @@ class ModelRunner(PluggableClass):
     def _take(self, sampled: Sampled, names: tuple[str, ...]) -> StepResult:
         """Add what was sampled for requests to what is known of them."""
         tokens = dict(zip(names, sampled.tokens.tolist(), strict=True))
-        errors = {str(name): self._blamed(str(name), e) for name, e in sampled.errors.items()}
+        errors = {
+            str(name): self._blamed(str(name), e, names) for name, e in sampled.errors.items()
+        }
         for request_id in errors:
             del tokens[request_id]
         astray = {
@@ -374,14 +383,30 @@ class ModelRunner(PluggableClass):
             tokens, logprobs, errors | astray, self._ended_prompts(names), refused=refused
         )
 
-    def _blamed(self, request_id: str, error: str) -> str:
-        """Return why nothing can be sampled for a request, with the kernel that is to blame if one is found."""
+    def _blamed(self, request_id: str, error: str, names: Sequence[str]) -> str:
+        """Return why nothing can be sampled for a request, with the kernel that is to blame if one is found.
+
+        Args:
+            request_id: of the request.
+            error: what the sampler says.
+            names: the requests that were sampled together.
+        """
         if NO_NUMBERS not in error or not self._computes_alone:
             return error
         if self._culprit is None:
-            # Once only: the search computes a whole request twice while the others wait.
-            self._culprit = self.wrong_kernel(self.batch.tokens(request_id))
+            # Once only: the search computes whole requests again while the others wait.
+            self._culprit = self._wrong_kernel_of(request_id, names)
         return error.replace(NO_NUMBERS, self._culprit) if self._culprit else error
+
+    def _wrong_kernel_of(self, request_id: str, names: Sequence[str]) -> str:
+        """Name the first kernel that is wrong as a request is computed once more, alone and beside the others."""
+        alone = [self.batch.tokens(request_id)]
+        together = [self.batch.tokens(name) for name in names]
+        found = self._first_wrong(lambda: self._compute_again(alone))
+        if not found and len(together) > 1:
+            found = self._first_wrong(lambda: self._compute_again(together))
+        # The memory may not have room for another cache.
+        return found or self._first_wrong(lambda: self._compute_uncached(alone[0]))
 
     @property
     def _computes_alone(self) -> bool:
@@ -391,24 +416,47 @@ class ModelRunner(PluggableClass):
         return ranks == 1 and self.link is None and not parallel.in_rounds
 
     @torch.inference_mode()
-    def wrong_kernel(self, tokens: Sequence[int]) -> str:
-        """Compute tokens once more, beside native definitions; return what differs first, empty if nothing does.
+    def wrong_kernel(self, sequences: Sequence[Sequence[int]]) -> str:
+        """Encode sequences once more, and name the first kernel that is wrong; empty if none is.
 
         All ranks that share the model call this together.
 
         Args:
-            tokens: of one text or prompt, computed without a cache.
+            sequences: token ids of each.
         """
-        ids = torch.tensor(list(tokens), device=self.device)
-        positions = torch.arange(len(ids), device=self.device)
+        return self._first_wrong(lambda: self._encoded(self.model, sequences))
+
+    def _first_wrong(self, compute: Callable[[], object]) -> str:
+        """Compute something beside native definitions, and name the first kernel that is wrong."""
         with beside_native_definitions(self.model) as found:
             try:
-                hidden = self.model(ids, positions)
-                if isinstance(self.model, HasLogits):
-                    self.model.compute_logits(hidden[-1:])
+                compute()
             except Exception as error:  # it has gone wrong already, and this is to find out why
                 logger.debug("computing a text once more raised %s", described(error))
         return found[0] if found else ""
+
+    def _compute_again(self, sequences: Sequence[Sequence[int]]) -> None:
+        """Compute sequences in a cache of their own, without what the model was compiled to."""
+        size, kinds = self.layout.block_size, len(self.layout.groups)
+        caches = self.layout.allocate(blocks_of(sequences, size, kinds), self.device)
+        states = self.layout.allocate_states(len(sequences), self.device)
+        batch = self._input_batch(self.device, caches, states)
+        most_tokens = self.opgraft_config.scheduler.max_num_batched_tokens
+        for step in steps_again(sequences, size, kinds, most_tokens):
+            batch.apply(step)
+            if step.sequences:
+                self._compute_logits_again(batch.inputs(step.sequences))
+
+    def _compute_logits_again(self, inputs: Inputs) -> None:
+        with attending(inputs.batch):
+            hidden = self.model(inputs.input_ids, inputs.positions)
+        self._logits(hidden, inputs)
+
+    def _compute_uncached(self, tokens: Sequence[int]) -> None:
+        ids = torch.tensor(list(tokens), device=self.device)
+        positions = torch.arange(len(ids), device=self.device)
+        hidden = self.model(ids, positions)
+        self.model.compute_logits(hidden[-1:])
 
     def _ended_prompts(self, names: tuple[str, ...]) -> dict[str, list[TokenLogprobs]]:
         """Return the log-probabilities of the prompts that end with this step, and forget them."""

@@ -264,9 +264,9 @@ class Worker(PluggableClass):
         vectors = pooled(pad_sequence(states, batch_first=True), mask, pooling)
         return (functional.normalize(vectors, dim=-1) if normalize else vectors).tolist()
 
-    def wrong_kernel(self, tokens: Sequence[int]) -> str:
-        """Name the first kernel whose result differs from its native definition for a text; empty if none does."""
-        return self.runner.wrong_kernel(tokens)
+    def wrong_kernel(self, sequences: Sequence[Sequence[int]]) -> str:
+        """Name the first kernel that is wrong as sequences are encoded once more; empty if none is."""
+        return self.runner.wrong_kernel(sequences)
 
     def explain(self) -> Explanation:
         """Tell which kernel each op of the model is bound to as the engine calls it, and which classes are in use."""

@@ -183,10 +183,13 @@ def choosing(
         python = f"OpgraftConfig(providers={{{op_name!r}: {first!r}}})"
         likewise = f", likewise {' and '.join(others)}" if others else ""
         way = f"{PROVIDERS}={op_name}={first}, --providers {op_name}={first} or {python}{likewise}"
-        ways.append(settings.to_change("providers", way) if settings else way)
+        if settings:
+            asked = settings.chosen_provider(op_name)
+            way = settings.to_change("providers", way, "" if asked else f"{op_name}={first}")
+        ways.append(way)
     if dispensable:
         way = f"{PLUGINS_DISABLE}={dispensable}"
-        ways.append(settings.to_change("plugins_disable", way) if settings else way)
+        ways.append(settings.to_change("plugins_disable", way, dispensable) if settings else way)
     return "; or ".join(ways)
 
 

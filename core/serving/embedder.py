@@ -179,10 +179,10 @@ class Embedder:
     def _blame(
         self, sequences: Sequence[Sequence[int]], vectors: Sequence[Sequence[float]]
     ) -> None:
-        """Find the kernel by which the first vector without numbers came about, if there is such a vector."""
-        for tokens, vector in zip(sequences, vectors, strict=True):
+        """Find the kernel by which vectors without numbers came about, if there are such vectors."""
+        for vector in vectors:
             if not all(map(math.isfinite, vector)):
-                self._culprit = self.executor.call("wrong_kernel", tokens)
+                self._culprit = self.executor.call("wrong_kernel", sequences)
                 return
 
     def _tokenized(self, text: Prompt, name: str, truncate: bool) -> tuple[str | None, list[int]]:

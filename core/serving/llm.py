@@ -334,8 +334,10 @@ def engine_config(
     arguments = config_from_fields({**_by_dotted_names(settings), **named})
     if opgraft_config is None:
         with set_config(arguments, origin="the arguments of LLM"):
-            return host_state().settings().config
-    return resolve([("the settings", opgraft_config), ("the arguments of LLM", arguments)]).config
+            return host_state().settings().handed_down()
+    whole = "the opgraft_config of LLM"
+    layers = [(whole, opgraft_config), ("the arguments of LLM", arguments)]
+    return resolve((), layers).handed_down(whole)
 
 
 def _by_dotted_names(settings: Mapping[str, Any]) -> dict[str, Any]:

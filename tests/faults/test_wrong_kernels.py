@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import opgraft
@@ -9,7 +10,7 @@ import pytest
 from conftest import Site
 from faults.model_rows import CONTENTS
 from faults.test_models import copied
-from opgraft import cli
+from opgraft import LLM, OpgraftConfig, cli, set_config
 from opgraft.ops import RMSNorm
 from small_words import word_llama
 from torch import nn
@@ -39,6 +40,61 @@ NAN_LAYER_NORM = kernel("LayerNorm", "forward_oot(self, x)", "return x * torch.n
 INFINITE_GATE = kernel(
     "SiluAndMul", "forward_oot(self, x)", "return x[..., : x.shape[-1] // 2] / 0"
 )
+
+
+def form(op: str, name: str, body: str) -> str:
+    """A plugin that brings a function for a functional form, and nothing else."""
+    return (
+        f"import opgraft, torch\nfrom opgraft.ops import {op}\nplatforms = 'any'\n"
+        f"native = opgraft.functional.{name}.native\n"
+        f"def wrong(*args, **kwargs):\n    {body}\n"
+        f"class Acme({op}):\n    functional_oot = {{'{name}': wrong}}\n"
+        f"{op}.register_oot(Acme)\n"
+    )
+
+
+NAN = "return native(*args, **kwargs) * torch.nan"
+PAGES = (
+    "forward_oot(self, query, cache, block_table, query_start_loc, seq_lens, sinks=None)",
+    "made = PagedAttention.forward_native(\n"
+    "            self, query, cache, block_table, query_start_loc, seq_lens, sinks)\n"
+    "        return made * torch.nan if CONDITION else made",
+)
+PAGES_OF = {
+    "paged attention": "True",
+    "paged attention of a prompt": "len(query) > 1",
+    "paged attention of one token": "len(query) == len(seq_lens)",
+    "paged attention of two sequences": "len(seq_lens) == 2",
+}
+RAISED = "made = super().{0}; return made * torch.nan"
+DECODERS = {
+    "the form of linear layers": form("Linear", "linear", NAN),
+    "the form of paged attention": form("PagedAttention", "paged_attention", NAN),
+    **{
+        name: kernel("PagedAttention", PAGES[0], PAGES[1].replace("CONDITION", condition))
+        for name, condition in PAGES_OF.items()
+    },
+    "the cache": kernel(
+        "WriteKVCache",
+        "forward_oot(self, key, value, cache, slots)",
+        "WriteKVCache.forward_native(self, key * torch.nan, value, cache, slots)",
+    ),
+    "a layer": kernel(
+        "RowParallelLinear", "forward(self, input_)", "return super().forward(input_) * torch.nan"
+    ),
+    "an attention layer": kernel(
+        "Attention",
+        "attend_batch(self, batch, pages, query, key, value)",
+        "return super().attend_batch(batch, pages, query, key, value) * torch.nan",
+    ),
+    "a weight method": (
+        "import opgraft, torch\nfrom opgraft.ops.linear.methods import UnquantizedLinearMethod as Method\n"
+        "platforms = 'any'\nclass Acme(Method):\n"
+        "    def apply(self, layer, x, bias=None, **others):\n"
+        "        return super().apply(layer, x, bias, **others) * torch.nan\n"
+        "Method.register_oot(Acme)\n"
+    ),
+}
 RAISING_NORM = kernel("RMSNorm", NORM, "raise OSError('no device')")
 
 
@@ -79,6 +135,54 @@ def test_numbers_of_a_decoder(
     assert "weights are damaged" not in said
 
 
+@pytest.mark.parametrize("case", DECODERS)
+def test_whatever_a_decoder_calls(
+    capfd: pytest.CaptureFixture[str], site: Site, llama: Path, case: str
+) -> None:
+    """A functional form, attention over pages, a layer or a weight method is told as an op is.
+
+    The advice works: with what it says the same command ends well.
+    """
+    site.plugin("acme", DECODERS[case])
+    code, said = run(capfd, "run", str(llama), "the cat sleeps", "a dog runs on", *BLOCKS)
+    assert code == 2, said
+    assert "Acme" in said, said
+    assert "of acme 1.0" in said
+    assert place(site) in said
+    assert "weights are damaged" not in said
+    for options, variables in advised(said):
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            code, again = run(capfd, "run", str(llama), "the cat", *options, *BLOCKS)
+        assert code == 0, (options, variables, again)
+
+
+def advised(said: str) -> list[tuple[list[str], dict[str, str]]]:
+    """The options and variables by which a message says that one goes without a kernel."""
+    _, _, advice = said.partition("to go without it: ")
+    options = [found.split() for found in re.findall(r"--providers \w+=native", advice)]
+    settings = dict(re.findall(r"(OPGRAFT_\w+)=([\w=]+)", advice))
+    assert len(options) == 1, advice
+    assert settings.keys() == {"OPGRAFT_PROVIDERS", "OPGRAFT_PLUGINS_DISABLE"}, advice
+    return [(options[0], {}), *(([], {name: value}) for name, value in settings.items())]
+
+
+def test_advice_where_a_scope_asks_already(site: Site, llama: Path) -> None:
+    """The advice names the scope that outranks the environment, and what to add there."""
+    site.plugin("acme", NAN_NORM)
+    asked = OpgraftConfig(providers={"silu_and_mul": "native"})
+    cases = [
+        ("the opgraft_config of LLM", OpgraftConfig(), asked),
+        ("set_config", asked, None),
+    ]
+    for scope, around, given in cases:
+        with set_config(around), LLM(str(llama), opgraft_config=given) as llm:
+            (output,) = llm.generate(["the cat"])
+        assert f"providers is set by {scope}, which outranks" in str(output)
+        assert "add rms_norm=native there" in str(output)
+
+
 @pytest.mark.parametrize("options", [(), ("--compare",)], ids=["run", "compare"])
 def test_numbers_of_an_encoder(
     capfd: pytest.CaptureFixture[str], site: Site, encoder: Path, options: tuple[str, ...]
@@ -90,6 +194,32 @@ def test_numbers_of_an_encoder(
     assert "Acme.forward_oot of acme 1.0" in said, said
     assert place(site) in said
     assert "weights are damaged" not in said
+
+
+def test_numbers_of_a_fused_layer(
+    capfd: pytest.CaptureFixture[str], site: Site, encoder: Path
+) -> None:
+    """A kernel that is wrong only as a layer of the model calls it, with an activation, is told too."""
+    fused = (
+        "words = [x for x in (*args, *kwargs.values()) if isinstance(x, str) and x != 'none']\n"
+        "    return native(*args, **kwargs) * (torch.nan if words else 1)"
+    )
+    site.plugin("acme", form("Linear", "linear", fused))
+    code, said = run(capfd, "run", str(encoder), "the cat", "a dog")
+    assert code == 4, said
+    assert "Acme.forward_oot of acme 1.0" in said, said
+    assert place(site) in said
+
+
+def test_numbers_of_a_compiled_decoder(
+    capfd: pytest.CaptureFixture[str], site: Site, llama: Path
+) -> None:
+    """The kernel of an op that is left to a compiler is told if the decoder runs it beside the compiler."""
+    site.plugin("acme", NAN_NORM)
+    options = ("--compilation_config.mode", "FULL", "--compilation_config.backend", "eager")
+    code, said = run(capfd, "run", str(llama), "the cat", *options, *BLOCKS)
+    assert code == 2, said
+    assert "Acme.forward_oot of acme 1.0" in said, said
 
 
 def test_weights_that_are_damaged(

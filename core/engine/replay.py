@@ -1,0 +1,88 @@
+"""Steps that compute sequences once more, in a cache of their own, to find out what went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import count, islice
+
+from opgraft.engine.sampling_params import SamplingParams
+from opgraft.engine.step import NewSequence, Scheduled, Step
+
+_PARAMS = SamplingParams()
+"""Of sequences that are not sampled."""
+
+
+def blocks_of(sequences: Sequence[Sequence[int]], block_size: int, kinds: int) -> int:
+    """Return the number of blocks that the sequences take."""
+    return kinds * sum(_blocks(len(tokens), block_size) for tokens in sequences)
+
+
+def steps_again(
+    sequences: Sequence[Sequence[int]], block_size: int, kinds: int, most_tokens: int
+) -> Iterator[Step]:
+    """Yield steps that compute sequences as prompts, then the last token of each as one of an answer.
+
+    Kernels may compute prompts in one way and single tokens in another. Each step asks for the logits
+    of its last tokens.
+
+    Args:
+        sequences: token ids of each.
+        block_size: tokens in a block.
+        kinds: tables of a sequence.
+        most_tokens: tokens of a step, at most.
+    """
+    added = tuple(_added(sequences, block_size, kinds))
+    yield Step((), added, (), ())
+    for parts in _prompts(sequences, most_tokens):
+        yield Step((), (), (), _scheduled(parts, kinds))
+    ends = [(number, len(tokens) - 1, 1) for number, tokens in enumerate(sequences)]
+    for first in range(0, len(ends), most_tokens):
+        yield Step((), (), (), _scheduled(ends[first : first + most_tokens], kinds))
+
+
+def _added(
+    sequences: Sequence[Sequence[int]], block_size: int, kinds: int
+) -> Iterator[NewSequence]:
+    free_blocks = count()
+    for number, tokens in enumerate(sequences):
+        needed, length = _blocks(len(tokens), block_size), len(tokens)
+        blocks = tuple(tuple(islice(free_blocks, needed)) for _ in range(kinds))
+        name = _name(number)
+        yield NewSequence(
+            name, tuple(tokens), length, length, _PARAMS, blocks, number, state=number
+        )
+
+
+def _prompts(
+    sequences: Sequence[Sequence[int]], most_tokens: int
+) -> Iterator[list[tuple[int, int, int]]]:
+    """Yield for each step the sequences in it: the number of each, its first token and how many follow."""
+    parts: list[tuple[int, int, int]] = []
+    room = most_tokens
+    for number, tokens in enumerate(sequences):
+        start = 0
+        while start < len(tokens):
+            taken = min(len(tokens) - start, room)
+            parts.append((number, start, taken))
+            start += taken
+            room -= taken
+            if not room:
+                yield parts
+                parts, room = [], most_tokens
+    if parts:
+        yield parts
+
+
+def _scheduled(parts: Sequence[tuple[int, int, int]], kinds: int) -> tuple[Scheduled, ...]:
+    no_blocks: tuple[tuple[int, ...], ...] = ((),) * kinds
+    return tuple(
+        Scheduled(_name(number), start, taken, no_blocks, True) for number, start, taken in parts
+    )
+
+
+def _blocks(tokens: int, block_size: int) -> int:
+    return -(-tokens // block_size)
+
+
+def _name(number: int) -> str:
+    return f"sequence {number}"
