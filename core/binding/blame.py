@@ -36,15 +36,18 @@ class _Told(Shadow):
     def __init__(
         self, binding: Binding, op: str, native: Any, location: str, found: list[str]
     ) -> None:
-        target, kernel = binding.replacement.target, binding.kernel_name
-        super().__init__(target, op, kernel, binding.provider, native, _ALWAYS)
+        target = binding.replacement.target
+        kernel = binding.kernel_name
+        provider = binding.provider
+        super().__init__(target, op, kernel, provider, native, _ALWAYS)
         self._found = found
-        self._place = f"{kernel} of {binding.provider} at {location}"
+        self._place = f"{kernel} of {provider} at {location}"
         self._advice = _advice(binding)
 
     def _report(self) -> None:
         differs = f"differs from the native definition of op {self.op}: {self.first_drift}"
-        self._found.append(printable(f"{self._place} {differs}; {self._advice}"))
+        sentence = f"{self._place} {differs}; {self._advice}"
+        self._found.append(printable(sentence))
 
 
 @contextmanager
@@ -64,8 +67,9 @@ def beside_native_definitions(model: nn.Module) -> Iterator[list[str]]:
             if isinstance(module, CustomOp):
                 _watch_op(module, found, undo)
             _watch_weight_method(module, found, undo)
-        # A scope of its own, so that the forms of other threads stay as they are.
-        undo.enter_context(set_config(OpgraftConfig(), origin="a comparison"))
+        # The forms of other threads stay as they are: a scope belongs to this thread.
+        scope = set_config(OpgraftConfig(), origin="a comparison")
+        undo.enter_context(scope)
         _watch_forms(found)
         yield found
 
@@ -81,7 +85,8 @@ def _watch_op(op: CustomOp, found: list[str], undo: ExitStack) -> None:
     if native is None or not target.repeatable:
         _watch_replacement(op, found, undo)
         return
-    name = op_name_of(target, host_state()) or target.__qualname__
+    state = host_state()
+    name = op_name_of(target, state) or target.__qualname__
     location = binding.kernel.winner.location
     shadow = _Told(binding, name, native.definition, location, found)
     op._adopt(watched(binding, shadow))
@@ -90,24 +95,26 @@ def _watch_op(op: CustomOp, found: list[str], undo: ExitStack) -> None:
 
 def _watch_forms(found: list[str]) -> None:
     """Compare the calls of forms whose kernel is not native, within the current scope."""
-    compared = host_state().current_caches().functions
+    caches = host_state().current_caches()
     for form in FUNCTIONALS.values():
         call = _compared_form(form, found)
         if call is not None:
-            compared[form] = call, None
+            caches.functions[form] = call, None
 
 
 def _compared_form(form: Functional[..., Any], found: list[str]) -> Callable[..., Any] | None:
-    """Return what a form runs, with a comparison around it; ``None`` if that is its native definition."""
+    """Return the kernel of a form with a comparison around it; ``None`` if the kernel is native."""
     try:
         choice = choice_of(form)
-    except OpgraftError:  # a form that nobody can call is called by no model either
+    except OpgraftError:  # no model can call the form either
         return None
     if choice.is_native:
         return None
     binding = choice.binding
-    function = (binding.kernel.winner.functions or {})[form.name]
-    shadow = _Told(binding, form.op, form.native, location_of(function), found)
+    functions = binding.kernel.winner.functions or {}
+    function = functions[form.name]
+    location = location_of(function)
+    shadow = _Told(binding, form.op, form.native, location, found)
     return shadow.around(function, form.native)
 
 
@@ -117,8 +124,8 @@ def _watch_replacement(layer: CustomOp, found: list[str], undo: ExitStack) -> No
     replacement = binding.replacement.winner
     if replacement is None:
         return
-    name = binding.kernel_name
-    call = _numbers_expected(layer.forward, layer, _sentence(replacement, name), found)
+    sentence = _sentence(replacement, binding.kernel_name)
+    call = _numbers_expected(layer.forward, layer, sentence, found)
     _hide(layer, _FORWARD, call, undo)
 
 
@@ -131,8 +138,9 @@ def _watch_weight_method(layer: nn.Module, found: list[str], undo: ExitStack) ->
     for name in _APPLIED:
         run = getattr(method, name, None)
         if run is not None and name not in vars(method):
-            shown = f"{type(method).__qualname__}.{name}"
-            call = _numbers_expected(run, layer, _sentence(replacement, shown), found)
+            shown = f"{replacement.cls.__qualname__}.{name}"
+            sentence = _sentence(replacement, shown)
+            call = _numbers_expected(run, layer, sentence, found)
             _hide(method, name, call, undo)
 
 
@@ -155,11 +163,17 @@ def _numbers_expected(
     """Return a function that tells if ``run`` makes NaN or infinity of a layer's finite numbers."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        # A layer may be handed another one for its weights, as the head of a decoder is.
+        modules = [layer]
+        for each in args:
+            if isinstance(each, nn.Module):
+                modules.append(each)
         given = tensors_within((args, kwargs))
-        modules = [layer, *(each for each in args if isinstance(each, nn.Module))]
-        sound = all(map(_is_finite, (*given, *_weights(modules))))
+        sound = all(map(_is_finite, given)) and all(map(_is_finite, _weights(modules)))
+
         result = run(*args, **kwargs)
-        if sound and any(map(_has_no_number, tensors_within(result))):
+        made = tensors_within(result)
+        if sound and any(map(_has_no_number, made)):
             found.append(sentence)
         return result
 
@@ -173,7 +187,10 @@ def _weights(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
 
 
 def _is_finite(x: Tensor) -> bool:
-    return not x.is_floating_point() or bool(x.float().isfinite().all())
+    if not x.is_floating_point():
+        return True
+    finite = x.float().isfinite()
+    return bool(finite.all())
 
 
 def _has_no_number(x: Tensor) -> bool:
@@ -181,24 +198,27 @@ def _has_no_number(x: Tensor) -> bool:
     if not x.is_floating_point() or not x.numel():
         return False
     wide = x.float()
-    return bool((wide.isnan() | wide.isposinf()).any() or wide.isneginf().all())
+    wrong = wide.isnan() | wide.isposinf()
+    banned = wide.isneginf()
+    return bool(wrong.any() or banned.all())
 
 
 def _sentence(replacement: Replacement, name: str) -> str:
-    """Return what is told of a replacement by which finite numbers become others."""
-    op_name = None
-    if replacement.target is not None:
-        op_name = op_name_of(replacement.target, host_state())
-    settings = host_state().settings()
+    """Return the sentence about a replacement that makes NaN or infinity of finite numbers."""
+    state = host_state()
+    target = replacement.target
+    op_name = None if target is None else op_name_of(target, state)
     plugin = replacement.plugin or ""
+    setting = choosing(state.settings(), op_name, [NATIVE_CHOICE], plugin)
     return printable(
         f"{name} of {replacement.provider} at {replacement.location} makes NaN or infinity of "
-        f"finite numbers; to go without it: {choosing(settings, op_name, [NATIVE_CHOICE], plugin)}"
+        f"finite numbers; to go without it: {setting}"
     )
 
 
 def _advice(binding: Binding) -> str:
     choice = binding.replacement
-    plugin = (choice.winner.plugin or "") if choice.winner else ""
-    setting = choosing(choice.settings, choice.op_name, [NATIVE_CHOICE], plugin)
+    plugin = None if choice.winner is None else choice.winner.plugin
+    names = [NATIVE_CHOICE]
+    setting = choosing(choice.settings, choice.op_name, names, plugin or "")
     return f"to go without it: {setting}"

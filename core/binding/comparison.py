@@ -1,4 +1,4 @@
-"""Two runs of one op compared: copies of what they are given, differences of what they leave, and words for both."""
+"""Two runs of one op compared: copies of arguments, differences of results, and words for both."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def obstacle_to_copies(values: Any) -> str:
 
 
 def _is_fixed(value: Any) -> bool:
-    """Decide whether nothing can change a value, so that two runs may share it."""
+    """Return True if nothing can change a value, so that two runs may share it."""
     if isinstance(value, (tuple, frozenset)):
         return all(map(_is_fixed, value))
     if is_dataclass(value) and not isinstance(value, type):
@@ -109,8 +109,8 @@ def difference(
     the same may be rounded to neighbours. Of a complex number both parts count.
 
     Returns:
-        The error as a share of what is allowed, ``None`` where that cannot be told; and how the leaf differs, empty
-        where it is within its tolerance.
+        The error as a share of the tolerance, ``None`` if there is no number for it; then the difference in
+        words, empty within the tolerance.
     """
     if not isinstance(got, Tensor) or not isinstance(expected, Tensor):
         same = type(got) is type(expected) and (got is expected or bool(got == expected))
@@ -159,7 +159,7 @@ def _room(expected: Tensor, dtype: torch.dtype, tolerance: Tolerance) -> Tensor:
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors hold the same numbers; a NaN is one."""
+    """Return True if two tensors hold the same numbers; a NaN is one."""
     return one.shape == other.shape and bool(_alike(_numbers(one), _numbers(other)).all())
 
 

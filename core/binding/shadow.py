@@ -37,20 +37,20 @@ _RANDOM = "random numbers were drawn meanwhile, by it or by another thread, and 
 
 
 class Shadow:
-    """The watch over one kernel: which of its calls are compared, and what came of it.
+    """The watch over one kernel: the calls that are compared, and the result.
 
     Attributes:
         target: the class of the op, by whose proof tolerances are chosen.
         op: the name of the op, or its class.
         kernel: the kernel that is watched, such as ``AcmeRMSNorm.forward_oot``.
-        native: the definition that it is compared with, as it stands in its class.
+        native: the native definition, as it stands in its class.
         provider: who provides it.
-        excluded: why none of its calls is compared; empty where they are.
+        excluded: the reason why no call is compared; empty if calls are.
         calls: how many there were outside of compiled code.
         compared: how many of these were compared.
         drifted: how many of these differed.
         skipped: by reason, how many could not be compared though it was their turn.
-        traced: how often a compiler traced a call: what it made of it runs without a shadow.
+        traced: how often a compiler traced a call: compiled code runs without a shadow.
         demotion: why the op runs its native definition instead, which the setting ``shadow.demote`` asks for.
         first_drift: the first difference, in words.
     """
@@ -87,7 +87,7 @@ class Shadow:
 
         @functools.wraps(run)
         def call(*args: Any, **kwargs: Any) -> Any:
-            # Compilers guard what is read here, so that what they have made of a kernel goes with it.
+            # Compilers guard the attribute: compiled code of a demoted kernel is not used any more.
             if self.demotion is not None:
                 return native(*args, **kwargs)
             if is_compiling():
@@ -289,7 +289,7 @@ class ShadowReport:
 
 
 def shadow_report() -> ShadowReport:
-    """Tell which kernels shadow mode watches in this process, how many calls it compared, and what differed."""
+    """List the kernels that shadow mode watches in this process, with calls, comparisons and differences."""
     shadows = sorted(host_state().shadows.values(), key=lambda each: (each.op, each.kernel))
     return ShadowReport(tuple(map(_row, shadows)))
 

@@ -76,7 +76,7 @@ class Binding:
     def owner(self) -> type:
         """The class that answers for the kernel: the one that defines it.
 
-        Of a ``forward`` that a replacement inherits it is the replacement, whose methods and children that calls.
+        If a replacement inherits ``forward``, the owner is the replacement class.
         """
         replaced = self.replacement.winner is not None and self.kernel.winner.method == "forward"
         return self.replacement.cls if replaced else self.kernel.winner.owner
@@ -93,7 +93,7 @@ class Binding:
 
     @property
     def provider(self) -> Provider:
-        """The provider of the kernel: where a replacement inherits it, that of the class that answers for it."""
+        """The provider of the kernel; of an inherited kernel, the provider of the owner."""
         inherited = self.owner in self.replacement.target.__mro__
         return (
             discover().provider_of(self.owner.__module__)
@@ -145,9 +145,9 @@ def bind(cls: type) -> Binding:
 def bind_exact(target: type, cls: type, enforce: bool = False) -> Binding:
     """Return the binding of an existing op of class ``cls``, which was constructed for ``target``.
 
-    It keeps its class. Where that is a replacement which does not apply here any more, as its plugin is disabled or its
-    device gone, the op takes what would be constructed now. Where constructors forbid that, it keeps its class and runs
-    the native definition. The decision says why.
+    The op keeps its class. If the class is a replacement and does not apply here any more, the op
+    takes the class that would be constructed now. If constructors forbid that, the op keeps its class
+    and runs the native definition. The decision says why.
 
     ``enforce`` enables the op whatever the settings say.
     """
@@ -267,9 +267,10 @@ def _shadowed(choice: ReplacementChoice, kernel: KernelChoice, settings: Setting
 
 
 def _native(choice: ReplacementChoice, kernel: KernelChoice) -> Kernel:
-    """Return the definition that the op would run if it were disabled; of one that a replacement brings, its target's.
+    """Return the native definition of an op.
 
-    A replacement may hold its weights in a layout of its own, of which its own native definition knows.
+    The definition of a replacement goes first, since the replacement may hold its weights in a layout
+    of its own. If that is the kernel itself, the definition of the target is returned.
     """
     native = choose_kernel(kernel.cls, kernel.chain, False, "", choice.target).winner
     if native == kernel.winner:
@@ -288,15 +289,18 @@ def without_compiler(binding: Binding) -> Binding:
     kernel = binding.kernel
     if not kernel.left_to_compiler:
         return binding
-    found = tuple(sorted(kernel.found, key=lambda each: each != kernel.uncompiled))
+    first = kernel.uncompiled
+    others = [each for each in kernel.found if each != first]
+    found = (first, *others)
     kernel = replace(kernel, found=found, enabled=True, left_to_compiler=False)
     return replace(binding, kernel=kernel)
 
 
 def watched(binding: Binding, shadow: Shadow) -> Binding:
     """Return the binding with a shadow over its kernel, in a class that lives as long as its instances."""
-    found = binding.kernel.found
-    kernel = replace(binding.kernel, found=(replace(found[0], shadow=shadow), *found[1:]))
+    kernel = binding.kernel
+    winner = replace(kernel.winner, shadow=shadow)
+    kernel = replace(kernel, found=(winner, *kernel.found[1:]))
     further = continuations(kernel.cls, kernel.chain, kernel.enabled)
     branch = _branch(binding.replacement, kernel)
     made = _specialisation(kernel.cls, kernel.winner, further, branch)
@@ -325,7 +329,7 @@ def without_drift(binding: Binding) -> Binding:
 
 
 def _branch(choice: ReplacementChoice, kernel: KernelChoice) -> Branch | None:
-    """Return the test of arguments that the winner states, and what runs where it is false, if it states one."""
+    """Return the ``supports=`` test of the winner and the kernel for other arguments, or ``None``."""
     supports = choice.winner.supports if choice.winner else None
     if supports is None or kernel.winner.owner in choice.target.__mro__:
         return None
@@ -421,7 +425,7 @@ def _enabled(choice: ReplacementChoice, settings: Settings) -> tuple[bool, str, 
 
 
 def _left(choice: ReplacementChoice, kernel: KernelChoice, settings: Settings) -> bool:
-    """Tell whether an op is disabled for a compiler alone, and its kernel takes all calls and is compared in none."""
+    """Return True if an op is disabled for a compiler alone, and its kernel takes all calls, none compared."""
     compared = settings.config.shadow.share or settings.config.shadow.first_call
     tested = choice.winner is not None and choice.winner.supports is not None
     if kernel.enabled or compared or tested or definer(choice.cls, "enabled") is not None:
@@ -459,7 +463,7 @@ def specialise(choice: KernelChoice, branch: Branch | None = None) -> Any:
 
 
 def _checked_constructor(op_class: Any, owner: type) -> Callable[..., None]:
-    """Return the constructor of an op class that ``owner`` brings, with a check that it calls its base's."""
+    """Return the constructor of an op class with a check: ``owner`` must call its base's constructor."""
     construct = op_class.__init__
 
     @functools.wraps(construct)
@@ -481,7 +485,7 @@ def _checked_constructor(op_class: Any, owner: type) -> Callable[..., None]:
 
 
 def _of_modules(op: Any) -> bool:
-    """Tell whether the constructor of ``torch.nn.Module`` has run."""
+    """Return True if the constructor of ``torch.nn.Module`` has run."""
     return "_parameters" in vars(op)
 
 

@@ -31,7 +31,7 @@ class CompilationMode(enum.IntEnum):
 
 
 def _mode(value: Any) -> Any:
-    """Return the mode of a name or a number; another value as it is, which the check of its type rejects."""
+    """Return the mode of a name or a number; another value as it is, for the check of its type to reject."""
     names = CompilationMode.__members__
     text = str(value)
     if isinstance(value, str) and text.upper() in names:
@@ -58,7 +58,7 @@ LEVELS: tuple[Mapping[str, Any], ...] = (
 )
 """Settings of a ``CompilationConfig`` that each level fills, where nothing else sets them.
 
-Level 1 generates no code, so it starts soon. Above it linear layers keep their kernel, which knows packed weights."""
+Level 1 generates no code, so it starts soon. At levels above, linear layers keep their kernel for packed weights."""
 
 GRAPH_MODES = ("none", "piecewise", "full")
 """The parts of a call that static graphs record: none, each piece between ``splitting_ops``, or the whole."""
@@ -70,10 +70,10 @@ ATTENTION = (
     "opgraft::scaled_dot_product_attention",
     "aten::scaled_dot_product_attention",
 )
-"""The operators at which a graph is split for ``piecewise`` unless ``splitting_ops`` says otherwise."""
+"""The operators that split a graph for ``piecewise`` unless ``splitting_ops`` says otherwise."""
 
 CAPTURE_SIZES = (1, 2, 4, 8, 16, 32)
-"""Sizes of the batch that static graphs are recorded for unless ``capture_sizes`` says otherwise."""
+"""Sizes of the batch with a static graph unless ``capture_sizes`` says otherwise."""
 
 _MOST = 1 << 31
 """Rows that no batch has."""
@@ -113,10 +113,10 @@ class CompilationConfig(Section):
         cache_remote: folder of fsspec, or a path, that caches of several machines share.
         cache_key: file of the key that signs what is in it.
         tuning_file: what ``opgraft bench --tune`` has measured on this machine, for ``custom_ops`` ``auto``.
-        splitting_ops: operators at which the graph is cut into pieces, ``namespace::name``; ``ATTENTION`` where it is
+        splitting_ops: operators that cut the graph into pieces, ``namespace::name``; ``ATTENTION`` if this is
             not set and ``graph_mode`` is ``piecewise``. The operators themselves run as they are, in no compiled code.
         graph_mode: one of ``GRAPH_MODES``.
-        capture_sizes: sizes of the batch that static graphs are recorded for; a call is padded to the next of them.
+        capture_sizes: sizes of the batch with a recorded static graph; a call is padded to the next size.
     """
 
     section: ClassVar[str] = "compilation_config"

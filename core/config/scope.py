@@ -13,7 +13,7 @@ from opgraft.errors import ConfigError
 
 
 class Scope:
-    """An active ``set_config``: its own layers above those of the scopes around it, and what was decided under it.
+    """An active ``set_config``: its layers above the outer scopes, and the decisions made under it.
 
     Attributes:
         file: the file of settings that is used instead of the environment's, where one was named.

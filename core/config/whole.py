@@ -120,9 +120,9 @@ class OpgraftConfig(Section):
     def resolved(self) -> OpgraftConfig:
         """Return this config with the built-in default of every field that it does not set.
 
-        Code that is handed a config reads it through this, so that it can be constructed with ``OpgraftConfig()``
-        alone. Neither the environment nor a ``set_config`` scope has a say: an entry point merges those in before it
-        hands the config down. A config that is complete is returned as it is.
+        Code with a config for an argument reads the config through this method, so that
+        ``OpgraftConfig()`` is enough for a call. Neither the environment nor a ``set_config`` scope
+        has a say: an entry point merges those in before. A complete config is returned as it is.
 
         Raises:
             ConfigError: two settings contradict each other.
@@ -143,7 +143,7 @@ class Settings:
     Attributes:
         config: the merged settings.
         origins: dotted name → the layer that set the field.
-        scoped: dotted name of a field that a scope set, which stands above the environment → that scope.
+        scoped: dotted name of a field → the scope above the environment that set the field.
     """
 
     config: OpgraftConfig
@@ -165,16 +165,19 @@ class Settings:
         return f"{name} is set by {scope}, which outranks {variable}: {what} there"
 
     def handed_down(self, whole: str = "") -> OpgraftConfig:
-        """Return the config for parts of the program that use it as a scope of their own, such as engines.
+        """Return the config for parts of the program with a scope of their own, such as engines.
 
-        A part that says how to change a setting names the scope that sets the field here, if there is one.
+        Messages of such a part name the scope that sets a field here, instead of the part's own scope.
 
         Args:
-            whole: the scope that stands for all fields, also for those that it does not set, if one does.
+            whole: the name of a scope that stands for every field; empty if there is none.
         """
+        scoped = dict.fromkeys(FIELDS, whole) if whole else {}
+        scoped |= self.scoped
+
+        # Not a field: two configs of equal settings are equal, whoever set them.
         config = copy.copy(self.config)
-        outranked = dict.fromkeys(FIELDS, whole) if whole else {}
-        vars(config)["_scoped"] = {**outranked, **self.scoped}
+        vars(config)["_scoped"] = scoped
         return config
 
     def named(self, name: str) -> str:
@@ -199,13 +202,19 @@ class Settings:
 
     def with_provider(self, op_name: str, provider: str, origin: str) -> Settings:
         """Return the settings for one op, of which something else than a layer chooses the provider."""
-        providers = {**(self.config.providers or {}), op_name: provider}
+        providers = dict(self.config.providers or {})
+        providers[op_name] = provider
         config = dataclasses.replace(self.config, providers=providers)
-        scoped = {name: scope for name, scope in self.scoped.items() if name != "providers"}
-        return Settings(config, {**self.origins, "providers": origin}, scoped)
+
+        name = "providers"
+        origins = {**self.origins, name: origin}
+        # No scope says this any more.
+        scoped = dict(self.scoped)
+        scoped.pop(name, None)
+        return Settings(config, origins, scoped)
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
-        """Yield every setting by its dotted name, its value as the command line takes it, and the layer that set it."""
+        """Yield the dotted name of every setting, its value as text for the command line, and its layer."""
         for field, value in values_of(self.config):
             yield field.name, text_of(value), self.origins[field.name]
 
@@ -233,7 +242,7 @@ class Settings:
         return True, "custom_ops defaults to 'all'"
 
     def leaves_to_compiler(self, op_name: str | None) -> bool:
-        """Tell whether an op is disabled for no other reason than that the backend may fuse what it consists of."""
+        """Return True if an op is disabled only because the backend may fuse its parts."""
         compilation = self.config.compilation_config
         setting = CustomOpsSetting.parse(compilation.custom_ops or ())
         if setting.default is not None or op_name in setting.on | setting.off:
@@ -262,7 +271,7 @@ def resolve(
 
     Those of ``scopes`` stand above the other ``layers``.
 
-    A section is of the most derived class that a layer has for it, so that settings of a subclass come through.
+    A section has the most derived class of all layers, so that settings of a subclass come through.
 
     Raises:
         ConfigError: two settings contradict each other; the message names both and where each was set.

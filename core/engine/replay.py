@@ -1,4 +1,4 @@
-"""Steps that compute sequences once more, in a cache of their own, to find out what went wrong."""
+"""Steps that compute sequences once more, in a cache of their own, to find the wrong kernel."""
 
 from __future__ import annotations
 
@@ -35,9 +35,14 @@ def steps_again(
     yield Step((), added, (), ())
     for parts in _prompts(sequences, most_tokens):
         yield Step((), (), (), _scheduled(parts, kinds))
-    ends = [(number, len(tokens) - 1, 1) for number, tokens in enumerate(sequences)]
+
+    # The last tokens are in the cache already: computing them again writes the same.
+    ends = []
+    for number, tokens in enumerate(sequences):
+        ends.append((number, len(tokens) - 1, 1))
     for first in range(0, len(ends), most_tokens):
-        yield Step((), (), (), _scheduled(ends[first : first + most_tokens], kinds))
+        part = ends[first : first + most_tokens]
+        yield Step((), (), (), _scheduled(part, kinds))
 
 
 def _added(
@@ -45,11 +50,22 @@ def _added(
 ) -> Iterator[NewSequence]:
     free_blocks = count()
     for number, tokens in enumerate(sequences):
-        needed, length = _blocks(len(tokens), block_size), len(tokens)
-        blocks = tuple(tuple(islice(free_blocks, needed)) for _ in range(kinds))
-        name = _name(number)
+        length = len(tokens)
+        needed = _blocks(length, block_size)
+        tables = []
+        for _ in range(kinds):
+            table = islice(free_blocks, needed)
+            tables.append(tuple(table))
+
         yield NewSequence(
-            name, tuple(tokens), length, length, _PARAMS, blocks, number, state=number
+            _name(number),
+            tuple(tokens),
+            length,
+            length,
+            _PARAMS,
+            tuple(tables),
+            arrival=number,
+            state=number,
         )
 
 

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import opgraft
 import pytest
+import torch
 from conftest import Site
 from faults.model_rows import CONTENTS
 from faults.test_models import copied
 from opgraft import LLM, OpgraftConfig, cli, set_config
-from opgraft.ops import RMSNorm
+from opgraft.binding.blame import beside_native_definitions
+from opgraft.ops import GELU, Linear, LinearAct, RMSNorm
 from small_words import word_llama
 from torch import nn
 
@@ -196,19 +198,20 @@ def test_numbers_of_an_encoder(
     assert "weights are damaged" not in said
 
 
-def test_numbers_of_a_fused_layer(
-    capfd: pytest.CaptureFixture[str], site: Site, encoder: Path
-) -> None:
-    """A kernel that is wrong only as a layer of the model calls it, with an activation, is told too."""
+def test_numbers_of_a_fused_layer(site: Site) -> None:
+    """A kernel that is wrong only if a layer has it compute an activation too is told."""
     fused = (
         "words = [x for x in (*args, *kwargs.values()) if isinstance(x, str) and x != 'none']\n"
         "    return native(*args, **kwargs) * (torch.nan if words else 1)"
     )
     site.plugin("acme", form("Linear", "linear", fused))
-    code, said = run(capfd, "run", str(encoder), "the cat", "a dog")
-    assert code == 4, said
-    assert "Acme.forward_oot of acme 1.0" in said, said
-    assert place(site) in said
+    layer = LinearAct(Linear(8, 8), GELU())
+    classes = [type(each) for each in layer.modules()]
+    with torch.no_grad(), beside_native_definitions(layer) as found:
+        layer(torch.randn(2, 8))
+    assert len(found) == 1
+    assert "Acme.forward_oot of acme 1.0" in found[0]
+    assert [type(each) for each in layer.modules()] == classes
 
 
 def test_numbers_of_a_compiled_decoder(
