@@ -25,7 +25,21 @@ _DEEPEST = 20  # classes above each other
 _CHILD = "from opgraft.plugins.class_source import answer; answer(reply_to, *sys.argv[3:])"
 _ROOT = (Platform.__module__, Platform.__qualname__)
 _ABSTRACT = frozenset({"abstractmethod", "abc.abstractmethod"})
-_DYNAMIC = frozenset({"globals", "locals", "exec", "setattr", "__getattr__"})
+_PROPERTIES = frozenset({"property", "cached_property", "functools.cached_property"})
+_DYNAMIC = frozenset(
+    {"globals", "locals", "vars", "exec", "eval", "setattr", "delattr", "modules", "__dict__"}
+)
+"""Names in code that may bind names, or change classes, without a statement that says so."""
+
+_OWN_SCOPE = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_Binding = ast.ClassDef | tuple[str, str] | None
+"""A class, an import as module and name, or ``None`` for a name whose value only running the source shows."""
+
+_STORED = "self."
+"""The beginning of the key, among members, of an attribute that a method of the class sets."""
+
+_Members = Mapping[str, ast.stmt | None]
+"""By name, the statement that defines a member; ``None`` for a member whose value the source does not show."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +88,7 @@ def answer(reply_to: int, name: str, value: str) -> None:
     """Look at the class on the child's side."""
     offer = Offer(PLATFORM_GROUP, name, value, Provider(name))
     try:
-        found = _look(offer)
+        found = look(offer)
     except (ProbeFailed, PluginError) as error:
         found = Verified(unknown=f"its class and its settings ({error})")
     with open(reply_to, "w", encoding="utf-8") as pipe:
@@ -82,7 +96,8 @@ def answer(reply_to: int, name: str, value: str) -> None:
     os._exit(0)  # threads that its module has started may go on for ever
 
 
-def _look(offer: Offer) -> Verified:
+def look(offer: Offer) -> Verified:
+    """Look at the class in this process, which imports the module of the offer's ``PlatformSpec``."""
     path = spec_of(offer).platform_class
     if not isinstance(path, str):
         return Verified(unknown="its class, which a function returns, and its settings")
@@ -109,14 +124,13 @@ class _Source:
     Attributes:
         name: dotted.
         file: its path.
-        bound: by name that its statements bind, the statement that binds it last; an import is a pair of module and
-            name.
+        bound: by name that its statements bind, what it is bound to.
         open: further names may be bound, which the source does not tell.
     """
 
     name: str
     file: Path
-    bound: dict[str, ast.stmt | tuple[str, str]] = field(default_factory=dict)
+    bound: dict[str, _Binding] = field(default_factory=dict)
     open: bool = False
 
     @classmethod
@@ -139,8 +153,7 @@ class _Source:
         source = cls(module, file)
         is_package = specs[-1].submodule_search_locations is not None
         source._bind(tree.body, module if is_package else module.rpartition(".")[0])
-        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        source.open |= bool(_DYNAMIC & (names | source.bound.keys()))
+        source._forget_changed(tree)
         return source
 
     def has(self, name: str) -> bool:
@@ -154,53 +167,90 @@ class _Source:
         return name in self.bound
 
     def _bind(self, statements: Sequence[ast.stmt], package: str) -> None:
-        for each in statements:
-            if isinstance(each, ast.ImportFrom):
-                self._bind_import(each, package)
-            elif isinstance(each, ast.Import):
-                for alias in each.names:
-                    name = alias.asname or alias.name.partition(".")[0]
-                    self.bound[name] = (alias.name if alias.asname else name, "")
-            for name in _names_of(each):
-                # A name that several statements bind is one of them, and none for sure.
-                self.bound[name] = ast.Pass() if name in self.bound else each
-            for block in _blocks_of(each):
-                self._bind(block, package)
+        for node in _scope(statements):
+            if isinstance(node, ast.ClassDef):
+                self._set(node.name, node)
+            elif isinstance(node, ast.ImportFrom):
+                self._bind_import(node, package)
+            elif isinstance(node, ast.Import):
+                for alias in node.names:
+                    name = _name_of(alias)
+                    self._set(name, (alias.name if alias.asname else name, ""))
+            else:
+                for name in _names_of(node):
+                    self._set(name, None)
+        self.open |= "__getattr__" in self.bound
 
     def _bind_import(self, statement: ast.ImportFrom, package: str) -> None:
         parts = package.split(".")
         above = parts[: len(parts) - statement.level + 1] if statement.level else []
         module = ".".join([*above, *filter(None, [statement.module])])
         for alias in statement.names:
-            if alias.name == "*":
+            if alias.name != "*":
+                self._set(_name_of(alias), (module, alias.name))
+                continue
+            self.open = True
+            # The star may bind each name that stands above it anew.
+            self.bound.update(dict.fromkeys(self.bound))
+
+    def _set(self, name: str, binding: _Binding) -> None:
+        """Bind a name. Of several bindings, which need not all run, none is the one for sure."""
+        self.bound[name] = binding if self.bound.get(name, binding) == binding else None
+
+    def _forget_changed(self, tree: ast.Module) -> None:
+        """Forget what the names stand for that code of the module may bind or change as it runs."""
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Global):
+                self.bound.update(dict.fromkeys(node.names))
+            elif _is_dynamic(node):
                 self.open = True
-            else:
-                self.bound[alias.asname or alias.name] = (module, alias.name)
+                self.bound = dict.fromkeys(self.bound)
+            elif isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+                self._forget(node.value)
+        for node in _scope(tree.body):
+            if isinstance(node, ast.Call):
+                for argument in [*node.args, *(each.value for each in node.keywords)]:
+                    self._forget(argument)  # the call may change it
+
+    def _forget(self, node: ast.expr) -> None:
+        if isinstance(node, ast.Name) and node.id in self.bound:
+            self.bound[node.id] = None
 
 
-def _names_of(statement: ast.stmt) -> list[str]:
-    """Return the names that a statement binds, imports aside."""
-    if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        return [statement.name]
-    if isinstance(statement, ast.AnnAssign) and statement.value is None:
-        return []
-    if not isinstance(statement, ast.Assign | ast.AnnAssign | ast.For | ast.With):
-        return []
-    found = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
-    return [node.id for node in found if isinstance(node.ctx, ast.Store)]
+def _scope(statements: Sequence[ast.stmt]) -> Iterator[ast.AST]:
+    """Yield the nodes that run where statements stand, in their order: nothing within functions and classes."""
+    left: list[ast.AST] = [*reversed(statements)]
+    while left:
+        node = left.pop()
+        yield node
+        if not isinstance(node, _OWN_SCOPE):
+            left += reversed(list(ast.iter_child_nodes(node)))
 
 
-def _blocks_of(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
-    """Yield the blocks of a statement that run where it stands."""
-    if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        return
-    for name in ("body", "orelse", "finalbody"):
-        yield getattr(statement, name, [])
-    for handler in getattr(statement, "handlers", []):
-        yield handler.body
+def _is_dynamic(node: ast.AST) -> bool:
+    name = getattr(node, "id", getattr(node, "attr", None))
+    return isinstance(node, ast.Name | ast.Attribute) and name in _DYNAMIC
 
 
-def _chain(source: _Source, name: str, depth: int = 0) -> list[Mapping[str, ast.stmt]]:
+def _name_of(alias: ast.alias) -> str:
+    """Return the name that an import binds."""
+    return alias.asname or alias.name.partition(".")[0]
+
+
+def _names_of(node: ast.AST) -> list[str]:
+    """Return the names that a node itself binds or deletes, nodes below it aside."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [_name_of(alias) for alias in node.names]
+    if isinstance(node, ast.Name):
+        return [] if isinstance(node.ctx, ast.Load) else [node.id]
+    if isinstance(node, ast.MatchMapping):
+        return [node.rest] if node.rest else []
+    named = (*_OWN_SCOPE[:3], ast.MatchAs, ast.MatchStar, ast.ExceptHandler)
+    name = getattr(node, "name", None)
+    return [name] if isinstance(node, named) and name else []
+
+
+def _chain(source: _Source, name: str, depth: int = 0) -> list[_Members]:
     """Return what a class and the classes above it define, up to ``Platform``, in the order in which they count.
 
     Raises:
@@ -219,15 +269,49 @@ def _chain(source: _Source, name: str, depth: int = 0) -> list[Mapping[str, ast.
         raise _Settled(_NO_PLATFORM)
     if len(bound.bases) != 1:
         raise _unknown(f"{name} has {len(bound.bases)} bases")
-    members: dict[str, ast.stmt] = {}
-    for each in bound.body:
-        if any(True for block in _blocks_of(each) if block):
-            raise _unknown(f"{name} has methods under a condition")
-        members.update(dict.fromkeys(_names_of(each), each))
-    return [members, *_base(source, bound.bases[0], depth)]
+    return [_members(bound), *_base(source, bound.bases[0], depth)]
 
 
-def _base(source: _Source, base: ast.expr, depth: int) -> list[Mapping[str, ast.stmt]]:
+def _members(cls: ast.ClassDef) -> _Members:
+    """Return the members that the body of a class defines.
+
+    Raises:
+        _Settled: the source does not tell.
+    """
+    members: dict[str, ast.stmt | None] = {}
+    for statement in cls.body:
+        if _has_blocks(statement) or isinstance(statement, ast.Delete):
+            raise _unknown(f"{cls.name} has methods under a condition")
+        for node in _scope([statement]):
+            for name in _names_of(node):
+                members[name] = statement if _is_plain(statement, name) else None
+    for node in ast.walk(cls):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            members[_STORED + node.attr] = None
+    if "__init_subclass__" in members:
+        raise _unknown(f"{cls.name} changes the classes below it")
+    return members
+
+
+def _has_blocks(statement: ast.stmt) -> bool:
+    """Return True if a statement runs blocks of its own, perhaps."""
+    if isinstance(statement, _OWN_SCOPE):
+        return False
+    return any(hasattr(statement, name) for name in ("body", "cases"))
+
+
+def _is_plain(statement: ast.stmt, name: str) -> bool:
+    """Return True if a statement defines a name as its value: ``name = value``, a method or a class."""
+    if isinstance(statement, ast.Assign):
+        targets = statement.targets
+    elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
+        targets = [statement.target]
+    else:
+        return isinstance(statement, _OWN_SCOPE)
+    return any(isinstance(target, ast.Name) and target.id == name for target in targets)
+
+
+def _base(source: _Source, base: ast.expr, depth: int) -> list[_Members]:
     """Return the chain of a base, which is a name or an attribute of an imported module."""
     if isinstance(base, ast.Name):
         if not source.open and base.id not in source.bound and hasattr(builtins, base.id):
@@ -240,7 +324,7 @@ def _base(source: _Source, base: ast.expr, depth: int) -> list[Mapping[str, ast.
     raise _unknown(f"the base {ast.unparse(base)} is made as {source.file} runs")
 
 
-def _imported(module: str, name: str, depth: int) -> list[Mapping[str, ast.stmt]]:
+def _imported(module: str, name: str, depth: int) -> list[_Members]:
     if (module, name) in (_ROOT, ("opgraft", _ROOT[1])):
         return []
     source = _Source.read(module) if name else None
@@ -249,37 +333,46 @@ def _imported(module: str, name: str, depth: int) -> list[Mapping[str, ast.stmt]
     return _chain(source, name, depth + 1)
 
 
-def _fault_of(chain: list[Mapping[str, ast.stmt]], offer: Offer) -> str | None:
+def _fault_of(chain: list[_Members], offer: Offer) -> str | None:
     """Name the first fault of a class, by the definitions of it and of the classes above it."""
     abstract = sorted(name for name in Platform.__abstractmethods__ if _is_abstract(chain, name))
     if abstract:
         return f"its class is abstract: it does not define {', '.join(abstract)}"
-    name = _constant(_definition(chain, "name"))
+    name = _value(chain, "name")
     if isinstance(name, str) and name != offer.name:
         return f"it calls itself {name!r}, its entry point is {offer.name!r}"
-    keys = _constant(_definition(chain, "dispatch_chain"))
+    keys = _value(chain, "dispatch_chain")
     unknown = [key for key in keys if key not in DISPATCH_KEYS] if isinstance(keys, tuple) else []
     if unknown:
         return f"its dispatch chain has {unknown[0]!r}: each key must be one of {DISPATCH_KEYS}"
     return None
 
 
-def _definition(chain: list[Mapping[str, ast.stmt]], name: str) -> ast.stmt | None:
+def _definition(chain: list[_Members], name: str) -> ast.stmt | None:
     return next((members[name] for members in chain if name in members), None)
 
 
-def _is_abstract(chain: list[Mapping[str, ast.stmt]], name: str) -> bool:
-    found = _definition(chain, name)
-    if found is None:
+def _is_abstract(chain: list[_Members], name: str) -> bool:
+    if not any(name in members for members in chain):
         return True
-    decorators = getattr(found, "decorator_list", [])
-    return any(ast.unparse(each) in _ABSTRACT for each in decorators)
+    return bool(_ABSTRACT & _decorators(_definition(chain, name)))
+
+
+def _decorators(statement: ast.stmt | None) -> set[str]:
+    return {ast.unparse(each) for each in getattr(statement, "decorator_list", [])}
+
+
+def _value(chain: list[_Members], name: str) -> Any:
+    """Return the constant that a member of instances has; ``None`` if the source does not show it."""
+    if any(_STORED + name in members for members in chain):
+        return None
+    return _constant(_definition(chain, name))
 
 
 def _constant(statement: ast.stmt | None) -> Any:
     """Return the constant that an assignment gives, or a property returns; ``None`` for anything else."""
     value = getattr(statement, "value", None)
-    body = getattr(statement, "body", [])
+    body = getattr(statement, "body", []) if _decorators(statement) <= _PROPERTIES else []
     if body and isinstance(body[-1], ast.Return) and len(body) == 1 + _has_docstring(body):
         value = body[-1].value
     try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import textwrap
 
 import pytest
 from conftest import Cli, Site
@@ -10,12 +12,19 @@ from opgraft import current_platform
 from opgraft.config import resolve
 from opgraft.errors import PlatformError
 from opgraft.machine.machine import Machine
+from opgraft.plugins.class_source import look
+from opgraft.plugins.discovery import PLATFORM_GROUP, discover
 from opgraft.plugins.selection import decide_without_torch
 from opgraft.state import host_state
 
 AVAILABLE = "return Evidence(True, 'here')"
 GOOD = "from opgraft.platforms.cpu.platform import CpuPlatform\n"
 OWN = "import opgraft\nfrom abc import abstractmethod\n"
+FIRST = (
+    f"{GOOD}class Device(CpuPlatform):\n    name = 'acne'\nclass Other(CpuPlatform):\n"
+    "    name = 'acme'\n"
+)
+"""A platform under another name, and one under its own, which comes to stand in its place."""
 MEMBERS = "    name = 'acme'\n    device_type = 'cpu'\n    dispatch_chain = ('cpu', 'native')\n"
 METHODS = "".join(
     f"    def {each}(self, *_): ...\n"
@@ -41,6 +50,14 @@ FAULTS = {
         "it calls itself 'acne'",
     ),
     "inherited name": (f"{GOOD}class Device(CpuPlatform):\n    pass\n", "it calls itself 'cpu'"),
+    "a star that is imported before": (
+        f"from acme_kernels import *\n{GOOD}class Device(CpuPlatform):\n    name = 'acne'\n",
+        "it calls itself 'acne'",
+    ),
+    "the same import twice": (
+        f"try:\n    {GOOD}except ImportError:\n    {GOOD}class Device(CpuPlatform):\n    name = 'acne'\n",
+        "it calls itself 'acne'",
+    ),
     "unknown key": (
         f"{GOOD}class Device(CpuPlatform):\n    name = 'acme'\n    dispatch_chain = ('npu',)\n",
         "its dispatch chain has 'npu'",
@@ -64,6 +81,45 @@ FINE = {
     "@named\nclass Device(CpuPlatform):\n    pass\n",
     "methods under a condition": f"{GOOD}class Device(CpuPlatform):\n    if True:\n        name = 'acme'\n",
 }
+
+UNKNOWABLE = {
+    "imported twice": f"{GOOD}try:\n    from acme_missing import Base\nexcept ImportError:\n"
+    "    from acme_kernels import Device as Base\ntry:\n    pass\nexcept ImportError:\n"
+    "    from acme_faults import Device as Base\nclass Device(Base):\n    pass\n",
+    "imported or defined": f"{GOOD}class Device(CpuPlatform):\n    name = 'acme'\n"
+    "if False:\n    from acme_faults import Device\n",
+    "imported in if and else": "if True:\n    from acme_kernels import Device\n"
+    "else:\n    from acme_faults import Device\n",
+    "a module that is imported twice": "import acme_kernels as kernels\n"
+    "if False:\n    import acme_faults as kernels\nclass Device(kernels.Device):\n    pass\n",
+    "in a match block": f"{GOOD}match 1:\n    case 1:\n"
+    "        class Device(CpuPlatform):\n            name = 'acme'\n",
+    "in one of two match blocks": "match 1:\n    case 1:\n        from acme_kernels import Device\n"
+    "    case _:\n        from acme_faults import Device\n",
+    "captured by a match": f"{FIRST}match Other:\n    case Device:\n        pass\n",
+    "bound by a walrus": f"{FIRST}print((Device := Other), end='')\n",
+    "bound by with": f"{FIRST}import contextlib\nwith contextlib.nullcontext(Other) as Device:\n    pass\n",
+    "bound by a function": f"{FIRST}def bind():\n    global Device\n    Device = Other\nbind()\n",
+    "bound by a later star": f"{FIRST}from acme_kernels import *\n",
+    "bound by globals later": f"{FIRST}globals()['Device'] = Other\n",
+    "renamed later": f"{FIRST}Device.name = 'acme'\n",
+    "changed by a call": f"def named(cls):\n    cls.name = 'acme'\n{FIRST}named(Device)\n",
+    "imported members": f"{OWN}class Device(opgraft.Platform):\n{MEMBERS}"
+    "    from acme_members import device_count, capability, memory, synchronize, manual_seed\n",
+    "an imported name": f"{GOOD}class Device(CpuPlatform):\n    from acme_members import name\n",
+    "a name that __init__ sets": f"{OWN}class Device(opgraft.Platform):\n{MEMBERS}{METHODS}    name = 'acne'\n"
+    "    def __init__(self):\n        self.name = 'acme'\n",
+    "a name in two steps": f"{GOOD}class Device(CpuPlatform):\n    name = 'ac'\n    name += 'me'\n",
+    "a name by a decorator": f"{GOOD}def named(method):\n    return 'acme'\n"
+    "class Device(CpuPlatform):\n    @named\n    def name(self):\n        return 'acne'\n",
+    "a name of a match block": f"{GOOD}class Device(CpuPlatform):\n    match 1:\n"
+    "        case 1:\n            name = 'acme'\n",
+    "several names at once": f"{GOOD}class Device(CpuPlatform):\n"
+    "    name, dispatch_chain = ('acme', ('cpu', 'native'))\n",
+    "named by a base": f"{GOOD}class Base(CpuPlatform):\n    def __init_subclass__(cls):\n        cls.name = 'acme'\n"
+    "class Device(Base):\n    pass\n",
+}
+"""Classes that are fine, of which the source alone shows less, or the wrong thing at first sight."""
 
 
 def detected() -> tuple[str | None, str]:
@@ -91,6 +147,19 @@ def test_a_class_that_may_be_fine(site: Site, form: str) -> None:
     chosen, unknown = detected()
     assert (chosen, "settings" in unknown) == ("acme", True)
     assert current_platform().name == "acme"
+
+
+@pytest.mark.parametrize("form", UNKNOWABLE)
+def test_a_class_that_its_source_does_not_show(site: Site, form: str) -> None:
+    """No fault is found: running the source makes a platform that can be used."""
+    site.platform("acme", probe=AVAILABLE, platform=UNKNOWABLE[form])
+    (site.folder / "acme_kernels.py").write_text(FINE["derived"])
+    (site.folder / "acme_faults.py").write_text(FAULTS["no base"][0])
+    (site.folder / "acme_members.py").write_text(f"name = 'acme'\n{textwrap.dedent(METHODS)}")
+    (offer,) = [each for each in discover().of_group(PLATFORM_GROUP) if each.name == "acme"]
+    found = look(offer)
+    assert (found.fault, "settings" in found.unknown) == (None, True)
+    assert importlib.import_module("acme_platform").Device().name == "acme"
 
 
 def test_a_misspelt_path(site: Site) -> None:
