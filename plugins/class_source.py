@@ -32,14 +32,22 @@ _DYNAMIC = frozenset(
 """Names in code that may bind names, or change classes, without a statement that says so."""
 
 _OWN_SCOPE = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_NAMED = (
+    ast.ClassDef,
+    ast.FunctionDef,
+    ast.AsyncFunctionDef,
+    ast.MatchAs,
+    ast.MatchStar,
+    ast.ExceptHandler,
+)
 _Binding = ast.ClassDef | tuple[str, str] | None
-"""A class, an import as module and name, or ``None`` for a name whose value only running the source shows."""
+"""A class, an import as module and name, or ``None`` if only running the source tells."""
 
 _STORED = "self."
 """The beginning of the key, among members, of an attribute that a method of the class sets."""
 
 _Members = Mapping[str, ast.stmt | None]
-"""By name, the statement that defines a member; ``None`` for a member whose value the source does not show."""
+"""By name, the statement that defines a member; ``None`` if only running the source tells."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,7 @@ def answer(reply_to: int, name: str, value: str) -> None:
 
 
 def look(offer: Offer) -> Verified:
-    """Look at the class in this process, which imports the module of the offer's ``PlatformSpec``."""
+    """Look at the class in this process. The module of the offer is imported."""
     path = spec_of(offer).platform_class
     if not isinstance(path, str):
         return Verified(unknown="its class, which a function returns, and its settings")
@@ -167,31 +175,17 @@ class _Source:
         return name in self.bound
 
     def _bind(self, statements: Sequence[ast.stmt], package: str) -> None:
+        always = set(map(id, statements))
         for node in _scope(statements):
-            if isinstance(node, ast.ClassDef):
-                self._set(node.name, node)
-            elif isinstance(node, ast.ImportFrom):
-                self._bind_import(node, package)
-            elif isinstance(node, ast.Import):
-                for alias in node.names:
-                    name = _name_of(alias)
-                    self._set(name, (alias.name if alias.asname else name, ""))
-            else:
-                for name in _names_of(node):
-                    self._set(name, None)
+            for name, binding in _bindings_of(node, package):
+                # After a star, a statement under a condition may bind the name anew, or not.
+                sure = id(node) in always or not self.open
+                self._set(name, binding if sure else None)
+            if isinstance(node, ast.ImportFrom) and _has_star(node):
+                self.open = True
+                # The star may bind each name that stands above it anew.
+                self.bound = dict.fromkeys(self.bound)
         self.open |= "__getattr__" in self.bound
-
-    def _bind_import(self, statement: ast.ImportFrom, package: str) -> None:
-        parts = package.split(".")
-        above = parts[: len(parts) - statement.level + 1] if statement.level else []
-        module = ".".join([*above, *filter(None, [statement.module])])
-        for alias in statement.names:
-            if alias.name != "*":
-                self._set(_name_of(alias), (module, alias.name))
-                continue
-            self.open = True
-            # The star may bind each name that stands above it anew.
-            self.bound.update(dict.fromkeys(self.bound))
 
     def _set(self, name: str, binding: _Binding) -> None:
         """Bind a name. Of several bindings, which need not all run, none is the one for sure."""
@@ -208,17 +202,50 @@ class _Source:
             elif isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
                 self._forget(node.value)
         for node in _scope(tree.body):
-            if isinstance(node, ast.Call):
-                for argument in [*node.args, *(each.value for each in node.keywords)]:
-                    self._forget(argument)  # the call may change it
+            if not isinstance(node, ast.Call):
+                continue
+            given = [each.value for each in node.keywords]
+            for argument in [*node.args, *given]:
+                self._forget(argument)  # the call may change it
 
     def _forget(self, node: ast.expr) -> None:
         if isinstance(node, ast.Name) and node.id in self.bound:
             self.bound[node.id] = None
 
 
+def _bindings_of(node: ast.AST, package: str) -> Iterator[tuple[str, _Binding]]:
+    """Yield the names that a node itself binds, each with its binding.
+
+    Args:
+        node: of the module's scope.
+        package: the package of the module, for relative imports.
+    """
+    if isinstance(node, ast.ImportFrom):
+        module = _module_of(node, package)
+        for alias in node.names:
+            yield _name_of(alias), (module, alias.name)
+    elif isinstance(node, ast.Import):
+        for alias in node.names:
+            name = _name_of(alias)
+            yield name, (alias.name if alias.asname else name, "")
+    else:
+        for name in _names_of(node):
+            yield name, node if isinstance(node, ast.ClassDef) else None
+
+
+def _module_of(statement: ast.ImportFrom, package: str) -> str:
+    parts = package.split(".")
+    above = parts[: len(parts) - statement.level + 1] if statement.level else []
+    named = [statement.module] if statement.module else []
+    return ".".join([*above, *named])
+
+
+def _has_star(statement: ast.ImportFrom) -> bool:
+    return any(alias.name == "*" for alias in statement.names)
+
+
 def _scope(statements: Sequence[ast.stmt]) -> Iterator[ast.AST]:
-    """Yield the nodes that run where statements stand, in their order: nothing within functions and classes."""
+    """Yield the nodes of statements in order; those within functions and classes aside."""
     left: list[ast.AST] = [*reversed(statements)]
     while left:
         node = left.pop()
@@ -245,13 +272,14 @@ def _names_of(node: ast.AST) -> list[str]:
         return [] if isinstance(node.ctx, ast.Load) else [node.id]
     if isinstance(node, ast.MatchMapping):
         return [node.rest] if node.rest else []
-    named = (*_OWN_SCOPE[:3], ast.MatchAs, ast.MatchStar, ast.ExceptHandler)
+    if not isinstance(node, _NAMED):
+        return []
     name = getattr(node, "name", None)
-    return [name] if isinstance(node, named) and name else []
+    return [name] if name else []
 
 
 def _chain(source: _Source, name: str, depth: int = 0) -> list[_Members]:
-    """Return what a class and the classes above it define, up to ``Platform``, in the order in which they count.
+    """Return the members of a class and of its bases below ``Platform``, most derived first.
 
     Raises:
         _Settled: the source does not tell.
@@ -284,9 +312,12 @@ def _members(cls: ast.ClassDef) -> _Members:
             raise _unknown(f"{cls.name} has methods under a condition")
         for node in _scope([statement]):
             for name in _names_of(node):
-                members[name] = statement if _is_plain(statement, name) else None
+                plain = _is_plain(statement, name)
+                members[name] = statement if plain else None
     for node in ast.walk(cls):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        if not isinstance(node, ast.Attribute):
+            continue
+        if isinstance(node.ctx, ast.Store):
             members[_STORED + node.attr] = None
     if "__init_subclass__" in members:
         raise _unknown(f"{cls.name} changes the classes below it")
@@ -301,7 +332,7 @@ def _has_blocks(statement: ast.stmt) -> bool:
 
 
 def _is_plain(statement: ast.stmt, name: str) -> bool:
-    """Return True if a statement defines a name as its value: ``name = value``, a method or a class."""
+    """Return True if the statement is ``name = value``, a method or a class."""
     if isinstance(statement, ast.Assign):
         targets = statement.targets
     elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
@@ -335,7 +366,8 @@ def _imported(module: str, name: str, depth: int) -> list[_Members]:
 
 def _fault_of(chain: list[_Members], offer: Offer) -> str | None:
     """Name the first fault of a class, by the definitions of it and of the classes above it."""
-    abstract = sorted(name for name in Platform.__abstractmethods__ if _is_abstract(chain, name))
+    names = sorted(Platform.__abstractmethods__)
+    abstract = [name for name in names if _is_abstract(chain, name)]
     if abstract:
         return f"its class is abstract: it does not define {', '.join(abstract)}"
     name = _value(chain, "name")
@@ -359,20 +391,23 @@ def _is_abstract(chain: list[_Members], name: str) -> bool:
 
 
 def _decorators(statement: ast.stmt | None) -> set[str]:
-    return {ast.unparse(each) for each in getattr(statement, "decorator_list", [])}
+    decorators = getattr(statement, "decorator_list", [])
+    return {ast.unparse(each) for each in decorators}
 
 
 def _value(chain: list[_Members], name: str) -> Any:
-    """Return the constant that a member of instances has; ``None`` if the source does not show it."""
+    """Return the constant that an instance has; ``None`` if the source does not show it."""
     if any(_STORED + name in members for members in chain):
         return None
     return _constant(_definition(chain, name))
 
 
 def _constant(statement: ast.stmt | None) -> Any:
-    """Return the constant that an assignment gives, or a property returns; ``None`` for anything else."""
+    """Return the constant of an assignment or a property; ``None`` for anything else."""
     value = getattr(statement, "value", None)
-    body = getattr(statement, "body", []) if _decorators(statement) <= _PROPERTIES else []
+    body = getattr(statement, "body", [])
+    if not _decorators(statement) <= _PROPERTIES:
+        return None
     if body and isinstance(body[-1], ast.Return) and len(body) == 1 + _has_docstring(body):
         value = body[-1].value
     try:

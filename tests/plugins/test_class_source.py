@@ -101,6 +101,8 @@ UNKNOWABLE = {
     "bound by with": f"{FIRST}import contextlib\nwith contextlib.nullcontext(Other) as Device:\n    pass\n",
     "bound by a function": f"{FIRST}def bind():\n    global Device\n    Device = Other\nbind()\n",
     "bound by a later star": f"{FIRST}from acme_kernels import *\n",
+    "a star and a condition": f"{GOOD}from acme_kernels import *\nif False:\n"
+    "    class Device(CpuPlatform):\n        name = 'acne'\n",
     "bound by globals later": f"{FIRST}globals()['Device'] = Other\n",
     "renamed later": f"{FIRST}Device.name = 'acme'\n",
     "changed by a call": f"def named(cls):\n    cls.name = 'acme'\n{FIRST}named(Device)\n",
