@@ -49,7 +49,7 @@ ROPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Kinds of ropes that none of the families has here: the family, and the rope's parameters."""
 
-ENCODERS = ("Bert", "Roberta", "XLMRoberta")
+ENCODERS = ("Bert", "Roberta", "XLMRoberta", "Electra")
 ONLINE = ("int8", "int8_dynamic", "int4", "fp8")
 """Formats in which a plain checkpoint is quantized as it is loaded."""
 

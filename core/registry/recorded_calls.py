@@ -50,7 +50,7 @@ _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 def recorded_calls(cls: type, method: str) -> Sequence[RecordedCall] | None:
     """Return the recorded calls of a constructor or method, or ``None`` if there are none.
 
-    Callers of a class do not know which of its variants they have: the calls of a base class count too. A constructor
+    Calls of a base class count too, since callers do not know variants. A constructor
     has the record of the class that defines the constructor.
     """
     if method == "__init__":
@@ -58,6 +58,11 @@ def recorded_calls(cls: type, method: str) -> Sequence[RecordedCall] | None:
         return _table().get(_key(owner, method)) or _table().get(_key(cls, method))
     found = {call for base in cls.__mro__ for call in _table().get(_key(base, method), ())}
     return sorted(found) or None
+
+
+def is_constructed(cls: type) -> bool:
+    """Return True if a record has a call that constructs the class itself."""
+    return _key(cls, "__init__") in _table()
 
 
 def forms_called(cls: type) -> Sequence[str]:

@@ -26,18 +26,18 @@ from opgraft.plugins.watching import watched
 from opgraft.registry.choice import ReplacementChoice
 from opgraft.registry.declarations import Replacement
 from opgraft.registry.op_classes import location_of, own_classes
+from opgraft.registry.recorded_calls import is_constructed
 from opgraft.registry.signatures import rejected_call
 from opgraft.state import PluginStatus, host_state
 from opgraft.testing import checks, inventory
 from opgraft.testing.catalogue import SPECS
 from opgraft.testing.kernel_checks import hidden_by
+from opgraft.testing.mentions import constructs, is_used, may_call
 from opgraft.testing.subjects import claimed_dtypes
 from opgraft.text import described
 from torch import Tensor
 
 _TABLE = "functional_"
-_BASE = "Base"
-"""The end of the names of classes that models construct derived classes of, and never the class itself."""
 
 
 def diagnose() -> list[Finding]:
@@ -166,40 +166,40 @@ def _lacking(
 
 
 def uncalled_kernels() -> Iterator[Finding]:
-    """Find methods that are named like a kernel for a key that is no dispatch key, and that nothing else calls."""
+    """Find methods that are named like a kernel for a key that is no dispatch key, and that nothing calls."""
     known = {f"forward_{key}" for key in DISPATCH_KEYS}
     for replacement in _settled():
         target = _target(replacement)
-        for base in own_classes(replacement.cls):
-            if base in target.__mro__:
-                break
-            used = {
-                name
-                for function in vars(base).values()
-                for name in getattr(getattr(function, "__code__", None), "co_names", ())
-            }
-            for name, method in vars(base).items():
-                if not name.startswith("forward_") or name in known | used or hasattr(target, name):
-                    continue
-                key = name.removeprefix("forward_")
-                message = (
-                    f"{base.__qualname__}.{name} is never called: {key!r} is no dispatch key. "
-                    "Call the method forward_oot"
-                )
-                yield Finding(message, replacement.provider, location_of(method))
+        own = [base for base in own_classes(replacement.cls) if base not in target.__mro__]
+        # The most derived definition of a name counts.
+        defined = {name: base for base in reversed(own) for name in vars(base)}
+        for name, base in defined.items():
+            if not name.startswith("forward_") or name in known or hasattr(target, name):
+                continue
+            if may_call(replacement.cls, name):
+                continue
+            key = name.removeprefix("forward_")
+            message = (
+                f"{base.__qualname__}.{name} is never called: {key!r} is no dispatch key. "
+                "Call the method forward_oot"
+            )
+            yield Finding(message, replacement.provider, location_of(vars(base)[name]))
 
 
 def unconstructed_targets() -> Iterator[Finding]:
-    """Find replacements of a class that only serves as the base of others, so that no model constructs it."""
+    """Find replacements of a class that no model constructs, only classes derived from the class."""
     for replacement in _settled():
         target = _target(replacement)
-        derived = [cls.__qualname__ for cls in target.__subclasses__() if _is_variant(cls)]
-        if target.__qualname__.endswith(_BASE) and derived:
-            message = (
-                f"{replacement.cls.__qualname__} replaces {target.__qualname__}, which no model constructs, "
-                f"so it never runs: replace {' or '.join(derived)}"
-            )
-            yield Finding(message, replacement.provider, replacement.location)
+        variants = [cls for cls in target.__subclasses__() if _is_variant(cls)]
+        # A class of a plugin is in no record, and so are the classes derived from it.
+        derived = [cls.__qualname__ for cls in variants if is_constructed(cls)]
+        if not derived or is_constructed(target) or is_used(target.__name__, constructs):
+            continue
+        message = (
+            f"{replacement.cls.__qualname__} replaces {target.__qualname__}, which no model constructs, "
+            f"so it never runs: replace {' or '.join(derived)}"
+        )
+        yield Finding(message, replacement.provider, replacement.location)
 
 
 def _is_variant(cls: type) -> bool:
