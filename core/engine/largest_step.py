@@ -10,19 +10,34 @@ from opgraft.engine.sampling_params import SamplingParams
 from opgraft.engine.step import NewSequence, Scheduled, Step
 from opgraft.ops.attention import Attention
 from opgraft.ops.attention.cached import CachedAttention
+from opgraft.ops.attention.paged import GATHERED_AT_ONCE
 from opgraft.ops.embedding import VocabParallelEmbedding
-from opgraft.ops.fused_moe import FusedMoE
+from opgraft.ops.fused_moe import FusedMoE, UnquantizedFusedMoEMethod
 from opgraft.ops.latent_attention import MLAAttention
 from opgraft.ops.linear import LinearBase
+from opgraft.ops.linear.methods import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
 from torch import nn
 
 _FLOAT32 = 4
 _COPIES = 4
-"""Of what a layer computes: its dtype and float32, each before and after an operation."""
+"""Copies of inputs and outputs: in the dtype and in float32, before and after an operation."""
+
+_SCORES = 4
+"""Numbers for each score: before and after the cap, shares, and the mask."""
+
+_GATHERED = 4
+"""Copies of keys and values: stored ones, in float32, before and after the mask."""
+
+_REPEATED = 2
+"""Copies of keys and values of all query heads: before and after scaling."""
+
+_REBUILT = 4
+"""Numbers for each code of a matrix: unpacked, less the offset, scaled, and as the layer needs."""
 
 _SORTED = 10
 """Numbers for each logit of sampling: the logits, sorted ones with int64 indices, probabilities and their sums."""
 
+_PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
 _LAYER = re.compile(r".*?\.\d+(?=\.|$)")
 """The part of a path up to the number of the layer."""
 
@@ -68,14 +83,16 @@ class _Widths:
 
     Attributes:
         layers: of each layer, the inputs and outputs of all its matrices for a token.
-        matrix: of the largest matrix, or of all experts of a layer.
+        matrix: of the largest matrix, or of all experts of a layer, with copies of a quantized one.
         heads: query heads of a layer, at most.
+        context: made of the keys and values of one token of a context, at most.
         vocabulary: tokens of the vocabulary.
     """
 
     layers: dict[str, int] = field(default_factory=dict)
     matrix: int = 0
     heads: int = 0
+    context: int = 0
     vocabulary: int = 0
 
     def add(self, path: str, width: int, matrix: int) -> None:
@@ -87,18 +104,22 @@ class _Widths:
         self.matrix = max(self.matrix, matrix)
 
 
-def step_bound(model: nn.Module, tokens: int, rows: int, longest: int) -> int | None:
-    """Return more bytes than a step takes beside weights and cache, or ``None`` for layers that are not known.
+def step_bound(
+    model: nn.Module, tokens: int, rows: int, longest: int, sequences: int
+) -> int | None:
+    """Return more bytes than a step takes beside weights and cache, ``None`` for unknown layers.
 
-    Everything counts as float32. A layer keeps the inputs and outputs of all its matrices four times. Attention keeps
-    the scores of all heads over all tokens of the step twice. One matrix is rebuilt from codes. Sampling sorts the
-    logits of its rows.
+    Everything counts as float32. A layer keeps inputs and outputs of all its matrices four times.
+    Each token of the step may see a context of ``longest`` tokens, most of them in the cache.
+    Attention keeps the scores of all heads, and gathers the keys and values of the contexts that
+    it computes at a time. One matrix is rebuilt from codes. Sampling sorts the logits of its rows.
 
     Args:
         model: a decoder.
         tokens: of the step.
         rows: of logits that are in memory at a time.
         longest: tokens of the longest context.
+        sequences: of the step, at most.
     """
     widths = _Widths()
     for path, module in model.named_modules():
@@ -107,23 +128,28 @@ def step_bound(model: nn.Module, tokens: int, rows: int, longest: int) -> int | 
 
     widest = max(widths.layers.values(), default=0)
     kept = tokens * widest * _COPIES
-    scores = widths.heads * tokens * min(tokens, longest) * 2
+    scores = widths.heads * tokens * longest * _SCORES
+    gathered = max(longest, min(sequences * longest, GATHERED_AT_ONCE)) * widths.context
     logits = rows * widths.vocabulary * _SORTED
-    return _FLOAT32 * (kept + scores + widths.matrix + logits)
+    return _FLOAT32 * (kept + scores + gathered + widths.matrix + logits)
 
 
 def _count(widths: _Widths, path: str, module: nn.Module) -> bool:
     """Add a module to the widths, and return False if its memory is not known."""
     if isinstance(module, LinearBase):
         inputs, outputs = module.input_size, module.output_size
-        widths.add(path, inputs + outputs, inputs * outputs)
+        widths.add(path, inputs + outputs, inputs * outputs * _copies(module))
     elif isinstance(module, FusedMoE):
         _count_experts(widths, path, module)
         return module.exchange is None  # with an exchange, tokens of other ranks come as well
     elif isinstance(module, VocabParallelEmbedding):
         widths.vocabulary = max(widths.vocabulary, module.num_embeddings)
+        matrix = module.num_embeddings_padded * module.embedding_dim
+        if _copies(module) == _REBUILT:
+            widths.matrix = max(widths.matrix, matrix * _REBUILT)
     elif isinstance(module, (Attention, MLAAttention)):
         widths.heads = max(widths.heads, module.num_heads)
+        widths.context = max(widths.context, _of_context(module))
     else:
         return not isinstance(module, CachedAttention)
     return True
@@ -133,4 +159,21 @@ def _count_experts(widths: _Widths, path: str, layer: FusedMoE) -> None:
     shape = layer.moe_config
     inner, outer = shape.intermediate_size_per_partition, shape.hidden_dim
     visited = layer.top_k * (3 * inner + 2 * outer)
-    widths.add(path, visited, layer.num_experts * 3 * inner * outer)
+    matrices = layer.num_experts * 3 * inner * outer
+    widths.add(path, visited, matrices * _copies(layer))
+
+
+def _copies(layer: nn.Module) -> int:
+    """Return the most numbers for each weight of a matrix while a layer computes."""
+    return 1 if isinstance(getattr(layer, "quant_method", None), _PLAIN) else _REBUILT
+
+
+def _of_context(layer: Attention | MLAAttention) -> int:
+    """Return the numbers that a layer makes of keys and values of one token of a context."""
+    if isinstance(layer, MLAAttention):
+        stored, key, value = layer.head_size, layer.qk_head_dim, layer.v_head_dim
+        repeated = layer.num_heads * (layer.qk_nope_head_dim + key + value)
+    else:
+        stored = 2 * layer.num_kv_heads * layer.head_size
+        repeated = 2 * layer.num_heads * layer.head_size
+    return stored * _GATHERED + repeated * _REPEATED

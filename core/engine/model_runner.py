@@ -245,6 +245,7 @@ class ModelRunner(PluggableClass):
             limits.max_num_batched_tokens,
             max(limits.max_num_seqs, ROWS_AT_ONCE),
             self.model.max_position,
+            limits.max_num_seqs,
         )
 
     def calls_of_largest_step(self) -> int:

@@ -7,17 +7,23 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine.engines import prompts
-from opgraft import LLM, DeviceMemory, SamplingParams, current_platform
+from opgraft import LLM, DeviceMemory, SamplingParams, current_platform, functional
 from opgraft.engine.largest_step import largest_step
 from opgraft.engine.worker import DEVICE_SHARE
 from opgraft.errors import ConfigError
+from opgraft.ops.attention import paged
+from quantized_files import write_layers
+from quantized_formats import FORMATS
 from random_decoders import DECODERS, written
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import profile
 
 MEMORY = 40 << 20
 
@@ -69,9 +75,9 @@ def open_llm(
 
 
 def test_the_cache_leaves_room_for_the_largest_step(open_llm: Callable[..., LLM]) -> None:
-    """With a larger step the cache is smaller; requests that fill it and the step leave the rest of the memory free."""
+    """A larger step that is tried makes the cache smaller. The rest of the memory stays free, tried or not."""
     sizes, free = {}, []
-    for tokens in (64, 1024):
+    for tokens in (64, 1024, 4096):
         llm = open_llm(max_num_batched_tokens=tokens, max_num_seqs=8, max_model_len=512)
         sizes[tokens] = (
             llm.engine.core.cache.pool.num_blocks
@@ -83,7 +89,7 @@ def test_the_cache_leaves_room_for_the_largest_step(open_llm: Callable[..., LLM]
         llm.generate(prompts(*[128] * 8), params)
         assert 0 < (1 - DEVICE_SHARE) * MEMORY - 0.02 * MEMORY < min(free)
         llm.shutdown()
-    assert 0 < sizes[1024] < sizes[64]
+    assert 0 < sizes[4096] < sizes[1024]
 
 
 @pytest.mark.parametrize(
@@ -104,6 +110,77 @@ def test_the_bound_is_above_what_a_step_takes(
         peak = runner.peak_of_largest_step(lambda: -live_bytes(), partial(calls.append, 1))
         assert 0 < peak < bound, (peak, bound)
         assert 0 < len(calls) < 2 * runner.calls_of_largest_step()
+
+
+def peak(run: Callable[[], object]) -> int:
+    """Return the most bytes that are allocated at a time while something runs, within operations too."""
+    with sdpa_kernel(SDPBackend.MATH), profile(profile_memory=True) as profiled:
+        run()
+    events = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(accumulate(size for _, size in changes))
+
+
+def quantized_head(folder: Path) -> None:
+    """A Llama whose largest matrix is its head, which is quantized."""
+    sizes = {"vocab_size": 4096, "hidden_size": 512, "head_dim": 8}
+    llama = written("Llama", folder / "plain", **sizes, max_position_embeddings=512)
+    settings, quantize = FORMATS["gptq"]
+    heads = {"lm_head.weight": quantize}
+    write_layers(
+        folder / "model", folder / "plain", llama, {**settings, "lm_head": True}, heads.get
+    )
+
+
+def plain(family: str, **values: Any) -> Callable[[Path], None]:
+    return lambda folder: written(family, folder / "model", **values)  # type: ignore[return-value]
+
+
+SMALL = {"max_position_embeddings": 512, "hidden_size": 32, "intermediate_size": 32}
+GPT_OSS = {**DECODERS["gpt_oss"][1], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+LATENT = dict(DECODERS["deepseek v3, with experts"][1])
+PEAKS: dict[str, tuple[Callable[[Path], None], dict[str, Any]]] = {
+    "a long context": (plain("Llama", **SMALL), {}),
+    "many heads": (plain("Llama", **{**SMALL, "num_attention_heads": 16, "head_dim": 4}), {}),
+    "a cap": (plain("Gemma2", **{**SMALL, "head_dim": 8}), {}),
+    "a cap and codes": (plain("Gemma2", **{**SMALL, "head_dim": 8}), {"cache.dtype": "int8"}),
+    "sinks": (plain("GptOss", **{**GPT_OSS, "max_position_embeddings": 512}), {}),
+    "latents": (plain("DeepseekV3", **{**LATENT, "max_position_embeddings": 512}), {}),
+    "a quantized head": (quantized_head, {}),
+}
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_no_step_takes_more_than_the_bound(
+    name: str, open_llm: Callable[..., LLM], tmp_path: Path
+) -> None:
+    """Parts of long prompts, whose beginnings are in the cache, and single tokens stay below the bound."""
+    shutil.rmtree(tmp_path / "model")
+    write, given = PEAKS[name]
+    write(tmp_path)
+    sizes = {"max_num_batched_tokens": 96, "max_num_seqs": 8, "max_model_len": 512}
+    llm = open_llm(**sizes, **given, **{"cache.num_blocks": 300, "parallel.executor": "in_process"})
+    runner = llm.engine.core.executor.worker.runner
+    params = SamplingParams(max_tokens=3, temperature=1.0, top_p=0.9, seed=0, ignore_eos=True)
+    most = peak(lambda: llm.generate(prompts(500, *[8] * 7), params))
+    assert 0 < most < runner.bound_of_largest_step()
+
+
+def test_contexts_are_gathered_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Single tokens of many sequences are computed in parts, with the results of all at once."""
+    generator = torch.Generator().manual_seed(0)
+    cache = torch.randn(24, 2, 2, 4, 8, generator=generator)
+    query = torch.randn(6, 4, 8, generator=generator)
+    table = torch.randperm(24, generator=generator).view(6, 4)
+    lengths = torch.tensor([1, 16, 7, 3, 9, 12])
+    given = (query, cache, table, torch.arange(7), lengths, 0.3)
+    whole = functional.paged_attention.native(*given)
+    most = {}
+    for at_once in (1, 40, 1000):
+        monkeypatch.setattr(paged, "GATHERED_AT_ONCE", at_once)
+        torch.testing.assert_close(functional.paged_attention.native(*given), whole)
+        most[at_once] = peak(lambda: functional.paged_attention.native(*given))
+    assert most[1] < most[40] < most[1000] / 2
 
 
 @pytest.mark.parametrize("tokens", [16, 4096])

@@ -36,6 +36,10 @@ from torch.nn import functional as F
 __all__ = ["paged_attention", "write_kv_cache"]
 
 
+GATHERED_AT_ONCE = 1 << 16
+"""Tokens of contexts that are gathered at a time; a single longer context is gathered as a whole."""
+
+
 @register_functional("write_kv_cache", nothing, mutates=("cache",))
 def write_kv_cache(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
     """Write the keys and values of new tokens to their places in a cache (arXiv:2309.06180).
@@ -137,7 +141,7 @@ def by_sequences(
         return _of_unknown_lengths(attend, query, block_table, query_start_loc, seq_lens)
     bounds, lengths = query_start_loc.tolist(), seq_lens.tolist()
     if lengths and bounds == list(range(len(bounds))):
-        return attend(query[:, None], seq_lens - 1, seq_lens, block_table)[:, 0]
+        return _of_one_token_each(attend, query, block_table, seq_lens, block_size)
     size, window = block_size, sliding_window
     parts = []
     for (start, end), length, blocks in zip(pairwise(bounds), lengths, block_table, strict=True):
@@ -148,6 +152,23 @@ def by_sequences(
             row = blocks[None, skipped : -(-length // size)]
             parts.append(attend(query[None, start:end], ends[0], ends[1], row)[0])
     return torch.cat(parts) if parts else torch.empty_like(query)
+
+
+def _of_one_token_each(
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    query: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    block_size: int,
+) -> Tensor:
+    """Attend with one token of each sequence, ``GATHERED_AT_ONCE`` tokens of contexts at a time."""
+    most = max(1, GATHERED_AT_ONCE // max(1, block_table.shape[1] * block_size))
+    parts = []
+    for start in range(0, len(query), most):
+        part = slice(start, start + most)
+        lengths = seq_lens[part]
+        parts.append(attend(query[part, None], lengths - 1, lengths, block_table[part])[:, 0])
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _of_unknown_lengths(
