@@ -19,18 +19,21 @@ _WITHOUT_VALUES = "meta"
 def keep_properties(platform: Platform) -> None:
     """Read every property of a platform, check it, and have the platform answer with that value from now on.
 
-    A property is code of others: it may raise, or give another value, when it is read again.
+    A property is code of others: it may raise, or give another value, when it is read again. Each value is kept before
+    the next property is read, as one property may be computed from another.
 
     Raises:
         TypeError, ValueError: a property raised, or has a value that no platform may have.
     """
-    kept = {name: _CHECKS[name](name, _read(platform, name)) for name in PROPERTIES}
     cls = type(platform)
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     metaclass: Any = type(cls)
-    keeping = metaclass(cls.__name__, (cls,), {**names, **kept})
+    keeping = metaclass(cls.__name__, (cls,), names)
     # By object's own way, as a platform may refuse that its attributes are set.
     object.__setattr__(platform, "__class__", keeping)
+    for name in PROPERTIES:
+        value = _CHECKS[name](name, _read(platform, name))
+        type.__setattr__(keeping, name, value)
 
 
 def _read(platform: Platform, name: str) -> Any:

@@ -45,6 +45,20 @@ def answers_apart() -> Iterator[None]:
             stream.close()
 
 
+@contextmanager
+def stdout_for_answers() -> Iterator[None]:
+    """Let stdout lead to the stream for answers, as ``input`` shows its prompt and what is typed on stdout."""
+    number = _number_of(sys.stdout)
+    if not _apart or number is None:
+        yield
+        return
+    os.dup2(_apart[-1].fileno(), number)
+    try:
+        yield
+    finally:
+        divert(sys.stdout, number)
+
+
 def divert(stdout: TextIO, number: int = 1) -> None:
     """Let stdout, the descriptor ``number``, be stderr from now on."""
     _flush(stdout)

@@ -10,6 +10,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 import click
+from opgraft.cli.answers import stdout_for_answers
 from opgraft.cli.output import COMMAND_LINE, SettingsCommand, echo, with_model_settings
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import RequestError
@@ -150,7 +151,9 @@ def _typed() -> Iterator[str]:
     importlib.import_module("readline")  # which gives input() a history
     while True:
         try:
-            yield input(_PROMPT).strip()
+            with stdout_for_answers():
+                line = input(_PROMPT)
+            yield line.strip()
         except KeyboardInterrupt:
             echo()
         except EOFError:

@@ -196,9 +196,7 @@ def pickle_only(folder: Path) -> None:
 
 
 def missing_shard(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text(
-        '{"weight_map": {"x": "model-00001-of-00002.safetensors"}}'
-    )
+    index('{"weight_map": {"x": "model-00001-of-00002.safetensors"}}')(folder)
 
 
 def no_tokenizer(folder: Path) -> None:
@@ -206,9 +204,10 @@ def no_tokenizer(folder: Path) -> None:
 
 
 def index(content: str) -> Callable[[Path], None]:
-    """Harm that writes an index of shards, named after its content in the test's identifier."""
+    """Harm that writes an index, named after its content in the test's identifier, in the place of the whole file."""
 
     def harm(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
         (folder / "model.safetensors.index.json").write_text(content)
 
     harm.__name__ = f"index {content[:50]}"

@@ -12,11 +12,13 @@ _SHOW = """
 import os
 from types import SimpleNamespace
 from opgraft.cli import serve
+from opgraft.cli.output import echo
 from opgraft.state import host_state
 
 def show(*_):
-    print(host_state().settings().config.cpu_keep_memory, host_state().settings().origins["cpu_keep_memory"])
-    print(os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"], os.environ["LRU_CACHE_CAPACITY"])
+    settings = host_state().settings()
+    echo(f"{settings.config.cpu_keep_memory} {settings.origins['cpu_keep_memory']}")
+    echo(" ".join(os.environ[name] for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")))
 
 serve._server = lambda: SimpleNamespace(serve=show)
 serve.command(["minilm"])

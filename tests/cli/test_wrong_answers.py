@@ -12,6 +12,7 @@ import pytest
 import torch
 from opgraft.cli.neighbours import nearest
 from opgraft.errors import InputError
+from opgraft.models.files import open_weights
 from opgraft.models.sentences import SentenceSettings
 from opgraft.pooling import POOLINGS, pooled, pooling_modes
 from opgraft.serving.llm import LLM
@@ -183,7 +184,7 @@ def test_an_unknown_pooling_is_refused(encoder: Path, value: object) -> None:
     (encoder / "1_Pooling").mkdir()
     (encoder / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode": value}))
     with pytest.raises(InputError, match=r"1_Pooling/config\.json: the pooling mode"):
-        SentenceSettings.of(encoder)
+        SentenceSettings.of(open_weights(str(encoder)))
 
 
 def test_modules_of_a_sentence_encoder(encoder: Path) -> None:
@@ -196,15 +197,15 @@ def test_modules_of_a_sentence_encoder(encoder: Path) -> None:
         {"path": "2_Pooling", "type": f"{base}.pooling.Pooling"},
     ]
     (encoder / "modules.json").write_text(json.dumps(rows))
-    assert SentenceSettings.of(encoder).pooling == ("max",)
+    assert SentenceSettings.of(open_weights(str(encoder))).pooling == ("max",)
     (encoder / "modules.json").write_text(
         json.dumps([*rows, {"path": "3_Dense", "type": f"{base}.Dense"}])
     )
     with pytest.raises(InputError, match="lists a module 'Dense'"):
-        SentenceSettings.of(encoder)
+        SentenceSettings.of(open_weights(str(encoder)))
     (encoder / "modules.json").write_text(json.dumps([{"path": "../../etc", "type": "a.Pooling"}]))
     with pytest.raises(InputError, match="leads out of the checkpoint"):
-        SentenceSettings.of(encoder)
+        SentenceSettings.of(open_weights(str(encoder)))
 
 
 @pytest.mark.parametrize(

@@ -176,8 +176,8 @@ def test_what_is_patched_into_the_file_later(monkeypatch: pytest.MonkeyPatch) ->
     model, called = build(), []
     report = graft(model)
     assert (
-        report.notes[-1]
-        == "2 forwards see what is patched into their files from now on after ungraft only"
+        report.notes[-1] == "2 of the forwards call ops in place of functions of their files: "
+        "if you patch such a function from now on, call ungraft first"
     )
     monkeypatch.setattr(
         modeling_llama, "apply_rotary_pos_emb", lambda q, k, *_, **__: called.append(1) or (q, k)

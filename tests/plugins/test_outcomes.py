@@ -45,7 +45,6 @@ def line_of(file: Path, text: str) -> str:
         ('("cpu", "cdua")', "'cdua', which nothing installed offers: did you mean 'cuda'"),
         ('["CPU"]', "'CPU', which nothing installed offers: did you mean 'cpu'"),
         ('("cpu", "rocm")', None),
-        ('("npu",)', None),
         ('("cpu", "acme_npu")', None),
         ('"any"', None),
     ],
@@ -57,6 +56,14 @@ def test_a_misspelt_platform(site, stated: str, near: str | None) -> None:
     assert told == (
         [] if near is None else [f"plugin acme of acme 1.0 states the platform {near}?"]
     )
+
+
+def test_a_plugin_for_no_platform(site) -> None:
+    """A plugin whose platforms nothing installed offers is told which platforms there are."""
+    site.plugin("acme", GOOD.replace('"any"', '("npu",)'))
+    (finding,) = findings()
+    assert "states the platforms 'npu' only, which nothing installed offers" in finding.message
+    assert "name one of cpu, cuda, rocm, tpu, xpu" in finding.message
 
 
 @pytest.mark.parametrize("name", ["opgraft_register_op", "opgraft_regster_ops"])

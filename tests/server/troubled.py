@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import llguidance
 import torch
-from opgraft.engine.sampling import Grammar
 from opgraft.ops import SiluAndMul
 
 platforms = "any"
 FOLDER = Path(os.environ["TROUBLE"])
-compiled = Grammar.__init__
+compiled = llguidance.LLMatcher
 
 
 @SiluAndMul.register_oot
@@ -28,13 +28,19 @@ class TroubledSiluAndMul(SiluAndMul):
         return self.forward_native(x)
 
 
-def waiting(grammar: Grammar, spec: Any, tokens: Any) -> None:
-    mark = FOLDER / str(os.getpid())
-    if "slow" in str(spec):
-        mark.touch()
-        while mark.exists():
-            time.sleep(0.01)
-    compiled(grammar, spec, tokens)
+class WaitingMatchers:
+    """The library's class of compiled grammars, a call of which waits first."""
+
+    def __call__(self, tokens: Any, source: str, **limits: Any) -> Any:
+        mark = FOLDER / str(os.getpid())
+        if "slow" in source:
+            mark.touch()
+            while mark.exists():
+                time.sleep(0.01)
+        return compiled(tokens, source, **limits)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(compiled, name)
 
 
-Grammar.__init__ = waiting  # type: ignore[method-assign]
+llguidance.LLMatcher = WaitingMatchers()

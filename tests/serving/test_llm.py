@@ -144,6 +144,7 @@ def test_the_cache_takes_a_share_of_what_is_free(
 ) -> None:
     """A quarter of a host's memory, nearly all of a device's, or what is set."""
     monkeypatch.setattr(CpuPlatform, "dispatch_chain", chain)
+    monkeypatch.setattr(CpuPlatform, "runs_cpu_kernels", False)
     monkeypatch.setattr(CpuPlatform, "memory", lambda self, index=0: DeviceMemory(2000, 1000))
     monkeypatch.setattr(ModelRunner, "bound_of_largest_step", lambda self: 100)
     worker = Worker(opgraft.config.whole.config_from_fields(setting).resolved())
