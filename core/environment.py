@@ -230,6 +230,20 @@ def cache_home(variables: Mapping[str, str] | None = None) -> Path:
     return Path(values.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
+def hub_cache(variables: Mapping[str, str] | None = None) -> Path:
+    """Return the folder of models from the Hugging Face Hub, by default as ``os.environ`` says.
+
+    The variables are those that the Hub's own library reads, and so are no settings of opgraft.
+    """
+    values = os.environ if variables is None else variables
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if values.get(name):
+            return Path(values[name]).expanduser()
+    if values.get("HF_HOME"):
+        return Path(values["HF_HOME"]).expanduser() / "hub"
+    return cache_home(values).expanduser() / "huggingface" / "hub"
+
+
 def state_home(variables: Mapping[str, str] | None = None) -> Path:
     """Return the folder in which programs of this user keep what outlives a run, by default as ``os.environ`` says.
 

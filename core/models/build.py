@@ -100,7 +100,7 @@ def _constructed(resolved: OpgraftConfig, weights: Weights, device: torch.device
 
 
 def generates(opgraft_config: OpgraftConfig) -> bool:
-    """Tell whether the model that is named has logits; otherwise it is an encoder, for embeddings.
+    """Return True if the named model has logits; otherwise the model is an encoder, for embeddings.
 
     Raises:
         ModelError: nothing is named, or no class is registered for the architecture.

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: found from a folder, a file or a name, and checked before anything is made for them."""
+"""The files of a checkpoint: found from a folder, a file or a name, and checked first."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Any
 
+from opgraft.environment import hub_cache
 from opgraft.errors import CheckpointError, near_matches
 from opgraft.files import read_regular
 from opgraft.logger import logger
 from opgraft.models.gguf_file import open_gguf
 from opgraft.models.gguf_names import renamed
-from opgraft.models.hub_cache import cached_snapshot, hub_cache, is_hub_name
+from opgraft.models.hub_cache import cached_snapshot, is_hub_name
 from opgraft.models.lazy import LazyTensor
 from opgraft.models.safetensors_file import open_safetensors
 from opgraft.text import printable, shortened
@@ -81,7 +82,7 @@ _OPENED: ContextVar[dict[str, Weights] | None] = ContextVar("opgraft_opened", de
 """Within ``opened_once``: the checkpoints that were opened, by the names that were given."""
 
 _CONFIG_ONLY: ContextVar[bool] = ContextVar("opgraft_config_only", default=False)
-"""Within ``opened_once(config_only=True)``: of a folder with a ``config.json`` weights may be missing."""
+"""Within ``opened_once(config_only=True)``: a folder with a ``config.json`` may lack weights."""
 
 
 def find_checkpoint(name: str | Path) -> Path:

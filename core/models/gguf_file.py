@@ -121,7 +121,7 @@ def _dequantize(blocks: Any, kind: Any) -> Any:
 
 @functools.cache
 def _is_readable(name: str) -> bool:
-    """Tell whether the library can make numbers from the blocks of a type."""
+    """Return True if the library can make numbers from the blocks of a type."""
     gguf = import_extra("gguf")
     kind = gguf.GGMLQuantizationType[name]
     try:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
+
+from opgraft.environment import hub_cache
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LONGEST = 200  # characters of a name; the Hub gives each part 96
@@ -18,24 +18,8 @@ def is_hub_name(name: str) -> bool:
     return len(name) <= _LONGEST and _NAME.fullmatch(name) is not None
 
 
-def hub_cache(variables: Mapping[str, str] | None = None) -> Path:
-    """Return the folder of the cache, by the variables that the Hub's own library reads.
-
-    Args:
-        variables: by default ``os.environ``.
-    """
-    values = os.environ if variables is None else variables
-    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        if values.get(name):
-            return Path(values[name]).expanduser()
-    if values.get("HF_HOME"):
-        return Path(values["HF_HOME"]).expanduser() / "hub"
-    cache = values.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "huggingface" / "hub"
-
-
 def cached_snapshot(name: str) -> Path | None:
-    """Return the folder of a model in the cache, or ``None`` if it is not there.
+    """Return the folder of a model in the cache, or ``None`` if there is none.
 
     The commit is that of the branch ``main`` when it was downloaded. If only another revision was downloaded, the
     folder is that of the revision.

@@ -12,7 +12,6 @@ from typing import TypeVar
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
 from opgraft.engine.executor import Executor
-from opgraft.errors import CheckpointError, PluginError
 from opgraft.serving.arguments import placed
 from opgraft.serving.embedder import Embedder
 from opgraft.serving.outputs import EmbeddingOutput
@@ -157,13 +156,11 @@ class AsyncEmbedder:
             return
         finally:
             self._busy_since = None
-        for text, vector in zip(batch, vectors, strict=True):
-            try:
-                self.embedder.expect_numbers(vector, text.name)
-            except (CheckpointError, PluginError) as error:
-                _settle(text, error)
+        for text, each in zip(batch, vectors, strict=True):
+            if each.fault:
+                _settle(text, self.embedder.refusal({text.name: each.fault}))
             else:
-                _settle(text, vector)
+                _settle(text, each.vector)
 
     @property
     def busy_seconds(self) -> float:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from opgraft.binding.explaining import Explanation
 from opgraft.binding.pluggable_class import choose_class
@@ -13,7 +14,13 @@ from opgraft.engine.compiled_model import expect_compilable
 from opgraft.engine.executors import executor_of
 from opgraft.engine.stats import Counters, EngineStats, copied
 from opgraft.engine.worker import Worker
-from opgraft.errors import CheckpointError, ConfigError, EngineError, PluginError
+from opgraft.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    OpgraftError,
+    PluginError,
+)
 from opgraft.models.config import read_config
 from opgraft.models.files import open_weights, opened_once
 from opgraft.models.sentences import SentenceSettings
@@ -26,6 +33,18 @@ from opgraft.serving.tokenizer import Tokenizer, open_tokenizer
 
 _LONGEST = 512
 """Tokens of the longest text, where neither settings nor checkpoint say."""
+
+
+_UNEXPLAINED = "unexplained"
+"""The fault of a vector for which no kernel is to blame."""
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """The vector of a text, and what is wrong if it has NaN or infinity: the kernel, or ``"unexplained"``."""
+
+    vector: list[float]
+    fault: str = ""
 
 
 class Embedder:
@@ -67,7 +86,6 @@ class Embedder:
         self.counters = Counters()
         self._shut_down = False
         self._running = self.waiting = 0
-        self._culprit = ""
         self._reports = StepReports(self.stats, on_step)
 
     def _longest(self) -> int:
@@ -116,26 +134,29 @@ class Embedder:
 
         Raises:
             RequestError: a text cannot be taken.
-            CheckpointError, PluginError: the vector of a text has NaN or infinity.
+            CheckpointError, PluginError: vectors of texts have NaN or infinity.
         """
         with self.counters.timed("text"):
             names = [placed("text", index, len(texts)) for index in range(len(texts))]
             given = [self._tokenized(*named, truncate) for named in zip(texts, names, strict=True)]
-        found: dict[int, list[float]] = {}
+        found: dict[int, Embedded] = {}
         left = len(given)
         try:
             for batch in self.batches([len(ids) for _, ids in given]):
                 left -= len(batch)
                 self.waiting = left
-                found.update(
-                    zip(batch, self.vectors([given[index][1] for index in batch]), strict=True)
-                )
+                sequences = [given[index][1] for index in batch]
+                found.update(zip(batch, self.vectors(sequences), strict=True))
                 ended(len(batch))
         finally:
             self.waiting = 0
-        for index, vector in sorted(found.items()):
-            self.expect_numbers(vector, names[index])
-        return [EmbeddingOutput(str(i), text, ids, found[i]) for i, (text, ids) in enumerate(given)]
+        faults = {names[i]: each.fault for i, each in sorted(found.items()) if each.fault}
+        if faults:
+            raise self.refusal(faults)
+        return [
+            EmbeddingOutput(str(i), text, ids, found[i].vector)
+            for i, (text, ids) in enumerate(given)
+        ]
 
     def encode(self, text: Prompt, name: str) -> list[int]:
         """Return the token ids of a text, from any thread; ``name`` is what errors call it.
@@ -150,8 +171,8 @@ class Embedder:
         if self.executor.can_restart:
             self.executor.restart(lambda: self.executor.call("load_encoder"))
 
-    def vectors(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Compute the vectors of a batch of token ids, and count it.
+    def vectors(self, sequences: Sequence[Sequence[int]]) -> list[Embedded]:
+        """Compute the vectors of a batch of token ids, check them, and count the batch.
 
         Raises:
             EngineError: the encoder was shut down.
@@ -166,7 +187,8 @@ class Embedder:
                 vectors: list[list[float]] = self.executor.call(
                     "embed", sequences, self.settings.pooling, self.settings.normalize
                 )
-                self._blame(sequences, vectors)
+                size = self.settings.size
+                embedded = self._checked(sequences, [vector[:size] for vector in vectors])
             reason = "stop"
             self.counters.prompt_tokens += sum(map(len, sequences))
         finally:
@@ -174,16 +196,26 @@ class Embedder:
             self.counters.failed_steps += reason == "error"
             self.counters.finished[reason] += len(sequences)
             self._reports.send()
-        return [vector[: self.settings.size] for vector in vectors]
+        return embedded
 
-    def _blame(
-        self, sequences: Sequence[Sequence[int]], vectors: Sequence[Sequence[float]]
-    ) -> None:
-        """Find the kernel by which vectors without numbers came about, if there are such vectors."""
-        for vector in vectors:
-            if not all(map(math.isfinite, vector)):
-                self._culprit = self.executor.call("wrong_kernel", sequences)
-                return
+    def _checked(
+        self, sequences: Sequence[Sequence[int]], vectors: Sequence[list[float]]
+    ) -> list[Embedded]:
+        """Return the vectors of a batch, with the fault of each that has NaN or infinity."""
+        wrong = [not all(map(math.isfinite, vector)) for vector in vectors]
+        faults = [
+            self._fault(tokens) if bad else "" for tokens, bad in zip(sequences, wrong, strict=True)
+        ]
+        if _UNEXPLAINED in faults and len(sequences) > 1:
+            # A kernel may be wrong for several texts at a time only.
+            together = self._fault(*sequences)
+            faults = [together if fault == _UNEXPLAINED else fault for fault in faults]
+        return [Embedded(*row) for row in zip(vectors, faults, strict=True)]
+
+    def _fault(self, *sequences: Sequence[int]) -> str:
+        """Return the kernel that is wrong as texts are computed once more, if one is found."""
+        culprit: str = self.executor.call("wrong_kernel", sequences)
+        return culprit or _UNEXPLAINED
 
     def _tokenized(self, text: Prompt, name: str, truncate: bool) -> tuple[str | None, list[int]]:
         """Return the text as given, and the token ids of the checkpoint's prompt and the text."""
@@ -225,22 +257,36 @@ class Embedder:
         if batch:
             yield batch
 
-    def expect_numbers(self, vector: Sequence[float], name: str) -> None:
-        """Refuse the vector of a text, which is called by a name, that has NaN or infinity.
+    def refusal(self, faults: Mapping[str, str]) -> OpgraftError:
+        """Return the error of texts that have no embedding.
 
-        Raises:
-            PluginError: it has, and the kernel of a plugin is to blame.
-            CheckpointError: it has, and every kernel computes what its native definition does.
+        Args:
+            faults: what is wrong, by the names of the texts.
+
+        Returns:
+            A ``PluginError`` if the kernel of a plugin is to blame for a text, else a ``CheckpointError``.
         """
-        if all(map(math.isfinite, vector)):
-            return
         model = self.opgraft_config.model
-        what = f"{model.name} computes numbers that are no embedding (NaN or infinity) for {name}"
-        if self._culprit:
-            raise PluginError(f"{what}: {self._culprit}")
-        raise CheckpointError(
-            f"{what}: its weights are damaged, or {model.dtype} is too narrow for them. Try the dtype float32."
+        texts: dict[str, list[str]] = {}
+        first: dict[str, str] = {}
+        for name, fault in faults.items():
+            # What follows are numbers of a single text; those of the first do for all.
+            kernel = fault.partition(": ")[0]
+            texts.setdefault(kernel, []).append(name)
+            first.setdefault(kernel, fault)
+        unexplained = (
+            f"its weights are damaged, or {model.dtype} is too narrow for them. "
+            "Try the dtype float32."
         )
+        parts = []
+        # The advice for a kernel stands last, where a reader looks for the next step.
+        for kernel in sorted(texts, key=_UNEXPLAINED.__ne__):
+            reason = unexplained if kernel == _UNEXPLAINED else first[kernel]
+            parts.append(f"for {', '.join(texts[kernel])}: {reason}")
+        message = f"{model.name} computes numbers that are no embedding (NaN or infinity) "
+        message += " And ".join(parts)
+        known = texts.keys() - {_UNEXPLAINED}
+        return PluginError(message) if known else CheckpointError(message)
 
 
 def _expect_one(opgraft_config: OpgraftConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import opgraft
 import pytest
@@ -13,6 +14,7 @@ from faults.model_rows import CONTENTS
 from faults.test_models import copied
 from opgraft import LLM, OpgraftConfig, cli, set_config
 from opgraft.binding.blame import beside_native_definitions
+from opgraft.errors import CheckpointError, PluginError
 from opgraft.ops import GELU, Linear, LinearAct, RMSNorm
 from small_words import word_llama
 from torch import nn
@@ -196,6 +198,50 @@ def test_numbers_of_an_encoder(
     assert "Acme.forward_oot of acme 1.0" in said, said
     assert place(site) in said
     assert "weights are damaged" not in said
+
+
+ROWS = "x * (torch.nan if x.numel() // x.shape[-1] {} else 1)"
+
+
+def nan_if(rows: str) -> str:
+    """A kernel of LayerNorm that returns NaN for some numbers of rows only."""
+    body = f"x = LayerNorm.forward_native(self, x)\n        return {ROWS.format(rows)}"
+    return kernel("LayerNorm", "forward_oot(self, x)", body)
+
+
+def damaged(encoder: Path, token: int, **settings: Any) -> LLM:
+    """An encoder whose weights for a token are NaN."""
+    llm = LLM(str(encoder), **{"load.progress": False, **settings})
+    assert llm._embedder is not None
+    words = llm._embedder.executor.worker.runner.model.embeddings.word_embeddings
+    words.weight.data[token] = torch.nan
+    return llm
+
+
+def test_texts_of_an_encoder_without_numbers(site: Site, encoder: Path) -> None:
+    """Each text is named by its number, beside what is wrong with this text."""
+    site.plugin("acme", nan_if("== 3"))
+    llm = damaged(encoder, 7, **{"scheduler.max_num_seqs": 1})
+    texts = [[4, 5], [4, 5, 6], [4, 7, 5, 6], [6, 4], [7, 5], [6, 5, 4]]
+    with pytest.raises(PluginError) as error:
+        llm.embed(texts)
+    weights, kernels = str(error.value).split(" And for ")
+    assert "infinity) for text 3 of 6, text 5 of 6: its weights are damaged" in weights
+    assert kernels.startswith("text 2 of 6, text 6 of 6: Acme.forward_oot of acme 1.0")
+    assert len(llm.embed([texts[0], texts[3]])) == 2
+    with pytest.raises(CheckpointError, match="for text 2 of 2: its weights are damaged"):
+        llm.embed([texts[0], texts[4]])
+
+
+def test_a_kernel_that_is_wrong_for_several_texts_at_a_time(site: Site, encoder: Path) -> None:
+    """The kernel is found although each text alone has numbers."""
+    site.plugin("acme", nan_if("> 4"))
+    llm = LLM(str(encoder), **{"load.progress": False})
+    with pytest.raises(
+        PluginError, match=r"for text 1 of 2, text 2 of 2: Acme\.forward_oot of acme"
+    ):
+        llm.embed([[4, 5, 6], [6, 5, 4]])
+    assert len(llm.embed([[4, 5, 6]])) == 1
 
 
 def test_numbers_of_a_fused_layer(site: Site) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from opgraft.config import LoadConfig, ModelConfig, OpgraftConfig
+from opgraft.environment import hub_cache
 from opgraft.errors import CheckpointError
 from opgraft.models import find_checkpoint, load_model, open_weights
-from opgraft.models.hub_cache import hub_cache
 
 COMMIT, OLDER = "0123456789abcdef" * 2 + "01234567", "f" * 40
 NAME = "acme/Small.Model-1"

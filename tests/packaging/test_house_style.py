@@ -150,6 +150,29 @@ CONTROL_FLOW = {
 PRIVATE_TORCH = "opgraft.compat"
 """The one place for private names of torch, each with a fallback."""
 
+ENVIRONMENT = "opgraft.environment"
+"""The one module that reads the environment."""
+
+READS_OF_ENVIRONMENT = ("os.environ", "os.environb", "os.getenv")
+BESIDE_THE_ENVIRONMENT = {
+    "opgraft.binding.sharing": "sets the variable by which workers learn decisions",
+    "opgraft.cli.env": "shows variables as they are",
+    "opgraft.cli.isolation": "hands all variables on to a process",
+    "opgraft.cli.serve": "sets a variable of the allocator before torch is imported",
+    "opgraft.engine.process_executor": "hands all variables on to workers",
+    "opgraft.engine.ray_executor": "hands variables on to workers",
+    "opgraft.engine.ray_placement": "sets variables of a worker",
+    "opgraft.engine.ray_worker": "sets variables of a worker",
+    "opgraft.machine.child": "hands variables on to a process",
+    "opgraft.machine.machine": "keeps the environment as a part of the machine",
+    "opgraft.platforms.tpu.engine": "sets variables that its libraries read",
+    "opgraft.plugins.probing": "hands all variables on to a process",
+    "opgraft.plugins.process": "compares variables before and after a plugin's import",
+    "opgraft.testing.plugin_checks": "hands all variables on to a process",
+    "opgraft.machine.scrubbing": "looks for the name of the user, to hide the name",
+}
+"""Modules that use the environment and take no setting from there, each with what it does."""
+
 ROUNDABOUT = re.compile(r"\s*(The one|That|Those|Wh(at|ether|y|en|ere|ich|o)|How)\b")
 """Openings by which a docstring describes its subject from afar, where a verb or the subject's name would say it."""
 
@@ -404,6 +427,16 @@ def test_private_names_of_torch_stay_in_one_place() -> None:
         and (names := list(private_torch_names(tree_of(path))))
     }
     assert found == {}
+
+
+def test_the_environment_is_read_in_one_place() -> None:
+    """Modules of the package take variables from opgraft.environment."""
+    users = set()
+    for module, path in MODULES.items():
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in READS_OF_ENVIRONMENT:
+                users.add(module)
+    assert users - {ENVIRONMENT} == BESIDE_THE_ENVIRONMENT.keys()
 
 
 def test_errors_live_in_one_module() -> None:
