@@ -30,9 +30,9 @@ from opgraft.plugins.requirements import (
     check_admission,
     objection,
 )
-from opgraft.plugins.watching import watched
 from opgraft.registry.declarations import ANY_PLATFORM, Owner
 from opgraft.registry.op_classes import location_of
+from opgraft.registry.watching import watched
 from opgraft.state import HostState, PluginRecord, PluginStatus, Transaction, activating
 from opgraft.text import described, printable, shortened
 

@@ -17,9 +17,9 @@ from opgraft.plugins.changes import Change
 from opgraft.plugins.discovery import HOST_DISTRIBUTION, Offer, discover
 from opgraft.plugins.kept_properties import keep_properties
 from opgraft.plugins.requirements import check_adjustment
-from opgraft.plugins.watching import watched
 from opgraft.registry.declarations import Owner
 from opgraft.registry.op_classes import location_of
+from opgraft.registry.watching import watched
 from opgraft.state import PlatformSelection, Transaction, activating, host_state
 from opgraft.text import described, printable
 

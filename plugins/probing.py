@@ -35,7 +35,7 @@ from opgraft.machine.evidence import Evidence
 from opgraft.machine.machine import Machine, mapped, masked
 from opgraft.platform import PlatformSpec
 from opgraft.plugins.discovery import PLATFORM_BRIDGES, PLATFORM_GROUP, Offer
-from opgraft.plugins.watching import told_when_late
+from opgraft.registry.watching import told_when_late
 from opgraft.state import host_state
 from opgraft.text import described, shortened
 

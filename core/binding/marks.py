@@ -42,6 +42,11 @@ def needs(check: Callable[[], str | None]) -> Callable[[Function], Function]:
     return decorate
 
 
+def has_needs(kernel: object) -> bool:
+    """Return True if a kernel says by a check of its own where it runs."""
+    return getattr(kernel, NEEDS, None) is not None
+
+
 def unmet_need(kernel: object) -> str | None:
     """Return what a kernel needs and this machine or installation lacks, ``None`` where nothing is missing."""
     check = getattr(kernel, NEEDS, None)

@@ -193,7 +193,7 @@ _CRASHED = {"status": "failed", "error": None, "speed": None, "seconds": 0.0}
 def examine(plugin: str, brief: str, done: str) -> None:
     """Answer the questions in this process that are not ``done``, and tell each answer."""
     conformance = importlib.import_module("opgraft.testing.conformance")
-    watching = importlib.import_module("opgraft.plugins.watching")
+    watching = importlib.import_module("opgraft.registry.watching")
     known = {tuple(key) for key in json.loads(done)}
     with conformance.alone(plugin):
         judged = conformance.Conformance(plugin, brief=brief == str(True), timed=brief != str(True))

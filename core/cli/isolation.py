@@ -25,7 +25,7 @@ from opgraft.machine.child import Ended, run_child
 from opgraft.machine.host_memory import memory_limit
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.quarantine import against, confine
-from opgraft.plugins.watching import LISTENERS, told_when_late
+from opgraft.registry.watching import LISTENERS, told_when_late
 from opgraft.state import host_state
 
 TIME_LIMIT = (

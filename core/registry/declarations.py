@@ -15,6 +15,7 @@ from opgraft.errors import ConflictError, RegistrationError, UnknownTargetError,
 from opgraft.platform import Platform
 from opgraft.registry.conditions import Condition, objection_of
 from opgraft.registry.op_classes import check_replacement, check_supports, location_of, qualified
+from opgraft.registry.watching import told_when_late
 
 ANY_PLATFORM = "any"
 
@@ -62,7 +63,9 @@ class Replacement:
         if self.when is None:
             return None
         if self._judged is None or self._judged[0] is not platform:
-            self._judged = (platform, objection_of(self.when, platform))
+            what = f"the when= condition of {self.cls.__qualname__} of {self.provider}"
+            with told_when_late(what, self.provider):
+                self._judged = (platform, objection_of(self.when, platform))
         return self._judged[1]
 
     @property

@@ -22,12 +22,12 @@ from opgraft.platform import DISPATCH_KEYS, effective_chain
 from opgraft.plugins import hookspecs
 from opgraft.plugins.discovery import PLUGIN_GROUP, discover
 from opgraft.plugins.selection import selected_platform
-from opgraft.plugins.watching import watched
 from opgraft.registry.choice import ReplacementChoice
 from opgraft.registry.declarations import Replacement
 from opgraft.registry.op_classes import location_of, own_classes
 from opgraft.registry.recorded_calls import is_constructed
 from opgraft.registry.signatures import rejected_call
+from opgraft.registry.watching import watched
 from opgraft.state import PluginStatus, host_state
 from opgraft.testing import checks, inventory
 from opgraft.testing.catalogue import SPECS

@@ -13,7 +13,8 @@ from faults.planting import GOOD, answer, in_time, of_brix
 from faults.platform_rows import HEAD
 from opgraft import load_plugins
 from opgraft.cli import isolation
-from opgraft.plugins import watching
+from opgraft.ops import RMSNorm
+from opgraft.registry import watching
 
 LONG = "import time; time.sleep(0.9)"
 HOOK = "platforms = 'any'\nimport opgraft\n@opgraft.hookimpl\ndef {}():\n    {}\n"
@@ -87,6 +88,31 @@ def test_platforms(site, caplog, step: str, part: str) -> None:
         f"still waiting for platform 'acme' of acme-dist 1.0 {step}: opgraft has waited for 0.3 s. "
         "OPGRAFT_PLUGINS_DISABLE=acme-dist goes without it."
     ]
+
+
+ROW = (
+    "import time\nimport opgraft\nfrom opgraft.ops import RMSNorm\nplatforms = 'any'\n"
+    "def check(*given): time.sleep(0.9); return {}\n"
+    "class Acme(RMSNorm):\n    {}\n"
+    "    def forward_oot(self, x, residual=None): return self.forward_native(x, residual)\n"
+    "@opgraft.hookimpl\ndef opgraft_register_ops(): RMSNorm.register_oot(Acme{})\n"
+)
+CHECKS = {
+    "the when= condition of Acme of acme 1.0": ROW.format("True", "", ", when=check"),
+    "the check of what Acme.forward_oot of acme 1.0 needs": ROW.format(
+        "None", "@opgraft.needs(check)", ""
+    ),
+}
+"""By what opgraft asks of a replacement, the source of a plugin whose answer takes long."""
+
+
+@pytest.mark.parametrize("asked", CHECKS)
+def test_what_replacements_are_asked(site, caplog, asked: str) -> None:
+    """The condition of a row, or the check of a kernel, is named with its class and its plugin."""
+    site.plugin("acme", CHECKS[asked])
+    RMSNorm(8)
+    told = f"still waiting for {asked}: opgraft has waited for 0.3 s."
+    assert f"{told} OPGRAFT_PLUGINS_DISABLE=acme goes without it." in waits(caplog)
 
 
 def test_who_is_fast_is_not_told_of(site, caplog) -> None:
