@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from opgraft.binding.kernels import Kernel, declared_kernels
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.decision import Provider
-from opgraft.platform import effective_chain
+from opgraft.platform import DISPATCH_KEYS, Platform, effective_chain
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.choice import objection_to
 from opgraft.registry.declarations import Replacement
 from opgraft.state import host_state
 
 _SHOWN = 3
+_FORWARD = "forward"
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class IdlePlugin:
 
 
 def idle_plugins() -> list[IdlePlugin]:
-    """List the active plugins whose kernels all lack something, or have conditions that do not hold here.
+    """List the active plugins whose kernels all lack something, are for other devices, or have false conditions.
 
     A plugin without a kernel of its own, such as one with a scheduler, is not listed.
     """
@@ -73,21 +75,42 @@ def _idle(name: str, replacements: Sequence[Replacement]) -> IdlePlugin | None:
 
 
 def _against(replacement: Replacement) -> Iterator[tuple[Kernel, str | None]]:
-    """Yield each kernel of a replacement with what speaks against it here."""
-    objection = objection_to(replacement, selected_platform().platform, wanted=None)
+    """Yield each kernel of a replacement with the objection to it here, if there is one."""
+    platform = selected_platform().platform
+    objection = objection_to(replacement, platform, wanted=None)
     for kernel in _own_kernels(replacement):
-        yield kernel, objection or kernel.missing()
+        yield kernel, objection or _of_other_device(kernel, platform) or kernel.missing()
+
+
+def _of_other_device(kernel: Kernel, platform: Platform) -> str | None:
+    """Return the reason why no op on this platform runs a kernel for its dispatch key, or ``None``."""
+    chain = effective_chain(platform)
+    if kernel.method == _FORWARD or kernel.key in chain:
+        return None
+    return f"{kernel.key!r} is not in the dispatch chain of {platform.name}, {' > '.join(chain)}"
 
 
 def _own_kernels(replacement: Replacement) -> list[Kernel]:
-    """List the kernels for this platform that a replacement of an op adds to those of its target."""
+    """List the kernels, for any device, that a replacement of an op adds to those of its target."""
     target = replacement.target
     if target is None or issubclass(target, PluggableClass):
         return []
-    platform = selected_platform().platform
-    declared = declared_kernels(replacement.cls, effective_chain(platform))
+    declared = declared_kernels(replacement.cls, DISPATCH_KEYS)
     inherited = target.__mro__
-    return [kernel for kernel in declared if kernel.owner not in inherited]
+    own = [kernel for kernel in declared if kernel.owner not in inherited]
+    return [] if _overrides_more(replacement.cls, target) else own
+
+
+def _overrides_more(cls: type, target: type) -> bool:
+    """Return True if a class overrides methods of its target that are no kernels, and that run on any device."""
+    for base in cls.__mro__:
+        if base in target.__mro__:
+            return False
+        for name, value in vars(base).items():
+            is_method = inspect.isfunction(value) and not name.startswith((_FORWARD, "__"))
+            if is_method and hasattr(target, name):
+                return True
+    return False
 
 
 def listed(names: Sequence[str]) -> str:

@@ -130,6 +130,46 @@ def test_a_plugin_without_a_kernel_is_one_finding(
         assert ran.stderr.splitlines().count(message) == 1
 
 
+FOR_CUDA = (
+    HEAD
+    + """
+class Norm(RMSNorm):
+    def forward_cuda(self, x, residual=None):
+        raise OSError("no device")
+
+    {more}
+
+RMSNorm.register_oot(Norm)
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "lines"),
+    [
+        ("forward_hip = forward_cuda", 1),
+        ("def forward_oot(self, x, residual=None): return self.forward_native(x, residual)", 0),
+        ("def extra_repr(self): return ''", 0),
+    ],
+)
+def test_a_plugin_for_another_device(cli, site, causal_folder: Path, more: str, lines: int) -> None:
+    """If all kernels of an active plugin are for other devices, 'run' prints one line that says so.
+
+    A class that also overrides other methods changes what runs here, and is not told.
+    """
+    site.plugin("acme", FOR_CUDA.format(more=more))
+    ran = cli("run", str(causal_folder), "the cat", "--max-tokens", "1")
+    assert ran.returncode == 0, ran.stderr
+    said = [line for line in ran.stderr.splitlines() if "has no kernel that can run here" in line]
+    assert len(said) == lines, ran.stderr
+    chain = "is not in the dispatch chain of cpu, oot > cpu > native"
+    for line in said:
+        assert line == (
+            "plugin acme (acme 1.0) has no kernel that can run here: "
+            f"Norm.forward_cuda: 'cuda' {chain}; Norm.forward_hip: 'hip' {chain}"
+        )
+
+
 def test_a_plugin_with_some_kernels(cli, site, causal_folder: Path) -> None:
     """If one kernel can run, the finding is that of the other, and 'run' prints nothing of it."""
     site.plugin("acme", LACKING.format(norm="None", gate="'no driver'", when=None))
