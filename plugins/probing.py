@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import linecache
 import os
 import re
 import sys
@@ -18,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from opgraft.decision import Provider
 from opgraft.errors import (
@@ -44,22 +45,14 @@ TIME_LIMIT = 10.0  # seconds
 SLOW = 5.0  # seconds
 """The time from which on a probe is slow; those of opgraft take milliseconds."""
 
-_OF_EVERYBODY = (
-    "/dev/null",
-    "/dev/zero",
-    "/dev/full",
-    "/dev/random",
-    "/dev/urandom",
-    "/dev/tty",
-    "/dev/pts",
-    "/dev/ptmx",
-    "/dev/shm",  # noqa: S108  # nothing is written there
-    "/dev/console",
-    "/dev/std",
-    "/dev/fd",
+_OF_EVERYBODY = re.compile(
+    r"/dev/(null|zero|u?random|console|ptmx|tty\d*|std\w+|(pts|shm|fd)(/.*)?)"
 )
+"""Device files that processes have open without a device, such as a terminal."""
 
 _CHILD = "from opgraft.plugins.probing import answer; answer(reply_to, data, *sys.argv[3:])"
+
+_TORCH = "torch"
 
 _AT_ONCE = 32
 """The most probes that run at the same time."""
@@ -152,6 +145,15 @@ def run_probe(offer: Offer, machine: Machine) -> Evidence:
     Raises:
         ProbeFailed: as for ``ask``.
     """
+    return _probed(offer, machine)[1]
+
+
+def _probed(offer: Offer, machine: Machine) -> tuple[PlatformSpec, Evidence]:
+    """Import the probe and call it here; returns what the entry point names, too.
+
+    Raises:
+        ProbeFailed: as for ``ask``.
+    """
     try:
         spec = spec_of(offer)
         if not isinstance(spec, PlatformSpec):
@@ -171,7 +173,7 @@ def run_probe(offer: Offer, machine: Machine) -> Evidence:
         raise ProbeFailed(
             f"probe {offer.value} returned a {type(evidence).__name__}, expected opgraft.Evidence"
         )
-    return evidence
+    return spec, evidence
 
 
 def _place(offer: Offer, error: BaseException) -> str:
@@ -279,21 +281,53 @@ class _Asked(dict[str, str]):
         return super().get(name, default)
 
 
-def _remarks(offer: Offer, seconds: float) -> Iterator[dict[str, str]]:
+class _Before(NamedTuple):
+    """The state of a process before it runs a probe.
+
+    Attributes:
+        started: the time.
+        devices: the device files that are open.
+        has_torch: torch is imported.
+    """
+
+    started: float
+    devices: frozenset[str]
+    has_torch: bool
+
+    @classmethod
+    def now(cls) -> _Before:
+        return cls(time.monotonic(), _open_devices(), _TORCH in sys.modules)
+
+
+def _remarks(offer: Offer, spec: PlatformSpec, before: _Before) -> Iterator[dict[str, str]]:
     """Yield what a probe did that a probe must not do, each with ``file:line``; called in its process."""
-    probe = offer.load().probe
-    code = getattr(inspect.unwrap(probe), "__code__", None)
-    place = f"{code.co_filename}:{code.co_firstlineno}" if code else offer.value
+    seconds = time.monotonic() - before.started
+    place = _place_of_probe(offer, spec)
     if seconds >= SLOW:
         told = f"took {seconds:.1f} s, and each command waits for it: read files, and ask no tool or device"
         yield {"message": told, "location": place}
-    if "torch" in sys.modules:
+    # A bridge runs the code of another host's plugin, which may need torch.
+    if _TORCH in sys.modules and not before.has_torch and offer.bridge is None:
         told = "imports torch, which takes seconds and may create a device context: read files only"
-        yield {"message": told, "location": _import_of("torch", offer.module) or place}
-    devices = _open_devices()
+        yield {"message": told, "location": _import_of(_TORCH, offer.module) or place}
+    devices = sorted(_open_devices() - before.devices)
     if devices:
         told = f"leaves {', '.join(devices)} open, as a device context does: read files below machine.root only"
         yield {"message": told, "location": place}
+
+
+def _place_of_probe(offer: Offer, spec: PlatformSpec) -> str:
+    """Return ``file:line`` of a probe, or of the function of another host that a bridge calls."""
+    named: Any = spec.probe
+    if offer.bridge is not None:
+        named = sys.modules.get(offer.module)
+        _, _, path = offer.value.partition("[")[0].partition(":")
+        for part in path.strip().split("."):
+            named = getattr(named, part, None)
+    with suppress(ValueError):  # of functions that wrap each other
+        named = inspect.unwrap(named)
+    code = getattr(named, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else offer.value
 
 
 def _import_of(package: str, module: str) -> str:
@@ -301,25 +335,31 @@ def _import_of(package: str, module: str) -> str:
     statement = re.compile(rf"\s*(import|from)\s+{package}\b")
     own = module.partition(".")[0]
     for name, each in list(sys.modules.items()):
-        file = getattr(each, "__file__", None) or ""
-        if name.partition(".")[0] != own or not file.endswith(".py"):
+        file = getattr(each, "__file__", None)
+        if name.partition(".")[0] != own or not isinstance(file, str):
             continue
-        lines = Path(file).read_text("utf-8", "replace").splitlines()
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(_source_of(each, file), start=1):
             if statement.match(line):
                 return f"{file}:{number}"
     return ""
 
 
-def _open_devices() -> list[str]:
+def _source_of(module: Any, file: str) -> list[str]:
+    """Return the lines of a module's source, from an archive too; none if there is no source."""
+    with suppress(Exception):  # of a loader that somebody else wrote
+        return linecache.getlines(file, vars(module))
+    return []
+
+
+def _open_devices() -> frozenset[str]:
     """Return the device files that this process has open, those of every process aside."""
     found = set()
     for entry in Path("/proc/self/fd").glob("*"):
         with suppress(OSError):  # of a file that is closed meanwhile
             target = os.readlink(entry)
-            if target.startswith("/dev/") and not target.startswith(_OF_EVERYBODY):
+            if target.startswith("/dev/") and not _OF_EVERYBODY.fullmatch(target):
                 found.add(target)
-    return sorted(found)
+    return frozenset(found)
 
 
 def answer(
@@ -331,10 +371,11 @@ def answer(
     offer = Offer(PLATFORM_GROUP, name, value, Provider(name), bridge=through)
     given = Machine.from_dict(Path(root), machine)
     asked = _Asked(given.environ)
-    started = time.monotonic()
+    before = _Before.now()
     try:
-        reply = run_probe(offer, replace(given, environ=asked)).to_dict() | {"asked": asked.asked}
-        reply["remarks"] = list(_remarks(offer, time.monotonic() - started))
+        spec, evidence = _probed(offer, replace(given, environ=asked))
+        reply = evidence.to_dict() | {"asked": asked.asked}
+        reply["remarks"] = list(_remarks(offer, spec, before))
     except ProbeFailed as failure:
         reply = {"failure": str(failure)}
     # Not to the standard output, to which the probe and what it imports may print.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -77,19 +78,29 @@ def test_a_variable_that_a_probe_asks_for_is_shown(site, monkeypatch: pytest.Mon
     assert acme.reason == "GPU-1,GPU-2 hides all"
 
 
+HARMLESS = (
+    "import os; os.open('/dev/null', os.O_RDONLY); os.openpty(); return Evidence(False, 'no')"
+)
+"""A probe that leaves open what any process may."""
+
 REMARKS: dict[str, tuple[str, str]] = {
     "torch": (
         "import torch; return Evidence(False, 'no')",
         "imports torch, which takes seconds and may create a device context",
     ),
     "slow": ("import time; time.sleep(5.2); return Evidence(False, 'late')", "took 5."),
+    "device": (
+        "import os; os.open('/dev/full', os.O_WRONLY); return Evidence(False, 'no')",
+        "leaves /dev/full open, as a device context does",
+    ),
     "inside": ("machine.read(7); return Evidence(False, 'no')", "raised "),
 }
 """By name, the body of a probe that answers, and what the doctor says of it."""
 
 
 def test_probes_that_do_what_they_must_not(cli, site) -> None:
-    """A probe that imports torch, is slow, or gives opgraft a wrong argument is told with its file and line."""
+    """A probe that imports torch, is slow, keeps a device open or misuses a machine is told with its line."""
+    site.platform("harmless", probe=HARMLESS)
     for name, (body, _) in REMARKS.items():
         site.platform(name, probe=body)
     ended = cli("plugins", "doctor", "--json")
@@ -97,6 +108,61 @@ def test_probes_that_do_what_they_must_not(cli, site) -> None:
     for name, (_, words) in REMARKS.items():
         place = f"{site.folder / f'{name}_device.py'}:"
         assert [row for row in told if words in row and place in row], (name, told)
+    assert [row for row in told if "harmless" in row] == []
+
+
+BRIDGE = """
+from pathlib import Path
+from opgraft import Evidence, PlatformSpec
+
+def platform(offer):
+    with Path(__file__).with_name("made").open("a") as made:
+        made.write(offer.name + "\\n")
+
+    def probe(machine):
+        module, _, name = offer.value.partition(":")
+        return Evidence(False, getattr(__import__(module), name)())
+
+    return PlatformSpec(probe, lambda: None)
+"""
+FOREIGN = """
+import os, torch
+
+def register():
+    os.open("/dev/full", os.O_WRONLY)
+    return "no device"
+"""
+
+
+def test_a_probe_behind_a_bridge(site) -> None:
+    """A bridge is asked once, its plugin may import torch, and what the plugin leaves open has the plugin's line."""
+    site.install(
+        "acme-bridge",
+        {"acme_bridge.py": BRIDGE},
+        {"opgraft.platform_bridges": ["acme.devices = acme_bridge:platform"]},
+    )
+    site.install("gizmo", {"gizmo.py": FOREIGN}, {"acme.devices": ["gizmo = gizmo:register"]})
+    opgraft.reset()
+    decide_platform(host_state().settings(), Machine())
+    assert (site.folder / "made").read_text().split() == ["gizmo"]
+    (finding,) = host_state().platform_findings
+    assert "leaves /dev/full open" in finding.message
+    assert finding.location == f"{site.folder / 'gizmo.py'}:4"
+
+
+def test_a_probe_in_an_archive(site, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line of an import is found in a plugin that lies in a zip file."""
+    site.platform("packed", probe="import torch; return Evidence(False, 'no')")
+    archive = shutil.make_archive(str(tmp_path / "packed"), "zip", site.folder)
+    shutil.rmtree(site.folder)
+    monkeypatch.syspath_prepend(archive)
+    opgraft.reset()
+    _, decision = decide_platform(host_state().settings(), Machine())
+    (packed,) = (each for each in decision.candidates if each.name == "packed")
+    assert packed.reason == "no"
+    (finding,) = host_state().platform_findings
+    assert "imports torch" in finding.message
+    assert finding.location.startswith(f"{archive}/packed_device.py:")
 
 
 def test_a_machine_of_a_folders_name(tmp_path) -> None:
