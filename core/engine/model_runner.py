@@ -294,7 +294,7 @@ class ModelRunner(PluggableClass):
         return seen[0] - min(seen)
 
     def _apply(self, step: Step) -> dict[str, str]:
-        """Change what is known of the sequences, and return why some of those that are added fail."""
+        """Change the known sequences, and return the errors of added ones."""
         for request_id in step.removed:  # before anything that may raise
             self._forget(request_id)
         errors: dict[str, str] = {}
@@ -385,7 +385,7 @@ class ModelRunner(PluggableClass):
         )
 
     def _blamed(self, request_id: str, error: str, names: Sequence[str]) -> str:
-        """Return why nothing can be sampled for a request, with the kernel that is to blame if one is found.
+        """Return the error of a request that cannot be sampled, with the kernel that is to blame if one is found.
 
         Args:
             request_id: of the request.
