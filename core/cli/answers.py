@@ -24,10 +24,14 @@ def answers() -> TextIO:
 
 @contextmanager
 def answers_apart() -> Iterator[None]:
-    """Keep stdout for ``answers`` alone; whatever else is written to it goes to stderr."""
-    stdout = sys.stdout
-    number = _number_of(stdout)
+    """Keep stdout for ``answers`` alone; whatever else is written to it goes to stderr.
+
+    Both streams are as before at the end, if a plugin has closed or replaced them meanwhile.
+    """
+    stdout, stderr = sys.stdout, sys.stderr
+    number, errors = _number_of(stdout), _number_of(stderr)
     stream = stdout if number is None else _copy(stdout, number)
+    kept = None if errors is None else os.dup(errors)
     _apart.append(stream)
     if number is None:  # such as a text that a test collects
         sys.stdout = sys.stderr
@@ -37,12 +41,23 @@ def answers_apart() -> Iterator[None]:
         yield
     finally:
         _apart.remove(stream)
-        if number is None:
-            sys.stdout = stdout
-        else:
+        sys.stdout, sys.stderr = stdout, stderr
+        if number is not None:
             _flush(stdout)
-            os.dup2(stream.fileno(), number)
+            sys.stdout = _put_back(stdout, number, stream.fileno())
             stream.close()
+        if errors is not None and kept is not None:
+            sys.stderr = _put_back(stderr, errors, kept)
+            os.close(kept)
+
+
+def _put_back(stream: TextIO, number: int, copy: int) -> TextIO:
+    """Let a descriptor be the file of its copy again; returns its stream, a new one if that was closed."""
+    os.dup2(copy, number)
+    if not stream.closed:
+        return stream
+    encoding, errors = stream.encoding, stream.errors
+    return open(number, "w", encoding=encoding, errors=errors, buffering=1, closefd=False)
 
 
 @contextmanager

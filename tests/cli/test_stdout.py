@@ -94,6 +94,26 @@ def test_an_error_is_the_whole_of_stdout(noisy: Site, cli: Cli) -> None:
     assert json.loads(done.stdout)["error"]["exit_code"] == done.returncode == 2
 
 
+CLOSES = {
+    "stdout": "sys.stdout.close()",
+    "both": "sys.stdout.close(); sys.stderr.close()",
+    "the descriptors": "os.close(1); os.close(2)",
+    "by another stream": "sys.stdout = sys.stderr = None",
+}
+
+
+@pytest.mark.parametrize("how", CLOSES)
+def test_an_error_after_a_plugin_closed_the_streams(site: Site, cli: Cli, how: str) -> None:
+    """The error is told on both streams, as JSON and as text, without a traceback."""
+    site.plugin("acme", f"import os, sys\nplatforms = 'any'\n{CLOSES[how]}\n")
+    done = cli("ops", "explain", "rms_nrom", "--json")
+    assert done.returncode == 2, done.stderr
+    assert json.loads(done.stdout)["error"]["exit_code"] == 2
+    assert done.stderr.count("rms_nrom") == 1
+    assert "Traceback" not in done.stderr
+    assert "rms_norm" in cli("ops", "explain", "rms_norm").stdout
+
+
 def test_text_has_no_noise(noisy: Site, cli: Cli) -> None:
     """Text for people has none of it either, and help still goes to stdout."""
     assert "noise of" not in cli("ops", "explain", "rms_norm").stdout
