@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 import sys
 
 import pytest
@@ -98,20 +99,35 @@ CLOSES = {
     "stdout": "sys.stdout.close()",
     "both": "sys.stdout.close(); sys.stderr.close()",
     "the descriptors": "os.close(1); os.close(2)",
-    "by another stream": "sys.stdout = sys.stderr = None",
+    "by other streams": "sys.stdout = sys.stderr = None",
 }
+AROUND = """
+import os, sys
+from opgraft.cli.answers import answers, answers_apart
+with answers_apart():
+    {how}
+    answers().write("answer. ")
+sys.stdout.write("out")
+sys.stderr.write("err")
+"""
 
 
-@pytest.mark.parametrize("how", CLOSES)
-def test_an_error_after_a_plugin_closed_the_streams(site: Site, cli: Cli, how: str) -> None:
+def test_an_error_after_a_plugin_closed_the_descriptors(site: Site, cli: Cli) -> None:
     """The error is told on both streams, as JSON and as text, without a traceback."""
-    site.plugin("acme", f"import os, sys\nplatforms = 'any'\n{CLOSES[how]}\n")
+    site.plugin("acme", f"import os\nplatforms = 'any'\n{CLOSES['the descriptors']}\n")
     done = cli("ops", "explain", "rms_nrom", "--json")
     assert done.returncode == 2, done.stderr
     assert json.loads(done.stdout)["error"]["exit_code"] == 2
     assert done.stderr.count("rms_nrom") == 1
     assert "Traceback" not in done.stderr
-    assert "rms_norm" in cli("ops", "explain", "rms_norm").stdout
+
+
+@pytest.mark.parametrize("how", CLOSES)
+def test_streams_that_a_plugin_closed_are_open_again(how: str) -> None:
+    """After the answer both streams of a command are what they were."""
+    code = AROUND.format(how=CLOSES[how])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("answer. out", "err")
 
 
 def test_text_has_no_noise(noisy: Site, cli: Cli) -> None:
