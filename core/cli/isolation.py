@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -33,6 +34,8 @@ TIME_LIMIT = (
 )
 MEMORY_SHARE = 2  # the memory that there is by the most that the child may have
 _LINGER = 10.0  # seconds: who does harm some time after it was loaded does so by then, or is not found out
+
+_EXIT_SECONDS = 5.0  # for what runs at exit
 
 _BEFORE_THE_END = 0.9  # of the time limit: who is still at it by then is asked where
 _DUMP = re.compile(r"^(Fatal Python error: .*|Timeout \(\d+:\d+:\d+.*\)!)$", re.MULTILINE)
@@ -60,6 +63,7 @@ class Outcome:
         guilty: whether that is a reason for quarantine.
         late: whether it had to be ended, as it did not come back.
         seconds: that it lived.
+        at_exit: what was found about code that ran after the result was there, while the child ended.
     """
 
     result: Any = None
@@ -70,6 +74,7 @@ class Outcome:
     guilty: bool = False
     late: bool = False
     seconds: float = 0.0
+    at_exit: Finding | None = None
 
 
 def examined(module: str, function: str, *arguments: str, limits: Limits | None = None) -> Outcome:
@@ -86,7 +91,9 @@ def examined(module: str, function: str, *arguments: str, limits: Limits | None 
         )
         crash = outcome.crash
         if crash is None or crash.provider is None or crash.provider.name in without:
-            return replace(outcome, crash=crash and _advised(crash), left_out=tuple(left_out))
+            at_exit = outcome.at_exit and _advised(_attributed(outcome.at_exit, outcome, limits))
+            crash = crash and _advised(crash)
+            return replace(outcome, crash=crash, left_out=tuple(left_out), at_exit=at_exit)
         found = _tried(outcome, crash, limits)
         if found.provider is None or against(found.provider) is None:
             left_out.append(found)
@@ -115,6 +122,27 @@ def _tried(outcome: Outcome, crash: Finding, limits: Limits) -> Finding:
             )
     words = f"{crash.message}; it is not in quarantine, as neither it nor one before it does so when it is loaded alone"
     return _advised(replace(crash, message=words))
+
+
+def _attributed(at_exit: Finding, outcome: Outcome, limits: Limits) -> Finding:
+    """Return a finding about the end of a child with the plugin that is to blame, as far as that is certain.
+
+    A destructor in C leaves no line of Python. The plugin is to blame if the end goes wrong after the
+    plugin alone was loaded, and well after no plugin was.
+    """
+    if at_exit.provider is not None or _ending_without(limits, "") is not None:
+        return at_exit
+    for provider in outcome.begun:
+        alone = _ending_without(limits, provider.name)
+        if alone is not None:
+            return replace(at_exit, provider=provider, location=alone.location)
+    return at_exit
+
+
+def _ending_without(limits: Limits, plugin: str) -> Finding | None:
+    """Return the finding about the end of a child that loads no other plugin than this one."""
+    given = {"plugins": plugin}
+    return isolated(__name__, "load_alone", "0", limits=limits, given=given).at_exit
 
 
 def _confined(crash: Finding) -> Finding:
@@ -184,15 +212,32 @@ def isolated(
     crash = Finding(
         f"{last.get('what', 'loading the plugins')} {end}", provider, place, exit_code=4
     )
+    answered = "result" in last
     return Outcome(
         last.get("result"),
-        None if "result" in last else crash,
+        None if answered else crash,
         begun=tuple(lines.begun),
         end=end,
-        guilty=ended.died and not (ended.status == 0 and "result" in last),
+        guilty=ended.died and not answered,
         late=ended.status is None and not ended.memory,
         seconds=time.monotonic() - began,
+        at_exit=_at_exit(ended, end) if answered and ended.status != 0 else None,
     )
+
+
+def _at_exit(ended: Ended, end: str) -> Finding:
+    """Return a finding about a child that ended badly after its answer, as each command with its plugins does."""
+    providers = dict.fromkeys(each.provider for each in discover().offers if not each.built_in)
+    places = {provider: _place(ended.output, provider) for provider in providers}
+    provider = next((each for each, place in places.items() if place), None)
+    late = any(text.startswith("Timeout") for text in _DUMP.findall(ended.output))
+    how = f"had not ended after {_EXIT_SECONDS:g} s" if late else end
+    message = (
+        f"code that runs when the process ends {how}: each command that loads the plugins "
+        "gives its answer, and then fails"
+    )
+    place = None if provider is None else places[provider]
+    return Finding(message, provider, place, exit_code=4)
 
 
 class _Lines:
@@ -296,7 +341,16 @@ def answer(
     with set_config(config_from_fields(values), origin=COMMAND_LINE, file=settings_file):
         result = getattr(importlib.import_module(module), function)(*arguments)
     _write(reply_to, {"result": result})
-    os._exit(0)  # threads that plugins have started may go on for ever
+    if not _ends_alone():
+        os._exit(0)
+    # What plugins have left to be run at exit runs now, and the process that waits sees how that ends.
+    faulthandler.dump_traceback_later(_EXIT_SECONDS, exit=True)
+
+
+def _ends_alone() -> bool:
+    """Return True if Python would not wait for threads, which may go on for ever."""
+    others = [each for each in threading.enumerate() if each is not threading.main_thread()]
+    return all(each.daemon for each in others)
 
 
 def _write(reply_to: int, data: Mapping[str, Any]) -> None:

@@ -86,7 +86,10 @@ def _report(limits: Limits) -> dict[str, Any]:
             _in_words(row["provider"])
         )  # on the deny list of the child, and failed all the same
         row |= {"status": PluginStatus.FAILED.value, "reason": said} if said else {}
-    return report | {"findings": [finding.to_dict() for finding in lost] + report["findings"]}
+    # The plugin of this one works: its row stays as it is.
+    ended = [outcome.at_exit] if outcome.at_exit else []
+    findings = [finding.to_dict() for finding in (*lost, *ended)]
+    return report | {"findings": findings + report["findings"]}
 
 
 def _exit_code(report: Mapping[str, Any]) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from conftest import Site
-from faults.doctor_rows import ENDS, FINDINGS, PLACELESS, POINTS, WITH_A_PLACE
+from faults.doctor_rows import ENDS, FINDINGS, NATIVE, PLACELESS, POINTS, WITH_A_PLACE, kernel
 from faults.planting import GOOD, others_are_as_they_were
 from faults.process_rows import IMPORTS, PLUGIN, SET_BACK
 
@@ -131,3 +131,42 @@ def test_a_process_that_is_ended(request, site, alone, kind: str, editable: bool
     if quarantined:  # which in this process the other ones would not survive
         others_are_as_they_were(alone)
     assert quarantined == (not editable and kind not in ("a slow import", "an end by status 1"))
+
+
+AT_EXIT = {
+    "a hook that crashes": (
+        "import atexit, os\natexit.register(os.abort)\n",
+        "crashed the process with signal SIGABRT",
+    ),
+    "a hook that ends the process": (
+        "import atexit, os\n@atexit.register\ndef end():\n    os._exit(3)\n",
+        "ended the process with status 3",
+    ),
+    "a hook that never returns": (
+        "import atexit, time\n@atexit.register\ndef end():\n    time.sleep(600)\n",
+        "had not ended after 5 s",
+    ),
+    "a destructor in C": (
+        "import ctypes\nlibc = ctypes.CDLL(None)\nlibc.__cxa_atexit(libc.abort, None, None)\n",
+        "crashed the process with signal SIGABRT",
+    ),
+}
+WITH_A_LINE = ("a hook that never returns",)
+
+
+@pytest.mark.parametrize("name", AT_EXIT)
+def test_code_that_fails_at_exit(site, cold_cli, name: str) -> None:
+    """The plugin works, and each command with it fails after its answer: one finding with exit code 4."""
+    source, words = AT_EXIT[name]
+    site.plugin("acme", source + kernel("RMSNorm", NATIVE))
+    site.plugin("calm", kernel("GELU", "return GELU.forward_native(self, x)"))
+    ended = cold_cli("plugins", "doctor", "--json")
+    report = json.loads(ended.stdout)
+    (finding,) = report["findings"]
+    assert f"code that runs when the process ends {words}" in finding["message"]
+    assert "OPGRAFT_PLUGINS_DISABLE=acme goes without" in finding["message"]
+    assert finding["provider"]["name"] == "acme"
+    assert (finding["exit_code"], ended.returncode) == (4, 4)
+    assert [row["status"] for row in report["plugins"]] == ["activated"] * 2
+    if name in WITH_A_LINE:
+        assert finding["location"] == f"{site.folder / 'acme.py'}:4"
