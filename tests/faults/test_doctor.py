@@ -154,12 +154,18 @@ AT_EXIT = {
 WITH_A_LINE = ("a hook that never returns",)
 
 
-@pytest.mark.parametrize("name", AT_EXIT)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "a destructor in C" else pytest.param(name, marks=pytest.mark.faults)
+        for name in AT_EXIT
+    ],
+)
 def test_code_that_fails_at_exit(site, cold_cli, name: str) -> None:
     """The plugin works, and each command with it fails after its answer: one finding with exit code 4."""
     source, words = AT_EXIT[name]
     site.plugin("acme", source + kernel("RMSNorm", NATIVE))
-    site.plugin("calm", kernel("GELU", "return GELU.forward_native(self, x)"))
+    site.plugin("calm", kernel("QuickGELU", "return QuickGELU.forward_native(self, x)"))
     ended = cold_cli("plugins", "doctor", "--json")
     report = json.loads(ended.stdout)
     (finding,) = report["findings"]
