@@ -46,7 +46,7 @@ def _end(code: int) -> None:
     os._exit(code)
 
 
-def _threads() -> list[threading.Thread]:
+def awaited_threads() -> list[threading.Thread]:
     """Return the threads for whose end Python waits."""
     return [
         thread
@@ -57,7 +57,7 @@ def _threads() -> list[threading.Thread]:
 
 def _lines_of_threads() -> Iterator[str]:
     """Yield a line for each thread of a plugin. Threads of other packages may take their time."""
-    for thread in _threads():
+    for thread in awaited_threads():
         frame = sys._current_frames().get(thread.ident or 0)
         provider = host_state().threads.get(thread) or _provider_of(frame)
         if provider is not None:

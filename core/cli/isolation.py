@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from opgraft.cli.ending import awaited_threads
 from opgraft.cli.output import COMMAND_LINE
 from opgraft.config import CURRENT_SCOPE, config_from_fields, parse_text, read_file, set_config
 from opgraft.decision import Provider
@@ -46,7 +46,7 @@ _CHILD = "from opgraft.cli.isolation import answer; answer(reply_to, **data)"
 
 @dataclass(frozen=True)
 class Limits:
-    """The most that a child may take: ``seconds`` without a word of what it does, and ``memory`` in bytes."""
+    """The most that a child may take: ``seconds`` without a word, and ``memory`` in bytes."""
 
     seconds: float = TIME_LIMIT
     memory: int = field(default_factory=lambda: memory_limit() // MEMORY_SHARE)
@@ -54,16 +54,16 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a function in a child process, or the finding that tells whose code ended or held up the child.
+    """The result of a function in a child process, or the finding about the end of the child.
 
     Attributes:
-        left_out: what was found about those without whom the result came about.
+        left_out: the findings about plugins that the result does without.
         begun: whose code had begun, in that order.
         end: how the child ended, in words.
         guilty: whether that is a reason for quarantine.
         late: whether it had to be ended, as it did not come back.
         seconds: that it lived.
-        at_exit: what was found about code that ran after the result was there, while the child ended.
+        at_exit: the finding about code that ran after the result, while the child ended.
     """
 
     result: Any = None
@@ -78,10 +78,10 @@ class Outcome:
 
 
 def examined(module: str, function: str, *arguments: str, limits: Limits | None = None) -> Outcome:
-    """Call a function as ``isolated`` does; again without whom it was ended by, until it comes back.
+    """Call a function as ``isolated`` does, without the plugins that end the child.
 
-    Where the child was taken down, who does so alone as well is to blame, and is put into quarantine: whose code ran
-    may have met what another one's thread did.
+    A plugin that takes a child down alone as well is to blame, and is put into quarantine: the crash of
+    one plugin may come from a thread of another one.
     """
     limits, left_out = limits or Limits(), list[Finding]()
     while True:
@@ -91,8 +91,12 @@ def examined(module: str, function: str, *arguments: str, limits: Limits | None 
         )
         crash = outcome.crash
         if crash is None or crash.provider is None or crash.provider.name in without:
-            at_exit = outcome.at_exit and _advised(_attributed(outcome.at_exit, outcome, limits))
-            crash = crash and _advised(crash)
+            at_exit = outcome.at_exit
+            if at_exit is not None:
+                at_exit = _attributed(at_exit, outcome, limits)
+                at_exit = _advised(at_exit)
+            if crash is not None:
+                crash = _advised(crash)
             return replace(outcome, crash=crash, left_out=tuple(left_out), at_exit=at_exit)
         found = _tried(outcome, crash, limits)
         if found.provider is None or against(found.provider) is None:
@@ -100,26 +104,23 @@ def examined(module: str, function: str, *arguments: str, limits: Limits | None 
 
 
 def _tried(outcome: Outcome, crash: Finding, limits: Limits) -> Finding:
-    """Return the finding about who has ended a child, in quarantine from now on where that is certain."""
+    """Return the finding about the plugin that ended a child; in quarantine if that is certain."""
     if not outcome.guilty:
         return _advised(crash)
     if outcome.late:
         return _confined(crash)
+    linger = str(min(_LINGER, outcome.seconds))
     for provider in dict.fromkeys((crash.provider, *reversed(outcome.begun))):
-        linger, given = (
-            str(min(_LINGER, outcome.seconds)),
-            {"plugins": provider.name if provider else ""},
-        )
+        name = provider.name if provider else ""
+        given = {"plugins": name}
         alone = isolated(__name__, "load_alone", linger, limits=limits, given=given)
-        if alone.guilty:
-            later = Finding(
-                f"{provider}, some time after it was loaded alone, {alone.end}",
-                provider,
-                exit_code=4,
-            )
-            return _confined(
-                alone.crash if alone.crash and alone.crash.provider == provider else later
-            )
+        if not alone.guilty:
+            continue
+        if alone.crash and alone.crash.provider == provider:
+            return _confined(alone.crash)
+        message = f"{provider}, some time after it was loaded alone, {alone.end}"
+        later = Finding(message, provider, exit_code=4)
+        return _confined(later)
     words = f"{crash.message}; it is not in quarantine, as neither it nor one before it does so when it is loaded alone"
     return _advised(replace(crash, message=words))
 
@@ -163,7 +164,7 @@ def _going_without(names: Sequence[str]) -> dict[str, str]:
 
 
 def load_alone(linger: str) -> None:
-    """Load what the settings of this process admit, and wait for what that may do later."""
+    """Load the plugins that the settings admit, and wait for their threads to do harm."""
     importlib.import_module("opgraft.cli.loading").load_all()
     time.sleep(float(linger))
 
@@ -176,19 +177,18 @@ def isolated(
     heard: Callable[[Any], None] | None = None,
     given: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Call a function that returns plain data in a child process, with this process's environment and settings.
+    """Call a function that returns plain data in a child process, under this process's settings.
 
     ``heard`` is called with what the function hands to ``tell`` meanwhile. ``given`` settings stand above the others.
     """
     limits = limits or Limits()
-    settings = {
-        name: text
-        for name, text, origin in host_state().settings().rows()
-        if origin == COMMAND_LINE
-    }
+    above = {}
+    for name, text, origin in host_state().settings().rows():
+        if origin == COMMAND_LINE:
+            above[name] = text
+    above |= given or {}
     scope = CURRENT_SCOPE.get()
     file = scope.file.path if scope and scope.file else None
-    above = {**settings, **(given or {})}
     call = {
         "module": module,
         "function": function,
@@ -201,49 +201,50 @@ def isolated(
         with lines:
             ended = run_child(_CHILD, (), data, limits.seconds, os.environ, limits.memory, lines)
     except ChildError as error:
-        return Outcome(
-            crash=Finding(
-                f"the plugins cannot be tried in a process of their own: {error}", exit_code=4
-            )
-        )
+        message = f"the plugins cannot be tried in a process of their own: {error}"
+        crash = Finding(message, exit_code=4)
+        return Outcome(crash=crash)
+    return _outcome(ended, limits, tuple(lines.begun), time.monotonic() - began)
+
+
+def _outcome(ended: Ended, limits: Limits, begun: tuple[Provider, ...], seconds: float) -> Outcome:
+    """Return the result of a child, or the finding about its end."""
     last, end = _last_line(ended.reply), _end_in_words(ended, limits)
+    late = ended.status is None and not ended.memory
+    if "result" in last:
+        at_exit = None if ended.status == 0 else _at_exit(ended, end)
+        return Outcome(
+            last["result"], begun=begun, end=end, late=late, seconds=seconds, at_exit=at_exit
+        )
+
     provider = Provider(**last["provider"]) if last.get("provider") else None
     place = _place(ended.output, provider) if provider else None
-    crash = Finding(
-        f"{last.get('what', 'loading the plugins')} {end}", provider, place, exit_code=4
-    )
-    answered = "result" in last
-    return Outcome(
-        last.get("result"),
-        None if answered else crash,
-        begun=tuple(lines.begun),
-        end=end,
-        guilty=ended.died and not answered,
-        late=ended.status is None and not ended.memory,
-        seconds=time.monotonic() - began,
-        at_exit=_at_exit(ended, end) if answered and ended.status != 0 else None,
-    )
+    what = last.get("what", "loading the plugins")
+    crash = Finding(f"{what} {end}", provider, place, exit_code=4)
+    return Outcome(crash=crash, begun=begun, end=end, guilty=ended.died, late=late, seconds=seconds)
 
 
 def _at_exit(ended: Ended, end: str) -> Finding:
     """Return a finding about a child that ended badly after its answer, as each command with its plugins does."""
-    providers = dict.fromkeys(each.provider for each in discover().offers if not each.built_in)
-    places = {provider: _place(ended.output, provider) for provider in providers}
-    provider = next((each for each, place in places.items() if place), None)
+    provider, place = None, None
+    for offer in discover().offers:
+        place = None if offer.built_in else _place(ended.output, offer.provider)
+        if place is not None:
+            provider = offer.provider
+            break
     late = any(text.startswith("Timeout") for text in _DUMP.findall(ended.output))
     how = f"had not ended after {_EXIT_SECONDS:g} s" if late else end
     message = (
         f"code that runs when the process ends {how}: each command that loads the plugins "
         "gives its answer, and then fails"
     )
-    place = None if provider is None else places[provider]
     return Finding(message, provider, place, exit_code=4)
 
 
 class _Lines:
     """Puts pieces of a reply together, notes whose code runs, and hands on what lines tell.
 
-    Code that takes long is told of as long as the scope of this object lasts.
+    Slow code is told of while the scope of this object lasts.
     """
 
     def __init__(self, heard: Callable[[Any], None] | None, time_limit: float) -> None:
@@ -275,7 +276,7 @@ class _Lines:
 
 
 def tell(data: Any) -> None:
-    """Hand plain data to the process that waits for this one, while the function that it called goes on."""
+    """Hand plain data to the parent process, while the called function goes on."""
     for listener in LISTENERS:
         if isinstance(listener, _Reporter):
             listener.tell(data)
@@ -310,15 +311,18 @@ def _end_in_words(ended: Ended, limits: Limits) -> str:
 
 
 def _place(output: str, provider: Provider) -> str | None:
-    """Return where in the code of ``provider`` the stack stood that Python wrote down at last, the main thread's."""
-    tops = {
-        offer.module.partition(".")[0] for offer in discover().offers if offer.provider == provider
-    }
-    frames = _FRAME.findall(_DUMP.split(output)[-1].rpartition("(most recent call first):")[2])
-    return next(
-        (f"{file}:{line}" for file, line in frames if tops & {Path(file).stem, *Path(file).parts}),
-        None,
-    )
+    """Return ``file:line`` of code of ``provider`` on the stack in the child's output."""
+    tops = set()
+    for offer in discover().offers:
+        if offer.provider == provider:
+            tops.add(offer.module.partition(".")[0])
+    dump = _DUMP.split(output)[-1]
+    _, _, stack = dump.rpartition("(most recent call first):")
+    for file, line in _FRAME.findall(stack):
+        path = Path(file)
+        if path.stem in tops or not tops.isdisjoint(path.parts):
+            return f"{file}:{line}"
+    return None
 
 
 def answer(
@@ -330,27 +334,24 @@ def answer(
     file: str | None,
     seconds: float,
 ) -> None:
-    """Call the function on the child's side; write whose code runs, then what it returned, a line of JSON each.
+    """Call the function on the child's side; write whose code runs, then the result, a line of JSON each.
 
-    Where a crash ends it, or it is about to run out of ``seconds``, Python writes its stack to the output.
+    At a crash, or shortly before the end of ``seconds``, Python writes the stack to the output.
     """
     faulthandler.enable(all_threads=False)
     LISTENERS.append(_Reporter(reply_to, _BEFORE_THE_END * seconds))
     values = {name: parse_text(name, text) for name, text in given.items()}
     settings_file = read_file(file) if file is not None else None
-    with set_config(config_from_fields(values), origin=COMMAND_LINE, file=settings_file):
-        result = getattr(importlib.import_module(module), function)(*arguments)
+    config = config_from_fields(values)
+    with set_config(config, origin=COMMAND_LINE, file=settings_file):
+        owner = importlib.import_module(module)
+        call = getattr(owner, function)
+        result = call(*arguments)
     _write(reply_to, {"result": result})
-    if not _ends_alone():
+    if awaited_threads():  # which may go on for ever
         os._exit(0)
-    # What plugins have left to be run at exit runs now, and the process that waits sees how that ends.
+    # Functions of plugins that run at exit run now, and the parent sees the end.
     faulthandler.dump_traceback_later(_EXIT_SECONDS, exit=True)
-
-
-def _ends_alone() -> bool:
-    """Return True if Python would not wait for threads, which may go on for ever."""
-    others = [each for each in threading.enumerate() if each is not threading.main_thread()]
-    return all(each.daemon for each in others)
 
 
 def _write(reply_to: int, data: Mapping[str, Any]) -> None:

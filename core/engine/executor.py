@@ -103,7 +103,7 @@ class Executor(PluggableClass, ABC):
 
     @property
     def is_lost(self) -> bool:
-        """Tell whether workers are lost."""
+        """Return True if workers are lost."""
         return self.loss != ""
 
     @property
@@ -128,7 +128,7 @@ class Executor(PluggableClass, ABC):
 
     @property
     def is_restarting(self) -> bool:
-        """Tell whether workers are being started again."""
+        """Return True if workers are being started again."""
         return self.ready_since == math.inf
 
     def check_health(self) -> None:

@@ -32,7 +32,7 @@ class StateSlots:
 
     @property
     def num_free(self) -> int:
-        """Return how many more sequences may run."""
+        """Return the number of sequences that may run besides."""
         return self.pool.num_free
 
     def slot(self, request_id: str) -> int:
