@@ -159,8 +159,11 @@ def _advised(crash: Finding) -> Finding:
 
 
 def _going_without(names: Sequence[str]) -> dict[str, str]:
-    denied = host_state().settings().config.plugins_disable or ()
-    return {"plugins_disable": ",".join([*denied, *names])} if names else {}
+    if not names:
+        return {}
+    config = host_state().settings().config
+    denied = config.plugins_disable or ()
+    return {"plugins_disable": ",".join([*denied, *names])}
 
 
 def load_alone(linger: str) -> None:

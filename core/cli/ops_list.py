@@ -34,45 +34,46 @@ def command(details: bool, as_json: bool) -> None:
     Classes that derive from an op and share its name stand below it. Exit code 1: an op has a conflict.
     """
     load_plugins()
-    ops = {name: CustomOp.op_registry[name] for name in sorted(CustomOp.op_registry)}
-    here = {
-        cls: inventory.kernel_here(cls)
-        for op in ops.values()
-        for cls in (op, *inventory.variants_of(op))
-    }
+    ops = dict(sorted(CustomOp.op_registry.items()))
+    here = {}
+    for op in ops.values():
+        here[op] = inventory.kernel_here(op)
+        for variant in inventory.variants_of(op):
+            here[variant] = inventory.kernel_here(variant)
     if as_json:
         _print_as_json(ops, here)
     else:
         print_wrapped(f"platform: {current_platform().name}")
-        rows = [
-            _cells(name, cls, here)
-            for name, op in ops.items()
-            for cls in (op, *inventory.variants_of(op))
-        ]
+        rows = []
+        for name, op in ops.items():
+            rows.append(_cells(name, op, here))
+            for variant in inventory.variants_of(op):
+                rows.append(_cells(name, variant, here))
+
         header = ("op", "class", "kernel", "provider", "reason")
         columns = len(header) if any(row[-1] for row in rows) else len(header) - 1
         print_table(header[:columns], [row[:columns] for row in rows])
         if details:
             _print_details(ops)
-        for error in dict.fromkeys(row.error for row in here.values() if row.error):
+    errors = [row.error for row in here.values() if row.error]
+    if not as_json:
+        for error in dict.fromkeys(errors):
             print_wrapped(f"conflict: {error}")
-    if any(row.error for row in here.values()):
+    if errors:
         sys.exit(1)
 
 
 def _cells(name: str, cls: type, here: dict[type, KernelHere]) -> tuple[str, ...]:
-    row, variant = here[cls], CustomOp.op_registry[name] is not cls
-    label = f"  {name}" if variant else name
+    row = here[cls]
+    is_variant = CustomOp.op_registry[name] is not cls
+    label = f"  {name}" if is_variant else name
     if row.error:
         return label, cls.__qualname__, inventory.CONFLICT, "", ""
+
     state = "" if row.enabled else ", disabled"
-    return (
-        label,
-        row.op_class or "",
-        f"{row.key}{state}",
-        row.provider.name if row.provider else "",
-        row.reason or "",
-    )
+    kernel = f"{row.key}{state}"
+    provider = row.provider.name if row.provider else ""
+    return label, row.op_class or "", kernel, provider, row.reason or ""
 
 
 def _print_details(ops: dict[str, type]) -> None:

@@ -79,13 +79,18 @@ def _report(limits: Limits) -> dict[str, Any]:
     """Load everything in a child process; returns the plugins, findings and notes as plain data."""
     outcome = examined(__name__, "examine", limits=limits)
     report: dict[str, Any] = {"plugins": [], "findings": [], "notes": []} | (outcome.result or {})
-    lost = [finding for finding in (*outcome.left_out, outcome.crash) if finding is not None]
-    by_provider = {str(finding.provider): finding.message for finding in lost}
+    lost = list(outcome.left_out)
+    if outcome.crash is not None:
+        lost.append(outcome.crash)
+    by_provider = {}
+    for finding in lost:
+        by_provider[str(finding.provider)] = finding.message
     for row in report["plugins"]:
-        said = by_provider.get(
-            _in_words(row["provider"])
-        )  # on the deny list of the child, and failed all the same
-        row |= {"status": PluginStatus.FAILED.value, "reason": said} if said else {}
+        provider = _in_words(row["provider"])
+        said = by_provider.get(provider)
+        if said:  # on the deny list of the child, and failed all the same
+            row["status"] = PluginStatus.FAILED.value
+            row["reason"] = said
     # The plugin of this one works: its row stays as it is.
     ended = [outcome.at_exit] if outcome.at_exit else []
     findings = [finding.to_dict() for finding in (*lost, *ended)]
@@ -122,11 +127,15 @@ def _print(report: Mapping[str, Any]) -> None:
 
 def _told(row: Mapping[str, Any], findings: Iterable[Mapping[str, Any]]) -> bool:
     """Tell whether one of the findings is the end of this very plugin."""
-    record = PluginRecord(
-        row["name"], "", Provider(**row["provider"]), PluginStatus(row["status"]), row["reason"]
-    )
+    name, reason = row["name"], row["reason"]
+    provider = Provider(**row["provider"])
+    status = PluginStatus(row["status"])
+    record = PluginRecord(name, "", provider, status, reason)
+    messages = {reason}
     end = end_of(record)
-    return any(finding["message"] in (row["reason"], end and end.message) for finding in findings)
+    if end is not None:
+        messages.add(end.message)
+    return any(finding["message"] in messages for finding in findings)
 
 
 def _in_words(provider: Mapping[str, Any]) -> str:
@@ -156,11 +165,13 @@ def found(records: Iterable[PluginRecord], *, loaded: bool) -> list[Finding]:
 
     The checks are left out where not everything could be loaded.
     """
-    outcomes = [finding for record in records for finding in findings_of(record)]
-    checked = importlib.import_module("opgraft.testing.diagnosis").diagnose() if loaded else []
-    return list(
-        dict.fromkeys([*metadata_findings(), *host_state().platform_findings, *outcomes, *checked])
-    )
+    all_findings = [*metadata_findings(), *host_state().platform_findings]
+    for record in records:
+        all_findings.extend(findings_of(record))
+    if loaded:
+        diagnosis = importlib.import_module("opgraft.testing.diagnosis")
+        all_findings.extend(diagnosis.diagnose())
+    return list(dict.fromkeys(all_findings))
 
 
 def _as_dict(record: PluginRecord) -> dict[str, Any]:
