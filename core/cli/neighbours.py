@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 from opgraft.cli.answer import print_kernels
@@ -44,22 +45,27 @@ def show_neighbours(
     vectors = [output.embedding for output in llm.embed(texts, truncate=True)]
     neighbours = nearest(torch.tensor(vectors))
     if as_json:
-        rows = [
-            {"text": text, "nearest": texts[other], "embedding": vector}
-            for text, other, vector in zip(texts, neighbours, vectors, strict=True)
-        ]
-        platform, decision = current_platform().name, selected_platform().decision.to_dict()
-        data = {"model": model, "platform": platform, "decision": decision, "embeddings": rows}
-        compared = {"comparison": comparison.to_dict() if comparison else None}
-        print_json("opgraft.embeddings/1", {**data, **compared, **llm.explain().to_dict()})
+        rows = []
+        for text, other, vector in zip(texts, neighbours, vectors, strict=True):
+            row = {"text": text, "nearest": texts[other], "embedding": vector}
+            rows.append(row)
+        data = {
+            "model": model,
+            "platform": current_platform().name,
+            "decision": selected_platform().decision.to_dict(),
+            "embeddings": rows,
+            "comparison": comparison.to_dict() if comparison else None,
+            **llm.explain().to_dict(),
+        }
+        print_json("opgraft.embeddings/1", data)
         return
-    for text, other in list(zip(texts, neighbours, strict=True))[:_SHOWN]:
-        beside = (
-            f"-> {printable(texts[other])}"
-            if len(texts) > 1
-            else "(there is no other text to compare it with)"
-        )
-        echo(f"{printable(text)}\n  {beside}")
+    pairs = zip(texts, neighbours, strict=True)
+    for text, other in islice(pairs, _SHOWN):
+        beside = f"-> {printable(texts[other])}"
+        if len(texts) == 1:
+            beside = "(there is no other text to compare it with)"
+        echo(printable(text))
+        echo(f"  {beside}")
     if len(texts) > _SHOWN:
         echo(f"and {len(texts) - _SHOWN} more, which --json has all of")
     echo()
