@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,17 @@ def run(rows, bundle):
         expect_equal(1, 2, "the number")
     with rows.attempt("second"):
         pass
+""",
+    "nested": """
+from on_gpu.rows import expect_equal
+def run(rows, bundle):
+    with rows.attempt("a model") as row:
+        row.detail = "two layers"
+        with rows.attempt("its outputs"):
+            expect_equal(1, 2, "the number")
+    with rows.attempt("another model"):
+        with rows.attempt("its outputs"):
+            pass
 """,
     "raises": """
 def run(rows, bundle):
@@ -120,12 +132,13 @@ def parts_of(out: Path) -> dict[str, Any]:
 
 def test_no_part_stops_the_others(tmp_path: Path) -> None:
     """Parts that fail, raise, crash, say nothing or hang are named, with what they reported; the others pass."""
-    names = ("wrong", "raises", "crashes", "silent", "hangs", "absent", "fine")
+    names = ("wrong", "nested", "raises", "crashes", "silent", "hangs", "absent", "fine")
     printed = run_planted(tmp_path, *names)
     parts = parts_of(tmp_path / "out")
     outcomes = {name: (part["outcome"], part["reason"]) for name, part in parts.items()}
     assert outcomes == {
         "wrong": ("failed", "1 of 2 rows failed"),
+        "nested": ("failed", "2 of 4 rows failed"),
         "raises": (
             "failed",
             "ended with exit code 1: RuntimeError: CUDA error: an illegal memory access",
@@ -137,6 +150,9 @@ def test_no_part_stops_the_others(tmp_path: Path) -> None:
         "fine": ("passed", ""),
     }
     assert outcomes["crashes"][1].startswith("ended with signal 11")
+    nested = [(row["what"], row["outcome"], row["detail"]) for row in parts["nested"]["rows"]]
+    assert nested[1] == ("a model", "failed", "1 rows within failed. two layers")
+    assert [outcome for _, outcome, _ in nested] == ["failed", "failed", "passed", "passed"]
     kept = {name: [row["what"] for row in part["rows"]] for name, part in parts.items()}
     assert kept["hangs"] == kept["crashes"] == kept["raises"] == ["before"]
     assert parts["fine"]["rows"][0]["figures"] == {"sum": 2}
@@ -191,3 +207,51 @@ def test_a_full_disk(tmp_path: Path) -> None:
         assert any(reason in parts[name]["reason"] for reason in full), parts[name]
     assert "the middle was left out" in (kept / "logs.txt").read_text()
     assert (kept / "logs.txt").stat().st_size < 4 << 20
+
+
+BUNDLED = """
+import sys
+from pathlib import Path
+from on_gpu import __main__ as program, table
+from on_gpu.runner import Part
+table.PARTS = program.PARTS = [Part(name, name, 60.0, "planted") for name in ("hangs", "fine")]
+sys.argv = ["on_gpu", *sys.argv[1:]]
+program.main()
+"""
+
+
+def test_the_run_ends_in_time(tmp_path: Path) -> None:
+    """Imports, unpacking, killing and reporting are within the seconds of the run, counted from its start."""
+    for folder in ("planted", "bundle/wheels", "scratch"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name in ("hangs", "fine"):
+        (tmp_path / "planted" / f"{name}.py").write_text(PLANTED[name])
+    started, wall = time.monotonic(), time.time()
+    options = ["--bundle", str(tmp_path / "bundle"), "--scratch", str(tmp_path / "scratch")]
+    command = [sys.executable, "-c", BUNDLED, str(tmp_path / "out"), *options]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(TOOLS), str(tmp_path))),
+        "ON_GPU_STARTED": str(wall - 10),  # as if imports had taken so long
+    }
+    subprocess.run([*command, "--seconds", "26", "--reserve", "0"], env=environment, check=False)
+    assert time.monotonic() - started < 16
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    outcomes = {part["name"]: part["outcome"] for part in results["parts"]}
+    assert outcomes == {"hangs": "out of time", "fine": "not started"}
+
+
+def test_the_script_says_when_it_began(tmp_path: Path) -> None:
+    """The limit counts from the first line of the script."""
+    shown = tmp_path / "python"
+    shown.write_text('#!/bin/sh\necho "$ON_GPU_STARTED"\n')
+    shown.chmod(0o755)
+    before = time.time()
+    ran = subprocess.run(
+        [TOOLS / "on_gpu.sh", str(tmp_path)],
+        env={**os.environ, "PYTHON": str(shown)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert before - 0.1 <= float(ran.stdout) <= time.time()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
+import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,9 +29,15 @@ def main() -> None:
     try:
         results = _run(options, scratch)
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        _delete(scratch)
     print(f"\n{summary(results)}\nReport: {options.out / 'table.md'}")
     sys.exit(0 if is_fine(results) else 1)
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder in a process of its own, as caches of compilers may take seconds to delete."""
+    command = ["rm", "-rf", str(folder)]
+    subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
 
 
 def _run(options: argparse.Namespace, scratch: Path) -> list[Result]:
@@ -41,10 +48,16 @@ def _run(options: argparse.Namespace, scratch: Path) -> list[Result]:
     def tell(results: Sequence[Result]) -> None:
         report.write(results)
 
-    limits = Limits(options.seconds, options.reserve)
+    limits = Limits(options.seconds, options.reserve, _started())
     runner = Runner(scratch, options.bundle, limits, environment(site, scratch), tell)
     patient = [replace(part, seconds=part.seconds * options.patience) for part in options.parts]
     return runner.run(patient)
+
+
+def _started() -> float:
+    """Return when ``tools/on_gpu.sh`` began, by ``time.monotonic``; without the script, now."""
+    began = float(os.environ.get("ON_GPU_STARTED") or time.time())
+    return time.monotonic() - max(0.0, time.time() - began)
 
 
 def unpacked(wheels: Path, site: Path) -> Path:
@@ -83,7 +96,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("out", type=Path, metavar="OUT", help="folder for the report")
     parser.add_argument("--bundle", type=Path, default=BUNDLE, help="what make gpu-bundle made")
     parser.add_argument("--parts", type=_named, default=PARTS, help="names, joined by commas")
-    parser.add_argument("--seconds", type=float, default=480, help="for all parts together")
+    parser.add_argument("--seconds", type=float, default=480, help="for the whole run")
     parser.add_argument(
         "--patience", type=float, default=1.0, help="factor of the limit of each part"
     )

@@ -46,9 +46,11 @@ class Rows:
 
     def __init__(self, file: Path) -> None:
         self._file = file
+        self._failed = 0
 
     def add(self, row: Row) -> None:
         """Write a row down. Several processes may do so at once."""
+        self._failed += row.outcome == FAILED
         row.detail = row.detail[:LONGEST]
         line = json.dumps(asdict(row)) + "\n"
         # One call of write for a line, so that the lines of several processes do not mix.
@@ -69,14 +71,21 @@ class Rows:
 
     @contextmanager
     def attempt(self, what: str) -> Iterator[Row]:
-        """Report a row as passed at the end of the block, or as failed if it raises. The part goes on either way."""
-        row = Row(what)
+        """Report a row at the end of the block: as failed if the block raises, or if a row within the block has failed.
+
+        The part goes on either way.
+        """
+        row, before = Row(what), self._failed
         try:
             yield row
         except Exception as error:
             traceback.print_exc()
             row.outcome = FAILED
             row.detail = f"{type(error).__name__}: {error}"
+        failed = self._failed - before
+        if failed and row.outcome != FAILED:
+            row.outcome = FAILED
+            row.detail = f"{failed} rows within failed. {row.detail}".rstrip()
         self.add(row)
 
 

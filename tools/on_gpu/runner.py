@@ -24,6 +24,12 @@ REPORT_EVERY = 2.0  # seconds between two reports while a part runs
 LEAST_TIME = 5.0
 """Seconds below which a part is not started: it takes longer to import torch."""
 
+TO_END = 8.0
+"""Seconds before the end of the run at which the last part is killed: 3 to kill, the rest to report."""
+
+TO_KILL = 2.0
+"""Seconds to wait for a process that was killed."""
+
 PR_SET_CHILD_SUBREAPER = 36
 OUT_OF_TIME, NOT_STARTED, RUNNING = "out of time", "not started", "running"
 
@@ -77,12 +83,14 @@ class Limits:
     """Limits of time and disk.
 
     Attributes:
-        seconds: of all parts together.
+        seconds: of the whole run.
         reserve: bytes of the disk that are kept free; a part that leaves less is killed, and what it wrote is deleted.
+        started: when the run began, by ``time.monotonic``; by default when the runner is made.
     """
 
     seconds: float = 480.0
     reserve: int = 1 << 30
+    started: float | None = None
 
 
 class Runner:
@@ -109,7 +117,8 @@ class Runner:
         self._limits = limits
         self._environment = environment
         self._report = report
-        self._end = time.monotonic() + limits.seconds
+        started = time.monotonic() if limits.started is None else limits.started
+        self._end = started + limits.seconds - TO_END
         _adopt_orphans()
 
     def run(self, parts: Sequence[Part]) -> list[Result]:
@@ -244,12 +253,12 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     try:
-        process.wait(timeout=10)
+        process.wait(timeout=TO_KILL)
     except subprocess.TimeoutExpired:
         print(f"process {process.pid} does not end, as the driver holds it", file=sys.stderr)
 
 
-def kill_children(seconds: float = 5.0) -> None:
+def kill_children(seconds: float = 1.0) -> None:
     """Kill the children that are left: what a part has started in sessions of their own, which this process adopts."""
     end = time.monotonic() + seconds
     while (left := list(_children())) and time.monotonic() < end:
