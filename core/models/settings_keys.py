@@ -345,7 +345,7 @@ GGUF_GENERAL: tuple[Key, ...] = (
     *_irrelevant("SamplingParams says how tokens are drawn", "general.sampling.*"),
     *_irrelevant("it describes the model for people", "general.*"),
     *_irrelevant("the names of the files say so", "split.*"),
-    *_refused("opgraft loads models", "adapter.*"),
+    *_refused("opgraft loads models", "adapter.*", "clip.*", "imatrix.*", "controlvector.*"),
 )
 """Of GGUF metadata, about the file."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from opgraft.config import ModelConfig, OpgraftConfig
@@ -91,6 +92,63 @@ def test_all_that_is_not_read_is_one_error() -> None:
     """A file with two such settings is told once of both."""
     with pytest.raises(CheckpointError, match=r"2 problems: .*clamp_kqv.*expert_count"):
         values_of("llama", expert_count=8, attention__clamp_kqv=0.5)
+
+
+NO_MODELS = {
+    "an adapter": ({"general.type": "adapter", "adapter.type": "lora"}, "LoRA .*llama-export-lora"),
+    "an adapter by its type": (
+        {"general.type": "adapter"},
+        "general.type is 'adapter', and opgraft loads models. Merge",
+    ),
+    "an older adapter": ({"adapter.lora.alpha": 16.0}, "adapter.lora.alpha is 16.0, and .* Merge"),
+    "a projector": (
+        {"general.type": "mmproj"},
+        "projector .*'mmproj', .* Load the file of the lang",
+    ),
+    "an older projector": (
+        {"general.architecture": "clip"},
+        "architecture is 'clip'. Load the file",
+    ),
+    "keys of a projector": (
+        {"clip.projector_type": "mlp"},
+        "clip.projector_type is 'mlp', .* Load",
+    ),
+    "statistics": ({"general.type": "imatrix"}, "statistics for quantizing, no model"),
+    "control vectors": ({"general.architecture": "controlvector"}, "control vectors, no model"),
+    "something of tomorrow": (
+        {"general.type": "soup"},
+        "holds something else, no model: general.type is 'soup'",
+    ),
+    "no text": ({"general.type": 7}, "general.type is 7, .* Load the file of the model"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_MODELS)
+def test_files_that_hold_no_model(kind: str, tmp_path: Path) -> None:
+    """They are refused by name, with the next step, whatever else the file says."""
+    keys, words = NO_MODELS[kind]
+    file = tmp_path / "part.gguf"
+    writer = gguf.GGUFWriter(file, str(keys.get("general.architecture", "llama")))
+    for key, value in keys.items():
+        if key == "general.architecture":
+            continue
+        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
+        add[type(value)](key, value)
+    writer.add_tensor("blk.0.attn_q.weight.lora_a", np.zeros((4, 8), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=words) as caught:
+        load_model(OpgraftConfig(model=ModelConfig(name=str(file))))
+    assert str(file) in str(caught.value)
+
+
+def test_files_that_say_that_they_hold_a_model() -> None:
+    """The type that converters write of models changes nothing."""
+    metadata = {"general.architecture": "llama", "general.type": "model"}
+    metadata |= {f"llama.{key}": value for key, value in {**SIZES, **SMALL}.items()}
+    assert config_values(metadata, {}, "model.gguf") == values_of("llama")
 
 
 def test_settings_that_change_nothing() -> None:
