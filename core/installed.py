@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from typing import Any
+from urllib.parse import quote, unquote, urlsplit
 
 import importlib_metadata
 from opgraft.files import read_regular
@@ -40,16 +42,26 @@ def version_of(name: str) -> str | None:
 def source_of(name: str) -> str:
     """Return the folder or the URL of an installed distribution, or its name if it came from an index.
 
-    For a commit of a repository, the URL is like ``git+https://host/project.git@commit``.
+    For a commit of a repository, the URL is like ``git+https://host/project.git@commit``. If the project
+    lies in a folder of the repository or archive, ``#subdirectory=folder`` follows.
     """
     found = next(iter(importlib_metadata.distributions(name=name)), None)
     text = found.read_text(_ORIGIN) if found else None
-    if text is None:
+    try:
+        return name if text is None else _url_for_pip(json.loads(text))
+    except (ValueError, KeyError, TypeError, AttributeError):  # of a broken file
         return name
-    origin = json.loads(text)
+
+
+def _url_for_pip(origin: Mapping[str, Any]) -> str:
+    """Return what pip takes for the origin of a distribution."""
     url: str = origin["url"]
+    folder = origin.get("subdirectory")
+    fragment = f"#subdirectory={quote(folder)}" if folder else ""
     if "vcs_info" in origin:
         commit = origin["vcs_info"]
-        return f"{commit['vcs']}+{url}@{commit['commit_id']}"
+        return f"{commit['vcs']}+{url}@{commit['commit_id']}{fragment}"
     parts = urlsplit(url)
-    return unquote(parts.path) if parts.scheme == "file" else url
+    if parts.scheme == "file" and not fragment:
+        return unquote(parts.path)
+    return f"{url}{fragment}"

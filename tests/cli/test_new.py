@@ -104,6 +104,20 @@ def test_opgraft_is_installed_from_where_the_author_says(cli: Any, tmp_path: Pat
             {"url": "https://x.example/o.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}},
             "git+https://x.example/o.git@abc",
         ),
+        (
+            {
+                "url": "https://x.example/o.git",
+                "vcs_info": {"vcs": "git", "commit_id": "abc"},
+                "subdirectory": "a part",
+            },
+            "git+https://x.example/o.git@abc#subdirectory=a%20part",
+        ),
+        (
+            {"url": "file:///o.tar.gz", "archive_info": {}, "subdirectory": "part"},
+            "file:///o.tar.gz#subdirectory=part",
+        ),
+        ({"url": 7}, "opgraft-twin"),
+        ([], "opgraft-twin"),
     ],
 )
 def test_the_source_of_a_distribution(site: Any, origin: Any, source: str) -> None:

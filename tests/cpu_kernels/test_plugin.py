@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cpu_kernels.building import copy_of_sources, install
+from conftest import Site
+from cpu_kernels.building import PLUGIN, copy_of_sources, install
 from opgraft import ops
 from opgraft.ops import RMSNorm
 from plugins.own_tests import own_tests
@@ -201,6 +202,55 @@ def test_the_standard_is_that_of_the_torch_in_use(tmp_path: Path, names: str, op
         assert re.findall(r"-std=\S+", command) == ([option] if option else [])
     record = json.loads((site / "opgraft_cpu_kernels" / "_build.json").read_text())
     assert record["missing"] == f"{compiler} failed: exit status 1"
+
+
+AGAIN = "build it again by pip install --force-reinstall --no-cache-dir --no-deps "
+WHEEL = "the wheel {} has no other library: build it from the plugin's source"
+ORIGINS = [
+    (None, f"{AGAIN}--no-binary opgraft-cpu-kernels opgraft-cpu-kernels"),
+    ({"url": "file:///home/a%20b/k", "dir_info": {}}, f"{AGAIN}'/home/a b/k'"),
+    (
+        {
+            "url": "https://x.example/o.git",
+            "vcs_info": {"vcs": "git", "commit_id": "abc"},
+            "subdirectory": "reference_plugins/kernels",
+        },
+        f"{AGAIN}'git+https://x.example/o.git@abc#subdirectory=reference_plugins/kernels'",
+    ),
+    ({"url": "file:///o/k.whl", "archive_info": {}}, WHEEL.format("/o/k.whl")),
+    (
+        {"url": "https://x.example/k.whl", "archive_info": {}},
+        WHEEL.format("https://x.example/k.whl"),
+    ),
+]
+ASKS = """
+import json, sys
+from pathlib import Path
+from opgraft_cpu_kernels import library
+file = Path(sys.argv[1])
+for origin in json.loads(sys.argv[2]):
+    file.write_text(json.dumps(origin))
+    if origin is None:
+        file.unlink()
+    library.missing.cache_clear()
+    print(library.missing())
+"""
+
+
+def test_the_command_that_builds_the_library_again(python: Python, site: Site) -> None:
+    """It names the source of the plugin as pip takes it. A wheel, which has one library, is not named again."""
+    package = PLUGIN / "src/opgraft_cpu_kernels"
+    files = {f"{package.name}/{path.name}": path.read_text() for path in package.glob("*.py")}
+    files[f"{package.name}/_build.json"] = json.dumps({"torch": "2.8.0", "missing": None})
+    site.install("opgraft-cpu-kernels", files, {})
+    (info,) = site.folder.glob("*.dist-info")
+    origins = json.dumps([origin for origin, _ in ORIGINS])
+    told = python("-c", ASKS, str(info / "direct_url.json"), origins, site=site.folder)
+    lines = told.stdout.splitlines()
+    assert len(lines) == len(ORIGINS), told.stderr
+    for line, (_, words) in zip(lines, ORIGINS, strict=True):
+        assert line.startswith("the library was built for torch 2.8.0, this is ")
+        assert words in line
 
 
 def test_one_wheel_for_each_python(tmp_path: Path) -> None:

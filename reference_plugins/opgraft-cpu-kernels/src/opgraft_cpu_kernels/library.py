@@ -8,7 +8,8 @@ import os
 import shlex
 from importlib import metadata
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from typing import Any
+from urllib.parse import quote, unquote, urlsplit
 
 import torch
 
@@ -46,23 +47,44 @@ def missing() -> str | None:
 
 def _again() -> str:
     """Return the command that builds the library again."""
-    return (
-        "build it again by pip install --force-reinstall --no-cache-dir --no-deps "
-        f"{shlex.quote(_source())}"
-    )
+    origin = _origin()
+    source = _DISTRIBUTION if origin is None else _source(origin)
+    command = "pip install --force-reinstall --no-cache-dir --no-deps"
+    if origin is None:
+        # The wheel of an index has the library that it was built with.
+        return f"build it again by {command} --no-binary {_DISTRIBUTION} {_DISTRIBUTION}"
+    if urlsplit(source).path.endswith(".whl"):
+        return (
+            f"the wheel {source} has no other library: build it from the plugin's source, by "
+            f"{command} with the source's folder or URL"
+        )
+    return f"build it again by {command} {shlex.quote(source)}"
 
 
-def _source() -> str:
-    """Return the folder or URL that the plugin was installed from, or its name if an index had it."""
+def _origin() -> dict[str, Any] | None:
+    """Return what the installer has recorded of the folder or URL of the plugin, ``None`` if an index had it."""
     try:
-        installed_from = metadata.distribution(_DISTRIBUTION).read_text("direct_url.json")
+        text = metadata.distribution(_DISTRIBUTION).read_text("direct_url.json")
     except metadata.PackageNotFoundError:
-        return _DISTRIBUTION
-    if installed_from is None:
-        return _DISTRIBUTION
-    url: str = json.loads(installed_from)["url"]
+        return None
+    if text is None:
+        return None
+    origin: dict[str, Any] = json.loads(text)
+    return origin
+
+
+def _source(origin: dict[str, Any]) -> str:
+    """Return the folder or URL that pip takes for an origin."""
+    url: str = origin["url"]
+    folder = origin.get("subdirectory")
+    fragment = f"#subdirectory={quote(folder)}" if folder else ""
+    if "vcs_info" in origin:
+        commit = origin["vcs_info"]
+        return f"{commit['vcs']}+{url}@{commit['commit_id']}{fragment}"
     parts = urlsplit(url)
-    return unquote(parts.path) if parts.scheme == "file" else url
+    if parts.scheme == "file" and not fragment:
+        return unquote(parts.path)
+    return f"{url}{fragment}"
 
 
 _in_force = ""
