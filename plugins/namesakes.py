@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -30,8 +31,17 @@ def installed(several: Sequence[importlib_metadata.Distribution]) -> tuple[int, 
     chosen = max(rivals, key=lambda place: _version(several[place]))
     if len(rivals) > 1:
         return chosen, "it is the latest version"
-    whole = "its files are" if best == 1 else "most of its files are"
-    return chosen, f"{whole} there as its RECORD lists them"
+    return chosen, f"{_how_many(best)} there as its RECORD lists them"
+
+
+def _how_many(share: float) -> str:
+    """Return the share of files in words, as the subject of a sentence."""
+    if share == 1:
+        return "its files are"
+    percent = f"{math.floor(100 * share)} %" if share >= 0.01 else "less than 1 %"
+    if share > 0.5:
+        return f"most of its files, {percent}, are"
+    return f"{percent} of its files are, more than of the others,"
 
 
 def _share_there(distribution: importlib_metadata.Distribution) -> float:

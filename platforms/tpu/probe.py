@@ -52,8 +52,12 @@ def probe(machine: Machine) -> Evidence:
     """
     functions = [function for function in pci_functions(machine, VENDOR) if _generation(function)]
     wants_cpu = machine.environ.get(SELECTOR, "").upper() == "CPU"
-    if not functions and not wants_cpu:
-        return absence(machine, VENDOR, "TPU", "TPU among the functions of vendor 1ae0")
+    # Missing, or out of reach: what could not be read says nothing about chips.
+    missing = None
+    if not functions:
+        missing = absence(machine, VENDOR, "TPU", "TPU among the functions of vendor 1ae0")
+        if not wants_cpu:
+            return missing
     choice = choose(machine)
     found = [_found(machine, function, index, choice) for index, function in enumerate(functions)]
     within_reach = usable(found)
@@ -62,9 +66,9 @@ def probe(machine: Machine) -> Evidence:
     facts = (*_facts(machine, found), *choice.facts)
     if wants_cpu and choice.package and choice.package.xla_clients:
         return Evidence(True, f"{SELECTOR}=CPU: {CPU_CLIENT}", devices, facts)
-    if not found:
-        neither = f"there is neither a TPU nor a torch_xla that fits {choice.torch}"
-        return Evidence(False, f"{SELECTOR}=CPU is set, but {neither}", (), facts)
+    if missing is not None:
+        asks = f"{SELECTOR}=CPU asks for {CPU_CLIENT}, but no torch_xla fits {choice.torch}"
+        return Evidence(False, f"{missing.reason}; {asks}", (), (*missing.facts, *facts))
     obstacles = (
         within_reach[0].obstacle,
         _all_hidden(machine, visible),

@@ -138,3 +138,25 @@ def test_a_torch_whose_build_could_not_be_read(
         machine._installed_torch.cache_clear()
     assert obstacle is not None
     assert obstacle.missing == "what the installed torch is built for could not be read"
+
+
+@pytest.mark.parametrize(
+    ("fill", "reason"),
+    [
+        (nothing, f"no TPU found, as {FOLDER} could not be read: it does not exist"),
+        (no_vendor, f"no TPU found, as {FOLDER} could not be read: 0000:01:00.0/vendor"),
+        (other_buses, "no TPU"),
+    ],
+)
+def test_no_tpu_under_the_variable_for_tests(
+    tmp_path: Path, fill: Callable[[Tree], None], reason: str
+) -> None:
+    """With PJRT_DEVICE=CPU the reason still tells chips that are missing from those that could not be read."""
+    tree = Tree(tmp_path)
+    fill(tree)
+    evidence = tpu(Machine(tree.root, environ={"PJRT_DEVICE": "CPU"}))
+    assert not evidence.available
+    asks = "; PJRT_DEVICE=CPU asks for XLA's CPU client, for tests, but no torch_xla fits "
+    assert evidence.reason.startswith(f"{reason}{asks}")
+    places = [fact.source for fact in evidence.facts]
+    assert places[:2] == [FOLDER, "PJRT_DEVICE"]

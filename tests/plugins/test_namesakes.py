@@ -78,6 +78,27 @@ def test_the_later_version_counts_if_both_are_there(site: Any, first: str, later
     assert "it is the latest version" in problem.reason
 
 
+@pytest.mark.parametrize(
+    ("kept", "words"),
+    [
+        (4, "its files are there"),
+        (3, "most of its files, 75 %, are there"),
+        (2, "50 % of its files are, more than of the others, there"),
+        (1, "25 % of its files are, more than of the others, there"),
+    ],
+)
+def test_the_share_of_files_is_told(site: Any, kept: int, words: str) -> None:
+    """The reason is true of the files: it does not say most if half of them, or fewer, are there."""
+    for version, count in (("1.0", kept), ("2.0", 0)):
+        files = {f"acme{version[0]}/part{number}.py": PLUGIN for number in range(4)}
+        site.install("acme-kit", files, of_module(f"acme{version[0]}"), version=version)
+        for number in range(count, 4):
+            (site.folder / f"acme{version[0]}/part{number}.py").unlink()
+    _, (problem,) = counted()
+    assert str(problem.provider) == "acme-kit 2.0"
+    assert f"{words} as its RECORD lists them" in problem.reason
+
+
 def test_hashes_may_be_missing(site: Any) -> None:
     """A RECORD without hashes and sizes still tells which files are there."""
     install(site, "1.0", "acme_old")
