@@ -42,8 +42,7 @@ def version_of(name: str) -> str | None:
 def source_of(name: str) -> str:
     """Return the folder or the URL of an installed distribution, or its name if it came from an index.
 
-    For a commit of a repository, the URL is like ``git+https://host/project.git@commit``. If the project
-    lies in a folder of the repository or archive, ``#subdirectory=folder`` follows.
+    The URL of a commit is like ``git+https://host/project.git@commit#subdirectory=folder``.
     """
     found = next(iter(importlib_metadata.distributions(name=name)), None)
     text = found.read_text(_ORIGIN) if found else None
@@ -54,7 +53,7 @@ def source_of(name: str) -> str:
 
 
 def _url_for_pip(origin: Mapping[str, Any]) -> str:
-    """Return what pip takes for the origin of a distribution."""
+    """Return the folder or URL of an origin, as pip takes it."""
     url: str = origin["url"]
     folder = origin.get("subdirectory")
     fragment = f"#subdirectory={quote(folder)}" if folder else ""

@@ -27,7 +27,10 @@ def installed(several: Sequence[importlib_metadata.Distribution]) -> tuple[int, 
     """
     shares = [_share_there(each) for each in several]
     best = max(shares)
-    rivals = [place for place, share in enumerate(shares) if share == best]
+    rivals = []
+    for place, share in enumerate(shares):
+        if share == best:
+            rivals.append(place)
     chosen = max(rivals, key=lambda place: _version(several[place]))
     if len(rivals) > 1:
         return chosen, "it is the latest version"
@@ -38,7 +41,9 @@ def _how_many(share: float) -> str:
     """Return the share of files in words, as the subject of a sentence."""
     if share == 1:
         return "its files are"
-    percent = f"{math.floor(100 * share)} %" if share >= 0.01 else "less than 1 %"
+    percent = "less than 1 %"
+    if share >= 0.01:
+        percent = f"{math.floor(100 * share)} %"
     if share > 0.5:
         return f"most of its files, {percent}, are"
     return f"{percent} of its files are, more than of the others,"
@@ -50,9 +55,12 @@ def _share_there(distribution: importlib_metadata.Distribution) -> float:
         rows = rows_of(text_of(distribution, "RECORD") or "")
     except (ValueError, OSError, csv.Error):
         return 0.0
-    files = list(islice((row for row in rows if _is_compared(row[0])), _MOST))
+    compared = (row for row in rows if _is_compared(row[0]))
+    files = list(islice(compared, _MOST))
+    if not files:
+        return 0.0
     there = sum(_is_there(distribution, *row) for row in files)
-    return there / len(files) if files else 0.0
+    return there / len(files)
 
 
 def _is_compared(path: str) -> bool:

@@ -102,34 +102,40 @@ def ask_all(offers: Sequence[Offer], machine: Machine) -> list[Evidence | Except
                 answers[offer] = error
 
     waiting = [offer for offer in offers if not offer.built_in]
-    helpers = min(len(waiting), _most_at_once()) - 1 if waiting else 0
-    threads = [
-        # Daemons, as who interrupts this process does not wait for them.
-        threading.Thread(target=ask_some, args=(waiting,), name="opgraft-probing", daemon=True)
-        for _ in range(helpers)
-    ]
-    started = list(map(_started, threads))
-    ask_some([offer for offer in offers if offer.built_in])
+    own = [offer for offer in offers if offer.built_in]
+    helpers = 0
+    if waiting:
+        helpers = min(len(waiting), _most_at_once()) - 1
+    started = []
+    for _ in range(helpers):
+        # A daemon, as who interrupts this process does not wait for it.
+        thread = threading.Thread(
+            target=ask_some, args=(waiting,), name="opgraft-probing", daemon=True
+        )
+        if _is_started(thread):
+            started.append(thread)
+
+    ask_some(own)
     ask_some(waiting)
-    for thread in filter(None, started):
+    for thread in started:
         thread.join()
     return [answers[offer] for offer in offers]
 
 
-def _started(thread: threading.Thread) -> threading.Thread | None:
-    """Start a thread; returns ``None`` where this process may start no more."""
+def _is_started(thread: threading.Thread) -> bool:
+    """Start a thread; return False if this process may start no more."""
     try:
         thread.start()
     except RuntimeError:
-        return None
-    return thread
+        return False
+    return True
 
 
 def _most_at_once() -> int:
     """Return the number of probes that may run at the same time, given the files that this process may still open."""
     import resource  # which nobody needs who has no other platforms
 
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most == resource.RLIM_INFINITY:
         return _AT_ONCE
     try:
@@ -204,9 +210,11 @@ def spec_of(offer: Offer) -> Any:
 def _ask_child(offer: Offer, machine: Machine, time_limit: float) -> Evidence:
     # What starts children, and what remembers those that were lost, built-in platforms need not wait for.
     child = importlib.import_module("opgraft.machine.child")
-    private = {
-        name: value for name, value in os.environ.items() if name not in child.NEEDED
-    } | machine.variables()
+    private = {}
+    for name, value in os.environ.items():
+        if name not in child.NEEDED:
+            private[name] = value
+    private |= machine.variables()
     try:
         bridge = offer.bridge.value if offer.bridge else ""
         arguments = (offer.name, offer.value, str(machine.root), bridge)
@@ -215,14 +223,14 @@ def _ask_child(offer: Offer, machine: Machine, time_limit: float) -> Evidence:
             reply = child.ask_child(_CHILD, arguments, machine.to_dict(), time_limit)
         if "failure" in reply:
             raise ProbeFailed(masked(reply["failure"], private))
-        asked = set(reply.pop("asked"))
+        for name in reply.pop("asked"):
+            private.pop(name, None)
         for remark in reply.pop("remarks"):
-            message = (
-                f"the probe of platform {offer.name!r} of {offer.provider} {remark['message']}"
-            )
-            _keep(Finding(message, offer.provider, remark["location"]))
-        unasked = {name: value for name, value in private.items() if name not in asked}
-        return Evidence.from_dict(mapped(masked(reply, unasked), shortened))
+            message = f"{what} {remark['message']}"
+            finding = Finding(message, offer.provider, remark["location"])
+            _keep(finding)
+        without_secrets = masked(reply, private)
+        return Evidence.from_dict(mapped(without_secrets, shortened))
     except LostChildError as error:
         what = masked(f"probe {offer.value}: {error}", private)
         confine = importlib.import_module("opgraft.plugins.quarantine").confine
@@ -296,7 +304,9 @@ class _Before(NamedTuple):
 
     @classmethod
     def now(cls) -> _Before:
-        return cls(time.monotonic(), _open_devices(), _TORCH in sys.modules)
+        started = time.monotonic()
+        devices = _open_devices()
+        return cls(started, devices, _TORCH in sys.modules)
 
 
 def _remarks(offer: Offer, spec: PlatformSpec, before: _Before) -> Iterator[dict[str, str]]:
@@ -333,12 +343,14 @@ def _place_of_probe(offer: Offer, spec: PlatformSpec) -> str:
 def _import_of(package: str, module: str) -> str:
     """Return ``file:line`` of the statement that imports a package among the modules of a probe's package."""
     statement = re.compile(rf"\s*(import|from)\s+{package}\b")
-    own = module.partition(".")[0]
+    own, _, _ = module.partition(".")
     for name, each in list(sys.modules.items()):
+        top, _, _ = name.partition(".")
         file = getattr(each, "__file__", None)
-        if name.partition(".")[0] != own or not isinstance(file, str):
+        if top != own or not isinstance(file, str):
             continue
-        for number, line in enumerate(_source_of(each, file), start=1):
+        lines = _source_of(each, file)
+        for number, line in enumerate(lines, start=1):
             if statement.match(line):
                 return f"{file}:{number}"
     return ""
@@ -374,7 +386,8 @@ def answer(
     before = _Before.now()
     try:
         spec, evidence = _probed(offer, replace(given, environ=asked))
-        reply = evidence.to_dict() | {"asked": asked.asked}
+        reply = evidence.to_dict()
+        reply["asked"] = asked.asked
         reply["remarks"] = list(_remarks(offer, spec, before))
     except ProbeFailed as failure:
         reply = {"failure": str(failure)}

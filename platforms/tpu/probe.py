@@ -46,18 +46,14 @@ GENERATIONS = {
 def probe(machine: Machine) -> Evidence:
     """Give evidence for TPUs.
 
-    With torch_xla, PJRT_DEVICE=CPU makes the platform available on any machine, on XLA's CPU client, so that programs
-    can be tested without a chip. Nobody else sets that variable, so to set it is to ask for it; the platform then comes
-    before the CPU platform in an automatic choice, and after the platforms of GPUs.
+    With torch_xla, PJRT_DEVICE=CPU makes the platform available on any machine, on XLA's CPU client,
+    so that programs can be tested without a chip. Nobody else sets that variable. In an automatic
+    choice, the platform then comes before the CPU platform and after the platforms of GPUs.
     """
     functions = [function for function in pci_functions(machine, VENDOR) if _generation(function)]
     wants_cpu = machine.environ.get(SELECTOR, "").upper() == "CPU"
-    # Missing, or out of reach: what could not be read says nothing about chips.
-    missing = None
-    if not functions:
-        missing = absence(machine, VENDOR, "TPU", "TPU among the functions of vendor 1ae0")
-        if not wants_cpu:
-            return missing
+    if not functions and not wants_cpu:
+        return _absence(machine)
     choice = choose(machine)
     found = [_found(machine, function, index, choice) for index, function in enumerate(functions)]
     within_reach = usable(found)
@@ -66,15 +62,28 @@ def probe(machine: Machine) -> Evidence:
     facts = (*_facts(machine, found), *choice.facts)
     if wants_cpu and choice.package and choice.package.xla_clients:
         return Evidence(True, f"{SELECTOR}=CPU: {CPU_CLIENT}", devices, facts)
-    if missing is not None:
-        asks = f"{SELECTOR}=CPU asks for {CPU_CLIENT}, but no torch_xla fits {choice.torch}"
-        return Evidence(False, f"{missing.reason}; {asks}", (), (*missing.facts, *facts))
+    if not found:
+        return _neither(machine, choice, facts)
     obstacles = (
         within_reach[0].obstacle,
         _all_hidden(machine, visible),
         _no_runtime(machine, choice),
     )
     return verdict(_summary(found, within_reach, choice), devices, obstacles, facts)
+
+
+def _absence(machine: Machine) -> Evidence:
+    return absence(machine, VENDOR, "TPU", "TPU among the functions of vendor 1ae0")
+
+
+def _neither(machine: Machine, choice: Choice, facts: Sequence[Fact]) -> Evidence:
+    """Give evidence without a TPU and without the client for tests."""
+    missing = _absence(machine)
+    asks = f"{SELECTOR}=CPU asks for {CPU_CLIENT}"
+    lacks = f"no torch_xla fits {choice.torch}"
+    reason = f"{missing.reason}; {asks}, but {lacks}"
+    all_facts = (*missing.facts, *facts)
+    return Evidence(False, reason, facts=all_facts)
 
 
 def _generation(function: PciFunction) -> Generation | None:
