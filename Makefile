@@ -14,7 +14,7 @@ TOY_NPU := reference_plugins/opgraft-toy-npu
 CPU_KERNELS := reference_plugins/opgraft-cpu-kernels
 FIGURES := docs/figures
 SOURCES := $(sort $(shell find core platforms plugins -name '*.py' -o -name py.typed -o -name proof.json -o -name page.html \
-	-o -name report.html -o -path '*/api/*.json' -o -path 'core/template/*' -type f))
+	-o -name report.html -o -path 'core/template/*' -type f))
 PLUGIN_SOURCES := $(sort $(shell find $(TOY_NPU) $(CPU_KERNELS) -name '*.toml' -o -path '*/src/*' -type f \
 	-not -name '*.pyc' -not -name '*.so' -not -path '*.egg-info/*') $(wildcard $(CPU_KERNELS)/setup.py))
 
@@ -22,7 +22,7 @@ PLUGIN_SOURCES := $(sort $(shell find $(TOY_NPU) $(CPU_KERNELS) -name '*.toml' -
 OPGRAFT := PYTHONPATH=$(CURDIR)/.demo .demo/bin/opgraft
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow test-faults test-conformance test-families test-embedders test-xla test-ipex test-triton test-jax test-torch test-gpu-rehearsal gpu-bundle test-vllm-bridge check prove op-pages reference-pages vllm-bridge-table vllm-plugins-table public-api bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel bench-compile soak-serve bench-ipex bench-jax charts figures docs clean FORCE
+.PHONY: help run test test-slow test-faults test-conformance test-families test-embedders test-xla test-ipex test-triton test-jax test-torch test-gpu-rehearsal gpu-bundle test-vllm-bridge check prove op-pages reference-pages vllm-bridge-table vllm-plugins-table bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel bench-compile soak-serve bench-ipex bench-jax charts figures docs clean FORCE
 
 help:
 	@echo "make run    the demonstration: a sentence encoder and a language model on the CPU, then on a simulated NPU from a plugin"
@@ -46,7 +46,6 @@ help:
 	@echo "make reference-pages  the other generated parts of the reference: settings, hooks, platforms, errors, options, docstrings"
 	@echo "make vllm-bridge-table  the generated table of names in the README of opgraft-vllm-bridge"
 	@echo "make vllm-plugins-table  the table of public plugins there, whose wheels are read (40 MB)"
-	@echo "make public-api  the listing of the public names of this version"
 	@echo "make bench  what the mechanism costs, against its limits"
 	@echo "make bench-ops     what the CPU kernels gain, op by op: table, JSON and plot in build/bench-ops"
 	@echo "make bench-quantized  what 4 and 8 bits gain over bfloat16 where memory is the limit: table, and JSON in build"
@@ -175,9 +174,6 @@ vllm-bridge-table: .venv/opgraft
 
 vllm-plugins-table: .venv/opgraft
 	$(BIN)/python tools/vllm_plugins.py
-
-public-api: .venv/opgraft
-	$(BIN)/python tools/public_api.py
 
 bench: .venv/opgraft
 	$(BIN)/python benchmarks/mechanism.py

@@ -13,10 +13,7 @@ if __name__ != "opgraft":
         f"this package is opgraft, imported as {__name__!r}: run from an installed opgraft"
     )
 
-from opgraft import moved
 from opgraft.version import __version__ as __version__
-
-moved.install()
 
 if TYPE_CHECKING:
     from opgraft import errors as errors

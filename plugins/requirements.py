@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
 from typing import Any
 
 from opgraft.config import OpgraftConfig, Settings
@@ -152,50 +151,22 @@ def _read_lockfile(path: str | None, origin: str) -> Any:
     return importlib.import_module("opgraft.plugins.locking").lockfile(path, origin)
 
 
-@dataclass(frozen=True)
-class CheckedRequirement:
-    """A requirement of a distribution on opgraft or on torch, which applies here.
-
-    Attributes:
-        requirement: as the metadata of the distribution has it.
-        version: the one that it is compared with, ``None`` where that is not known.
-        reason: why it is not met; empty where it is.
-    """
-
-    requirement: str
-    version: str | None
-    reason: str
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def checked_requirements(offer: Offer, host: str = __version__) -> Iterator[CheckedRequirement]:
-    """Yield the requirements on opgraft in its version ``host``, and on the torch that is installed."""
+def _unmet_requirement(offer: Offer) -> str | None:
+    """Say which requirement on opgraft, or on the torch that is installed, is not met; ``None`` if all are."""
     if not offer.requires:
-        return
+        return None
     from packaging.requirements import Requirement  # costs 20 ms, only some plugins need it
 
     for line in offer.requires:
         try:
             requirement = Requirement(line)
             name = normalized(requirement.name)
-            version = host if name == HOST_DISTRIBUTION else version_of(name)
+            version = __version__ if name == HOST_DISTRIBUTION else version_of(name)
             applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
             # One that runs without metadata, as torch from a build folder may, has no version before it is imported.
             fits = version is None or requirement.specifier.contains(version, prereleases=True)
-        except (
-            ValueError,
-            LookupError,
-        ) as error:  # of its form, or of a marker that cannot be evaluated
-            yield CheckedRequirement(line, None, f"its requirement {line!r} is malformed: {error}")
-            continue
-        if applies:
-            elsewhere = name == HOST_DISTRIBUTION and host != __version__
-            told = f"asked about is {name} {host}" if elsewhere else f"this is {name} {version}"
-            reason = "" if fits else f"it requires {line!r}, {told}: install one of them that fits"
-            yield CheckedRequirement(line, version, reason)
-
-
-def _unmet_requirement(offer: Offer) -> str | None:
-    return next((each.reason for each in checked_requirements(offer) if each.reason), None)
+        except (ValueError, LookupError) as error:  # of its form, or of its marker
+            return f"its requirement {line!r} is malformed: {error}"
+        if applies and not fits:
+            return f"it requires {line!r}, this is {name} {version}: install one of them that fits"
+    return None

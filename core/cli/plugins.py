@@ -14,10 +14,6 @@ _COMMANDS = {
         "opgraft.cli.plugins_show",
         "Show a plugin or a platform, by --load what becomes of it too.",
     ),
-    "compat": (
-        "opgraft.cli.plugins_compat",
-        "Show which names of opgraft a plugin uses, and what became of them.",
-    ),
     "lock": (
         "opgraft.cli.plugins_lock",
         "Write down what is installed, so that nothing else is imported.",

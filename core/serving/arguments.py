@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -83,24 +82,6 @@ def _text_message(message: Any, index: int) -> Any:
 def placed(what: str, index: int, count: int) -> str:
     """Name one of several prompts or chats by its place in their list, and a single one as such."""
     return f"the {what}" if count == 1 else f"{what} {index + 1} of {count}"
-
-
-def renamed_params(sampling_params: Any, params: Any) -> Any:
-    """Return what was given as ``sampling_params``, or by its former name ``params``, of which it warns.
-
-    Raises:
-        RequestError: both were given.
-    """
-    if params is None:
-        return sampling_params
-    warnings.warn(
-        "params is now called sampling_params: use that name", DeprecationWarning, stacklevel=3
-    )
-    if sampling_params is not None:
-        raise RequestError(
-            "sampling_params and params are both given: leave out params", "sampling_params"
-        )
-    return params
 
 
 def params_for(given: Any, prompts: int) -> Sequence[SamplingParams]:

@@ -18,7 +18,7 @@ from opgraft.engine.executor import Executor
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.engine.stats import EngineStats
 from opgraft.errors import EngineError, RequestError
-from opgraft.serving.arguments import expect_params, renamed_params, text_messages
+from opgraft.serving.arguments import expect_params, text_messages
 from opgraft.serving.engine_thread import Mailbox, Stream
 from opgraft.serving.llm import Message, engine_config
 from opgraft.serving.open_request import OpenRequest
@@ -152,7 +152,6 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         arrival: float | None = None,
-        params: SamplingParams | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a prompt, and yield the answer so far whenever it has grown.
 
@@ -170,14 +169,13 @@ class AsyncLLM:
             priority: lower ones come first; it needs ``scheduler.policy=priority``.
             cache_salt: requests of different salts share nothing in the cache.
             arrival: when the request came, in seconds of ``time.monotonic``, for its times; now if not given.
-            params: the former name of ``sampling_params``, deprecated.
 
         Raises:
             RequestError: the request cannot be taken; raised when the first output is asked for.
             EngineError: the engine has ended.
         """
         name = request_id or uuid4().hex
-        wanted = renamed_params(sampling_params, params) or SamplingParams()
+        wanted = SamplingParams() if sampling_params is None else sampling_params
         prepare = partial(
             self._engine.prepare,
             name,
@@ -198,13 +196,12 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
-        params: SamplingParams | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a chat by the chat template of the model, and yield the answer as ``generate`` does.
 
         Args:
             messages: ``{"role": "user", "content": "…"}``.
-            sampling_params, request_id, priority, cache_salt, params: as for ``generate``.
+            sampling_params, request_id, priority, cache_salt: as for ``generate``.
             tools: JSON schemas of functions that the model may call.
 
         Raises:
@@ -212,7 +209,7 @@ class AsyncLLM:
             EngineError: the engine has ended.
         """
         name = request_id or uuid4().hex
-        wanted = renamed_params(sampling_params, params) or SamplingParams()
+        wanted = SamplingParams() if sampling_params is None else sampling_params
 
         def prepare() -> OpenRequest:
             return self._engine.prepare(

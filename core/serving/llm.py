@@ -25,7 +25,6 @@ from opgraft.serving.arguments import (
     params_for,
     placed,
     priorities_for,
-    renamed_params,
     text_messages,
 )
 from opgraft.serving.embedder import Embedder
@@ -144,7 +143,6 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
         progress: bool | None = None,
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts, all at once, and return the answers in the order of the prompts.
 
@@ -156,7 +154,6 @@ class LLM:
             sampling_params: for all, or one for each; ``SamplingParams()`` if not given.
             priority: for all, or one for each: lower ones come first. It needs ``scheduler.policy=priority``.
             progress: show a bar on stderr; by default where that is a terminal.
-            params: the former name of ``sampling_params``, deprecated.
 
         Raises:
             RequestError: a prompt cannot be taken; then none is computed.
@@ -164,7 +161,7 @@ class LLM:
             Interrupted: after an interrupt; it has what was computed.
         """
         listed = listed_prompts(prompts)
-        return self._answer(listed, renamed_params(sampling_params, params), priority, progress)
+        return self._answer(listed, sampling_params, priority, progress)
 
     def chat(
         self,
@@ -174,7 +171,6 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         priority: int | Sequence[int] = 0,
         progress: bool | None = None,
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Answer chats by the chat template of the model.
 
@@ -183,7 +179,7 @@ class LLM:
                 parts, ``{"type": "text", "text": "…"}``, which become lines of one text.
             sampling_params: for all, or one for each chat.
             tools: JSON schemas of functions that the model may call.
-            priority, progress, params: as for ``generate``.
+            priority, progress: as for ``generate``.
 
         Raises:
             RequestError: the model has no chat template, or it refuses the messages.
@@ -195,9 +191,7 @@ class LLM:
             self._rendered(chat, tools, placed("chat", i, len(chats)))
             for i, chat in enumerate(chats)
         ]
-        return self._answer(
-            texts, renamed_params(sampling_params, params), priority, progress, chat=True
-        )
+        return self._answer(texts, sampling_params, priority, progress, chat=True)
 
     def _rendered(
         self, chat: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, name: str

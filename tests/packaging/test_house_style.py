@@ -37,7 +37,6 @@ LAYERS = [
     "opgraft.progress",
     "opgraft.errors",
     "opgraft.version",
-    "opgraft.moved",
     "opgraft.logger",
     "opgraft.caches",
     "opgraft.config",
@@ -131,9 +130,6 @@ NAMED_FROM_BELOW = {
     ),  # which needs the engine's modules
 }
 """Modules that are imported by name, when something is first used, from a floor that stands lower in the list."""
-
-FORMER_NAMES = "opgraft.moved"
-"""The module that imports what somebody else asks for, by a table of names."""
 
 CONTROL_FLOW = {
     "opgraft.bench.client": "Broken",  # the outcome of a request, which reports count
@@ -250,7 +246,6 @@ def test_imports_point_one_way() -> None:
         (module, line, name)
         for module, path in MODULES.items()
         for line, name in (*first_party_imports(tree_of(path)), *named_imports(tree_of(path)))
-        if module != FORMER_NAMES
         if LAYERS.index(layer_of(name)) > LAYERS.index(layer_of(module))
     ]
     late = {(module, name) for module, _, name in found} & NAMED_FROM_BELOW

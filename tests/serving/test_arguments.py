@@ -244,19 +244,6 @@ def test_an_encoder(tmp_path: Path) -> None:
         AsyncLLM("minilm", **{"load.progress": False})
 
 
-def test_the_former_name_of_sampling_params(llm: LLM) -> None:
-    """vLLM's name is taken, the former one too, with a warning; both at once are not."""
-    expected = tokens(llm, PROMPT)[0]
-    assert llm.generate(PROMPT, sampling_params=GREEDY)[0].outputs[0].token_ids == expected
-    with pytest.warns(DeprecationWarning, match="params is now called sampling_params"):
-        assert llm.generate(PROMPT, params=GREEDY)[0].outputs[0].token_ids == expected
-    with (
-        pytest.warns(DeprecationWarning, match="params is now"),
-        pytest.raises(RequestError, match="sampling_params and params are both given"),
-    ):
-        llm.generate(PROMPT, GREEDY, params=GREEDY)
-
-
 def test_names_and_values_of_vllm(llm: LLM) -> None:
     """All logprobs, an output up to the context, and tokens that alone are allowed."""
     params = SamplingParams(

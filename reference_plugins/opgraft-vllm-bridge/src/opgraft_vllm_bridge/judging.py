@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opgraft.errors import PluginError
-from opgraft.plugins.api_use import Use
 from opgraft.plugins.metadata import specs_of
 from opgraft.porting.counterparts import hint
 
 from opgraft_vllm_bridge.names import MODULES, NAMES, is_adapted
 from opgraft_vllm_bridge.reading import Source, members_of, sources_of
+from opgraft_vllm_bridge.uses import Use
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from opgraft.errors import PluginError, raised_in
 from opgraft.files import read_regular
-from opgraft.plugins.api_use import Use, Uses
 from opgraft.plugins.metadata import specs_of
 from opgraft.text import described
+
+from opgraft_vllm_bridge.uses import Use, Uses
 
 _LARGEST = 1 << 22  # bytes of a source file
 _MOST = 5000  # files of a plugin
@@ -137,10 +138,8 @@ def _without(statements: list[ast.stmt], apart: Collection[str]) -> list[ast.stm
 class _Reader(Uses):
     """Notes what a module uses of vLLM, what it imports of its own, and what is in methods of its platform classes."""
 
-    host = "vllm"
-
     def __init__(self, source: Source, package: str) -> None:
-        super().__init__({})
+        super().__init__()
         self.source = source
         self.package = package
 
@@ -184,15 +183,15 @@ class _Reader(Uses):
     def visit_Assign(self, node: ast.Assign) -> None:
         """Follow what is taken of settings, too."""
         super().visit_Assign(node)
-        value = self._dotted(node.value) if isinstance(node.value, ast.Attribute) else None
+        value = self.dotted(node.value) if isinstance(node.value, ast.Attribute) else None
         for target in node.targets:
             if value and isinstance(target, ast.Name):
                 self.instances[target.id] = value
-            elif isinstance(target, ast.Attribute) and (name := self._dotted(target)):
+            elif isinstance(target, ast.Attribute) and (name := self.dotted(target)):
                 self.found.append(Use(name, target.lineno))
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        base = next(filter(None, map(self._dotted, node.bases)), None)
+        base = next(filter(None, map(self.dotted, node.bases)), None)
         self._all([*node.bases, *node.keywords, *node.decorator_list])
         outer, self.base = self.base, base
         if base in _PLATFORMS:
@@ -208,14 +207,6 @@ class _Reader(Uses):
             else:
                 self.visit(statement)
         self.base = outer
-
-    def _inherited(self, node: ast.expr, attribute: str) -> str | None:
-        above = (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-            and node.func.id == "super"
-        )
-        return self.base if above else None
 
     def _all(self, nodes: list[ast.AST] | list[ast.stmt]) -> None:
         for node in nodes:
