@@ -1,4 +1,4 @@
-"""Choices by measurement: what ``opgraft bench --tune`` has written down of the candidates of ops on this machine.
+"""Choices by measurement: what ``opgraft tune`` has written down of the candidates of ops on this machine.
 
 Measurements hold for the machine and the versions that they were made with. Where those are others they are not
 followed, and the decision says why.
@@ -34,7 +34,7 @@ MARGIN = 0.97
 """Part of the time of another candidate that one must stay below to count as faster: less is the clock's noise."""
 
 _LARGEST = 1 << 24  # bytes of a file of measurements
-_ANEW = "'opgraft bench --tune' measures here"
+_ANEW = "'opgraft tune' measures here"
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def follow(
     reason = (
         f"{source}; measured {found.when} with {_threads(found.threads)}, {profile_path(settings)}"
     )
-    change = f"OPGRAFT_PROVIDERS={name}=..., or measure anew by 'opgraft bench --tune {subject}'"
+    change = f"OPGRAFT_PROVIDERS={name}=..., or measure anew by 'opgraft tune {subject}'"
     decision = Decision(f"measurement of {subject}", found.chosen, reason, rows, change)
     return settings.with_provider(name, found.chosen, f"measured: {found.verdict}"), (decision,)
 
@@ -212,7 +212,7 @@ def _measured_here(
         return found
     subject = subject_of(cls, name)
     if subject not in found:
-        return f"it was not measured: 'opgraft bench --tune {subject}' does"
+        return f"it was not measured: 'opgraft tune {subject}' does"
     measured, own, platform = (
         found[subject],
         discover().provider_of(cls.__module__),
@@ -223,13 +223,13 @@ def _measured_here(
     if then != here:
         return (
             f"measured were {_listed(then)}, here are {_listed(here)}: "
-            f"'opgraft bench --tune {subject}' measures them"
+            f"'opgraft tune {subject}' measures them"
         )
     threads = torch.get_num_threads()
     if platform.device_type == "cpu" and measured.threads != threads:
         return (
             f"it was measured with {_threads(measured.threads)}, here are {threads}: "
-            f"'OMP_NUM_THREADS={threads} opgraft bench --tune {subject}' measures with as many"
+            f"'OMP_NUM_THREADS={threads} opgraft tune {subject}' measures with as many"
         )
     return measured
 

@@ -19,6 +19,7 @@ from opgraft.version import __version__
 
 _COMMANDS = {
     "bench": ("opgraft.cli.bench", "Measure how fast things run."),
+    "tune": ("opgraft.cli.tune", "Measure which kernel of each op is fastest on this machine."),
     "cache": (
         "opgraft.cli.cache",
         "Look at the cache of compiled code, carry it to other machines, or empty it.",

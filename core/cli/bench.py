@@ -10,10 +10,6 @@ _COMMANDS = {
         "opgraft.cli.bench_serve",
         "Put load on a server with OpenAI's interface, and measure it.",
     ),
-    "--tune": (
-        "opgraft.cli.bench_tune",
-        "Measure which kernel of each op is fastest on this machine.",
-    ),
 }
 
 

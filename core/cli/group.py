@@ -36,12 +36,6 @@ class LazyGroup(click.Group):
         command: click.Command = _module(self.table[cmd_name][0]).command
         return command
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        named = (
-            args and args[0] in self.table
-        )  # a command may be called like an option, as --tune is
-        return super().parse_args(ctx, ["--", *args] if named else args)
-
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:

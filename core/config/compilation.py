@@ -112,7 +112,7 @@ class CompilationConfig(Section):
         cache_bytes: that it may take.
         cache_remote: folder of fsspec, or a path, that caches of several machines share.
         cache_key: file of the key that signs what is in it.
-        tuning_file: what ``opgraft bench --tune`` has measured on this machine, for ``custom_ops`` ``auto``.
+        tuning_file: what ``opgraft tune`` has measured on this machine, for ``custom_ops`` ``auto``.
         splitting_ops: operators that cut the graph into pieces, ``namespace::name``; ``ATTENTION`` if this is
             not set and ``graph_mode`` is ``piecewise``. The operators themselves run as they are, in no compiled code.
         graph_mode: one of ``GRAPH_MODES``.
@@ -185,7 +185,7 @@ class CompilationConfig(Section):
         unset="none",
     )
     tuning_file: str | None = setting(
-        "file of measurements that 'opgraft bench --tune' writes and custom_ops auto follows",
+        "file of measurements that 'opgraft tune' writes and custom_ops auto follows",
         unset="opgraft/tuning.json in XDG_STATE_HOME or ~/.local/state",
     )
     splitting_ops: Sequence[str] | None = setting(

@@ -127,10 +127,10 @@ def test_measurements_are_written_followed_and_of_their_schema(cli, site, tmp_pa
     site.plugin("acme", OF_MEASUREMENTS)
     ours = {"XDG_STATE_HOME": str(tmp_path)}
     options = ("--seconds", "1e-4", "--dtype", "float32", "--json")
-    answer = cli("bench", "--tune", "relu2", "silu", "gelu", *options, **ours)
+    answer = cli("tune", "relu2", "silu", "gelu", *options, **ours)
     told = json.loads(answer.stdout)
     assert answer.returncode == 1
-    assert [error.message for error in validator("opgraft.bench.tune/1").iter_errors(told)] == []
+    assert [error.message for error in validator("opgraft.tune/1").iter_errors(told)] == []
     assert {op: row["chosen"] for op, row in told["ops"].items()} == {
         "relu2": "native",
         "silu": "native",

@@ -204,10 +204,10 @@ def test_no_measurement_is_read_unless_it_is_asked_for(file: Path) -> None:
             lambda row: row["setup"].update(opgraft="0.0.1"),
             r"measured with opgraft 0\.0\.1, here is",
         ),
-        (lambda row: row["ops"].clear(), "it was not measured: 'opgraft bench --tune relu2' does"),
+        (lambda row: row["ops"].clear(), "it was not measured: 'opgraft tune relu2' does"),
         (
             lambda row: row["ops"]["relu2"]["candidates"][0]["provider"].update(version="9"),
-            f"measured were native .*, {MINE} 9, here are native .*, {MINE}: 'opgraft bench --tune relu2'",
+            f"measured were native .*, {MINE} 9, here are native .*, {MINE}: 'opgraft tune relu2'",
         ),
         (
             lambda row: row["ops"]["relu2"]["candidates"][0].update(choice="gone"),
@@ -215,7 +215,7 @@ def test_no_measurement_is_read_unless_it_is_asked_for(file: Path) -> None:
         ),
         (
             lambda row: row["ops"]["relu2"].update(threads=torch.get_num_threads() + 1),
-            r"measured with (\d+) threads, here are (\d+): 'OMP_NUM_THREADS=\2 opgraft bench --tune relu2' measures",
+            r"measured with (\d+) threads, here are (\d+): 'OMP_NUM_THREADS=\2 opgraft tune relu2' measures",
         ),
     ],
 )
@@ -231,7 +231,7 @@ def test_measurements_of_something_else_are_not_followed(file: Path, change, rea
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (None, "there is no file .*: 'opgraft bench --tune' measures here"),
+        (None, "there is no file .*: 'opgraft tune' measures here"),
         (
             b"",
             "cannot be used: JSONDecodeError.*: remove the file and tune anew, or name another by",

@@ -1,4 +1,4 @@
-"""Which ops ``opgraft bench --tune`` measures, and at which shapes."""
+"""Which ops ``opgraft tune`` measures, and at which shapes."""
 
 from __future__ import annotations
 

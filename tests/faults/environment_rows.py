@@ -116,7 +116,7 @@ LIMITS = {
                 2,
                 "the lockfile small/lock cannot be written: No space left on device",
             ),
-            "bench --tune relu2": (2, "tuning.json cannot be written: No space left on device"),
+            "tune relu2": (2, "tuning.json cannot be written: No space left on device"),
         },
     ),
 }

@@ -1,4 +1,4 @@
-"""``opgraft bench --tune``: measure which kernel of each op is fastest on this machine."""
+"""``opgraft tune``: measure which kernel of each op is fastest on this machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from opgraft.text import printable
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in tuning.DTYPES}
 
 
-@click.command("--tune", cls=SettingsCommand)
+@click.command("tune", cls=SettingsCommand)
 @click.argument("ops", nargs=-1, shell_complete=op_names)
 @click.option(
     "--dtype",
@@ -76,7 +76,7 @@ def command(ops: tuple[str, ...], dtypes: tuple[str, ...], seconds: float, as_js
             "failed": failed,
             "left_out": left_out,
         }
-        print_json("opgraft.bench.tune/1", data)
+        print_json("opgraft.tune/1", data)
     else:
         _show(measured, failed, left_out, file)
     return int(bool(failed))
