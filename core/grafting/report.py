@@ -10,9 +10,10 @@ from typing import Any
 
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.names import op_name_of
-from opgraft.binding.reach import idle_children
+from opgraft.binding.reach import idle_children, reaches
 from opgraft.decision import Provider
 from opgraft.ops.composites.composite import Composite, served_by
+from opgraft.ops.composites.joint import JointLayer
 from opgraft.state import host_state
 from opgraft.text import WIDTH, html_table, html_text, table
 from torch import nn
@@ -20,7 +21,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Part:
-    """An op inside a composite, under its path below the composite."""
+    """An op inside a composite, under its path there, or the paths of layers in one call."""
 
     path: str
     op: str
@@ -68,8 +69,9 @@ class GraftReport:
         replaced: one row per module that became an op, in the model's order, then one per function that a forward
             leaves to an op. A module that stands in several places has one row, under its first path.
             A composite stands for the modules that it replaced, and names the ops that run when it is called without a
-            gradient: an activation that a linear kernel computes on its way is not among them, nor are ops that stand
-            by for training.
+            gradient: an activation that a linear kernel computes on its way is not among them, nor are
+            ops that stand by for training. Linear layers in one call, such as gate and up of an MLP,
+            are one op.
             Attention has the path of its module, a rotary function its name below that.
         left_alone: one row per module that stayed as it was although it has no children or has parameters of its own,
             is attention, or is known to an adapter.
@@ -154,13 +156,31 @@ def replaced_by(
         for name, part in op.named_modules()
         if part is not op and isinstance(part, CustomOp)
     ]
-    parts = tuple(Part(name, *_served(part)) for name, part in inside if part not in idle)
+    joint = _computed_at_once(op)
+    parts = tuple(
+        Part(joint.get(name, name), *_served(part))
+        for name, part in inside
+        if part not in idle and joint.get(name) != ""
+    )
     if not isinstance(op, CustomOp):
         name = type(op).__name__
         return Replaced(
             path, source, adapter, name, f"{type(op).__qualname__}.forward", provider, parts
         )
     return Replaced(path, source, adapter, *_served(op), parts)
+
+
+def _computed_at_once(op: nn.Module) -> dict[str, str]:
+    """Return the paths of layers in one call: the first has all paths, others none."""
+    found = {}
+    for path, layer in op.named_modules():
+        if not isinstance(layer, JointLayer) or not reaches(layer, "joint_op"):
+            continue
+        paths = [f"{path}.{name}".lstrip(".") for name in layer.computed_at_once()]
+        found |= dict.fromkeys(paths, "")
+        if paths:
+            found[paths[0]] = " and ".join(paths)
+    return found
 
 
 def _served(op: CustomOp) -> tuple[str, str, Provider]:

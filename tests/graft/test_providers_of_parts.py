@@ -123,16 +123,18 @@ def test_an_activation_is_fused_where_its_kernel_is_not_passed_over(
     assert graft_and_run(FeedForward(), plugins)[1:] == (parts, ran)
 
 
-LINEAR = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "opgraft")
+DOWN = {"down_proj": "opgraft"}
+JOINT = DOWN | {"gate_proj and up_proj": "opgraft"}
+LINEAR = DOWN | dict.fromkeys(("gate_proj", "up_proj"), "opgraft")
 
 
 @pytest.mark.parametrize(
     ("plugins", "parts", "ran"),
     [
-        ({}, LINEAR | {"act_and_mul": "opgraft"}, []),
+        ({}, JOINT | {"act_and_mul": "opgraft"}, []),
         ({"one": "SiLU"}, LINEAR | {"act_fn": "one"}, ["silu"]),
-        ({"one": "SiluAndMul"}, LINEAR | {"act_and_mul": "one"}, ["silu_and_mul"]),
-        ({"one": "SiLU, SiluAndMul"}, LINEAR | {"act_and_mul": "one"}, ["silu_and_mul"]),
+        ({"one": "SiluAndMul"}, JOINT | {"act_and_mul": "one"}, ["silu_and_mul"]),
+        ({"one": "SiLU, SiluAndMul"}, JOINT | {"act_and_mul": "one"}, ["silu_and_mul"]),
         ({"one": "SiLU", "two": "SiluAndMul"}, LINEAR | {"act_fn": "one"}, ["silu"]),
     ],
     ids=["none", "silu", "gated", "both", "one each"],

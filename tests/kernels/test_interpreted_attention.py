@@ -21,6 +21,7 @@ from opgraft.binding.functional import FUNCTIONALS
 from opgraft.engine.engine_core import EngineCore
 from opgraft.ops.attention.codes import dequantize_rows
 from opgraft.ops.on_triton import on_triton, triton_kernels
+from opgraft.testing import checks
 from opgraft.testing.catalogue import SPECS
 from random_decoders import DECODERS, written
 from torch import Tensor
@@ -400,3 +401,11 @@ def test_an_engine(family: str, dtype: str, tmp_path: Path, launched: list[str])
         opgraft.reset()
     assert outputs[0] == outputs[1]
     assert {"write_kv_cache_kernel", "paged_attention_kernel"} <= set(launched)
+
+
+@pytest.mark.parametrize("variant", ["int8", "fp8"])
+def test_codes_beside_queries_of_half_precision(variant: str) -> None:
+    """Codes are multiplied as they are and scaled afterwards, so that nothing but weights is rounded."""
+    small = dataclasses.replace(SPECS["paged_attention"], large=())
+    for dtype in (torch.bfloat16, torch.float16):
+        assert checks.check_values(small, variant, dtype, ATTEND) < 0.5

@@ -71,16 +71,25 @@ def part_of_keys(first, end, window, part, parts, tile_keys: tl.constexpr):
 
 @triton.jit
 def loaded_rows(rows, exists, head_size, dtype: tl.constexpr, tile_columns: tl.constexpr):
-    """Load the rows that exist, of elements or of codes with their scale behind them, in ``dtype``; others are zero."""
+    """Load the rows that exist in ``dtype``; others are zero. Every dtype holds codes exactly."""
     column = tl.arange(0, tile_columns)[None, :]
     x = tl.load(rows + column, exists & (column < head_size), 0)
-    if x.dtype == tl.int8 or x.dtype == tl.uint8:
+    if x.dtype == tl.uint8:
+        x = x.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    elif x.dtype == tl.int8:
+        x = x.to(tl.float32)
+    return x.to(dtype)
+
+
+@triton.jit
+def _loaded_scales(rows, exists, head_size, scale_bytes: tl.constexpr):
+    """Load the scales that lie behind the codes of rows, ``[1, rows]``; 1 for rows of elements."""
+    scales = 1.0
+    if scale_bytes > 0:
         byte = tl.arange(0, _SCALE_BYTES)[None, :]
         bits = (tl.load(rows + head_size + byte, exists, 0).to(tl.int32) & 0xFF) << (8 * byte)
-        if x.dtype == tl.uint8:
-            x = x.to(tl.float8e4nv, bitcast=True)
-        x = x.to(tl.float32) * tl.sum(bits, 1, keep_dims=True).to(tl.float32, bitcast=True)
-    return x.to(dtype)
+        scales = tl.trans(tl.sum(bits, 1, keep_dims=True).to(tl.float32, bitcast=True))
+    return scales
 
 
 @triton.jit
@@ -113,11 +122,15 @@ def _scores(q, keys, key, end, position, window, scale, cap: tl.constexpr):
 
 
 @triton.jit
-def added_keys(attended, highest, total, scores, values):
-    """Add a tile of keys to the sums of values and of weights, which are relative to the highest score so far."""
+def added_keys(attended, highest, total, scores, values, scales=1.0):
+    """Add a tile of keys to the sums of values and of weights, relative to the highest score so far.
+
+    Values are codes if they have ``scales``: rounded are the weights, as they are beside plain values.
+    """
     higher = tl.maximum(highest, tl.max(scores, 1, keep_dims=True))
     weights, fading = tl.exp2(scores - higher), tl.exp2(highest - higher)
-    attended = tl.dot(weights.to(values.dtype), values, attended * fading, input_precision="ieee")
+    shares = (weights * scales).to(values.dtype)
+    attended = tl.dot(shares, values, attended * fading, input_precision="ieee")
     return attended, higher, total * fading + tl.sum(weights, 1, keep_dims=True)
 
 
@@ -187,11 +200,14 @@ def paged_attention_kernel(
         rows = cache + key_places(
             table, key, end, key_head, block_size * row_size, row_size, block_stride, block_size
         )
-        keys = loaded_rows(rows, (key < end)[:, None], head_size, q.dtype, tile_columns)
+        there = (key < end)[:, None]
+        keys = loaded_rows(rows, there, head_size, q.dtype, tile_columns)
+        key_scales = scale * _loaded_scales(rows, there, head_size, scale_bytes)
         rows += key_heads * block_size * row_size
-        values = loaded_rows(rows, (key < end)[:, None], head_size, q.dtype, tile_columns)
-        scores = _scores(q, keys, key[None, :], end, position, window, scale, cap)
-        attended, highest, total = added_keys(attended, highest, total, scores, values)
+        values = loaded_rows(rows, there, head_size, q.dtype, tile_columns)
+        scales = _loaded_scales(rows, there, head_size, scale_bytes)
+        scores = _scores(q, keys, key[None, :], end, position, window, key_scales, cap)
+        attended, highest, total = added_keys(attended, highest, total, scores, values, scales)
     place = (token * heads + head) * parts + part
     store_part(out, log_sums, place, exists, attended, highest, total, head_size, parts)
 

@@ -101,6 +101,9 @@ class GatedMLP(JointLayer):
         unused = self.names[3:] if at_once else ("act_and_mul",)
         return frozenset(unused) & self._modules.keys()
 
+    def computed_at_once(self) -> tuple[str, ...]:
+        return super().computed_at_once() if self._gates_at_once(self._act()) else ()
+
     def _act(self) -> nn.Module | None:
         return self._modules.get(self.names[3]) if len(self.names) > 3 else None
 

@@ -182,6 +182,10 @@ class JointLayer(Composite):
         )
         return None if op is None else getattr(op, name), [getattr(part, name) for part in parts]
 
+    def computed_at_once(self) -> tuple[str, ...]:
+        """Return the names of the children that one op computes, if no gradient is required."""
+        return self.joined if self.fits() else ()
+
     def fits(self) -> bool:
         """Return whether the joined children are computed at once, or will be after ``join``."""
         parts: list[Any] = [self._modules[name] for name in self.joined]
