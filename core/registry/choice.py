@@ -20,7 +20,7 @@ _NOT_ASKED = "providers asks for"
 class ReplacementChoice:
     """The class constructed for ``target``.
 
-    ``rows`` pairs each active replacement with what speaks against it. ``asked`` says which setting chooses, where one
+    ``rows`` pairs each active replacement with the objection to it. ``asked`` names the setting that chooses, if one
     does.
     """
 
@@ -175,7 +175,7 @@ def choosing(
 ) -> str:
     """Say how to choose the first of ``names``, in each form that a user may paste, or to go without a plugin.
 
-    A class that derives from no registered op has no name by which to choose.
+    A class that derives from no registered op has no name for ``providers``.
     """
     ways = []
     if op_name and names:
@@ -194,7 +194,7 @@ def choosing(
 
 
 def choice_name(replacement: Replacement) -> str:
-    """Return the name by which ``providers`` chooses a replacement."""
+    """Return the name of a replacement in ``providers``."""
     return replacement.plugin or replacement.provider.name
 
 
