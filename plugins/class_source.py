@@ -1,4 +1,4 @@
-"""Faults of a platform's class that its source shows. Nothing of the source is run, as that would import torch."""
+"""Faults of a platform's class in its source, which is read and not run: torch stays out."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ _NO_PLATFORM = Verified("its class does not derive from opgraft.Platform")
 
 
 def verify(offer: Offer, time_limit: float = TIME_LIMIT) -> Verified:
-    """Look at the source of an offered platform's class, in a child process: its ``PlatformSpec`` names the class."""
+    """Look at the source of a platform's class in a child process."""
     if offer.built_in:
         return Verified()
     if offer.bridge is not None:
@@ -165,7 +165,7 @@ class _Source:
         return source
 
     def has(self, name: str) -> bool:
-        """Tell whether the module binds a name.
+        """Return True if the module binds a name.
 
         Raises:
             _Settled: its source does not tell.

@@ -78,7 +78,7 @@ class Offer:
 
     @property
     def built_in(self) -> bool:
-        """Tell whether it is one of opgraft's own platforms, beside which others may lay modules of theirs."""
+        """Return True for one of opgraft's own platforms, beside which others may lay modules of theirs."""
         own = self.group == PLATFORM_GROUP and _is_host(self.provider.name)
         return own and f"{self.module}.".startswith((f"{_BUILT_IN}.", f"{_SIMULATED}."))
 
@@ -144,7 +144,7 @@ class Discovery:
         return owners[0] if owners else Provider(package)
 
     def has_plugin(self, provider: Provider) -> bool:
-        """Tell whether a distribution offers plugins, on whose activation what its modules declare depends."""
+        """Return True if a distribution offers plugins, on whose activation what its modules declare depends."""
         return any(offer.provider == provider for offer in self.of_group(PLUGIN_GROUP))
 
     def platforms_of(self, provider: Provider) -> list[str]:
@@ -175,7 +175,7 @@ def discover() -> Discovery:
 
 
 def _lists(distribution: importlib_metadata.Distribution | None, module: str) -> bool:
-    """Tell whether the RECORD of a distribution has the file of a module."""
+    """Return True if the RECORD of a distribution has the file of a module."""
     if distribution is None:
         return False
     try:
@@ -397,7 +397,7 @@ def _counts(
     discovery: Discovery,
     seen: dict[str, Provider],
 ) -> bool:
-    """Tell whether a distribution is the first of its name; a later one of another version is a problem."""
+    """Return True if a distribution is the first of its name; a later one of another version is a problem."""
     if is_stray(found):
         raise ValueError(
             "a build left it in the working folder, and nothing has installed it: remove it"

@@ -172,7 +172,7 @@ def replaced_by(
 
 def _computed_at_once(op: nn.Module) -> dict[str, str]:
     """Return the paths of layers in one call: the first has all paths, others none."""
-    found = {}
+    found: dict[str, str] = {}
     for path, layer in op.named_modules():
         if not isinstance(layer, JointLayer) or not reaches(layer, "joint_op"):
             continue
