@@ -204,7 +204,7 @@ def _number(values: Mapping[str, str], name: str, otherwise: int) -> int:
 
 
 def read_simulated(variables: Mapping[str, str] | None = None) -> str:
-    """Return what describes the simulated device, by default as ``os.environ`` says; empty where there is none."""
+    """Return the description of the simulated device; empty if there is none."""
     return (os.environ if variables is None else variables).get(SIMULATED_DEVICE, "")
 
 

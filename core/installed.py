@@ -40,26 +40,27 @@ def version_of(name: str) -> str | None:
 
 
 def source_of(name: str) -> str:
-    """Return the folder or the URL of an installed distribution, or its name if it came from an index.
-
-    The URL of a commit is like ``git+https://host/project.git@commit#subdirectory=folder``.
-    """
+    """Return the folder or URL of an installed distribution as pip takes it; of one from an index, its name."""
     found = next(iter(importlib_metadata.distributions(name=name)), None)
     text = found.read_text(_ORIGIN) if found else None
+    if text is None:
+        return name
     try:
-        return name if text is None else _url_for_pip(json.loads(text))
+        origin = json.loads(text)
+        return _url_for_pip(origin)
     except (ValueError, KeyError, TypeError, AttributeError):  # of a broken file
         return name
 
 
 def _url_for_pip(origin: Mapping[str, Any]) -> str:
-    """Return the folder or URL of an origin, as pip takes it."""
+    """Return the folder or URL of an origin."""
     url: str = origin["url"]
     folder = origin.get("subdirectory")
     fragment = f"#subdirectory={quote(folder)}" if folder else ""
-    if "vcs_info" in origin:
-        commit = origin["vcs_info"]
-        return f"{commit['vcs']}+{url}@{commit['commit_id']}{fragment}"
+    commit = origin.get("vcs_info")
+    if commit:
+        tool, number = commit["vcs"], commit["commit_id"]
+        return f"{tool}+{url}@{number}{fragment}"
     parts = urlsplit(url)
     if parts.scheme == "file" and not fragment:
         return unquote(parts.path)

@@ -160,7 +160,7 @@ class HostState:
     """The groups that this process belongs to, which ``opgraft.distributed`` keeps here; ``None``: it is alone."""
 
     def known_environment(self) -> Environment:
-        """Return what the variables say, read once."""
+        """Return the settings of the environment, read once."""
         if self.environment is None:
             self.environment = read_environment()
             if self.environment.log:
@@ -168,7 +168,7 @@ class HostState:
         return self.environment
 
     def settings(self) -> Settings:
-        """Return the settings that hold here and now: all layers, from the platform's defaults to the active scope."""
+        """Return all layers merged, from the platform's defaults to the active scope."""
         environment, scope = self.known_environment(), CURRENT_SCOPE.get()
         file = scope.file if scope and scope.file else environment.file
         from_file, scopes = file.layers if file else (), scope.layers if scope else ()
@@ -178,7 +178,7 @@ class HostState:
         return resolve(layers, scopes)
 
     def shared_settings(self) -> Settings:
-        """Return these settings to who only reads them: one object, until something is activated."""
+        """Return the cached settings. Do not modify them."""
         if not self.plugins_loaded:  # each that is loaded may change some
             return self.settings()
         caches = self.current_caches()
@@ -188,7 +188,7 @@ class HostState:
         return shared
 
     def current_caches(self) -> Caches:
-        """Return what was decided under the active scope; new whenever something was activated."""
+        """Return the decisions of the active scope; new after each activation."""
         scope = CURRENT_SCOPE.get()
         if scope is None:
             return self.caches
@@ -199,14 +199,14 @@ class HostState:
         return scope.caches
 
     def checks_values(self) -> bool:
-        """Decide whether ops check values of tensors on accelerators here and now; cached, as every call may ask."""
+        """Return True if ops check values of tensors on accelerators; cached."""
         caches = self.current_caches()
         if caches.check_values is None:
             caches.check_values = self.shared_settings().config.check_values is True
         return caches.check_values
 
     def log_fallback(self, kernel: str, reason: str) -> None:
-        """Log at the level debug that a call ran the native definition instead of ``kernel``, once for each reason."""
+        """Log once for each reason that a call ran the native definition instead of ``kernel``."""
         if logger.isEnabledFor(logging.DEBUG) and (kernel, reason) not in self.fallbacks:
             self.fallbacks.add((kernel, reason))
             words = "%s gives way to the native definition for the first time: %s"

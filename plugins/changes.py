@@ -46,7 +46,7 @@ class Change:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Tell whether two are equal; of what a plugin has put there, which may raise when it is asked, they are not."""
+    """Return True if two values are equal; objects of a plugin, whose comparison may raise, are not."""
     try:
         return one is other or bool(one == other)
     except KeyboardInterrupt:
@@ -158,7 +158,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def very_same(one: list[Any], other: list[Any]) -> bool:
-    """Tell whether two lists hold the very same objects."""
+    """Return True if two lists hold the very same objects."""
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 

@@ -220,7 +220,7 @@ def _is_defined_in(module: ModuleType, value: Any) -> bool:
 
 
 def _alike(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> bool:
-    """Tell whether namespaces hold the very same objects in the same order, as most do."""
+    """Return True if namespaces hold the very same objects in the same order, as most do."""
     if [*map(len, was)] != [*map(len, now)]:
         return False
     then, here = (chain.from_iterable(each.values() for each in spaces) for spaces in (was, now))
@@ -228,7 +228,7 @@ def _alike(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -
 
 
 def _is_of_torch_itself(value: Any) -> bool:
-    """Tell whether a private module of torch defines a function, which wraps public ones when it is first used."""
+    """Return True if a private module of torch defines a function that wraps public ones at its first use."""
     return str(getattr(value, "__globals__", {}).get("__name__", "")).startswith("torch._")
 
 
