@@ -243,8 +243,7 @@ class HostState:
 
         Args:
             what: its kind and name, such as ``op rms_norm``.
-            provider: the distribution that it belongs to. What another distribution brings than the one that is being
-                activated is that distribution's, and stays.
+            provider: the distribution that brings it. Things of a distribution that is not activated now stay.
             make: declares it, and returns the undo.
 
         Raises:
@@ -261,7 +260,7 @@ class HostState:
                 self.registry.owned.setdefault(transaction.owner, {})[what] = declaration
 
     def renew_declarations(self, owner: Owner) -> None:
-        """Declare again what an owner declared before, as its modules are not imported again.
+        """Renew the declarations of an owner, as its modules are not imported again.
 
         Raises:
             ConflictError: somebody else has taken a name meanwhile.
@@ -272,7 +271,7 @@ class HostState:
             self.invalidate()
 
     def withdraw_declarations(self, owner: Owner) -> None:
-        """Take back what an owner declared, now and in earlier activations, because it is left out."""
+        """Take back the declarations of an owner, because it is left out."""
         with self.lock:
             for declaration in self.registry.owned.get(owner, {}).values():
                 declaration.withdraw()
@@ -354,8 +353,7 @@ def reset() -> None:
     replacement that was registered outside of both applies again when it is registered again. Existing ops keep their
     kernels; compiled code is dropped. Scopes of ``set_config`` that are open stay open.
 
-    Where another thread loads plugins it waits for the end of that, and ops that others construct meanwhile are bound
-    before or after it.
+    If another thread loads plugins, the function waits. Ops constructed meanwhile are bound before or after it.
 
     Raises:
         PluginError: a plugin or a platform calls it while it is loaded, which would forget earlier ones.
