@@ -2,7 +2,7 @@
 
 ``SHAPES`` has the calls of constructors and methods. ``RAN`` has the instances whose kernel ran, and for a form the
 instances of layers that called it. ``USED`` has the instances of other classes whose methods were called. If
-``COUNTING_FILE`` is set, the process writes all three there when it ends.
+``COUNTING_FILE`` is set, the process writes all three there when it ends, to a file of its own if that is a folder.
 """
 
 from __future__ import annotations
@@ -64,7 +64,12 @@ def _noted(key: str, call: Callable[..., Any], cls: str = "") -> Callable[..., A
         SHAPES[key][len(args), tuple(sorted(kwargs))] += 1
         if cls:
             USED[cls].add(id(self))
-        return call(self, *args, **kwargs)
+        result = call(self, *args, **kwargs)
+        if key.endswith("ModelRunner.execute") and "COUNTING_FILE" in os.environ:
+            _write(
+                os.environ["COUNTING_FILE"]
+            )  # a worker may end without its functions for the end
+        return result
 
     del noting.__wrapped__  # type: ignore[attr-defined]  # its signature is its own
     return noting
@@ -136,6 +141,7 @@ def _written() -> Iterator[tuple[str, Any]]:
 
 
 def _write(path: str) -> None:
+    path = os.path.join(path, f"{os.getpid()}.json") if os.path.isdir(path) else path
     with open(path, "w", encoding="utf-8") as file:
         json.dump(dict(_written()), file)
 

@@ -105,6 +105,27 @@ def test_run_as_text_and_the_catalogue(counted: Counted, cli, tmp_path: Path) ->
     assert "class provided by counting 1.0" in words
 
 
+def test_worker_processes(site, cli, tmp_path: Path) -> None:
+    """Each of two workers runs what the table of the run says."""
+    site.plugin("counting", PLUGIN)
+    (tmp_path / "counts").mkdir()
+    model = str(decoder(tmp_path / "model"))
+    options = (*OPTIONS[:2], "--parallel.executor", "processes", "--parallel.tensor", "2")
+    result = cli("run", model, TEXT, "--json", *options, COUNTING_FILE=str(tmp_path / "counts"))
+    assert result.returncode == 0, result.stderr
+    counts = [json.loads(file.read_text()) for file in (tmp_path / "counts").iterdir()]
+    (host,) = [each for each in counts if not each["ran"]]
+    first, second = (each for each in counts if each["ran"])
+    if "CountingSampler" in second["used"]:
+        first, second = second, first
+    assert first["ran"] == second["ran"]
+    assert first["used"] == {**second["used"], "CountingSampler": 1}  # the first draws all tokens
+    used = {name: max(host["used"].get(name, 0), count) for name, count in first["used"].items()}
+    expect_counted(
+        json.loads(result.stdout), {"ran": first["ran"], "used": {**host["used"], **used}}
+    )
+
+
 def test_a_server(site, tmp_path: Path) -> None:
     """Decisions, metrics and the table at the start of a server agree with the counts of its requests."""
     site.plugin("counting", PLUGIN)
