@@ -8,12 +8,11 @@ from functools import cached_property
 from typing import Any
 
 from opgraft.binding.derivation import NATIVE, FunctionalKernels, is_derived
-from opgraft.binding.marks import fallback_of, has_needs, is_inference_only, unmet_need
+from opgraft.binding.marks import fallback_of, is_inference_only, unmet_need
 from opgraft.binding.shadow import Shadow
 from opgraft.decision import Candidate, Decision
 from opgraft.errors import MissingKernelError
 from opgraft.platform import DISPATCH_KEYS
-from opgraft.plugins.discovery import discover
 from opgraft.registry.op_classes import (
     definer,
     kernel_methods,
@@ -21,7 +20,6 @@ from opgraft.registry.op_classes import (
     own_classes,
     told_apart,
 )
-from opgraft.registry.watching import told_when_late
 
 SWITCH = "OPGRAFT_CUSTOM_OPS or compilation_config.custom_ops (+op, -op)"
 """The ways to enable or disable an op, where no scope and no class says otherwise."""
@@ -64,12 +62,7 @@ class Kernel:
 
     def missing(self) -> str | None:
         """Name the requirement that this machine or installation lacks, or ``None``."""
-        if not has_needs(self.definition):
-            return None
-        provider = discover().provider_of(self.owner.__module__)
-        what = f"the check of what {self.owner.__qualname__}.{self.method} of {provider} needs"
-        with told_when_late(what, provider):
-            return unmet_need(self.definition)
+        return unmet_need(self.definition, f"{self.owner.__qualname__}.{self.method}")
 
     def functional(self, form: str) -> Callable[..., Any] | None:
         """Return the same kernel as a function with the signature of the named form, where its class brings one."""

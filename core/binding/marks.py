@@ -9,7 +9,9 @@ from typing import Any, TypeVar, cast
 import torch
 from opgraft.compat.tracing import transformed
 from opgraft.errors import RegistrationError, raised_at
+from opgraft.plugins.discovery import discover
 from opgraft.registry.op_classes import NEEDS, location_of
+from opgraft.registry.watching import watched
 from opgraft.state import host_state
 from opgraft.text import described
 from torch import Tensor, is_grad_enabled
@@ -42,16 +44,15 @@ def needs(check: Callable[[], str | None]) -> Callable[[Function], Function]:
     return decorate
 
 
-def has_needs(kernel: object) -> bool:
-    """Return True if a kernel says by a check of its own where it runs."""
-    return getattr(kernel, NEEDS, None) is not None
-
-
-def unmet_need(kernel: object) -> str | None:
-    """Return what a kernel needs and this machine or installation lacks, ``None`` where nothing is missing."""
+def unmet_need(kernel: object, name: str) -> str | None:
+    """Return what the kernel ``name`` needs and this installation lacks, ``None`` where nothing is missing."""
     check = getattr(kernel, NEEDS, None)
+    if check is None:
+        return None
+    provider = discover().provider_of(getattr(kernel, "__module__", None) or "")
     try:
-        missing = check() if check else None
+        with watched(f"the check of what {name} of {provider} needs", provider):
+            missing = check()
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a plugin's code; the reason stays in the decision

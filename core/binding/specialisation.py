@@ -39,6 +39,7 @@ from opgraft.plugins.discovery import discover
 from opgraft.plugins.host import check_loaded_with, plugins_decision, with_plugins
 from opgraft.plugins.outcomes import absence_of, state_of
 from opgraft.plugins.selection import selected_platform
+from opgraft.registry import watching
 from opgraft.registry.choice import ReplacementChoice, choose_replacement, objection_to
 from opgraft.registry.declarations import Replacement
 from opgraft.registry.op_classes import definer, location_of, own_classes, qualified
@@ -435,8 +436,11 @@ def _left(choice: ReplacementChoice, kernel: KernelChoice, settings: Settings) -
 
 def _says(cls: Any, owner: type) -> tuple[bool, str]:
     """Ask a class whether it is enabled; where that raises it is not."""
+    provider = discover().provider_of(owner.__module__)
     try:
-        return bool(cls.enabled()), f"{owner.__qualname__}.enabled() says so"
+        with watching.watched(f"{owner.__qualname__}.enabled() of {provider}", provider):
+            enabled = bool(cls.enabled())
+        return enabled, f"{owner.__qualname__}.enabled() says so"
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a plugin's code

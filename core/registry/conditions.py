@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
+from opgraft.decision import Provider
 from opgraft.errors import RegistrationError, close_matches
 from opgraft.installed import version_of
 from opgraft.platform import DeviceCapability, Platform
+from opgraft.registry.watching import watched
 from opgraft.text import described
 
 _LEVEL = re.compile(r"sm_(\d+)(\d)")
@@ -107,13 +109,24 @@ class When:
 Condition: TypeAlias = Callable[[Platform], Any] | When
 
 
-def objection_of(condition: Condition, platform: Platform) -> str | None:
-    """Say why the condition of a replacement does not hold on a platform, or ``None``."""
+def objection_of(
+    condition: Condition, platform: Platform, what: str, provider: Provider
+) -> str | None:
+    """Say why the condition of a replacement does not hold on a platform, or ``None``.
+
+    Args:
+        condition: of the replacement.
+        platform: the one that is in use.
+        what: the condition in words, for whoever waits for the answer.
+        provider: of the replacement.
+    """
     try:
         if isinstance(condition, When):
             against = condition.against(platform)
             return against and f"its when= condition is false here: {against}"
-        return None if condition(platform) else "its when= condition is false here"
+        with watched(what, provider):
+            holds = condition(platform)
+        return None if holds else "its when= condition is false here"
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a plugin's code; the reason stays in the decision

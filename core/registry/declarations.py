@@ -15,7 +15,6 @@ from opgraft.errors import ConflictError, RegistrationError, UnknownTargetError,
 from opgraft.platform import Platform
 from opgraft.registry.conditions import Condition, objection_of
 from opgraft.registry.op_classes import check_replacement, check_supports, location_of, qualified
-from opgraft.registry.watching import told_when_late
 
 ANY_PLATFORM = "any"
 
@@ -64,8 +63,7 @@ class Replacement:
             return None
         if self._judged is None or self._judged[0] is not platform:
             what = f"the when= condition of {self.cls.__qualname__} of {self.provider}"
-            with told_when_late(what, self.provider):
-                self._judged = (platform, objection_of(self.when, platform))
+            self._judged = (platform, objection_of(self.when, platform, what, self.provider))
         return self._judged[1]
 
     @property

@@ -102,6 +102,7 @@ CHECKS = {
     "the check of what Acme.forward_oot of acme 1.0 needs": ROW.format(
         "None", "@opgraft.needs(check)", ""
     ),
+    "Acme.enabled() of acme 1.0": ROW.format("True", "enabled = classmethod(check)", ""),
 }
 """By what opgraft asks of a replacement, the source of a plugin whose answer takes long."""
 
@@ -113,6 +114,17 @@ def test_what_replacements_are_asked(site, caplog, asked: str) -> None:
     RMSNorm(8)
     told = f"still waiting for {asked}: opgraft has waited for 0.3 s."
     assert f"{told} OPGRAFT_PLUGINS_DISABLE=acme goes without it." in waits(caplog)
+
+
+@pytest.mark.parametrize("asked", CHECKS)
+def test_what_replacements_are_asked_interrupts(site, capsys, asked: str) -> None:
+    """An interrupt that nobody has sent is the plugin's error, and opgraft goes on without the kernel."""
+    source = CHECKS[asked].replace("time.sleep(0.9); return", "raise KeyboardInterrupt; return")
+    site.plugin("acme", source)
+    code, told = answer(capsys, "ops", "explain", "RMSNorm")
+    assert code == 0
+    assert "its code raised KeyboardInterrupt, which nobody has sent, at" in told
+    assert str(site.folder / "acme.py") in told
 
 
 def test_who_is_fast_is_not_told_of(site, caplog) -> None:
