@@ -27,8 +27,11 @@ _ROOT = (Platform.__module__, Platform.__qualname__)
 _ABSTRACT = frozenset({"abstractmethod", "abc.abstractmethod"})
 _PROPERTIES = frozenset({"property", "cached_property", "functools.cached_property"})
 _DYNAMIC = frozenset(
-    {"globals", "locals", "vars", "exec", "eval", "setattr", "delattr", "modules", "__dict__"}
-)
+    {
+        "globals", "locals", "vars", "exec", "eval", "setattr", "delattr", "modules", "__dict__",
+        "__setattr__", "__delattr__", "update_abstractmethods", "__abstractmethods__",
+    }
+)  # fmt: skip
 """Names in code that may bind names, or change classes, without a statement that says so."""
 
 _OWN_SCOPE = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
@@ -44,7 +47,10 @@ _Binding = ast.ClassDef | tuple[str, str] | None
 """A class, an import as module and name, or ``None`` if only running the source tells."""
 
 _STORED = "self."
-"""The beginning of the key, among members, of an attribute that a method of the class sets."""
+"""The beginning of the key, among members, of an attribute that code of the module sets."""
+
+_CONSTRUCTION = ("__init__", "__getattribute__")
+"""Methods of a class that may give its instances other values than the class has."""
 
 _Members = Mapping[str, ast.stmt | None]
 """By name, the statement that defines a member; ``None`` if only running the source tells."""
@@ -134,12 +140,14 @@ class _Source:
         file: its path.
         bound: by name that its statements bind, what it is bound to.
         open: further names may be bound, which the source does not tell.
+        stored: the attributes, of any object, that its code sets or deletes.
     """
 
     name: str
     file: Path
     bound: dict[str, _Binding] = field(default_factory=dict)
     open: bool = False
+    stored: set[str] = field(default_factory=set)
 
     @classmethod
     def read(cls, module: str) -> _Source | None:
@@ -200,17 +208,19 @@ class _Source:
                 self.open = True
                 self.bound = dict.fromkeys(self.bound)
             elif isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+                self.stored.add(node.attr)
                 self._forget(node.value)
-        for node in _scope(tree.body):
-            if not isinstance(node, ast.Call):
-                continue
-            given = [each.value for each in node.keywords]
-            for argument in [*node.args, *given]:
-                self._forget(argument)  # the call may change it
+            elif isinstance(node, ast.Call):
+                for argument in [*node.args, *node.keywords]:
+                    self._forget(argument)  # the call may change it
+            elif isinstance(node, ast.Assign):
+                self._forget(node.value)  # and so may a call, by the other name
 
-    def _forget(self, node: ast.expr) -> None:
-        if isinstance(node, ast.Name) and node.id in self.bound:
-            self.bound[node.id] = None
+    def _forget(self, value: ast.AST) -> None:
+        """Forget what the names in a value stand for."""
+        for node in ast.walk(value):
+            if isinstance(node, ast.Name) and node.id in self.bound:
+                self.bound[node.id] = None
 
 
 def _bindings_of(node: ast.AST, package: str) -> Iterator[tuple[str, _Binding]]:
@@ -297,7 +307,8 @@ def _chain(source: _Source, name: str, depth: int = 0) -> list[_Members]:
         raise _Settled(_NO_PLATFORM)
     if len(bound.bases) != 1:
         raise _unknown(f"{name} has {len(bound.bases)} bases")
-    return [_members(bound), *_base(source, bound.bases[0], depth)]
+    stored = {_STORED + attribute: None for attribute in source.stored}
+    return [{**stored, **_members(bound)}, *_base(source, bound.bases[0], depth)]
 
 
 def _members(cls: ast.ClassDef) -> _Members:
@@ -314,13 +325,10 @@ def _members(cls: ast.ClassDef) -> _Members:
             for name in _names_of(node):
                 plain = _is_plain(statement, name)
                 members[name] = statement if plain else None
-    for node in ast.walk(cls):
-        if not isinstance(node, ast.Attribute):
-            continue
-        if isinstance(node.ctx, ast.Store):
-            members[_STORED + node.attr] = None
     if "__init_subclass__" in members:
         raise _unknown(f"{cls.name} changes the classes below it")
+    if "__new__" in members:
+        raise _unknown(f"{cls.name} makes its objects as it runs")
     return members
 
 
@@ -397,7 +405,8 @@ def _decorators(statement: ast.stmt | None) -> set[str]:
 
 def _value(chain: list[_Members], name: str) -> Any:
     """Return the constant that an instance has; ``None`` if the source does not show it."""
-    if any(_STORED + name in members for members in chain):
+    changing = {_STORED + name, *_CONSTRUCTION}
+    if any(not changing.isdisjoint(members) for members in chain):
         return None
     return _constant(_definition(chain, name))
 

@@ -32,7 +32,7 @@ from opgraft.state import PluginStatus, host_state
 from opgraft.testing import checks, inventory
 from opgraft.testing.catalogue import SPECS
 from opgraft.testing.kernel_checks import hidden_by
-from opgraft.testing.mentions import constructs, is_used, may_call
+from opgraft.testing.mentions import may_call, may_construct
 from opgraft.testing.subjects import claimed_dtypes
 from opgraft.text import described
 from torch import Tensor
@@ -193,7 +193,7 @@ def unconstructed_targets() -> Iterator[Finding]:
         variants = [cls for cls in target.__subclasses__() if _is_variant(cls)]
         # A class of a plugin is in no record, and so are the classes derived from it.
         derived = [cls.__qualname__ for cls in variants if is_constructed(cls)]
-        if not derived or is_constructed(target) or is_used(target.__name__, constructs):
+        if not derived or is_constructed(target) or may_construct(replacement.cls, target):
             continue
         message = (
             f"{replacement.cls.__qualname__} replaces {target.__qualname__}, which no model constructs, "
@@ -279,7 +279,7 @@ def wrong_fakes() -> Iterator[Finding]:
 def wrong_results() -> Iterator[Finding]:
     """Find kernels of plugins that raise on small inputs, or return other tensors than the native definition.
 
-    Number, shape, dtype and layout of the results are compared. ``plugins check`` compares their numbers, too.
+    Number, shape, dtype, device and layout of the results are compared. ``plugins check`` compares their numbers, too.
     """
     for replacement, kernel, spec in _called():
         with watched(f"{kernel} of {replacement.provider}", replacement.provider):
@@ -326,6 +326,8 @@ def _other_tensors(
     for ours, theirs in zip(found, expected, strict=True):
         if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
             yield f"returns {_form(ours)}, expected {_form(theirs)},"
+        elif ours.device != theirs.device:
+            yield f"returns a tensor on {ours.device}, expected {theirs.device},"
         elif made_contiguous and ours.stride()[-1:] == (1,):
             continue
         elif theirs.is_contiguous() and not ours.is_contiguous():

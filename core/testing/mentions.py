@@ -6,13 +6,22 @@ import ast
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FunctionType
 
 _OURS = frozenset({"opgraft", "torch"})
 _MOST_FILES = 2000
 """Files of a package that are read; a larger package counts as one that uses every name."""
+
+_REGISTRATION = "register_oot"
+
+_LOOKUPS = {"getattr": 1, "getattr_static": 1, "attrgetter": 0, "methodcaller": 0}
+"""Functions that find a method by its name, with the position of the name, which code may compose."""
+
+_LISTS = frozenset({"__dict__", "__getattribute__", "dir", "eval", "exec", "getmembers", "vars"})
+"""Names in code that may reach every method of a class."""
 
 _PARTS = re.compile(r"forward(_(?!\w)|$)")
 """The end of a text to which code adds a dispatch key: ``getattr(self, f"forward_{key}")``."""
@@ -22,10 +31,13 @@ def may_call(cls: type, name: str) -> bool:
     """Return False if all sources show that nothing calls a plugin's method ``forward_<key>``.
 
     A decorator, a metaclass or ``__init_subclass__`` of the plugin may keep the method. The plugin
-    may compose the name, and any module may use the name. Return True if a source is missing.
+    may compose the name or list the methods, and any module may use the name. Return True if a
+    source is missing.
     """
     owner = next(base for base in cls.__mro__ if name in vars(base))
-    method = inspect.unwrap(vars(owner)[name])
+    method = vars(owner)[name]
+    with suppress(ValueError):  # of functions that wrap each other
+        method = inspect.unwrap(method)
     # Another name is that of a function which a decorator has put in place of the method.
     if not isinstance(method, FunctionType) or method.__code__.co_name != name:
         return True
@@ -39,24 +51,34 @@ def may_call(cls: type, name: str) -> bool:
         return True
     for file in files:
         tree = _tree_of(file)
-        if tree is None or _uses(tree, name, _may_be_part):
+        if tree is None or _uses(tree, name, _may_be_part) or _looks_up(tree):
             return True
     decorated = {name: owner, **{base.__name__: base for base in of_plugin}}
-    return any(_is_decorated(*each) for each in decorated.items()) or is_used(name)
+    if any(_is_decorated(*each) for each in decorated.items()):
+        return True
+    return _is_used(name, _loaded_files())
 
 
-def is_used(name: str, uses: Callable[[ast.Module, str], bool] | None = None) -> bool:
-    """Return True if a loaded module uses a name; opgraft, torch and Python itself aside.
+def may_construct(cls: type, target: type) -> bool:
+    """Return False if all sources show that nothing constructs the target of a replacement.
 
     Args:
-        name: of a method or class.
-        uses: returns True if a module uses the name; by default any mention counts.
+        cls: the replacement. Modules of its package count that are not loaded, too.
+        target: the class that it replaces.
     """
+    own = _files_of(cls.__module__.partition(".")[0])
+    # A session and a compiled module have no source.
+    return not own or _is_used(target.__name__, {*own, *_loaded_files()}, _constructs)
+
+
+def _is_used(
+    name: str, files: Iterable[Path], uses: Callable[[ast.Module, str], bool] | None = None
+) -> bool:
+    """Return True if one of some files uses the name of a method or class; by default any mention counts."""
     uses = uses or _uses
-    for module in list(sys.modules):
-        file = None if _is_known(module) else _file_of(module)
+    for file in files:
         # Most files lack the name: to parse all of them would take seconds.
-        if file is None or name.encode() not in _bytes_of(file):
+        if name.encode() not in _bytes_of(file):
             continue
         tree = _tree_of(file)
         if tree is None or uses(tree, name):
@@ -64,10 +86,29 @@ def is_used(name: str, uses: Callable[[ast.Module, str], bool] | None = None) ->
     return False
 
 
-def constructs(tree: ast.Module, name: str) -> bool:
-    """Return True if a module calls a class by name."""
-    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
-    return any(_last_name(call.func) == name for call in calls)
+def _loaded_files() -> set[Path]:
+    """Return the sources of all loaded modules; those of opgraft, torch and Python itself aside."""
+    files = {_file_of(module) for module in list(sys.modules) if not _is_known(module)}
+    return {file for file in files if file is not None}
+
+
+def _constructs(tree: ast.Module, name: str) -> bool:
+    """Return True if a module uses a class, other than to derive from, import or register."""
+    nodes = list(ast.walk(tree))
+    aliases = [node for node in nodes if isinstance(node, ast.alias) and node.name == name]
+    left_out = [*aliases, *(each for node in nodes for each in _not_constructing(node))]
+    ignored = {id(node) for each in left_out for node in ast.walk(each)}
+    names = {name, *(alias.asname or name for alias in aliases)}
+    code = [node for node in _code(tree) if id(node) not in ignored]
+    return any(not names.isdisjoint(_names_in(node)) for node in code)
+
+
+def _not_constructing(node: ast.AST) -> Sequence[ast.AST]:
+    """Return the bases of a class, or a registration itself."""
+    if isinstance(node, ast.ClassDef):
+        return node.bases
+    named = node.func if isinstance(node, ast.Call) else node
+    return [node] if _last_name(named) == _REGISTRATION else []
 
 
 def _has_hooks(cls: type) -> bool:
@@ -111,15 +152,36 @@ def _tree_of(file: Path) -> ast.Module | None:
 
 def _uses(tree: ast.Module, name: str, is_part: Callable[[str], bool] | None = None) -> bool:
     """Return True if code uses a name; definitions and documentation do not count."""
-    nodes = list(ast.walk(tree))
-    statements = [node.value for node in nodes if isinstance(node, ast.Expr)]
-    # A text that is a statement is documentation.
-    documentation = {id(value) for value in statements if isinstance(value, ast.Constant)}
-    code = [node for node in nodes if id(node) not in documentation]
+    code = _code(tree)
     if any(name in _names_in(node) for node in code):
         return True
     texts = (text for node in code for text in _texts_in(node))
     return is_part is not None and any(map(is_part, texts))
+
+
+def _code(tree: ast.Module) -> list[ast.AST]:
+    """List the nodes of a module without its documentation, which is each text that is a statement."""
+    nodes = list(ast.walk(tree))
+    statements = [node.value for node in nodes if isinstance(node, ast.Expr)]
+    documentation = {id(value) for value in statements if isinstance(value, ast.Constant)}
+    return [node for node in nodes if id(node) not in documentation]
+
+
+def _looks_up(tree: ast.Module) -> bool:
+    """Return True if code may reach a method whose name the code does not have as a whole."""
+    nodes = list(ast.walk(tree))
+    plain = {id(node.func) for node in nodes if isinstance(node, ast.Call) and _has_text(node)}
+    for node in nodes:
+        name = node.name if isinstance(node, ast.alias) and node.asname else _last_name(node)
+        if name in _LISTS or (name in _LOOKUPS and id(node) not in plain):
+            return True
+    return False
+
+
+def _has_text(call: ast.Call) -> bool:
+    """Return True if a call of a lookup gives the name as a text."""
+    position = _LOOKUPS.get(_last_name(call.func), len(call.args))
+    return any(True for each in call.args[position : position + 1] for _ in _texts_in(each))
 
 
 def _names_in(node: ast.AST) -> Iterator[str]:
@@ -166,6 +228,6 @@ def _first_name(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _last_name(node: ast.expr) -> str:
+def _last_name(node: ast.AST) -> str:
     """Return ``b`` for ``b`` and ``a.b``."""
     return str(getattr(node, "attr", getattr(node, "id", "")))

@@ -7,7 +7,7 @@ from faults.planting import PLUGIN
 HEAD = """
 import opgraft, os, torch
 from opgraft.ops import FastGELU, FatreluAndMul, GELU, GELUTanh, GeluAndMul, MulAndSilu, NewGELU, QuickGELU
-from opgraft.ops import ReLU, SiluAndMulWithClamp
+from opgraft.ops import ReLU, SiluAndMulWithClamp, SwigluOAIAndMul
 from opgraft.ops.rotary import RotaryEmbeddingBase
 from opgraft.ops import ReLUSquaredActivation, RMSNorm, SiluAndMul, SwigluStepAndMul
 platforms = "any"
@@ -131,6 +131,11 @@ FINDINGS: dict[str, tuple[str, str, int]] = {
             "SwigluStepAndMul", "return SwigluStepAndMul.forward_native(self, x).T.contiguous().T"
         ),
         "returns a tensor that is not contiguous, with strides [1, 7], expected [9, 1],",
+        1,
+    ),
+    "a result on another device": (
+        kernel("SwigluOAIAndMul", "return SwigluOAIAndMul.forward_native(self, x).to('meta')"),
+        "returns a tensor on meta, expected cpu, for float32 inputs of",
         1,
     ),
     "a platform that nobody offers": (

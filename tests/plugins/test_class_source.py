@@ -25,6 +25,8 @@ FIRST = (
     "    name = 'acme'\n"
 )
 """A platform under another name, and one under its own, which comes to stand in its place."""
+ACNE = f"{GOOD}class Device(CpuPlatform):\n    name = 'acne'\n"
+"""A platform under another name, which code after it may mend."""
 MEMBERS = "    name = 'acme'\n    device_type = 'cpu'\n    dispatch_chain = ('cpu', 'native')\n"
 METHODS = "".join(
     f"    def {each}(self, *_): ...\n"
@@ -111,6 +113,25 @@ UNKNOWABLE = {
     "an imported name": f"{GOOD}class Device(CpuPlatform):\n    from acme_members import name\n",
     "a name that __init__ sets": f"{OWN}class Device(opgraft.Platform):\n{MEMBERS}{METHODS}    name = 'acne'\n"
     "    def __init__(self):\n        self.name = 'acme'\n",
+    "a name by __setattr__": f"{ACNE}    def __init__(self):\n        object.__setattr__(self, 'name', 'acme')\n",
+    "a name by super": f"{ACNE}    def __init__(self):\n        super().__setattr__('name', 'acme')\n",
+    "a name by a helper": f"{ACNE}    def __init__(self):\n        fix(self)\ndef fix(it):\n    it.name = 'acme'\n",
+    "a name by an imported helper": f"from acme_members import fix\n{ACNE}    def __init__(self):\n        fix(self)\n",
+    "a name by __getattribute__": f"{ACNE}    def __getattribute__(self, name):\n"
+    "        return 'acme' if name == 'name' else super().__getattribute__(name)\n",
+    "another object": f"{FIRST}class Device(CpuPlatform):\n    name = 'acne'\n"
+    "    def __new__(cls):\n        return object.__new__(Other)\n",
+    "a name that another class sets": f"class Named:\n    def __set_name__(self, owner, name):\n"
+    f"        type.__setattr__(owner, 'name', 'acme')\n{ACNE}    named = Named()\n",
+    "renamed in a loop": f"{ACNE}for each in [Device]:\n    each.name = 'acme'\n",
+    "renamed by an alias": f"{ACNE}D = Device\nD.name = 'acme'\n",
+    "changed by a call, by an alias": f"from acme_members import fix\n{ACNE}D = Device\nfix(D)\n",
+    "renamed by a function": f"{ACNE}def fix():\n    D = Device\n    D.name = 'acme'\nfix()\n",
+    "renamed in a list": f"from acme_members import fix\n{ACNE}[fix(each) for each in map(type, [Device()])]\n",
+    "renamed by a class method": f"{GOOD}class Base(CpuPlatform):\n    name = 'acne'\n    @classmethod\n"
+    "    def fix(cls):\n        type.__setattr__(cls, 'name', 'acme')\nclass Device(Base):\n    pass\nDevice.fix()\n",
+    "methods that come later": f"{OWN}import abc\nclass Device(opgraft.Platform):\n{MEMBERS}D = Device\n"
+    "for each in Device.__abstractmethods__:\n    type.__setattr__(D, each, print)\nabc.update_abstractmethods(D)\n",
     "a name in two steps": f"{GOOD}class Device(CpuPlatform):\n    name = 'ac'\n    name += 'me'\n",
     "a name by a decorator": f"{GOOD}def named(method):\n    return 'acme'\n"
     "class Device(CpuPlatform):\n    @named\n    def name(self):\n        return 'acne'\n",
@@ -157,7 +178,9 @@ def test_a_class_that_its_source_does_not_show(site: Site, form: str) -> None:
     site.platform("acme", probe=AVAILABLE, platform=UNKNOWABLE[form])
     (site.folder / "acme_kernels.py").write_text(FINE["derived"])
     (site.folder / "acme_faults.py").write_text(FAULTS["no base"][0])
-    (site.folder / "acme_members.py").write_text(f"name = 'acme'\n{textwrap.dedent(METHODS)}")
+    (site.folder / "acme_members.py").write_text(
+        f"name = 'acme'\ndef fix(it):\n    it.name = 'acme'\n{textwrap.dedent(METHODS)}"
+    )
     (offer,) = [each for each in discover().of_group(PLATFORM_GROUP) if each.name == "acme"]
     found = look(offer)
     assert (found.fault, "settings" in found.unknown) == (None, True)

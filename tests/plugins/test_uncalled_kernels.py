@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import opgraft
 import pytest
 from conftest import Site
@@ -64,6 +67,17 @@ CALLED = {
     "a formatted name": plugin("getattr(self, 'forward_%s' % 'npu')(x)"),
     "a joined name": plugin("getattr(self, '_'.join(['forward', 'npu']))(x)"),
     "a partial function": plugin("functools.partial(self.forward_npu, x)()"),
+    "a list of the class": plugin(
+        "[getattr(self, 'forward_oot') for each in dir(self) if each[-3:] == 'npu']"
+    ),
+    "the variables of the class": plugin("[each for key, each in vars(Acme).items() if 'npu' in key]"),
+    "a name that another function composes": plugin(
+        "getattr(self, f'{self.stem}_npu')(x)", mark="stem = 'for' + 'ward'"
+    ),
+    "a renamed lookup": plugin("find(self.kind)(self)", above="from operator import attrgetter as find\n"),
+    "a wrapper of itself": plugin(mark="pass").replace(
+        "        return x\n@opgraft", "        return x\n    forward_npu.__wrapped__ = forward_npu\n@opgraft"
+    ),
     "a base that looks at its subclasses": plugin(
         above="class Looking:\n    def __init_subclass__(cls):\n        cls.methods = dir(cls)\n"
     ).replace("Acme(GELU)", "Acme(GELU, Looking)"),
@@ -136,20 +150,63 @@ def test_a_target_that_models_construct(site: Site, module: str, target: str) ->
     assert findings(site, TARGET.format(module=module, target=target)) == []
 
 
-def test_a_target_that_models_derive_from(site: Site) -> None:
+BASE = "RotaryEmbeddingBase"
+"""Modules of tests name this class, so they must not count here as modules of plugins."""
+
+
+def without_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    tests = Path(__file__).parents[1]
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and Path(file).is_relative_to(tests):
+            monkeypatch.delitem(sys.modules, name)
+
+
+def test_a_target_that_models_derive_from(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """A class is named with the derived classes that models construct, unless the plugin constructs the class."""
-    source = TARGET.format(module="opgraft.ops.rotary", target="RotaryEmbeddingBase")
+    without_tests(monkeypatch)
+    source = TARGET.format(module="opgraft.ops.rotary", target=BASE)
     (finding,) = findings(site, source)
     assert "Acme replaces RotaryEmbeddingBase, which no model constructs" in finding.message
     assert "replace RotaryEmbedding or Phi3LongRoPEScaledRotaryEmbedding or" in finding.message
     assert "Llama4VisionRotaryEmbedding" not in finding.message
 
 
-def test_a_target_that_the_plugin_constructs(site: Site) -> None:
-    """A model of the plugin may construct a class that opgraft's own models do not."""
-    source = TARGET.format(module="opgraft.ops.rotary", target="RotaryEmbeddingBase")
-    source += "def rope():\n    return RotaryEmbeddingBase(8, 8, 64, 1e4, True, None)\n"
-    assert findings(site, source) == []
+ARGUMENTS = "(8, 8, 64, 1e4, True, None)"
+
+CONSTRUCTIONS = {
+    "a call": f"def rope():\n    return {BASE}{ARGUMENTS}\n",
+    "another name": f"from opgraft.ops.rotary import {BASE} as R\ndef rope():\n    return R{ARGUMENTS}\n",
+    "a table": f"TABLE = {{'plain': {BASE}}}\ndef rope(key):\n    return TABLE[key]{ARGUMENTS}\n",
+    "a partial function": f"import functools\nrope = functools.partial({BASE}, 8, 8)\n",
+    "an attribute of a class": f"class Model:\n    rope_class = {BASE}\n",
+    "a name as text": f"import opgraft.ops.rotary as r\ndef rope():\n    return getattr(r, '{BASE}'){ARGUMENTS}\n",
+    "a default": f"def rope(cls={BASE}):\n    return cls{ARGUMENTS}\n",
+    "a choice": f"def rope(cls=None):\n    return (cls or {BASE}){ARGUMENTS}\n",
+}
+
+
+@pytest.mark.parametrize("form", CONSTRUCTIONS)
+def test_a_target_that_the_plugin_constructs(
+    site: Site, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """A model of the plugin may construct a class that opgraft's own models do not, in any form."""
+    without_tests(monkeypatch)
+    source = TARGET.format(module="opgraft.ops.rotary", target=BASE)
+    assert findings(site, source + CONSTRUCTIONS[form]) == []
+
+
+def test_a_target_that_a_module_constructs_later(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module of the plugin's package counts before it is imported."""
+    without_tests(monkeypatch)
+    source = TARGET.format(module="opgraft.ops.rotary", target=BASE)
+    package = site.folder / "acme_kernels"
+    package.mkdir()
+    (package / "__init__.py").write_text(source)
+    (package / "models.py").write_text(CONSTRUCTIONS["another name"])
+    assert findings(site, "from acme_kernels import *\n") == []
 
 
 OWN = """
