@@ -34,19 +34,19 @@ def installed(several: Sequence[importlib_metadata.Distribution]) -> tuple[int, 
     chosen = max(rivals, key=lambda place: _version(several[place]))
     if len(rivals) > 1:
         return chosen, "it is the latest version"
-    return chosen, f"{_how_many(best)} there as its RECORD lists them"
+    return chosen, _how_many(best)
 
 
 def _how_many(share: float) -> str:
-    """Return the share of files in words, as the subject of a sentence."""
+    """Return a sentence about the share of files that are there."""
     if share == 1:
-        return "its files are"
+        return "its files are there as its RECORD lists them"
     percent = "less than 1 %"
     if share >= 0.01:
         percent = f"{math.floor(100 * share)} %"
     if share > 0.5:
-        return f"most of its files, {percent}, are"
-    return f"{percent} of its files are, more than of the others,"
+        return f"most of its files, {percent}, are there as its RECORD lists them"
+    return f"{percent} of the files in its RECORD are there; the other copies have fewer"
 
 
 def _share_there(distribution: importlib_metadata.Distribution) -> float:

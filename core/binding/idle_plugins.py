@@ -17,6 +17,8 @@ from opgraft.state import host_state
 
 _SHOWN = 3
 _FORWARD = "forward"
+_DESCRIBING = ("extra_repr", "_get_name")
+"""Methods that change only how a module is printed."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,8 @@ def _overrides_more(cls: type, target: type) -> bool:
         if base in target.__mro__:
             return False
         for name, value in vars(base).items():
+            if name in _DESCRIBING:
+                continue
             is_method = inspect.isfunction(value) and not name.startswith((_FORWARD, "__"))
             if is_method and hasattr(target, name):
                 return True

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from opgraft.cli.ending import awaited_threads
+from opgraft.cli.ending import PATIENCE, awaited_threads
 from opgraft.cli.output import COMMAND_LINE
 from opgraft.config import CURRENT_SCOPE, config_from_fields, parse_text, read_file, set_config
 from opgraft.decision import Provider
@@ -35,11 +35,10 @@ TIME_LIMIT = (
 MEMORY_SHARE = 2  # the memory that there is by the most that the child may have
 _LINGER = 10.0  # seconds: who does harm some time after it was loaded does so by then, or is not found out
 
-_EXIT_SECONDS = 5.0  # for what runs at exit
-
 _BEFORE_THE_END = 0.9  # of the time limit: who is still at it by then is asked where
 _DUMP = re.compile(r"^(Fatal Python error: .*|Timeout \(\d+:\d+:\d+.*\)!)$", re.MULTILINE)
-_FRAME = re.compile(r'^  File "([^<"][^"]*)", line (\d+) in', re.MULTILINE)
+_RAISED_AT_EXIT = re.compile(r"^Exception ignored (in|while calling) atexit callback", re.MULTILINE)
+_FRAME = re.compile(r'^  File "([^<"][^"]*)", line (\d+),? in', re.MULTILINE)
 
 _CHILD = "from opgraft.cli.isolation import answer; answer(reply_to, **data)"
 
@@ -215,7 +214,7 @@ def _outcome(ended: Ended, limits: Limits, begun: tuple[Provider, ...], seconds:
     last, end = _last_line(ended.reply), _end_in_words(ended, limits)
     late = ended.status is None and not ended.memory
     if "result" in last:
-        at_exit = None if ended.status == 0 else _at_exit(ended, end)
+        at_exit = _at_exit(ended, end)
         return Outcome(
             last["result"], begun=begun, end=end, late=late, seconds=seconds, at_exit=at_exit
         )
@@ -227,21 +226,34 @@ def _outcome(ended: Ended, limits: Limits, begun: tuple[Provider, ...], seconds:
     return Outcome(crash=crash, begun=begun, end=end, guilty=ended.died, late=late, seconds=seconds)
 
 
-def _at_exit(ended: Ended, end: str) -> Finding:
+def _at_exit(ended: Ended, end: str) -> Finding | None:
     """Return a finding about a child that ended badly after its answer, as each command with its plugins does."""
+    problem, exit_code = _problem_at_exit(ended, end)
+    if not problem:
+        return None
     provider, place = None, None
     for offer in discover().offers:
         place = None if offer.built_in else _place(ended.output, offer.provider)
         if place is not None:
             provider = offer.provider
             break
-    late = any(text.startswith("Timeout") for text in _DUMP.findall(ended.output))
-    how = f"had not ended after {_EXIT_SECONDS:g} s" if late else end
-    message = (
-        f"code that runs when the process ends {how}: each command that loads the plugins "
-        "gives its answer, and then fails"
-    )
-    return Finding(message, provider, place, exit_code=4)
+    message = f"code that runs when the process ends {problem}"
+    return Finding(message, provider, place, exit_code=exit_code)
+
+
+def _problem_at_exit(ended: Ended, end: str) -> tuple[str, int]:
+    """Return what went wrong after the answer, empty if nothing did, and the exit code for the finding."""
+    dumps = _DUMP.findall(ended.output)
+    if ended.status == 1 and dumps and dumps[-1].startswith("Timeout"):
+        late = f"had not ended after {PATIENCE:g} s"
+        return f"{late}: each command that loads the plugins ends without it then", 1
+    if ended.status != 0:
+        fails = "each command that loads the plugins gives its answer, and then fails"
+        return f"{end}: {fails}", 4
+    if _RAISED_AT_EXIT.search(ended.output):
+        *_, last = ended.output.strip().splitlines()
+        return f"raised {last}: each command that loads the plugins prints this", 1
+    return "", 0
 
 
 class _Lines:
@@ -319,7 +331,7 @@ def _place(output: str, provider: Provider) -> str | None:
     for offer in discover().offers:
         if offer.provider == provider:
             tops.add(offer.module.partition(".")[0])
-    dump = _DUMP.split(output)[-1]
+    dump = _RAISED_AT_EXIT.split(_DUMP.split(output)[-1])[-1]
     _, _, stack = dump.rpartition("(most recent call first):")
     for file, line in _FRAME.findall(stack):
         path = Path(file)
@@ -354,7 +366,7 @@ def answer(
     if awaited_threads():  # which may go on for ever
         os._exit(0)
     # Functions of plugins that run at exit run now, and the parent sees the end.
-    faulthandler.dump_traceback_later(_EXIT_SECONDS, exit=True)
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
 
 
 def _write(reply_to: int, data: Mapping[str, Any]) -> None:

@@ -88,19 +88,30 @@ def _is_used(
 
 def _loaded_files() -> set[Path]:
     """Return the sources of all loaded modules; those of opgraft, torch and Python itself aside."""
-    files = {_file_of(module) for module in list(sys.modules) if not _is_known(module)}
-    return {file for file in files if file is not None}
+    files = set()
+    for module in list(sys.modules):
+        file = None if _is_known(module) else _file_of(module)
+        if file is not None:
+            files.add(file)
+    return files
 
 
 def _constructs(tree: ast.Module, name: str) -> bool:
     """Return True if a module uses a class, other than to derive from, import or register."""
-    nodes = list(ast.walk(tree))
-    aliases = [node for node in nodes if isinstance(node, ast.alias) and node.name == name]
-    left_out = [*aliases, *(each for node in nodes for each in _not_constructing(node))]
-    ignored = {id(node) for each in left_out for node in ast.walk(each)}
-    names = {name, *(alias.asname or name for alias in aliases)}
-    code = [node for node in _code(tree) if id(node) not in ignored]
-    return any(not names.isdisjoint(_names_in(node)) for node in code)
+    names = {name}
+    ignored = set[int]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.alias) and node.name == name:
+            names.add(node.asname or name)
+            ignored.add(id(node))
+        for left_out in _not_constructing(node):
+            ignored.update(map(id, ast.walk(left_out)))
+    for node in _code(tree):
+        if id(node) in ignored:
+            continue
+        if not names.isdisjoint(_names_in(node)):
+            return True
+    return False
 
 
 def _not_constructing(node: ast.AST) -> Sequence[ast.AST]:
@@ -152,27 +163,35 @@ def _tree_of(file: Path) -> ast.Module | None:
 
 def _uses(tree: ast.Module, name: str, is_part: Callable[[str], bool] | None = None) -> bool:
     """Return True if code uses a name; definitions and documentation do not count."""
-    code = _code(tree)
-    if any(name in _names_in(node) for node in code):
-        return True
-    texts = (text for node in code for text in _texts_in(node))
-    return is_part is not None and any(map(is_part, texts))
+    for node in _code(tree):
+        if name in _names_in(node):
+            return True
+        if is_part is not None and any(map(is_part, _texts_in(node))):
+            return True
+    return False
 
 
 def _code(tree: ast.Module) -> list[ast.AST]:
     """List the nodes of a module without its documentation, which is each text that is a statement."""
     nodes = list(ast.walk(tree))
-    statements = [node.value for node in nodes if isinstance(node, ast.Expr)]
-    documentation = {id(value) for value in statements if isinstance(value, ast.Constant)}
+    documentation = set()
+    for node in nodes:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            documentation.add(id(node.value))
     return [node for node in nodes if id(node) not in documentation]
 
 
 def _looks_up(tree: ast.Module) -> bool:
     """Return True if code may reach a method whose name the code does not have as a whole."""
     nodes = list(ast.walk(tree))
-    plain = {id(node.func) for node in nodes if isinstance(node, ast.Call) and _has_text(node)}
+    plain = set()
     for node in nodes:
-        name = node.name if isinstance(node, ast.alias) and node.asname else _last_name(node)
+        if isinstance(node, ast.Call) and _has_text(node):
+            plain.add(id(node.func))
+    for node in nodes:
+        name = _last_name(node)
+        if isinstance(node, ast.alias) and node.asname:
+            name = node.name
         if name in _LISTS or (name in _LOOKUPS and id(node) not in plain):
             return True
     return False
@@ -180,8 +199,11 @@ def _looks_up(tree: ast.Module) -> bool:
 
 def _has_text(call: ast.Call) -> bool:
     """Return True if a call of a lookup gives the name as a text."""
-    position = _LOOKUPS.get(_last_name(call.func), len(call.args))
-    return any(True for each in call.args[position : position + 1] for _ in _texts_in(each))
+    position = _LOOKUPS.get(_last_name(call.func))
+    if position is None or position >= len(call.args):
+        return False
+    name = call.args[position]
+    return any(_texts_in(name))
 
 
 def _names_in(node: ast.AST) -> Iterator[str]:

@@ -149,7 +149,8 @@ RMSNorm.register_oot(Norm)
     [
         ("forward_hip = forward_cuda", 1),
         ("def forward_oot(self, x, residual=None): return self.forward_native(x, residual)", 0),
-        ("def extra_repr(self): return ''", 0),
+        ("forward_hip = forward_cuda\n    def extra_repr(self): return ''", 1),
+        ("def train(self, mode=True): return super().train(mode)", 0),
     ],
 )
 def test_a_plugin_for_another_device(cli, site, causal_folder: Path, more: str, lines: int) -> None:

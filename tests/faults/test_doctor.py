@@ -137,33 +137,44 @@ AT_EXIT = {
     "a hook that crashes": (
         "import atexit, os\natexit.register(os.abort)\n",
         "crashed the process with signal SIGABRT",
+        4,
     ),
     "a hook that ends the process": (
         "import atexit, os\n@atexit.register\ndef end():\n    os._exit(3)\n",
         "ended the process with status 3",
+        4,
     ),
     "a hook that never returns": (
         "import atexit, time\n@atexit.register\ndef end():\n    time.sleep(600)\n",
-        "had not ended after 5 s",
+        "had not ended after 5 s: each command that loads the plugins ends without it then",
+        1,
+    ),
+    "a hook that raises": (
+        "import atexit\n@atexit.register\ndef end():\n    raise ValueError('x')\n",
+        "raised ValueError: x: each command that loads the plugins prints this",
+        1,
     ),
     "a destructor in C": (
         "import ctypes\nlibc = ctypes.CDLL(None)\nlibc.__cxa_atexit(libc.abort, None, None)\n",
         "crashed the process with signal SIGABRT",
+        4,
     ),
 }
-WITH_A_LINE = ("a hook that never returns",)
+WITH_A_LINE = ("a hook that never returns", "a hook that raises")
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        name if name == "a destructor in C" else pytest.param(name, marks=pytest.mark.faults)
+        name
+        if name in ("a destructor in C", "a hook that raises")
+        else pytest.param(name, marks=pytest.mark.faults)
         for name in AT_EXIT
     ],
 )
 def test_code_that_fails_at_exit(site, cold_cli, name: str) -> None:
-    """The plugin works, and each command with it fails after its answer: one finding with exit code 4."""
-    source, words = AT_EXIT[name]
+    """The plugin works, and each command with it ends badly after its answer: one finding."""
+    source, words, code = AT_EXIT[name]
     site.plugin("acme", source + kernel("RMSNorm", NATIVE))
     site.plugin("calm", kernel("QuickGELU", "return QuickGELU.forward_native(self, x)"))
     ended = cold_cli("plugins", "doctor", "--json")
@@ -172,7 +183,7 @@ def test_code_that_fails_at_exit(site, cold_cli, name: str) -> None:
     assert f"code that runs when the process ends {words}" in finding["message"]
     assert "OPGRAFT_PLUGINS_DISABLE=acme goes without" in finding["message"]
     assert finding["provider"]["name"] == "acme"
-    assert (finding["exit_code"], ended.returncode) == (4, 4)
+    assert (finding["exit_code"], ended.returncode) == (code, code)
     assert [row["status"] for row in report["plugins"]] == ["activated"] * 2
     if name in WITH_A_LINE:
         assert finding["location"] == f"{site.folder / 'acme.py'}:4"
