@@ -1,4 +1,4 @@
-"""Finding the kernel that computes something else: what a model runs beside native definitions."""
+"""Finding the kernel that makes NaN or infinity: what a model runs beside native definitions."""
 
 from __future__ import annotations
 
@@ -15,26 +15,64 @@ from opgraft.binding.shadow import Shadow
 from opgraft.binding.specialisation import Binding, native_of, watched, without_compiler
 from opgraft.config import NATIVE_CHOICE, OpgraftConfig, ShadowConfig, set_config
 from opgraft.errors import OpgraftError
+from opgraft.logger import logger
 from opgraft.registry.choice import choosing
 from opgraft.registry.declarations import Replacement
 from opgraft.registry.op_classes import location_of
 from opgraft.state import host_state
-from opgraft.text import printable
+from opgraft.text import described, printable
 from torch import Tensor, nn
 
+UNEXPLAINED = "unexplained"
+"""The verdict if a model makes NaN or infinity and no kernel is to blame."""
+SEARCHED = 2
+"""Texts of a batch for which a kernel is searched; each search computes a whole text again."""
 _ALWAYS = ShadowConfig(share=1.0, first_call=True)
 _FORWARD = "forward"
 _OF_WEIGHTS = "quant_method"
 """The attribute of a layer that holds its weight method."""
 _APPLIED = ("apply", "embedding")
 """The methods by which a weight method computes."""
+_MAKES_NAN = "makes NaN or infinity of finite numbers"
+
+
+class Comparison:
+    """What the kernels of a model do on inputs on which their native definitions run, too.
+
+    Attributes:
+        culprits: a sentence for each call that makes NaN or infinity and should not, in the order of the calls.
+        differing: a sentence for each kernel that differs by numbers, in the order of the calls.
+    """
+
+    def __init__(self) -> None:
+        self.culprits: list[str] = []
+        self.differing: dict[_Told, str] = {}
+
+    def goes_wrong(self, passes: Callable[[], Iterable[Any]]) -> bool:
+        """Run passes of a model until one makes NaN or infinity, and return True if one does.
+
+        The passes after that would read NaN from a cache.
+        """
+        try:
+            for made in passes():
+                if any(map(_has_no_number, tensors_within(made))):
+                    return True
+        except Exception as error:  # the model has gone wrong already, and this is to find out why
+            logger.debug("computing a text once more raised %s", described(error))
+            return bool(self.culprits)
+        return False
+
+    def leave_to_native(self) -> None:
+        """Let native definitions run instead of the kernels that differ."""
+        for shadow in self.differing:
+            shadow.demotion = "the kernel differs from its native definition"
 
 
 class _Told(Shadow):
-    """A shadow that writes its first difference into a list, and logs nothing."""
+    """A shadow that tells a comparison what it finds, and logs nothing."""
 
     def __init__(
-        self, binding: Binding, op: str, native: Any, location: str, found: list[str]
+        self, binding: Binding, op: str, native: Any, location: str, found: Comparison
     ) -> None:
         target = binding.replacement.target
         kernel = binding.kernel_name
@@ -44,14 +82,100 @@ class _Told(Shadow):
         self._place = f"{kernel} of {provider} at {location}"
         self._advice = _advice(binding)
 
-    def _report(self) -> None:
+    def _watched(
+        self,
+        run: Callable[..., Any],
+        native: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Compare a call; one that cannot be compared is wrong if it makes NaN of finite numbers."""
+        sound = _is_sound(args, kwargs)
+        skipped = self.skipped.total()
+        result = super()._watched(run, native, args, kwargs)
+        left = tensors_within((args, kwargs, result))
+        if sound and self.skipped.total() > skipped and any(map(_has_no_number, left)):
+            sentence = f"{self._place} {_MAKES_NAN}; {self._advice}"
+            self._found.culprits.append(printable(sentence))
+        return result
+
+    def _compare(
+        self, given: dict[str, Any], copies: dict[str, Any], result: Any, expected: Any
+    ) -> None:
+        self.first_drift = ""
+        super()._compare(given, copies, result, expected)
+        if not self.first_drift:
+            return
         differs = f"differs from the native definition of op {self.op}: {self.first_drift}"
-        sentence = f"{self._place} {differs}; {self._advice}"
-        self._found.append(printable(sentence))
+        sentence = printable(f"{self._place} {differs}; {self._advice}")
+        ours = tensors_within((result, given))
+        theirs = tensors_within((expected, copies))
+        if any(map(_loses_numbers, ours, theirs)):
+            self._found.culprits.append(sentence)
+        else:
+            self._found.differing.setdefault(self, sentence)
+
+    def _report(self) -> None:
+        """Log nothing: the comparison is told."""
+
+
+def culprit_of(
+    model: nn.Module, passes: Callable[[], Iterable[Any]], *, may_repeat: bool = True
+) -> str:
+    """Compute something once more, and say which kernel makes NaN or infinity of it.
+
+    A kernel is to blame for the numbers that it makes NaN or infinite if its native definition does
+    not. A kernel that differs by numbers is to blame if the passes go well without such kernels.
+
+    Args:
+        model: the model, whose kernels are compared.
+        passes: runs the model; returns what each pass makes, one after another.
+        may_repeat: run the passes a second time, if this process alone may decide to.
+
+    Returns:
+        A sentence about the first kernel that is wrong; ``UNEXPLAINED`` if none is; empty if the
+        passes make neither NaN nor infinity this time.
+    """
+    with beside_native_definitions(model) as found:
+        if not found.goes_wrong(passes):
+            return ""
+        if not found.culprits and found.differing and may_repeat:
+            first = next(iter(found.differing.values()))
+            found.leave_to_native()
+            if not found.goes_wrong(passes):
+                return first
+    return found.culprits[0] if found.culprits else UNEXPLAINED
+
+
+def verdicts_on(search: Callable[[int], str], number: int) -> list[str]:
+    """Return the verdicts on texts that were computed together, with a search for few of them.
+
+    The others share the verdict of these, and are unexplained if one of these is.
+
+    Args:
+        search: returns the verdict on a text, by its number.
+        number: of texts.
+    """
+    verdicts = [search(index) for index in range(min(number, SEARCHED))]
+    if number > SEARCHED:
+        shared = UNEXPLAINED if UNEXPLAINED in verdicts else verdicts[-1]
+        verdicts += [shared] * (number - SEARCHED)
+    return verdicts
+
+
+def replaced_among(parts: Iterable[object]) -> str:
+    """Name the first of some objects whose class replaces another as a whole; empty if none is."""
+    for part in parts:
+        replacement = _replacement_of(type(part))
+        if replacement is not None:
+            place = f"{replacement.provider} at {replacement.location}"
+            told = f"a replaced class is in use: {replacement.cls.__qualname__} of {place}"
+            return printable(f"{told}; to go without it: {_setting(replacement)}")
+    return ""
 
 
 @contextmanager
-def beside_native_definitions(model: nn.Module) -> Iterator[list[str]]:
+def beside_native_definitions(model: nn.Module) -> Iterator[Comparison]:
     """Compare what a model runs within the block with native definitions, on the same inputs.
 
     Ops and functional forms are compared. A layer made of other ops keeps state, and a weight
@@ -59,9 +183,9 @@ def beside_native_definitions(model: nn.Module) -> Iterator[list[str]]:
     finite numbers.
 
     Yields:
-        A list that fills with a sentence for each kernel that is wrong, in the order of the calls.
+        What is found, which fills as the model runs.
     """
-    found: list[str] = []
+    found = Comparison()
     with ExitStack() as undo:
         for module in model.modules():
             if isinstance(module, CustomOp):
@@ -74,7 +198,7 @@ def beside_native_definitions(model: nn.Module) -> Iterator[list[str]]:
         yield found
 
 
-def _watch_op(op: CustomOp, found: list[str], undo: ExitStack) -> None:
+def _watch_op(op: CustomOp, found: Comparison, undo: ExitStack) -> None:
     """Compare the calls of an op whose kernel is not native, or look at the numbers that it makes."""
     bound = op.binding
     if _FORWARD in vars(op) or type(op) is not bound.specialisation:
@@ -93,7 +217,7 @@ def _watch_op(op: CustomOp, found: list[str], undo: ExitStack) -> None:
     undo.callback(op._adopt, bound)
 
 
-def _watch_forms(found: list[str]) -> None:
+def _watch_forms(found: Comparison) -> None:
     """Compare the calls of forms whose kernel is not native, within the current scope."""
     caches = host_state().current_caches()
     for form in FUNCTIONALS.values():
@@ -102,7 +226,7 @@ def _watch_forms(found: list[str]) -> None:
             caches.functions[form] = call, None
 
 
-def _compared_form(form: Functional[..., Any], found: list[str]) -> Callable[..., Any] | None:
+def _compared_form(form: Functional[..., Any], found: Comparison) -> Callable[..., Any] | None:
     """Return the kernel of a form with a comparison around it; ``None`` if the kernel is native."""
     try:
         choice = choice_of(form)
@@ -118,7 +242,7 @@ def _compared_form(form: Functional[..., Any], found: list[str]) -> Callable[...
     return shadow.around(function, form.native)
 
 
-def _watch_replacement(layer: CustomOp, found: list[str], undo: ExitStack) -> None:
+def _watch_replacement(layer: CustomOp, found: Comparison, undo: ExitStack) -> None:
     """Look at the numbers that the replacement of a layer makes."""
     binding = layer.binding
     replacement = binding.replacement.winner
@@ -129,7 +253,7 @@ def _watch_replacement(layer: CustomOp, found: list[str], undo: ExitStack) -> No
     _hide(layer, _FORWARD, call, undo)
 
 
-def _watch_weight_method(layer: nn.Module, found: list[str], undo: ExitStack) -> None:
+def _watch_weight_method(layer: nn.Module, found: Comparison, undo: ExitStack) -> None:
     """Look at the numbers that the replacement of a weight method makes for a layer."""
     method = getattr(layer, _OF_WEIGHTS, None)
     replacement = _replacement_of(type(method))
@@ -158,26 +282,29 @@ def _hide(owner: Any, name: str, call: Callable[..., Any], undo: ExitStack) -> N
 
 
 def _numbers_expected(
-    run: Callable[..., Any], layer: nn.Module, sentence: str, found: list[str]
+    run: Callable[..., Any], layer: nn.Module, sentence: str, found: Comparison
 ) -> Callable[..., Any]:
     """Return a function that tells if ``run`` makes NaN or infinity of a layer's finite numbers."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        # A layer may be handed another one for its weights, as the head of a decoder is.
-        modules = [layer]
-        for each in args:
-            if isinstance(each, nn.Module):
-                modules.append(each)
-        given = tensors_within((args, kwargs))
-        sound = all(map(_is_finite, given)) and all(map(_is_finite, _weights(modules)))
-
+        sound = _is_sound((layer, *args), kwargs)
+        differing = len(found.differing)
         result = run(*args, **kwargs)
         made = tensors_within(result)
-        if sound and any(map(_has_no_number, made)):
-            found.append(sentence)
+        # A kernel within the layer that differs may be the reason.
+        if sound and len(found.differing) == differing and any(map(_has_no_number, made)):
+            found.culprits.append(sentence)
         return result
 
     return call
+
+
+def _is_sound(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return True if arguments hold finite numbers, and layers among them finite weights."""
+    # A layer may be handed another one for its weights, as the head of a decoder is.
+    modules = [each for each in args if isinstance(each, nn.Module)]
+    given = tensors_within((args, kwargs))
+    return all(map(_is_finite, given)) and all(map(_is_finite, _weights(modules)))
 
 
 def _weights(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
@@ -203,17 +330,28 @@ def _has_no_number(x: Tensor) -> bool:
     return bool(wrong.any() or banned.all())
 
 
+def _loses_numbers(got: Tensor, expected: Tensor) -> bool:
+    """Return True if a result has NaN or infinity where another one has numbers."""
+    if not (got.is_floating_point() and expected.is_floating_point()):
+        return False
+    lost = ~got.float().isfinite()
+    right = expected.float().isfinite()
+    # Results of unlike shapes have no places in common.
+    return bool((lost & right).any() if lost.shape == right.shape else lost.any() and right.all())
+
+
 def _sentence(replacement: Replacement, name: str) -> str:
     """Return the sentence about a replacement that makes NaN or infinity of finite numbers."""
+    place = f"{name} of {replacement.provider} at {replacement.location}"
+    return printable(f"{place} {_MAKES_NAN}; to go without it: {_setting(replacement)}")
+
+
+def _setting(replacement: Replacement) -> str:
+    """Return the setting that goes without a replacement."""
     state = host_state()
     target = replacement.target
     op_name = None if target is None else op_name_of(target, state)
-    plugin = replacement.plugin or ""
-    setting = choosing(state.settings(), op_name, [NATIVE_CHOICE], plugin)
-    return printable(
-        f"{name} of {replacement.provider} at {replacement.location} makes NaN or infinity of "
-        f"finite numbers; to go without it: {setting}"
-    )
+    return choosing(state.settings(), op_name, [NATIVE_CHOICE], replacement.plugin or "")
 
 
 def _advice(binding: Binding) -> str:

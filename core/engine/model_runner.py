@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from time import perf_counter
 from typing import Any, ClassVar
 
 import torch
-from opgraft.binding.blame import beside_native_definitions
+from opgraft.binding.blame import UNEXPLAINED, culprit_of, replaced_among, verdicts_on
 from opgraft.binding.pluggable_class import PluggableClass, choose_class
 from opgraft.config import OpgraftConfig, ParallelConfig
 from opgraft.distributed import get_dp_group, get_tensor_model_parallel_world_size, get_tp_group
@@ -26,13 +26,11 @@ from opgraft.engine.sampling.sampler import NO_NUMBERS
 from opgraft.engine.stage_link import StageLink
 from opgraft.engine.step import NewSequence, Scheduled, Step, StepResult
 from opgraft.errors import ConfigError, RequestError
-from opgraft.logger import logger
 from opgraft.models import TransformersModel, load_model
 from opgraft.models.encoder import sequence_attention
 from opgraft.ops.attention.batch import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
 from opgraft.ops.state_space.layer import state_layers
-from opgraft.text import described
 from torch import Tensor
 
 
@@ -56,7 +54,6 @@ class ModelRunner(PluggableClass):
         self.compiled: CompiledModel | None = None
         self.link: StageLink | None = None
         self._prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = {}
-        self._culprit: str | None = None  # the kernel that computes NaN, once one was looked for
 
     def load_model(self) -> None:
         """Make the model and read its weights.
@@ -367,9 +364,8 @@ class ModelRunner(PluggableClass):
     def _take(self, sampled: Sampled, names: tuple[str, ...]) -> StepResult:
         """Add what was sampled for requests to what is known of them."""
         tokens = dict(zip(names, sampled.tokens.tolist(), strict=True))
-        errors = {
-            str(name): self._blamed(str(name), e, names) for name, e in sampled.errors.items()
-        }
+        errors = {str(name): error for name, error in sampled.errors.items()}
+        errors |= self._blamed(errors, names)
         for request_id in errors:
             del tokens[request_id]
         astray = {
@@ -384,30 +380,43 @@ class ModelRunner(PluggableClass):
             tokens, logprobs, errors | astray, self._ended_prompts(names), refused=refused
         )
 
-    def _blamed(self, request_id: str, error: str, names: Sequence[str]) -> str:
-        """Return the error of a request that cannot be sampled, with the kernel that is to blame if one is found.
+    def _blamed(self, errors: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+        """Return the errors of requests that have no numbers, with the kernel that is to blame if one is found.
 
         Args:
-            request_id: of the request.
-            error: what the sampler says.
+            errors: what the sampler says, by request.
             names: the requests that were sampled together.
         """
-        if NO_NUMBERS not in error or not self._computes_alone:
-            return error
-        if self._culprit is None:
-            # Once only: the search computes whole requests again while the others wait.
-            self._culprit = self._wrong_kernel_of(request_id, names)
-        return error.replace(NO_NUMBERS, self._culprit) if self._culprit else error
+        wrong = [name for name, error in errors.items() if NO_NUMBERS in error]
+        if not wrong:
+            return {}
+        verdicts = [UNEXPLAINED] * len(wrong)
+        if self._computes_alone:
+            verdicts = verdicts_on(
+                lambda index: self._wrong_kernel_of(wrong[index], names), len(wrong)
+            )
+        replaced = self.replaced_class()
+        unexplained = f"{NO_NUMBERS}. Besides, {replaced}" if replaced else NO_NUMBERS
+        blamed = {}
+        for name, verdict in zip(wrong, verdicts, strict=True):
+            reason = unexplained if verdict == UNEXPLAINED else verdict
+            blamed[name] = errors[name].replace(NO_NUMBERS, reason)
+        return blamed
 
     def _wrong_kernel_of(self, request_id: str, names: Sequence[str]) -> str:
         """Name the first kernel that is wrong as a request is computed once more, alone and beside the others."""
         alone = [self.batch.tokens(request_id)]
         together = [self.batch.tokens(name) for name in names]
-        found = self._first_wrong(lambda: self._compute_again(alone))
+        found = culprit_of(self.model, lambda: self._compute_again(alone))
         if not found and len(together) > 1:
-            found = self._first_wrong(lambda: self._compute_again(together))
+            found = culprit_of(self.model, lambda: self._compute_again(together))
         # The memory may not have room for another cache.
-        return found or self._first_wrong(lambda: self._compute_uncached(alone[0]))
+        uncached = found or culprit_of(self.model, lambda: self._compute_uncached(alone[0]))
+        return uncached or UNEXPLAINED
+
+    def replaced_class(self) -> str:
+        """Name a class of a plugin that replaces a part of the engine or the model as a whole; empty if none does."""
+        return replaced_among((self, self.sampler, *self.model.modules()))
 
     @property
     def _computes_alone(self) -> bool:
@@ -418,46 +427,46 @@ class ModelRunner(PluggableClass):
 
     @torch.inference_mode()
     def wrong_kernel(self, sequences: Sequence[Sequence[int]]) -> str:
-        """Encode sequences once more, and name the first kernel that is wrong; empty if none is.
+        """Encode sequences once more, and return what ``culprit_of`` says.
 
         All ranks that share the model call this together.
 
         Args:
             sequences: token ids of each.
         """
-        return self._first_wrong(lambda: self._encoded(self.model, sequences))
+        return culprit_of(
+            self.model,
+            lambda: [self._encoded(self.model, sequences)],
+            may_repeat=self._computes_alone,
+        )
 
-    def _first_wrong(self, compute: Callable[[], object]) -> str:
-        """Compute something beside native definitions, and name the first kernel that is wrong."""
-        with beside_native_definitions(self.model) as found:
-            try:
-                compute()
-            except Exception as error:  # it has gone wrong already, and this is to find out why
-                logger.debug("computing a text once more raised %s", described(error))
-        return found[0] if found else ""
+    def _compute_again(self, sequences: Sequence[Sequence[int]]) -> Iterator[Any]:
+        """Compute sequences in a cache of their own, without what the model was compiled to.
 
-    def _compute_again(self, sequences: Sequence[Sequence[int]]) -> None:
-        """Compute sequences in a cache of their own, without what the model was compiled to."""
+        Yields what each step makes.
+        """
         size, kinds = self.layout.block_size, len(self.layout.groups)
         caches = self.layout.allocate(blocks_of(sequences, size, kinds), self.device)
+        for cache in caches.values():  # what memory holds by chance may be NaN
+            cache.zero_()
         states = self.layout.allocate_states(len(sequences), self.device)
         batch = self._input_batch(self.device, caches, states)
         most_tokens = self.opgraft_config.scheduler.max_num_batched_tokens
         for step in steps_again(sequences, size, kinds, most_tokens):
             batch.apply(step)
             if step.sequences:
-                self._compute_logits_again(batch.inputs(step.sequences))
+                yield self._compute_logits_again(batch.inputs(step.sequences))
 
-    def _compute_logits_again(self, inputs: Inputs) -> None:
+    def _compute_logits_again(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
         with attending(inputs.batch):
             hidden = self.model(inputs.input_ids, inputs.positions)
-        self._logits(hidden, inputs)
+        return hidden, self._logits(hidden, inputs)
 
-    def _compute_uncached(self, tokens: Sequence[int]) -> None:
+    def _compute_uncached(self, tokens: Sequence[int]) -> Iterator[Any]:
         ids = torch.tensor(list(tokens), device=self.device)
         positions = torch.arange(len(ids), device=self.device)
         hidden = self.model(ids, positions)
-        self.model.compute_logits(hidden[-1:])
+        yield hidden, self.model.compute_logits(hidden[-1:])
 
     def _ended_prompts(self, names: tuple[str, ...]) -> dict[str, list[TokenLogprobs]]:
         """Return the log-probabilities of the prompts that end with this step, and forget them."""

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
+from opgraft.binding.blame import replaced_among
 from opgraft.binding.explaining import Explanation, explain
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig, ParallelConfig
@@ -265,8 +266,12 @@ class Worker(PluggableClass):
         return (functional.normalize(vectors, dim=-1) if normalize else vectors).tolist()
 
     def wrong_kernel(self, sequences: Sequence[Sequence[int]]) -> str:
-        """Name the first kernel that is wrong as sequences are encoded once more; empty if none is."""
+        """Encode sequences once more, and return what ``culprit_of`` says."""
         return self.runner.wrong_kernel(sequences)
+
+    def replaced_class(self) -> str:
+        """Name a class of a plugin that replaces a part of the engine as a whole; empty if none does."""
+        return replaced_among([self]) or self.runner.replaced_class()
 
     def explain(self) -> Explanation:
         """Tell which kernel each op of the model is bound to as the engine calls it, and which classes are in use."""

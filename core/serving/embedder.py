@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from opgraft.binding.blame import UNEXPLAINED, verdicts_on
 from opgraft.binding.explaining import Explanation
 from opgraft.binding.pluggable_class import choose_class
 from opgraft.config import OpgraftConfig
@@ -33,15 +34,18 @@ from opgraft.serving.tokenizer import Tokenizer, open_tokenizer
 
 _LONGEST = 512
 """Tokens of the longest text, where neither settings nor checkpoint say."""
-
-
-_UNEXPLAINED = "unexplained"
-"""The fault of a vector for which no kernel is to blame."""
+_NAMED = 3
+"""Texts that an error names, at most."""
 
 
 @dataclass(frozen=True)
 class Embedded:
-    """The vector of a text, and what is wrong if it has NaN or infinity: the kernel, or ``"unexplained"``."""
+    """The vector of a text, and what is wrong if it has NaN or infinity.
+
+    Attributes:
+        vector: the numbers.
+        fault: the kernel that is to blame; ``"unexplained"`` if none is, with a replaced class if one is in use.
+    """
 
     vector: list[float]
     fault: str = ""
@@ -202,20 +206,32 @@ class Embedder:
         self, sequences: Sequence[Sequence[int]], vectors: Sequence[list[float]]
     ) -> list[Embedded]:
         """Return the vectors of a batch, with the fault of each that has NaN or infinity."""
-        wrong = [not all(map(math.isfinite, vector)) for vector in vectors]
-        faults = [
-            self._fault(tokens) if bad else "" for tokens, bad in zip(sequences, wrong, strict=True)
-        ]
-        if _UNEXPLAINED in faults and len(sequences) > 1:
-            # A kernel may be wrong for several texts at a time only.
-            together = self._fault(*sequences)
-            faults = [together if fault == _UNEXPLAINED else fault for fault in faults]
+        wrong = []
+        for number, vector in enumerate(vectors):
+            if not all(map(math.isfinite, vector)):
+                wrong.append(number)
+        faults = [""] * len(vectors)
+        verdicts = self._verdicts([sequences[number] for number in wrong], sequences)
+        for number, verdict in zip(wrong, verdicts, strict=True):
+            faults[number] = verdict
         return [Embedded(*row) for row in zip(vectors, faults, strict=True)]
 
-    def _fault(self, *sequences: Sequence[int]) -> str:
-        """Return the kernel that is wrong as texts are computed once more, if one is found."""
-        culprit: str = self.executor.call("wrong_kernel", sequences)
-        return culprit or _UNEXPLAINED
+    def _verdicts(
+        self, wrong: Sequence[Sequence[int]], batch: Sequence[Sequence[int]]
+    ) -> list[str]:
+        """Return what is wrong with some texts of a batch."""
+        verdicts = verdicts_on(
+            lambda index: self.executor.call("wrong_kernel", [wrong[index]]), len(wrong)
+        )
+        if "" in verdicts and len(batch) > 1:
+            # A kernel may be wrong for several texts at a time only.
+            together: str = self.executor.call("wrong_kernel", batch)
+            verdicts = [verdict or together for verdict in verdicts]
+        if not {"", UNEXPLAINED}.isdisjoint(verdicts):
+            replaced: str = self.executor.call("replaced_class")
+            unexplained = f"{UNEXPLAINED}: {replaced}" if replaced else UNEXPLAINED
+            verdicts = [unexplained if each in ("", UNEXPLAINED) else each for each in verdicts]
+        return verdicts
 
     def _tokenized(self, text: Prompt, name: str, truncate: bool) -> tuple[str | None, list[int]]:
         """Return the text as given, and the token ids of the checkpoint's prompt and the text."""
@@ -278,15 +294,26 @@ class Embedder:
             f"its weights are damaged, or {model.dtype} is too narrow for them. "
             "Try the dtype float32."
         )
+        _, _, replaced = first.get(UNEXPLAINED, "").partition(": ")
+        if replaced:
+            unexplained += f" Besides, {replaced}"
         parts = []
         # The advice for a kernel stands last, where a reader looks for the next step.
-        for kernel in sorted(texts, key=_UNEXPLAINED.__ne__):
-            reason = unexplained if kernel == _UNEXPLAINED else first[kernel]
-            parts.append(f"for {', '.join(texts[kernel])}: {reason}")
+        for kernel in sorted(texts, key=UNEXPLAINED.__ne__):
+            reason = unexplained if kernel == UNEXPLAINED else first[kernel]
+            parts.append(f"for {_listed(texts[kernel])}: {reason}")
         message = f"{model.name} computes numbers that are no embedding (NaN or infinity) "
         message += " And ".join(parts)
-        known = texts.keys() - {_UNEXPLAINED}
+        known = texts.keys() - {UNEXPLAINED}
         return PluginError(message) if known else CheckpointError(message)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Name some texts, and count the others."""
+    if len(names) <= _NAMED:
+        return ", ".join(names)
+    shown = ", ".join(names[: _NAMED - 1])
+    return f"{shown} and {len(names) - _NAMED + 1} more"
 
 
 def _expect_one(opgraft_config: OpgraftConfig) -> None:

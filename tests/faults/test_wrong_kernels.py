@@ -13,14 +13,17 @@ from conftest import Site
 from faults.model_rows import CONTENTS
 from faults.test_models import copied
 from opgraft import LLM, OpgraftConfig, cli, set_config
+from opgraft.binding import comparison
 from opgraft.binding.blame import beside_native_definitions
 from opgraft.errors import CheckpointError, PluginError
 from opgraft.ops import GELU, Linear, LinearAct, RMSNorm
+from safetensors.torch import load_file, save_file
 from small_words import word_llama
 from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
+SMALL: dict[str, Any] = {"load.progress": False, "cache.num_blocks": 300}
 BLOCKS = ("--cache.num_blocks", "300")
 
 
@@ -255,8 +258,8 @@ def test_numbers_of_a_fused_layer(site: Site) -> None:
     classes = [type(each) for each in layer.modules()]
     with torch.no_grad(), beside_native_definitions(layer) as found:
         layer(torch.randn(2, 8))
-    assert len(found) == 1
-    assert "Acme.forward_oot of acme 1.0" in found[0]
+    assert len(found.culprits) == 1
+    assert "Acme.forward_oot of acme 1.0" in found.culprits[0]
     assert [type(each) for each in layer.modules()] == classes
 
 
@@ -281,6 +284,176 @@ def test_weights_that_are_damaged(
     _, said = run(capfd, "run", str(folder), "the cat", *BLOCKS)
     assert "weights are damaged" in said
     assert "acme" not in said
+
+
+IMPRECISE_NORM = kernel(
+    "RMSNorm",
+    NORM,
+    "made = RMSNorm.forward_native(self, x, residual)\n"
+    "        return (made[0] * 1.05, made[1]) if residual is not None else made * 1.05",
+)
+PLAIN_ATTENTION = kernel(
+    "Attention",
+    "attend_batch(self, batch, pages, query, key, value)",
+    "return super().attend_batch(batch, pages, query, key, value)",
+)
+DAMAGES = {
+    "the last norm": (IMPRECISE_NORM, "model.norm.weight", slice(None)),
+    "a token": (IMPRECISE_NORM, "model.embed_tokens.weight", 5),
+    "a token before others": (PLAIN_ATTENTION, "model.embed_tokens.weight", 5),
+}
+
+
+def with_nan(folder: Path, name: str, row: int | slice) -> Path:
+    """Write NaN into rows of a tensor of a checkpoint."""
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    weights[name][row] = torch.nan
+    save_file(weights, file, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_weights_that_are_damaged_in_one_place(
+    site: Site, llama: Path, tmp_path: Path, case: str
+) -> None:
+    """A kernel that is imprecise, or a layer that repeats what is native, is not to blame for NaN in weights."""
+    source, name, row = DAMAGES[case]
+    folder = with_nan(copied(llama, tmp_path), name, row)
+    site.plugin("acme", source)
+    with LLM(str(folder), **SMALL) as llm:
+        (output,) = llm.generate([[4, 5, 6]])
+    assert "weights are damaged" in str(output)
+    assert "acme" not in str(output)
+
+
+def test_a_kernel_that_makes_huge_numbers(site: Site, llama: Path) -> None:
+    """A kernel whose own numbers are finite is to blame if the model goes well without the kernel."""
+    source = IMPRECISE_NORM.replace("1.05", "1e38")
+    site.plugin("acme", source + PLAIN_ATTENTION.replace("Acme", "Plain"))
+    with LLM(str(llama), **SMALL) as llm:
+        (output,) = llm.generate([[4, 5, 6]])
+    assert "Acme.forward_oot of acme 1.0" in str(output)
+
+
+OF_SIX = kernel(
+    "RMSNorm",
+    NORM,
+    "made = RMSNorm.forward_native(self, x, residual)\n"
+    "        scale = torch.nan if len(x) == 6 else 1\n"
+    "        return (made[0] * scale, made[1]) if residual is not None else made * scale",
+)
+
+
+@pytest.mark.parametrize("turn", [1, -1], ids=["weights first", "kernel first"])
+def test_each_request_has_its_own_reason(
+    site: Site, llama: Path, tmp_path: Path, turn: int
+) -> None:
+    """What was found for a request says nothing about the next one."""
+    folder = with_nan(copied(llama, tmp_path), "model.embed_tokens.weight", 5)
+    site.plugin("acme", OF_SIX)
+    damaged_token = [5, 4, 3]
+    six = [4, 3, 6, 7, 8, 9]
+    rows = [(damaged_token, "weights are damaged"), (six, "Acme.forward_oot of acme 1.0")]
+    with LLM(str(folder), **SMALL) as llm:
+        for tokens, reason in rows[::turn]:
+            (output,) = llm.generate([tokens])
+            assert reason in str(output)
+
+
+def test_many_texts_without_numbers(encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few of the texts of a batch are computed again, and the error counts the texts instead of naming all."""
+    llm = damaged(encoder, 7)
+    assert llm._embedder is not None
+    runner = llm._embedder.executor.worker.runner
+    search = runner.wrong_kernel
+    searched = []
+
+    def counted(sequences: Any) -> str:
+        searched.append(sequences)
+        return search(sequences)
+
+    monkeypatch.setattr(runner, "wrong_kernel", counted)
+    with pytest.raises(CheckpointError) as error:
+        llm.embed([[4, 7, 5, 6]] * 400)
+    batches = llm._embedder.counters.steps
+    assert len(searched) <= 2 * batches
+    assert "for text 1 of 400, text 2 of 400 and 398 more: its weights" in str(error.value)
+
+
+NOT_COMPARED = {
+    "random": (NAN_NORM.replace("made = ", "torch.rand(1); made = "), None),
+    "a buffer of its own": (
+        NAN_NORM.replace("made = ", "self.weight.mul_(1); made = "),
+        None,
+    ),
+    "large": (NAN_NORM, 1),
+}
+
+
+@pytest.mark.parametrize("case", NOT_COMPARED)
+def test_calls_that_cannot_be_compared(
+    site: Site, llama: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """A kernel whose calls cannot be compared is to blame if it makes NaN of finite numbers."""
+    source, most_bytes = NOT_COMPARED[case]
+    if most_bytes is not None:
+        monkeypatch.setattr(comparison, "_MOST_BYTES", most_bytes)
+    site.plugin("acme", source)
+    with LLM(str(llama), **SMALL) as llm:
+        (output,) = llm.generate([[4, 5, 6]])
+    assert "Acme.forward_oot of acme 1.0" in str(output)
+    assert "weights are damaged" not in str(output)
+
+
+def class_of(module: str, name: str, method: str) -> str:
+    """A plugin whose class replaces a whole part of the engine, and multiplies by NaN in a method."""
+    return (
+        f"import opgraft, torch\nfrom {module} import {name}\nplatforms = 'any'\n"
+        f"class Acme({name}):\n    def {method}\n{name}.register_oot(Acme)\n"
+    )
+
+
+CLASSES = {
+    "a sampler": class_of(
+        "opgraft.engine.sampling",
+        "Sampler",
+        "__call__(self, logits, batch): return super().__call__(logits * torch.nan, batch)",
+    ),
+    "a model": class_of(
+        "opgraft.models.families",
+        "LlamaForCausalLM",
+        "compute_logits(self, hidden): return super().compute_logits(hidden) * torch.nan",
+    ),
+    "a runner": class_of(
+        "opgraft.engine.model_runner",
+        "ModelRunner",
+        "_logits(self, *given): return super()._logits(*given) * torch.nan",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CLASSES)
+def test_a_replaced_class_is_told(site: Site, llama: Path, case: str) -> None:
+    """A class that replaces a whole part is named beside the weights, as its numbers are not compared."""
+    site.plugin("acme", CLASSES[case])
+    with LLM(str(llama), **SMALL) as llm:
+        (output,) = llm.generate([[4, 5, 6]])
+    assert "a replaced class is in use: Acme of acme 1.0 at" in str(output)
+    assert "to go without it: " in str(output)
+
+
+def test_a_replaced_class_of_an_encoder_is_told(site: Site, encoder: Path) -> None:
+    """The same of vectors."""
+    source = class_of(
+        "opgraft.engine.model_runner",
+        "ModelRunner",
+        "encode(self, texts): return [each * torch.nan for each in super().encode(texts)]",
+    )
+    site.plugin("acme", source)
+    llm = LLM(str(encoder), **{"load.progress": False})
+    with pytest.raises(CheckpointError, match=r"a replaced class is in use: Acme of acme 1\.0"):
+        llm.embed([[4, 5]])
 
 
 def test_a_kernel_that_raises(capfd: pytest.CaptureFixture[str], site: Site, llama: Path) -> None:
