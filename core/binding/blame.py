@@ -40,32 +40,24 @@ class Comparison:
     """What the kernels of a model do on inputs on which their native definitions run, too.
 
     Attributes:
-        culprits: a sentence for each call that makes NaN or infinity and should not, in the order of the calls.
-        differing: a sentence for each kernel that differs by numbers, in the order of the calls.
+        culprits: by kernel, a sentence about NaN or infinity that should not be, in the order of the calls.
+        differing: by kernel, a sentence about numbers that differ, in the order of the calls.
+        native: the kernels that do not run, as their native definitions run instead.
     """
 
     def __init__(self) -> None:
-        self.culprits: list[str] = []
-        self.differing: dict[_Told, str] = {}
+        self.culprits: dict[str, str] = {}
+        self.differing: dict[str, str] = {}
+        self.native: set[str] = set()
 
     def goes_wrong(self, passes: Callable[[], Iterable[Any]]) -> bool:
         """Run passes of a model until one makes NaN or infinity, and return True if one does.
 
         The passes after that would read NaN from a cache.
         """
-        try:
-            for made in passes():
-                if any(map(_has_no_number, tensors_within(made))):
-                    return True
-        except Exception as error:  # the model has gone wrong already, and this is to find out why
-            logger.debug("computing a text once more raised %s", described(error))
-            return bool(self.culprits)
-        return False
-
-    def leave_to_native(self) -> None:
-        """Let native definitions run instead of the kernels that differ."""
-        for shadow in self.differing:
-            shadow.demotion = "the kernel differs from its native definition"
+        self.culprits.clear()
+        self.differing.clear()
+        return any(map(_holds_no_number, passes()))
 
 
 class _Told(Shadow):
@@ -90,13 +82,14 @@ class _Told(Shadow):
         kwargs: dict[str, Any],
     ) -> Any:
         """Compare a call; one that cannot be compared is wrong if it makes NaN of finite numbers."""
+        if self._place in self._found.native:
+            return native(*args, **kwargs)
         sound = _is_sound(args, kwargs)
         skipped = self.skipped.total()
         result = super()._watched(run, native, args, kwargs)
-        left = tensors_within((args, kwargs, result))
-        if sound and self.skipped.total() > skipped and any(map(_has_no_number, left)):
+        if sound and self.skipped.total() > skipped and _holds_no_number((args, kwargs, result)):
             sentence = f"{self._place} {_MAKES_NAN}; {self._advice}"
-            self._found.culprits.append(printable(sentence))
+            self._found.culprits.setdefault(self._place, printable(sentence))
         return result
 
     def _compare(
@@ -111,9 +104,9 @@ class _Told(Shadow):
         ours = tensors_within((result, given))
         theirs = tensors_within((expected, copies))
         if any(map(_loses_numbers, ours, theirs)):
-            self._found.culprits.append(sentence)
+            self._found.culprits.setdefault(self._place, sentence)
         else:
-            self._found.differing.setdefault(self, sentence)
+            self._found.differing.setdefault(self._place, sentence)
 
     def _report(self) -> None:
         """Log nothing: the comparison is told."""
@@ -125,7 +118,8 @@ def culprit_of(
     """Compute something once more, and say which kernel makes NaN or infinity of it.
 
     A kernel is to blame for the numbers that it makes NaN or infinite if its native definition does
-    not. A kernel that differs by numbers is to blame if the passes go well without such kernels.
+    not. Kernels that differ by numbers are left out, one after another: one is to blame if the
+    passes go well from then on. What goes wrong later may be a consequence of huge numbers.
 
     Args:
         model: the model, whose kernels are compared.
@@ -137,14 +131,26 @@ def culprit_of(
         passes make neither NaN nor infinity this time.
     """
     with beside_native_definitions(model) as found:
+        try:
+            return _culprit_of(passes, found, may_repeat)
+        except Exception as error:  # the model has gone wrong already, and this is to find out why
+            logger.debug("computing a text once more raised %s", described(error))
+            return next(iter(found.culprits.values()), "")
+
+
+def _culprit_of(passes: Callable[[], Iterable[Any]], found: Comparison, may_repeat: bool) -> str:
+    if not found.goes_wrong(passes):
+        return ""
+    while may_repeat:
+        differing = [each for each in found.differing if each not in found.culprits]
+        if not differing:
+            break
+        kernel = differing[0]
+        sentence = found.differing[kernel]
+        found.native.add(kernel)
         if not found.goes_wrong(passes):
-            return ""
-        if not found.culprits and found.differing and may_repeat:
-            first = next(iter(found.differing.values()))
-            found.leave_to_native()
-            if not found.goes_wrong(passes):
-                return first
-    return found.culprits[0] if found.culprits else UNEXPLAINED
+            return sentence
+    return next(iter(found.culprits.values()), UNEXPLAINED)
 
 
 def verdicts_on(search: Callable[[int], str], number: int) -> list[str]:
@@ -288,12 +294,9 @@ def _numbers_expected(
 
     def call(*args: Any, **kwargs: Any) -> Any:
         sound = _is_sound((layer, *args), kwargs)
-        differing = len(found.differing)
         result = run(*args, **kwargs)
-        made = tensors_within(result)
-        # A kernel within the layer that differs may be the reason.
-        if sound and len(found.differing) == differing and any(map(_has_no_number, made)):
-            found.culprits.append(sentence)
+        if sound and _holds_no_number(result):
+            found.culprits.setdefault(sentence, sentence)
         return result
 
     return call
@@ -328,6 +331,10 @@ def _has_no_number(x: Tensor) -> bool:
     wrong = wide.isnan() | wide.isposinf()
     banned = wide.isneginf()
     return bool(wrong.any() or banned.all())
+
+
+def _holds_no_number(value: Any) -> bool:
+    return any(map(_has_no_number, tensors_within(value)))
 
 
 def _loses_numbers(got: Tensor, expected: Tensor) -> bool:

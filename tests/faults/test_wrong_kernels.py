@@ -258,8 +258,8 @@ def test_numbers_of_a_fused_layer(site: Site) -> None:
     classes = [type(each) for each in layer.modules()]
     with torch.no_grad(), beside_native_definitions(layer) as found:
         layer(torch.randn(2, 8))
-    assert len(found.culprits) == 1
-    assert "Acme.forward_oot of acme 1.0" in found.culprits[0]
+    (culprit,) = found.culprits.values()
+    assert "Acme.forward_oot of acme 1.0" in culprit
     assert [type(each) for each in layer.modules()] == classes
 
 
@@ -328,9 +328,19 @@ def test_weights_that_are_damaged_in_one_place(
 
 
 def test_a_kernel_that_makes_huge_numbers(site: Site, llama: Path) -> None:
-    """A kernel whose own numbers are finite is to blame if the model goes well without the kernel."""
-    source = IMPRECISE_NORM.replace("1.05", "1e38")
-    site.plugin("acme", source + PLAIN_ATTENTION.replace("Acme", "Plain"))
+    """A kernel whose own numbers are finite is to blame if the model goes well without the kernel.
+
+    Neither a kernel that is imprecise nor a layer that repeats what is native is to blame.
+    """
+    imprecise = kernel(
+        "RotaryEmbedding",
+        "forward_oot(self, positions, query, key=None)",
+        "query, key = RotaryEmbedding.forward_native(self, positions, query, key)\n"
+        "        return query * 1.05, key",
+    )
+    attention = PLAIN_ATTENTION.replace("Acme", "Plain")
+    huge = IMPRECISE_NORM.replace("1.05", "1e38")
+    site.plugin("acme", imprecise.replace("Acme", "Rope") + attention + huge)
     with LLM(str(llama), **SMALL) as llm:
         (output,) = llm.generate([[4, 5, 6]])
     assert "Acme.forward_oot of acme 1.0" in str(output)
