@@ -37,12 +37,12 @@ _MAKES_NAN = "makes NaN or infinity of finite numbers"
 
 
 class Comparison:
-    """What the kernels of a model do on inputs on which their native definitions run, too.
+    """Kernels of a model beside their native definitions, on the same inputs.
 
     Attributes:
         culprits: by kernel, a sentence about NaN or infinity that should not be, in the order of the calls.
         differing: by kernel, a sentence about numbers that differ, in the order of the calls.
-        native: the kernels that do not run, as their native definitions run instead.
+        native: the kernels whose native definitions run instead.
     """
 
     def __init__(self) -> None:
@@ -87,9 +87,14 @@ class _Told(Shadow):
         sound = _is_sound(args, kwargs)
         skipped = self.skipped.total()
         result = super()._watched(run, native, args, kwargs)
-        if sound and self.skipped.total() > skipped and _holds_no_number((args, kwargs, result)):
-            sentence = f"{self._place} {_MAKES_NAN}; {self._advice}"
-            self._found.culprits.setdefault(self._place, printable(sentence))
+        is_compared = self.skipped.total() == skipped
+        if is_compared or not sound:
+            return result
+        left = (args, kwargs, result)
+        if _holds_no_number(left):
+            told = f"{self._place} {_MAKES_NAN}; {self._advice}"
+            sentence = printable(told)
+            self._found.culprits.setdefault(self._place, sentence)
         return result
 
     def _compare(
@@ -103,7 +108,8 @@ class _Told(Shadow):
         sentence = printable(f"{self._place} {differs}; {self._advice}")
         ours = tensors_within((result, given))
         theirs = tensors_within((expected, copies))
-        if any(map(_loses_numbers, ours, theirs)):
+        lost = map(_loses_numbers, ours, theirs)
+        if any(lost):
             self._found.culprits.setdefault(self._place, sentence)
         else:
             self._found.differing.setdefault(self._place, sentence)
@@ -119,11 +125,11 @@ def culprit_of(
 
     A kernel is to blame for the numbers that it makes NaN or infinite if its native definition does
     not. Kernels that differ by numbers are left out, one after another: one is to blame if the
-    passes go well from then on. What goes wrong later may be a consequence of huge numbers.
+    passes go well from then on.
 
     Args:
-        model: the model, whose kernels are compared.
-        passes: runs the model; returns what each pass makes, one after another.
+        model: its kernels are compared.
+        passes: returns the results of passes of the model, one after another.
         may_repeat: run the passes a second time, if this process alone may decide to.
 
     Returns:
@@ -135,7 +141,8 @@ def culprit_of(
             return _culprit_of(passes, found, may_repeat)
         except Exception as error:  # the model has gone wrong already, and this is to find out why
             logger.debug("computing a text once more raised %s", described(error))
-            return next(iter(found.culprits.values()), "")
+            culprits = list(found.culprits.values())
+            return culprits[0] if culprits else ""
 
 
 def _culprit_of(passes: Callable[[], Iterable[Any]], found: Comparison, may_repeat: bool) -> str:
@@ -150,7 +157,8 @@ def _culprit_of(passes: Callable[[], Iterable[Any]], found: Comparison, may_repe
         found.native.add(kernel)
         if not found.goes_wrong(passes):
             return sentence
-    return next(iter(found.culprits.values()), UNEXPLAINED)
+    culprits = list(found.culprits.values())
+    return culprits[0] if culprits else UNEXPLAINED
 
 
 def verdicts_on(search: Callable[[int], str], number: int) -> list[str]:
@@ -162,11 +170,16 @@ def verdicts_on(search: Callable[[int], str], number: int) -> list[str]:
         search: returns the verdict on a text, by its number.
         number: of texts.
     """
-    verdicts = [search(index) for index in range(min(number, SEARCHED))]
-    if number > SEARCHED:
-        shared = UNEXPLAINED if UNEXPLAINED in verdicts else verdicts[-1]
-        verdicts += [shared] * (number - SEARCHED)
-    return verdicts
+    searched = min(number, SEARCHED)
+    others = number - searched
+    verdicts = []
+    for index in range(searched):
+        verdict = search(index)
+        verdicts.append(verdict)
+    if not others:
+        return verdicts
+    shared = UNEXPLAINED if UNEXPLAINED in verdicts else verdicts[-1]
+    return [*verdicts, *[shared] * others]
 
 
 def replaced_among(parts: Iterable[object]) -> str:
@@ -174,9 +187,11 @@ def replaced_among(parts: Iterable[object]) -> str:
     for part in parts:
         replacement = _replacement_of(type(part))
         if replacement is not None:
+            name = replacement.cls.__qualname__
             place = f"{replacement.provider} at {replacement.location}"
-            told = f"a replaced class is in use: {replacement.cls.__qualname__} of {place}"
-            return printable(f"{told}; to go without it: {_setting(replacement)}")
+            setting = _setting(replacement)
+            told = f"a replaced class is in use: {name} of {place}; to go without it: {setting}"
+            return printable(told)
     return ""
 
 
@@ -307,7 +322,10 @@ def _is_sound(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     # A layer may be handed another one for its weights, as the head of a decoder is.
     modules = [each for each in args if isinstance(each, nn.Module)]
     given = tensors_within((args, kwargs))
-    return all(map(_is_finite, given)) and all(map(_is_finite, _weights(modules)))
+    if not all(map(_is_finite, given)):
+        return False
+    weights = _weights(modules)
+    return all(map(_is_finite, weights))
 
 
 def _weights(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
@@ -328,9 +346,11 @@ def _has_no_number(x: Tensor) -> bool:
     if not x.is_floating_point() or not x.numel():
         return False
     wide = x.float()
-    wrong = wide.isnan() | wide.isposinf()
     banned = wide.isneginf()
-    return bool(wrong.any() or banned.all())
+    if banned.all():
+        return True
+    wrong = wide.isnan() | wide.isposinf()
+    return bool(wrong.any())
 
 
 def _holds_no_number(value: Any) -> bool:
@@ -341,16 +361,23 @@ def _loses_numbers(got: Tensor, expected: Tensor) -> bool:
     """Return True if a result has NaN or infinity where another one has numbers."""
     if not (got.is_floating_point() and expected.is_floating_point()):
         return False
-    lost = ~got.float().isfinite()
-    right = expected.float().isfinite()
-    # Results of unlike shapes have no places in common.
-    return bool((lost & right).any() if lost.shape == right.shape else lost.any() and right.all())
+    ours = got.float()
+    theirs = expected.float()
+    lost = ~ours.isfinite()
+    right = theirs.isfinite()
+    if lost.shape == right.shape:
+        lost &= right
+        return bool(lost.any())
+    if not lost.any():
+        return False
+    return bool(right.all())
 
 
 def _sentence(replacement: Replacement, name: str) -> str:
     """Return the sentence about a replacement that makes NaN or infinity of finite numbers."""
     place = f"{name} of {replacement.provider} at {replacement.location}"
-    return printable(f"{place} {_MAKES_NAN}; to go without it: {_setting(replacement)}")
+    setting = _setting(replacement)
+    return printable(f"{place} {_MAKES_NAN}; to go without it: {setting}")
 
 
 def _setting(replacement: Replacement) -> str:
@@ -358,7 +385,10 @@ def _setting(replacement: Replacement) -> str:
     state = host_state()
     target = replacement.target
     op_name = None if target is None else op_name_of(target, state)
-    return choosing(state.settings(), op_name, [NATIVE_CHOICE], replacement.plugin or "")
+    settings = state.settings()
+    plugin = replacement.plugin or ""
+    names = [NATIVE_CHOICE]
+    return choosing(settings, op_name, names, plugin)
 
 
 def _advice(binding: Binding) -> str:

@@ -290,22 +290,24 @@ class Embedder:
             kernel = fault.partition(": ")[0]
             texts.setdefault(kernel, []).append(name)
             first.setdefault(kernel, fault)
-        unexplained = (
-            f"its weights are damaged, or {model.dtype} is too narrow for them. "
-            "Try the dtype float32."
-        )
-        _, _, replaced = first.get(UNEXPLAINED, "").partition(": ")
-        if replaced:
-            unexplained += f" Besides, {replaced}"
         parts = []
         # The advice for a kernel stands last, where a reader looks for the next step.
         for kernel in sorted(texts, key=UNEXPLAINED.__ne__):
-            reason = unexplained if kernel == UNEXPLAINED else first[kernel]
+            reason = self._unexplained(first[kernel]) if kernel == UNEXPLAINED else first[kernel]
             parts.append(f"for {_listed(texts[kernel])}: {reason}")
         message = f"{model.name} computes numbers that are no embedding (NaN or infinity) "
         message += " And ".join(parts)
         known = texts.keys() - {UNEXPLAINED}
         return PluginError(message) if known else CheckpointError(message)
+
+    def _unexplained(self, fault: str) -> str:
+        """Return the reason of texts for which no kernel is to blame."""
+        dtype = self.opgraft_config.model.dtype
+        reason = (
+            f"its weights are damaged, or {dtype} is too narrow for them. Try the dtype float32."
+        )
+        _, _, replaced = fault.partition(": ")
+        return f"{reason} Besides, {replaced}" if replaced else reason
 
 
 def _listed(names: Sequence[str]) -> str:

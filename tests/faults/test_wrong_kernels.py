@@ -332,15 +332,15 @@ def test_a_kernel_that_makes_huge_numbers(site: Site, llama: Path) -> None:
 
     Neither a kernel that is imprecise nor a layer that repeats what is native is to blame.
     """
-    imprecise = kernel(
+    huge = kernel(
         "RotaryEmbedding",
         "forward_oot(self, positions, query, key=None)",
         "query, key = RotaryEmbedding.forward_native(self, positions, query, key)\n"
-        "        return query * 1.05, key",
+        "        return query * 1e38, key * 1e38",
     )
+    imprecise = IMPRECISE_NORM.replace("Acme", "Norm")
     attention = PLAIN_ATTENTION.replace("Acme", "Plain")
-    huge = IMPRECISE_NORM.replace("1.05", "1e38")
-    site.plugin("acme", imprecise.replace("Acme", "Rope") + attention + huge)
+    site.plugin("acme", imprecise + attention + huge)
     with LLM(str(llama), **SMALL) as llm:
         (output,) = llm.generate([[4, 5, 6]])
     assert "Acme.forward_oot of acme 1.0" in str(output)
