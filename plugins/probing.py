@@ -6,6 +6,7 @@ outcome becomes ``Evidence``.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import json
@@ -15,7 +16,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +47,7 @@ SLOW = 5.0  # seconds
 """The time from which on a probe is slow; those of opgraft take milliseconds."""
 
 _OF_EVERYBODY = re.compile(
-    r"/dev/(null|zero|u?random|console|ptmx|tty\d*|std\w+|(pts|shm|fd)(/.*)?)"
+    r"/dev/(null|zero|u?random|console|ptmx|tty\w*|hvc\d+|std\w+|(pts|shm|fd|mqueue)(/.*)?)"
 )
 """Device files that processes have open without a device, such as a terminal."""
 
@@ -341,19 +342,43 @@ def _place_of_probe(offer: Offer, spec: PlatformSpec) -> str:
 
 
 def _import_of(package: str, module: str) -> str:
-    """Return ``file:line`` of the statement that imports a package among the modules of a probe's package."""
-    statement = re.compile(rf"\s*(import|from)\s+{package}\b")
+    """Return ``file:line`` of the import of a package by a module of a probe's package, when that is imported."""
     own, _, _ = module.partition(".")
     for name, each in list(sys.modules.items()):
         top, _, _ = name.partition(".")
         file = getattr(each, "__file__", None)
         if top != own or not isinstance(file, str):
             continue
-        lines = _source_of(each, file)
-        for number, line in enumerate(lines, start=1):
-            if statement.match(line):
-                return f"{file}:{number}"
+        try:
+            tree = ast.parse("".join(_source_of(each, file)))
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+        for statement in _run_at_import(tree.body):
+            if package in _packages_of(statement):
+                return f"{file}:{statement.lineno}"
     return ""
+
+
+def _run_at_import(statements: Iterable[ast.AST]) -> Iterator[ast.stmt]:
+    """Yield the statements that the import of a module may run; those of functions and of type checkers aside."""
+    for node in statements:
+        if isinstance(node, ast.stmt):
+            yield node
+        below = ast.iter_child_nodes(node)
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            below = iter(node.orelse)
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.expr):
+            yield from _run_at_import(below)
+
+
+def _packages_of(statement: ast.stmt) -> set[str]:
+    """Return the packages that an import names; none for another statement or a relative import."""
+    names: list[str] = []
+    if isinstance(statement, ast.Import):
+        names = [alias.name for alias in statement.names]
+    elif isinstance(statement, ast.ImportFrom) and not statement.level:
+        names = [statement.module or ""]
+    return {name.partition(".")[0] for name in names}
 
 
 def _source_of(module: Any, file: str) -> list[str]:
@@ -369,9 +394,14 @@ def _open_devices() -> frozenset[str]:
     for entry in Path("/proc/self/fd").glob("*"):
         with suppress(OSError):  # of a file that is closed meanwhile
             target = os.readlink(entry)
-            if target.startswith("/dev/") and not _OF_EVERYBODY.fullmatch(target):
+            if is_device_file(target):
                 found.add(target)
     return frozenset(found)
+
+
+def is_device_file(path: str) -> bool:
+    """Return True if a file is one of a device, False for those that any process may have open."""
+    return path.startswith("/dev/") and not _OF_EVERYBODY.fullmatch(path)
 
 
 def answer(

@@ -14,6 +14,7 @@ from faults.planting import doctor_finds, in_time
 from faults.probe_rows import ROWS, SECRETS
 from opgraft.decision import Candidate
 from opgraft.machine.machine import Machine
+from opgraft.plugins.probing import is_device_file
 from opgraft.plugins.selection import decide_platform
 from opgraft.state import host_state
 from opgraft.text import printable
@@ -163,6 +164,40 @@ def test_a_probe_in_an_archive(site, tmp_path, monkeypatch: pytest.MonkeyPatch) 
     (finding,) = host_state().platform_findings
     assert "imports torch" in finding.message
     assert finding.location.startswith(f"{archive}/packed_device.py:")
+
+
+LINES = '''"""A probe.
+
+import torch is what this text says.
+"""
+def unused():
+    import torch
+from opgraft import Evidence, PlatformSpec
+{above}
+def probe(machine):
+    __import__("torch")
+    return Evidence(False, "no")
+SPEC = PlatformSpec(probe, "acme_platform:Device")
+'''
+
+
+@pytest.mark.parametrize(("above", "line"), [("", 9), ("import torch.nn as nn", 8)])
+def test_the_line_of_an_import(site, above: str, line: int) -> None:
+    """The line is that of an import which has run, or else that of the probe."""
+    files = {"acme_device.py": LINES.format(above=above)}
+    site.install("acme", files, {"opgraft.platforms": ["acme = acme_device:SPEC"]})
+    opgraft.reset()
+    decide_platform(host_state().settings(), Machine())
+    found = host_state().platform_findings  # on a busy machine one about the time, too
+    places = [finding.location for finding in found if "imports torch" in finding.message]
+    assert places == [f"{site.folder / 'acme_device.py'}:{line}"]
+
+
+def test_device_files() -> None:
+    """Consoles and message queues may be open in any process, and are no sign of a device."""
+    consoles = ["/dev/ttyS0", "/dev/hvc0", "/dev/tty", "/dev/console", "/dev/mqueue/acme"]
+    assert [path for path in consoles if is_device_file(path)] == []
+    assert is_device_file("/dev/nvidia0")
 
 
 def test_a_machine_of_a_folders_name(tmp_path) -> None:
