@@ -54,10 +54,18 @@ def answers_apart() -> Iterator[None]:
 def _put_back(stream: TextIO, number: int, copy: int) -> TextIO:
     """Let a descriptor be the file of its copy again; returns its stream, a new one if that was closed."""
     os.dup2(copy, number)
-    if not stream.closed:
+    if _is_open(stream):
         return stream
     encoding, errors = stream.encoding, stream.errors
     return open(number, "w", encoding=encoding, errors=errors, buffering=1, closefd=False)
+
+
+def _is_open(stream: TextIO) -> bool:
+    """Return False for a stream that was closed, or that has lost its buffer."""
+    try:
+        return not stream.closed
+    except ValueError:  # its buffer was detached
+        return False
 
 
 @contextmanager
