@@ -18,6 +18,7 @@ SOURCES = {kind: source for kind, (source, _, _) in FINDINGS.items()} | {
 """Faults of the plugin acme; rows of other tables have tests of their own that look at its neighbour, too."""
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", SOURCES)
 def test_neighbours(site, alone, monkeypatch: pytest.MonkeyPatch, caplog, name: str) -> None:
     """Whichever of the two is loaded first."""
