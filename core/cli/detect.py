@@ -72,7 +72,10 @@ def command(show_all: bool, root: str | None, record: str | None, as_json: bool)
         print_wrapped(f"of the machine that is recorded in {root}, not of this one:")
     print_wrapped(decision.lines() if show_all else _short(decision))
     if unknown:
-        print_wrapped(f"not verified, as that needs torch: {unknown}")
+        print_wrapped(
+            f"not verified, as detect imports no torch: {unknown}; 'opgraft plugins doctor' "
+            "verifies them"
+        )
     for other in others:
         print_wrapped(other.lines())
     for problem in problem_lines():

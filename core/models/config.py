@@ -160,7 +160,7 @@ def _refuse_unknown(file: Path, kind: object, transformers: Any) -> None:
     if isinstance(kind, str) and kind not in transformers.CONFIG_MAPPING:
         raise CheckpointError(
             f"{file}: model_type is {kind!r:.80}, which neither transformers {transformers.__version__} nor an active "
-            "plugin has. If a plugin brings the model, install it, or see why it is not active: opgraft plugins list"
+            "plugin has. If a plugin brings the model, install it, or see why it is not active: opgraft plugins doctor"
         )
 
 

@@ -267,7 +267,7 @@ BROKEN = {
     garbled_tokenizer: "is no tokenizer that can be read",
     break_config: "has no config.json",
     garble_config: r"config.json cannot be read as JSON",
-    unknown_architecture: "which neither transformers .* nor an active plugin has.* opgraft plugins list",
+    unknown_architecture: "which neither transformers .* nor an active plugin has.* opgraft plugins doctor",
     truncate: r"the file is cut short: \d+ of \d+ bytes are there",
     empty: "is no whole safetensors file",
     no_weights: "the weights are missing",

@@ -221,4 +221,4 @@ def test_the_command_says_what_is_not_verified(site: Site, cli: Cli) -> None:
     )
     told = cli("detect").stdout
     assert "platform: acme" in told
-    assert "not verified, as that needs torch: its constructor and its settings" in told
+    assert "not verified, as detect imports no torch: its constructor and its settings;" in told
