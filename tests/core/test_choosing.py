@@ -9,12 +9,15 @@ import opgraft
 import pytest
 import torch
 from opgraft import CustomOp, DeviceCapability, OpgraftConfig, PluggableLayer, When, set_config
+from opgraft.decision import Provider
 from opgraft.distributed import Communicator
 from opgraft.errors import RegistrationError
 from opgraft.ops import RMSNorm
 from opgraft.platforms.cpu.platform import CpuPlatform
 from opgraft.registry.conditions import objection_of
 from opgraft.state import host_state
+
+PROVIDER = Provider("acme", "1.0")
 
 
 def test_native_is_a_choice_that_no_other_setting_overrules(scale, fast_scale, monkeypatch) -> None:
@@ -73,7 +76,7 @@ class Sm(CpuPlatform):
 )
 def test_conditions_say_what_does_not_hold(condition: When, against: str | None) -> None:
     """Every part of a condition must hold; the reason names what is there and what was wanted."""
-    found = objection_of(condition, Sm())
+    found = objection_of(condition, Sm(), "its condition", PROVIDER)
     if against is None:
         assert found is None
     else:
@@ -83,7 +86,7 @@ def test_conditions_say_what_does_not_hold(condition: When, against: str | None)
 
 def test_a_device_without_a_compute_level() -> None:
     """Bounds of a level are not held by a device that has none."""
-    found = objection_of(When(capability=">=8"), CpuPlatform())
+    found = objection_of(When(capability=">=8"), CpuPlatform(), "its condition", PROVIDER)
     assert found is not None
     assert "is not known, wanted >=8" in found
 

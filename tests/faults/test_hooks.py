@@ -13,6 +13,8 @@ from opgraft.plugins.outcomes import findings_of
 from opgraft.state import host_state
 from opgraft.text import printable
 
+pytestmark = pytest.mark.faults
+
 LONGEST = 4000  # characters of a message that anybody reads
 
 

@@ -6,6 +6,8 @@ import pytest
 from faults.metadata_rows import ROWS
 from faults.planting import doctor_finds, tried
 
+pytestmark = pytest.mark.faults
+
 
 @pytest.mark.parametrize("name", ROWS)
 def test_metadata(site, capsys, alone, name: str) -> None:

@@ -13,6 +13,8 @@ from opgraft.plugins import kept_properties
 from opgraft.plugins.process import changes_between, look
 from opgraft.state import host_state
 
+pytestmark = pytest.mark.faults
+
 STAY = ("torch.nn", "torch.set", "torch's ")
 """Beginnings of words about functions and methods of torch, which a device may need."""
 
