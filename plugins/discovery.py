@@ -41,10 +41,15 @@ PLATFORM_BRIDGES = "opgraft.platform_bridges"
 BRIDGE_GROUPS = {PLATFORM_BRIDGES: PLATFORM_GROUP, "opgraft.plugin_bridges": PLUGIN_GROUP}
 """Groups of bridges, each with the group of what its bridges make. The name of a bridge's entry point is a group of
 another host, and its function makes of an ``Offer`` that stands in that group a ``PlatformSpec`` or a plugin."""
+PORTERS = "opgraft.porters"
+"""The group of functions that rewrite a plugin of another host. The name of an entry point is that host's; the function
+takes a folder and returns an ``opgraft.hosts.Ported``."""
+FOR_OTHER_HOSTS = (*BRIDGE_GROUPS, PORTERS)
+"""Groups of helpers that no allow list needs to name: they run only for a plugin, or a folder, that the user names."""
 HOST_DISTRIBUTION = "opgraft"
 CHECKED = (HOST_DISTRIBUTION, "torch")
 """The distributions whose versions a plugin must fit."""
-_OWN = (PLATFORM_GROUP, PLUGIN_GROUP, *BRIDGE_GROUPS)
+_OWN = (PLATFORM_GROUP, PLUGIN_GROUP, *FOR_OTHER_HOSTS)
 _MOST = 1000  # entry points of a distribution
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _FOREIGN = "other characters than letters, digits, '_', '.' and '-', such as a space"

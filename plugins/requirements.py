@@ -10,7 +10,13 @@ from opgraft.config import OpgraftConfig, Settings
 from opgraft.decision import Provider
 from opgraft.errors import ConfigError, PluginError, close_matches
 from opgraft.installed import version_of
-from opgraft.plugins.discovery import BRIDGE_GROUPS, HOST_DISTRIBUTION, Offer, discover, normalized
+from opgraft.plugins.discovery import (
+    FOR_OTHER_HOSTS,
+    HOST_DISTRIBUTION,
+    Offer,
+    discover,
+    normalized,
+)
 from opgraft.version import __version__
 
 _EARLY = ("platform", "plugins", "plugins_disable", "lockfile", "strict")
@@ -80,7 +86,7 @@ def unfit(offer: Offer, settings: Settings) -> str | None:
     # Who names a plugin has its bridge run, too.
     if (
         config.plugins is not None
-        and offer.group not in BRIDGE_GROUPS
+        and offer.group not in FOR_OTHER_HOSTS
         and not asked_for(offer, config.plugins)
     ):
         return f"not on the allow list {settings.named('plugins')}"

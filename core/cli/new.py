@@ -1,19 +1,24 @@
-"""``opgraft new``: a plugin to begin with. Imports no torch and no plugin."""
+"""``opgraft new``: a plugin to begin with. Imports no torch, and no plugin but a bridge that ports another."""
 
 from __future__ import annotations
 
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import click
+from opgraft.cli.offers import shown_offers
 from opgraft.cli.output import GivenPath, json_option, print_json, print_wrapped
-from opgraft.errors import InputError
+from opgraft.errors import InputError, PluginError
+from opgraft.hosts import Ported
 from opgraft.installed import source_of
-from opgraft.plugins.discovery import discover
+from opgraft.plugins.discovery import PORTERS, discover
+from opgraft.plugins.requirements import objection
+from opgraft.state import host_state
+from opgraft.text import described
 
 _TEMPLATE = (
     Path(__file__).resolve().parents[1] / "template"
@@ -112,14 +117,7 @@ def _folder(output: Path, name: str) -> Path:
 
 def _port(path: Path, name: str | None, output: Path, as_json: bool) -> None:
     """Port a plugin of vLLM, and tell what has no counterpart."""
-    try:
-        from opgraft.porting.port import GUIDE, port
-        from opgraft.porting.source import read_source
-    except ImportError as error:
-        raise InputError(
-            f"a plugin cannot be ported ({error}): pip install 'opgraft[new]'"
-        ) from error
-    ported = port(read_source(path))
+    ported = _porter()(path)
     folder = _folder(output, _spelled(name or ported.name))
     if folder.resolve().is_relative_to(path.resolve()):
         raise InputError(f"{folder} lies in the plugin that is read: choose another --output")
@@ -142,8 +140,32 @@ def _port(path: Path, name: str | None, output: Path, as_json: bool) -> None:
     for one in ported.uncovered:
         print_wrapped(f"  {one}")
     print_wrapped(
-        f"next: read {folder / GUIDE}; cd {folder} && pip install -e . && opgraft plugins doctor"
+        f"next: read {folder / ported.guide}; cd {folder} && pip install -e . && opgraft plugins doctor"
     )
+
+
+def _porter() -> Callable[[Path], Ported]:
+    """Return the function that rewrites plugins of vLLM, from the bridge that is installed.
+
+    Raises:
+        InputError: no bridge is installed, or a setting is against it.
+        PluginError: the bridge cannot be imported.
+    """
+    offer = next((each for each in discover().of_group(PORTERS) if each.name == "vllm"), None)
+    if offer is None:
+        raise InputError(
+            "a plugin of vLLM is ported by opgraft-vllm-bridge, which is not installed: "
+            "pip install './reference_plugins/opgraft-vllm-bridge[port]' in a checkout of opgraft"
+        )
+    against = objection(offer, host_state().settings())
+    if against:
+        raise InputError(f"{offer.provider}, which ports plugins of vLLM, is not used: {against}")
+    try:
+        porter: Callable[[Path], Ported] = offer.load()
+    except Exception as error:  # the module of a bridge may raise anything
+        reason = f"{offer.value} of {offer.provider} cannot be loaded: {described(error)}"
+        raise PluginError(f"{reason}: install it anew") from error
+    return porter
 
 
 def _write(files: Mapping[str, bytes], origin: Path, folder: Path) -> None:
@@ -166,7 +188,7 @@ def _named(name: str) -> str:
     Raises:
         InputError: it cannot be the name of a distribution and a platform, or is taken.
     """
-    taken = {offer.name for offer in discover().offers}
+    taken = {offer.name for offer in shown_offers()}
     if _spelled(name).replace("-", "_") in taken:
         raise InputError(
             f"an installed platform or plugin is called {name.replace('-', '_')!r}: choose another name"

@@ -12,7 +12,7 @@ from opgraft.decision import Provider
 from opgraft.errors import ConfigError, close_matches, near_matches
 from opgraft.finding import Finding
 from opgraft.plugins.discovery import (
-    BRIDGE_GROUPS,
+    FOR_OTHER_HOSTS,
     HOST_DISTRIBUTION,
     PLATFORM_GROUP,
     PLUGIN_GROUP,
@@ -93,7 +93,7 @@ def misspelt_groups() -> Iterator[Problem]:
     for provider, groups in _groups():
         for group in groups:
             near = _meant(group)
-            if group not in (*KINDS, *BRIDGE_GROUPS) and near:
+            if group not in (*KINDS, *FOR_OTHER_HOSTS) and near:
                 meant = " or ".join(map(repr, near))
                 yield Problem(
                     provider,

@@ -8,11 +8,15 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import runpy
 
 import pytest
 from lanes.vllm_source import definition, needs_vllm, parameters
-from opgraft.porting.counterparts import COUNTERPARTS, HINTS, PLATFORM
+from plugins.vllm_plugin import BRIDGE
 
+# The file is run by itself: an import would leave the bridge's package to every other test of this process.
+_TABLES = runpy.run_path(str(BRIDGE / "src/opgraft_vllm_bridge/counterparts.py"))
+COUNTERPARTS, HINTS, PLATFORM = (_TABLES[name] for name in ("COUNTERPARTS", "HINTS", "PLATFORM"))
 ROWS = [
     (module, name, home) for module, names in COUNTERPARTS.items() for name, home in names.items()
 ]

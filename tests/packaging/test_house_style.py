@@ -55,6 +55,7 @@ LAYERS = [
     "opgraft.state",
     # The plugin host.
     "opgraft.plugins",
+    "opgraft.hosts",
     # Ops.
     "opgraft.binding",
     "opgraft.distributed",
@@ -107,7 +108,6 @@ LAYERS = [
     "opgraft.server",
     "opgraft.bench",
     "opgraft.testing",
-    "opgraft.porting",
     # The command line.
     "opgraft.cli",
     "opgraft.__main__",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,10 +17,11 @@ import tomllib
 import torch
 from opgraft import load_plugins, ops
 from opgraft.errors import InputError
+from opgraft.hosts import Ported
 from opgraft.plugins import discovery
-from opgraft.porting.port import port
-from opgraft.porting.source import LARGEST_FILE, read_source
+from plugins.vllm_plugin import install_bridge
 
+Port = Callable[[Path], Ported]
 SCHEMA = Path(__file__).parents[2] / "docs/reference/schemas/opgraft.new.1.json"
 
 PROJECT = """
@@ -133,9 +135,9 @@ def plugin(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_ported_plugin_runs(site: Any, plugin: Path) -> None:
+def test_a_ported_plugin_runs(port: Port, site: Any, plugin: Path) -> None:
     """Installed, its platform is chosen and its ops are those that run, one of them as a torch op of its own."""
-    made = port(read_source(plugin))
+    made = port(plugin)
     project = tomllib.loads(made.files["pyproject.toml"].decode())["project"]
     assert project["dependencies"] == ["packaging", "opgraft>=0.1,<0.2"]
     points = {
@@ -167,8 +169,11 @@ def test_a_ported_plugin_runs(site: Any, plugin: Path) -> None:
         norm.eager()
 
 
-def test_what_has_no_counterpart_is_listed(cli: Any, plugin: Path, tmp_path: Path) -> None:
+def test_what_has_no_counterpart_is_listed(
+    cli: Any, site: Any, plugin: Path, tmp_path: Path
+) -> None:
     """By file and line, in JSON, on the terminal and in PORTING.md; each stands below a comment."""
+    install_bridge(site)
     told = cli("new", "--from-vllm", str(plugin), "--output", str(tmp_path / "a"), "--json")
     report = json.loads(told.stdout)
     jsonschema.validate(report, json.loads(SCHEMA.read_text()))
@@ -190,7 +195,7 @@ def test_what_has_no_counterpart_is_listed(cli: Any, plugin: Path, tmp_path: Pat
     assert marked.count("# opgraft: no counterpart: ") == len(UNCOVERED)
 
 
-def test_a_setup_script_is_read_and_not_run(plugin: Path) -> None:
+def test_a_setup_script_is_read_and_not_run(port: Port, plugin: Path) -> None:
     """Its entry points and requirements are those of opgraft, the rest of it is as it was."""
     (plugin / "pyproject.toml").write_text("[build-system]\nrequires = ['setuptools']\n")
     begin = "from setuptools import setup\nraise SystemExit('run')\nsetup(\n    name='vllm-acme',\n"
@@ -199,7 +204,7 @@ def test_a_setup_script_is_read_and_not_run(plugin: Path) -> None:
         f"{begin}    install_requires=['vllm == 0.11', 'numpy'],\n    entry_points={entries},\n)\n"
     )
     (plugin / "setup.py").write_text(script)
-    made = port(read_source(plugin))
+    made = port(plugin)
     text = made.files["setup.py"].decode()
     assert text.startswith(begin)
     assert "vllm == " not in text
@@ -212,7 +217,7 @@ def test_a_setup_script_is_read_and_not_run(plugin: Path) -> None:
     assert b'platforms = "any"' in made.files["vllm_acme/opgraft_plugin.py"]
     (plugin / "setup.py").write_text(f"{begin}    entry_points=made(),\n)\n")
     with pytest.raises(InputError, match="no dictionary that can be read without running it"):
-        port(read_source(plugin))
+        port(plugin)
 
 
 def write(path: str, content: str | bytes) -> Callable[[Path], object]:
@@ -234,7 +239,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a long chain": (write(BAD, "x = 1" + "+1" * 50_000), "vllm_acme/bad.py.*cannot be parsed"),
     "a shorter one": (write(BAD, "x = 1" + "+1" * 600), "vllm_acme/bad.py.*nested too deeply"),
-    "a huge file": (write(BAD, b"#" * (LARGEST_FILE + 1)), "bad.py has more than 1 MiB"),
+    "a huge file": (write(BAD, b"#" * ((1 << 20) + 1)), "bad.py has more than 1 MiB"),
     "a link that leads out": (
         lambda f: (f / "passwd").symlink_to("/etc/passwd"),
         "passwd is a link that leads out of",
@@ -290,18 +295,19 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(plugin: Path, name: str) -> None:
+def test_refused(port: Port, plugin: Path, name: str) -> None:
     """The message says which file, what is wrong with it and what to do."""
     spoil, message = REFUSED[name]
     spoil(plugin)
     with pytest.raises(InputError, match=message):
-        port(read_source(plugin))
+        port(plugin)
 
 
 def test_nothing_is_written_where_it_cannot_be(
     cli: Any, site: Any, plugin: Path, tmp_path: Path
 ) -> None:
-    """Neither over a folder, nor into the plugin; and without the library the extra is named."""
+    """Neither over a folder, nor into the plugin; and without the libraries the extra is named."""
+    install_bridge(site)
     (tmp_path / "opgraft-acme").mkdir()
     for arguments, message in {
         (str(plugin),): "is there already",
@@ -313,11 +319,32 @@ def test_nothing_is_written_where_it_cannot_be(
     assert cli("new").returncode == 2
     (site.folder / "libcst.py").write_text("raise ImportError('no module named libcst')")
     told = cli("new", "--from-vllm", str(plugin), "--output", str(tmp_path / "b"))
-    assert (told.returncode, "pip install 'opgraft[new]'" in told.stderr) == (2, True)
+    assert (told.returncode, "the bridge with its extra 'port'" in told.stderr) == (2, True)
     assert not list((tmp_path / "opgraft-acme").iterdir())
 
 
-def test_requirements_that_stay_are_listed(plugin: Path) -> None:
+def test_the_bridge_ports_if_it_is_installed_and_admitted(
+    cli: Any, site: Any, plugin: Path, tmp_path: Path
+) -> None:
+    """Without the bridge, the message names what to install. The deny list and a broken bridge are named."""
+    arguments = ["new", "--from-vllm", str(plugin), "--output", str(tmp_path / "a")]
+    told = cli(*arguments)
+    assert told.returncode == 2
+    assert "pip install './reference_plugins/opgraft-vllm-bridge[port]'" in told.stderr.replace(
+        "\n", " "
+    )
+    install_bridge(site)
+    # An allow list names plugins. Whoever asks for a port has asked for the bridge.
+    assert cli(*arguments, OPGRAFT_PLUGINS="opgraft-vllm-bridge").returncode == 0
+    told = cli(*arguments, "again", OPGRAFT_PLUGINS_DISABLE="opgraft-vllm-bridge")
+    assert (told.returncode, "on the deny list" in told.stderr) == (2, True), told.stderr
+    (site.folder / "opgraft_vllm_bridge/offers.py").write_text("raise RuntimeError('damaged')\n")
+    told = cli(*arguments, "again")
+    assert (told.returncode, "damaged" in told.stderr) == (4, True), told.stderr
+    assert [each.name for each in (tmp_path / "a").iterdir()] == ["opgraft-acme"]
+
+
+def test_requirements_that_stay_are_listed(port: Port, plugin: Path) -> None:
     """By the original's lines, in files of all kinds; so is a list that opgraft could not be added to."""
     extras = '\n[project.optional-dependencies]\nname = ["numpy"]\nvllm = [\n  "torch",\n  "vllm>=0.11",\n]\n'
     extras += '[dependency-groups]\ntest = ["vllm>=0.11"]\n'
@@ -327,7 +354,7 @@ def test_requirements_that_stay_are_listed(plugin: Path) -> None:
     )
     (plugin / "requirements-dev.txt").write_text("numpy\nvllm-tests\nvllm [a] >= 0.9  # here\n")
     name, line = "the requirement of vllm", (PROJECT + extras).count("\n")
-    found = {(one.file, one.line, one.name) for one in port(read_source(plugin)).uncovered}
+    found = {(one.file, one.line, one.name) for one in port(plugin).uncovered}
     assert found - set(UNCOVERED) == {
         ("pyproject.toml", line - 3, name),
         ("pyproject.toml", line, name),
@@ -339,7 +366,7 @@ def test_requirements_that_stay_are_listed(plugin: Path) -> None:
         PROJECT.replace("dependencies = [", 'dynamic = ["dependencies"]\nx = [')
     )
     assert ("pyproject.toml", 5, "dynamic dependencies") in {
-        (one.file, one.line, one.name) for one in port(read_source(plugin)).uncovered
+        (one.file, one.line, one.name) for one in port(plugin).uncovered
     }
 
 
@@ -353,7 +380,7 @@ def test_requirements_that_stay_are_listed(plugin: Path) -> None:
     ],
 )
 def test_a_setup_script_is_told_of_by_its_own_lines(
-    plugin: Path, requirements: str | None, left: set[Any]
+    port: Port, plugin: Path, requirements: str | None, left: set[Any]
 ) -> None:
     """What stands behind its requirements and entry points keeps its line, and the file its encoding."""
     (plugin / "pyproject.toml").unlink()
@@ -372,7 +399,7 @@ setup(
 print(vllm.envs.FOO, "vllm.\\u4e2d")
 """
     (plugin / "setup.py").write_bytes(script.encode("latin-1"))
-    made = port(read_source(plugin))
+    made = port(plugin)
     assert {(one.line, one.name) for one in made.uncovered if one.file == "setup.py"} == left | {
         (2, "vllm.envs"),
         (10, "the requirement of vllm"),
@@ -384,8 +411,9 @@ print(vllm.envs.FOO, "vllm.\\u4e2d")
     assert ("opgraft>=0.1" in text) == ((9 if given else 4, "install_requires") not in left)
 
 
-def test_a_copy_is_whole_or_not_there(cli: Any, plugin: Path, tmp_path: Path) -> None:
+def test_a_copy_is_whole_or_not_there(cli: Any, site: Any, plugin: Path, tmp_path: Path) -> None:
     """A file that cannot be written leaves no folder behind, and executable files stay so."""
+    install_bridge(site)
     (plugin / "run.sh").write_text("#!/bin/sh\n")
     (plugin / "run.sh").chmod(0o755)
     command = (
@@ -394,7 +422,11 @@ def test_a_copy_is_whole_or_not_there(cli: Any, plugin: Path, tmp_path: Path) ->
     command += "sys.argv[0] = 'opgraft'; runpy.run_module('opgraft', run_name='__main__')"
     arguments = ["new", "--from-vllm", str(plugin), "--output", str(tmp_path / "a")]
     told = subprocess.run(
-        [sys.executable, "-c", command, *arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-c", command, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(site.folder)},
     )
     assert (told.returncode, "cannot be written: File too large" in told.stderr) == (2, True), (
         told.stderr

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import ast
-import textwrap
+from collections.abc import Callable
+from typing import Any
 
-import libcst as cst
 import pytest
-from opgraft.porting.rewriting import Rewritten, rewrite
+
+Rewrite = Callable[[str], Any]
 
 
-def rewritten(source: str) -> Rewritten:
-    made = rewrite(cst.parse_module(textwrap.dedent(source)), "file.py", "acme")
-    ast.parse(made.code)
-    return made
-
-
-def named(made: Rewritten) -> list[tuple[int, str]]:
+def named(made: Any) -> list[tuple[int, str]]:
     return [(one.line, one.name) for one in made.uncovered]
 
 
@@ -37,7 +32,7 @@ COVERED = {
 
 
 @pytest.mark.parametrize("source", COVERED)
-def test_covered(source: str) -> None:
+def test_covered(rewritten: Rewrite, source: str) -> None:
     """Names with a counterpart are imported from there, and what is different of it is called in another way."""
     made = rewritten(source)
     assert (made.code, made.uncovered) == (COVERED[source], [])
@@ -53,7 +48,7 @@ def test_covered(source: str) -> None:
         "# vllm.config.x\n",
     ],
 )
-def test_what_is_not_of_vllm_stays(source: str) -> None:
+def test_what_is_not_of_vllm_stays(rewritten: Rewrite, source: str) -> None:
     """Modules, arguments and texts that only look like it are as they were."""
     made = rewritten(source)
     assert (made.code, made.uncovered) == (source, [])
@@ -80,7 +75,7 @@ UNCOVERED = {
 
 
 @pytest.mark.parametrize("source", UNCOVERED)
-def test_uncovered(source: str) -> None:
+def test_uncovered(rewritten: Rewrite, source: str) -> None:
     """What has no counterpart is listed by its line and stands below a comment; nothing imports vLLM any more."""
     made = rewritten(source)
     assert named(made) == UNCOVERED[source]
@@ -93,7 +88,7 @@ def test_uncovered(source: str) -> None:
     assert not any("vllm" in ast.unparse(node) for node in imports)
 
 
-def test_annotations_that_nothing_defines() -> None:
+def test_annotations_that_nothing_defines(rewritten: Rewrite) -> None:
     """They are not evaluated, so that the file can be imported."""
     made = rewritten(
         "from vllm.config import VllmConfig\n\ndef f(config: VllmConfig) -> None: ...\n"
@@ -103,7 +98,7 @@ def test_annotations_that_nothing_defines() -> None:
     assert "f" in namespace
 
 
-def test_comments_stay_with_what_they_are_about() -> None:
+def test_comments_stay_with_what_they_are_about(rewritten: Rewrite) -> None:
     """Those above an import that goes stay in its place, and code that is not of vLLM keeps every character."""
     source = "# of this file\nx=1\n\n# engine\nfrom vllm.a import b  # gone\n\n\ndef f( y ):\n\treturn   y # odd\n"
     expected = source.replace(
@@ -139,7 +134,7 @@ class AcmePlatform(Platform):
 """
 
 
-def test_a_platform_gets_what_opgraft_asks_for() -> None:
+def test_a_platform_gets_what_opgraft_asks_for(rewritten: Rewrite) -> None:
     """Its members are made of those that it has; methods that nobody calls are listed, helpers of its own are not."""
     made = rewritten(PLATFORM)
     assert [name for _, name in named(made)] == [
@@ -161,7 +156,7 @@ def test_a_platform_gets_what_opgraft_asks_for() -> None:
     platform.manual_seed(3)
 
 
-def test_a_platform_without_its_memory_says_so() -> None:
+def test_a_platform_without_its_memory_says_so(rewritten: Rewrite) -> None:
     """Nothing is invented: making the platform names the member that is missing."""
     source = PLATFORM.replace("get_device_total_memory", "total")
     namespace: dict[str, object] = {}

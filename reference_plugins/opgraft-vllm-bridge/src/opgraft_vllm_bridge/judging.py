@@ -10,8 +10,8 @@ from pathlib import Path
 
 from opgraft.errors import PluginError
 from opgraft.plugins.metadata import specs_of
-from opgraft.porting.counterparts import hint
 
+from opgraft_vllm_bridge.counterparts import hint
 from opgraft_vllm_bridge.names import MODULES, NAMES, is_adapted
 from opgraft_vllm_bridge.reading import Source, members_of, sources_of
 from opgraft_vllm_bridge.uses import Use

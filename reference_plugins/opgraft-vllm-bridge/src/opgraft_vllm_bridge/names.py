@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from opgraft.porting.counterparts import COUNTERPARTS
+from opgraft_vllm_bridge.counterparts import COUNTERPARTS
 
 _PARTS = "opgraft_vllm_bridge.vllm_parts"
 

@@ -1,19 +1,23 @@
-"""The two bridges: of an entry point of vLLM they make a platform or a plugin of opgraft."""
+"""The entry points of the bridge: two make a platform or a plugin of one of vLLM's, one ports a plugin's source."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import importlib_metadata
 import opgraft
 from opgraft import Evidence, Fact, Machine, PlatformSpec
+from opgraft.errors import InputError
+from opgraft.hosts import Ported
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer, discover
 
 from opgraft_vllm_bridge.finder import VllmFinder, is_installed
 from opgraft_vllm_bridge.judging import Judgement, expect_counterparts, judge
 
+_PACKAGES = "pip install libcst tomlkit, or the bridge with its extra 'port'"
 _ASIDE = "vLLM itself is installed, and runs its plugins: uninstall one of both"
 
 
@@ -91,6 +95,22 @@ def plugin(offer: Offer) -> Plugin:
         return Plugin(None, offers_platform=offers_platform)
     expect_counterparts(offer.name, _judged(offer))
     return Plugin(_function(offer), offers_platform=offers_platform)
+
+
+def port_folder(folder: Path) -> Ported:
+    """Return the plugin of vLLM in a folder, rewritten for opgraft. None of its code runs.
+
+    Raises:
+        InputError: the folder has no plugin of vLLM, or a file cannot be read or parsed.
+    """
+    try:
+        # These modules need libcst and tomlkit, which a running plugin does not need.
+        source = importlib.import_module("opgraft_vllm_bridge.porting.source")
+        porting = importlib.import_module("opgraft_vllm_bridge.porting.port")
+    except ImportError as error:
+        raise InputError(f"a plugin cannot be ported ({error}): {_PACKAGES}") from error
+    ported: Ported = porting.port(source.read_source(folder))
+    return ported
 
 
 def _class_path(offer: Offer) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from opgraft.porting.rewriting import Uncovered
+from opgraft.hosts import Uncovered
 
 _DEVICE = '''"""Finding the device, by the function that vLLM called. Written by 'opgraft new --from-vllm'."""
 

@@ -21,24 +21,13 @@ from libcst.metadata import (
     QualifiedNameProvider,
     QualifiedNameSource,
 )
-from opgraft.porting.counterparts import PLATFORM, hint, home_of
-from opgraft.porting.platform_class import PlatformMembers, is_platform
+from opgraft.hosts import Uncovered
+
+from opgraft_vllm_bridge.counterparts import PLATFORM, hint, home_of
+from opgraft_vllm_bridge.porting.platform_class import PlatformMembers, is_platform
 
 _PATH = re.compile(r"vllm(\.\w+)+|vllm::\w+")
 _CURRENT = "vllm.platforms.current_platform"
-
-
-@dataclass(frozen=True)
-class Uncovered:
-    """A use of something without a counterpart; ``line`` is that of the file as it was read."""
-
-    file: str
-    line: int
-    name: str
-    hint: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.name}" + (f": {self.hint}" if self.hint else "")
 
 
 @dataclass

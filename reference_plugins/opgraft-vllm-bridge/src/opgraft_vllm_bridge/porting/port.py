@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import libcst as cst
 from opgraft.errors import InputError
-from opgraft.porting.entry_points import (
+from opgraft.hosts import Ported, Uncovered
+
+from opgraft_vllm_bridge.porting.entry_points import (
     GENERAL,
     PLATFORMS,
     EntryPoints,
@@ -23,9 +24,9 @@ from opgraft.porting.entry_points import (
     read_toml,
     requirement,
 )
-from opgraft.porting.hooks import device_module, guide, plugin_module
-from opgraft.porting.rewriting import Rewritten, Uncovered, rewrite
-from opgraft.porting.source import Source
+from opgraft_vllm_bridge.porting.hooks import device_module, guide, plugin_module
+from opgraft_vllm_bridge.porting.rewriting import Rewritten, rewrite
+from opgraft_vllm_bridge.porting.source import Source
 
 GUIDE = "PORTING.md"
 _ENTRY = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
@@ -34,16 +35,7 @@ _OPTION = re.compile(r"^[\w.-]+\s*=(?!=)\s*")
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
-@dataclass
-class Port:
-    """A ported plugin: the contents of its files by path, and what has no counterpart."""
-
-    name: str
-    files: dict[str, bytes] = field(default_factory=dict)
-    uncovered: list[Uncovered] = field(default_factory=list)
-
-
-def port(source: Source) -> Port:
+def port(source: Source) -> Ported:
     """Port a plugin.
 
     Raises:
@@ -56,7 +48,7 @@ def port(source: Source) -> Port:
     }
     where, document, points = _entry_points(source, trees)
     name = next(iter({**points.platforms, **points.general}))
-    made = Port(name, dict(source.files))
+    made = Ported(name, GUIDE, dict(source.files))
     groups = _groups(source, trees, points, made)
     for path, tree in trees.items():
         moved = path == where
@@ -118,7 +110,7 @@ def _entry_points(source: Source, trees: Mapping[str, cst.Module]) -> tuple[str,
 
 
 def _groups(
-    source: Source, trees: Mapping[str, cst.Module], points: EntryPoints, made: Port
+    source: Source, trees: Mapping[str, cst.Module], points: EntryPoints, made: Ported
 ) -> dict[str, dict[str, str]]:
     """Write the modules that opgraft's entry points name, and return these by group."""
     groups: dict[str, dict[str, str]] = {}
@@ -209,7 +201,7 @@ def _requirements(source: Source, document: Any, where: str) -> Iterator[Uncover
                 yield Uncovered(path, number, text, told)
 
 
-def _add(made: Port, path: str, text: str) -> None:
+def _add(made: Ported, path: str, text: str) -> None:
     if path in made.files:
         raise InputError(f"the plugin has a file {path}, which the port writes: rename it")
     made.files[path] = text.encode()
