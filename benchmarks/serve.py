@@ -20,10 +20,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from engine_rows import Finding, print_findings
-from opgraft.bench.client import Client, Outcome
-from opgraft.bench.load import Load, Question, run
-from opgraft.bench.prompts import Prompt, arrivals, random_prompts
-from opgraft.bench.report import Limits, percentile, report
+from opgraft.text import printable
+from serving_client import Client, Outcome
+from serving_load import Load, Question, run
+from serving_prompts import Prompt, arrivals, random_prompts
+from serving_report import Limits, percentile, report
 from serving_sides import (
     WORDS,
     Cost,
@@ -91,7 +92,7 @@ def served_cost(served: Served, work: Work, seed: int) -> Cost:
     prompts = random_prompts(work.requests, WORDS, seed)
     outcomes = load(served, prompts, Load(concurrency=work.requests), tokens=work.tokens)
     if any(outcome.error or outcome.output_tokens != work.tokens for outcome in outcomes):
-        raise SystemExit("a request to the server failed: run 'opgraft bench serve' to see how")
+        raise SystemExit(f"a request to the server failed: {_failure(outcomes)}")
     return Cost(time.perf_counter() - start, process_cpu(served.pid) - cpu)
 
 
@@ -184,15 +185,19 @@ def overload(folder: Path, arguments: argparse.Namespace) -> list[Finding]:
 
 def bearing(found: list[Outcome], good: Limits, peak: float, twice: Load) -> list[Finding]:
     """Say how a server bore a load that is twice its peak."""
+    borne = report(twice.label, found, good)
     refusals = sorted(outcome.seconds for outcome in found if outcome.error == "429")
     slowest = percentile(refusals, 99) * 1e3 if refusals else 0.0
     lost = sum(outcome.error not in (None, "429") for outcome in found)
     detail = f"{twice.label}, {len(refusals)} of {len(found)} refused"
     within = f"good answers take {good.end_to_end:.3f} s at most; at the peak {peak:.1f} of them a second"
+    first = borne.time_to_first_token
+    if first is not None:
+        within += f"; the first token comes after {first.p50:.3f} s, p99 {first.p99:.3f} s"
     return [
         Finding(
             "goodput under twice the load, over peak",
-            report("", found, good).goodput / peak,
+            borne.goodput / peak,
             within,
             least=0.9,
         ),
@@ -250,12 +255,17 @@ async def until_recovered(
     return time.perf_counter() - start if fast == IN_A_ROW else patience
 
 
+def _failure(outcomes: Sequence[Outcome]) -> str:
+    """Name the first failure among outcomes, in the server's words."""
+    for outcome in outcomes:
+        if outcome.error is not None:
+            return f"{outcome.error} {printable(outcome.message)}"
+    return "an answer has the wrong number of tokens"
+
+
 def _median_seconds(outcomes: list[Outcome]) -> float:
-    failed = [outcome.error for outcome in outcomes if outcome.error is not None]
-    if failed:
-        raise SystemExit(
-            f"a server that was not overloaded failed: {failed[0]}: run 'opgraft bench serve' to see how"
-        )
+    if any(outcome.error is not None for outcome in outcomes):
+        raise SystemExit(f"a server that was not overloaded failed: {_failure(outcomes)}")
     return statistics.median(outcome.seconds for outcome in outcomes)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from opgraft import LLM, SamplingParams
-from opgraft.bench.prompts import random_prompts
+from serving_prompts import random_prompts
 
 WORDS = 50
 """Of each prompt."""

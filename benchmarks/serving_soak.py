@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 from engine_rows import Finding
-from opgraft.bench.prompts import random_prompts
 from opgraft.text import printable
+from serving_prompts import random_prompts
 from serving_sides import Served, process_memory
 
 WORKERS = 8

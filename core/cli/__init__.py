@@ -18,7 +18,6 @@ from opgraft.text import described
 from opgraft.version import __version__
 
 _COMMANDS = {
-    "bench": ("opgraft.cli.bench", "Measure how fast things run."),
     "tune": ("opgraft.cli.tune", "Measure which kernel of each op is fastest on this machine."),
     "cache": (
         "opgraft.cli.cache",

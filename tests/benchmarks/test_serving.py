@@ -15,10 +15,6 @@ from benchmarks.test_engine import BENCHMARKS
 
 web = pytest.importorskip("aiohttp.web")
 
-from opgraft.bench.client import Outcome  # noqa: E402 - needs aiohttp
-from opgraft.bench.load import Load  # noqa: E402
-from opgraft.bench.report import Limits  # noqa: E402
-
 
 @pytest.fixture
 def serving(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -36,11 +32,11 @@ def soak(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return serving_soak
 
 
-def asked(*outcomes: tuple[float, str | None]) -> Callable[[], Awaitable[Outcome]]:
-    """What asks, and gets outcomes one after the other, the last again and again."""
-    waiting = [Outcome(due=0, ended=seconds, error=error) for seconds, error in outcomes]
+def asked(serving: ModuleType, *outcomes: tuple[float, str | None]) -> Callable[[], Awaitable[Any]]:
+    """Return a function that returns outcomes one after the other, the last again and again."""
+    waiting = [serving.Outcome(due=0, ended=seconds, error=error) for seconds, error in outcomes]
 
-    async def ask() -> Outcome:
+    async def ask() -> Any:
         return waiting.pop(0) if len(waiting) > 1 else waiting[0]
 
     return ask
@@ -51,13 +47,13 @@ def test_what_is_refused_or_slow_is_no_recovery(
     serving: ModuleType, last: tuple[float, str | None]
 ) -> None:
     """However fast a refusal comes, and however often an answer was fast before."""
-    ask = asked((0.1, None), (0.1, None), last)
+    ask = asked(serving, (0.1, None), (0.1, None), last)
     assert asyncio.run(serving.until_recovered(ask, limit=1, patience=0.2)) == 0.2
 
 
 def test_recovery_ends_with_answers_in_a_row(serving: ModuleType) -> None:
     """After refusals and slow answers."""
-    ask = asked((0.001, "429"), (5, None), (0.1, None))
+    ask = asked(serving, (0.001, "429"), (5, None), (0.1, None))
     assert 0.02 <= asyncio.run(serving.until_recovered(ask, limit=1, patience=30)) < 30
 
 
@@ -69,13 +65,17 @@ def test_a_server_that_is_idle_as_its_load_ends_shows_no_recovery(serving: Modul
 
 def test_answers_that_come_too_late_are_no_goodput(serving: ModuleType) -> None:
     """Of 10 answers in 10 seconds, a peak of 1 a second, those within the limit count."""
-    outcomes = [Outcome(due=number, ended=number + 1) for number in range(10)]
+    outcomes = [serving.Outcome(due=number, ended=number + 1) for number in range(10)]
     for limit, expected in ((1, "holds"), (0.5, "missed")):
-        found = serving.bearing(outcomes, Limits(end_to_end=limit), 1.0, Load(rate=2))
+        found = serving.bearing(
+            outcomes, serving.Limits(end_to_end=limit), 1.0, serving.Load(rate=2)
+        )
         assert found[0].verdict == expected
-    failed = Outcome(due=0, ended=10, error="500")
+    failed = serving.Outcome(due=0, ended=10, error="500")
     assert (
-        serving.bearing([*outcomes, failed], Limits(end_to_end=1), 1.0, Load(rate=2))[2].verdict
+        serving.bearing(
+            [*outcomes, failed], serving.Limits(end_to_end=1), 1.0, serving.Load(rate=2)
+        )[2].verdict
         == "missed"
     )
 

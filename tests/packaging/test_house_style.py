@@ -106,7 +106,6 @@ LAYERS = [
     "opgraft.platforms.tpu.engine",  # replaces parts of the engine; its platform imports it by name
     "opgraft.serving",
     "opgraft.server",
-    "opgraft.bench",
     "opgraft.testing",
     # The command line.
     "opgraft.cli",
@@ -132,7 +131,6 @@ NAMED_FROM_BELOW = {
 """Modules that are imported by name, when something is first used, from a floor that stands lower in the list."""
 
 CONTROL_FLOW = {
-    "opgraft.bench.client": "Broken",  # the outcome of a request, which reports count
     "opgraft.plugins.class_source": "_Settled",  # likewise, within its module
     "opgraft.plugins.probing": "ProbeFailed",  # an outcome that selection records, never raised to a caller
     "opgraft.testing.tuning": "Differs",  # an outcome of a race, which leaves the candidate out

@@ -8,18 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import fmean
-from typing import Any
 
-from opgraft.bench.client import Outcome
+from serving_client import Outcome
 
-PERCENTILES = (50, 90, 99)
-LATENCIES = {
-    "time_to_first_token": "time to first token",
-    "time_per_output_token": "time per output token",
-    "inter_token_latency": "inter-token latency",
-    "end_to_end": "end to end",
-}
-"""Names of the spreads of a report, in words."""
+_PERCENTILES = (50, 90, 99)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -47,23 +39,23 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread | None:
-        """Return those of values, None where there are none."""
+        """Return the spread of values, or None if there are no values."""
         ordered = sorted(values)
         if not ordered:
             return None
-        return cls(fmean(ordered), *(percentile(ordered, percent) for percent in PERCENTILES))
+        return cls(fmean(ordered), *(percentile(ordered, percent) for percent in _PERCENTILES))
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds that a request may take to count as good; None where any are fine."""
+    """Longest seconds of a good request; None for no limit."""
 
     time_to_first_token: float | None = None
     time_per_output_token: float | None = None
     end_to_end: float | None = None
 
     def hold(self, outcome: Outcome) -> bool:
-        """Tell whether a request that was answered was fast enough; one without a token to time has met a limit."""
+        """Return True if an answered request met every limit; without a token to time, a limit is met."""
         measured = {
             "time_to_first_token": time_to_first_token(outcome),
             "time_per_output_token": time_per_output_token(outcome),
@@ -76,12 +68,12 @@ class Limits:
 
 
 def time_to_first_token(outcome: Outcome) -> float | None:
-    """Return the seconds until the first token, None where there is none."""
+    """Return the seconds until the first token, or None if there is no token."""
     return outcome.arrivals[0] - outcome.due if outcome.arrivals else None
 
 
 def time_per_output_token(outcome: Outcome) -> float | None:
-    """Return the mean seconds from token to token, the first not counted; None of fewer than two."""
+    """Return the mean seconds from token to token, or None for fewer than two tokens."""
     if outcome.output_tokens < 2 or not outcome.arrivals:
         return None
     return (outcome.arrivals[-1] - outcome.arrivals[0]) / (outcome.output_tokens - 1)
@@ -92,14 +84,14 @@ class Report:
     """Figures of one load. Rates are per second from the first request's start to the last answer's end.
 
     Attributes:
-        load: in words.
-        seconds: that it took.
-        requests: that were sent.
-        completed: of these, that were answered to the end. Tokens and latencies are of these.
+        load: the load's label.
+        seconds: duration of the load.
+        requests: number of requests sent.
+        completed: number of requests answered to the end; tokens and latencies count these only.
         goodput: completed requests within the limits, per second.
         errors: numbers of failed requests, by kind.
-        messages: that the first failed request of a kind was told, by kind; a kind without any is left out.
-        inter_token_latency: between parts of the text as they come, which have a token each if nothing holds them up.
+        messages: message of the first failed request of each kind, if it had one.
+        inter_token_latency: seconds between parts of the text, which hold a token each if nothing delays them.
     """
 
     load: str
@@ -119,19 +111,13 @@ class Report:
     inter_token_latency: Spread | None
     end_to_end: Spread | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the figures as JSON has them."""
-        return asdict(self)
-
 
 def report(load: str, outcomes: Sequence[Outcome], limits: Limits) -> Report:
-    """Sum up what became of the requests of a load."""
+    """Sum up the outcomes of a load."""
     done = [outcome for outcome in outcomes if outcome.error is None]
     seconds = max(outcome.ended for outcome in outcomes) - min(outcome.due for outcome in outcomes)
-    prompt_tokens, output_tokens = (
-        sum(outcome.prompt_tokens for outcome in done),
-        sum(outcome.output_tokens for outcome in done),
-    )
+    prompt_tokens = sum(outcome.prompt_tokens for outcome in done)
+    output_tokens = sum(outcome.output_tokens for outcome in done)
     failed = [(outcome.error, outcome) for outcome in outcomes if outcome.error is not None]
     return Report(
         load=load,

@@ -1,4 +1,4 @@
-"""Loads: how fast requests are sent, and the run of one."""
+"""The pace at which a load test sends its requests, and the sending."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from opgraft.bench.client import Client, Outcome
-from opgraft.bench.prompts import Prompt, arrivals
+from serving_client import Client, Outcome
+from serving_prompts import Prompt, arrivals
 
 _Send: TypeAlias = Callable[[Prompt, float], Awaitable[Outcome]]
 
@@ -19,13 +19,13 @@ COMPLETIONS = "/v1/completions"
 
 @dataclass(frozen=True)
 class Load:
-    """Pace at which requests are sent: so many in a second, or the next whenever one of so many has ended.
+    """Pace of requests: a rate, or a number of requests at a time.
 
     Attributes:
-        rate: requests per second, whether or not those before have ended; None where ``concurrency`` counts.
-        concurrency: requests at a time.
-        poisson: whether the times between requests are random, as of independent users, or all the same.
-        seed: of these times.
+        rate: requests per second, whether or not earlier ones have ended; None to use ``concurrency``.
+        concurrency: requests at a time; the next is sent when one has ended.
+        poisson: whether the times between requests are random, as of independent users, or equal.
+        seed: seed of random times.
     """
 
     rate: float | None = None
@@ -43,10 +43,10 @@ class Question:
     """Common part of all requests of a load test.
 
     Attributes:
-        model: name of it.
-        chat: whether chats are asked for, or completions.
-        max_tokens: of an answer, unless its prompt says otherwise.
-        fields: that are sent besides.
+        model: the model's name.
+        chat: whether to ask for chats or for completions.
+        max_tokens: longest answer, unless the prompt has its own.
+        fields: further fields of a request.
     """
 
     model: str
@@ -75,24 +75,14 @@ async def run(
     question: Question,
     prompts: Sequence[Prompt],
     load: Load,
-    ended: Callable[[int], None] = lambda more: None,
 ) -> list[Outcome]:
-    """Send a request for each prompt, and return what became of them, in their order.
+    """Send a request for each prompt, and return the outcomes in the order of the prompts.
 
-    Under a rate, a request's time begins when it is due, so that a client or server that falls behind does not hide it.
-
-    Args:
-        client: of the server.
-        question: common part of the requests.
-        prompts: the others.
-        load: when each is sent.
-        ended: called with the number of requests that have ended since the last call.
+    Under a rate, a request's time begins when it is due, so that a slow client or server shows.
     """
 
     async def send(prompt: Prompt, due: float) -> Outcome:
-        outcome = await client.send(question.path, question.body(prompt), due)
-        ended(1)
-        return outcome
+        return await client.send(question.path, question.body(prompt), due)
 
     if load.rate is not None:
         return await _at_rate(

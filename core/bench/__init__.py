@@ -1,1 +1,0 @@
-"""Load tests of servers with OpenAI's interface, ours or others."""
