@@ -202,9 +202,8 @@ def test_a_full_disk(tmp_path: Path) -> None:
     parts = parts_of(kept)
     outcomes = {name: part["outcome"] for name, part in parts.items()}
     assert outcomes == {"prints": "failed", "fills": "failed", "fine": "passed"}
-    full = ("it filled the disk", "No space left on device")  # seen by the runner, or by the part
     for name in ("prints", "fills"):
-        assert any(reason in parts[name]["reason"] for reason in full), parts[name]
+        assert parts[name]["reason"] == "it filled the disk"
     assert "the middle was left out" in (kept / "logs.txt").read_text()
     assert (kept / "logs.txt").stat().st_size < 4 << 20
 

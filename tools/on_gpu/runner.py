@@ -32,6 +32,7 @@ TO_KILL = 2.0
 
 PR_SET_CHILD_SUBREAPER = 36
 OUT_OF_TIME, NOT_STARTED, RUNNING = "out of time", "not started", "running"
+FILLED_DISK = "it filled the disk"
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ class Runner:
         report: Callable[[], None],
         rows: Path,
     ) -> str:
-        """Wait for a part, and kill it if it takes too much; return why, or an empty text."""
+        """Wait for a part, and kill it if it takes too much; return what it took, or an empty text."""
         reported = started
         while process.poll() is None:
             now = time.monotonic()
@@ -193,14 +194,16 @@ class Runner:
                 result.rows = read_rows(rows)
                 report()
             time.sleep(POLL)
-        return ""
+        # On a full disk a part often ends by itself, before it can print why.
+        return FILLED_DISK if process.returncode and self._disk_is_full() else ""
 
     def _excess(self, seconds: float, limit: float) -> str:
         if seconds > limit:
             return OUT_OF_TIME
-        if shutil.disk_usage(self._folder).free < self._limits.reserve:
-            return "it filled the disk"
-        return ""
+        return FILLED_DISK if self._disk_is_full() else ""
+
+    def _disk_is_full(self) -> bool:
+        return shutil.disk_usage(self._folder).free < self._limits.reserve
 
 
 def _judge(result: Result, code: int, killed: str) -> None:
