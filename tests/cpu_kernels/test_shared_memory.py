@@ -373,21 +373,21 @@ def dies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("absence", "told", "limit"),
+    ("absence", "told", "timeout"),
     [
-        (leaves, "rank 1 has left the group", 1.0),
-        (dies, "the process of rank 1 has ended", 1.0),
-        (mapped, "rank 1 has not joined within 2 seconds", 4.0),
+        (leaves, "rank 1 has left the group", 60),
+        (dies, "the process of rank 1 has ended", 60),
+        (mapped, "rank 1 has not joined within 2 seconds", 2),
     ],
     ids=["leaves", "is killed", "does something else"],
 )
-def test_a_rank_that_is_not_there(installed: Path, absence: Any, told: str, limit: float) -> None:
+def test_a_rank_that_is_not_there(installed: Path, absence: Any, told: str, timeout: int) -> None:
     """The others name it: at once where it has ended or left, or after the time limit of the groups."""
-    with Ranks(2, path=[str(installed)], plugins="cpu_kernels", tensor=2, timeout=2) as ranks:
+    with Ranks(2, path=[str(installed)], plugins="cpu_kernels", tensor=2, timeout=timeout) as ranks:
         for end, (function, *args) in zip(ranks.ends, ((fails,), (absence,)), strict=True):
             end.send_bytes(pickle.dumps((__file__, function.__name__, args)))
         assert ranks.ends[0].poll(60)
         good, answer = pickle.loads(ranks.ends[0].recv_bytes())  # noqa: S301  # of our own process
         assert good, answer
         assert told in answer[0]
-        assert answer[1] < limit
+        assert answer[1] < 30
