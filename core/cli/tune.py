@@ -104,7 +104,8 @@ def _show(
     print_wrapped(f"{op} was not measured: {why}" for op, why in left_out.items())
     if not measured:
         echo(
-            "nothing was measured: no op that was asked for has two kernels here of which one runs"
+            "nothing was measured: no op that was asked for has two kernels here of which one runs; "
+            "'opgraft ops list' shows the kernels, and a plugin brings more"
         )
         return
     print_wrapped(

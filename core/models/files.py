@@ -275,7 +275,11 @@ def weight_files(path: Path) -> list[Path]:
             f"{path} has its weights only as a pickle ({', '.join(pickles)}), which is refused: loading a pickle "
             "can run any code. Convert it with save_pretrained(safe_serialization=True)."
         )
-    raise CheckpointError(f"{path} has no *.safetensors file: the weights are missing")
+    has = "a config.json but" if (path / "config.json").is_file() else "no config.json and"
+    raise CheckpointError(
+        f"{path} has {has} no *.safetensors and no *.gguf file: the weights are missing. "
+        "Give the folder that save_pretrained wrote, or a .gguf file"
+    )
 
 
 def _files_of(file: Path) -> list[Path]:

@@ -270,7 +270,7 @@ BROKEN = {
     unknown_architecture: "which neither transformers .* nor an active plugin has.* opgraft plugins doctor",
     truncate: r"the file is cut short: \d+ of \d+ bytes are there",
     empty: "is no whole safetensors file",
-    no_weights: "the weights are missing",
+    no_weights: r"has a config.json but no \*.safetensors and no \*.gguf file: the weights are missing",
     pickle_only: r"only as a pickle \(pytorch_model.bin\), which is refused",
     missing_shard: r"model-00001-of-00002.safetensors is listed in model.safetensors.index.json and missing",
     no_tokenizer: "cannot load the tokenizer",
