@@ -110,7 +110,8 @@ def decide_platform(
     if wanted is not None and wanted not in names:
         raise PlatformError(
             f"{settings.origins['platform']} asks for platform {wanted!r}, which no installed distribution offers: "
-            f"{close_matches(wanted, names)} Install its plugin, or leave the setting out to have the platform detected."
+            f"{close_matches(wanted, names)} "
+            "Install its plugin, or leave the setting out to have the platform detected."
         )
     broken = {offer.name: reason for offer, reason in unloadable}
     asked = _ask_each(offers, broken, settings, machine)
