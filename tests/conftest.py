@@ -21,6 +21,7 @@ import hypothesis
 import pytest
 from opgraft.plugins import discovery
 from opgraft.testing.isolation import isolated_host
+from slow_variants import mark_slow
 from warm.interpreter import warm_interpreter
 
 os.environ["HF_HUB_OFFLINE"] = (
@@ -44,8 +45,13 @@ REPOSITORY = Path(__file__).parent.parent
 TOY_NPU = REPOSITORY / "reference_plugins" / "opgraft-toy-npu"
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what '-m' does not ask for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU, visibly, where there is none; torch is asked only if a test needs one."""
+    """Mark slow variants, and skip what needs a GPU, visibly, where there is none.
+
+    torch is asked only if a test needs a GPU.
+    """
+    mark_slow(items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_gpu():
         for item in marked:
