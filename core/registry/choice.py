@@ -114,58 +114,101 @@ def choose_replacement(
 ) -> ReplacementChoice:
     """Choose the active replacement, if any, constructed in place of ``target``, on ``platform`` under ``settings``.
 
-    ``kin`` are the active replacements of other classes of the same op: a provider that ``providers`` asks for need
-    serve one of them only. ``absence_of`` says why nothing of a provider is active, as far as that is known.
+    Args:
+        target: the class that is constructed.
+        op_name: by which settings know its op; ``None`` if they have no name for it.
+        own: the provider of ``target``.
+        active: the replacements of active plugins, of any class.
+        platform: the current one.
+        settings: as resolved.
+        kin: the active replacements of other classes of the same op. A provider that ``providers``
+            asks for may serve one of these instead.
+        absence_of: returns why nothing of a provider is active; empty if that is not known.
+
+    Returns:
+        The choice. It keeps the class itself where no replacement applies.
 
     Raises:
         ConflictError: several apply at equal priority and ``providers`` does not choose.
         ConfigError: ``providers`` chooses what is not there.
     """
     wanted = settings.chosen_provider(op_name)
-    own_choices = (own.name, NATIVE_CHOICE)
-    asked = f"{_NOT_ASKED} {wanted!r} for {op_name!r} ({settings.origins['providers']})"
-    rows = tuple((r, objection_to(r, platform, wanted)) for r in active if r.target is target)
-    eligible = [r for r, against in rows if against is None]
-    best = max((r.priority for r in eligible), default=0)
-    top = sorted(
-        (r for r in eligible if r.priority == best), key=lambda r: r.provider.name
-    )  # not as they were loaded
-    if len(top) > 1:
-        choices = f"Choose by {choosing(settings, op_name, [choice_name(r) for r in top], choice_name(top[0]))}."
-        # Settings name providers and plugins, so none tells these apart.
-        if len({(r.provider, r.plugin) for r in top}) == 1:
-            choices = "They have one provider, which decides by register_oot(priority=...) or unregister_oot."
-        rivals = " and ".join(f"{r.cls.__qualname__} at {r.location} ({_who(r)})" for r in top)
-        raise ConflictError(
-            f"{len(top)} replacements of {target.__qualname__} have priority {best} on {platform.name}: {rivals}. "
-            f"{choices}"
+    of_target = [each for each in active if each.target is target]
+    rows = tuple((each, objection_to(each, platform, wanted)) for each in of_target)
+    eligible = [each for each, objection in rows if objection is None]
+    highest = max((each.priority for each in eligible), default=0)
+    best = [each for each in eligible if each.priority == highest]
+    if len(best) > 1:
+        raise _conflict(best, target, op_name, platform, settings)
+
+    winner = best[0] if best else None
+    why = ""
+    if wanted:
+        why = f"{_NOT_ASKED} {wanted!r} for {op_name!r} ({settings.origins['providers']})"
+    keeps_own = wanted in (own.name, NATIVE_CHOICE)
+    if wanted and winner is None and not keeps_own:
+        # Passed over, the native kernel would run without a word where a plugin's was asked for.
+        if not any(_is_of(wanted, each) for each in kin):
+            absence = absence_of(wanted)
+            raise _missing(why, wanted, target, own, of_target, kin, platform, absence)
+        why += ", which serves other classes of that op"
+    return ReplacementChoice(target, own, op_name, rows, winner, why, settings)
+
+
+def _conflict(
+    rivals: Sequence[Replacement],
+    target: type,
+    op_name: str | None,
+    platform: Platform,
+    settings: Settings,
+) -> ConflictError:
+    """Return the error about replacements of one class that have the same priority."""
+    ordered = sorted(rivals, key=lambda each: each.provider.name)  # not as they were loaded
+    names = [choice_name(each) for each in ordered]
+    advice = f"Choose by {choosing(settings, op_name, names, names[0])}."
+    # Settings name providers and plugins, so none tells these apart.
+    if len({(each.provider, each.plugin) for each in ordered}) == 1:
+        advice = (
+            "They have one provider, which decides by register_oot(priority=...) or unregister_oot."
         )
-    # Passed over, the native kernel would run without a word where a plugin's was asked for.
-    if (
-        wanted
-        and not top
-        and wanted not in own_choices
-        and not any(wanted in (r.provider.name, r.plugin) for r in kin)
-    ):
-        absence = absence_of(wanted)
-        offered = ", ".join(_who(r) for r, _ in rows) or "none"
-        known = {*own_choices, *(choice_name(r) for r in (*(r for r, _ in rows), *kin))}
-        raise ConfigError(
-            f"{asked}, which has no replacement of {target.__qualname__} that applies on {platform.name}"
-            f"{f', as {absence}. Mend that, or choose another' if absence else ''} "
-            f"(active: {offered}; {own.name!r} keeps the op's own class, {NATIVE_CHOICE!r} runs its native "
-            f"definition): {close_matches(wanted, known)}"
-        )
-    elsewhere = "" if top or wanted in own_choices else ", which serves other classes of that op"
-    why = f"{asked}{elsewhere}" if wanted else ""
-    return ReplacementChoice(target, own, op_name, rows, top[0] if top else None, why, settings)
+    places = [f"{each.cls.__qualname__} at {each.location} ({_who(each)})" for each in ordered]
+    return ConflictError(
+        f"{len(ordered)} replacements of {target.__qualname__} have priority {ordered[0].priority} "
+        f"on {platform.name}: {' and '.join(places)}. {advice}"
+    )
+
+
+def _missing(
+    asked: str,
+    wanted: str,
+    target: type,
+    own: Provider,
+    of_target: Sequence[Replacement],
+    kin: Sequence[Replacement],
+    platform: Platform,
+    absence: str,
+) -> ConfigError:
+    """Return the error about a provider that was asked for and replaces no class of the op."""
+    offered = ", ".join(map(_who, of_target)) or "none"
+    known = {own.name, NATIVE_CHOICE, *map(choice_name, of_target), *map(choice_name, kin)}
+    mend = f", as {absence}. Mend that, or choose another" if absence else ""
+    return ConfigError(
+        f"{asked}, which has no replacement of {target.__qualname__} that applies on {platform.name}{mend} "
+        f"(active: {offered}; {own.name!r} keeps the op's own class, {NATIVE_CHOICE!r} runs its native "
+        f"definition): {close_matches(wanted, known)}"
+    )
+
+
+def _is_of(wanted: str, replacement: Replacement) -> bool:
+    """Return True if ``providers`` means a replacement by its provider or its plugin."""
+    return wanted in (replacement.provider.name, replacement.plugin)
 
 
 def objection_to(replacement: Replacement, platform: Platform, wanted: str | None) -> str | None:
     """Say why a replacement does not apply here, or return ``None`` if it does."""
     if ANY_PLATFORM not in replacement.platforms and platform.name not in replacement.platforms:
         return f"applies on {', '.join(replacement.platforms)} only, this is {platform.name}"
-    if wanted and wanted not in (replacement.provider.name, replacement.plugin):
+    if wanted and not _is_of(wanted, replacement):
         return f"{_NOT_ASKED} {wanted}"
     return replacement.objection_on(platform)
 
