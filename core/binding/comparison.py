@@ -114,36 +114,47 @@ def difference(
     """
     if not isinstance(got, Tensor) or not isinstance(expected, Tensor):
         same = type(got) is type(expected) and (got is expected or bool(got == expected))
-        return (
-            (0.0, "")
-            if same
-            else (None, f"{place} is {description_of(got)}, expected {description_of(expected)}")
-        )
+        if same:
+            return 0.0, ""
+        return None, f"{place} is {description_of(got)}, expected {description_of(expected)}"
     if (got.shape, got.dtype, got.device) != (expected.shape, expected.dtype, expected.device):
         return None, f"{place} is {_form(got)}, expected {_form(expected)}"
-    ours, theirs = _numbers(got), _numbers(expected)
+    ours = _numbers(got)
+    theirs = _numbers(expected)
     if torch.equal(ours, theirs):
         return 0.0, ""
-    alike = _alike(ours, theirs)
+
+    room = torch.zeros_like(theirs)
     if theirs.is_floating_point():
         room = _room(theirs, expected.dtype, tolerance)
-        off = (ours - theirs).abs()
-        share = (off / room).masked_fill(alike, 0.0)
-        outside = ~alike & ~(off <= room)  # which a NaN is, too
-    else:
-        room, outside = torch.zeros_like(theirs), ~alike
-        share = outside.float().masked_fill(outside, torch.inf)
+    share = _shares(ours, theirs, room)
+    outside = ~(share <= 1)  # NaN is outside, too
     error = share.max().item() if share.isfinite().all() else None
     if not outside.any():
         return error, ""
-    index = [int(x) for x in torch.unravel_index(share.nan_to_num(torch.inf).argmax(), share.shape)]
-    found, right = (
-        f"{x[tuple(index)].item():{'.6g' if x.is_floating_point() else ''}}" for x in (ours, theirs)
-    )
+    worst = share.nan_to_num(torch.inf).argmax()
+    index = [int(number) for number in torch.unravel_index(worst, share.shape)]
+    found = _shown_number(ours, index)
+    right = _shown_number(theirs, index)
+    allowed = room[tuple(index)].item()
     return error, (
-        f"{place}: {int(outside.sum())} of {outside.numel()} numbers are off by more than is allowed: at {index} of "
-        f"{_form(expected)} it has {found}, expected {right}, allowed is {room[tuple(index)].item():.2g}"
+        f"{place}: {int(outside.sum())} of {outside.numel()} numbers are off by more than is allowed: "
+        f"at {index} of {_form(expected)} it has {found}, expected {right}, allowed is {allowed:.2g}"
     )
+
+
+def _shares(ours: Tensor, theirs: Tensor, room: Tensor) -> Tensor:
+    """Return how far numbers are off, as shares of what is allowed; integers that differ are infinitely far off."""
+    alike = _alike(ours, theirs)
+    if not theirs.is_floating_point():
+        return torch.zeros(theirs.shape, device=theirs.device).masked_fill(~alike, torch.inf)
+    off = (ours - theirs).abs()
+    return (off / room).masked_fill(alike, 0.0)
+
+
+def _shown_number(x: Tensor, index: list[int]) -> str:
+    number = x[tuple(index)].item()
+    return f"{number:.6g}" if x.is_floating_point() else f"{number}"
 
 
 def _room(expected: Tensor, dtype: torch.dtype, tolerance: Tolerance) -> Tensor:
