@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
-import jinja2
 from opgraft.errors import CheckpointError, RequestError, close_matches
-from opgraft.serving.template_budget import limited
-from opgraft.serving.template_environment import TemplateEnvironment
+from opgraft.serving.template_answer import AnswerKind
+from opgraft.serving.template_renderer import TemplateRenderer
 from opgraft.serving.tokenizer import Tokenizer
-from opgraft.text import described
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message that hold the same."""
 
 
 class ChatTemplate:
-    """The chat templates of one tokenizer."""
+    """The chat templates of one tokenizer. They are rendered in a helper process with limits."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._compiled: dict[str, Any] = {}
-
-    @cached_property
-    def _environment(self) -> TemplateEnvironment:
-        return TemplateEnvironment()
+        self._renderer = TemplateRenderer()
 
     @property
     def source(self) -> str:
-        """The source of all templates, empty where there are none."""
+        """The source of all templates, empty if there are none."""
         return "\n".join(self._tokenizer.chat_templates.values())
 
     def render(
@@ -49,21 +42,22 @@ class ChatTemplate:
             messages: plain data, usually with ``role`` and ``content``. Keys whose value is None are left out.
             tools: JSON schemas of functions that the model may call.
             documents: texts that the model may quote.
-            add_generation_prompt: end with what comes before an answer.
-            name: of the template where there are several; by default ``tool_use`` with tools and ``default`` else.
-            values: what else the template knows, by name; such as ``enable_thinking``.
+            add_generation_prompt: end with the text before an answer.
+            name: the template's name; by default ``tool_use`` with tools, else ``default``.
+            values: further values for the template, by name, such as ``enable_thinking``.
 
         Raises:
             RequestError: the model has no chat template or none of the name, or the template refuses the messages,
-                fails, runs on without end, or makes a huge text.
-            CheckpointError: the template is none.
+                fails, or exceeds a limit of time, memory or characters.
+            CheckpointError: the template's source is no template.
+            ChildError: the helper process could not be started.
         """
         if not messages:
             raise RequestError(
                 'the chat has no messages: give one at least, such as {"role": "user", "content": "..."}'
             )
         chosen = name or self._default(tools)
-        template = self._template(chosen)
+        source = self._source(chosen)
         chat = [_message(message, index) for index, message in enumerate(messages)]
         extra = {"tools": tools, "documents": documents, **(values or {})}
         known = {
@@ -73,14 +67,20 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            with limited():
-                return str(template.render(known))
-        except Exception as error:  # a template can do nearly anything that raises
-            reason = str(error) if isinstance(error, jinja2.TemplateError) else described(error)
-            raise RequestError(
-                f"the chat template {chosen!r} of the model cannot make a text of these {len(chat)} messages: "
-                f"{reason}. Change the messages, or pass a prompt as text."
-            ) from error
+            kind, text = self._renderer.render(source, known)
+        except RecursionError:
+            kind, text = AnswerKind.REFUSED, "they are nested too deeply"
+        if kind is AnswerKind.TEXT:
+            return text
+        if kind is AnswerKind.INVALID:
+            raise CheckpointError(
+                f"the chat template {chosen!r} of {self._tokenizer.path}{text}. Download it again, or pass prompts "
+                "as text."
+            )
+        raise RequestError(
+            f"the chat template {chosen!r} of the model cannot make a text of these {len(chat)} messages: {text}. "
+            "Change the messages, or pass a prompt as text."
+        )
 
     def _default(self, tools: object) -> str:
         return (
@@ -89,30 +89,18 @@ class ChatTemplate:
             else "default"
         )
 
-    def _template(self, name: str) -> Any:
-        if name not in self._compiled:
-            self._compiled[name] = self._compile(name)
-        return self._compiled[name]
-
-    def _compile(self, name: str) -> Any:
+    def _source(self, name: str) -> str:
         sources = self._tokenizer.chat_templates
-        if name not in sources:
-            if not sources:
-                raise RequestError(
-                    "the model has no chat template, so how it was taught to chat is not known: pass a prompt as text "
-                    "to generate(), or put a chat_template.jinja beside the weights"
-                )
+        if name in sources:
+            return sources[name]
+        if not sources:
             raise RequestError(
-                f"the model has no chat template {name!r:.80}: {close_matches(name[:80], sources)}"
+                "the model has no chat template, so how it was taught to chat is not known: pass a prompt as text "
+                "to generate(), or put a chat_template.jinja beside the weights"
             )
-        try:
-            return self._environment.compiled(sources[name])
-        except Exception as error:  # of syntax mostly, and of nesting too deep
-            line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            raise CheckpointError(
-                f"the chat template {name!r} of {self._tokenizer.path}{line} is none: {described(error)}. Download it "
-                "again, or pass prompts as text."
-            ) from error
+        raise RequestError(
+            f"the model has no chat template {name!r:.80}: {close_matches(name[:80], sources)}"
+        )
 
 
 def _message(message: object, index: int) -> dict[str, Any]:

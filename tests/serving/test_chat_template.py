@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import datetime
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from opgraft.errors import CheckpointError, RequestError
+from opgraft.serving import template_renderer
 from opgraft.serving.chat_template import ChatTemplate
 from opgraft.serving.tokenizer import Tokenizer
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
-
-TWICE = (
-    "{% set n = namespace(x=['a']) %}{% for i in range(40) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
-)
 
 MARKED = """\
 {%- for message in messages %}
@@ -112,8 +117,38 @@ CHATS: list[list[dict[str, Any]]] = [
 ]
 
 
-def chat_template(source: str, name: str = "default") -> ChatTemplate:
-    return ChatTemplate(Tokenizer(Path("model"), None, SPECIAL, {name: source}))
+TEMPLATES: dict[str, str] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_helper() -> Iterator[None]:
+    """All tests share one helper process, as the chats of a server do."""
+    CHAT.append(ChatTemplate(Tokenizer(Path("model"), None, SPECIAL, TEMPLATES)))
+    yield
+    CHAT.clear()
+
+
+CHAT: list[ChatTemplate] = []
+
+
+def chat_template(source: str) -> ChatTemplate:
+    TEMPLATES["default"] = source
+    return CHAT[0]
+
+
+def helpers() -> list[int]:
+    """Return the children of this process that render templates."""
+    return [pid for pid in children(os.getpid()) if "template_process" in command_line(pid)]
+
+
+def children(pid: int) -> list[int]:
+    """Return the children of a process, which a thread of the process has started each."""
+    listed = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for each in listed for child in each.split()]
+
+
+def command_line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
 
 
 def by_transformers(source: str, messages: list[dict[str, Any]], **values: Any) -> str:
@@ -178,119 +213,175 @@ def test_templates_by_name() -> None:
         chat.render(message, name="rga")
 
 
-@pytest.mark.parametrize(
-    ("source", "reason"),
-    [
-        (
-            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-            "more than 1000000 steps",
-        ),
-        ("{% for a in [1,1] recursive %}{{ loop([1, 1]) }}{% endfor %}", "recursion"),
-        (
-            "{% macro f(n) %}{% if n %}{{ f(n-1) ~ f(n-1) }}{% endif %}"
-            + "text" * 1000
-            + "{% endmacro %}{{ f(60) }}",
-            "more than|longer than",
-        ),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
-        ("{% for i in range(10**9) %}{% endfor %}", "with the number 1e"),
-        ("{% for i in range(200000) %}{% endfor %}", "Range too big"),
-        ("{{ 'a' * 10**9 }}", "longer than"),
-        ("{{ 10**9 * [0] }}", "longer than"),
-        ("{{ 9**(9**9) }}", "power 3.87e"),
-        ("{{ 'a'.ljust(10**9) }}", "with the number 1e"),
-        ("{{ '%999999999d' % 1 }}", "longer than"),
-        ("{{ '%*d' % (999999999, 1) }}", "longer than"),
-        ("{{ 'a' | center(10**9) }}", "with the number 1e"),
-        (
-            "{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-            "longer than",
-        ),
-        (
-            "{% set n = namespace(x=[1]) %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
-            "longer than",
-        ),
-        (
-            "{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
-            "longer than",
-        ),
-        ("{{ (messages * 99999) | join('a' * 99999) }}", "longer than"),
-        ("{{ ('a' * 99999) | list | join('a' * 99999) }}", "longer than"),
-        ("{{ ('a' * 99999).join('a' * 99999) }}", "longer than"),
-        ("{{ ('a' * 99999).join(('a' * 99999) | map('upper')) }}", "longer than"),
-        ("{{ namespace(a='a' * 99999) | list }}", "not iterable"),
-        ("{{ [namespace(a='a' * 99999)] | join('', 'a') }}", "puts a namespace"),
-        ("{{ ('a' * 99999) | replace('a', 'b' * 99999) }}", "longer than"),
-        ("{{ ('a' * 99999).replace('a', 'b' * 99999) }}", "longer than"),
-        (
-            "{{ ('a' * 99999).encode().replace('a'.encode(), ('b' * 99999).encode()) }}",
-            "longer than",
-        ),
-        ("{{ ('a' * 99999).translate({97: 'b' * 99999}) }}", "longer than"),
-        ("{{ ('a' * 9999999).rfind('b' + 'a' * 99999) }}", "longer than"),
-        ("{{ ('\t' * 999999).expandtabs(99999) }}", "longer than"),
-        ("{{ ('\n' * 999999) | indent(99999, blank=true) }}", "longer than"),
-        ("{{ ([[1]] * 99999) | tojson(indent=99999) }}", "longer than"),
-        ("{{ ([1] * 99999) | tojson(separators=('a' * 99999, '')) }}", "longer than"),
-        ("{{ (['a' * 99999] * 160) | sum(start='') }}", "more than 1073741824 bytes"),
-        ("{{ '{:999999999}'.format(1) }}", "longer than"),
-        ("{{ '{:{}}'.format(1, 999999999) }}", "with the number 1e"),
-        ("{{ '{:{a[0]}}'.format(1, a=[999999999]) }}", "longer than"),
-        ("{{ ('{0}' * 99999).format('a' * 99999) }}", "more than 1073741824 bytes"),
-        ("{{ '%999999999d' | format(1) }}", "longer than"),
-        ("{{ '%(a)999999999d' % {'a': 1} }}", "longer than"),
-        ("{{ ('%(a)s' * 99999) % {'a': 'a' * 99999} }}", "longer than"),
-        ("{{ strftime_now('%9999999Y' * 99999) }}", "longer than"),
-        ("{{ 1.5 | round(10**8) }}", "with the number 1e"),
-        ("{{ [1] | slice(10**8) | list }}", "with the number 1e"),
-        ("{{ [1] | batch(999999, 'a' * 9999) | list }}", "longer than"),
-        (
-            "{% set n = namespace(x=9) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
-            "16384 bits",
-        ),
-        ("{{ ('f' * 99999) | int(base=16) }}", "16384 bits"),
-        (TWICE, "longer than"),
-        (TWICE.replace("[n.x, n.x]", "dict(a=n.x, b=n.x)"), "longer than"),
-        (TWICE.replace("[n.x, n.x]", "cycler(n.x, n.x).items"), "longer than"),
-        (TWICE.replace("[n.x, n.x]", "[n.x] | batch(2, n.x) | first"), "longer than"),
-        (TWICE.replace("[n.x, n.x]", "(n.x, n.x)"), "longer than"),
-        (TWICE.replace("[n.x, n.x]", "{1: n.x, 2: n.x}.values()"), "longer than"),
-        (
-            TWICE.replace("[n.x, n.x]", "namespace(a=n.x, b=n.x)") + "{{ [n.x] }}",
-            "puts a namespace",
-        ),
-        (
-            "{% for i in range(99999) %}{% set x = 'a' * 16000000 %}{% endfor %}",
-            "more than 1073741824 bytes",
-        ),
-        (
-            "{% set x = 'a' * 16000000 %}{% for i in range(99999) %}{% set y = x[1:] %}{% endfor %}",
-            "1073741824 bytes",
-        ),
-        (
-            "{% for i in range(99999) %}{{ messages[0].role * 9999 }}{% endfor %}",
-            "writes more than",
-        ),
-        (
-            "{% set x %}{% for i in range(99999) %}{{ messages[0].role * 9999 }}{% endfor %}{% endset %}",
-            "writes more",
-        ),
-        ("{% for i in range(99999) %}" + "text" * 1000 + "{% endfor %}", "writes more than"),
-    ],
+NESTING = (
+    "{% set n = namespace(x=['a']) %}{% for i in range(99999) %}{% set n.x = LIST %}{% endfor %}"
 )
-def test_limits(source: str, reason: str) -> None:
-    """Loops without end and huge texts are an error of the request, soon and with little memory."""
-    with pytest.raises(
-        RequestError, match=rf"'default' of the model cannot make a text of.*({reason})"
-    ):
+LONG, LARGE = "takes longer than 0.5 seconds", "takes more than 512 MiB of memory"
+LIMITS = [
+    ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", LONG),
+    ("{{ 9**(9**9) }}", LONG),
+    (
+        "{% set n = namespace(x=9) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+        LONG,
+    ),
+    ("{{ (('ab' * 999999) | list + [1]) | groupby(1) }}{{ ('a ' * 999999) | wordwrap(1) }}", LONG),
+    ("{{ 'a' * 10**9 }}", LARGE),
+    ("{{ 10**9 * [0] }}", LARGE),
+    ("{{ 'a'.ljust(10**9) }}", LARGE),
+    ("{{ '%999999999d' % 1 }}", LARGE),
+    ("{{ '%*d' % (999999999, 1) }}", LARGE),
+    ("{{ '{:999999999}'.format(messages | length) }}", LARGE),
+    ("{{ 'a' | center(10**9) }}", LARGE),
+    ("{{ (messages * 99999) | join('a' * 99999) }}", LARGE),
+    ("{{ ('a' * 99999).translate({97: 'b' * 99999}) }}", LARGE),
+    ("{{ ('\n' * 999999) | indent(99999, blank=true) }}", LARGE),
+    ("{{ ([[1]] * 99999) | tojson(indent=99999) }}", LARGE),
+    ("{{ strftime_now('%9999999Y' * 99999) }}", LARGE),
+    (
+        "{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        LARGE,
+    ),
+    (
+        "{% for i in range(99999) %}" + "text" * 1000 + "{{ messages[0].role * 9999 }}{% endfor %}",
+        LARGE,
+    ),
+    (NESTING.replace("LIST", "[n.x, n.x]") + "{{ n.x }}", LARGE),
+    (
+        "{% for i in range(99) %}" + "text" * 99999 + "{% endfor %}",
+        "writes more than 16777216 characters",
+    ),
+    ("{% for i in range(200000) %}{% endfor %}", "Range too big"),
+    ("{% for a in [1,1] recursive %}{{ loop([1, 1]) }}{% endfor %}", "recursion"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    (NESTING.replace("LIST", "[n.x]") + "{{ n.x | tojson }}", "recursion"),
+    ("{{ raise_exception('a' * 9999999) }}", r"a…  ?\(9,999,999 characters\)"),
+]
+"""Templates that run on, fill the memory or recurse without end, and the limit that ends each."""
+
+
+@pytest.mark.parametrize(("source", "reason"), LIMITS)
+def test_limits(monkeypatch: pytest.MonkeyPatch, source: str, reason: str) -> None:
+    """Loops without end, huge texts and deep recursion are an error of the request, and soon.
+
+    If the machine is busy, the limit of time may come before the limit of memory.
+    """
+    monkeypatch.setattr(template_renderer, "MOST_SECONDS", 0.5)
+    reasons = f"{reason}|{LONG}|crashed the process"
+    words = rf"'default' of the model cannot make a text of.*({reasons})"
+    started = time.monotonic()
+    with pytest.raises(RequestError, match=words):
         chat_template(source).render([{"role": "user", "content": "x"}])
+    assert time.monotonic() - started < 10
 
 
-def test_time_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A template that is slow at few steps is stopped too."""
-    monkeypatch.setattr("opgraft.serving.template_budget.MOST_SECONDS", -1.0)
-    with pytest.raises(RequestError, match="takes longer than -1 seconds"):
-        chat_template("{% for i in [1] %}{% endfor %}").render([{"role": "user"}])
+def test_a_helper_that_exceeds_a_limit_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next chat is rendered by a new helper, and nothing is left of the old one."""
+    messages = [{"role": "user", "content": "x"}]
+    assert chat_template("fine").render(messages) == "fine"
+    (first,) = helpers()
+    assert chat_template("as well").render(messages) == "as well"
+    assert helpers() == [first]
+    with pytest.raises(RequestError, match="takes more than 512 MiB of memory"):
+        chat_template("{{ 'a' * 10**10 }}").render(messages)
+    assert helpers() == []
+    assert chat_template("fine").render(messages) == "fine"
+    (second,) = helpers()
+    assert second != first
+    monkeypatch.setattr(template_renderer, "MOST_SECONDS", 0.1)
+    with pytest.raises(RequestError, match=r"takes longer than 0\.1 seconds"):
+        chat_template("{{ 9**(9**9) }}").render(messages)
+    assert helpers() == []
+
+
+def test_a_helper_that_was_killed_is_replaced() -> None:
+    """The system may end a process for want of memory while nothing is rendered."""
+    messages = [{"role": "user", "content": "x"}]
+    assert chat_template("fine").render(messages) == "fine"
+    (pid,) = helpers()
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert chat_template("fine").render(messages) == "fine"
+
+
+def test_an_interrupt_ends_the_helper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt from the keyboard ends the wait at once, and no answer comes late."""
+    messages = [{"role": "user", "content": "x"}]
+    chat_template("fine").render(messages)
+    main = threading.main_thread().ident
+    timer = threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        chat_template("{{ 9**(9**9) }}").render(messages)
+    timer.join()
+    assert helpers() == []
+    assert chat_template("fine").render(messages) == "fine"
+
+
+def test_threads_share_the_helper() -> None:
+    """Each thread gets the text of its own chat."""
+    chat = chat_template("{{ messages[0].content }}")
+
+    def render(number: int) -> str:
+        return chat.render([{"role": "user", "content": f"text {number}"}])
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(render, range(99))) == [f"text {number}" for number in range(99)]
+    assert len(helpers()) == 1
+
+
+PARENT = """
+import os, sys
+from pathlib import Path
+from opgraft.serving import template_renderer
+
+renderer = template_renderer.TemplateRenderer()
+kind, text = renderer.render("{{ x }}", {"x": "fine"})
+assert text == "fine"
+tasks = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+(helper,) = [int(pid) for file in tasks for pid in file.read_text().split()]
+maps, environment = (Path(f"/proc/{helper}/{name}").read_bytes() for name in ("maps", "environ"))
+print(helper, b"libtorch" in maps, b"SECRET" in environment, flush=True)
+HOW
+"""
+
+
+@pytest.mark.parametrize("how", ["pass", "os._exit(0)", "os.kill(os.getpid(), 9)"])
+def test_a_helper_ends_with_its_parent(how: str) -> None:
+    """However the parent ends. The helper has neither torch nor the parent's secrets."""
+    done = subprocess.run(
+        [sys.executable, "-c", PARENT.replace("HOW", how)],
+        env={**os.environ, "API_KEY": "SECRET"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    pid, *found = done.stdout.split()
+    assert found == ["False", "False"], done.stderr
+    assert ended(int(pid)), done.stderr
+
+
+def test_a_busy_helper_ends_after_its_parent() -> None:
+    """A helper that is in a loop as its parent is killed ends after twice the limit of time."""
+    killed = """
+import threading
+template_renderer.MOST_SECONDS = 0.5
+threading.Timer(0.2, os.kill, (os.getpid(), 9)).start()
+renderer.render("{{ 9**(9**9) }}", {})
+"""
+    command = [sys.executable, "-c", PARENT.replace("HOW", killed)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert ended(int(done.stdout.split()[0]))
+
+
+def ended(pid: int, seconds: float = 10) -> bool:
+    """Return True if a process ends within some seconds."""
+    until = time.monotonic() + seconds
+    while Path(f"/proc/{pid}/maps").exists() and time.monotonic() < until:
+        if not Path(f"/proc/{pid}/cmdline").read_bytes():  # nobody has asked for its status yet
+            return True
+        time.sleep(0.02)
+    return time.monotonic() < until
 
 
 @pytest.mark.parametrize(
@@ -299,14 +390,12 @@ def test_time_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
         "{{ ''.__class__.__mro__ }}",
         "{{ messages.append(1) }}",
         "{{ messages[0].update(a=1) }}",
-        "{{ namespace(__class__=1) }}",
-        "{% set n = namespace() %}{% set n['__class__'] = 1 %}",
         "{{ cycler.__init__.__globals__ }}",
         "{% include '/etc/passwd' %}",
         "{% import 'os' as os %}",
         "{{ lipsum(9) }}",
-        "{{ ('a' | safe).striptags() }}",
-        "{{ 'a' | urlize }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{{ '{0.__class__.__mro__}'.format(messages[0]) }}",
     ],
 )
 def test_the_sandbox(source: str) -> None:

@@ -1,0 +1,29 @@
+"""The form of an answer of the process that renders chat templates, for both ends of its pipe.
+
+An answer is one byte, the kind; the length of a text, in ``LENGTH_BYTES``; and the text in UTF-8.
+"""
+
+from __future__ import annotations
+
+import enum
+
+READY = b"\n"
+"""The first byte that the process writes."""
+
+LENGTH_BYTES = 8
+
+MOST_CHARACTERS = 1 << 24
+"""Longest text of a chat; a million tokens have about a third of it."""
+
+
+class AnswerKind(enum.Enum):
+    """What the text of an answer is."""
+
+    TEXT = b"T"
+    """The text of the chat."""
+    REFUSED = b"R"
+    """The reason why the template makes no text of the chat."""
+    INVALID = b"I"
+    """The line where the source is no template, and the reason."""
+    EXHAUSTED = b"E"
+    """The limit of memory, which the process has reached. It ends."""

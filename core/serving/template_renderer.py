@@ -1,0 +1,155 @@
+"""The parent's side of the helper process that renders chat templates."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, BinaryIO
+
+from opgraft.errors import ChildError
+from opgraft.machine.child import NEEDED
+from opgraft.serving.template_answer import LENGTH_BYTES, READY, AnswerKind
+
+MOST_SECONDS = 10.0
+"""Longest time of one rendering."""
+
+START_SECONDS = 60.0
+"""Longest time until a helper is ready, on a busy machine."""
+
+_MOST_BYTES = 1 << 26
+"""Longest answer, which a text of the most characters cannot exceed."""
+
+_END_SECONDS = 5.0
+
+_CRASHED = "it has crashed the process that renders templates"
+
+_VARIABLES = (*NEEDED, "TZ")
+"""Environment variables of the helper. Templates ask for the time; a template finds no secret."""
+
+_MAIN = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from opgraft.serving.template_process import main
+main()
+"""
+
+
+class TemplateRenderer:
+    """Renders templates in a helper process, one at a time, for any thread.
+
+    The helper starts when it is first needed. A helper that exceeds a limit ends, and the next call
+    starts another one. The helper ends with this object, and with this process.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._helper: _Helper | None = None
+
+    def render(self, source: str, values: Mapping[str, Any]) -> tuple[AnswerKind, str]:
+        """Render a template in the helper.
+
+        Args:
+            source: the template.
+            values: plain data that the template knows, by name.
+
+        Raises:
+            ChildError: no helper could be started.
+            RecursionError: the values are nested too deeply.
+        """
+        # The last number ends a helper whose parent has been killed, and so cannot end it.
+        request = pickle.dumps((source, values, 2 * MOST_SECONDS))
+        with self._lock:
+            helper = self._running_helper()
+            try:
+                kind, text = helper.ask(request)
+            except BaseException:  # an interrupt too: nobody would read the answer
+                helper.close()
+                raise
+            if kind is not AnswerKind.EXHAUSTED:
+                return kind, text
+            helper.close()
+            return AnswerKind.REFUSED, text
+
+    def _running_helper(self) -> _Helper:
+        if self._helper is None or not self._helper.runs:
+            self._helper = _Helper()
+        return self._helper
+
+
+class _Helper:
+    """A process that renders templates, and the socket that is its stdin and stdout."""
+
+    def __init__(self) -> None:
+        self._socket, there = socket.socketpair()
+        with there:
+            self._process = _start(there)
+        self._answers = self._socket.makefile("rb")
+        self.close = weakref.finalize(self, _end, self._process, self._socket, self._answers)
+        self._socket.settimeout(START_SECONDS)
+        try:
+            ready = self._answers.read(1) == READY
+        except OSError:
+            ready = False
+        if not ready:
+            self.close()
+            raise ChildError(
+                "the process that renders chat templates could not be started: it ended with the "
+                f"status {self._process.returncode}. Its error is on stderr."
+            )
+
+    @property
+    def runs(self) -> bool:
+        """True until the process has ended, such as by the system for want of memory."""
+        return self.close.alive and self._process.poll() is None
+
+    def ask(self, request: bytes) -> tuple[AnswerKind, str]:
+        """Return the answer to a request, or the limit that the process has exceeded."""
+        self._socket.settimeout(MOST_SECONDS)
+        try:
+            self._socket.sendall(request)
+            kind = AnswerKind(self._answers.read(1))
+            length = int.from_bytes(self._answers.read(LENGTH_BYTES), "big")
+            encoded = self._answers.read(min(length, _MOST_BYTES))
+        except TimeoutError:
+            return AnswerKind.EXHAUSTED, f"it takes longer than {MOST_SECONDS:g} seconds"
+        except (OSError, ValueError):  # no byte is no kind
+            return AnswerKind.EXHAUSTED, _CRASHED
+        if len(encoded) != length:
+            return AnswerKind.EXHAUSTED, _CRASHED
+        return kind, encoded.decode("utf-8", "surrogatepass")
+
+
+def _start(there: socket.socket) -> subprocess.Popen[bytes]:
+    """Start a helper that reads from a socket and writes to the socket."""
+    path = json.dumps([str(entry) for entry in sys.path])
+    # Isolated: neither variables nor the working folder decide what is imported. In a session of
+    # its own: an interrupt from the terminal is for the parent, and the helper ends with the parent.
+    try:
+        return subprocess.Popen(  # noqa: S603 - our own interpreter
+            [sys.executable, "-I", "-c", _MAIN, path],
+            stdin=there,
+            stdout=there,
+            env={name: os.environ[name] for name in _VARIABLES if name in os.environ},
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise ChildError(
+            f"the process that renders chat templates could not be started: {error}"
+        ) from error
+
+
+def _end(process: subprocess.Popen[bytes], ours: socket.socket, answers: BinaryIO) -> None:
+    """End a helper at once, and have the system forget it."""
+    answers.close()
+    ours.close()
+    process.kill()
+    with suppress(subprocess.TimeoutExpired):  # stuck in the kernel, where no signal reaches it
+        process.wait(_END_SECONDS)
