@@ -91,7 +91,7 @@ def main() -> NoReturn:
 
 
 def _open_standard_streams() -> None:
-    """Have what is written to a standard stream that was closed vanish, and no other file take its place."""
+    """Open the null device in place of each standard stream that was closed."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)

@@ -185,7 +185,7 @@ def _start(
     command = [sys.executable, "-I", *kept, "-c", *preface, *arguments]
     return subprocess.Popen(  # noqa: S603  # our own interpreter
         command,
-        env=_minimal_environment() if environ is None else dict(environ),
+        env=minimal_environment() if environ is None else dict(environ),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -200,11 +200,13 @@ def _search_path() -> str:
     )  # as imports look there
 
 
-def _minimal_environment() -> dict[str, str]:
-    """Return the variables of this process that an interpreter needs; torch must load no device backend in it."""
-    return {name: os.environ[name] for name in NEEDED if name in os.environ} | {
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"
-    }
+def minimal_environment(*more: str) -> dict[str, str]:
+    """Return the variables of this process that an interpreter needs, and ``more`` of its variables.
+
+    If the child imports torch, torch loads no device backend.
+    """
+    kept = {name: os.environ[name] for name in (*NEEDED, *more) if name in os.environ}
+    return {**kept, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 
 def _stream(stream: IO[bytes] | None) -> IO[bytes]:

@@ -22,19 +22,16 @@ _BROKEN = "\ufffd"
 class Detokenizer:
     """The text of one request.
 
-    The text of a token whose last character is not whole is held back until it is. What a token adds to the text may
-    depend on those before it, so the end of the prompt is decoded with the first tokens.
+    An unfinished last character is held back. The text of a token may depend on earlier tokens, so the end of the
+    prompt is decoded with the first tokens. Without stop strings, tokens are decoded when the text is read.
 
     Args:
-        tokenizer: of the model.
-        prompt: token ids before the first; only the end is looked at.
-        skip_special_tokens: leave out of the text what ``bos_token`` and the like are written as.
-        stop: strings at which the text ends. None may be empty.
-        include_stop_str_in_output: end the text after the stop string, not before it.
-        min_tokens: number of the first tokens whose text is not searched for stop strings.
-
-    Where no stop string may end it, tokens are decoded when somebody asks for the text. Those of one request after
-    another find in the processor's caches what the first needed, which those of many requests in turn do not.
+        tokenizer: the model's.
+        prompt: token ids before the first; only the end is read.
+        skip_special_tokens: leave special tokens, such as ``bos_token``, out of the text.
+        stop: strings that end the text; none may be empty.
+        include_stop_str_in_output: end the text after the stop string, not before.
+        min_tokens: number of first tokens that are not searched for stop strings.
     """
 
     def __init__(

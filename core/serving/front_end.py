@@ -82,7 +82,7 @@ class FrontEnd(ABC):
     @property
     @abstractmethod
     def has_work(self) -> bool:
-        """Tell whether a request has not ended."""
+        """Return True if a request has not ended."""
 
     @abstractmethod
     def submit(self, prepared: OpenRequest) -> RequestOutput:

@@ -133,20 +133,20 @@ class InputProcessor:
         """Check a request and make it ready for ``submit``.
 
         Args:
-            request_id: unique among those that have not ended.
+            request_id: unique among open requests.
             prompt: text or token ids.
-            params: of sampling.
-            priority: lower ones come first, under the policy "priority".
+            params: sampling settings.
+            priority: lower numbers come first, under the policy "priority".
             cache_salt: requests of different salts share nothing in the cache.
-            add_special_tokens: begin and end the text as the tokenizer does; not for the text of a chat.
-            arrival: when it came, in seconds of ``time.monotonic``; now if not given.
-            name: of the prompt, for errors; by its request if not given.
+            add_special_tokens: begin and end the text as the tokenizer does; not for a chat's text.
+            arrival: seconds of ``time.monotonic``; now if not given.
+            name: the prompt's, for errors; by default after the request.
 
         Raises:
-            RequestError: the prompt cannot be taken, an argument is of the wrong type or contradicts the prompt, or a
-                setting is for a token beyond the vocabulary.
-            InputError: text, stop strings or bad words are given and the model has no tokenizer, or the structured
-                output that is asked for cannot be had.
+            RequestError: the prompt cannot be taken, an argument has the wrong type or contradicts the prompt, or a
+                setting names a token beyond the vocabulary.
+            InputError: the model has no tokenizer for text, stop strings or bad words, or cannot give the structured
+                output.
         """
         expect_params(params)
         self._expect_in_vocabulary(params)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from opgraft.errors import RequestError
 from opgraft.serving.tokenizer import Tokenizer
@@ -17,32 +17,39 @@ _TEXT, _IDS, _SALT = "prompt", "prompt_token_ids", "cache_salt"
 def unsalted(
     prompt: Prompt, name: str = "the prompt", cache_salt: str | None = None
 ) -> tuple[Prompt, str | None]:
-    """Return a prompt as text or token ids, and the salt for the cache that it brings or that is given beside it.
+    """Return a prompt as text or token ids, and the salt for the cache.
+
+    The salt comes with the prompt or as the argument.
 
     Raises:
-        RequestError: it is a mapping with other keys, or with text and token ids both, or brings another salt than the
-            one that is given.
+        RequestError: a mapping has other keys, or both text and token ids, or another salt than the argument.
     """
     if not isinstance(prompt, Mapping):
         return prompt, cache_salt
-    if len({_TEXT, _IDS} & prompt.keys()) != 1 or prompt.keys() - {_TEXT, _IDS, _SALT}:
-        keys = ", ".join(repr(key)[:40] for key in prompt) or "none"
-        raise RequestError(
-            f"{name} has the keys {keys}: give either {_TEXT!r} or {_IDS!r}, and {_SALT!r} if you like"
-        )
-    key = _TEXT if _TEXT in prompt else _IDS
-    given, salt = prompt[key], prompt.get(_SALT)
-    if isinstance(given, str) != (key == _TEXT):
-        expected = "text" if key == _TEXT else "a list of token ids"
-        raise RequestError(
-            f"{name} has {key!r} of the type {type(given).__name__}: give {expected}"
-        )
+    given, salt = _content(prompt, name), prompt.get(_SALT)
     if None not in (salt, cache_salt) and salt != cache_salt:
         raise RequestError(
             f"{name} has the {_SALT} {salt!r:.40}, and the argument of that name is {cache_salt!r:.40}: leave one out",
             _SALT,
         )
     return given, cache_salt if salt is None else salt  # type: ignore[return-value]
+
+
+def _content(prompt: Mapping[str, Any], name: str) -> Any:
+    """Return the text or the token ids of a prompt that is a mapping."""
+    if len({_TEXT, _IDS} & prompt.keys()) != 1 or prompt.keys() - {_TEXT, _IDS, _SALT}:
+        keys = ", ".join(repr(key)[:40] for key in prompt) or "none"
+        raise RequestError(
+            f"{name} has the keys {keys}: give either {_TEXT!r} or {_IDS!r}, and {_SALT!r} if you like"
+        )
+    key = _TEXT if _TEXT in prompt else _IDS
+    given = prompt[key]
+    if isinstance(given, str) != (key == _TEXT):
+        expected = "text" if key == _TEXT else "a list of token ids"
+        raise RequestError(
+            f"{name} has {key!r} of the type {type(given).__name__}: give {expected}"
+        )
+    return given
 
 
 def tokenized(
@@ -57,21 +64,21 @@ def tokenized(
     advice: str = "",
     truncate: bool = False,
 ) -> tuple[str | None, list[int]]:
-    """Return the text of a prompt, None where it is given as token ids, and its token ids.
+    """Return the text of a prompt, or None for token ids, and the token ids.
 
     Args:
-        prompt: what a user passed.
+        prompt: text or token ids of a user.
         tokenizer: for text.
         vocab_size: rows of the model's embedding.
         max_model_len: tokens of the longest sequence.
         room: tokens that must fit after the prompt; 0 for an encoder.
-        add_special_tokens: as a text is usually begun and ended; not where a chat template has done so.
-        name: of the prompt, for errors.
-        advice: what else to do about one that is too long.
-        truncate: cut a text that is too long, instead of refusing it.
+        add_special_tokens: begin and end a text as usual; False after a chat template.
+        name: the prompt's, for errors.
+        advice: a further remedy for a prompt that is too long.
+        truncate: cut a long text instead of refusing it.
 
     Raises:
-        RequestError: it is of another kind, empty, too long, or has ids or characters that there are not.
+        RequestError: the prompt is of another kind, empty, too long, or has unknown ids or characters.
     """
     prompt, _ = unsalted(prompt, name)
     text = prompt if isinstance(prompt, str) else None

@@ -35,24 +35,22 @@ _MOST_MOVES = 1
 
 
 class Replicas:
-    """As many engines as ``parallel.data`` says, which start at once.
+    """``parallel.data`` engines, which start at once.
 
-    Requests are numbered in the order in which they come to all of them, so that a request without a seed has the
-    random numbers that it would have in one engine, wherever it is computed, also after it has moved.
+    Requests are numbered in the order of their arrival at all replicas, so that a request without a seed has the same
+    random numbers in each replica.
 
     Args:
-        opgraft_config: of the engines.
+        opgraft_config: the engines' settings.
         on_step: see ``OnStep``; called in the threads of the engines, by one at a time.
 
     Attributes:
         each: the replicas.
-        inputs: makes requests of prompts, for all of them.
+        inputs: makes requests of prompts, for all replicas.
         router: chooses the replica of a request.
 
     Raises:
-        ModelError: no model is named, or it is no decoder.
-        ConfigError: the cache is too small for one request of the longest context.
-        CheckpointError: the checkpoint cannot be read.
+        ModelError, ConfigError, CheckpointError: as ``TextEngine``.
     """
 
     def __init__(self, opgraft_config: OpgraftConfig, on_step: OnStep | None = None) -> None:
@@ -366,7 +364,7 @@ class Replicas:
             replica.engine.core.executor.kill()
 
     def shutdown(self) -> None:
-        """Abort what runs and let go of the engines."""
+        """Abort all requests and let go of the engines."""
         self._stop()
         for replica in self.each:
             replica.thread.shutdown()

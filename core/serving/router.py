@@ -18,14 +18,14 @@ A token that is outstanding shares its step with a newcomer's; one that is compu
 
 
 def choose_replica(loads: Mapping[int, int], held: Mapping[int, int]) -> int:
-    """Return the replica with the least load, less what it is worth that it holds a part of the prompt.
+    """Return the replica with the least load, after a deduction for the cached part of the prompt.
 
-    So the replica that holds a session's chat gets its next turn, unless it is behind another one by more than the
-    chat would cost to compute anew. Of equal ones the first is taken.
+    A session's next turn goes to the replica that holds the chat, unless the queue there costs more than computing
+    the chat anew. Among equal replicas the first is taken.
 
     Args:
-        loads: tokens that are outstanding at each replica that can take a request.
-        held: tokens of the beginning of the prompt that the cache of a replica most likely holds; 0 where not named.
+        loads: outstanding tokens of each replica that can take a request.
+        held: tokens of the prompt's beginning in the cache of each replica; 0 if not named.
     """
     return min(
         loads,

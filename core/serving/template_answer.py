@@ -17,7 +17,7 @@ MOST_CHARACTERS = 1 << 24
 
 
 class AnswerKind(enum.Enum):
-    """What the text of an answer is."""
+    """The kinds of an answer, each with its first byte."""
 
     TEXT = b"T"
     """The text of the chat."""

@@ -66,7 +66,7 @@ def _limit_memory() -> None:
 
 
 def _silence() -> None:
-    """Drop what the interpreter prints, such as errors for which it had no memory."""
+    """Drop messages of the interpreter, such as those about a lack of memory."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     os.close(nowhere)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import socket
 import subprocess
@@ -15,7 +14,7 @@ from contextlib import suppress
 from typing import Any, BinaryIO
 
 from opgraft.errors import ChildError
-from opgraft.machine.child import NEEDED
+from opgraft.machine.child import minimal_environment
 from opgraft.serving.template_answer import LENGTH_BYTES, READY, AnswerKind
 
 MOST_SECONDS = 10.0
@@ -30,9 +29,6 @@ _MOST_BYTES = 1 << 26
 _END_SECONDS = 5.0
 
 _CRASHED = "it has crashed the process that renders templates"
-
-_VARIABLES = (*NEEDED, "TZ")
-"""Environment variables of the helper. Templates ask for the time; a template finds no secret."""
 
 _MAIN = """
 import json, sys
@@ -135,9 +131,9 @@ def _start(there: socket.socket) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(  # noqa: S603 - our own interpreter
             [sys.executable, "-I", "-c", _MAIN, path],
-            stdin=there,
-            stdout=there,
-            env={name: os.environ[name] for name in _VARIABLES if name in os.environ},
+            stdin=there.fileno(),
+            stdout=there.fileno(),
+            env=minimal_environment("TZ"),  # templates ask for the time, and find no secret
             start_new_session=True,
         )
     except OSError as error:
