@@ -18,6 +18,8 @@ from opgraft.version import __version__ as __version__
 if TYPE_CHECKING:
     from opgraft import errors as errors
     from opgraft import functional as functional
+    from opgraft import hosts as hosts
+    from opgraft import kernels as kernels
     from opgraft import ops as ops
     from opgraft import testing as testing
     from opgraft.adapter import Adapter as Adapter
@@ -110,6 +112,7 @@ if TYPE_CHECKING:
     from opgraft.serving.outputs import Logprob as Logprob
     from opgraft.serving.outputs import RequestMetrics as RequestMetrics
     from opgraft.serving.outputs import RequestOutput as RequestOutput
+    from opgraft.serving.prometheus import PrometheusExporter as PrometheusExporter
     from opgraft.state import reset as reset
     from opgraft.torch_library import direct_register_custom_op as direct_register_custom_op
 
@@ -138,6 +141,7 @@ _HOME = {
         "RequestMetrics",
         "RequestOutput",
     ),
+    "opgraft.serving.prometheus": ("PrometheusExporter",),
     "opgraft.registry.conditions": ("When",),
     "opgraft.state": ("reset",),
     "opgraft.machine.evidence": ("Device", "Evidence", "Fact"),
@@ -157,7 +161,7 @@ _HOME = {
     "opgraft.torch_library": ("direct_register_custom_op",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
-_MODULES = ("errors", "functional", "ops", "testing")
+_MODULES = ("errors", "functional", "hosts", "kernels", "ops", "testing")
 """Public modules that are imported, as names are, when they are first used."""
 
 __all__ = ["__version__", *_MODULE_OF]  # strings, spelled once, in _HOME

@@ -4,6 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from opgraft.config import OpgraftConfig
+from opgraft.errors import PlatformError
+from opgraft.files import read_regular
+from opgraft.platform import Platform, PlatformSpec
+from opgraft.plugins.discovery import PLATFORM_GROUP, Discovery, Offer, discover
+from opgraft.plugins.metadata import specs_of
+from opgraft.state import host_state
+from opgraft.text import described, shortened
+
+__all__ = [
+    "Discovery",
+    "Offer",
+    "Ported",
+    "Uncovered",
+    "built_in_platform",
+    "current_config",
+    "described",
+    "discover",
+    "log_level",
+    "read_regular",
+    "shortened",
+    "specs_of",
+]
+
 
 @dataclass(frozen=True)
 class Uncovered:
@@ -22,8 +46,10 @@ class Uncovered:
     hint: str
 
     def __str__(self) -> str:
-        hint = f": {self.hint}" if self.hint else ""
-        return f"{self.file}:{self.line}: {self.name}{hint}"
+        place = f"{self.file}:{self.line}"
+        if not self.hint:
+            return f"{place}: {self.name}"
+        return f"{place}: {self.name}: {self.hint}"
 
 
 @dataclass
@@ -41,3 +67,33 @@ class Ported:
     guide: str
     files: dict[str, bytes] = field(default_factory=dict)
     uncovered: list[Uncovered] = field(default_factory=list)
+
+
+def built_in_platform(name: str) -> Platform:
+    """Return a platform of opgraft itself, such as ``cpu``, chosen or not.
+
+    Raises:
+        PlatformError: there is none of that name.
+    """
+    known = []
+    for offer in discover().of_group(PLATFORM_GROUP):
+        if not offer.built_in:
+            continue
+        known.append(offer.name)
+        if offer.name == name:
+            spec: PlatformSpec = offer.load()
+            return spec.load_class()()
+    names = ", ".join(known)
+    raise PlatformError(f"opgraft has no platform {name!r}: choose one of {names}")
+
+
+def current_config() -> OpgraftConfig:
+    """Return the settings that hold here and now. Every setting has a value."""
+    return host_state().settings().config
+
+
+def log_level() -> str:
+    """Return the level of opgraft's log in capitals, such as ``INFO``."""
+    environment = host_state().known_environment()
+    level = environment.log or "info"
+    return level.upper()

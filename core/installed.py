@@ -42,19 +42,18 @@ def version_of(name: str) -> str | None:
 def source_of(name: str) -> str:
     """Return the folder or URL of an installed distribution as pip takes it; of one from an index, its name."""
     found = next(iter(importlib_metadata.distributions(name=name)), None)
-    text = found.read_text(_ORIGIN) if found else None
-    if text is None:
-        return name
     try:
-        origin = json.loads(text)
-        return _url_for_pip(origin)
-    except (ValueError, KeyError, TypeError, AttributeError):  # of a broken file
-        return name
+        text = found.read_text(_ORIGIN) if found else None
+        return name if text is None else _url_for_pip(json.loads(text))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return name  # of a broken file
 
 
 def _url_for_pip(origin: Mapping[str, Any]) -> str:
     """Return the folder or URL of an origin."""
-    url: str = origin["url"]
+    url = origin["url"]
+    if not isinstance(url, str):
+        raise TypeError(f"the URL is {url!r}")
     folder = origin.get("subdirectory")
     fragment = f"#subdirectory={quote(folder)}" if folder else ""
     commit = origin.get("vcs_info")

@@ -26,6 +26,9 @@ REFERENCE = Path(__file__).parents[1] / "docs/reference"
 MODULES = (
     "opgraft",
     "opgraft.distributed",
+    "opgraft.hosts",
+    "opgraft.kernels",
+    "opgraft.kernels.engine",
     "opgraft.models",
     "opgraft.testing",
     "opgraft.testing.checks",

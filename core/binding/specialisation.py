@@ -87,6 +87,15 @@ class Binding:
         """The kernel as tables show it, such as ``RMSNorm.forward_native``."""
         return f"{self.owner.__qualname__}.{self.kernel.winner.method}"
 
+    def function(self, form: str, *, compiled: bool = True) -> Callable[..., Any] | None:
+        """Return the function that computes a functional form, or None if the kernel is a method alone.
+
+        If ``compiled`` is False, return the function of eager calls, which may differ for an op that
+        settings leave to a compiler.
+        """
+        kernel = self.kernel.winner if compiled else self.kernel.uncompiled
+        return kernel.functional(form)
+
     @property
     def chosen(self) -> str:
         """The kernel and its provider, as processes tell each other what they run."""

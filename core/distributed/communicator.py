@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from opgraft.binding.pluggable_class import PluggableClass
-from opgraft.compat.collectives import all_gather_single, reduce_scatter_single
+from opgraft.compat.collectives import all_gather_single, reduce_scatter_single, time_limit
 from opgraft.errors import DistributedError
 from torch import Tensor
 from torch import distributed as dist
@@ -43,6 +43,11 @@ class Communicator(PluggableClass):
     def world_size(self) -> int:
         """The number of ranks of the group."""
         return len(self.ranks)
+
+    @property
+    def time_limit(self) -> float:
+        """Seconds of waiting for ranks in a collective."""
+        return time_limit(self.process_group)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum ``x`` over the ranks; the result is on all of them."""

@@ -117,15 +117,24 @@ def test_opgraft_is_installed_from_where_the_author_says(cli: Any, tmp_path: Pat
             "file:///o.tar.gz#subdirectory=part",
         ),
         ({"url": 7}, "opgraft-twin"),
+        ({"url": 7, "vcs_info": {"vcs": "git", "commit_id": "abc"}}, "opgraft-twin"),
+        ({"url": "file:///x", "vcs_info": "git"}, "opgraft-twin"),
+        ({"url": "file:///x", "subdirectory": 7}, "opgraft-twin"),
+        ({}, "opgraft-twin"),
         ([], "opgraft-twin"),
+        (b"", "opgraft-twin"),
+        (b"\xff", "opgraft-twin"),
+        (b'{"url": "', "opgraft-twin"),
+        (b"[" * 100_000, "opgraft-twin"),
     ],
 )
 def test_the_source_of_a_distribution(site: Any, origin: Any, source: str) -> None:
-    """Without --opgraft the source is the one that the installer has recorded."""
+    """Without --opgraft the source is what the installer has recorded, or the name if that is broken."""
     site.install("opgraft-twin", {}, {})
     if origin is not None:
         [info] = site.folder.glob("*.dist-info")
-        (info / "direct_url.json").write_text(json.dumps(origin))
+        content = origin if isinstance(origin, bytes) else json.dumps(origin).encode()
+        (info / "direct_url.json").write_bytes(content)
     assert source_of("opgraft-twin") == source
 
 

@@ -189,9 +189,12 @@ def test_what_the_plan_takes(
 def test_what_is_left_to_a_compiler(kernels: Any, given: dict[str, Any], kernel: str) -> None:
     """An op that is disabled for the compiler alone has a kernel for the plan; one that somebody disables has none."""
     with set_config(OpgraftConfig(**given)):
-        choice = RMSNorm(16).binding.kernel
+        binding = RMSNorm(16).binding
+    choice, own = binding.kernel, kernel == "forward_cpu"
+    assert binding.function("rms_norm") is None
+    assert (binding.function("rms_norm", compiled=False) is not None) == own
     assert (choice.winner.method, choice.uncompiled.method) == ("forward_native", kernel)
-    assert ("a DecoderPlan takes this" in str(choice.decision)) == (kernel == "forward_cpu")
+    assert ("a DecoderPlan takes this" in str(choice.decision)) == own
 
 
 @pytest.mark.parametrize("tested", [False, True])

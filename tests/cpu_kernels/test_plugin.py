@@ -217,6 +217,8 @@ ORIGINS = [
         },
         f"{AGAIN}'git+https://x.example/o.git@abc#subdirectory=reference_plugins/kernels'",
     ),
+    ({"url": 7}, f"{AGAIN}--no-binary opgraft-cpu-kernels opgraft-cpu-kernels"),
+    (["broken"], f"{AGAIN}--no-binary opgraft-cpu-kernels opgraft-cpu-kernels"),
     ({"url": "file:///o/k.whl", "archive_info": {}}, WHEEL.format("/o/k.whl")),
     (
         {"url": "https://x.example/k.whl", "archive_info": {}},

@@ -9,7 +9,6 @@ import opgraft
 import pytest
 import torch
 from opgraft import distributed
-from opgraft.compat.collectives import time_limit
 from opgraft.distributed.groups import parallelism
 from opgraft.errors import DistributedError
 from ranks import Ranks
@@ -146,7 +145,7 @@ def test_groups_of_four_ranks(four: Ranks) -> None:
 
 def time_limits() -> set[float]:
     groups = [group.communicator for group in parallelism().groups.values()]
-    return {time_limit(each.process_group) for each in groups if each is not None}
+    return {each.time_limit for each in groups if each is not None}
 
 
 def test_the_time_limit_holds_for_every_group(four: Ranks) -> None:

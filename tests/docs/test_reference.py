@@ -190,6 +190,18 @@ def test_every_public_name_is_a_row_with_its_parameters() -> None:
             assert parameters == parameters_of(getattr(opgraft, name)), name
 
 
+@pytest.mark.parametrize("module", ["kernels", "engine", "hosts"])
+def test_every_name_for_kernels_and_bridges_is_a_row(module: str) -> None:
+    """The page of opgraft.kernels and opgraft.hosts has a row for each name, and shows calls as they are."""
+    path = {"engine": "opgraft.kernels.engine"}.get(module, f"opgraft.{module}")
+    public = importlib.import_module(path)
+    documented = dict(split_call(name) for name in names("kernels", f"{module} name"))
+    assert sorted(documented) == sorted(public.__all__)
+    for name, parameters in documented.items():
+        if parameters is not None:
+            assert parameters == parameters_of(getattr(public, name)), name
+
+
 @pytest.mark.parametrize("cls", [opgraft.CustomOp, opgraft.Platform, opgraft.Machine])
 def test_every_member_of_the_contracts_is_described(cls: type) -> None:
     """What authors of ops, platforms and probes may use or must define is in the tables, with its parameters."""

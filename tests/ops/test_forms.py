@@ -227,11 +227,11 @@ def test_a_kernel_that_comes_as_a_method_only_is_told_of() -> None:
     assert note not in str(bind(SiluAndMul).decision)
     assert "brings no functional" not in str(bind(SiluAndMul).decision)
     SiluAndMul.register_oot(Table)
-    assert bind(SiluAndMul).kernel.winner.functional("silu_and_mul") is fast
+    assert bind(SiluAndMul).function("silu_and_mul") is fast
     assert note not in str(bind(SiluAndMul).decision)
     SiluAndMul.register_oot(MethodOnly, priority=1)
-    winner = bind(SiluAndMul).kernel.winner
-    assert (winner.owner, winner.functional("silu_and_mul")) == (MethodOnly, None)
+    binding = bind(SiluAndMul)
+    assert (binding.owner, binding.function("silu_and_mul")) == (MethodOnly, None)
     assert note in " ".join(str(bind(SiluAndMul).decision).split())
 
 

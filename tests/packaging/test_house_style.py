@@ -99,9 +99,11 @@ LAYERS = [
     "opgraft.pooling",
     "opgraft.grafting",
     "opgraft.quantization",
+    "opgraft.kernels",  # what kernel authors import, of the floors above
     "opgraft.models",
     "opgraft.compilation",
     "opgraft.engine",
+    "opgraft.kernels.engine",
     "opgraft.planning",
     "opgraft.platforms.tpu.engine",  # replaces parts of the engine; its platform imports it by name
     "opgraft.serving",

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from opgraft.ops.attention.codes import LARGEST_CODES
+from opgraft.kernels import LARGEST_CODES
 from torch import Tensor
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

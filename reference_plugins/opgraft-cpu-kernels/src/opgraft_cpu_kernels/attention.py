@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from opgraft import functional
-from opgraft.ops.attention import AttentionBatch, LayerPages
-from opgraft.ops.attention.codes import LARGEST_CODES, SCALE_BYTES, quantize_rows, row_size
+from opgraft.kernels import LARGEST_CODES, SCALE_BYTES, quantize_rows, row_size
+from opgraft.ops import AttentionBatch, LayerPages
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 

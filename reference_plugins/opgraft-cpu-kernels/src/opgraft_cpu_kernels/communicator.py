@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from opgraft.compat.collectives import time_limit
-from opgraft.distributed.communicator import Communicator
-from opgraft.text import described
+from opgraft.distributed import Communicator
 from torch import Tensor
 from torch import distributed as dist
 
@@ -184,7 +182,7 @@ def _common_obstacle(offers: Sequence[_Offer]) -> str:
 
 def _mapped(communicator: Communicator, offers: Sequence[_Offer]) -> tuple[Any, str]:
     """Return the group of the library, or ``None`` and why there is none."""
-    first, seconds = offers[0], time_limit(communicator.process_group)
+    first, seconds = offers[0], communicator.time_limit
     # A rank may be bound to a processor: what counts are those of all ranks together.
     spins = len(frozenset().union(*(offer.processors for offer in offers))) >= len(offers)
     opened: list[int] = []
@@ -202,6 +200,6 @@ def _mapped(communicator: Communicator, offers: Sequence[_Offer]) -> tuple[Any, 
             os.close(each)
         return (
             None,
-            f"rank {communicator.rank} cannot map the memory of the first: {described(error)}",
+            f"rank {communicator.rank} cannot map the memory of the first: {type(error).__name__}: {error}",
         )
     return group, ""

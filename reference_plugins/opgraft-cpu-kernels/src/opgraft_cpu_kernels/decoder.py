@@ -13,18 +13,27 @@ from typing import Any
 
 import torch
 from opgraft import CustomOp, functional
-from opgraft.binding.functional import binding_of
-from opgraft.binding.rebinding import hidden_by
-from opgraft.compat.hooks import hooks_on_every_module
 from opgraft.distributed import get_tp_group
-from opgraft.ops.attention.batch import AttentionBatch, LayerPages, current_batch
-from opgraft.ops.attention.codes import LARGEST_CODES
-from opgraft.ops.decoder_plan import DecoderParts, HasParts
-from opgraft.ops.decoder_plan import DecoderPlan as Base
-from opgraft.ops.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from opgraft.ops.linear.methods import form_called
-from opgraft.ops.linear.weight_cache import watched
-from opgraft.text import printable
+from opgraft.kernels import (
+    LARGEST_CODES,
+    Binding,
+    DecoderParts,
+    HasParts,
+    binding_of,
+    form_called,
+    hidden_by,
+    hooks_on_every_module,
+    watched,
+)
+from opgraft.kernels import DecoderPlan as Base
+from opgraft.ops import (
+    AttentionBatch,
+    LayerPages,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    current_batch,
+)
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
@@ -330,18 +339,18 @@ def _changed(op: Any) -> str:
 
 
 def _name(thing: object) -> str:
-    return printable(type(thing).__qualname__)
+    return type(thing).__qualname__
 
 
 def _runs_another(op: Any, form: str) -> str:
     """Say what a part runs in place of the kernel of that form, or return ""."""
     if reason := _changed(op):
         return reason
-    known = op.binding.kernel.uncompiled.functional(form) is getattr(kernels, form)
+    known = op.binding.function(form, compiled=False) is getattr(kernels, form)
     return "" if known else _running(op.binding)
 
 
-def _running(binding: Any) -> str:
+def _running(binding: Binding) -> str:
     return f"runs {binding.kernel_name} of {binding.provider}"
 
 
@@ -381,7 +390,7 @@ def _no_map(layer: Any) -> str:
         )
     form, tensors = called
     kernel, binding = FORMS.get(form), binding_of(form)
-    if kernel is None or binding.kernel.uncompiled.functional(form.name) is not kernel:
+    if kernel is None or binding.function(form.name, compiled=False) is not kernel:
         return f"calls the form {form.name}, which {_running(binding)}"
     if form is functional.quantized_linear:
         given: Any = tensors  # the form's weight and scales, which it always has

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from opgraft import functional
-from opgraft.ops.linear.weight_cache import watched
+from opgraft.kernels import watched
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 

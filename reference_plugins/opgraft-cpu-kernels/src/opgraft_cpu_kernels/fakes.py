@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
-from opgraft.ops.quantized_linear.storage import TILE
-from opgraft.ops.rotary.functional import VERSIONS_OF_QUERY
+from opgraft import functional
+from opgraft.kernels import TILE
 from torch import Tensor
 
 from opgraft_cpu_kernels.arguments import refusal
@@ -68,12 +68,6 @@ def _query_and_key(
 def _heads(query: Tensor, key: Tensor, *others: object) -> tuple[Tensor, Tensor]:
     rotated = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (query, key))
     return next(rotated), next(rotated)
-
-
-def _queries_and_key(
-    positions: Tensor, query: Tensor, key: Tensor, *others: object
-) -> tuple[Tensor, Tensor]:
-    return query.new_empty((*query.shape[:-1], VERSIONS_OF_QUERY * query.shape[-1])), _like(key)
 
 
 def _fp8(x: Tensor, *others: object) -> Tensor:
@@ -156,7 +150,7 @@ RULES: dict[Callable[..., object], str] = {
     "silu_ rotary_embedding_",
     _query_and_key: "rotary_embedding mrope qk_norm_rope",
     _heads: "rotate_heads",
-    _queries_and_key: "dual_chunk_rotary_embedding",
+    functional.dual_chunk_rotary_embedding.fake: "dual_chunk_rotary_embedding",
     _fp8: "quant_fp8_static",
     _fp8_and_scale: "quant_fp8_dynamic",
     _mapped: "linear linear_of_rows linear_of_many_rows int8_dynamic_linear",

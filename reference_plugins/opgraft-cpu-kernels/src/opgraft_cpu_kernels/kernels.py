@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from opgraft import functional
-from opgraft.ops.quantization.functional import scale_shape
+from opgraft.kernels import scale_shape
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 

@@ -5,8 +5,8 @@ What the kernels do not take is computed by the native definition.
 
 from __future__ import annotations
 
-from opgraft.binding.marks import gradient_required
 from opgraft.functional import mla_paged_attention as form
+from opgraft.kernels import gradient_required
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 

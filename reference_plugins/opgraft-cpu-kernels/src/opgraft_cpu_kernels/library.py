@@ -6,12 +6,11 @@ import functools
 import json
 import os
 import shlex
-from importlib import metadata
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import urlsplit
 
 import torch
+from opgraft.kernels import source_of
 
 from opgraft_cpu_kernels import fakes
 
@@ -47,10 +46,9 @@ def missing() -> str | None:
 
 def _again() -> str:
     """Return the command that builds the library again."""
-    origin = _origin()
-    source = _DISTRIBUTION if origin is None else _source(origin)
+    source = source_of(_DISTRIBUTION)
     command = "pip install --force-reinstall --no-cache-dir --no-deps"
-    if origin is None:
+    if source == _DISTRIBUTION:
         # The wheel of an index has the library that it was built with.
         return f"build it again by {command} --no-binary {_DISTRIBUTION} {_DISTRIBUTION}"
     if urlsplit(source).path.endswith(".whl"):
@@ -59,32 +57,6 @@ def _again() -> str:
             f"{command} with the source's folder or URL"
         )
     return f"build it again by {command} {shlex.quote(source)}"
-
-
-def _origin() -> dict[str, Any] | None:
-    """Return what the installer has recorded of the folder or URL of the plugin, ``None`` if an index had it."""
-    try:
-        text = metadata.distribution(_DISTRIBUTION).read_text("direct_url.json")
-    except metadata.PackageNotFoundError:
-        return None
-    if text is None:
-        return None
-    origin: dict[str, Any] = json.loads(text)
-    return origin
-
-
-def _source(origin: dict[str, Any]) -> str:
-    """Return the folder or URL that pip takes for an origin."""
-    url: str = origin["url"]
-    folder = origin.get("subdirectory")
-    fragment = f"#subdirectory={quote(folder)}" if folder else ""
-    if "vcs_info" in origin:
-        commit = origin["vcs_info"]
-        return f"{commit['vcs']}+{url}@{commit['commit_id']}{fragment}"
-    parts = urlsplit(url)
-    if parts.scheme == "file" and not fragment:
-        return unquote(parts.path)
-    return f"{url}{fragment}"
 
 
 _in_force = ""

@@ -8,15 +8,16 @@ kernel runs, which sees to those. Compilers see that one too.
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 
 import torch
-from opgraft.ops.linear import packed as opgrafts
-from opgraft.ops.linear.functional import ACTIVATIONS
-from opgraft.ops.linear.weight_cache import (
+from opgraft.kernels import (
     WeightCache,
+    compiled_packed_linear,
     declaration,
     fits,
+    packed_linear,
     requires_gradient,
     watched,
 )
@@ -26,7 +27,7 @@ from torch.compiler import is_dynamo_compiling
 from opgraft_cpu_kernels.kernels import REFUSED, op
 from opgraft_cpu_kernels.library import missing, path_or_none
 
-UNLIMITED = opgrafts.UNLIMITED
+UNLIMITED = sys.maxsize
 
 FEW = {
     (path, dtype): 4
@@ -78,7 +79,7 @@ def linear(
     mapped = None
     if type(x) is Tensor and type(weight) in (nn.Parameter, Tensor) and not is_dynamo_compiling():
         mapped = _mapped(x, weight, bias, activation, residual)
-    return opgrafts.linear(x, weight, bias, activation, residual) if mapped is None else mapped
+    return packed_linear(x, weight, bias, activation, residual) if mapped is None else mapped
 
 
 def compiled(
@@ -95,7 +96,7 @@ def compiled(
     )
     rows = FEW.get((path_or_none(), weight.dtype), 0)
     if not rows or not alike:
-        return opgrafts.compiled(x, weight, bias, activation, residual)
+        return compiled_packed_linear(x, weight, bias, activation, residual)
     few = FEW_OF_FROZEN if rows is UNLIMITED else rows  # a compiler does not know what is frozen
     return _linear_of_rows(x, weight, bias, activation, residual, few)  # type: ignore[no-any-return]
 
@@ -151,12 +152,15 @@ def _on_tiles(
         or x.numel() < MANY[parts] * weight.shape[1]
     ):
         return None
-    if activation not in ACTIVATIONS or not fits(x, weight, bias, residual):
+    if not fits(x, weight, bias, residual):
         return None
     packed = _COPIES.copy_of(weight, partial(_pack_linear, parts=parts), parts)
     if packed is None or not packed.numel():  # not frozen, or bfloat16 cannot hold its numbers
         return None
-    return _packed_linear(x, weight, packed, bias, activation, residual)  # type: ignore[no-any-return]
+    try:
+        return _packed_linear(x, weight, packed, bias, activation, residual)  # type: ignore[no-any-return]
+    except REFUSED:  # an unknown activation, of which opgraft's says what is wrong
+        return None
 
 
 def _parts() -> int:

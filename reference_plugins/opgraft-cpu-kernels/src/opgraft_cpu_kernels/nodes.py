@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from opgraft.compat.hooks import hooks_on_every_module
-from opgraft.ops.attention.batch import AttentionBatch, LayerPages, current_batch
-from opgraft.ops.attention.node import AttentionNodes as Base
-from opgraft.ops.linear.weight_cache import watched
+from opgraft.kernels import AttentionNodes as Base
+from opgraft.kernels import hooks_on_every_module, watched
+from opgraft.ops import AttentionBatch, LayerPages, current_batch
 from torch.utils.hooks import RemovableHandle
 
 from opgraft_cpu_kernels import attention

@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 import opgraft
 import torch
 from opgraft import ops as catalogue
-from opgraft.ops.attention import AttentionBatch, LayerPages
-from opgraft.ops.attention.batch import current_batch
-from opgraft.ops.linear.methods import UnquantizedLinearMethod
+from opgraft.kernels import UnquantizedLinearMethod
+from opgraft.ops import AttentionBatch, LayerPages, current_batch
 from torch import Tensor
 
 from opgraft_cpu_kernels import (

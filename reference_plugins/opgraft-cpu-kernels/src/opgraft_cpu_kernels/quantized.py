@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 from opgraft import functional
-from opgraft.ops.quantized_linear.storage import TILE
+from opgraft.kernels import TILE
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 

@@ -6,7 +6,7 @@ For what the kernel refuses, opgraft's own definition runs, which makes plain nu
 from __future__ import annotations
 
 from opgraft import functional
-from opgraft.ops.linear.weight_cache import watched
+from opgraft.kernels import watched
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opgraft.engine.sampling import Sampler as Base
+from opgraft.kernels.engine import Sampler as Base
 from torch import Tensor
 
 from opgraft_cpu_kernels.kernels import DTYPES, op

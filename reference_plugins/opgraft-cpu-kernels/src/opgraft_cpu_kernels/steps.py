@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from opgraft.binding.marks import gradient_required
+from opgraft.kernels import gradient_required, is_observed
 from opgraft.ops import Linear
-from opgraft.ops.composites.composite import is_observed
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 

@@ -10,18 +10,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from opgraft import functional
-from opgraft.binding.functional import binding_of
-from opgraft.ops.embedding.vocab import VocabParallelEmbedding
-from opgraft.ops.linear.methods import QuantizeMethodBase
-from opgraft.ops.quantized_linear.storage import (
+from opgraft import kernels as parts
+from opgraft.kernels import (
     TILE,
+    QuantizeMethodBase,
+    binding_of,
     in_tiles,
+    put,
     rows_of_tiles,
     scales_in_tiles,
     scales_of_tiles,
 )
-from opgraft.quantization import gguf, integers
-from opgraft.quantization.online import put
+from opgraft.ops import VocabParallelEmbedding
 from torch import Tensor
 
 from opgraft_cpu_kernels import quantized
@@ -49,15 +49,15 @@ class _Tiled(QuantizeMethodBase):
         return "in tiles" if owner.weight.dim() == 3 else ""
 
 
-class GGUFLinearMethod(_Tiled, gguf.GGUFLinearMethod):
+class GGUFLinearMethod(_Tiled, parts.GGUFLinearMethod):
     """Holds the codes of a GGUF file's blocks."""
 
 
-class Int8LinearMethod(_Tiled, integers.Int8LinearMethod):
+class Int8LinearMethod(_Tiled, parts.Int8LinearMethod):
     """Holds codes of eight bits that are made while loading."""
 
 
-class Int4LinearMethod(_Tiled, integers.Int4LinearMethod):
+class Int4LinearMethod(_Tiled, parts.Int4LinearMethod):
     """Holds codes of four bits that are made while loading."""
 
 
@@ -72,7 +72,7 @@ METHODS: Mapping[str, type[_Tiled]] = {
 def _can_be_tiled(layer: Any) -> bool:
     """Tell whether the codes of a layer fill tiles, and the kernel that takes these is the one that it calls."""
     rows, groups = layer.scales.shape
-    known = binding_of(functional.quantized_linear).kernel.winner.functional("quantized_linear")
+    known = binding_of(functional.quantized_linear).function("quantized_linear")
     whole: bool = groups == 1 or _inputs(layer) % (groups * TILE) == 0
     fits = whole and rows > 0 and rows % TILE == 0 and layer.weight.dim() == 2
     return (

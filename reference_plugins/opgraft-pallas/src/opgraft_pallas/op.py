@@ -5,8 +5,8 @@ from __future__ import annotations
 import opgraft
 import torch
 import torch_xla.runtime
+from opgraft.kernels import PaddedAttention
 from opgraft.ops import Attention, ScaledDotProductAttention
-from opgraft.ops.attention.padded import PaddedAttention
 from torch import Tensor
 from torch_xla.core.xla_builder import call_jax
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import torch
-from opgraft.ops import Attention
-from opgraft.ops.attention import AttentionBatch, LayerPages
+from opgraft.ops import Attention, AttentionBatch, LayerPages
 
 
 class ToyAttention(Attention):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 from opgraft import DeviceCapability, DeviceMemory, OpgraftConfig, Platform
+from opgraft.hosts import built_in_platform, shortened
 from opgraft.logger import init_logger
-from opgraft.platforms.cpu.platform import CpuPlatform
-from opgraft.text import shortened
 
 from opgraft_vllm_bridge.vllm_parts import config
 from opgraft_vllm_bridge.vllm_parts.platforms import Platform as VllmPlatform
@@ -50,7 +49,7 @@ class BridgedPlatform(Platform):
         fp8 = self.theirs.fp8_dtype() if self.theirs.supports_fp8() else None
         features: tuple[str, ...] = ()
         if self.theirs.is_cpu():
-            features = CpuPlatform().capability().features
+            features = built_in_platform("cpu").capability().features
         elif (
             self.theirs.is_cuda_alike()
             and (level := self.theirs.get_device_capability(index)) is not None

@@ -59,8 +59,7 @@ _GROUPS = (
     "get_dp_group get_ep_group get_pp_group get_tensor_model_parallel_rank get_tensor_model_parallel_world_size "
     "get_tp_group get_world_group"
 )
-_EXPERTS = "opgraft.ops.fused_moe.methods"
-_WEIGHT_METHODS = "opgraft.ops.linear.methods"
+_KERNELS = "opgraft.kernels"
 
 _OTHERS: Mapping[str, Mapping[str, str]] = {
     "vllm": {"opgraft": "SamplingParams"},
@@ -73,28 +72,21 @@ _OTHERS: Mapping[str, Mapping[str, str]] = {
     "vllm.model_executor.custom_op": {
         "opgraft.custom_op": "CustomOp PluggableLayer maybe_get_oot_by_class op_registry op_registry_oot"
     },
-    "vllm.model_executor.layers.fused_moe": {_EXPERTS: "FusedMoEConfig FusedMoEMethodBase"},
-    "vllm.model_executor.layers.fused_moe.config": {_EXPERTS: "FusedMoEConfig"},
-    "vllm.model_executor.layers.fused_moe.fused_moe_method_base": {_EXPERTS: "FusedMoEMethodBase"},
+    "vllm.model_executor.layers.fused_moe": {_KERNELS: "FusedMoEConfig FusedMoEMethodBase"},
+    "vllm.model_executor.layers.fused_moe.config": {_KERNELS: "FusedMoEConfig"},
+    "vllm.model_executor.layers.fused_moe.fused_moe_method_base": {_KERNELS: "FusedMoEMethodBase"},
     "vllm.model_executor.layers.linear": {
-        _WEIGHT_METHODS: "LinearMethodBase UnquantizedLinearMethod",
-        "opgraft.ops.weights": "set_weight_attrs",
+        _KERNELS: "LinearMethodBase UnquantizedLinearMethod set_weight_attrs"
     },
-    "vllm.model_executor.layers.quantization": {
-        "opgraft.ops.linear.quantization_config": "QuantizationConfig"
-    },
+    "vllm.model_executor.layers.quantization": {_KERNELS: "QuantizationConfig"},
     "vllm.model_executor.layers.quantization.base_config": {
-        _WEIGHT_METHODS: "QuantizeMethodBase",
-        "opgraft.ops.linear.quantization_config": "QuantizationConfig",
+        _KERNELS: "QuantizationConfig QuantizeMethodBase"
     },
     "vllm.model_executor.layers.vocab_parallel_embedding": {
-        _WEIGHT_METHODS: "UnquantizedEmbeddingMethod",
-        "opgraft.ops.embedding.ranges": "DEFAULT_VOCAB_PADDING_SIZE pad_vocab_size",
+        _KERNELS: "DEFAULT_VOCAB_PADDING_SIZE UnquantizedEmbeddingMethod pad_vocab_size"
     },
-    "vllm.model_executor.model_loader.weight_utils": {
-        "opgraft.ops.weights": "default_weight_loader"
-    },
-    "vllm.model_executor.utils": {"opgraft.ops.weights": "set_weight_attrs"},
+    "vllm.model_executor.model_loader.weight_utils": {_KERNELS: "default_weight_loader"},
+    "vllm.model_executor.utils": {_KERNELS: "set_weight_attrs"},
     "vllm.platforms": {"opgraft": "Platform current_platform"},
     "vllm.platforms.interface": {"opgraft": "Platform"},
     "vllm.sampling_params": {"opgraft": "SamplingParams"},

@@ -11,8 +11,7 @@ import importlib_metadata
 import opgraft
 from opgraft import Evidence, Fact, Machine, PlatformSpec
 from opgraft.errors import InputError
-from opgraft.hosts import Ported
-from opgraft.plugins.discovery import PLATFORM_GROUP, Offer, discover
+from opgraft.hosts import Offer, Ported, discover
 
 from opgraft_vllm_bridge.finder import VllmFinder, is_installed
 from opgraft_vllm_bridge.judging import Judgement, expect_counterparts, judge
@@ -88,9 +87,7 @@ def plugin(offer: Offer) -> Plugin:
     Raises:
         PluginError: it uses what has no counterpart.
     """
-    offers_platform = any(
-        each.provider == offer.provider for each in discover().of_group(PLATFORM_GROUP)
-    )
+    offers_platform = bool(discover().platforms_of(offer.provider))
     if is_installed():
         return Plugin(None, offers_platform=offers_platform)
     expect_counterparts(offer.name, _judged(offer))

@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from opgraft.errors import PluginError, raised_in
-from opgraft.files import read_regular
-from opgraft.plugins.metadata import specs_of
-from opgraft.text import described
+from opgraft.hosts import described, read_regular, specs_of
 
 from opgraft_vllm_bridge.uses import Use, Uses
 

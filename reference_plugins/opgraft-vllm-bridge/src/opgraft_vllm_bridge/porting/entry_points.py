@@ -11,8 +11,8 @@ from typing import Any
 import libcst as cst
 import tomlkit
 from libcst.helpers import get_full_name_for_node
+from opgraft import __version__
 from opgraft.errors import InputError
-from opgraft.version import __version__
 from tomlkit.exceptions import TOMLKitError
 
 PLATFORMS, GENERAL = "vllm.platform_plugins", "vllm.general_plugins"

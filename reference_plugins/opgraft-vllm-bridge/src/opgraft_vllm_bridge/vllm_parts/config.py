@@ -11,7 +11,7 @@ import torch
 from opgraft import CompilationMode, OpgraftConfig, current_platform
 from opgraft.config import config_from_fields
 from opgraft.errors import ConfigError
-from opgraft.state import host_state
+from opgraft.hosts import current_config
 
 
 class CUDAGraphMode(enum.Enum):
@@ -262,7 +262,7 @@ def as_opgraft(values: Mapping[str, Any]) -> OpgraftConfig:
 
 def get_current_vllm_config() -> VllmConfig:
     """Return the settings that hold here and now, which cannot be written to."""
-    return VllmConfig.of(host_state().settings().config, current_platform().device_type).sealed()
+    return VllmConfig.of(current_config(), current_platform().device_type).sealed()
 
 
 get_current_vllm_config_or_none = get_current_vllm_config

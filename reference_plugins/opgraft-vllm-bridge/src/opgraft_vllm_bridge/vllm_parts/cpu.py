@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from opgraft.machine.host_memory import host_memory
-from opgraft.platforms.cpu.platform import CpuPlatform as _CpuPlatform
+from opgraft.hosts import built_in_platform
 
 from opgraft_vllm_bridge.vllm_parts.platforms import Platform, PlatformEnum
 
@@ -18,11 +17,11 @@ class CpuPlatform(Platform):
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
-        return _CpuPlatform().capability().name
+        return built_in_platform("cpu").capability().name
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
-        return host_memory()[0]
+        return built_in_platform("cpu").memory().total
 
     @classmethod
     def is_pin_memory_available(cls) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import opgraft
 import torch
-from opgraft.platform import Platform as OpgraftPlatform
+from opgraft import Platform as OpgraftPlatform
 
 from opgraft_vllm_bridge.adapting import BridgedPlatform
 from opgraft_vllm_bridge.vllm_parts.platforms import Platform, PlatformEnum

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from opgraft.ops.linear import sharding
+from opgraft.errors import LayerError
 
 
 def divide(numerator: int, denominator: int) -> int:
@@ -14,7 +14,11 @@ def divide(numerator: int, denominator: int) -> int:
     Raises:
         LayerError: there is a remainder.
     """
-    return sharding.divide(numerator, denominator, "a size")
+    if numerator % denominator:
+        raise LayerError(
+            f"{denominator} parts do not divide {numerator}: choose sizes that divide evenly"
+        )
+    return numerator // denominator
 
 
 def split_tensor_along_last_dim(

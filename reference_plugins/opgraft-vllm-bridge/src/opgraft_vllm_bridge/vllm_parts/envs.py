@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from opgraft.state import host_state
+from opgraft.hosts import current_config, log_level
 
 VLLM_COMPUTE_NANS_IN_LOGITS: bool = False
 VLLM_CONFIGURE_LOGGING: bool = True
@@ -19,8 +19,8 @@ def __getattr__(name: str) -> Any:
         AttributeError: opgraft has no such variable.
     """
     if name == "VLLM_LOGGING_LEVEL":
-        return (host_state().known_environment().log or "INFO").upper()
+        return log_level()
     if name == "VLLM_PLUGINS":
-        plugins = host_state().settings().config.plugins
+        plugins = current_config().plugins
         return None if plugins is None else list(plugins)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from opgraft.errors import LayerError
-from opgraft.ops.attention.batch import AttentionBatch, LayerPages, current_batch
+from opgraft.ops import AttentionBatch, LayerPages, current_batch
 
 from opgraft_vllm_bridge.vllm_parts.config import CUDAGraphMode
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from opgraft.state import host_state
+from opgraft.hosts import log_level
 
-_LEVEL = (host_state().known_environment().log or "INFO").upper()
+_LEVEL = log_level()
 
 DEFAULT_LOGGING_CONFIG: dict[str, Any] = {
     "version": 1,

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from opgraft import PluggableClass
-from opgraft.ops.linear.quantization_config import QuantizationConfig as _QuantizationConfig
-from opgraft.quantization import quantization_named
+from opgraft.kernels import QuantizationConfig as _QuantizationConfig
+from opgraft.kernels import quantization_named
 
 Config = TypeVar("Config", bound=type)
 

@@ -1,0 +1,35 @@
+"""Parts of the engine for devices.
+
+A device replaces a part by ``opgraft.PluggableClass.register_oot(name="worker")`` and so on.
+``Worker``, ``ModelRunner`` and ``Sampler`` compute a step: ``Step`` and ``StepResult``.
+"""
+
+from opgraft.compilation.static_graph import StaticGraph
+from opgraft.engine.executor import Executor
+from opgraft.engine.expert_balancer import ExpertBalancer
+from opgraft.engine.in_process_executor import InProcessExecutor
+from opgraft.engine.kv_cache import KVCacheManager
+from opgraft.engine.memory_query import MemoryQuery
+from opgraft.engine.model_runner import ModelRunner
+from opgraft.engine.sampling import Sampler, SamplingBatch
+from opgraft.engine.scheduler import Scheduler
+from opgraft.engine.step import Step, StepResult
+from opgraft.engine.step_program import StepGraph
+from opgraft.engine.worker import Worker
+
+__all__ = [
+    "Executor",
+    "ExpertBalancer",
+    "InProcessExecutor",
+    "KVCacheManager",
+    "MemoryQuery",
+    "ModelRunner",
+    "Sampler",
+    "SamplingBatch",
+    "Scheduler",
+    "StaticGraph",
+    "Step",
+    "StepGraph",
+    "StepResult",
+    "Worker",
+]
