@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from opgraft.binding.provenance import explain_exception as explain_exception
     from opgraft.binding.provenance import install_excepthook as install_excepthook
     from opgraft.binding.rebinding import rebind as rebind
-    from opgraft.binding.replaceable import replaceable as replaceable
-    from opgraft.binding.replaceable import replaces as replaces
     from opgraft.binding.shadow import ShadowReport as ShadowReport
     from opgraft.binding.shadow import ShadowRow as ShadowRow
     from opgraft.binding.shadow import shadow_report as shadow_report
@@ -155,7 +153,6 @@ _HOME = {
     "opgraft.binding.profiling": ("profile",),
     "opgraft.binding.provenance": ("Provenance", "explain_exception", "install_excepthook"),
     "opgraft.binding.rebinding": ("rebind",),
-    "opgraft.binding.replaceable": ("replaceable", "replaces"),
     "opgraft.binding.shadow": ("ShadowReport", "ShadowRow", "shadow_report"),
     "opgraft.binding.sharing": ("share_decisions",),
     "opgraft.torch_library": ("direct_register_custom_op",),

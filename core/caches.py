@@ -16,7 +16,6 @@ class Caches:
         existing: (target, class) → the ``Binding`` of existing ops of that class.
         classes: class that is no op → the ``ReplacementChoice`` for constructing it.
         functions: functional form → its kernel, and the stand-in where a gradient is required, if it needs one.
-        replaceable: reference of a replaceable function → the function that it runs.
         settings: the ``Settings`` that hold, ``None`` until somebody reads them; nobody writes to them.
         check_values: the setting of that name, ``None`` until it is asked for.
         platform_agrees: whether settings were found to ask for no other platform than the process has.
@@ -28,7 +27,6 @@ class Caches:
     functions: dict[Any, tuple[Callable[..., Any], Callable[..., Any] | None]] = field(
         default_factory=dict
     )
-    replaceable: dict[Any, Callable[..., Any]] = field(default_factory=dict)
     settings: Any = None
     check_values: bool | None = None
     platform_agrees: bool = False

@@ -275,14 +275,11 @@ class PluggableLayer(CustomOp):
         *,
         priority: int = 0,
         when: Condition | None = None,
-        supports: Callable[..., Any] | None = None,
         _decorated_layer_cls: type | None = None,
     ) -> Any:
         """Register as ``CustomOp.register_oot`` does; vLLM calls the class here ``_decorated_layer_cls``."""
         replacement = _decorated_layer_cls or _decorated_op_cls
-        return super().register_oot(
-            replacement, name, priority=priority, when=when, supports=supports
-        )
+        return super().register_oot(replacement, name, priority=priority, when=when)
 
     def idle(self) -> frozenset[str]:
         """Return the names of the children that a call does not run as things are, if no gradient is required.

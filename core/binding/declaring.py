@@ -26,7 +26,6 @@ class Replaceable:
         *,
         priority: int = 0,
         when: Condition | None = None,
-        supports: Callable[..., Any] | None = None,
     ) -> Any:
         """Declare a replacement for a class, as a decorator or by a call.
 
@@ -40,15 +39,12 @@ class Replaceable:
             priority: the highest wins among replacements of one target.
             when: a ``When``, or a function of the platform; the replacement applies only where it holds. It is asked
                 once, when the platform is known.
-            supports: called with the arguments of each call of the op; where it is false the op's own kernel runs.
-                Compilers trace it. Without it a call tests nothing.
 
         Returns:
             The replacement class, or a decorator that returns it.
 
         Raises:
-            RegistrationError: it is no subclass of its target, or accepts fewer calls than the target; or ``supports``
-                does, or can have no effect.
+            RegistrationError: it is no subclass of its target, or accepts fewer calls than the target.
             UnknownTargetError: in strict mode, if plugins are loaded and nothing has that ``name``. Otherwise a warning
                 says so and this registration is left out.
         """
@@ -63,8 +59,8 @@ class Replaceable:
 
         def decorate(replacement: type) -> type:
             named = target if target is not None else getattr(replacement, "__name__", "")
-            _check_options(replacement, named, priority, when, supports)
-            _declare(replacement, named, priority, when, supports)
+            _check_options(replacement, named, priority, when)
+            _declare(replacement, named, priority, when)
             return replacement
 
         return decorate if first is None else decorate(first)
@@ -94,9 +90,7 @@ class Replaceable:
             state.invalidate()
 
 
-def _check_options(
-    cls: object, target: object, priority: object, when: object, supports: object
-) -> None:
+def _check_options(cls: object, target: object, priority: object, when: object) -> None:
     """Reject options of a registration that are of another type than they must be."""
     if not isinstance(cls, type):
         raise RegistrationError(
@@ -113,8 +107,6 @@ def _check_options(
         against = f"when={when!r:.80}: use opgraft.When(...), or a function of the platform"
     elif callable(when) and not _takes_one(when):
         against = f"when={when!r:.80}, which does not take the platform: give it one parameter"
-    elif supports is not None and not callable(supports):
-        against = f"supports={supports!r:.80}: use a function of the arguments of a call"
     if against:  # only then is the class looked up in its source, which takes a millisecond
         raise RegistrationError(
             f"{qualified(cls)} at {location_of(cls)} is registered with {against}"
@@ -136,7 +128,6 @@ def _declare(
     target: str | type,
     priority: int,
     when: Condition | None,
-    supports: Callable[..., Any] | None,
 ) -> None:
     state, discovery, transaction = host_state(), discover(), ACTIVATING.get()
     with state.lock:
@@ -149,7 +140,6 @@ def _declare(
             provider,
             priority=priority,
             when=when,
-            supports=supports,
             activation=transaction,
         )
         own_plugin = discovery.plugin_of(cls.__module__, provider)

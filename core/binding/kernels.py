@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -268,3 +269,12 @@ def continuations(cls: type, chain: tuple[str, ...], enabled: bool) -> dict[str,
         rest = methods[chain.index(key) + 1 :] if key in chain else ["forward_native"]
         further[f"forward_{key}"] = first(rest, [set().union(*defined)]) or last
     return further
+
+
+def method_of(raw: Any) -> Callable[..., Any]:
+    """Return a definition as it stands in a class as a function that takes ``self``."""
+    if not isinstance(raw, staticmethod):
+        method: Callable[..., Any] = raw
+        return method
+    function = raw.__func__
+    return functools.wraps(function)(lambda self, *args, **kwargs: function(*args, **kwargs))

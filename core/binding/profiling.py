@@ -11,8 +11,7 @@ import torch
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.form_choice import choice_of
 from opgraft.binding.functional import Functional
-from opgraft.binding.replaceable import ReplaceableFunction
-from opgraft.binding.specialisation import Binding, bind
+from opgraft.binding.specialisation import Binding
 from opgraft.decision import Provider
 from torch.profiler import record_function
 
@@ -50,9 +49,8 @@ def _begin() -> None:
         CustomOp,
         _labelled(CustomOp.__call__, lambda op: _label_of_op(op.binding)),
     )
-    for cls, label in ((Functional, _label_of_form), (ReplaceableFunction, _label_of_function)):
-        _former[cls] = cls.__call__
-        _set_call(cls, _labelled(_former[cls], label))
+    _former[Functional] = Functional.__call__
+    _set_call(Functional, _labelled(Functional.__call__, _label_of_form))
 
 
 def _end() -> None:
@@ -78,10 +76,6 @@ def _labelled(call: Callable[..., Any], label: Callable[[Any], str]) -> Callable
 def _label_of_form(form: Functional[..., Any]) -> str:
     runs = choice_of(form)
     return _label(runs.binding, runs.kernel_name, runs.provider)
-
-
-def _label_of_function(reference: ReplaceableFunction[..., Any]) -> str:
-    return _label_of_op(bind(reference.op_class))
 
 
 def _label_of_op(binding: Binding) -> str:

@@ -16,8 +16,7 @@ from typing import Any
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.form_choice import FormChoice, choice_of
 from opgraft.binding.functional import Functional
-from opgraft.binding.replaceable import ReplaceableFunction
-from opgraft.binding.specialisation import Binding, bind
+from opgraft.binding.specialisation import Binding
 from opgraft.config import NATIVE_CHOICE
 from opgraft.decision import Provider
 from opgraft.environment import PLUGINS_DISABLE
@@ -128,15 +127,22 @@ def _of_op(places: list[Place]) -> Provenance | None:
     choice = binding.replacement
     replaced = choice.winner is not None
     constructing = frame.f_code.co_name == "__init__"
-    kernel = f"{choice.cls.__qualname__}.__init__" if constructing else ran.kernel_name
-    provider = choice.provider if constructing else ran.provider
+    kernel, provider = ran.kernel_name, ran.provider
+    if constructing:
+        kernel = f"{choice.cls.__qualname__}.__init__"
+        provider = choice.provider
     if isinstance(ran, FormChoice):
         native = ran.is_native
     else:
-        own = binding.kernel.winner.method in ("forward_native", "forward")
+        method = binding.kernel.winner.method
+        own = method in ("forward_native", "forward")
         native = not replaced and (constructing or own)
-    plugin = (choice.winner.plugin or "") if choice.winner else ""
-    setting = "" if native else choosing(choice.settings, choice.op_name, [NATIVE_CHOICE], plugin)
+    plugin = ""
+    if choice.winner:
+        plugin = choice.winner.plugin or ""
+    setting = ""
+    if not native:
+        setting = choosing(choice.settings, choice.op_name, [NATIVE_CHOICE], plugin)
     location = _location(places) or binding.kernel.winner.location
     return Provenance(
         choice.op_name or choice.target.__qualname__, kernel, provider, location, setting
@@ -146,23 +152,18 @@ def _of_op(places: list[Place]) -> Provenance | None:
 def _ran(frame: FrameType) -> Binding | FormChoice | None:
     """Return what the op or the functional form runs that a frame is a method of."""
     code = frame.f_code
-    own: Any = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-    # Not isinstance(), which asks the object.
-    kind = next(
-        (
-            base
-            for base in (CustomOp, ReplaceableFunction, Functional)
-            if issubclass(type(own), base)
-        ),
-        None,
-    )
-    if kind is None or code not in _codes(type(own), kind):
+    if not code.co_argcount:
         return None
-    if kind is CustomOp:
+    first = code.co_varnames[0]
+    own: Any = frame.f_locals.get(first)
+    cls = type(own)  # isinstance() would ask the object
+    if issubclass(cls, CustomOp) and code in _codes(cls, CustomOp):
         binding: Binding | None = vars(own).get("_binding")
         return binding
+    if not issubclass(cls, Functional) or code not in _codes(cls, Functional):
+        return None
     try:
-        return bind(own.op_class) if kind is ReplaceableFunction else choice_of(own)
+        return choice_of(own)
     except OpgraftError:  # it is the choice itself that failed, and its message says all
         return None
 

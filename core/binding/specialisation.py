@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from opgraft.binding.branches import Branch, method_of
 from opgraft.binding.derivation import prepare
 from opgraft.binding.kernels import (
     OWN_FORWARD,
@@ -22,6 +21,7 @@ from opgraft.binding.kernels import (
     KernelChoice,
     choose_kernel,
     continuations,
+    method_of,
 )
 from opgraft.binding.marks import CHECK_RAISED, SWITCH_RAISED, is_inference_only
 from opgraft.binding.measurements import follow
@@ -179,14 +179,20 @@ def _decide_exact(target: type, cls: type) -> Binding:
         return _decide(target, only=[declared])
     now = _decide(target)
     choice = now.replacement
-    others = tuple((r, against) for r, against in choice.rows if r.cls is not cls)
-    constructor = own_constructor(cls, target) or own_constructor(choice.cls, target)
+    others = [row for row in choice.rows if row[0].cls is not cls]
+    constructor = own_constructor(cls, target)
     if constructor is None:
-        return replace(now, replacement=replace(choice, rows=(*others, (declared, why))))
-    kept = replace(choice, rows=(*others, (declared, None)), winner=declared)
+        constructor = own_constructor(choice.cls, target)
+    if constructor is None:
+        rows = (*others, (declared, why))
+        left = replace(choice, rows=rows)
+        return replace(now, replacement=left)
+    rows = (*others, (declared, None))
+    kept = replace(choice, rows=rows, winner=declared)
     because = f"{why}; {constructor} keeps it from becoming a {choice.cls.__qualname__}"
     kernel = choose_kernel(cls, now.kernel.chain, False, because, target)
-    return replace(now, replacement=kept, kernel=kernel, specialisation=specialise(kernel))
+    made = specialise(kernel)
+    return replace(now, replacement=kept, kernel=kernel, specialisation=made)
 
 
 def _gone(target: type, cls: type) -> tuple[Replacement, str | None]:
@@ -219,9 +225,14 @@ def _inactive(replacement: Replacement, state: HostState) -> str:
 
 def own_constructor(cls: type, target: type) -> str | None:
     """Return the method, if any, that sets up instances and that a class between ``cls`` and ``target`` defines."""
-    between = cls.__mro__[: cls.__mro__.index(target)] if target in cls.__mro__ else ()
-    names = ("__init__", "__new__", "__setstate__")
-    return next((name for base in between for name in names if name in vars(base)), None)
+    if target not in cls.__mro__:
+        return None
+    depth = cls.__mro__.index(target)
+    for base in cls.__mro__[:depth]:
+        for name in ("__init__", "__new__", "__setstate__"):
+            if name in vars(base):
+                return name
+    return None
 
 
 def enforced(binding: Binding) -> Binding:
@@ -235,7 +246,7 @@ def enforced(binding: Binding) -> Binding:
     return Binding(
         choice,
         kernel,
-        specialise(kernel, _branch(choice, kernel)),
+        specialise(kernel),
         binding.background,
         enforced=True,
     )
@@ -312,8 +323,7 @@ def watched(binding: Binding, shadow: Shadow) -> Binding:
     winner = replace(kernel.winner, shadow=shadow)
     kernel = replace(kernel, found=(winner, *kernel.found[1:]))
     further = continuations(kernel.cls, kernel.chain, kernel.enabled)
-    branch = _branch(binding.replacement, kernel)
-    made = _specialisation(kernel.cls, kernel.winner, further, branch)
+    made = _specialisation(kernel.cls, kernel.winner, further)
     return replace(binding, kernel=kernel, specialisation=made)
 
 
@@ -336,17 +346,6 @@ def without_drift(binding: Binding) -> Binding:
     native = _native(binding.replacement, binding.kernel)
     kernel = _demoted(binding.kernel, native, shadow.demotion, host_state().settings())
     return replace(binding, kernel=kernel)
-
-
-def _branch(choice: ReplacementChoice, kernel: KernelChoice) -> Branch | None:
-    """Return the ``supports=`` test of the winner and the kernel for other arguments, or ``None``."""
-    supports = choice.winner.supports if choice.winner else None
-    if supports is None or kernel.winner.owner in choice.target.__mro__:
-        return None
-    own = choose_kernel(
-        choice.target, kernel.chain, kernel.enabled, kernel.enabled_because, choice.target
-    )
-    return Branch(supports, own.winner)
 
 
 def _cached(
@@ -396,7 +395,7 @@ def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
         choice, replace(kernel, left_to_compiler=_left(choice, kernel, settings)), settings
     )
     background = (*measured, plugins_decision(state.plugins.values(), settings), selection.decision)
-    binding = Binding(choice, kernel, specialise(kernel, _branch(choice, kernel)), background)
+    binding = Binding(choice, kernel, specialise(kernel), background)
     record = state.registry.ops.get(name or "")
     # A scope is the word of this process alone.
     if only is None and record is not None and record.cls is cls and CURRENT_SCOPE.get() is None:
@@ -437,8 +436,7 @@ def _enabled(choice: ReplacementChoice, settings: Settings) -> tuple[bool, str, 
 def _left(choice: ReplacementChoice, kernel: KernelChoice, settings: Settings) -> bool:
     """Return True if an op is disabled for a compiler alone, and its kernel takes all calls, none compared."""
     compared = settings.config.shadow.share or settings.config.shadow.first_call
-    tested = choice.winner is not None and choice.winner.supports is not None
-    if kernel.enabled or compared or tested or definer(choice.cls, "enabled") is not None:
+    if kernel.enabled or compared or definer(choice.cls, "enabled") is not None:
         return False
     return settings.leaves_to_compiler(choice.op_name)
 
@@ -458,11 +456,11 @@ def _says(cls: Any, owner: type) -> tuple[bool, str]:
         return False, says
 
 
-def specialise(choice: KernelChoice, branch: Branch | None = None) -> Any:
+def specialise(choice: KernelChoice) -> Any:
     """Make the subclass of the op class whose ``forward`` is the chosen kernel: one per choice, kept with the class."""
     op_class, kernel = choice.cls, choice.winner
     # All that a specialisation depends on: a method that a plugin has replaced for a while may have been bound, too.
-    key = (kernel, id(kernel.definition), choice.chain, choice.enabled, branch, kernel.shadow)
+    key = (kernel, id(kernel.definition), choice.chain, choice.enabled, kernel.shadow)
     with host_state().lock:
         # vars(), as getattr() would find the specialisations of a base class.
         cache = vars(op_class).get(_CACHE)
@@ -471,7 +469,7 @@ def specialise(choice: KernelChoice, branch: Branch | None = None) -> Any:
             setattr(op_class, _CACHE, cache)
         if key not in cache:
             further = continuations(op_class, choice.chain, choice.enabled)
-            cache[key] = _specialisation(op_class, kernel, further, branch)
+            cache[key] = _specialisation(op_class, kernel, further)
         return cache[key]
 
 
@@ -502,9 +500,7 @@ def _of_modules(op: Any) -> bool:
     return "_parameters" in vars(op)
 
 
-def _specialisation(
-    op_class: type, kernel: Kernel, further: dict[str, str | None], branch: Branch | None
-) -> type:
+def _specialisation(op_class: type, kernel: Kernel, further: dict[str, str | None]) -> type:
     raw = kernel.definition
     prepare(raw)
     if isinstance(raw, staticmethod) and is_inference_only(raw.__func__):
@@ -519,7 +515,7 @@ def _specialisation(
         prepare(kernel.shadow.native)
         watched = kernel.shadow.around(method_of(raw), method_of(kernel.shadow.native))
     namespace = {
-        "forward": branch.around(watched) if branch else watched,
+        "forward": watched,
         OWN_FORWARD: own_forward,
         "op_class": op_class,
         "__module__": op_class.__module__,

@@ -93,12 +93,7 @@ class ReplacementChoice:
         if against or self.winner is None:
             return against or "not chosen"
         if row is self.winner:
-            branch = (
-                "; where its supports= is false of the arguments the op's own kernel runs"
-                if row.supports
-                else ""
-            )
-            return f"active here, priority {row.priority}{branch}"
+            return f"active here, priority {row.priority}"
         return f"priority {row.priority} is below {self.winner.priority}"
 
 

@@ -14,7 +14,7 @@ from opgraft.decision import Provider
 from opgraft.errors import ConflictError, RegistrationError, UnknownTargetError, close_matches
 from opgraft.platform import Platform
 from opgraft.registry.conditions import Condition, objection_of
-from opgraft.registry.op_classes import check_replacement, check_supports, location_of, qualified
+from opgraft.registry.op_classes import check_replacement, location_of, qualified
 
 ANY_PLATFORM = "any"
 
@@ -39,7 +39,6 @@ class Replacement:
         platforms: names of the platforms it applies on, or ``("any",)``.
         priority: the highest one wins among replacements of one target.
         when: narrows it further; asked once for each platform.
-        supports: tells of the arguments of a call whether it takes them, else the op's own kernel does.
         findings: what is questionable about it, though it stands in for its target in every call that is made.
         activation: the activation of a plugin that was under way when it was declared, or ``None``.
     """
@@ -52,7 +51,6 @@ class Replacement:
     platforms: tuple[str, ...] = (ANY_PLATFORM,)
     priority: int = 0
     when: Condition | None = None
-    supports: Callable[..., Any] | None = None
     findings: tuple[str, ...] = ()
     activation: object = None
     _judged: tuple[Platform, str | None] | None = field(default=None, init=False, repr=False)
@@ -250,10 +248,7 @@ class Registry:
                 f"itself a replacement of {above.target.__qualname__} and would hide it: declare it for "
                 f"{above.target.__qualname__}, with a higher priority."
             )
-        findings = check_replacement(target, replacement.cls)
-        if replacement.supports is not None:
-            check_supports(target, replacement.cls, replacement.supports)
-        return findings
+        return check_replacement(target, replacement.cls)
 
     def find_target(self, name: str) -> type | None:
         """Return the op class called ``name``: an op name, a class name or ``module:Class``.

@@ -8,7 +8,7 @@ import itertools
 import linecache
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from inspect import Signature
 from typing import Any
 
@@ -86,32 +86,6 @@ def _brings(functions: Any, form: str) -> bool:
         return form in functions
     except Exception:  # a module that cannot be imported here, or no mapping: other checks tell
         return True
-
-
-def check_supports(target: type, cls: type, supports: Callable[..., Any]) -> None:
-    """Reject a test of arguments that does not take those of a call, or would not be asked.
-
-    Raises:
-        RegistrationError: it is for a class that is no op, takes fewer calls than the op, or the class brings functions
-            for functional forms, which run without it.
-    """
-    what = f"supports= of {qualified(cls)} at {location_of(cls)}"
-    native = reference_method(target)
-    if native is None:
-        raise RegistrationError(
-            f"{what} is for ops, and {target.__qualname__} is none: test in its methods"
-        )
-    forms = [name for base in own_classes(cls) for name in vars(base) if base not in target.__mro__]
-    forms = [name for name in forms if name.startswith("functional_")]
-    if forms:
-        raise RegistrationError(
-            f"{what} would not be asked by functional forms: test in the functions of {forms[0]}"
-        )
-    rejected = _failing_call(
-        target, native, method_signature(target, native), inspect.signature(supports)
-    )
-    if rejected:
-        raise RegistrationError(f"{what} does not take what the op is called with: {rejected}")
 
 
 def _narrowness(target: type, cls: type, method: str) -> str | None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from opgraft import CustomOp, DeviceCapability, OpgraftConfig, PluggableLayer, When, set_config
 from opgraft.decision import Provider
-from opgraft.distributed import Communicator
 from opgraft.errors import RegistrationError
 from opgraft.ops import RMSNorm
 from opgraft.platforms.cpu.platform import CpuPlatform
@@ -111,10 +110,6 @@ def test_a_device_without_a_compute_level() -> None:
             lambda: RMSNorm.register_oot(when="cuda")(type("A", (RMSNorm,), {})),
             r"when='cuda': use opgraft\.When",
         ),
-        (
-            lambda: RMSNorm.register_oot(supports=8)(type("A", (RMSNorm,), {})),
-            "supports=8: use a function",
-        ),
     ],
 )
 def test_options_of_a_registration_are_checked(make, message: str) -> None:
@@ -152,78 +147,49 @@ def test_a_declared_condition_stands_in_the_decision(scale, fast_scale) -> None:
 class EvenScale(RMSNorm):
     """A kernel for even sizes, which is off by one so that a test sees it."""
 
-    def forward_oot(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def forward_oot(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        if x.shape[0] % 2 or residual is not None:
+            return super().forward_oot(x, residual)
         out = self.forward_native(x, residual)
         assert isinstance(out, torch.Tensor)
         return out + 1
 
 
-def even(x: torch.Tensor, residual: torch.Tensor | None = None) -> bool:
-    return x.shape[0] % 2 == 0 and residual is None
-
-
 @pytest.mark.parametrize("compiled", [False, True])
-def test_arguments_decide_where_an_op_declares_it(compiled: bool) -> None:
-    """The replacement computes what it supports, the op's own kernel the rest; in one graph, for both."""
-    RMSNorm.register_oot(supports=even)(EvenScale)
+def test_a_kernel_leaves_some_arguments_to_the_op(compiled: bool) -> None:
+    """Calls that the replacement hands on by super() run the op's own kernel, in one graph for both."""
+    RMSNorm.register_oot(EvenScale)
     op = RMSNorm(4)
     call = torch.compile(op, fullgraph=True, backend="eager", dynamic=False) if compiled else op
     for rows, added in ((2, 1.0), (3, 0.0), (4, 1.0)):
         x = torch.randn(rows, 4)
         expected = torch.nn.functional.rms_norm(x.double(), (4,), eps=1e-6) + added
         torch.testing.assert_close(call(x).double(), expected, rtol=1e-5, atol=1e-5)
-    assert "where its supports= is false of the arguments the op's own kernel runs" in str(
-        op.decision
-    )
     with set_config(OpgraftConfig(providers="rms_norm=native")):
         assert RMSNorm(4)(torch.zeros(2, 4)).sum() == 0
 
 
-def test_what_declares_nothing_tests_nothing(scale, fast_scale) -> None:
-    """Without supports= the bound method is the kernel itself, with no function around it."""
+def test_no_option_tests_the_arguments_of_a_call() -> None:
+    """A registration has a priority and a condition, and no test of arguments."""
+    with pytest.raises(TypeError, match="unexpected keyword argument 'supports'"):
+        RMSNorm.register_oot(supports=lambda x: True)
+
+
+def test_nothing_stands_around_a_kernel(scale, fast_scale) -> None:
+    """The bound method is the kernel itself, with no function around it."""
     scale.register_oot(fast_scale)
     assert type(scale()).forward is fast_scale.forward_oot
 
 
-class WithFunctions(RMSNorm):
-    functional_oot = {"rms_norm": torch.nn.functional.rms_norm}  # noqa: RUF012 - as plugins write it
-
-
-@pytest.mark.parametrize(
-    ("replacement", "supports", "message"),
-    [
-        (
-            EvenScale,
-            lambda y: True,
-            r"does not take what the op is called with: the call \(x, residual\) fails",
-        ),
-        (
-            WithFunctions,
-            even,
-            "would not be asked by functional forms: test in the functions of functional_oot",
-        ),
-    ],
-)
-def test_a_test_of_arguments_that_could_not_work(replacement: type, supports, message: str) -> None:
-    """One that takes other arguments, or that functional forms would go past, is refused."""
-    with pytest.raises(RegistrationError, match=message):
-        RMSNorm.register_oot(supports=supports)(replacement)
-
-
-def test_a_class_that_is_no_op_has_no_call_to_test() -> None:
-    """The arguments of an op are tested, and those of no other class."""
-    with pytest.raises(RegistrationError, match="is for ops, and Communicator is none"):
-        Communicator.register_oot(supports=even)(
-            type("Mine", (Communicator,), {"remark": lambda self, owner: ""})
-        )
-
-
 def test_a_layer_takes_the_same_options(scale) -> None:
     """``PluggableLayer.register_oot`` passes them on."""
-    replacement = type("Even", (scale,), {"forward_oot": lambda self, x, bias=None: x})
-    PluggableLayer.register_oot(
-        replacement, "Scale", supports=lambda x, bias=None: x.shape[-1] == 4
-    )
-    assert CustomOp.op_registry_oot["Scale"] is replacement
-    torch.testing.assert_close(scale()(torch.ones(4)), torch.ones(4))
-    torch.testing.assert_close(scale(2)(torch.ones(2)), torch.full((2,), 2.0))
+    lower = type("Lower", (scale,), {"forward_oot": lambda self, x, bias=None: x - 1})
+    higher = type("Higher", (scale,), {"forward_oot": lambda self, x, bias=None: x})
+    PluggableLayer.register_oot(higher, "Scale", priority=1)
+    PluggableLayer.register_oot(lower, "Scale")
+    absent = type("Absent", (scale,), {"forward_oot": lambda self, x, bias=None: x + 1})
+    PluggableLayer.register_oot(absent, "Scale", priority=2, when=When(platform="tpu"))
+    assert CustomOp.op_registry_oot["Scale"] is higher
+    torch.testing.assert_close(scale(2)(torch.ones(2)), torch.ones(2))

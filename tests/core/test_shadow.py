@@ -292,23 +292,6 @@ def test_a_native_definition_that_raises_does_not_disturb_the_call(always: None)
     )
 
 
-def test_replaceable_functions_are_watched(always: None) -> None:
-    """A function that a plugin replaces is compared with the one it stands for, also where it takes some calls only."""
-
-    @opgraft.replaceable
-    def acme_half(x: torch.Tensor) -> torch.Tensor:
-        return x / 2
-
-    @opgraft.replaces(acme_half, supports=lambda x: x.dim() == 2)
-    def fast_half(x: torch.Tensor) -> torch.Tensor:
-        return x * 0.25
-
-    acme_half(torch.randn(3))
-    assert row("acme_half").calls == 0
-    acme_half(torch.randn(2, 3))
-    assert (row("acme_half").calls, row("acme_half").drifted) == (1, 1)
-
-
 def test_gradients_pass_through_the_kernel(always: None) -> None:
     """The comparison records nothing, and leaves gradients to the kernel."""
     replaced(lambda self, x, residual=None: 3 * x)

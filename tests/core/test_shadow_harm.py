@@ -10,7 +10,7 @@ from typing import Any
 import opgraft
 import pytest
 import torch
-from opgraft import OpgraftConfig, set_config
+from opgraft import CustomOp, OpgraftConfig, set_config
 from opgraft.binding.shadow import ShadowRow
 from opgraft.config import ShadowConfig
 from opgraft.ops import RMSNorm, SiluAndMul
@@ -97,15 +97,17 @@ def test_complex_numbers_and_8_bit_floats(dtype: torch.dtype, error: float, drif
     """Complex numbers have the tolerance of their parts; floats of 8 bits may be a step apart, whatever the largest."""
     wide = dtype if dtype.is_complex else torch.float32
 
-    @opgraft.replaceable
-    def acme_twice(x: torch.Tensor) -> torch.Tensor:
-        return (2 * x.to(wide)).conj().to(dtype)
+    @CustomOp.register("acme_twice")
+    class AcmeTwice(CustomOp):
+        def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+            return (2 * x.to(wide)).conj().to(dtype)
 
-    @opgraft.replaces(acme_twice)
-    def fast_twice(x: torch.Tensor) -> torch.Tensor:
-        return (2 * (1 + error) * x.to(wide)).conj().to(dtype)
+    @AcmeTwice.register_oot
+    class FastTwice(AcmeTwice):
+        def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
+            return (2 * (1 + error) * x.to(wide)).conj().to(dtype)
 
-    acme_twice((1 + torch.rand(5, 7, dtype=wide) * 50).to(dtype))
+    AcmeTwice()((1 + torch.rand(5, 7, dtype=wide) * 50).to(dtype))
     found = row("acme_twice")
     assert (found.compared, found.drifted) == (1, drifted), found
     numbers = 70 if dtype.is_complex else 35
@@ -134,14 +136,17 @@ def test_objects_that_two_runs_would_share_are_an_obstacle() -> None:
             cache.kept.append(x)
         return len(getattr(cache, "kept", ()))
 
-    @opgraft.replaceable
-    def acme_keep(x: torch.Tensor, cache: Any) -> int:
-        return keep(x, cache)
+    @CustomOp.register("acme_keep")
+    class AcmeKeep(CustomOp):
+        def forward_native(self, x: torch.Tensor, cache: Any) -> int:
+            return keep(x, cache)
 
-    @opgraft.replaces(acme_keep)
-    def fast_keep(x: torch.Tensor, cache: Any) -> int:
-        return keep(x, cache)
+    @AcmeKeep.register_oot
+    class FastKeep(AcmeKeep):
+        def forward_oot(self, x: torch.Tensor, cache: Any) -> int:
+            return keep(x, cache)
 
+    acme_keep = AcmeKeep()
     assert acme_keep(torch.ones(2), cache := Cache()) == len(cache.kept) == 1
     remark = "1 not compared: an argument is a Cache, which two runs would share and may change"
     assert (row("acme_keep").remark, row("acme_keep").compared) == (remark, 0)

@@ -317,6 +317,22 @@ def test_no_assert_statements() -> None:
     assert found == []
 
 
+def test_grep_finds_the_class_of_every_kernel() -> None:
+    """The text of a class with a table ``functional_<key>`` names the method that the table makes."""
+    missing = []
+    for name, path in MODULES.items():
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            source = "\n".join(lines[node.lineno : node.end_lineno])
+            keys = re.findall(r"\bfunctional_(cuda|hip|xpu|tpu)\b", source)
+            missing += [
+                f"{name}.{node.name}: {key}" for key in keys if f"forward_{key}" not in source
+            ]
+    assert missing == []
+
+
 def test_docstrings_come_to_the_point() -> None:
     """No docstring but of tests, which make claims, opens with a question word, "That", "Those" or "The one"."""
     code = [path for path in (*SHIPPED, *OURS) if not path.is_relative_to(REPOSITORY / "tests")]

@@ -1,4 +1,4 @@
-"""Providers are chosen by one grammar everywhere, for ops and for functions that were imported before."""
+"""Providers are chosen by one grammar everywhere, for ops and for functional forms that were imported before."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ from opgraft.ops import RMSNorm
 APP = """
 import opgraft
 import torch
-@opgraft.replaceable
+@opgraft.register_functional("soften", fake=torch.empty_like)
 def soften(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.softplus(x)
+@opgraft.CustomOp.register("soften")
+class Soften(opgraft.CustomOp):
+    @opgraft.calls_functional
+    def forward_native(self, x, *, functional=opgraft.NATIVE):
+        return functional.soften(x)
 """
 USER = """
 from app import soften
@@ -37,9 +42,10 @@ class Norm(RMSNorm):
 @opgraft.hookimpl
 def opgraft_register_ops():
     RMSNorm.register_oot(Norm, priority={factor})
-    @opgraft.replaces("app:soften", priority={factor})
-    def times(x):
-        return x * {factor}
+    from app import Soften
+    class Times(Soften):
+        functional_oot = {{"soften": lambda x: x * {factor}}}
+    Soften.register_oot(Times, priority={factor})
 """
 CHOICE = "soften=acme,rms_norm=native"
 WAYS = ("a block of text", "a block of pairs", "the environment", "a file")
@@ -47,7 +53,7 @@ WAYS = ("a block of text", "a block of pairs", "the environment", "a file")
 
 @pytest.fixture
 def user(site) -> ModuleType:
-    """A program that imported a replaceable function before any plugin was loaded, and two plugins that replace it."""
+    """A program that imported a functional form before any plugin was loaded, and two plugins that replace it."""
     site.install("app", {"app.py": APP, "user.py": USER}, {})
     site.plugin("acme", PLUGIN.format(factor=3))
     site.plugin("brix", PLUGIN.format(factor=5))
@@ -91,7 +97,7 @@ def test_a_choice_holds_however_it_is_made(
 def test_a_choice_on_the_command_line(cli, user) -> None:
     """The option takes the very text."""
     for op, winner, file in (
-        ("soften", "times.forward_oot", "acme.py"),
+        ("soften", "Times.forward_oot", "acme.py"),
         ("rms_norm", "RMSNorm.forward_native", ""),
     ):
         told = json.loads(cli("ops", "explain", op, "--json", "--providers", CHOICE).stdout)[

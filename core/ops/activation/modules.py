@@ -37,7 +37,7 @@ class SiluAndMul(CustomOp):
         """Raise ``ValueError`` if the last dimension of ``x`` is odd."""
         return functional.silu_and_mul(x)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
 
 @CustomOp.register("mul_and_silu")
@@ -52,7 +52,7 @@ class MulAndSilu(CustomOp):
         """Raise ``ValueError`` if the last dimension of ``x`` is odd."""
         return functional.mul_and_silu(x)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
 
 @CustomOp.register("gelu_and_mul")
@@ -79,7 +79,7 @@ class GeluAndMul(CustomOp):
         """Raise ``ValueError`` if the last dimension of ``x`` is odd."""
         return functional.gelu_and_mul(x, self.approximate)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
     def extra_repr(self) -> str:
         return f"approximate={self.approximate!r}"
@@ -110,7 +110,7 @@ class GeluAndMulSparse(CustomOp):
         """Raise ``ValueError`` if the last dimension of ``x`` is odd."""
         return functional.gelu_and_mul_sparse(x, self.activation_sparsity, self.approximate)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
     def extra_repr(self) -> str:
         return f"activation_sparsity={self.activation_sparsity}, approximate={self.approximate!r}"
@@ -135,7 +135,7 @@ class FatreluAndMul(CustomOp):
         """Raise ``ValueError`` if the last dimension of ``x`` is odd."""
         return functional.fatrelu_and_mul(x, self.threshold)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
     def extra_repr(self) -> str:
         return f"threshold={self.threshold}"
@@ -164,7 +164,7 @@ class SwigluOAIAndMul(CustomOp):
         """Raise ``ValueError`` if the last dimension of ``x`` is odd."""
         return functional.swigluoai_and_mul(x, self.alpha, self.limit)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
     def extra_repr(self) -> str:
         return f"alpha={self.alpha}, limit={self.limit}"
@@ -213,7 +213,7 @@ class SiluAndMulWithClamp(CustomOp):
         )
         return (gate * torch.sigmoid(self.alpha * gate) * (up + self.beta)).to(x.dtype)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
     def extra_repr(self) -> str:
         return f"swiglu_limit={self.swiglu_limit}" + (
@@ -244,7 +244,7 @@ class SwigluStepAndMul(CustomOp):
         """Raise ``ValueError`` if the last dimension of ``x`` is odd."""
         return functional.swiglustep_and_mul(x, self.limit)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
     def extra_repr(self) -> str:
         return f"limit={self.limit}"
@@ -258,7 +258,7 @@ class NewGELU(CustomOp):
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.gelu_new(x)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
 
 @CustomOp.register("gelu_fast")
@@ -269,7 +269,7 @@ class FastGELU(CustomOp):
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.gelu_fast(x)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
 
 @CustomOp.register("quick_gelu")
@@ -280,7 +280,7 @@ class QuickGELU(CustomOp):
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.quick_gelu(x)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
 
 @CustomOp.register("gelu_tanh")
@@ -291,7 +291,7 @@ class GELUTanh(CustomOp):
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.gelu_tanh(x)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
 
 @CustomOp.register("gelu")
@@ -310,7 +310,7 @@ class GELU(CustomOp, nn.GELU):
     def forward_native(self, input: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.gelu(input, self.approximate)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
 
 @CustomOp.register("silu")
@@ -330,7 +330,7 @@ class SiLU(CustomOp, nn.SiLU):
         functional.silu_(input)
         return input
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
 
 @CustomOp.register("relu")
@@ -363,4 +363,4 @@ class ReLUSquaredActivation(CustomOp):
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.relu2(x)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu

@@ -43,7 +43,7 @@ class WriteKVCache(CustomOp):
         """Write; arguments and errors are those of ``opgraft.functional.write_kv_cache``."""
         functional.write_kv_cache(key, value, cache, slots)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
 
 @CustomOp.register("paged_attention")
@@ -90,7 +90,7 @@ class PagedAttention(CustomOp):
         )
         return attended
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
     def extra_repr(self) -> str:
         return f"scale={self.scale}, sliding_window={self.sliding_window}, logits_soft_cap={self.logits_soft_cap}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from opgraft.binding.branches import method_of
 from opgraft.binding.custom_op import CustomOp, PluggableLayer
+from opgraft.binding.kernels import method_of
 from opgraft.binding.rebinding import hidden_by
 from opgraft.compat.hooks import hooks_on_every_module
 from opgraft.decision import Provider

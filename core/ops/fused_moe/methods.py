@@ -127,7 +127,7 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
     """The weights are parameters: ``w13_weight`` ``[experts, 2 · intermediate, hidden]``, ``w2_weight``
     ``[experts, hidden, intermediate]``, and with biases ``w13_bias`` and ``w2_bias``, a row less each."""
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
     def create_weights(
         self,

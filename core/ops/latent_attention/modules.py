@@ -17,7 +17,7 @@ TRITON = on_triton("opgraft.ops.latent_attention.triton")
 class ConcatAndCacheMLA(CustomOp):
     """Writes latents and rotated keys of new tokens to their places in a paged cache (arXiv:2405.04434)."""
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
     @calls_functional
     def forward_native(
@@ -39,7 +39,7 @@ class MLAPagedAttention(CustomOp):
         ValueError: ``kv_lora_rank`` is no positive integer.
     """
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
     def __init__(self, kv_lora_rank: int, scale: float) -> None:
         super().__init__()

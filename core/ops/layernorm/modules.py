@@ -130,7 +130,7 @@ class RMSNorm(_EpsOfInput, CustomOp):
         return functional.fused_add_rms_norm(x, residual, weight, eps, size)
 
     # The host derives forward_cuda and forward_xpu from these: forward_native with Triton's functional forms.
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.eps}, has_weight={self.has_weight}"
@@ -199,7 +199,7 @@ class GemmaRMSNorm(_EpsByTwoNames, CustomOp):
             return functional.gemma_rms_norm(x, self.weight, self.variance_epsilon)
         return functional.fused_add_gemma_rms_norm(x, residual, self.weight, self.variance_epsilon)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.variance_epsilon}"
@@ -234,7 +234,7 @@ class LayerNorm(CustomOp, nn.LayerNorm):
         """Normalise ``input``; raise ``ValueError`` where its shape, dtype or device does not fit."""
         return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
 
 @CustomOp.register("rms_norm_gated")
@@ -303,7 +303,7 @@ class RMSNormGated(_EpsByTwoNames, CustomOp):
             self.activation,
         )
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.variance_epsilon}, group_size={self.group_size}"

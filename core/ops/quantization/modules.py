@@ -123,7 +123,7 @@ class QuantFP8(CustomOp):
         quantised, computed = functional.quant_fp8_dynamic(x, *settings)
         return self.pad_tokens(quantised), self.lay_out_scales(computed)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
     def pad_tokens(self, quantised: Tensor) -> Tensor:
         """Pad ``[tokens, hidden]`` with rows of zeros up to ``num_token_padding``; for kernels too.

@@ -84,7 +84,7 @@ class DualChunkRotaryEmbedding(CustomOp):
             positions, query, key, self.head_size, self.cos_sin_cache, *chunks, self.is_neox_style
         )
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
     def extra_repr(self) -> str:
         return (

@@ -130,7 +130,7 @@ class ApplyRotaryEmb(CustomOp):
         rotated = (self(x.transpose(1, 2), cos, sin).transpose(1, 2) for x in (query, key))
         return next(rotated), next(rotated)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
 
 @CustomOp.register("rotary_embedding")
@@ -237,7 +237,7 @@ class RotaryEmbeddingBase(CustomOp):
         table = (self.head_size, self.cos_sin_cache, self.is_neox_style)
         return rotated_by(functional.rotary_embedding, positions, query, key, *table)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
     def extra_repr(self) -> str:
         return (

@@ -210,7 +210,7 @@ class DynamicNTKScalingRotaryEmbedding(RotaryEmbedding):
             functional.rotary_embedding, rows, query, key, self.head_size, table, self.is_neox_style
         )
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
     def _compute_cos_sin_cache(self) -> Tensor:
         longer = self.scaling_factor * max(1.0, self.context / self.max_trained_positions)
@@ -370,7 +370,7 @@ class Phi3LongRoPEScaledRotaryEmbedding(RotaryEmbeddingBase):
             functional.rotary_embedding, moved(positions, offsets), query, key, *settings
         )
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
 
 def longrope_scale(longer: float, trained: int) -> float:

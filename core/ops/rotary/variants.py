@@ -296,7 +296,7 @@ class DeepseekScalingRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
         """Rotate as ``RotaryEmbeddingBase`` does, at ``positions + offsets``."""
         return super().forward_native(moved(positions, offsets), query, key, functional=functional)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
 
 def apply_interleaved_rope(x: Tensor, mrope_section: Sequence[int]) -> Tensor:
@@ -401,4 +401,4 @@ class MRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
             functional.mrope, positions, query, key, self.head_size, self.cos_sin_cache, *sections
         )
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu

@@ -108,4 +108,4 @@ class Llama4VisionRotaryEmbedding(RotaryEmbeddingBase):
         turn = functional.apply_rotary_emb
         return turn(query, *tables), None if key is None else turn(key, *tables)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu

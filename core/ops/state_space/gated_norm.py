@@ -87,6 +87,7 @@ class Mixer2RMSNormGated(CustomOp):
             param, loaded_weight, rank_shards([(self.full_hidden_size,) * 2], "a gated norm")
         )
 
+    # This table makes forward_cuda and forward_xpu.
     functional_cuda = functional_xpu = on_triton("opgraft.ops.state_space.triton_norm")
 
     @calls_functional

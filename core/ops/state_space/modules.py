@@ -27,7 +27,7 @@ class CausalConv1d(CustomOp):
         ValueError: another activation.
     """
 
-    functional_cuda = functional_xpu = CONVOLUTIONS
+    functional_cuda = functional_xpu = CONVOLUTIONS  # makes forward_cuda, forward_xpu
 
     def __init__(self, activation: str | None = None) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class CausalConv1dUpdate(CustomOp):
         ValueError: another activation.
     """
 
-    functional_cuda = functional_xpu = CONVOLUTIONS
+    functional_cuda = functional_xpu = CONVOLUTIONS  # makes forward_cuda, forward_xpu
 
     def __init__(self, activation: str | None = None) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class SelectiveScan(CustomOp):
         dt_softplus: step sizes are ``softplus(dt + dt_bias)``.
     """
 
-    functional_cuda = functional_xpu = SCANS
+    functional_cuda = functional_xpu = SCANS  # makes forward_cuda, forward_xpu
 
     def __init__(self, dt_softplus: bool = False) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class MambaChunkScan(CustomOp):
         ValueError: the size of chunks is no positive integer.
     """
 
-    functional_cuda = functional_xpu = CHUNKS
+    functional_cuda = functional_xpu = CHUNKS  # makes forward_cuda, forward_xpu
 
     def __init__(self, chunk_size: int, dt_softplus: bool = False) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class SelectiveStateUpdate(CustomOp):
         dt_softplus: step sizes are ``softplus(dt + dt_bias)``.
     """
 
-    functional_cuda = functional_xpu = SCANS
+    functional_cuda = functional_xpu = SCANS  # makes forward_cuda, forward_xpu
 
     def __init__(self, dt_softplus: bool = False) -> None:
         super().__init__()
