@@ -271,15 +271,16 @@ def _shadowed(choice: ReplacementChoice, kernel: KernelChoice, settings: Setting
     )
     if native == kernel.winner:
         return kernel
-    state, key = host_state(), (choice.target, kernel.cls, kernel.winner, wanted)
+    state = host_state()
+    key = (choice.target, kernel.cls, kernel.winner, wanted)
     with state.lock:
         shadow = state.shadows.get(key)
         if shadow is None:
             excluded = "" if choice.target.repeatable else _NO_SHADOW  # type: ignore[attr-defined]  # of a CustomOp
             name = choice.op_name or choice.target.__qualname__
-            provider = (
-                choice.own if kernel.winner.owner in choice.target.__mro__ else choice.provider
-            )
+            provider = choice.provider
+            if kernel.winner.owner in choice.target.__mro__:
+                provider = choice.own
             watched = choice.target, name, str(kernel.winner), provider, native.definition
             shadow = state.shadows[key] = Shadow(*watched, wanted, excluded)
     if shadow.demotion is not None:

@@ -1,4 +1,4 @@
-"""``opgraft new``: a plugin to begin with. Imports no torch, and no plugin but a bridge that ports another."""
+"""``opgraft new``: a plugin to begin with, or a port. Imports no torch."""
 
 from __future__ import annotations
 
