@@ -11,6 +11,7 @@ import opgraft
 import pytest
 import torch
 from opgraft import OpgraftConfig, set_config
+from opgraft.binding.functional import FUNCTIONALS, unregister
 from opgraft.ops import RMSNorm
 
 APP = """
@@ -52,7 +53,7 @@ WAYS = ("a block of text", "a block of pairs", "the environment", "a file")
 
 
 @pytest.fixture
-def user(site) -> ModuleType:
+def user(site) -> Iterator[ModuleType]:
     """A program that imported a functional form before any plugin was loaded, and two plugins that replace it."""
     site.install("app", {"app.py": APP, "user.py": USER}, {})
     site.plugin("acme", PLUGIN.format(factor=3))
@@ -60,7 +61,8 @@ def user(site) -> ModuleType:
     import user  # type: ignore[import-not-found]
 
     opgraft.reset()
-    return user
+    yield user
+    unregister(FUNCTIONALS["soften"])  # the next test imports another copy of the program
 
 
 @contextmanager
