@@ -103,7 +103,10 @@ def _open_standard_streams() -> None:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    """Run a command line; returns its exit code. With ``--json`` an error is an object on stdout, too."""
+    """Run a command line; returns its exit code.
+
+    With ``--json`` an error is also an object on stdout.
+    """
     shows_all, arguments = _takes_traceback(arguments)
     try:
         code = cli.main(arguments, prog_name="opgraft", standalone_mode=False)
@@ -133,14 +136,14 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _takes_traceback(arguments: Sequence[str]) -> tuple[bool, list[str]]:
-    """Take ``--traceback`` out of a command line, where it may stand before or behind the command."""
+    """Take ``--traceback`` out of a command line, before or behind the command."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     kept = [each for each in arguments[:end] if each != _TRACEBACK]
     return len(kept) < end, [*kept, *arguments[end:]]
 
 
 def _failure(error: Exception, told: Any) -> Exception:
-    """Return an error that the code of a plugin raised as a ``PluginError`` of one sentence, others as they are."""
+    """Return an error of a plugin's code as a ``PluginError`` of one sentence."""
     if isinstance(error, OpgraftError | click.ClickException) or told is None or not told.of_plugin:
         return error
     return PluginError(f"{described(error)}, {told}. {_TRACEBACK} shows the calls that led there.")
