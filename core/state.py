@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from opgraft.caches import Caches
 from opgraft.config import CURRENT_SCOPE, OpgraftConfig, Settings, resolve
@@ -23,6 +23,9 @@ from opgraft.logger import logger, set_level
 from opgraft.platform import Platform
 from opgraft.registry.declarations import Declaration, Owner, Registry, Replacement
 from opgraft.text import printable
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -197,6 +200,24 @@ class HostState:
             scope.caches = Caches()
             scope.generation = self.generation
         return scope.caches
+
+    def decide_once(
+        self, cache: Callable[[Caches], dict[Key, Any]], key: Key, decide: Callable[[], Value]
+    ) -> Value:
+        """Return the decision that a cache of the active scope keeps under ``key``, or make one.
+
+        A new decision is kept, unless what it rests on has changed while it was made.
+        """
+        known: Value | None = cache(self.current_caches()).get(key)
+        if known is not None:
+            return known
+        generation = self.generation
+        # Made without the lock, as plugins' code may run.
+        decision = decide()
+        with self.lock:
+            if self.generation == generation:
+                cache(self.current_caches())[key] = decision
+        return decision
 
     def checks_values(self) -> bool:
         """Return True if ops check values of tensors on accelerators; cached."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from threading import get_ident
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from opgraft.caches import Caches
 from opgraft.config import Settings
 from opgraft.decision import Candidate, Decision
 from opgraft.environment import PLUGINS, PLUGINS_DISABLE
@@ -20,7 +21,8 @@ from opgraft.state import HostState, PluginRecord, PluginStatus, host_state, loa
 from opgraft.text import printable
 from opgraft.version import __version__
 
-Result = TypeVar("Result")
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 def load_plugins() -> None:
@@ -62,8 +64,10 @@ def load_plugins() -> None:
             state.invalidate()
 
 
-def with_plugins(decide: Callable[[], Result]) -> Result:
-    """Load the plugins and decide something that rests on them; again where another thread has called ``reset``.
+def decide_with_plugins(
+    cache: Callable[[Caches], dict[Key, Any]], key: Key, decide: Callable[[], Value]
+) -> Value:
+    """Load the plugins and return ``HostState.decide_once`` of the arguments; again if another thread calls ``reset``.
 
     Raises:
         OpgraftError: as ``load_plugins``, or as ``decide``.
@@ -72,13 +76,13 @@ def with_plugins(decide: Callable[[], Result]) -> Result:
         load_plugins()
         state = host_state()
         try:
-            result = decide()
+            decision = state.decide_once(cache, key, decide)
         except OpgraftError:
             if host_state() is state:
                 raise
             continue
         if host_state() is state and (state.plugins_loaded or state.loading_thread == get_ident()):
-            return result
+            return decision
 
 
 def _report(state: HostState) -> None:

@@ -139,9 +139,6 @@ def register_functional(
     return decorate
 
 
-form = register_functional  # its former name, which goes with the next minor version
-
-
 def _add(form: Functional[..., Any]) -> Callable[[], None]:
     """Make a form known under its name; returns the undo."""
     known = _functionals.get(form.name)
@@ -180,27 +177,19 @@ def binding_of(form: Functional[..., Any]) -> Binding:
 
 def _bound(form: Functional[Arguments, Result]) -> Bound[Arguments, Result]:
     """Return the kernel that a form runs, from the cache of bound classes; the path that every eager call takes."""
-    functions = host_state().current_caches().functions
+    state = host_state()
     try:
-        return functions[form]
+        return state.current_caches().functions[form]
     except KeyError:
-        return _bind_function(form)
+        return state.decide_once(lambda caches: caches.functions, form, lambda: _decide(form))
 
 
-def _bind_function(form: Functional[Arguments, Result]) -> Bound[Arguments, Result]:
-    generation = host_state().generation
+def _decide(form: Functional[Arguments, Result]) -> Bound[Arguments, Result]:
     kernel = binding_of(form).kernel.winner
     function = kernel.functional(form.name) or form.native
-    bound = (
-        function,
-        form.native if kernel.inference_only and function is not form.native else None,
-    )
-    state = host_state()
-    with state.lock:
-        # What changed meanwhile makes the choice stale: it serves this call and no other.
-        if state.generation == generation:
-            state.current_caches().functions[form] = bound
-    return bound
+    if kernel.inference_only and function is not form.native:
+        return function, form.native
+    return function, None
 
 
 def _register(form: Functional[..., Any]) -> None:

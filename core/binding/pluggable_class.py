@@ -12,7 +12,7 @@ from opgraft.config import CURRENT_SCOPE
 from opgraft.errors import RegistrationError
 from opgraft.plugins.agreement import expect_choice_agrees
 from opgraft.plugins.discovery import discover
-from opgraft.plugins.host import check_loaded_with, with_plugins
+from opgraft.plugins.host import check_loaded_with, decide_with_plugins
 from opgraft.plugins.outcomes import absence_of
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.choice import ReplacementChoice, choose_replacement
@@ -78,20 +78,7 @@ def choose_class(cls: type) -> ReplacementChoice:
     Raises:
         OpgraftError: the platform, a plugin asked for by name, a conflict or a setting prevents a choice.
     """
-    return with_plugins(lambda: _choose(cls))
-
-
-def _choose(cls: type) -> ReplacementChoice:
-    state = host_state()
-    known: ReplacementChoice | None = state.current_caches().classes.get(cls)
-    if known is not None:
-        return known
-    generation = state.generation
-    choice = _decide(cls)
-    with state.lock:
-        if state.generation == generation:
-            state.current_caches().classes[cls] = choice
-    return choice
+    return decide_with_plugins(lambda caches: caches.classes, cls, partial(_decide, cls))
 
 
 def _decide(cls: type) -> ReplacementChoice:

@@ -11,7 +11,7 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from opgraft.binding.derivation import prepare
 from opgraft.binding.kernels import (
@@ -27,7 +27,6 @@ from opgraft.binding.marks import CHECK_RAISED, SWITCH_RAISED, is_inference_only
 from opgraft.binding.measurements import follow
 from opgraft.binding.names import check_names, kin_of, op_name_of
 from opgraft.binding.shadow import Shadow
-from opgraft.caches import Caches
 from opgraft.config import CURRENT_SCOPE, NATIVE_CHOICE, Settings
 from opgraft.decision import Decision, Provider
 from opgraft.environment import PROVIDERS
@@ -36,7 +35,7 @@ from opgraft.logger import logger
 from opgraft.platform import effective_chain
 from opgraft.plugins.agreement import expect_choice_agrees
 from opgraft.plugins.discovery import discover
-from opgraft.plugins.host import check_loaded_with, plugins_decision, with_plugins
+from opgraft.plugins.host import check_loaded_with, decide_with_plugins, plugins_decision
 from opgraft.plugins.outcomes import absence_of, state_of
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry import watching
@@ -45,8 +44,6 @@ from opgraft.registry.declarations import Replacement
 from opgraft.registry.op_classes import definer, location_of, own_classes, qualified
 from opgraft.state import HostState, host_state
 from opgraft.text import described, printable
-
-Key = TypeVar("Key")
 
 _CACHE = "__opgraft_specialisations__"
 _INIT = "__init__"
@@ -147,9 +144,8 @@ def bind(cls: type) -> Binding:
     )
     if known is not None:  # as every construction but the first
         return known
-    return with_plugins(
-        lambda: _cached(lambda caches: caches.constructed, cls, lambda: _decide(cls))
-    )
+    decide = functools.partial(_decide, cls)
+    return decide_with_plugins(lambda caches: caches.constructed, cls, decide)
 
 
 def bind_exact(target: type, cls: type, enforce: bool = False) -> Binding:
@@ -161,10 +157,8 @@ def bind_exact(target: type, cls: type, enforce: bool = False) -> Binding:
 
     ``enforce`` enables the op whatever the settings say.
     """
-    key = (target, cls)
-    binding = with_plugins(
-        lambda: _cached(lambda caches: caches.existing, key, lambda: _decide_exact(target, cls))
-    )
+    decide = functools.partial(_decide_exact, target, cls)
+    binding = decide_with_plugins(lambda caches: caches.existing, (target, cls), decide)
     # What was disabled because its class is gone stays so: enforcing is a word about settings.
     if enforce and (binding.kernel.enabled or _gone(target, cls)[1] is None):
         return enforced(binding)
@@ -347,23 +341,6 @@ def without_drift(binding: Binding) -> Binding:
     native = _native(binding.replacement, binding.kernel)
     kernel = _demoted(binding.kernel, native, shadow.demotion, host_state().settings())
     return replace(binding, kernel=kernel)
-
-
-def _cached(
-    cache: Callable[[Caches], dict[Key, Binding]], key: Key, decide: Callable[[], Binding]
-) -> Binding:
-    """Return the binding kept under ``key`` for the active scope; keep a new one only if nothing changed meanwhile."""
-    state = host_state()
-    known = cache(state.current_caches()).get(key)
-    if known is not None:
-        return known
-    generation = state.generation
-    binding = decide()
-    with state.lock:
-        # Decided without the lock, as plugins' code may run: what changed meanwhile makes it stale.
-        if state.generation == generation:
-            cache(state.current_caches())[key] = binding
-    return binding
 
 
 def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
