@@ -1,4 +1,4 @@
-"""The parts of the package's metadata that depend on the address of the repository.
+"""The list of packages, and the parts of the metadata that depend on the address of the repository.
 
 ``DOCS_REPOSITORY_URL`` names the address, as it does for the documentation. The long description is the README, whose
 links to files of the repository lead there. Without an address they become plain text: an index shows no files.
@@ -8,9 +8,15 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 IMAGE = re.compile(r"<picture>.*?</picture>\s*", re.DOTALL)
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
@@ -42,9 +48,18 @@ def urls(repository: str) -> dict[str, str]:
     }
 
 
+def packages() -> list[str]:
+    """Return every package on disk by its name, which ``package-dir`` of pyproject.toml derives from its folder."""
+    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
+    folders = project["tool"]["setuptools"]["package-dir"]
+    inner = [f"{package}.{each}" for package in folders for each in find_packages(folders[package])]
+    return [*folders, *inner]
+
+
 REPOSITORY = os.environ.get("DOCS_REPOSITORY_URL", "").rstrip("/")
 
 setup(
+    packages=packages(),
     long_description=long_description(Path("README.md").read_text(encoding="utf-8"), REPOSITORY),
     long_description_content_type="text/markdown",
     project_urls=urls(REPOSITORY),

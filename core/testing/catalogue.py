@@ -2,51 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+import pkgutil
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from types import MappingProxyType, ModuleType
 
 import torch
+from opgraft import ops
 from opgraft.binding.comparison import Tolerance
-from opgraft.ops.activation import spec as activation
-from opgraft.ops.attention import spec as attention
-from opgraft.ops.conv import spec as conv
-from opgraft.ops.fused_collectives import spec as fused_collectives
-from opgraft.ops.fused_moe import spec as fused_moe
-from opgraft.ops.fused_quantization import spec as fused_quantization
-from opgraft.ops.fused_rotary import spec as fused_rotary
-from opgraft.ops.latent_attention import spec as latent_attention
-from opgraft.ops.layernorm import spec as layernorm
-from opgraft.ops.linear import spec as linear
-from opgraft.ops.quantization import spec as quantization
-from opgraft.ops.quantized_attention import spec as quantized_attention
-from opgraft.ops.quantized_linear import spec as quantized_linear
-from opgraft.ops.quantized_moe import spec as quantized_moe
-from opgraft.ops.rotary import spec as rotary
-from opgraft.ops.routing import spec as routing
 from opgraft.ops.spec import TOLERANCES, OpSpec
-from opgraft.ops.state_space import spec as state_space
 from opgraft.state import host_state
 
-FAMILIES = (
-    activation,
-    attention,
-    conv,
-    fused_collectives,
-    fused_moe,
-    fused_quantization,
-    fused_rotary,
-    latent_attention,
-    layernorm,
-    linear,
-    quantization,
-    quantized_attention,
-    quantized_linear,
-    quantized_moe,
-    rotary,
-    routing,
-    state_space,
-)
-"""The modules that hold the specs, each a family."""
+
+def _families() -> Iterator[ModuleType]:
+    """Import the spec of every folder of ``opgraft.ops`` that has one."""
+    for folder in pkgutil.iter_modules(ops.__path__, "opgraft.ops."):
+        if folder.ispkg and find_spec(f"{folder.name}.spec"):
+            yield import_module(f"{folder.name}.spec")
+
+
+FAMILIES = tuple(_families())
+"""The modules that hold the specs, one for each family."""
 
 SPECS: Mapping[str, OpSpec] = MappingProxyType(
     {spec.functional.name: spec for family in FAMILIES for spec in family.SPECS}

@@ -29,7 +29,7 @@ from source_trees import (
 
 pytestmark = pytest.mark.source
 
-LAYERS = [
+FLOORS = [
     # Plain data: no torch, no state.
     "opgraft.files",
     "opgraft.installed",
@@ -59,36 +59,7 @@ LAYERS = [
     # Ops.
     "opgraft.binding",
     "opgraft.distributed",
-    "opgraft.ops.prefixes",
-    "opgraft.ops.weights",
-    "opgraft.ops.precision",
-    "opgraft.ops.checks",
-    "opgraft.ops.fakes",
-    "opgraft.ops.spec",
-    "opgraft.ops.on_triton",
-    "opgraft.ops.triton_launch",
-    "opgraft.ops.triton_segments",
-    "opgraft.ops.activation",  # its device functions and references serve the families below
-    "opgraft.ops.layernorm",
-    "opgraft.ops.linear",
-    "opgraft.ops.embedding",
-    "opgraft.ops.rotary",
-    "opgraft.ops.fused_rotary",
-    "opgraft.ops.quantization",
-    "opgraft.ops.fused_quantization",
-    "opgraft.ops.fused_collectives",
-    "opgraft.ops.attention",
-    "opgraft.ops.quantized_attention",
-    "opgraft.ops.latent_attention",
-    "opgraft.ops.quantized_linear",
-    "opgraft.ops.routing",
-    "opgraft.ops.fused_moe",
-    "opgraft.ops.quantized_moe",
-    "opgraft.ops.conv",
-    "opgraft.ops.state_space",
-    "opgraft.ops.decoder_plan",  # a class of the process, whose parts are of several families
-    "opgraft.ops.composites",  # layers of several families' ops
-    "opgraft.ops.pack",
+    "opgraft.ops.*",  # families and what they share, in the order of their imports
     "opgraft.ops",  # the facade of the families
     "opgraft.functional",
     "opgraft.packing",
@@ -114,7 +85,8 @@ LAYERS = [
     "opgraft.__main__",
     "opgraft",  # the lazy facade, which names every floor; nothing imports it
 ]
-"""Imports point up this list. A name stands for its submodules too, unless they have a line of their own."""
+"""Imports point up this list. A name stands for its submodules too, unless they have a line of their own. A line that
+ends in ``.*`` stands for a line of each submodule, in an order in which every import points up."""
 
 IMPORTS_LATE = ("opgraft.cli", "opgraft.compilation.compiled", "opgraft.compilation.lowering")
 """Commands import what they need when they are called, so that 'opgraft --help' and 'detect' start fast; compiled code
@@ -196,6 +168,31 @@ def named_imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
         yield from (
             (line, text) for line, text in texts(tree) if text in MODULES and text != "opgraft"
         )
+
+
+def layers() -> Iterator[str]:
+    """Every line of ``FLOORS``, with lines that end in ``.*`` written out."""
+    for floor in FLOORS:
+        if floor.endswith(".*"):
+            yield from in_order(floor.removesuffix(".*"))
+        else:
+            yield floor
+
+
+def in_order(package: str) -> Iterator[str]:
+    """The modules and packages within a package, each after those that it imports; circles are an error."""
+    depth = package.count(".") + 2
+    inner = [module for module in MODULES if module.startswith(f"{package}.")]
+    graph: dict[str, set[str]] = {}
+    for module in inner:
+        floor = ".".join(module.split(".")[:depth])
+        imported = {name for _, name in first_party_imports(tree_of(MODULES[module]))}
+        below = {".".join(name.split(".")[:depth]) for name in imported & {*inner}}
+        graph.setdefault(floor, set()).update(below - {floor})
+    return TopologicalSorter(graph).static_order()
+
+
+LAYERS = list(layers())
 
 
 def layer_of(module: str) -> str:

@@ -26,17 +26,6 @@ def python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
-def test_every_package_on_disk_is_listed(pyproject: dict[str, Any]) -> None:
-    """pyproject.toml lists exactly the packages on disk: one left out would be missing from the wheel."""
-    on_disk = {
-        ".".join([package, *path.parent.relative_to(REPOSITORY / folder).parts])
-        for folder, package in FOLDERS.items()
-        for path in (REPOSITORY / folder).rglob("__init__.py")
-    }
-    listed = pyproject["tool"]["setuptools"]["packages"]
-    assert sorted(listed) == sorted(on_disk)
-
-
 def test_every_module_lies_in_a_package() -> None:
     """No folder of modules lacks its __init__.py: it would work from the source tree and be missing from the wheel."""
     sources = [path for folder in FOLDERS for path in (REPOSITORY / folder).rglob("*.py")]
