@@ -9,16 +9,16 @@ from typing import Any
 
 @dataclass(slots=True)
 class Caches:
-    """The decisions made under one scope of settings, dropped as a whole when what they rest on changes.
+    """The decisions made under one scope of settings, dropped together when a plugin or a setting changes.
 
     Attributes:
         constructed: op class → the ``Binding`` for constructing it.
         existing: (target, class) → the ``Binding`` of existing ops of that class.
         classes: class that is no op → the ``ReplacementChoice`` for constructing it.
-        functions: functional form → its kernel, and the stand-in where a gradient is required, if it needs one.
-        settings: the ``Settings`` that hold, ``None`` until somebody reads them; nobody writes to them.
+        functions: functional form → its kernel, and the stand-in for gradients, if it needs one.
+        settings: the ``Settings`` that hold, ``None`` until they are read; never modified.
         check_values: the setting of that name, ``None`` until it is asked for.
-        platform_agrees: whether settings were found to ask for no other platform than the process has.
+        platform_agrees: whether settings ask for no other platform than the process has.
     """
 
     constructed: dict[type, Any] = field(default_factory=dict)

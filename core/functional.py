@@ -1,13 +1,11 @@
 """The ops as functions of tensors and settings.
 
-Each function runs the kernel that its op is bound to here and now, where the class of that kernel names it in its
-``functional_<key>``, and costs next to nothing more than calling it. Of a kernel that comes as a method only, modules
-alone have the use: the function runs its native definition, and the op's decision says so.
+A function runs the kernel that its op is bound to here and now, if ``functional_<key>`` of the kernel's class names
+it, and its native definition otherwise. ``torch.ops.opgraft.<name>`` is the same function, without autocast, for
+graphs that must show it as one node.
 
-The same functions are registered as ``torch.ops.opgraft.<name>``, for graphs that must show each as one node. These
-run without autocast. Functions whose names end in ``_`` write to their arguments, ``write_kv_cache`` and
-``concat_and_cache_mla`` to their cache, and the updates of states to those and to ``out``; no other does. Registered,
-they refuse arguments that require a gradient, where gradients are recorded.
+``write_kv_cache``, ``concat_and_cache_mla``, updates of states and functions whose names end in ``_`` write to their
+arguments. Registered, these refuse arguments that require a gradient, where gradients are recorded.
 """
 
 from opgraft.ops.activation.functional import *

@@ -126,12 +126,13 @@ class Measured:
     def verdict(self) -> str:
         """Quote the figures of the best candidate, and those of the best other one, if another one ran."""
         best = self.winner
-        others = sorted(
-            (each for each in self.candidates if each is not best), key=lambda each: each.mean
-        )
-        times = ", ".join(f"{each.choice} {_time(each.mean)}" for each in (best, *others[:1]))
-        shapes = f"{len(best.seconds)} shape{'s' if len(best.seconds) > 1 else ''}"
-        return f"{times} in the mean of {shapes}{'' if others else '; no other ran'}"
+        others = [each for each in self.candidates if each is not best]
+        others.sort(key=lambda each: each.mean)
+        times = [f"{each.choice} {_time(each.mean)}" for each in (best, *others[:1])]
+        count = len(best.seconds)
+        shapes = f"{count} shape{'s' if count > 1 else ''}"
+        alone = "" if others else "; no other ran"
+        return f"{', '.join(times)} in the mean of {shapes}{alone}"
 
     def figures(self, of: Timed) -> str:
         """Give the figures of a candidate: its mean, and the shapes at which it is faster or slower than the best."""
@@ -169,32 +170,33 @@ def follow(
         The settings, with the choice if there is one, and the record of it; none where nobody asked.
     """
     custom_ops = CustomOpsSetting.parse(settings.config.compilation_config.custom_ops or ())
-    if (
-        name is None
-        or settings.chosen_provider(name)
-        or not custom_ops.leaves_to_measurements(name)
-    ):
+    if name is None or settings.chosen_provider(name):
+        return settings, ()
+    if not custom_ops.leaves_to_measurements(name):
         return settings, ()
     source = f"'auto' in custom_ops ({settings.origins['compilation_config.custom_ops']})"
-    subject, found = subject_of(cls, name), _measured_here(cls, name, settings, active)
+    subject = subject_of(cls, name)
+    found = _measured_here(cls, name, settings, active)
     if isinstance(found, str):
         return settings, (Decision(f"measurement of {subject}", None, f"{source}, but {found}"),)
-    rows = (
-        *(
-            Candidate(row.choice, row is found.winner, found.figures(row), row.provider)
-            for row in found.candidates
-        ),
-        *(
-            Candidate(row.choice, False, f"left out, as {row.reason}", row.provider)
-            for row in found.left_out
-        ),
-    )
-    reason = (
-        f"{source}; measured {found.when} with {_threads(found.threads)}, {profile_path(settings)}"
-    )
+    where = profile_path(settings)
+    reason = f"{source}; measured {found.when} with {_threads(found.threads)}, {where}"
     change = f"OPGRAFT_PROVIDERS={name}=..., or measure anew by 'opgraft tune {subject}'"
-    decision = Decision(f"measurement of {subject}", found.chosen, reason, rows, change)
+    about = f"measurement of {subject}"
+    decision = Decision(about, found.chosen, reason, _candidates(found), change)
     return settings.with_provider(name, found.chosen, f"measured: {found.verdict}"), (decision,)
+
+
+def _candidates(found: Measured) -> tuple[Candidate, ...]:
+    """Return what was measured, then what was left out."""
+    rows = []
+    for row in found.candidates:
+        wins = row is found.winner
+        rows.append(Candidate(row.choice, wins, found.figures(row), row.provider))
+    for left_out in found.left_out:
+        why = f"left out, as {left_out.reason}"
+        rows.append(Candidate(left_out.choice, False, why, left_out.provider))
+    return tuple(rows)
 
 
 def _measured_here(
@@ -360,14 +362,19 @@ def _measured(row: Any) -> Measured:
     )
     shapes = {tuple(each.seconds) for each in candidates}
     ran = [each.choice for each in candidates]
-    choices = [*ran, *(each.choice for each in left_out)]
-    if len(shapes) != 1 or row["chosen"] not in ran or len(set(choices)) < max(2, len(choices)):
+    others = [each.choice for each in left_out]
+    choices = {*ran, *others}
+    distinct = len(choices) == len(ran) + len(others)
+    enough = len(choices) >= 2
+    if len(shapes) != 1 or row["chosen"] not in ran or not (distinct and enough):
         raise ValueError("the rows of its candidates do not belong together")
     return Measured(row["chosen"], int(row["threads"]), _text(row["when"]), candidates, left_out)
 
 
 def _timed(row: Any) -> Timed:
-    seconds = {_text(shape): float(value) for shape, value in row["seconds"].items()}
+    seconds = {}
+    for shape, value in row["seconds"].items():
+        seconds[_text(shape)] = float(value)
     if not seconds or not all(0 < value < math.inf for value in seconds.values()):
         raise ValueError("it holds times that are none")
     return Timed(_text(row["choice"]), _provider(row), _text(row["kernel"]), seconds)

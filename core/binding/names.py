@@ -31,7 +31,10 @@ def _names(state: HostState) -> dict[type, str]:
 
 
 def _nearest(cls: type, names: Mapping[type, str]) -> str | None:
-    return next((names[base] for base in cls.__mro__ if base in names), None)
+    for base in cls.__mro__:
+        if base in names:
+            return names[base]
+    return None
 
 
 def check_names(settings: Settings, registry: Registry) -> None:

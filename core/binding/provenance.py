@@ -144,9 +144,8 @@ def _of_op(places: list[Place]) -> Provenance | None:
     if not native:
         setting = choosing(choice.settings, choice.op_name, [NATIVE_CHOICE], plugin)
     location = _location(places) or binding.kernel.winner.location
-    return Provenance(
-        choice.op_name or choice.target.__qualname__, kernel, provider, location, setting
-    )
+    name = choice.op_name or choice.target.__qualname__
+    return Provenance(name, kernel, provider, location, setting)
 
 
 def _ran(frame: FrameType) -> Binding | FormChoice | None:

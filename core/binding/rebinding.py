@@ -34,11 +34,14 @@ def rebind(model: nn.Module) -> list[Rebound]:
         OpgraftError: as constructing one of the ops anew would.
     """
     expect_module("rebind", model)
-    ops = [(path, module) for path, module in model.named_modules() if isinstance(module, CustomOp)]
-    plans = [(path, op, bind(op.binding.replacement.target)) for path, op in ops]
+    plans = []
+    for path, module in model.named_modules():
+        if isinstance(module, CustomOp):
+            plans.append((path, module, bind(module.binding.replacement.target)))
     rows = []
     for path, op, new in plans:
-        before, former = str(op.binding.kernel.winner), (op.op_class, op.binding.kernel.winner)
+        before = str(op.binding.kernel.winner)
+        former = (op.op_class, op.binding.kernel.winner)
         reason = _obstacle(op, new)
         if not reason:
             op._adopt(enforced(new) if op.binding.enforced else new)

@@ -170,25 +170,27 @@ class Shadow:
         tensors = comparison.tensors_within((copies, expected))
         dtypes = {x.dtype.to_real() for x in tensors if x.is_floating_point() or x.is_complex()}
         tolerance = import_module(_CATALOGUE).tolerance_of((self.target,), dtypes)
-        ours, theirs = list(leaves(result, "the result")), list(leaves(expected, "the result"))
+        ours = list(leaves(result, "the result"))
+        theirs = list(leaves(expected, "the result"))
         if [place for place, _ in ours] != [place for place, _ in theirs]:
             found = [f"the result has {len(ours)} parts, expected {len(theirs)}"]
         else:
-            left = [
-                (f"the argument {n}", x, copies[n])
-                for n, x in given.items()
-                if isinstance(x, Tensor)
-            ]
+            # What a kernel has written to an argument counts as a result.
             rows = [
-                *((place, x, y) for (place, x), (_, y) in zip(ours, theirs, strict=True)),
-                *left,
+                (f"the argument {name}", value, copies[name])
+                for name, value in given.items()
+                if isinstance(value, Tensor)
             ]
-            found = [text for row in rows if (text := comparison.difference(*row, tolerance)[1])]
+            pairs = zip(ours, theirs, strict=True)
+            rows = [(place, value, right) for (place, value), (_, right) in pairs] + rows
+            texts = (comparison.difference(*row, tolerance)[1] for row in rows)
+            found = [text for text in texts if text]
         drift = ""
         if found and not self.first_drift:
-            words = "; ".join(
+            arguments = [
                 f"{name}: {comparison.description_of(leaf)}" for name, leaf in copies.items()
-            )
+            ]
+            words = "; ".join(arguments)
             drift = printable(f"{'; '.join(found)}, where it was called with {words}")
         with self._lock:
             self.compared += 1
@@ -322,14 +324,23 @@ def _obstacle(args: Any, kwargs: Any) -> str:
     """Say why a call cannot be run twice, or return ""."""
     if followed_or_transformed():
         return "something follows its operators, such as torch.func, a dispatch mode or a trace"
-    devices = {leaf.device for _, leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-    modules = [
-        torch.get_device_module(device) for device in devices if device.type not in ("cpu", "meta")
-    ]
-    if any(getattr(module, "is_current_stream_capturing", bool)() for module in modules):
-        return "its device captures a graph"
+    for module, _ in _accelerators((args, kwargs)):
+        captures = getattr(module, "is_current_stream_capturing", bool)
+        if captures():
+            return "its device captures a graph"
     own = bool(args) and isinstance(args[0], nn.Module)  # the op itself, which is watched instead
     return comparison.obstacle_to_copies((args[own:], kwargs))
+
+
+def _accelerators(values: Any) -> list[tuple[Any, torch.device]]:
+    """Return the module of torch and the device for each accelerator that holds one of the values."""
+    tensors = [leaf for _, leaf in leaves(values) if isinstance(leaf, Tensor)]
+    devices = {tensor.device for tensor in tensors}
+    return [
+        (torch.get_device_module(device), device)
+        for device in devices
+        if device.type not in ("cpu", "meta")
+    ]
 
 
 class _Beyond:
@@ -341,13 +352,12 @@ class _Beyond:
     def __init__(self, args: tuple[Any, ...], copies: Any) -> None:
         op = args[0] if args and isinstance(args[0], nn.Module) else None
         own = itertools.chain(op.named_parameters(), op.named_buffers()) if op is not None else ()
-        self._own = [
-            (name, tensor, version_of(tensor)) for name, tensor in own if not tensor.is_inference()
-        ]
-        devices = {leaf.device for _, leaf in leaves(copies) if isinstance(leaf, Tensor)}
-        self._devices = [
-            (torch.get_device_module(d), d) for d in devices if d.type not in ("cpu", "meta")
-        ]
+        self._own = []
+        for name, tensor in own:
+            # Tensors of inference mode have no version.
+            if not tensor.is_inference():
+                self._own.append((name, tensor, version_of(tensor)))
+        self._devices = _accelerators(copies)
         self._states = self._generators()
 
     def _generators(self) -> list[Tensor]:

@@ -41,7 +41,7 @@ from opgraft.plugins.selection import selected_platform
 from opgraft.registry import watching
 from opgraft.registry.choice import ReplacementChoice, choose_replacement, objection_to
 from opgraft.registry.declarations import Replacement
-from opgraft.registry.op_classes import definer, location_of, own_classes, qualified
+from opgraft.registry.op_classes import definer, location_of, qualified
 from opgraft.state import HostState, host_state
 from opgraft.text import described, printable
 
@@ -194,20 +194,23 @@ def _gone(target: type, cls: type) -> tuple[Replacement, str | None]:
 
     A class of no plugin needs none: it may be registered in the process that saved the op alone.
     """
-    state, platform = host_state(), selected_platform().platform
-    known = [r for r in state.registry.replacements if r.cls is cls and r.target is target]
-    if not known:
+    state = host_state()
+    platform = selected_platform().platform
+    known = None
+    for replacement in state.registry.replacements:
+        if replacement.cls is cls and replacement.target is target:
+            known = replacement  # the last one counts
+    if known is None:
         provider = discover().provider_of(cls.__module__)
         why = f"this op was saved as {cls.__qualname__}, which nothing registers here"
         undeclared = Replacement(cls, qualified(target), target, provider)
         return undeclared, why if discover().has_plugin(provider) else None
-    wanted = state.settings().chosen_provider(op_name_of(target, state))
-    against = (
-        objection_to(known[-1], platform, wanted)
-        if known[-1] in state.active
-        else _inactive(known[-1], state)
-    )
-    return known[-1], against and f"this op was saved as {cls.__qualname__}, and {against}"
+    if known in state.active:
+        wanted = state.settings().chosen_provider(op_name_of(target, state))
+        against = objection_to(known, platform, wanted)
+    else:
+        against = _inactive(known, state)
+    return known, against and f"this op was saved as {cls.__qualname__}, and {against}"
 
 
 def _inactive(replacement: Replacement, state: HostState) -> str:
@@ -258,11 +261,10 @@ def _shadowed(choice: ReplacementChoice, kernel: KernelChoice, settings: Setting
     Where an earlier comparison has demoted the kernel, the native definition is chosen.
     """
     wanted = settings.config.shadow
-    native = (
-        _native(choice, kernel)
-        if kernel.enabled and (wanted.share or wanted.first_call)
-        else kernel.winner
-    )
+    compared = wanted.share or wanted.first_call
+    if not (kernel.enabled and compared):
+        return kernel
+    native = _native(choice, kernel)
     if native == kernel.winner:
         return kernel
     state = host_state()
@@ -279,7 +281,8 @@ def _shadowed(choice: ReplacementChoice, kernel: KernelChoice, settings: Setting
             shadow = state.shadows[key] = Shadow(*watched, wanted, excluded)
     if shadow.demotion is not None:
         return _demoted(kernel, native, shadow.demotion, settings)
-    return replace(kernel, found=(replace(kernel.winner, shadow=shadow), *kernel.found[1:]))
+    winner = replace(kernel.winner, shadow=shadow)
+    return replace(kernel, found=(winner, *kernel.found[1:]))
 
 
 def _native(choice: ReplacementChoice, kernel: KernelChoice) -> Kernel:
@@ -360,10 +363,11 @@ def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
         choice = choose_replacement(
             cls, name, own, active, selection.platform, settings, kin, absence_of
         )
-    else:  # an existing op keeps its class, whatever providers asks for
-        choice = ReplacementChoice(
-            cls, own, name, tuple((r, None) for r in only), next(iter(only), None)
-        )
+    else:
+        # An existing op keeps its class, whatever providers asks for.
+        rows = tuple((replacement, None) for replacement in only)
+        winner = only[0] if only else None
+        choice = ReplacementChoice(cls, own, name, rows, winner)
     enabled, because, switch = _enabled(choice, settings)
     kernel = choose_kernel(
         choice.cls, effective_chain(selection.platform), enabled, because, cls, switch
@@ -485,10 +489,10 @@ def _specialisation(op_class: type, kernel: Kernel, further: dict[str, str | Non
         raise RegistrationError(
             f"{kernel} at {kernel.location} is inference_only and static: let it take self"
         )
-    own_forward = next(
-        (vars(base)["forward"] for base in own_classes(op_class) if "forward" in vars(base)), None
-    )
+    forward_owner = definer(op_class, "forward")
+    own_forward = vars(forward_owner)["forward"] if forward_owner else None
     watched = raw
+    # An excluded shadow compares no call.
     if kernel.shadow and not kernel.shadow.excluded:
         prepare(kernel.shadow.native)
         watched = kernel.shadow.around(method_of(raw), method_of(kernel.shadow.native))

@@ -290,6 +290,14 @@ def test_get_rope_for_attention_in_chunks() -> None:
             {"rope_type": "llama3", "factor": 8.0},
             "'llama3' needs the parameter 'low_freq_factor', got",
         ),
+        (
+            {
+                "rope_type": "yarn",
+                "mrope_section": [10, 8, 6],
+                "original_max_position_embeddings": TRAINED,
+            },
+            "'yarn' needs the parameter 'factor', got",
+        ),
         ({"partial_rotary_factor": 0.0}, "partial_rotary_factor is 0.0, expected more than 0"),
         ({"rope_type": "mllama4"}, "rotary_dim is 48, expected half of head_size=48"),
         ({"rope_type": "dynamic", "alpha": -1.0}, "what the base is stretched by is -1.0"),

@@ -38,7 +38,7 @@ _TYPES: Mapping[str, Any] = {
     "deepseek_llama_scaling": DeepseekScalingRotaryEmbedding,
     "longrope": Phi3LongRoPEScaledRotaryEmbedding,
 }
-"""The class for each rope type. Its constructor names the parameters that the type needs and those that it takes."""
+"""The class for each rope type; its constructor names the parameters that a model gives."""
 
 _TRAINED = "original_max_position_embeddings"
 _PARAMETER_OF = {
@@ -66,23 +66,25 @@ def get_rope(
 ) -> Any:
     """Construct the rotary embedding that a model's rope parameters ask for.
 
-    Each call makes an op with a table of its own, which layers may share. vLLM returns the same op for equal arguments.
+    Each call makes an op with a table of its own, which layers may share. vLLM returns the same op
+    for equal arguments.
 
     Args:
         head_size: elements of a head.
         max_position: positions of the longest context.
         is_neox_style: pair the halves of the rotated part; otherwise even elements with odd ones.
-        rope_parameters: those of a Hugging Face config: ``rope_type``, ``rope_theta``, ``partial_rotary_factor`` and
-            what the type needs. ``rope_dim`` is the rotated part in elements.
+        rope_parameters: those of a Hugging Face config: ``rope_type``, ``rope_theta``,
+            ``partial_rotary_factor`` and the parameters of the type. ``rope_dim`` is the rotated part
+            in elements.
         dtype: dtype of the table; torch's default dtype if not given.
         dual_chunk_attention_config: ``chunk_size`` and ``local_size`` of attention in chunks.
         mrope_positions_factor: ``positions_factor`` of ``MRotaryEmbedding``.
-        model_positions: positions that the model's config is for, from which the types ``dynamic`` and ``longrope``
-            compute their scale; ``max_position`` if not given.
+        model_positions: positions that the model's config is for. The types ``dynamic`` and
+            ``longrope`` compute their scale from them; ``max_position`` if not given.
 
     Raises:
-        ValueError: an unknown ``rope_type``, one whose parameters are missing, or ``partial_rotary_factor`` is not
-            above 0 and at most 1.
+        ValueError: an unknown ``rope_type``, one whose parameters are missing, or
+            ``partial_rotary_factor`` is not above 0 and at most 1.
     """
     given = dict(rope_parameters or {})
     if given.get(_TRAINED):
@@ -117,7 +119,7 @@ def get_rope(
 def _of_type(
     kind: str, sizes: Mapping[str, Any], given: Mapping[str, Any], model_positions: int
 ) -> Any:
-    """Construct the op of a rope type; some parameters ask for a variant of the class in the table."""
+    """Construct the op of a rope type. Some parameters ask for a variant of the table's class."""
     cls = _TYPES[kind]
     if kind == "default":
         # Configs may keep parameters of another type, such as a factor.
@@ -137,6 +139,8 @@ def _of_type(
         cls = cls if _OWN_SCALE & given.keys() else DeepseekScalingRotaryEmbedding
     if kind in ("default", "yarn") and "mrope_section" in given:
         cls = MRotaryEmbedding
+    if kind == "yarn" and "factor" not in given:  # which MRotaryEmbedding does without
+        raise KeyError("factor")
     return _construct(cls, sizes, given)
 
 
@@ -149,7 +153,7 @@ def _longrope_scale(given: Mapping[str, Any], model_positions: int) -> float:
 
 
 def _construct(cls: Any, sizes: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
-    """Construct an op from sizes and a model's parameters, by the names of the constructor's arguments.
+    """Construct an op from sizes and a model's parameters, by the names of its arguments.
 
     Raises:
         KeyError: a parameter is missing.
