@@ -1,4 +1,4 @@
-"""Decisions kept for calls that may not wait for them to be made again."""
+"""Decisions that calls look up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Caches:
         classes: class that is no op → the ``ReplacementChoice`` for constructing it.
         functions: functional form → its kernel, and the stand-in for gradients, if it needs one.
         settings: the ``Settings`` that hold, ``None`` until they are read; never modified.
-        check_values: the setting of that name, ``None`` until it is asked for.
+        check_values: the setting of that name, or ``None``.
         platform_agrees: whether settings ask for no other platform than the process has.
     """
 

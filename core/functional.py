@@ -1,8 +1,8 @@
 """The ops as functions of tensors and settings.
 
 A function runs the kernel that its op is bound to here and now, if ``functional_<key>`` of the kernel's class names
-it, and its native definition otherwise. ``torch.ops.opgraft.<name>`` is the same function, without autocast, for
-graphs that must show it as one node.
+it, and its native definition otherwise. ``torch.ops.opgraft.<name>`` is the same function without autocast, one
+node of a graph.
 
 ``write_kv_cache``, ``concat_and_cache_mla``, updates of states and functions whose names end in ``_`` write to their
 arguments. Registered, these refuse arguments that require a gradient, where gradients are recorded.
