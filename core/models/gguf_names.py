@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from opgraft.errors import CheckpointError, close_matches
 from opgraft.models.lazy import Bounds, LazyTensor, StoredTensor
-from opgraft.models.settings_keys import GGUF_GENERAL, refusals
+from opgraft.models.settings_keys import GGUF_GENERAL, GGUF_NO_MODELS, refusals
 
 
 @dataclass(frozen=True)
@@ -156,33 +156,13 @@ _TOKENS = {
 }
 
 
-_ADAPTER = (
-    "a LoRA adapter",
-    "Merge the adapter into its base model, as llama-export-lora of llama.cpp does, and load the result",
-)
-_PROJECTOR = (
-    "the projector of a model that sees or hears",
-    "Load the file of the language model that lies beside the projector",
-)
-_STATISTICS = ("statistics for quantizing", "Load the model that the statistics are about")
-_CONTROL = ("control vectors", "Load the model that the vectors are made for")
-_NO_MODELS: Mapping[str, tuple[str, str]] = {
-    "adapter": _ADAPTER,
-    "mmproj": _PROJECTOR,
-    "clip": _PROJECTOR,
-    "imatrix": _STATISTICS,
-    "controlvector": _CONTROL,
-}
-"""By ``general.type``, ``general.architecture`` or the beginning of keys: contents, and the next step."""
-
-
 def _expect_model(metadata: Mapping[str, Any], file: object) -> None:
     """Raise ``CheckpointError`` if a file says that its contents are no model."""
     problems = refusals(GGUF_GENERAL, metadata)
     architecture = metadata.get("general.architecture")
     kinds = {str(metadata.get("general.type")), str(architecture)}
     kinds |= {key.partition(".")[0] for key in metadata}
-    known = [row for name, row in _NO_MODELS.items() if name in kinds]
+    known = [row for name, row in GGUF_NO_MODELS.items() if name in kinds]
     if not problems and not known:
         return
     contents, advice = known[0] if known else ("something else", "Load the file of the model")

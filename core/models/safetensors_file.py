@@ -1,18 +1,15 @@
-"""Reading a safetensors file in pieces, after its header was checked against the file.
+"""Reading a safetensors file in pieces.
 
 The format: https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
 import stat
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,7 @@ from opgraft.models.extras import import_extra
 from opgraft.models.lazy import MAPPED_BYTES, Bounds, LazyTensor, StoredTensor, cut_short
 from opgraft.text import described
 
-_LONGEST_HEADER = 100_000_000  # the library's own limit
+_ADVICE = "download or save it again"
 _NAMES = {
     "F64": "float64",
     "F32": "float32",
@@ -50,37 +47,49 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One tensor of the header: its dtype, its shape, and the bytes ``[begin, end)`` of the data."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
 class SafetensorsFile:
     """An open file. It is mapped, and mapped anew from time to time, so that it takes little memory."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read = 0
+        _expect_regular(path)
         self._open = self._opened()
 
     def _opened(self) -> Any:
+        """Map the file. The library checks its header."""
         library = import_extra("safetensors")
         try:
             return library.safe_open(self._path, framework="pt")
         except (library.SafetensorError, OSError) as error:
+            reason = _cut_short(self._path) or str(error)
             raise CheckpointError(
-                f"{self._path} is no whole safetensors file ({error}): download or save it again"
+                f"{self._path} is no whole safetensors file ({reason}): {_ADVICE}"
             ) from error
         except RuntimeError as error:  # torch's, which maps the file
             raise CheckpointError(
                 f"{self._path} cannot be mapped into memory: {described(error)}"
             ) from error
+
+    def tensors(self) -> dict[str, LazyTensor]:
+        """Return the tensors by name. None is read.
+
+        Raises:
+            CheckpointError: torch has no dtype for some of them.
+        """
+        found: dict[str, LazyTensor] = {}
+        problems = []
+        for name in self._open.keys():  # noqa: SIM118  # not a mapping
+            part = self._open.get_slice(name)
+            dtype = DTYPES.get(part.get_dtype())
+            if dtype is None:
+                problems.append(f"tensor {name!r:.200}: torch has no dtype {part.get_dtype()}")
+            else:
+                found[name] = LazyTensor(_Stored(self, name, part.get_shape(), dtype))
+        if problems:
+            advice = "save it with dtypes of this torch"
+            raise CheckpointError.listing(f"{self._path} cannot be read", problems, advice)
+        return found
 
     def read(self, name: str, bounds: Bounds, dtype: torch.dtype) -> torch.Tensor:
         """Read a part of one tensor."""
@@ -97,9 +106,11 @@ class SafetensorsFile:
 
 
 class _Stored(StoredTensor):
-    def __init__(self, file: SafetensorsFile, entry: Entry) -> None:
-        super().__init__(entry.shape, entry.dtype)
-        self._file, self._name = file, entry.name
+    def __init__(
+        self, file: SafetensorsFile, name: str, shape: Sequence[int], dtype: torch.dtype
+    ) -> None:
+        super().__init__(shape, dtype)
+        self._file, self._name = file, name
 
     def read(self, bounds: Bounds) -> torch.Tensor:
         if not all(bounds):
@@ -108,100 +119,38 @@ class _Stored(StoredTensor):
 
 
 def open_safetensors(path: Path) -> dict[str, LazyTensor]:
-    """Check a file and return its tensors by name. No tensor is read.
+    """Open a file and return its tensors by name. No tensor is read.
 
     Raises:
-        CheckpointError: it is no whole and sound safetensors file; the message lists all that is wrong.
+        CheckpointError: it is no whole and sound safetensors file, or torch lacks a dtype.
     """
-    header, data_bytes = _header(path)
-    header.pop("__metadata__", None)
-    entries, problems = [], []
-    for name, row in header.items():
-        entry, problem = _entry(name, row)
-        entries += [entry] if entry else []
-        problems += [f"tensor {name!r:.200}: {problem}"] if problem else []
-    problems += _misplaced(entries, data_bytes, complete=not problems)
-    if problems:
-        raise CheckpointError.listing(
-            f"{path} is no sound safetensors file", problems, "download or save it again"
-        )
-    file = SafetensorsFile(path)
-    return {entry.name: LazyTensor(_Stored(file, entry)) for entry in entries}
+    return SafetensorsFile(path).tensors()
 
 
-def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the header and the number of bytes of data behind it."""
+def _expect_regular(path: Path) -> None:
+    """Raise ``CheckpointError`` for a pipe or a device; the library would wait."""
     try:
         with open(path, "rb", opener=without_waiting) as file:
-            state = os.fstat(file.fileno())
-            if not stat.S_ISREG(state.st_mode):
-                raise ValueError("it is no regular file")
-            size = state.st_size
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, _LONGEST_HEADER):
-                raise ValueError(f"it has {size} bytes, and a header of {length}")
-            header = json.loads(file.read(length).decode(), object_pairs_hook=_without_duplicates)
-        if not isinstance(header, dict):
-            raise ValueError("its header is no JSON object")
-    except (OSError, ValueError, RecursionError) as error:
+            regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+    except OSError as error:
         raise CheckpointError(
-            f"{path} is no whole safetensors file ({error}): download or save it again"
+            f"{path} is no whole safetensors file ({error}): {_ADVICE}"
         ) from error
-    return header, size - 8 - length
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"its header has {twice!r:.200} twice")
-    return found
-
-
-def _entry(name: str, row: object) -> tuple[Entry | None, str]:
-    """Return the entry of one tensor, with no problem, or None and the problem."""
-    if not isinstance(row, dict):
-        return None, "its entry is no JSON object"
-    dtype = DTYPES.get(row["dtype"]) if isinstance(row.get("dtype"), str) else None
-    shape: Any = row.get("shape")
-    offsets: Any = row.get("data_offsets")
-    if dtype is None:
-        return None, f"the dtype {row.get('dtype')!r:.50} is not known (known: {', '.join(DTYPES)})"
-    if not _are_sizes(shape):
-        return None, f"the shape is {shape!r:.100}, expected a list of sizes"
-    if not _are_sizes(offsets) or len(offsets) != 2:
-        return None, f"data_offsets is {offsets!r:.100}, expected two offsets"
-    begin, end = offsets
-    needed = math.prod(shape) * dtype.itemsize
-    if end - begin != needed:
-        return (
-            None,
-            f"the shape {shape!r:.100} in {row['dtype']} takes {needed} bytes, and it has {end - begin}",
+    if not regular:
+        raise CheckpointError(
+            f"{path} is no whole safetensors file (it is no regular file): {_ADVICE}"
         )
-    return Entry(name, dtype, tuple(shape), begin, end), ""
 
 
-def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        type(size) is int and 0 <= size < 1 << 63 for size in value
-    )
-
-
-def _misplaced(entries: list[Entry], data_bytes: int, *, complete: bool) -> Iterator[str]:
-    """Yield what is wrong with the places of the tensors; holes only where all entries could be read."""
-    ordered = sorted(entries, key=lambda entry: (entry.begin, entry.end))
-    yield from cut_short([(entry.name, entry.end) for entry in ordered], data_bytes)
-    for one, two in itertools.pairwise(ordered):
-        if two.begin < one.end:
-            yield f"tensors {one.name!r:.200} and {two.name!r:.200} overlap"
-        elif two.begin > one.end and complete:
-            yield f"{two.begin - one.end} bytes before tensor {two.name!r:.200} belong to no tensor"
-    if complete:
-        edges = (
-            (ordered[0].begin, data_bytes - max(entry.end for entry in ordered))
-            if ordered
-            else (0, data_bytes)
-        )
-        yield from (
-            f"{edge} bytes at an edge of the data belong to no tensor" for edge in edges if edge > 0
-        )
+def _cut_short(path: Path) -> str:
+    """Say how much of a file is there if its end is missing, or return ""."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            size = os.fstat(file.fileno()).st_size - 8 - length
+            header = json.loads(file.read(length if size >= 0 else 0))
+        header.pop("__metadata__", None)
+        ends = sorted((row["data_offsets"][1], name) for name, row in header.items())
+        return next(cut_short([(name, end) for end, name in ends], size), "")
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return ""  # not a header either

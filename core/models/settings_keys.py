@@ -332,6 +332,25 @@ GGUF_TOKENIZER: tuple[Key, ...] = (
 )
 """Of GGUF metadata, about text. Keys of the architecture are in ``opgraft.models.gguf_names``."""
 
+_ADAPTER = (
+    "a LoRA adapter",
+    "Merge the adapter into its base model, as llama-export-lora of llama.cpp does, and load the result",
+)
+_PROJECTOR = (
+    "the projector of a model that sees or hears",
+    "Load the file of the language model that lies beside the projector",
+)
+_STATISTICS = ("statistics for quantizing", "Load the model that the statistics are about")
+_CONTROL = ("control vectors", "Load the model that the vectors are made for")
+GGUF_NO_MODELS: Mapping[str, tuple[str, str]] = {
+    "adapter": _ADAPTER,
+    "mmproj": _PROJECTOR,
+    "clip": _PROJECTOR,
+    "imatrix": _STATISTICS,
+    "controlvector": _CONTROL,
+}
+"""By ``general.type``, ``general.architecture`` or the beginning of keys: contents, and the next step."""
+
 GGUF_GENERAL: tuple[Key, ...] = (
     *_read("the family of the model", "general.architecture"),
     *_read("where tensors may begin", "general.alignment"),
@@ -345,7 +364,7 @@ GGUF_GENERAL: tuple[Key, ...] = (
     *_irrelevant("SamplingParams says how tokens are drawn", "general.sampling.*"),
     *_irrelevant("it describes the model for people", "general.*"),
     *_irrelevant("the names of the files say so", "split.*"),
-    *_refused("opgraft loads models", "adapter.*", "clip.*", "imatrix.*", "controlvector.*"),
+    *_refused("opgraft loads models", *(f"{name}.*" for name in GGUF_NO_MODELS)),
 )
 """Of GGUF metadata, about the file."""
 

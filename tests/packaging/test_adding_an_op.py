@@ -1,4 +1,4 @@
-"""An op is added by touching the folder of its family, and its page follows."""
+"""An op is added in the folder of its family, a family by its folder and two lines, and their pages follow."""
 
 from __future__ import annotations
 
@@ -46,6 +46,67 @@ SPECS = (
 )
 """
 
+NEW_FAMILY = {
+    "functional.py": '''
+"""Powers."""
+
+from opgraft.binding.functional import register_functional
+from opgraft.ops.fakes import like
+from torch import Tensor
+
+__all__ = ["cube"]
+
+
+@register_functional("cube", like)
+def cube(x: Tensor) -> Tensor:
+    """``x³``, elementwise."""
+    return x * x * x
+''',
+    "modules.py": '''
+"""Powers."""
+
+from typing import Any
+
+from opgraft.binding.custom_op import CustomOp
+from opgraft.binding.derivation import NATIVE, calls_functional
+from torch import Tensor
+
+
+@CustomOp.register("cube")
+class Cube(CustomOp):
+    """``x³``, elementwise."""
+
+    @calls_functional
+    def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
+        return functional.cube(x)
+''',
+    "spec.py": '''
+"""Specs of the powers."""
+
+from opgraft.ops.activation.spec import PLAIN
+from opgraft.ops import powers
+from opgraft.ops.powers import functional
+from opgraft.ops.spec import OpSpec
+
+SPECS = (
+    OpSpec(
+        functional.cube,
+        reference=lambda x: x**3,
+        module=lambda x: (powers.Cube(), (x,)),
+        **PLAIN,
+    ),
+)
+''',
+    "__init__.py": '''
+"""Powers."""
+
+from opgraft.ops.powers.modules import Cube
+
+__all__ = ["Cube"]
+''',
+}
+"""The files of a family, by name."""
+
 USE = """
 import torch
 import opgraft
@@ -57,6 +118,8 @@ assert opgraft.__file__ == str(Path("opgraft/__init__.py").absolute()), opgraft.
 x = torch.randn(3, 5)
 assert torch.equal(ops.Softsign()(x), functional.softsign(x))
 assert torch.equal(torch.ops.opgraft.softsign(x), functional.softsign(x))
+assert torch.equal(ops.Cube()(x), functional.cube(x))
+prove(SPECS["cube"], "opgraft.ops.powers.spec")
 record = prove(SPECS["softsign"], "opgraft.ops.activation.spec")
 assert record.outside == ("torch.nn.functional.softsign",), record
 """
@@ -67,6 +130,7 @@ CHECKS = (
     "tests/docs/test_port_from_vllm.py::test_every_class_is_in_the_table",
     "tests/plugins/test_every_op.py::test_every_row_is_of_an_op",
     "tests/plugins/test_every_op.py::test_a_plugin_replaces[softsign]",
+    "tests/plugins/test_every_op.py::test_a_plugin_replaces[cube]",
 )
 """What would ask an author to write the op's name anywhere else."""
 
@@ -115,7 +179,7 @@ def run(package: Path, *command: str) -> str:
 
 @pytest.mark.source
 def test_an_op_is_added_in_the_folder_of_its_family(tmp_path: Path) -> None:
-    """What is written in one folder is known to functions, modules, proof, commands, pages and the tests of these."""
+    """Functions, modules, proof, commands, pages and their tests know a new op and a new family of ops."""
     shutil.copytree(
         Path(opgraft.__file__).parent, tmp_path / "opgraft"
     )  # with the bytecode of what stays as it is
@@ -137,11 +201,21 @@ def test_an_op_is_added_in_the_folder_of_its_family(tmp_path: Path) -> None:
     insert(family / "__init__.py", "from opgraft.ops.activation.modules import (", "Softsign, ")
     insert(family / "__init__.py", "__all__ = [", '"Softsign", ')
     append(family / "spec.py", SPEC)
+    new_family = tmp_path / "opgraft/ops/powers"
+    new_family.mkdir()
+    for name, source in NEW_FAMILY.items():
+        (new_family / name).write_text(source.lstrip(), encoding="utf-8")
+    after = "from opgraft.ops.latent_attention{} import *\n"
+    for facade, inner in (("ops/__init__.py", ""), ("functional.py", ".functional")):
+        line = f"from opgraft.ops.powers{inner} import *\n"
+        insert(tmp_path / "opgraft" / facade, after.format(inner), line)
     options = [
         "-q",
         "--import-mode=importlib",
         "-o",
         f"pythonpath={REPOSITORY / 'tests'}",
+        "-o",
+        "markers=slow",  # which tests/conftest.py sets
         "-c",
         os.devnull,
     ]
@@ -151,5 +225,6 @@ def test_an_op_is_added_in_the_folder_of_its_family(tmp_path: Path) -> None:
     ).split(MARK)
     page = (tmp_path / "docs/reference/ops/softsign.md").read_text(encoding="utf-8")
     assert "opgraft.functional.softsign" in page
+    assert (tmp_path / "docs/reference/ops/cube.md").is_file()
     assert "softsign" in listed
     assert "softsign" in explained
