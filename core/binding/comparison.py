@@ -64,7 +64,8 @@ def _is_fixed(value: Any) -> bool:
         return all(map(_is_fixed, value))
     if is_dataclass(value) and not isinstance(value, type):
         frozen: bool = getattr(value, "__dataclass_params__").frozen  # noqa: B009  # which has no annotation
-        return frozen and all(_is_fixed(getattr(value, field.name)) for field in fields(value))
+        held = [getattr(value, field.name) for field in fields(value)]
+        return frozen and all(map(_is_fixed, held))
     return isinstance(value, (*_FIXED, *_FIXED_OF_TORCH))
 
 

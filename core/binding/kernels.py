@@ -260,7 +260,11 @@ def continuations(cls: type, chain: tuple[str, ...], enabled: bool) -> dict[str,
     methods = [f"forward_{key}" for key in chain]
 
     def first(names: Sequence[str], scopes: Sequence[set[str]]) -> str | None:
-        return next((name for scope in scopes for name in names if name in scope), None)
+        for scope in scopes:
+            for name in names:
+                if name in scope:
+                    return name
+        return None
 
     last = OWN_FORWARD if any("forward" in scope for scope in defined) else None
     further = {"forward": first(methods if enabled else ["forward_native"], defined)}
