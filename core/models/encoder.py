@@ -260,7 +260,7 @@ class BertModel(Model):
         # the names that the first checkpoints have, converted from TensorFlow
         substrings={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
     )
-    ignored_weights: Sequence[str] = ("*pooler.*", "*embeddings.position_ids")
+    ignored_weights: Sequence[str] = ("*pooler.*",)
     """Patterns of tensors that checkpoints have and this model does not read."""
     embedding_weight: ClassVar[str] = "embeddings.word_embeddings.weight"
 

@@ -28,6 +28,7 @@ _LARGEST_JSON = 1 << 26  # bytes of a file, of which an index of shards is the l
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MODULES = "modules.json"
+ADAPTER = "adapter_config.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -255,10 +256,15 @@ def weight_files(path: Path) -> list[Path]:
     """Return the files that hold the weights of a folder or belong to a file.
 
     Raises:
-        CheckpointError: there are none, some are missing, or there are pickles only.
+        CheckpointError: there are none, some are missing, there are pickles only, or an adapter lies with them.
     """
     if path.is_file():
         return _files_of(path)
+    if (path / ADAPTER).is_file():
+        raise CheckpointError(
+            f"{path} holds an adapter ({ADAPTER}), which changes what the model computes and which opgraft "
+            "does not apply. Merge it into the model (merge_and_unload() of peft) and save that, or take it away."
+        )
     index = _index_of(path)
     if index is not None:
         return _shards(index)

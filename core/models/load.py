@@ -136,7 +136,9 @@ def _plan(
         elif target is not None:
             left.append(name)  # tied parameters are one tensor, which the first name fills
             twice.append((taken[key], name))
-        elif _is_left_out(name, mapped, targets, ignored) or _adds_nothing(mapped, loaded, targets):
+        elif _is_left_out(name, mapped, targets, ignored) or _adds_nothing(
+            name, mapped, loaded, targets
+        ):
             left.append(name)
         else:
             unexpected.append(name)
@@ -150,12 +152,25 @@ def _is_left_out(name: str, mapped: str | None, targets: Targets, ignored: Seque
     return mapped is None or targets.is_elsewhere(mapped) or is_ignored(name, ignored)
 
 
-def _adds_nothing(name: str | None, loaded: LoadedTensor, targets: Targets) -> bool:
-    """Return True for zeros as the bias of a layer without a bias, which AutoGPTQ wrote."""
-    layer, _, last = (name or "").rpartition(".")
+def _adds_nothing(name: str, mapped: str | None, loaded: LoadedTensor, targets: Targets) -> bool:
+    """Return True for a mask, and for zeros as the bias of a layer without a bias, which AutoGPTQ wrote."""
+    if _is_mask(name, loaded):
+        return True
+    layer, _, last = (mapped or "").rpartition(".")
     if last != "bias" or not targets.has_layer(layer):
         return False
     return not bool(loaded[...].any())
+
+
+def _is_mask(name: str, loaded: LoadedTensor) -> bool:
+    """Return True for what GPT-2 and its relatives kept of a causal mask: the table, or the number that hides."""
+    path, _, last = name.rpartition(".")
+    if not path.endswith(("attn", "attention")):
+        return False
+    shape = tuple(loaded.shape)
+    if last == "masked_bias":
+        return math.prod(shape) == 1
+    return last == "bias" and len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3]
 
 
 def _mismatch(model: nn.Module, problems: Sequence[str], untied_only: bool) -> CheckpointError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -79,8 +80,10 @@ class HasLogits(Protocol):
         """Return the logits; ``None`` on ranks that do not gather them."""
 
 
-_HEAD = "ForMaskedLM"
-"""The end of the names of encoders with a head that guesses words, which embeddings do not use."""
+_HEAD = re.compile(
+    r"For(MaskedLM|PreTraining|(Sequence|Token)Classification|QuestionAnswering|MultipleChoice)$"
+)
+"""The end of a name of a model with a head that embeddings do not use; none that answers prompts."""
 
 
 def model_classes() -> dict[str, type[Model]]:
@@ -102,7 +105,8 @@ def model_class(architectures: Iterable[str], implementation: str = "auto") -> t
         ModelError: none has; the message has near matches.
     """
     wanted, known = list(architectures), model_classes()
-    wanted += [f"{name.removesuffix(_HEAD)}Model" for name in wanted if name.endswith(_HEAD)]
+    # A head for another task is not used: the base model embeds texts, as AutoModel does.
+    wanted += [_HEAD.sub("Model", name) for name in wanted if _HEAD.search(name)]
     if implementation != "transformers":
         for architecture in wanted:
             if architecture in known:
@@ -115,7 +119,7 @@ def model_class(architectures: Iterable[str], implementation: str = "auto") -> t
     near = close_matches(
         name, all_names if near_matches(name, all_names) else known
     )  # transformers has hundreds
-    further = "transformers has no model of it either"
+    further = "transformers has no decoder or base model of it either"
     if implementation == "opgraft":
         further = "any architecture of transformers runs with --model.implementation transformers"
     raise ModelError(

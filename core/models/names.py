@@ -25,10 +25,10 @@ IGNORED: Sequence[str] = (
     "*rotary_emb.inv_freq",
     "*rotary_emb.cos_cached",
     "*rotary_emb.sin_cached",
-    "*.attn.masked_bias",
+    "*embeddings.position_ids",
     *CACHE_SCALES,
 )
-"""Patterns of tensors in checkpoints that models compute themselves: tables, masks, and scales of 8-bit caches."""
+"""Patterns of tensors in checkpoints that models compute themselves: tables, positions, and scales of 8-bit caches."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,10 @@ from torch import Tensor, nn
 
 _KINDS = (None, "full_attention", "sliding_attention")
 _FITTED_ROPES = {"dynamic", "longrope"}
-_HEADS = ("lm_head.*", "cls.*", "classifier.*", "score.*")
+_HEADS = (
+    *("lm_head.*", "cls.*", "classifier.*", "pre_classifier.*", "score.*", "qa_outputs.*"),
+    *("predictions.*", "*_predictions.*", "sop_classifier.*", "vocab_*", "mlm_head.*"),
+)
 """Patterns of what checkpoints have behind the base model."""
 
 

@@ -39,6 +39,8 @@ _CLEANED = {
 _OF_BERT = {"tokenize_chinese_chars": "handle_chinese_chars", "clean_text": "clean_text"}
 """Settings that the normalizer of BERT has, by their names there."""
 
+_OF_LLAMA = ("LlamaTokenizer", "LlamaTokenizerFast")
+
 _EVEN_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 
 
@@ -72,7 +74,39 @@ def needs_transformers(backend: Any, settings: Mapping[str, Any]) -> bool:
         value = settings.get(name)
         if value is not None and _differs(backend, name, value):
             return True
-    return False
+    return _has_old_prefix(backend, settings) or _has_other_tokens(backend, settings)
+
+
+def _has_old_prefix(backend: Any, settings: Mapping[str, Any]) -> bool:
+    """Return True for the normalizer of an older Llama, where the class of today decides on the spaces."""
+    if settings.get("tokenizer_class") not in _OF_LLAMA or settings.get("legacy") is not None:
+        return False
+    return _scheme(list(_components(backend))) == "each"
+
+
+def _has_other_tokens(backend: Any, settings: Mapping[str, Any]) -> bool:
+    """Return True if settings name other tokens around a text, or for unknown words, than ``tokenizer.json``."""
+    named = {name: _content(value) for name, value in _named(settings).items()}
+    around = _tokens_around(backend)
+    ends = [named[name] for name in ("cls_token", "sep_token") if name in named]
+    if around and not around.issuperset(ends):
+        return True
+    unknown = getattr(backend.model, "unk_token", None)
+    return unknown is not None and named.get("unk_token", unknown) != unknown
+
+
+def _tokens_around(backend: Any) -> set[str]:
+    """Return the tokens that the post-processor puts around a text."""
+    if backend.post_processor is None:
+        return set()
+    tokens: set[str] = set()
+    left = [json.loads(backend.post_processor.__getstate__())]
+    while left:
+        part = left.pop()
+        left += part.get("processors", [])
+        tokens.update(part.get("special_tokens", {}))
+        tokens.update(part[name][0] for name in ("cls", "sep") if name in part)
+    return tokens
 
 
 def _differs(backend: Any, name: str, value: Any) -> bool:

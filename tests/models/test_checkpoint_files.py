@@ -76,3 +76,11 @@ def test_an_index_without_its_shards(sharded: Path, tmp_path: Path) -> None:
     next(folder.glob("model-*.safetensors")).unlink()
     with pytest.raises(CheckpointError, match=r"is listed in model\.safetensors\.index\.json and"):
         open_weights(folder)
+
+
+def test_an_adapter_beside_the_weights(llama: Any, tmp_path: Path) -> None:
+    """What an adapter would change is not left out in silence."""
+    write_whole(tmp_path, llama)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"holds an adapter .*merge_and_unload"):
+        read(tmp_path)

@@ -390,10 +390,23 @@ def test_names_without_the_base_model_and_older_ones_are_found(tmp_path: Path) -
     }
     for parameter in model.parameters():
         parameter.zero_()
+    base["h.0.attn.bias"] = torch.ones(
+        1, 1, 64, 64
+    ).tril()  # a mask, of which older files have the table
+    base["h.0.attn.masked_bias"] = torch.tensor(-1e4)
     load_weights(model, base, mapper=model.weights_mapper)
     ids = tokens(0)
     logits = model.compute_logits(model(ids, torch.arange(TOKENS)))
     torch.testing.assert_close(logits, expected(ids[None]).logits[0], rtol=0, atol=1e-5)
+
+
+def test_a_bias_that_is_no_mask_has_its_place(tmp_path: Path) -> None:
+    """Only the square table of a mask is left out; a vector of numbers would be missing from the answer."""
+    expected = reference("gpt2", DECODERS["gpt2"], tmp_path)
+    model = through(tmp_path)
+    given = {**expected.state_dict(), "transformer.h.0.attn.bias": torch.ones(8)}
+    with pytest.raises(CheckpointError, match=r"'transformer\.h\.0\.attn\.bias' has no place"):
+        load_weights(model, given, mapper=model.weights_mapper)
 
 
 def test_tensors_that_transformers_computes_are_refused(tmp_path: Path) -> None:
@@ -411,6 +424,8 @@ def test_the_class_is_chosen_by_implementation() -> None:
     assert model_class(["LlamaForCausalLM"], "transformers") is TransformersForCausalLM
     assert model_class(["StableLmForCausalLM"]) is TransformersForCausalLM
     assert model_class(["ElectraModel"]).__name__ == "TransformersModel"
+    assert model_class(["ElectraForPreTraining"]).__name__ == "TransformersModel"
+    assert model_class(["BertForSequenceClassification"]).__name__ == "BertModel"
     with pytest.raises(
         ModelError, match=r"StableLmForCausalLM: .*--model\.implementation transformers"
     ):

@@ -13,6 +13,7 @@ from opgraft import LLM, SamplingParams
 from opgraft.errors import CheckpointError, ConfigError, ModelError, RequestError
 from opgraft.models.files import find_checkpoint
 from opgraft.pooling import pooled
+from safetensors.torch import load_file, save_file
 from small_words import word_llama
 
 transformers = pytest.importorskip("transformers")
@@ -224,6 +225,27 @@ def test_texts_beside_each_other_keep_their_vectors(kind: str, tmp_path: Path) -
     told = [row.reason for row in loaded.report.kept if row.path == ""]
     assert loaded.packs is not bool(reason)
     assert any(reason in each for each in told) if reason else not told
+
+
+def test_an_older_file_of_a_model_with_a_head(tmp_path: Path) -> None:
+    """The head, and positions that older files have, are left out of the base model."""
+    model, rows, expected = build("ElectraModel", {})
+    save(model, tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = {f"electra.{name}": tensor for name, tensor in load_file(file).items()}
+    tensors["electra.embeddings.position_ids"] = torch.arange(512)[None]
+    tensors["discriminator_predictions.dense.weight"] = torch.ones(4, 4)
+    save_file(tensors, file, metadata={"format": "pt"})
+    alone, _ = embedded(opened(tmp_path), rows)
+    torch.testing.assert_close(alone, expected, rtol=0, atol=1e-5)
+
+
+def test_a_model_with_a_head_for_another_task(tmp_path: Path) -> None:
+    """Its base model gives the vectors."""
+    model, rows, expected = build("ElectraForPreTraining", {})
+    save(model, tmp_path)
+    alone, _ = embedded(opened(tmp_path), rows)
+    torch.testing.assert_close(alone, expected, rtol=0, atol=1e-5)
 
 
 def test_a_model_without_a_known_embedding_is_refused_by_name(tmp_path: Path) -> None:

@@ -158,12 +158,16 @@ BERT: dict[str, dict[str, Any]] = {
     "tokenize_chinese_chars": {"tokenizer_class": "BertTokenizer", "tokenize_chinese_chars": False},
     "do_lower_case as it is": {**OF_BERT, "do_lower_case": True, "strip_accents": None},
     "do_lower_case that no class reads": {**FAST, "do_lower_case": False},
+    "cls_token": {**OF_BERT, "cls_token": "[MASK]"},
+    "sep_token": {**OF_BERT, "sep_token": "[MASK]"},
+    "unk_token": {**OF_BERT, "unk_token": "[PAD]"},
     "clean_up_tokenization_spaces": {**FAST, "clean_up_tokenization_spaces": True},
     "split_special_tokens": {**FAST, "split_special_tokens": True, "mask_token": "[MASK]"},
 }
 LLAMA: dict[str, dict[str, Any]] = {
     "legacy": {"tokenizer_class": "LlamaTokenizer", "legacy": False},
     "legacy is true": {"tokenizer_class": "LlamaTokenizerFast", "legacy": True},
+    "legacy is absent": {"tokenizer_class": "LlamaTokenizer"},
     "add_prefix_space": {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False},
 }
 

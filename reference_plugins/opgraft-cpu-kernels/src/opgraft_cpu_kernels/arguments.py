@@ -3,7 +3,7 @@ what an op raises, and the rules by which ops are traced."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from opgraft.kernels import LARGEST_CODES
@@ -40,6 +40,14 @@ CONVOLUTIONS = ("causal_conv1d", "causal_conv1d_update")
 
 CODES = {"quantized_linear": (torch.int8, torch.uint8), "int8_dynamic_linear": (torch.int8,)}
 """Op → the dtypes of its weight, where that holds codes."""
+
+
+def named(
+    parameters: Sequence[str], args: Sequence[object], kwargs: Mapping[str, object]
+) -> dict[str, object]:
+    """Return the arguments of a call by the names of the parameters."""
+    given = parameters[: len(args)]  # Dynamo of torch 2.8 takes no zip that leaves names out
+    return {**dict(zip(given, args, strict=True)), **kwargs}
 
 
 def refusal(op: str, arguments: Mapping[str, object]) -> str | None:

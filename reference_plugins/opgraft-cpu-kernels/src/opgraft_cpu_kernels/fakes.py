@@ -10,7 +10,7 @@ from opgraft import functional
 from opgraft.kernels import TILE
 from torch import Tensor
 
-from opgraft_cpu_kernels.arguments import refusal
+from opgraft_cpu_kernels.arguments import named, refusal
 
 
 def _like(x: Tensor, *others: object, **settings: object) -> Tensor:
@@ -186,7 +186,7 @@ def _refusing(name: str, rule: Callable[..., object]) -> Callable[..., object]:
 
     @functools.wraps(rule)
     def checked(*args: object, **kwargs: object) -> object:
-        refused = refusal(name, {**dict(zip(parameters, args, strict=False)), **kwargs})
+        refused = refusal(name, named(parameters, args, kwargs))
         if refused:
             raise ValueError(refused)
         return rule(*args, **kwargs)

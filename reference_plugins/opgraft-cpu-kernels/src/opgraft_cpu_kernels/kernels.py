@@ -17,7 +17,7 @@ from opgraft.kernels import scale_shape
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from opgraft_cpu_kernels.arguments import INTEGERS, refusal
+from opgraft_cpu_kernels.arguments import INTEGERS, named, refusal
 from opgraft_cpu_kernels.library import missing
 
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
@@ -46,7 +46,7 @@ def kernel(form: Any) -> Callable[..., Any]:
         # Asked here, as compiled code cannot catch what an op raises; of dtypes that only it must ask about.
         taken = x.dtype in DTYPES and x.is_cpu and x.dim()
         if taken and is_dynamo_compiling():
-            taken = not refusal(name, {**dict(zip(parameters, (x, *args), strict=False)), **kwargs})
+            taken = not refusal(name, named(parameters, (x, *args), kwargs))
         if taken:
             try:
                 return run(x, *args, **kwargs)
@@ -66,9 +66,7 @@ def stepping(form: Any) -> Callable[..., Any]:
     def function(state: Tensor, *args: Any, **kwargs: Any) -> Any:
         taken = state.dtype is torch.float32 and state.is_cpu
         if taken and is_dynamo_compiling():
-            taken = not refusal(
-                name, {**dict(zip(parameters, (state, *args), strict=False)), **kwargs}
-            )
+            taken = not refusal(name, named(parameters, (state, *args), kwargs))
         if taken:
             try:
                 return run(state, *args, **kwargs)
