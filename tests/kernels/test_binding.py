@@ -75,7 +75,9 @@ def test_without_triton_the_native_definition_is_chosen(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where Triton is not installed the decision names the kernel that was passed over, and why."""
-    monkeypatch.setattr(on_triton.importlib.util, "find_spec", lambda name: None)
+    # The module's own name alone: discovery, which asks importlib too, would find no platform.
+    absent = SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None))
+    monkeypatch.setattr(on_triton, "importlib", absent)
     choice = choose_kernel(ops.RMSNorm, GPU_CHAINS[method], True, "for this test")
     assert str(choice.winner) == "RMSNorm.forward_native"
     passed_over = {c.name: c.reason for c in choice.decision.candidates if not c.accepted}
@@ -97,9 +99,9 @@ def test_a_kernel_that_is_called_by_name_says_what_is_missing() -> None:
 def test_a_broken_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where importing Triton fails, the reason is the error's."""
 
-    broken = SimpleNamespace(util=importlib.util, import_module=_refuse_to_import)
+    found = SimpleNamespace(find_spec=lambda name: name)
+    broken = SimpleNamespace(util=found, import_module=_refuse_to_import)
     monkeypatch.setattr(on_triton, "importlib", broken)
-    monkeypatch.setattr(on_triton.importlib.util, "find_spec", lambda name: name)
     assert (
         triton_missing() == "needs Triton, whose import failed: its library is for another system"
     )
