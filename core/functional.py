@@ -8,6 +8,7 @@ node of a graph.
 arguments. Registered, these refuse arguments that require a gradient, where gradients are recorded.
 """
 
+from opgraft.binding.functional import Functional as _Functional
 from opgraft.ops.activation.functional import *
 from opgraft.ops.attention.functional import *
 from opgraft.ops.attention.paged import *
@@ -29,4 +30,4 @@ from opgraft.ops.routing.functional import *
 from opgraft.ops.state_space.functional import *
 
 # A type checker reads the imports above. It would take an assignment for the whole list of exported names.
-globals()["__all__"] = [name for name in globals() if not name.startswith("_")]
+globals()["__all__"] = [name for name, value in globals().items() if isinstance(value, _Functional)]
