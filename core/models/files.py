@@ -256,14 +256,15 @@ def weight_files(path: Path) -> list[Path]:
     """Return the files that hold the weights of a folder or belong to a file.
 
     Raises:
-        CheckpointError: there are none, some are missing, there are pickles only, or an adapter lies with them.
+        CheckpointError: there are none, or some are missing. There are pickles only. An adapter
+            lies beside them.
     """
     if path.is_file():
         return _files_of(path)
     if (path / ADAPTER).is_file():
         raise CheckpointError(
-            f"{path} holds an adapter ({ADAPTER}), which changes what the model computes and which opgraft "
-            "does not apply. Merge it into the model (merge_and_unload() of peft) and save that, or take it away."
+            f"{path} holds an adapter ({ADAPTER}), and opgraft applies none: answers would differ. "
+            "Merge it into the model (merge_and_unload() of peft) and save that, or take it away."
         )
     index = _index_of(path)
     if index is not None:

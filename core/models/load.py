@@ -153,7 +153,7 @@ def _is_left_out(name: str, mapped: str | None, targets: Targets, ignored: Seque
 
 
 def _adds_nothing(name: str, mapped: str | None, loaded: LoadedTensor, targets: Targets) -> bool:
-    """Return True for a mask, and for zeros as the bias of a layer without a bias, which AutoGPTQ wrote."""
+    """Return True for a mask, and for a bias of zeros that AutoGPTQ wrote for a layer without one."""
     if _is_mask(name, loaded):
         return True
     layer, _, last = (mapped or "").rpartition(".")
@@ -163,7 +163,7 @@ def _adds_nothing(name: str, mapped: str | None, loaded: LoadedTensor, targets: 
 
 
 def _is_mask(name: str, loaded: LoadedTensor) -> bool:
-    """Return True for what GPT-2 and its relatives kept of a causal mask: the table, or the number that hides."""
+    """Return True for the table of a causal mask, or its large negative number, in files like GPT-2's."""
     path, _, last = name.rpartition(".")
     if not path.endswith(("attn", "attention")):
         return False

@@ -83,7 +83,7 @@ class HasLogits(Protocol):
 _HEAD = re.compile(
     r"For(MaskedLM|PreTraining|(Sequence|Token)Classification|QuestionAnswering|MultipleChoice)$"
 )
-"""The end of a name of a model with a head that embeddings do not use; none that answers prompts."""
+"""The end of the name of a model whose head embeddings do not use."""
 
 
 def model_classes() -> dict[str, type[Model]]:

@@ -28,7 +28,7 @@ IGNORED: Sequence[str] = (
     "*embeddings.position_ids",
     *CACHE_SCALES,
 )
-"""Patterns of tensors in checkpoints that models compute themselves: tables, positions, and scales of 8-bit caches."""
+"""Patterns of tensors that models compute themselves: tables, positions, scales of 8-bit caches."""
 
 
 @dataclass(frozen=True)
