@@ -225,7 +225,7 @@ class LostChildError(ChildError):
 
 
 class PluginError(OpgraftError):
-    """A plugin could not be discovered, selected, loaded or activated.
+    """A plugin could not be discovered, selected, loaded or activated, or a method of its platform failed.
 
     ``location`` is ``file:line`` of the fault, where it lies in the plugin and no traceback leads to it.
     """

@@ -36,6 +36,12 @@ class PlatformSelection:
     decision: Decision
     defaults: OpgraftConfig
 
+    @property
+    def provider(self) -> Provider | None:
+        """The distribution of the platform; ``None`` if the decision names none."""
+        accepted = (each.provider for each in self.decision.candidates if each.accepted)
+        return next(accepted, None)
+
 
 class PluginStatus(enum.Enum):
     """The stage that a plugin reached. ``rejected``, ``vetoed`` and ``failed`` are ends, explained in the record."""

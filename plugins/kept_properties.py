@@ -1,4 +1,4 @@
-"""Reading the properties of a platform once: each is checked, and its value is kept for the whole process."""
+"""Reading the properties of a platform once, and guarding its methods, for the whole process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from opgraft.decision import Provider
 from opgraft.platform import Platform
+from opgraft.plugins.guarded_methods import expect_plain, guard_methods
 from opgraft.text import described
 
 PROPERTIES = tuple(name for name, value in vars(Platform).items() if isinstance(value, property))
@@ -16,11 +18,17 @@ _WITHOUT_VALUES = "meta"
 """The device type of tensors that have a shape and hold no numbers."""
 
 
-def keep_properties(platform: Platform) -> None:
+def keep_properties(platform: Platform, entry: str, provider: Provider) -> None:
     """Read every property of a platform, check it, and have the platform answer with that value from now on.
 
     A property is code of others: it may raise, or give another value, when it is read again. Each value is kept before
-    the next property is read, as one property may be computed from another.
+    the next property is read, as one property may be computed from another. The methods are guarded, as
+    ``guard_methods`` says.
+
+    Args:
+        platform: as it was constructed.
+        entry: the name of its entry point.
+        provider: the distribution of the platform.
 
     Raises:
         TypeError, ValueError: a property raised, or has a value that no platform may have.
@@ -34,11 +42,12 @@ def keep_properties(platform: Platform) -> None:
     for name in PROPERTIES:
         value = _CHECKS[name](name, _read(platform, name))
         type.__setattr__(keeping, name, value)
+    guard_methods(keeping, cls, entry, provider)
 
 
 def _read(platform: Platform, name: str) -> Any:
     try:
-        return getattr(platform, name)
+        return expect_plain(getattr(platform, name))
     except KeyboardInterrupt:
         raise
     except BaseException as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from opgraft.config import OpgraftConfig
 from opgraft.decision import Provider
@@ -15,6 +16,7 @@ from opgraft.logger import logger
 from opgraft.platform import Platform, PlatformSpec, effective_chain
 from opgraft.plugins.changes import Change
 from opgraft.plugins.discovery import HOST_DISTRIBUTION, Offer, discover
+from opgraft.plugins.guarded_methods import expect_plain
 from opgraft.plugins.kept_properties import keep_properties
 from opgraft.plugins.requirements import check_adjustment
 from opgraft.registry.declarations import Owner
@@ -105,13 +107,13 @@ def _loaded(offer: Offer) -> tuple[Platform, OpgraftConfig]:
             if not isinstance(platform, Platform):
                 raise TypeError(f"it is a {type(platform).__name__}, expected an opgraft.Platform")
             if not offer.built_in:
-                keep_properties(platform)
+                keep_properties(platform, offer.name, offer.provider)
             if platform.name != offer.name:
                 raise TypeError(
                     f"it calls itself {platform.name!r}, its entry point is {offer.name!r}"
                 )
             effective_chain(platform)
-            defaults = platform.default_config()
+            defaults = expect_plain(platform.default_config())
         if not isinstance(defaults, OpgraftConfig):
             raise TypeError(
                 f"default_config returned a {type(defaults).__name__}, expected an opgraft.OpgraftConfig"
@@ -133,9 +135,7 @@ def prepare(selection: PlatformSelection, config: OpgraftConfig) -> None:
         PlatformError: it raised, and what it had changed is set back.
     """
     name = selection.platform.name
-    provider = next(
-        (each.provider for each in selection.decision.candidates if each.accepted), None
-    )
+    provider = selection.provider
     whose = f"platform {name!r} of {provider}"
     if provider is None or provider.name == HOST_DISTRIBUTION:
         _prepare(selection.platform, config, whose, provider)
@@ -150,7 +150,8 @@ def _prepare(
 ) -> None:
     try:
         with watched(f"{whose} in its method prepare", provider):
-            platform.prepare(config)
+            set_up: Callable[..., Any] = platform.prepare
+            expect_plain(set_up(config))
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a plugin's code

@@ -20,7 +20,7 @@ from opgraft.binding.specialisation import Binding
 from opgraft.config import NATIVE_CHOICE
 from opgraft.decision import Provider
 from opgraft.environment import PLUGINS_DISABLE
-from opgraft.errors import OpgraftError
+from opgraft.errors import OpgraftError, PluginError
 from opgraft.plugins.discovery import discover
 from opgraft.registry.choice import choosing
 from opgraft.state import host_state
@@ -77,6 +77,8 @@ def explain_exception(error: BaseException) -> Provenance | None:
     outside of ops, the plugin whose code ran last. ``None`` where neither ran, as in compiled code, which is its
     compiler's.
     """
+    if isinstance(error, PluginError) and error.location:  # the message says all
+        return None
     raised = [list(traceback.walk_tb(each.__traceback__)) for each in reversed(list(_chain(error)))]
     for tell in (_of_op, _of_plugin):
         for places in raised:

@@ -22,7 +22,14 @@ from opgraft.engine.scheduler import Scheduler
 from opgraft.engine.stats import EngineStats, copied
 from opgraft.engine.step import Step, StepResult
 from opgraft.engine.worker import Worker
-from opgraft.errors import MOST_LISTED, ConfigError, EngineError, ModelError, RequestError
+from opgraft.errors import (
+    MOST_LISTED,
+    ConfigError,
+    EngineError,
+    ModelError,
+    PluginError,
+    RequestError,
+)
 from opgraft.logger import logger
 from opgraft.state import host_state
 from opgraft.text import described
@@ -324,7 +331,8 @@ class EngineCore:
         self.counters.failed_steps += 1
         told = explain_exception(error)
         # Any other exception would keep the tensors of the step alive through its frames.
-        self.step_failure = error if told is not None and told.of_plugin else None
+        of_plugin = isinstance(error, PluginError) or (told is not None and told.of_plugin)
+        self.step_failure = error if of_plugin else None
         message = (
             f"the step of {_named(batch)} failed: {described(error)}{f' ({told})' if told else ''}"
         )

@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from opgraft.config import OpgraftConfig, ParallelConfig
 from opgraft.distributed.groups import get_pp_group, parallelism
-from opgraft.errors import CheckpointError, ConfigError, DistributedError, ModelError
+from opgraft.environment import PLATFORM
+from opgraft.errors import (
+    CheckpointError,
+    ConfigError,
+    DistributedError,
+    ModelError,
+    OpgraftError,
+    PluginError,
+)
 from opgraft.logger import logger
 from opgraft.machine.memory import expect_huge_pages, move_to_huge_pages, without_collections
 from opgraft.models.config import read_config
@@ -20,8 +28,11 @@ from opgraft.models.lazy import LazyTensor
 from opgraft.models.load import load_weights
 from opgraft.models.model import HasLogits, Model, model_class
 from opgraft.models.names import CACHE_SCALES, is_ignored
-from opgraft.plugins.selection import current_platform
+from opgraft.plugins.device_types import why_unusable
+from opgraft.plugins.discovery import HOST_DISTRIBUTION
+from opgraft.plugins.selection import current_platform, selected_platform
 from opgraft.quantization.settings import expect_patterns_used
+from opgraft.registry.op_classes import location_of
 from opgraft.text import described, printable
 
 
@@ -181,14 +192,27 @@ def device_named(name: str) -> torch.device:
 
 def _usable_device(name: str) -> torch.device:
     device = device_named(name)
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # the second where torch was built without
+    error = why_unusable(name)
+    if error is not None:
         raise _unusable(name, error) from error
     return device
 
 
-def _unusable(name: str, error: Exception) -> ConfigError:
+def _unusable(name: str, error: Exception) -> OpgraftError:
+    """Return the error about a device that torch cannot use: of the platform, if torch can use none of its devices."""
+    selection = selected_platform()
+    platform, provider = selection.platform, selection.provider
+    device_type = platform.device_type
+    is_own = name.partition(":")[0] == device_type
+    of_plugin = provider is not None and provider.name != HOST_DISTRIBUTION
+    if is_own and of_plugin and why_unusable(device_type) is not None:
+        place = location_of(type(platform))
+        return PluginError(
+            f"platform {platform.name!r} of {provider}: torch cannot use its device_type "
+            f"{device_type!r} here: {described(error)}, at {place}. Correct the name, import what "
+            f"makes it known to torch, or choose another platform by {PLATFORM}.",
+            place,
+        )
     return ConfigError(
         f"load.device is {name!r:.80}, which torch cannot use here: take it out for the platform's, or give one such "
         f"as cpu. {described(error)}"

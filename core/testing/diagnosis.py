@@ -15,11 +15,12 @@ from opgraft.binding.kernels import Kernel, KernelChoice, declared_kernels
 from opgraft.binding.marks import CHECK_RAISED, SWITCH_RAISED
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.binding.specialisation import Binding, bind
-from opgraft.errors import ConfigError, ConflictError, OpgraftError, close_matches
+from opgraft.errors import ConfigError, ConflictError, OpgraftError, PluginError, close_matches
 from opgraft.finding import Finding
 from opgraft.ops.spec import Arguments, OpSpec, tensors
 from opgraft.platform import DISPATCH_KEYS, effective_chain
 from opgraft.plugins import hookspecs
+from opgraft.plugins.device_types import why_unusable
 from opgraft.plugins.discovery import PLUGIN_GROUP, discover
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.choice import ReplacementChoice
@@ -42,12 +43,15 @@ _TABLE = "functional_"
 
 def diagnose() -> list[Finding]:
     """Find everything that is wrong with what is loaded. A check that crashes is a finding, not an end."""
-    found = []
+    found: list[Finding] = []
     for check in CHECKS:
         try:
-            found += list(check())
+            found += check()
         except KeyboardInterrupt:
             raise
+        except PluginError as error:  # such as that of a method of the platform, which names it
+            if str(error) not in [each.message for each in found]:
+                found.append(Finding(str(error), None, error.location, exit_code=error.exit_code))
         except BaseException as error:  # code of plugins, which these checks call
             found.append(
                 Finding(f"the check '{_words(check)}' ended with {described(error)}", exit_code=4)
@@ -71,28 +75,52 @@ def forgotten_marks() -> Iterator[Finding]:
 
 
 def unknown_device_type() -> Iterator[Finding]:
-    """Find that the platform of this process names a device type that torch does not know."""
+    """Find that the platform of this process names a device type that torch cannot use."""
     selection = selected_platform()
     platform = selection.platform
-    reason = _unknown_to_torch(platform.device_type)
-    if reason:
-        provider = next(
-            c.provider for c in selection.decision.candidates if c.name == platform.name
-        )
+    error = why_unusable(platform.device_type)
+    if error is not None:
         message = (
-            f"platform {platform.name}: torch does not know its device_type {platform.device_type!r}: {reason}. A new "
-            "one is made known by torch.utils.rename_privateuse1_backend"
+            f"platform {platform.name}: torch cannot use its device_type {platform.device_type!r}: "
+            f"{_first_line(error)}. A new one is made known by torch.utils.rename_privateuse1_backend"
         )
-        yield Finding(message, provider, location_of(type(platform)))
+        yield Finding(message, selection.provider, location_of(type(platform)))
 
 
-def _unknown_to_torch(device_type: Any) -> str | None:
-    """Return why torch takes no device of that type, or ``None`` where it does."""
-    try:
-        torch.device(device_type)
-    except (RuntimeError, TypeError) as error:
-        return str(error).splitlines()[0]
-    return None
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else described(error)
+
+
+def failing_methods() -> Iterator[Finding]:
+    """Find methods of the platform that raise, or return what opgraft cannot use.
+
+    Each is called as opgraft calls it while a model runs, for every device.
+    """
+    selection = selected_platform()
+    platform = selection.platform
+    if why_unusable(platform.device_type) is not None:
+        return
+    found: list[PluginError] = []
+
+    def answer(method: Callable[..., Any], *args: int) -> Any:
+        try:
+            return method(*args)
+        except PluginError as error:
+            found.append(error)
+            return None
+
+    devices = answer(platform.device_count)
+    for index in range(devices or 1):
+        for method in (platform.capability, platform.memory, platform.synchronize):
+            answer(method, index)
+    answer(platform.manual_seed, 0)
+    for error in found:
+        yield Finding(str(error), selection.provider, error.location, exit_code=error.exit_code)
+    if devices == 0:
+        message = f"platform {platform.name}: its probe says that it is available, and its device_count() returned 0"
+        location = location_of(type(platform).device_count)
+        yield Finding(message, selection.provider, location)
 
 
 def conflicts() -> Iterator[Finding]:
@@ -363,7 +391,7 @@ def _called() -> Iterator[tuple[Replacement, Kernel, OpSpec]]:
     There are none where torch knows no device for the inputs.
     """
     device = selected_platform().platform.device_type
-    if _unknown_to_torch(device):
+    if why_unusable(device) is not None:
         return
     for replacement, binding in _bound():
         kernel = binding.kernel.winner
@@ -464,6 +492,7 @@ def _target(replacement: Replacement) -> Any:
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     forgotten_marks,
     unknown_device_type,
+    failing_methods,
     conflicts,
     without_kernels,
     never_used,

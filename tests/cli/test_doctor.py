@@ -207,7 +207,7 @@ def test_a_device_type_that_torch_does_not_know(monkeypatch: pytest.MonkeyPatch)
     assert found(diagnosis.unknown_device_type) == []
     monkeypatch.setattr(CpuPlatform, "device_type", "acme")
     (finding,) = found(diagnosis.unknown_device_type)
-    assert "torch does not know its device_type 'acme'" in finding
+    assert "torch cannot use its device_type 'acme'" in finding
     assert "platform.py:" in finding
 
 

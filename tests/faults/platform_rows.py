@@ -82,3 +82,36 @@ LATER = {
     ),
 }
 """Sources of platforms whose property is right when it is read first, and wrong when it is read again."""
+
+
+def method(signature: str, body: str, head: str = "def") -> str:
+    """A platform class with a method of its own, which stands in line 4."""
+    return (
+        f"{HEAD}class Device(CpuPlatform):\n    name = 'acme'\n    {head} {signature}:\n"
+        f"        {body}\n"
+    )
+
+
+ONE = "(self, index=0)"
+CAPABILITY = "import torch; from opgraft import DeviceCapability as Is; return Is({})"
+MEMORY = "from opgraft import DeviceMemory; return DeviceMemory({})"
+METHODS = {
+    ("device_count", "(self)", "raise OSError('gone')"): "raised OSError: gone",
+    ("device_count", "(self)", "return '1'"): "it returned '1', expected a number of devices",
+    ("device_count", "(self)", "return -1"): "it returned -1, expected a number of devices",
+    ("capability", ONE, "raise KeyboardInterrupt"): "raised KeyboardInterrupt, which nobody",
+    ("capability", ONE, "return None"): "it returned None, expected an opgraft.DeviceCapability",
+    ("capability", ONE, CAPABILITY.format("'x', ()")): "expected a tuple of floating-point dtypes",
+    ("capability", ONE, CAPABILITY.format("'x', (torch.int8,)")): "floating-point dtypes",
+    ("capability", ONE, CAPABILITY.format("'x', (torch.half,), None, 'avx'")): "as features",
+    ("memory", ONE, "raise SystemExit(3)"): "raised SystemExit: 3",
+    ("memory", ONE, "return None"): "it returned None, expected an opgraft.DeviceMemory",
+    ("memory", ONE, MEMORY.format("1.5, 1")): "it returned a float, expected a whole number",
+    ("memory", ONE, MEMORY.format("1, 2")): "it tells 2 bytes free of 1",
+    ("manual_seed", "(self, seed)", "raise OSError('no seed')"): "raised OSError: no seed",
+    ("manual_seed", "(self)", "pass"): "raised TypeError: ",
+    ("synchronize", ONE, "raise OSError('no queue')"): "raised OSError: no queue",
+}
+"""By method, its arguments and body: words of the error of a command, and of the doctor's finding."""
+NEVER_CALLED = ("synchronize",)
+"""The methods that no step calls whose device is the host's."""

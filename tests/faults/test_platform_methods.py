@@ -1,0 +1,125 @@
+"""A method of a platform that fails is told by name: one sentence of a command, and a finding of the doctor."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import opgraft
+import pytest
+from conftest import Site
+from faults.planting import in_time
+from faults.platform_rows import METHODS, NEVER_CALLED, method, stated
+from opgraft import LLM, cli, current_platform
+from opgraft.plugins import guarded_methods
+from opgraft.testing import diagnosis
+from small_words import word_llama
+
+FEW = ("--max-tokens", "1", "--cache.num_blocks", "300")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random decoder."""
+    return word_llama(tmp_path_factory.mktemp("llama"))
+
+
+def plant(site: Site, source: str) -> None:
+    site.platform("acme", probe="return Evidence(True, 'here')", platform=source)
+
+
+def told(capfd: pytest.CaptureFixture[str], llama: Path) -> tuple[int, str]:
+    """The exit code of ``opgraft run``, and what it printed on stderr."""
+    opgraft.reset()
+    capfd.readouterr()
+    with in_time():
+        code = cli._run(["run", str(llama), "the cat", *FEW])
+    return code, capfd.readouterr().err
+
+
+@pytest.mark.parametrize("row", METHODS, ids=lambda row: f"{row[0]}: {row[2][:40]}")
+def test_methods(
+    capfd: pytest.CaptureFixture[str], site: Site, llama: Path, row: tuple[str, str, str]
+) -> None:
+    """The error names platform, distribution, method, file and line; the doctor reports the same once."""
+    name, arguments, body = row
+    plant(site, method(f"{name}{arguments}", body))
+    place = f"{site.folder / 'acme_platform.py'}:"
+    if name not in NEVER_CALLED:
+        code, said = told(capfd, llama)
+        (line,) = [each for each in said.splitlines() if "acme" in each]
+        assert "Traceback" not in said, said
+        assert code == 4
+        assert line.startswith(f"error: platform 'acme' of acme-dist 1.0: its method {name}()")
+        assert METHODS[row] in line
+        assert place in line
+        assert "OPGRAFT_PLUGINS_DISABLE=acme-dist" in line
+    findings = [
+        each for each in diagnosis.diagnose() if each.provider and each.provider.name == "acme-dist"
+    ]
+    (finding,) = findings
+    assert METHODS[row] in finding.message
+    assert (finding.exit_code, (finding.location or "").startswith(place)) == (4, True)
+
+
+def test_every_method_is_checked() -> None:
+    """A method that is added to platforms is guarded, or checked where the platform is loaded."""
+    own = vars(opgraft.Platform).items()
+    methods = {name for name, value in own if callable(value) and not name.startswith("_")}
+    assert methods == {*guarded_methods.CHECKS, "default_config", "prepare"}
+
+
+def test_a_platform_without_devices(site: Site) -> None:
+    """The doctor reports a platform that is available and counts no device; commands go on."""
+    plant(site, method("device_count(self)", "return 0"))
+    (finding,) = diagnosis.failing_methods()
+    assert "its probe says that it is available, and its device_count() returned 0" in str(finding)
+    assert f"{site.folder / 'acme_platform.py'}:4" in str(finding)
+
+
+@pytest.mark.parametrize("device", ["npuu", "maia"])
+def test_a_device_that_torch_cannot_use(
+    capfd: pytest.CaptureFixture[str], site: Site, llama: Path, device: str
+) -> None:
+    """The error names the platform and its device_type, and no setting that nobody has set."""
+    plant(site, stated("device_type", repr(device)))
+    code, said = told(capfd, llama)
+    assert code == 4
+    assert f"platform 'acme' of acme-dist 1.0: torch cannot use its device_type '{device}'" in said
+    assert f"{site.folder / 'acme_platform.py'}:2" in said
+    assert "load.device" not in said
+    assert "Traceback" not in said
+    (finding,) = diagnosis.unknown_device_type()
+    assert f"torch cannot use its device_type '{device}'" in str(finding)
+
+
+@pytest.mark.parametrize(
+    "signature", ["default_config(self)", "prepare(self, config)", "memory(self, index=0)"]
+)
+def test_an_async_method(
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    site: Site,
+    llama: Path,
+    signature: str,
+) -> None:
+    """It is told, and Python warns of no coroutine that nobody awaits."""
+    plant(site, method(signature, "return None", "async def"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, said = told(capfd, llama)
+    said += caplog.text
+    assert f"Device.{signature.partition('(')[0]} is an async function, expected a plain" in said
+    assert "never awaited" not in said
+
+
+def test_methods_that_are_right(site: Site, llama: Path) -> None:
+    """A platform whose methods call each other and those of its base answers as it would unguarded."""
+    plant(site, method("device_count(self)", "return 1 + bool(self.memory(index=0).total < 0)"))
+    platform = current_platform()
+    assert platform.device_count() == 1
+    assert platform.capability(0).dtypes
+    assert list(diagnosis.failing_methods()) == []
+    with LLM(str(llama), **{"load.progress": False, "cache.num_blocks": 300}) as llm:
+        (output,) = llm.generate([[4, 5, 6]])
+    assert output.outputs
