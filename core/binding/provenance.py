@@ -6,9 +6,11 @@ A call that works pays nothing: nothing is written down until somebody asks abou
 from __future__ import annotations
 
 import inspect
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any
@@ -23,8 +25,9 @@ from opgraft.environment import PLUGINS_DISABLE
 from opgraft.errors import OpgraftError, PluginError
 from opgraft.plugins.discovery import discover
 from opgraft.registry.choice import choosing
+from opgraft.registry.watching import interrupts_counted
 from opgraft.state import host_state
-from opgraft.text import printable
+from opgraft.text import described, printable
 
 Place = tuple[FrameType, int]
 
@@ -87,6 +90,36 @@ def explain_exception(error: BaseException) -> Provenance | None:
                 if told is not None:
                     return told
     return None
+
+
+@contextmanager
+def exits_as_errors() -> Iterator[None]:
+    """Turn ``SystemExit`` and ``KeyboardInterrupt`` of a plugin's code in this scope into errors.
+
+    Raises:
+        PluginError: the code raised one itself. What a signal has caused passes through.
+    """
+    with interrupts_counted() as interrupted:
+        try:
+            yield
+        except (SystemExit, KeyboardInterrupt) as error:
+            if interrupted() or _by_signal(error):
+                raise
+            told = explain_exception(error)
+            if told is None or not told.of_plugin:
+                raise
+            raise PluginError(f"{described(error)}, {told}", told.location) from error
+
+
+def _by_signal(error: BaseException) -> bool:
+    """Return True if a handler of a signal raised an exception, which any code may have been running."""
+    handlers = map(signal.getsignal, signal.valid_signals())
+    codes = set()
+    for each in handlers:
+        function = inspect.unwrap(each) if callable(each) else None
+        codes.add(getattr(function, "__code__", None))
+    ran = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return not codes.isdisjoint(ran)
 
 
 def install_excepthook() -> Callable[[], None]:

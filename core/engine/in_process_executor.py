@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
+from opgraft.binding.provenance import exits_as_errors
 from opgraft.config import OpgraftConfig
 from opgraft.distributed import destroy_distributed, get_pp_group, get_tp_group, get_world_group
 from opgraft.engine.executor import Executor
@@ -48,7 +49,8 @@ class InProcessExecutor(Executor):
                 "the engine was shut down, or not started, and has no worker: make a new one"
             )
             raise EngineError(self._lost or shut_down)
-        return getattr(self.worker, method)(*args)
+        with exits_as_errors():
+            return getattr(self.worker, method)(*args)
 
     def call_all(self, method: str, *args: Any) -> list[Any]:
         """Return what a method of each worker returns, in the order of their ranks.

@@ -12,6 +12,7 @@ from datetime import timedelta
 from itertools import count
 from typing import Any
 
+from opgraft.binding.provenance import exits_as_errors
 from opgraft.config import set_config
 from opgraft.distributed import init_distributed
 from opgraft.engine.engine_digest import engine_digest, expect_same_digest
@@ -245,7 +246,8 @@ def _answer(
 def _outcome(channel: Channel, pickled: bytes, function: Callable[..., Any]) -> tuple[bool, Any]:
     """Return whether a call has succeeded, with its result or what it, or reading its arguments, raised."""
     try:
-        return True, function(*channel.unpickled(pickled))
+        with exits_as_errors():
+            return True, function(*channel.unpickled(pickled))
     except Exception as error:
         return False, portable(error)
 

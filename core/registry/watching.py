@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -182,17 +182,25 @@ def _own_interrupts_as_errors() -> Iterator[None]:
     Raises:
         PluginError: the code raised it, and no interrupt has come from outside.
     """
+    with interrupts_counted() as interrupted:
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            if interrupted():
+                raise
+            place = raised_at(error)
+            raise PluginError(
+                f"its code raised KeyboardInterrupt, which nobody has sent, at {place}", place
+            ) from error
+
+
+@contextmanager
+def interrupts_counted() -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns True if this process was interrupted from outside since."""
     count = _INTERRUPTS.count
     began = _INTERRUPTS.begin()
     try:
-        yield
-    except KeyboardInterrupt as error:
-        if _INTERRUPTS.count > count:
-            raise
-        place = raised_at(error)
-        raise PluginError(
-            f"its code raised KeyboardInterrupt, which nobody has sent, at {place}", place
-        ) from error
+        yield lambda: _INTERRUPTS.count > count
     finally:
         if began:
             _INTERRUPTS.end()

@@ -14,6 +14,7 @@ from opgraft.binding.idle_plugins import IdlePlugin, idle_plugins
 from opgraft.binding.kernels import Kernel, KernelChoice, declared_kernels
 from opgraft.binding.marks import CHECK_RAISED, SWITCH_RAISED
 from opgraft.binding.pluggable_class import PluggableClass
+from opgraft.binding.provenance import exits_as_errors
 from opgraft.binding.specialisation import Binding, bind
 from opgraft.errors import ConfigError, ConflictError, OpgraftError, PluginError, close_matches
 from opgraft.finding import Finding
@@ -329,13 +330,21 @@ def _wrong_results(spec: OpSpec, kernel: Kernel) -> Iterator[str]:
             with torch.no_grad():
                 expected = checks.results_of(spec, spec.functional.native, arguments)
                 try:
-                    found = checks.results_of(spec, call, arguments)
+                    with exits_as_errors():
+                        found = checks.results_of(spec, call, arguments)
                 except Exception as error:  # the kernel's own
-                    yield f"raised {described(error)} {inputs}"
+                    yield f"raised {_own_words(error)} {inputs}"
                     continue
             made_contiguous = kernel.functional(spec.functional.name) is not None
             for fault in _other_tensors(found, expected, made_contiguous):
                 yield f"{fault} {inputs}"
+
+
+def _own_words(error: Exception) -> str:
+    """Describe what a kernel raised; of an exit that became an error, the exit."""
+    cause = error.__cause__
+    own = isinstance(error, PluginError) and isinstance(cause, SystemExit | KeyboardInterrupt)
+    return described(cause if own and cause is not None else error)
 
 
 def _other_tensors(
@@ -416,11 +425,12 @@ def _lost(spec: OpSpec, kernel: Kernel) -> Iterator[str]:
         with torch.enable_grad():
             expected = tensors(spec.functional.native(**arguments))
             try:
-                got = tensors(call(**arguments))
+                with exits_as_errors():
+                    got = tensors(call(**arguments))
             except Exception as error:  # the kernel's own
                 if not _raises(call, arguments):  # otherwise another check tells
                     yield (
-                        f"raised {described(error)} for float32 inputs of {spec.functional.name} "
+                        f"raised {_own_words(error)} for float32 inputs of {spec.functional.name} "
                         "that require a gradient"
                     )
                 continue
@@ -442,7 +452,8 @@ def _raises(call: checks.Implementation, arguments: Arguments) -> bool:
     """Tell whether a call raises where no gradient is required, too."""
     with torch.no_grad():
         try:
-            call(**arguments)
+            with exits_as_errors():
+                call(**arguments)
         except Exception:  # the kernel's own
             return True
     return False

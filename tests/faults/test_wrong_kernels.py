@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from faults.test_models import copied
 from opgraft import LLM, OpgraftConfig, cli, set_config
 from opgraft.binding import comparison
 from opgraft.binding.blame import beside_native_definitions
+from opgraft.binding.provenance import exits_as_errors
 from opgraft.errors import CheckpointError, PluginError
 from opgraft.ops import GELU, Linear, LinearAct, RMSNorm
+from opgraft.plugins.host import load_plugins
+from opgraft.testing.diagnosis import lost_gradients, wrong_results
 from safetensors.torch import load_file, save_file
 from small_words import word_llama
 from torch import nn
@@ -480,6 +484,54 @@ def test_a_kernel_that_raises(capfd: pytest.CaptureFixture[str], site: Site, lla
         assert code == 4
         assert "Traceback (most recent call last)" in said
         assert "error: OSError: no device, raised in op rms_norm" in said
+
+
+EXITS = {"SystemExit: 3": "raise SystemExit(3)", "KeyboardInterrupt": "raise KeyboardInterrupt"}
+
+
+@pytest.mark.parametrize("told", EXITS)
+def test_a_kernel_that_ends_the_process(
+    capfd: pytest.CaptureFixture[str], site: Site, llama: Path, told: str
+) -> None:
+    """It is an error of the plugin, with exit code 4, and the doctor still checks the kernels of others."""
+    site.plugin("acme", kernel("RMSNorm", NORM, EXITS[told]))
+    code, said = run(capfd, "run", str(llama), "the cat", *BLOCKS)
+    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert code == 4
+    assert line.startswith(f"error: {told}, raised in op rms_norm, by Acme.forward_oot of acme 1.0")
+    assert place(site) in line
+    site.plugin("cedar", kernel("NewGELU", "forward_oot(self, x)", "return x.float()"))
+    opgraft.reset()
+    load_plugins()
+    findings = [str(each) for each in (*wrong_results(), *lost_gradients())]
+    assert [each for each in findings if f"raised {told} for bfloat16 inputs of rms_norm" in each]
+    assert [each for each in findings if "returns float32 [7, 9], expected bfloat16" in each]
+
+
+def end(number: int, frame: Any) -> None:
+    """Handle a signal by ending the process."""
+    raise SystemExit(number)
+
+
+SENT = {
+    "SIGINT": (signal.default_int_handler, KeyboardInterrupt),
+    "SIGTERM": (end, SystemExit),
+}
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_a_signal_while_a_kernel_runs(site: Site, name: str) -> None:
+    """Whoever has sent it ends the process; no plugin is accused."""
+    handler, expected = SENT[name]
+    source = kernel("RMSNorm", NORM, f"signal.raise_signal(signal.{name})")
+    site.plugin("acme", f"import signal\n{source}")
+    norm = RMSNorm(8)
+    before = signal.signal(signal.Signals[name], handler)
+    try:
+        with pytest.raises(expected), exits_as_errors():
+            norm(torch.ones(2, 8))
+    finally:
+        signal.signal(signal.Signals[name], before)
 
 
 def test_graft_names_the_plugin_whose_class_raises(site: Site) -> None:
