@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from opgraft.binding.comparison import tensors_within
+from opgraft.binding.comparison import leaves, tensors_within
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.form_choice import choice_of
 from opgraft.binding.functional import FUNCTIONALS, Functional
 from opgraft.binding.names import op_name_of
+from opgraft.binding.provenance import explain_exception
 from opgraft.binding.shadow import Shadow
 from opgraft.binding.specialisation import Binding, native_of, watched, without_compiler
 from opgraft.config import NATIVE_CHOICE, OpgraftConfig, ShadowConfig, set_config
-from opgraft.errors import OpgraftError
+from opgraft.errors import OpgraftError, PluginError
 from opgraft.logger import logger
 from opgraft.registry.choice import choosing
 from opgraft.registry.declarations import Replacement
@@ -42,12 +43,14 @@ class Comparison:
     Attributes:
         culprits: by kernel, a sentence about NaN or infinity that should not be, in the order of the calls.
         differing: by kernel, a sentence about numbers that differ, in the order of the calls.
+        misshapen: by kernel, a sentence about results of another dtype, shape or number, likewise.
         native: the kernels whose native definitions run instead.
     """
 
     def __init__(self) -> None:
         self.culprits: dict[str, str] = {}
         self.differing: dict[str, str] = {}
+        self.misshapen: dict[str, str] = {}
         self.native: set[str] = set()
 
     def goes_wrong(self, passes: Callable[[], Iterable[Any]]) -> bool:
@@ -108,6 +111,8 @@ class _Told(Shadow):
         sentence = printable(f"{self._place} {differs}; {self._advice}")
         ours = tensors_within((result, given))
         theirs = tensors_within((expected, copies))
+        if _forms(result) != _forms(expected):
+            self._found.misshapen.setdefault(self._place, sentence)
         lost = map(_loses_numbers, ours, theirs)
         if any(lost):
             self._found.culprits.setdefault(self._place, sentence)
@@ -143,6 +148,38 @@ def culprit_of(
             logger.debug("computing a text once more raised %s", described(error))
             culprits = list(found.culprits.values())
             return culprits[0] if culprits else ""
+
+
+def misshapen_by(
+    error: Exception, model: nn.Module, passes: Callable[[], Iterable[Any]]
+) -> PluginError | None:
+    """Return an error that names the kernel whose result has made a model raise ``error``.
+
+    The passes are computed once more. A kernel is to blame if its result has another dtype or shape
+    than its native definition makes.
+    """
+    if isinstance(error, PluginError) or not host_state().active:
+        return None
+    told = explain_exception(error)
+    if told is not None and told.of_plugin:
+        return None
+    with beside_native_definitions(model) as found:
+        try:
+            found.goes_wrong(passes)
+        except Exception as again:  # as it has raised before
+            logger.debug("computing a step once more raised %s", described(again))
+    for place, sentence in found.misshapen.items():
+        return PluginError(f"{described(error)}: {sentence}", place.rpartition(" at ")[2])
+    return None
+
+
+def _forms(value: Any) -> list[tuple[Any, ...]]:
+    """List the place of each part of a value with its dtype and shape, or its type."""
+    forms: list[tuple[Any, ...]] = []
+    for place, leaf in leaves(value):
+        is_tensor = isinstance(leaf, Tensor)
+        forms.append((place, leaf.dtype, leaf.shape) if is_tensor else (place, type(leaf)))
+    return forms
 
 
 def _culprit_of(passes: Callable[[], Iterable[Any]], found: Comparison, may_repeat: bool) -> str:

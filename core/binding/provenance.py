@@ -112,7 +112,7 @@ def exits_as_errors() -> Iterator[None]:
 
 
 def _by_signal(error: BaseException) -> bool:
-    """Return True if a handler of a signal raised an exception, which any code may have been running."""
+    """Return True if a handler of a signal raised an exception."""
     handlers = map(signal.getsignal, signal.valid_signals())
     codes = set()
     for each in handlers:

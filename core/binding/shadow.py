@@ -174,6 +174,9 @@ class Shadow:
         theirs = list(leaves(expected, "the result"))
         if [place for place, _ in ours] != [place for place, _ in theirs]:
             found = [f"the result has {len(ours)} parts, expected {len(theirs)}"]
+            if len(ours) == len(theirs):
+                kinds = type(result).__name__, type(expected).__name__
+                found = [f"the result is a {kinds[0]}, expected a {kinds[1]}"]
         else:
             # What a kernel has written to an argument counts as a result.
             rows = [

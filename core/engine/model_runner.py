@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from time import perf_counter
 from typing import Any, ClassVar
 
 import torch
-from opgraft.binding.blame import UNEXPLAINED, culprit_of, replaced_among, verdicts_on
+from opgraft.binding.blame import UNEXPLAINED, culprit_of, misshapen_by, replaced_among, verdicts_on
 from opgraft.binding.pluggable_class import PluggableClass, choose_class
 from opgraft.config import OpgraftConfig, ParallelConfig
 from opgraft.distributed import get_dp_group, get_tensor_model_parallel_world_size, get_tp_group
@@ -25,7 +25,7 @@ from opgraft.engine.sampling.logprobs import ROWS_AT_ONCE
 from opgraft.engine.sampling.sampler import NO_NUMBERS
 from opgraft.engine.stage_link import StageLink
 from opgraft.engine.step import NewSequence, Scheduled, Step, StepResult
-from opgraft.errors import ConfigError, RequestError
+from opgraft.errors import ConfigError, PluginError, RequestError
 from opgraft.models import TransformersModel, load_model
 from opgraft.models.encoder import sequence_attention
 from opgraft.ops.attention.batch import AttentionBatch, attending
@@ -133,7 +133,13 @@ class ModelRunner(PluggableClass):
     @torch.inference_mode()
     def encode(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Compute the hidden states ``[tokens, hidden_size]`` of each of some sequences, without a cache."""
-        return self._encoded(self.compiled or self.model, sequences)
+        try:
+            return self._encoded(self.compiled or self.model, sequences)
+        except Exception as error:
+            blamed = self._blamed_for(error, lambda: [self._encoded(self.model, sequences)])
+            if blamed is not None:
+                raise blamed from error
+            raise
 
     def _encoded(self, model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         if len(sequences) > 1 and not self._packs_texts:
@@ -159,7 +165,22 @@ class ModelRunner(PluggableClass):
         except Exception as error:
             if self.link is not None and step.sequences:
                 self.link.fail(error)
+            names = [each.request_id for each in step.sequences]
+            blamed = self._blamed_for(
+                error, lambda: self._compute_again([self.batch.tokens(name) for name in names])
+            )
+            if blamed is not None:
+                raise blamed from error
             raise
+
+    def _blamed_for(
+        self, error: Exception, passes: Callable[[], Iterable[Any]]
+    ) -> PluginError | None:
+        """Return the error about the kernel whose result made passes of the model fail, if there is one."""
+        out_of_memory = isinstance(error, torch.OutOfMemoryError)
+        if out_of_memory or not self._computes_alone:
+            return None
+        return misshapen_by(error, self.model, passes)
 
     def _result(self, step: Step) -> StepResult:
         started = perf_counter()

@@ -486,6 +486,75 @@ def test_a_kernel_that_raises(capfd: pytest.CaptureFixture[str], site: Site, lla
         assert "error: OSError: no device, raised in op rms_norm" in said
 
 
+NORMAL = "made = RMSNorm.forward_native(self, x, residual)\n        "
+FIRST = "first, *rest = made if residual is not None else [made]\n        "
+RETURNED = "return (CHANGED, *rest) if residual is not None else CHANGED"
+MISSHAPEN = {
+    "another dtype": (RETURNED.replace("CHANGED", "first.half()"), "the result is float16 ["),
+    "another shape": (RETURNED.replace("CHANGED", "first[None]"), "the result is float32 [1, "),
+    "nothing": ("return None", "the result is None, expected float32 ["),
+    "a list": ("return [first]", "the result is a list, expected a Tensor"),
+    "too many": ("return first, first, first", "the result has 3 parts, expected 1"),
+}
+
+
+@pytest.mark.parametrize("name", MISSHAPEN)
+def test_a_result_that_the_next_op_refuses(
+    capfd: pytest.CaptureFixture[str], site: Site, llama: Path, name: str
+) -> None:
+    """The kernel is named beside the error of the op that was called with its result."""
+    body, words = MISSHAPEN[name]
+    site.plugin("acme", kernel("RMSNorm", NORM, NORMAL + FIRST + body))
+    code, said = run(capfd, "run", str(llama), "the cat", "--dtype", "float32", *BLOCKS)
+    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert code == 4
+    assert "Acme.forward_oot of acme 1.0" in line
+    assert place(site) in line
+    assert words in line
+    assert "OPGRAFT_PLUGINS_DISABLE=acme" in line
+    assert "Traceback" not in said
+
+
+def test_a_form_that_the_next_op_refuses(
+    capfd: pytest.CaptureFixture[str], site: Site, llama: Path
+) -> None:
+    """The same of a functional form."""
+    site.plugin("acme", form("Linear", "linear", "return native(*args, **kwargs)[..., :3]"))
+    code, said = run(capfd, "run", str(llama), "the cat", *BLOCKS)
+    assert code == 4, said
+    assert f"of acme 1.0 {place(site)}" in said
+
+
+def test_a_result_that_an_encoder_refuses(site: Site, encoder: Path) -> None:
+    """The same of an encoder."""
+    site.plugin("acme", kernel("LayerNorm", "forward_oot(self, x)", "return x.double()"))
+    with (
+        pytest.raises(
+            PluginError, match=r"Acme\.forward_oot of acme 1\.0 at .*acme\.py:5"
+        ) as error,
+        LLM(str(encoder), **{"load.progress": False}) as llm,
+    ):
+        llm.embed([[4, 5]])
+    assert "the result is float64 [" in str(error.value)
+
+
+def test_an_error_that_no_kernel_has_caused(
+    site: Site, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel in order, and one that is imprecise, are not blamed for an error of the engine."""
+    site.plugin("acme", IMPRECISE_NORM)
+    with LLM(str(llama), **SMALL) as llm:
+        runner = llm.engine.core.executor.worker.runner  # type: ignore[union-attr]
+
+        def fail(*given: Any) -> None:
+            raise ValueError("no room")
+
+        monkeypatch.setattr(runner, "_sample", fail)
+        (output,) = llm.generate([[4, 5, 6]])
+    assert "ValueError: no room" in str(output)
+    assert "acme" not in str(output)
+
+
 EXITS = {"SystemExit: 3": "raise SystemExit(3)", "KeyboardInterrupt": "raise KeyboardInterrupt"}
 
 
