@@ -52,6 +52,19 @@ def tracing_in(fake_mode: Any) -> AbstractContextManager[Any]:
     )
 
 
+def with_symbols_for_sizes() -> AbstractContextManager[Any]:
+    """Return the context in which operators take symbols for sizes, as they do while torch traces.
+
+    Only torch 2.8 needs this, for views. Without the name, nothing changes.
+    """
+    try:
+        from torch._dispatch.python import enable_python_dispatcher
+    except ImportError:
+        return nullcontext()
+    context: AbstractContextManager[Any] = enable_python_dispatcher()
+    return context
+
+
 def returns_new_memory(node: fx.Node) -> bool:
     """Tell whether the results of a node share no memory with its arguments; of operators that tell."""
     schema = getattr(node.target, "_schema", None)

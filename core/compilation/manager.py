@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from opgraft.compat.graphs import with_symbols_for_sizes
 from opgraft.compilation.graph_pass import ALL_SIZES, GraphPass, Outcome, PassReport
 from opgraft.compilation.nodes import attribute_of, layout_of
 from opgraft.errors import CompilationError, ConfigError
@@ -103,7 +104,7 @@ def _propagate(module: fx.GraphModule, known: Mapping[fx.Node, tuple[str, Any]])
             arguments != str((node.args, node.kwargs)) or fresh & {*node.all_input_nodes}
         ):
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
-            with mode or nullcontext():
+            with mode or nullcontext(), with_symbols_for_sizes():
                 node.meta["val"] = node.target(*args, **kwargs)
         if node not in known:
             fresh.add(node)
