@@ -167,9 +167,9 @@ def _is_mask(name: str, loaded: LoadedTensor) -> bool:
     path, _, last = name.rpartition(".")
     if not path.endswith(("attn", "attention")):
         return False
-    shape = tuple(loaded.shape)
     if last == "masked_bias":
-        return math.prod(shape) == 1
+        return True
+    shape = tuple(loaded.shape)
     return last == "bias" and len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3]
 
 
