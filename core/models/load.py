@@ -170,7 +170,8 @@ def _is_mask(name: str, loaded: LoadedTensor) -> bool:
     if last == "masked_bias":
         return True
     shape = tuple(loaded.shape)
-    return last == "bias" and len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3]
+    is_square = len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3]
+    return last == "bias" and bool(is_square)
 
 
 def _mismatch(model: nn.Module, problems: Sequence[str], untied_only: bool) -> CheckpointError:
