@@ -53,11 +53,9 @@ def tracing_in(fake_mode: Any) -> AbstractContextManager[Any]:
 
 
 def with_symbols_for_sizes() -> AbstractContextManager[Any]:
-    """Return the context in which operators take symbols for sizes, as they do while torch traces.
-
-    Only torch 2.8 needs this, for views. Without the name, nothing changes.
-    """
+    """Return a context for operators with symbols as sizes, such as tracing gives them."""
     try:
+        # Views of torch 2.8 take symbols with this alone; later versions need nothing.
         from torch._dispatch.python import enable_python_dispatcher
     except ImportError:
         return nullcontext()
