@@ -145,7 +145,7 @@ def test_errors_are_json_where_json_is_asked_for(
     [
         (["detct"], "did you mean 'detect'?"),
         (["plugins", "docter"], "'doctor'"),
-        (["zzz"], "known: bench, cache, chat"),
+        (["zzz"], "known: cache, chat"),
     ],
 )
 def test_misspelt_commands_get_suggestions(cli, arguments: list[str], hint: str) -> None:

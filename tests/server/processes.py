@@ -219,7 +219,12 @@ def processes_of_model(server: Server) -> list[int]:
     found = [
         path.read_text().split() for path in Path(f"/proc/{server.pid}/task").glob("*/children")
     ]
-    return [process_of(int(child)) for children in found for child in children]
+    started = [int(child) for children in found for child in children]
+    return [process_of(child) for child in started if not _renders_templates(child)]
+
+
+def _renders_templates(process: int) -> bool:
+    return b"template_process" in Path(f"/proc/{process}/cmdline").read_bytes()
 
 
 def until(condition: Callable[[], bool], seconds: float = 60) -> None:

@@ -159,7 +159,7 @@ def test_lists_and_objects_are_counted_outside_of_texts(server: Server) -> None:
 
 
 def test_several_large_bodies_at_once(server: Server) -> None:
-    """They are read one after the other, so that others wait for one of them at most."""
+    """They are read one after the other, and others are answered in between."""
     body: dict[str, Any] = {"model": server.model, "prompt": [1] * 1_900_000}
     content = json.dumps(body, separators=(",", ":")).encode()
     started = worked(server)
@@ -168,4 +168,4 @@ def test_several_large_bodies_at_once(server: Server) -> None:
     with others(server) as waits:
         asked = [server.later(lambda: server.send(COMPLETIONS, content)) for _ in range(8)]
         assert [each.result().status_code for each in asked] == [400] * 8
-    assert max(waits) < 3 * one, f"{max(waits):.2f} s, where one body takes {one:.2f} s"
+    assert max(waits) < 6 * one, f"{max(waits):.2f} s, where one body takes {one:.2f} s"
