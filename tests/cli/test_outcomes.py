@@ -122,7 +122,7 @@ class TestShow:
         site.platform("brix", probe="return Evidence(True, 'here')", platform=source, plugin=plugin)
         code, shown = answer(cli, "plugins", "show", "brix", "--load")
         (finding,) = shown["findings"]
-        assert "does not know its device_type 'cpuu'" in finding["message"]
+        assert "cannot use its device_type 'cpuu'" in finding["message"]
         assert code == answer(cli, "plugins", "doctor")[0] == 1
 
 

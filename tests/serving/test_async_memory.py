@@ -153,7 +153,7 @@ def allocated_bytes() -> int:
 
 
 @pytest.mark.parametrize(
-    ("requests", "few"), [(600, 300), pytest.param(10_000, 2_000, marks=pytest.mark.slow)]
+    ("requests", "few"), [(1_000, 500), pytest.param(10_000, 2_000, marks=pytest.mark.slow)]
 )
 def test_many_requests_leave_nothing(checkpoint: Path, requests: int, few: int) -> None:
     """Neither blocks nor rows nor streams nor objects nor memory of requests remain, however their readers left."""
