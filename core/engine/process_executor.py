@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -104,27 +105,19 @@ class LocalProcess(WorkerLink):
             there.callback(os.close, record)
             self._record = ProgressRecord(record)
             undo.callback(self._record.close)
-            tokens_there, self._tokens = os.pipe()
-            there.callback(os.close, tokens_there)
-            undo.callback(os.close, self._tokens)
-            os.set_blocking(self._tokens, False)
-            files = calls_there.fileno(), beside_there.fileno(), record, slots, tokens_there
-            path = json.dumps([str(entry) for entry in sys.path])
-            # Isolated: neither variables nor the working folder decide what is imported before the path is set. In a
-            # session of its own: an interrupt from the terminal is for the process that asks.
-            self.process = subprocess.Popen(  # noqa: S603 - our own interpreter
-                [sys.executable, "-I", "-c", _MAIN, path, *map(str, files)],
-                pass_fds=files,
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                env=environ,
-                start_new_session=True,
-            )
+            # Objects, which close themselves where an interrupt comes before the next line.
+            tokens_there, self._tokens = multiprocessing.Pipe(duplex=False)
+            there.callback(tokens_there.close)
+            undo.callback(self._tokens.close)
+            os.set_blocking(self._tokens.fileno(), False)
+            tokens = tokens_there.fileno()
+            files = calls_there.fileno(), beside_there.fileno(), record, slots, tokens
+            self.process = _start(files, environ)
             undo.callback(_end, self.process)
             self._give_back = weakref.finalize(self, undo.pop_all().close)
 
     def post(self, data: memoryview, token: bytes = BY_CHANNEL) -> None:
-        os.write(self._tokens, token)
+        os.write(self._tokens.fileno(), token)
         if token == BY_CHANNEL:
             self.calls.send_encoded(data)
 
@@ -155,6 +148,21 @@ class LocalProcess(WorkerLink):
         self.process.send_signal(signal.SIGUSR1)
         time.sleep(_STACK_SECONDS)
         return f"{thread_name(self.process.pid)}\n{self._record.stack()}"
+
+
+def _start(files: tuple[int, ...], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a worker that has some of our descriptors."""
+    path = json.dumps([str(entry) for entry in sys.path])
+    # Isolated: neither variables nor the working folder decide what is imported before the path is
+    # set. In a session of its own: an interrupt from the terminal is for the process that asks.
+    return subprocess.Popen(  # noqa: S603 - our own interpreter
+        [sys.executable, "-I", "-c", _MAIN, path, *map(str, files)],
+        pass_fds=files,
+        stdin=subprocess.DEVNULL,
+        stdout=2,
+        env=environ,
+        start_new_session=True,
+    )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
