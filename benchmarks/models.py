@@ -116,7 +116,7 @@ LARGEST_DIFFERENCE = {"float32": 1e-4, "bfloat16": 5e-2}
 def encoder(dtype: torch.dtype, side: Side) -> tuple[nn.Module, Run]:
     from opgraft import freeze, graft
     from opgraft.models import find_checkpoint
-    from opgraft.pooling import pooled
+    from opgraft.models.pooling import pooled
     from transformers import AutoModel, AutoTokenizer
 
     lines = [line for line in SENTENCES.read_text(encoding="utf-8").splitlines() if line]

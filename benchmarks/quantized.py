@@ -19,7 +19,7 @@ from typing import Any
 import opgraft
 import torch
 from opgraft import functional
-from opgraft.ops.quantized_linear.quantizers import quantize_int4, quantize_int8
+from opgraft.ops.linear.quantized.quantizers import quantize_int4, quantize_int8
 from timing import Row, machine, print_table, ratio
 
 SHAPES = ((4096, 14336), (14336, 4096))

@@ -18,7 +18,7 @@ ROUNDS = 5
 
 PLUGIN = """
 import opgraft.ops
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 platforms = "any"
 ops = list(host_state().registry.ops.values())
 for number in range({each}):
@@ -36,7 +36,7 @@ import torch
 torch_seconds = time.perf_counter() - start
 import opgraft
 from opgraft.plugins.discovery import discover
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 start = time.perf_counter()
 discover()
 seconds = time.perf_counter() - start

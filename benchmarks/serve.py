@@ -20,7 +20,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from engine_rows import Finding, print_findings
-from opgraft.text import printable
+from opgraft.base.text import printable
 from serving_client import Client, Outcome
 from serving_load import Load, Question, run
 from serving_prompts import Prompt, arrivals, random_prompts

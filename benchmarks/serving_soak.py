@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 from engine_rows import Finding
-from opgraft.text import printable
+from opgraft.base.text import printable
 from serving_prompts import random_prompts
 from serving_sides import Served, process_memory
 

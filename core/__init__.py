@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from opgraft import kernels as kernels
     from opgraft import ops as ops
     from opgraft import testing as testing
-    from opgraft.adapter import Adapter as Adapter
-    from opgraft.adapter import LeaveAlone as LeaveAlone
     from opgraft.binding.derivation import NATIVE as NATIVE
     from opgraft.binding.derivation import FunctionalKernels as FunctionalKernels
     from opgraft.binding.derivation import calls_functional as calls_functional
@@ -58,9 +56,6 @@ if TYPE_CHECKING:
     from opgraft.config import (
         set_config as set_config,
     )
-    from opgraft.decision import Candidate as Candidate
-    from opgraft.decision import Decision as Decision
-    from opgraft.decision import Provider as Provider
     from opgraft.engine.sampling_params import SamplingParams as SamplingParams
     from opgraft.errors import OpgraftError as OpgraftError
     from opgraft.grafting import GraftReport as GraftReport
@@ -101,7 +96,13 @@ if TYPE_CHECKING:
     from opgraft.plugins.hookspecs import hookimpl as hookimpl
     from opgraft.plugins.host import load_plugins as load_plugins
     from opgraft.plugins.selection import current_platform as current_platform
+    from opgraft.registry.adapter import Adapter as Adapter
+    from opgraft.registry.adapter import LeaveAlone as LeaveAlone
     from opgraft.registry.conditions import When as When
+    from opgraft.registry.decision import Candidate as Candidate
+    from opgraft.registry.decision import Decision as Decision
+    from opgraft.registry.decision import Provider as Provider
+    from opgraft.registry.state import reset as reset
     from opgraft.serving.async_llm import AsyncLLM as AsyncLLM
     from opgraft.serving.llm import LLM as LLM
     from opgraft.serving.llm import Interrupted as Interrupted
@@ -111,11 +112,10 @@ if TYPE_CHECKING:
     from opgraft.serving.outputs import RequestMetrics as RequestMetrics
     from opgraft.serving.outputs import RequestOutput as RequestOutput
     from opgraft.serving.prometheus import PrometheusExporter as PrometheusExporter
-    from opgraft.state import reset as reset
     from opgraft.torch_library import direct_register_custom_op as direct_register_custom_op
 
 _HOME = {
-    "opgraft.adapter": ("Adapter", "LeaveAlone"),
+    "opgraft.registry.adapter": ("Adapter", "LeaveAlone"),
     "opgraft.binding.derivation": ("NATIVE", "FunctionalKernels", "calls_functional"),
     "opgraft.binding.functional": ("register_functional",),
     "opgraft.binding.marks": ("inference_only", "needs"),
@@ -123,7 +123,7 @@ _HOME = {
     "opgraft.compilation.compiled": ("Compiled", "compile"),
     "opgraft.compilation.graph_pass": ("GraphPass", "PassReport"),
     "opgraft.config": ("CompilationConfig", "CompilationMode", "OpgraftConfig", "set_config"),
-    "opgraft.decision": ("Candidate", "Decision", "Provider"),
+    "opgraft.registry.decision": ("Candidate", "Decision", "Provider"),
     "opgraft.engine.sampling_params": ("SamplingParams",),
     "opgraft.errors": ("OpgraftError",),
     "opgraft.binding.explaining": ("Explanation", "explain"),
@@ -141,7 +141,7 @@ _HOME = {
     ),
     "opgraft.serving.prometheus": ("PrometheusExporter",),
     "opgraft.registry.conditions": ("When",),
-    "opgraft.state": ("reset",),
+    "opgraft.registry.state": ("reset",),
     "opgraft.machine.evidence": ("Device", "Evidence", "Fact"),
     "opgraft.machine.machine": ("Machine", "TorchBuild"),
     "opgraft.ops": ("CustomOp", "PluggableLayer", "maybe_get_oot_by_class"),

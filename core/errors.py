@@ -8,7 +8,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 
-from opgraft.text import printable
+from opgraft.base.text import printable
 
 MOST_LISTED = 20
 """Problems that an error names one by one."""

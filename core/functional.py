@@ -11,22 +11,22 @@ arguments. Registered, these refuse arguments that require a gradient, where gra
 from opgraft.binding.functional import Functional as _Functional
 from opgraft.ops.activation.functional import *
 from opgraft.ops.attention.functional import *
+from opgraft.ops.attention.latent.functional import *
 from opgraft.ops.attention.paged import *
+from opgraft.ops.attention.quantized.functional import *
 from opgraft.ops.conv.functional import *
-from opgraft.ops.fused_collectives.functional import *
-from opgraft.ops.fused_moe.functional import *
-from opgraft.ops.fused_quantization.functional import *
-from opgraft.ops.fused_rotary.functional import *
-from opgraft.ops.latent_attention.functional import *
+from opgraft.ops.fused.collectives.functional import *
+from opgraft.ops.fused.quantization.functional import *
+from opgraft.ops.fused.rotary.functional import *
 from opgraft.ops.layernorm.functional import *
 from opgraft.ops.linear.functional import *
+from opgraft.ops.linear.quantized.functional import *
+from opgraft.ops.moe.fused.functional import *
+from opgraft.ops.moe.quantized.functional import *
+from opgraft.ops.moe.routing.functional import *
 from opgraft.ops.quantization.fp4 import *
 from opgraft.ops.quantization.functional import *
-from opgraft.ops.quantized_attention.functional import *
-from opgraft.ops.quantized_linear.functional import *
-from opgraft.ops.quantized_moe.functional import *
 from opgraft.ops.rotary.functional import *
-from opgraft.ops.routing.functional import *
 from opgraft.ops.state_space.functional import *
 
 # A type checker reads the imports above. It would take an assignment for the whole list of exported names.

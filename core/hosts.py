@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from opgraft.base.files import read_regular
+from opgraft.base.text import described, shortened
 from opgraft.config import OpgraftConfig
 from opgraft.errors import PlatformError
-from opgraft.files import read_regular
 from opgraft.platform import Platform, PlatformSpec
 from opgraft.plugins.discovery import PLATFORM_GROUP, Discovery, Offer, discover
 from opgraft.plugins.metadata import specs_of
-from opgraft.state import host_state
-from opgraft.text import described, shortened
+from opgraft.registry.state import host_state
 
 __all__ = [
     "Discovery",

@@ -7,17 +7,17 @@ import os
 import platform as python
 from collections.abc import Mapping
 
-from opgraft.decision import Provider
-from opgraft.environment import DECISION, deciding_variables
+from opgraft.base.installed import version_of
+from opgraft.base.text import printable
+from opgraft.config.environment import DECISION, deciding_variables
 from opgraft.errors import AgreementError
-from opgraft.installed import version_of
 from opgraft.plugins.discovery import discover, is_editable
 from opgraft.plugins.metadata import text_of
 from opgraft.plugins.requirements import lockfile_in_words
 from opgraft.plugins.selection import selected_platform
+from opgraft.registry.decision import Provider
 from opgraft.registry.op_classes import qualified
-from opgraft.state import PluginStatus, host_state
-from opgraft.text import printable
+from opgraft.registry.state import PluginStatus, host_state
 from opgraft.version import __version__
 
 _LIBRARIES = ("torch", "transformers", "safetensors", "tokenizers")

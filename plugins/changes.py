@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from opgraft.text import described
+from opgraft.base.text import described
 
 ABSENT = object()
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from opgraft.decision import Provider
+from opgraft.base.files import read_regular
 from opgraft.errors import ChildError, PluginError, close_matches
-from opgraft.files import read_regular
 from opgraft.platform import DISPATCH_KEYS, Platform
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer
 from opgraft.plugins.metadata import specs_of
 from opgraft.plugins.probing import TIME_LIMIT, ProbeFailed, spec_of
+from opgraft.registry.decision import Provider
 
 _LARGEST = 1 << 22  # bytes of a source file
 _DEEPEST = 20  # classes above each other

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import importlib_metadata
+from opgraft.base.text import described, printable
 from opgraft.config import NATIVE_CHOICE
-from opgraft.decision import Provider
-from opgraft.environment import read_simulated
+from opgraft.config.environment import read_simulated
 from opgraft.errors import ConfigError, close_matches
 from opgraft.logger import logger
 from opgraft.plugins.metadata import (
@@ -31,8 +31,8 @@ from opgraft.plugins.metadata import (
     text_of,
 )
 from opgraft.plugins.namesakes import installed
-from opgraft.state import host_state
-from opgraft.text import described, printable
+from opgraft.registry.decision import Provider
+from opgraft.registry.state import host_state
 from opgraft.version import __version__
 
 PLATFORM_GROUP = "opgraft.platforms"

@@ -9,13 +9,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from opgraft.decision import Provider
-from opgraft.environment import PLATFORM, PLUGINS_DISABLE
+from opgraft.base.text import described, printable
+from opgraft.config.environment import PLATFORM, PLUGINS_DISABLE
 from opgraft.errors import PluginError, raised_in
 from opgraft.platform import DeviceCapability, DeviceMemory
+from opgraft.registry.decision import Provider
 from opgraft.registry.op_classes import location_of
 from opgraft.registry.watching import watched
-from opgraft.text import described, printable
 
 
 def guard_methods(keeping: Any, cls: type, name: str, provider: Provider) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from opgraft.decision import Candidate, Decision
 from opgraft.machine.evidence import Sighting
 from opgraft.machine.machine import Machine
 from opgraft.platform import PlatformSpec
 from opgraft.plugins.discovery import HOST_DISTRIBUTION, PLATFORM_GROUP, discover
+from opgraft.registry.decision import Candidate, Decision
 
 
 def unclaimed_hardware(machine: Machine, decision: Decision) -> list[Sighting]:

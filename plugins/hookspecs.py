@@ -16,7 +16,7 @@ from opgraft.errors import close_matches, near_matches
 from opgraft.platform import Platform
 
 if TYPE_CHECKING:
-    from opgraft.adapter import Adapter
+    from opgraft.registry.adapter import Adapter
 
 PROJECT = "opgraft"
 

@@ -7,18 +7,18 @@ from contextlib import ExitStack
 from threading import get_ident
 from typing import Any, TypeVar
 
-from opgraft.caches import Caches
+from opgraft.base.caches import Caches
+from opgraft.base.text import printable
 from opgraft.config import Settings
-from opgraft.decision import Candidate, Decision
-from opgraft.environment import PLUGINS, PLUGINS_DISABLE
+from opgraft.config.environment import PLUGINS, PLUGINS_DISABLE
 from opgraft.errors import OpgraftError, PluginError
 from opgraft.logger import logger
 from opgraft.plugins.agreement import expect_lockfile_agrees, expect_process_agrees
 from opgraft.plugins.loading import Loading
 from opgraft.plugins.platform_class import prepare
 from opgraft.plugins.selection import current_platform, selected_platform
-from opgraft.state import HostState, PluginRecord, PluginStatus, host_state, loading
-from opgraft.text import printable
+from opgraft.registry.decision import Candidate, Decision
+from opgraft.registry.state import HostState, PluginRecord, PluginStatus, host_state, loading
 from opgraft.version import __version__
 
 Key = TypeVar("Key")

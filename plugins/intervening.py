@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from opgraft.compat import intervening
 from opgraft.plugins.changes import Change, Value, attribute, very_same
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 
 _ENABLED = "_sdp_enabled"
 """The end of the names of what tells whether torch may compute attention in some way."""

@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from opgraft.decision import Provider
+from opgraft.base.text import described
 from opgraft.platform import Platform
 from opgraft.plugins.guarded_methods import expect_plain, guard_methods
-from opgraft.text import described
+from opgraft.registry.decision import Provider
 
 PROPERTIES = tuple(name for name, value in vars(Platform).items() if isinstance(value, property))
 """The names of all properties that a platform has."""

@@ -13,10 +13,9 @@ from functools import partial
 from typing import Any
 
 import pluggy
-from opgraft.adapter import Adapter
+from opgraft.base.text import described, printable, shortened
 from opgraft.config import OpgraftConfig
 from opgraft.errors import PluginError, close_matches, raised_in
-from opgraft.finding import Finding
 from opgraft.logger import logger
 from opgraft.platform import Platform
 from opgraft.plugins import hookspecs
@@ -30,11 +29,12 @@ from opgraft.plugins.requirements import (
     check_admission,
     objection,
 )
+from opgraft.registry.adapter import Adapter
 from opgraft.registry.declarations import ANY_PLATFORM, Owner
+from opgraft.registry.finding import Finding
 from opgraft.registry.op_classes import location_of
+from opgraft.registry.state import HostState, PluginRecord, PluginStatus, Transaction, activating
 from opgraft.registry.watching import watched
-from opgraft.state import HostState, PluginRecord, PluginStatus, Transaction, activating
-from opgraft.text import described, printable, shortened
 
 _MOST_ADAPTERS = 10_000
 _LONGEST_TRACEBACK = 20_000  # characters, of its end

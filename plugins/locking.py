@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import importlib_metadata
+from opgraft.base.files import read_regular, replace_file
+from opgraft.base.text import described
 from opgraft.config import Settings
 from opgraft.config.declaration import without_duplicates
-from opgraft.decision import Provider
 from opgraft.errors import ConfigError, InputError, PluginError
-from opgraft.files import read_regular, replace_file
 from opgraft.plugins.discovery import discover, is_editable, normalized
 from opgraft.plugins.metadata import Problem, distributions, is_namespace, specs_of, text_of
 from opgraft.plugins.records import difference, rows_of
 from opgraft.plugins.requirements import FAULTS, unfit
-from opgraft.state import host_state
-from opgraft.text import described
+from opgraft.registry.decision import Provider
+from opgraft.registry.state import host_state
 
 SCHEMA = "opgraft.lock/1"
 ALLOW_EDITABLE = "--allow-editable"

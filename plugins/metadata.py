@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import importlib_metadata
-from opgraft.decision import Provider
+from opgraft.base.files import read_regular
+from opgraft.base.text import described
 from opgraft.errors import PluginError
-from opgraft.files import read_regular
-from opgraft.text import described
+from opgraft.registry.decision import Provider
 
 LARGEST = {"entry_points.txt": 1 << 20, "RECORD": 1 << 26}
 """Bytes of a file; of others ``_LARGEST``."""

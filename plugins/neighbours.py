@@ -13,10 +13,10 @@ from functools import partial
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, cast
 
+from opgraft.base.text import described
 from opgraft.plugins.changes import ABSENT, Change
 from opgraft.plugins.discovery import discover
-from opgraft.state import ACTIVATING
-from opgraft.text import described
+from opgraft.registry.state import ACTIVATING
 
 _SHARED = (
     *("importlib", "importlib.metadata", "importlib.util", "importlib_metadata", "inspect"),

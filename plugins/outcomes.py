@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from opgraft.environment import PLUGINS_DISABLE
+from opgraft.base.text import printable
+from opgraft.config.environment import PLUGINS_DISABLE
 from opgraft.errors import near_matches
-from opgraft.finding import Finding
 from opgraft.plugins.discovery import PLATFORM_GROUP, discover
 from opgraft.plugins.requirements import FAULTS, QUARANTINED
 from opgraft.registry.declarations import ANY_PLATFORM, Replacement
-from opgraft.state import PluginRecord, PluginStatus, host_state
-from opgraft.text import printable
+from opgraft.registry.finding import Finding
+from opgraft.registry.state import PluginRecord, PluginStatus, host_state
 
 _PLATFORM_CUTOFF = 0.7
 """Above it two names of platforms are one misspelt; 'npu' and 'cpu', at two thirds, are two vendors' words."""

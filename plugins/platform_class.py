@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from opgraft.base.text import described, printable
 from opgraft.config import OpgraftConfig
-from opgraft.decision import Provider
-from opgraft.environment import PLATFORM, PLUGINS_DISABLE
+from opgraft.config.environment import PLATFORM, PLUGINS_DISABLE
 from opgraft.errors import ConflictError, PlatformError
-from opgraft.finding import Finding
 from opgraft.logger import logger
 from opgraft.platform import Platform, PlatformSpec, effective_chain
 from opgraft.plugins.changes import Change
@@ -19,11 +18,12 @@ from opgraft.plugins.discovery import HOST_DISTRIBUTION, Offer, discover
 from opgraft.plugins.guarded_methods import expect_plain
 from opgraft.plugins.kept_properties import keep_properties
 from opgraft.plugins.requirements import check_adjustment
+from opgraft.registry.decision import Provider
 from opgraft.registry.declarations import Owner
+from opgraft.registry.finding import Finding
 from opgraft.registry.op_classes import location_of
+from opgraft.registry.state import PlatformSelection, Transaction, activating, host_state
 from opgraft.registry.watching import watched
-from opgraft.state import PlatformSelection, Transaction, activating, host_state
-from opgraft.text import described, printable
 
 
 def load_platform(offer: Offer) -> tuple[Platform, OpgraftConfig]:

@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from opgraft.decision import Provider
+from opgraft.base.text import described, shortened
 from opgraft.errors import (
     ChildError,
     LostChildError,
@@ -32,14 +32,14 @@ from opgraft.errors import (
     raised_at,
     raised_in,
 )
-from opgraft.finding import Finding
 from opgraft.machine.evidence import Evidence
 from opgraft.machine.machine import Machine, mapped, masked
 from opgraft.platform import PlatformSpec
 from opgraft.plugins.discovery import PLATFORM_BRIDGES, PLATFORM_GROUP, Offer
+from opgraft.registry.decision import Provider
+from opgraft.registry.finding import Finding
+from opgraft.registry.state import host_state
 from opgraft.registry.watching import told_when_late
-from opgraft.state import host_state
-from opgraft.text import described, shortened
 
 TIME_LIMIT = 10.0  # seconds
 

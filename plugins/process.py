@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from opgraft.base.text import described
 from opgraft.compat.content import content_of
 from opgraft.config import CURRENT_SCOPE, Scope
 from opgraft.plugins import intervening, loggers, neighbours
@@ -39,8 +40,7 @@ from opgraft.plugins.changes import (
     very_same,
 )
 from opgraft.plugins.definitions import DEFINITIONS
-from opgraft.state import host_state
-from opgraft.text import described
+from opgraft.registry.state import host_state
 
 
 class Handlers:

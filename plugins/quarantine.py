@@ -12,15 +12,15 @@ from pathlib import Path
 from urllib.parse import quote
 
 from importlib_metadata import Distribution
-from opgraft.decision import Provider
-from opgraft.environment import state_home
-from opgraft.files import read_regular, replace_file
-from opgraft.finding import Finding
+from opgraft.base.files import read_regular, replace_file
+from opgraft.base.text import described, printable
+from opgraft.config.environment import state_home
 from opgraft.logger import logger
 from opgraft.plugins.discovery import discover, is_editable, normalized
 from opgraft.plugins.metadata import text_of
 from opgraft.plugins.requirements import QUARANTINED
-from opgraft.text import described, printable
+from opgraft.registry.decision import Provider
+from opgraft.registry.finding import Finding
 
 _SCHEMA = "opgraft.quarantine/1"
 _LARGEST = 1 << 16  # bytes of a record

@@ -10,8 +10,8 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from opgraft.files import without_waiting
-from opgraft.text import described
+from opgraft.base.files import without_waiting
+from opgraft.base.text import described
 
 _LARGEST = 1 << 24  # bytes of a file outside of the folder of the distribution
 _PIECE = 1 << 20  # bytes of a file that are hashed at a time

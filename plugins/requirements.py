@@ -6,10 +6,9 @@ import importlib
 from collections.abc import Iterable
 from typing import Any
 
+from opgraft.base.installed import version_of
 from opgraft.config import OpgraftConfig, Settings
-from opgraft.decision import Provider
 from opgraft.errors import ConfigError, PluginError, close_matches
-from opgraft.installed import version_of
 from opgraft.plugins.discovery import (
     FOR_OTHER_HOSTS,
     HOST_DISTRIBUTION,
@@ -17,6 +16,7 @@ from opgraft.plugins.discovery import (
     discover,
     normalized,
 )
+from opgraft.registry.decision import Provider
 from opgraft.version import __version__
 
 _EARLY = ("platform", "plugins", "plugins_disable", "lockfile", "strict")

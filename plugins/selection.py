@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from opgraft.config import Settings
-from opgraft.decision import NOT_PROBED, Candidate, Decision
-from opgraft.environment import PLATFORM
+from opgraft.config.environment import PLATFORM
 from opgraft.errors import PlatformConflictError, PlatformError, close_matches
-from opgraft.finding import Finding
 from opgraft.logger import logger
 from opgraft.machine.evidence import Evidence
 from opgraft.machine.machine import Machine
@@ -26,7 +24,9 @@ from opgraft.plugins.requirements import (
     objection,
     quarantined,
 )
-from opgraft.state import PlatformSelection, host_state, loading
+from opgraft.registry.decision import NOT_PROBED, Candidate, Decision
+from opgraft.registry.finding import Finding
+from opgraft.registry.state import PlatformSelection, host_state, loading
 
 Result = TypeVar("Result")
 

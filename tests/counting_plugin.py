@@ -22,7 +22,7 @@ from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.functional import FUNCTIONALS
 from opgraft.registry.op_classes import called_methods, definer, qualified, reference_method
 from opgraft.registry.recorded_calls import FUNCTIONAL
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 
 platforms = "any"
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from opgraft.config import LoadConfig, ModelConfig, OpgraftConfig, QuantizationSettings
 from opgraft.models import load_model
-from opgraft.ops.quantized_linear.storage import dequantize
+from opgraft.ops.linear.quantized.storage import dequantize
 from quantized_formats import FORMATS, FP8, Written
 from safetensors.torch import save_file
 from torch import Tensor

@@ -15,7 +15,7 @@ from graft.test_transformers import FAMILIES, build, inputs
 from opgraft import OpgraftConfig, set_config
 from opgraft.registry.op_classes import qualified
 from opgraft.registry.recorded_calls import FORWARD, RecordedCall
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 from opgraft.testing import checks
 from opgraft.testing.catalogue import SPECS
 from quantized_files import logits_of, write

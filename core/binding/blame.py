@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from opgraft.base.text import described, printable
 from opgraft.binding.comparison import leaves, tensors_within
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.form_choice import choice_of
@@ -20,8 +21,7 @@ from opgraft.logger import logger
 from opgraft.registry.choice import choosing
 from opgraft.registry.declarations import Replacement
 from opgraft.registry.op_classes import location_of
-from opgraft.state import host_state
-from opgraft.text import described, printable
+from opgraft.registry.state import host_state
 from torch import Tensor, nn
 
 UNEXPLAINED = "unexplained"

@@ -12,7 +12,7 @@ from inspect import signature
 from typing import Any
 
 import torch
-from opgraft.text import printable
+from opgraft.base.text import printable
 from torch import Tensor, nn
 
 Tolerance = tuple[float, float]

@@ -12,13 +12,13 @@ from opgraft.binding.functional import Functional
 from opgraft.binding.measurements import follow
 from opgraft.binding.names import op_name_of
 from opgraft.binding.specialisation import Binding, bind, enforced, without_drift
-from opgraft.decision import Decision
 from opgraft.errors import GraftError, MissingKernelError, RegistrationError
 from opgraft.platform import DISPATCH_KEYS
 from opgraft.plugins.discovery import discover
 from opgraft.registry.conditions import Condition
+from opgraft.registry.decision import Decision
 from opgraft.registry.op_classes import location_of, reference_method
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 from torch import nn
 
 OpClass = TypeVar("OpClass", bound=type)

@@ -12,7 +12,7 @@ from opgraft.plugins.discovery import discover
 from opgraft.registry.conditions import Condition, When
 from opgraft.registry.declarations import Replacement
 from opgraft.registry.op_classes import location_of, qualified
-from opgraft.state import ACTIVATING, PluginStatus, Transaction, host_state
+from opgraft.registry.state import ACTIVATING, PluginStatus, Transaction, host_state
 
 
 class Replaceable:

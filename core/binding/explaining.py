@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from inspect import isabstract
 from typing import Any
 
+from opgraft.base.text import printable, table
 from opgraft.binding.arguments import expect_module
 from opgraft.binding.custom_op import CustomOp, PluggableLayer
 from opgraft.binding.form_choice import choice_of
@@ -16,10 +17,9 @@ from opgraft.binding.pluggable_class import PluggableClass, choose_class
 from opgraft.binding.reach import idle_children
 from opgraft.binding.rebinding import hidden_by
 from opgraft.binding.specialisation import Binding
-from opgraft.decision import Provider
 from opgraft.plugins.discovery import discover
-from opgraft.state import host_state
-from opgraft.text import printable, table
+from opgraft.registry.decision import Provider
+from opgraft.registry.state import host_state
 from torch import nn
 
 _SPARED = "not run, as the layer that it is in does its work where no gradient is required"

@@ -7,9 +7,9 @@ from typing import Any
 
 from opgraft.binding.functional import Functional, binding_of
 from opgraft.binding.specialisation import Binding
-from opgraft.decision import Provider
 from opgraft.platform import DISPATCH_KEYS
 from opgraft.plugins.discovery import discover
+from opgraft.registry.decision import Provider
 
 
 @dataclass(frozen=True)

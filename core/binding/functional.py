@@ -25,7 +25,7 @@ from opgraft.plugins.discovery import discover
 from opgraft.plugins.host import load_plugins
 from opgraft.registry.declarations import redefines
 from opgraft.registry.op_classes import location_of, qualified
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from opgraft.binding.kernels import Kernel, declared_kernels
 from opgraft.binding.pluggable_class import PluggableClass
-from opgraft.decision import Provider
 from opgraft.platform import DISPATCH_KEYS, Platform, effective_chain
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.choice import objection_to
+from opgraft.registry.decision import Provider
 from opgraft.registry.declarations import Replacement
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 
 _SHOWN = 3
 _FORWARD = "forward"

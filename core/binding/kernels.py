@@ -11,9 +11,9 @@ from typing import Any
 from opgraft.binding.derivation import NATIVE, FunctionalKernels, is_derived
 from opgraft.binding.marks import fallback_of, is_inference_only, unmet_need
 from opgraft.binding.shadow import Shadow
-from opgraft.decision import Candidate, Decision
 from opgraft.errors import MissingKernelError
 from opgraft.platform import DISPATCH_KEYS
+from opgraft.registry.decision import Candidate, Decision
 from opgraft.registry.op_classes import (
     definer,
     kernel_methods,

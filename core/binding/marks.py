@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
+from opgraft.base.text import described
 from opgraft.compat.tracing import transformed
 from opgraft.errors import RegistrationError, raised_at
 from opgraft.plugins.discovery import discover
 from opgraft.registry.op_classes import NEEDS, location_of
+from opgraft.registry.state import host_state
 from opgraft.registry.watching import watched
-from opgraft.state import host_state
-from opgraft.text import described
 from torch import Tensor, is_grad_enabled
 
 Function = TypeVar("Function", bound=Callable[..., Any])

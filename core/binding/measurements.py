@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from opgraft.base.files import read_regular
+from opgraft.base.text import described, printable
 from opgraft.config import NATIVE_CHOICE, CustomOpsSetting, Settings
-from opgraft.decision import Candidate, Decision, Provider
-from opgraft.environment import state_home
+from opgraft.config.environment import state_home
 from opgraft.errors import InputError
-from opgraft.files import read_regular
 from opgraft.logger import logger
 from opgraft.platform import Platform
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.choice import choice_name, objection_to
+from opgraft.registry.decision import Candidate, Decision, Provider
 from opgraft.registry.declarations import Replacement
-from opgraft.state import host_state
-from opgraft.text import described, printable
+from opgraft.registry.state import host_state
 from opgraft.version import __version__
 
 SCHEMA = "opgraft.tuning/1"

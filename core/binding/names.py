@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from opgraft.config import Settings
 from opgraft.errors import ConfigError, close_matches
 from opgraft.registry.declarations import Registry, Replacement
-from opgraft.state import HostState, host_state
+from opgraft.registry.state import HostState, host_state
 
 
 def op_name_of(cls: type, state: HostState) -> str | None:

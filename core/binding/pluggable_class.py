@@ -16,7 +16,7 @@ from opgraft.plugins.host import check_loaded_with, decide_with_plugins
 from opgraft.plugins.outcomes import absence_of
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.choice import ReplacementChoice, choose_replacement
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 
 Class = TypeVar("Class", bound=type)
 

@@ -12,7 +12,7 @@ from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.form_choice import choice_of
 from opgraft.binding.functional import Functional
 from opgraft.binding.specialisation import Binding
-from opgraft.decision import Provider
+from opgraft.registry.decision import Provider
 from torch.profiler import record_function
 
 _lock = threading.Lock()

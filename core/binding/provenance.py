@@ -15,19 +15,19 @@ from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any
 
+from opgraft.base.text import described, printable
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.form_choice import FormChoice, choice_of
 from opgraft.binding.functional import Functional
 from opgraft.binding.specialisation import Binding
 from opgraft.config import NATIVE_CHOICE
-from opgraft.decision import Provider
-from opgraft.environment import PLUGINS_DISABLE
+from opgraft.config.environment import PLUGINS_DISABLE
 from opgraft.errors import OpgraftError, PluginError
 from opgraft.plugins.discovery import discover
 from opgraft.registry.choice import choosing
+from opgraft.registry.decision import Provider
+from opgraft.registry.state import host_state
 from opgraft.registry.watching import interrupts_counted
-from opgraft.state import host_state
-from opgraft.text import described, printable
 
 Place = tuple[FrameType, int]
 

@@ -15,7 +15,7 @@ from opgraft.binding.functional import FUNCTIONALS, Functional
 from opgraft.compat.tracing import captured_for_opgraft, constant_while_tracing
 from opgraft.config import OpgraftConfig, set_config
 from opgraft.registry.op_classes import definer
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 from torch import nn
 
 _CACHE = "__opgraft_semantic__"

@@ -15,15 +15,15 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from opgraft.base.text import described, printable, table
 from opgraft.binding import comparison
 from opgraft.binding.comparison import leaves
 from opgraft.compat.packed_linear import version_of
 from opgraft.compat.tracing import constant_while_tracing, followed_or_transformed
 from opgraft.config import ShadowConfig
-from opgraft.decision import Provider
 from opgraft.logger import logger
-from opgraft.state import host_state
-from opgraft.text import described, printable, table
+from opgraft.registry.decision import Provider
+from opgraft.registry.state import host_state
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 

@@ -8,11 +8,11 @@ from contextlib import suppress
 
 from opgraft.binding.pluggable_class import choose_class
 from opgraft.binding.specialisation import bind
-from opgraft.environment import DECISION, SharedDecision
+from opgraft.config.environment import DECISION, SharedDecision
 from opgraft.errors import ConflictError
 from opgraft.plugins.agreement import process_rows
 from opgraft.plugins.host import load_plugins
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 
 
 def share_decisions() -> Callable[[], None]:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from opgraft.base.text import described, printable
 from opgraft.binding.derivation import prepare
 from opgraft.binding.kernels import (
     OWN_FORWARD,
@@ -28,8 +29,7 @@ from opgraft.binding.measurements import follow
 from opgraft.binding.names import check_names, kin_of, op_name_of
 from opgraft.binding.shadow import Shadow
 from opgraft.config import CURRENT_SCOPE, NATIVE_CHOICE, Settings
-from opgraft.decision import Decision, Provider
-from opgraft.environment import PROVIDERS
+from opgraft.config.environment import PROVIDERS
 from opgraft.errors import ConstructionError, RegistrationError
 from opgraft.logger import logger
 from opgraft.platform import effective_chain
@@ -40,10 +40,10 @@ from opgraft.plugins.outcomes import absence_of, state_of
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry import watching
 from opgraft.registry.choice import ReplacementChoice, choose_replacement, objection_to
+from opgraft.registry.decision import Decision, Provider
 from opgraft.registry.declarations import Replacement
 from opgraft.registry.op_classes import definer, location_of, qualified
-from opgraft.state import HostState, host_state
-from opgraft.text import described, printable
+from opgraft.registry.state import HostState, host_state
 
 _CACHE = "__opgraft_specialisations__"
 _INIT = "__init__"

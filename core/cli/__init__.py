@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import click
+from opgraft.base.text import described
 from opgraft.cli.group import LazyGroup
 from opgraft.errors import OpgraftError, PluginError
-from opgraft.text import described
 from opgraft.version import __version__
 
 _COMMANDS = {

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import click
 import torch
+from opgraft.base.text import printable
 from opgraft.binding.idle_plugins import idle_plugins
 from opgraft.cli.answers import answers
 from opgraft.cli.comparison import Comparison, Measurement, timed
@@ -22,7 +23,6 @@ from opgraft.serving.interrupts import interrupts_noted
 from opgraft.serving.llm import LLM, Interrupted, engine_config
 from opgraft.serving.outputs import RequestOutput
 from opgraft.serving.text_engine import TextEngine
-from opgraft.text import printable
 
 
 def open_llm(model: str) -> LLM:

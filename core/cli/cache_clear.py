@@ -11,7 +11,7 @@ from opgraft.cli.output import (
     with_settings,
 )
 from opgraft.compilation.cache import CompilationCache
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 
 
 @click.command("clear", cls=SettingsCommand)

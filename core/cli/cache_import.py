@@ -15,7 +15,7 @@ from opgraft.cli.output import (
 )
 from opgraft.compilation.bundles import import_entries, read_key
 from opgraft.compilation.cache import CompilationCache
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 
 
 @click.command("import", cls=SettingsCommand)

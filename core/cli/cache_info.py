@@ -13,7 +13,7 @@ from opgraft.cli.output import (
 from opgraft.compilation.cache import CompilationCache
 from opgraft.compilation.shared_folder import count_entries
 from opgraft.errors import InputError
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 
 
 @click.command("info", cls=SettingsCommand)

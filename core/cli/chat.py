@@ -10,12 +10,12 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 import click
+from opgraft.base.text import printable
 from opgraft.cli.answers import stdout_for_answers
 from opgraft.cli.output import COMMAND_LINE, SettingsCommand, echo, with_model_settings
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import RequestError
-from opgraft.state import host_state
-from opgraft.text import printable
+from opgraft.registry.state import host_state
 
 if TYPE_CHECKING:
     from opgraft.serving.llm import LLM

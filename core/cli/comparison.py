@@ -14,7 +14,7 @@ from opgraft.cli.output import print_table
 from opgraft.config import CompilationConfig, OpgraftConfig
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.host import load_plugins
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 from torch import Tensor
 
 _ENOUGH = 1.0

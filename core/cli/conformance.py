@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from opgraft.base.text import printable
 from opgraft.cli import evidence
 from opgraft.cli.evidence import Evidence
 from opgraft.cli.isolation import Limits, isolated, tell
@@ -18,7 +19,6 @@ from opgraft.cli.output import GivenPath, SettingsCommand, print_wrapped, with_s
 from opgraft.cli.report_page import page
 from opgraft.errors import InputError, PluginError
 from opgraft.plugins.discovery import HOST_DISTRIBUTION, names_of, normalized
-from opgraft.text import printable
 from opgraft.version import __version__
 
 TIME_LIMIT = 24 * 3600.0  # seconds: kernels of a simulated device may take long

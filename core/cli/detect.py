@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import click
+from opgraft.base.text import printable
 from opgraft.cli.offers import problem_lines, problems
 from opgraft.cli.output import (
     GivenPath,
@@ -16,12 +17,11 @@ from opgraft.cli.output import (
     print_wrapped,
     with_settings,
 )
-from opgraft.decision import NOT_PROBED, Candidate, Decision
 from opgraft.machine.machine import Machine
 from opgraft.plugins.hardware import unclaimed_hardware
 from opgraft.plugins.selection import decide_without_torch
-from opgraft.state import host_state
-from opgraft.text import printable
+from opgraft.registry.decision import NOT_PROBED, Candidate, Decision
+from opgraft.registry.state import host_state
 
 _FOLDER = GivenPath(file_okay=False)  # which shells complete
 

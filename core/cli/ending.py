@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from types import FrameType
 
 import click
-from opgraft.decision import Provider
-from opgraft.environment import PLUGINS_DISABLE
+from opgraft.base.text import printable
+from opgraft.config.environment import PLUGINS_DISABLE
 from opgraft.plugins.discovery import discover
-from opgraft.state import host_state
-from opgraft.text import printable
+from opgraft.registry.decision import Provider
+from opgraft.registry.state import host_state
 
 PATIENCE = 5.0
 """Seconds that threads have to end by themselves after the answer."""

@@ -7,18 +7,18 @@ import platform as host
 import sys
 
 import click
+from opgraft.base.installed import version_of
+from opgraft.base.text import printable
 from opgraft.cli.offers import KINDS, admission, shown_offers
 from opgraft.cli.output import SettingsCommand, echo, json_option, print_json, with_settings
 from opgraft.config import resolve
-from opgraft.environment import VARIABLES
+from opgraft.config.environment import VARIABLES
 from opgraft.errors import ConfigError, OpgraftError
-from opgraft.installed import version_of
 from opgraft.machine.machine import Machine
 from opgraft.machine.scrubbing import Scrubber
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.selection import decide_without_torch
-from opgraft.state import host_state
-from opgraft.text import printable
+from opgraft.registry.state import host_state
 from opgraft.version import __version__
 
 _PACKAGES = (

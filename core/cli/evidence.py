@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from opgraft.decision import Provider
-from opgraft.environment import state_home
+from opgraft.base.files import read_regular, replace_file
+from opgraft.base.text import printable
+from opgraft.config.environment import state_home
 from opgraft.errors import InputError
-from opgraft.files import read_regular, replace_file
 from opgraft.logger import logger
 from opgraft.plugins.discovery import normalized
-from opgraft.text import printable
+from opgraft.registry.decision import Provider
 
 SCHEMA = "opgraft.conformance/1"
 SHIPPED = "conformance.json"

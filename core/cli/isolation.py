@@ -18,16 +18,16 @@ from typing import Any
 from opgraft.cli.ending import PATIENCE, awaited_threads
 from opgraft.cli.output import COMMAND_LINE
 from opgraft.config import CURRENT_SCOPE, config_from_fields, parse_text, read_file, set_config
-from opgraft.decision import Provider
-from opgraft.environment import PLUGINS_DISABLE
+from opgraft.config.environment import PLUGINS_DISABLE
 from opgraft.errors import ChildError
-from opgraft.finding import Finding
 from opgraft.machine.child import Ended, run_child
 from opgraft.machine.host_memory import memory_limit
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.quarantine import against, confine
+from opgraft.registry.decision import Provider
+from opgraft.registry.finding import Finding
+from opgraft.registry.state import host_state
 from opgraft.registry.watching import LISTENERS, told_when_late
-from opgraft.state import host_state
 
 TIME_LIMIT = (
     60.0  # seconds; a plugin that compiles its kernels when it is first imported needs more

@@ -19,17 +19,17 @@ from typing import Any
 
 from importlib_metadata import Distribution
 from opgraft import version
-from opgraft.environment import lasting_variables, state_home
+from opgraft.base.files import read_regular, replace_file
+from opgraft.base.text import described, printable
+from opgraft.config.environment import lasting_variables, state_home
 from opgraft.errors import OpgraftError
-from opgraft.files import read_regular, replace_file
 from opgraft.logger import logger
 from opgraft.machine.machine import Machine
 from opgraft.plugins.discovery import discover, is_editable
 from opgraft.plugins.metadata import text_of
 from opgraft.plugins.requirements import objection
 from opgraft.plugins.selection import decide_platform
-from opgraft.state import host_state
-from opgraft.text import described, printable
+from opgraft.registry.state import host_state
 
 _LARGEST = 1 << 24  # bytes of a file
 _MOST = 16  # files, of which the oldest go

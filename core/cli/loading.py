@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 
+from opgraft.base.text import described
 from opgraft.errors import OpgraftError, PluginError
-from opgraft.text import described
 
 
 def load_all() -> OpgraftError | None:

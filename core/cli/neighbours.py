@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from itertools import islice
 
 import torch
+from opgraft.base.text import printable
 from opgraft.cli.answer import print_kernels
 from opgraft.cli.comparison import Comparison, Measurement, timed
 from opgraft.cli.output import echo, print_json
 from opgraft.plugins.selection import current_platform, selected_platform
 from opgraft.serving.llm import LLM
-from opgraft.text import printable
 from torch import Tensor
 from torch.nn import functional
 

@@ -10,15 +10,15 @@ from contextlib import suppress
 from pathlib import Path
 
 import click
+from opgraft.base.installed import source_of
+from opgraft.base.text import described
 from opgraft.cli.offers import shown_offers
 from opgraft.cli.output import GivenPath, json_option, print_json, print_wrapped
 from opgraft.errors import InputError, PluginError
 from opgraft.hosts import Ported
-from opgraft.installed import source_of
 from opgraft.plugins.discovery import PORTERS, discover
 from opgraft.plugins.requirements import objection
-from opgraft.state import host_state
-from opgraft.text import described
+from opgraft.registry.state import host_state
 
 _TEMPLATE = (
     Path(__file__).resolve().parents[1] / "template"

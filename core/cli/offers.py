@@ -8,9 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from opgraft.config import Settings
-from opgraft.decision import Provider
 from opgraft.errors import ConfigError, close_matches, near_matches
-from opgraft.finding import Finding
 from opgraft.plugins.discovery import (
     FOR_OTHER_HOSTS,
     HOST_DISTRIBUTION,
@@ -23,7 +21,9 @@ from opgraft.plugins.discovery import (
 )
 from opgraft.plugins.metadata import Problem, fields_of
 from opgraft.plugins.requirements import objection
-from opgraft.state import host_state
+from opgraft.registry.decision import Provider
+from opgraft.registry.finding import Finding
+from opgraft.registry.state import host_state
 
 KINDS = {PLATFORM_GROUP: "platform", PLUGIN_GROUP: "plugin"}
 _OF_VLLM = {"vllm.platform_plugins": PLATFORM_GROUP, "vllm.general_plugins": PLUGIN_GROUP}

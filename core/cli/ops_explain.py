@@ -19,7 +19,7 @@ from opgraft.errors import InputError, near_matches
 from opgraft.ops import CustomOp
 from opgraft.plugins.host import load_plugins
 from opgraft.registry.declarations import Replacement
-from opgraft.state import PluginStatus, host_state
+from opgraft.registry.state import PluginStatus, host_state
 from opgraft.testing import inventory
 
 _ALL_NAMES = "'opgraft ops list' shows the names of all."

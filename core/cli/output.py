@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 import click
+from opgraft.base.text import WIDTH, printable, table
 from opgraft.cli.answers import answers, answers_apart
 from opgraft.config import (
     FIELDS,
@@ -22,9 +23,8 @@ from opgraft.config import (
     set_config,
     text_of,
 )
-from opgraft.environment import CONFIG, VARIABLES
+from opgraft.config.environment import CONFIG, VARIABLES
 from opgraft.errors import OpgraftError
-from opgraft.text import WIDTH, printable, table
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON of a versioned schema instead of text."

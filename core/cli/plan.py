@@ -17,7 +17,7 @@ from opgraft.cli.output import (
     print_wrapped,
     with_model_settings,
 )
-from opgraft.device_figures import DeviceFigures
+from opgraft.machine.device_figures import DeviceFigures
 from opgraft.planning.devices import device_of
 from opgraft.planning.units import in_bytes, in_seconds, parse_quantity
 

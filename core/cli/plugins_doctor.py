@@ -21,11 +21,11 @@ from opgraft.cli.output import (
     print_wrapped,
     with_settings,
 )
-from opgraft.decision import Provider
-from opgraft.finding import Finding
 from opgraft.plugins.metadata import Problem
 from opgraft.plugins.outcomes import end_of, findings_of
-from opgraft.state import PluginRecord, PluginStatus, host_state
+from opgraft.registry.decision import Provider
+from opgraft.registry.finding import Finding
+from opgraft.registry.state import PluginRecord, PluginStatus, host_state
 
 _FAILED = 4
 """The exit code of a finding that a plugin failed, for which the machine may be the cause."""

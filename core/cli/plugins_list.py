@@ -24,7 +24,7 @@ from opgraft.cli.output import (
 )
 from opgraft.plugins.discovery import Offer
 from opgraft.plugins.requirements import check_admission
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 
 
 @click.command("list", cls=SettingsCommand)

@@ -15,10 +15,10 @@ from opgraft.cli.output import (
     print_wrapped,
     with_settings,
 )
-from opgraft.environment import LOCKFILE
+from opgraft.config.environment import LOCKFILE
 from opgraft.plugins.locking import ALLOW_EDITABLE, lock_installed, write_rows
 from opgraft.plugins.requirements import check_allow_list
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 
 _FILE = GivenPath(dir_okay=False)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
+from opgraft.base.text import printable
 from opgraft.cli import evidence
 from opgraft.cli.completion import offer_names
 from opgraft.cli.isolation import examined
@@ -29,12 +30,11 @@ from opgraft.cli.output import (
 )
 from opgraft.cli.plugins_doctor import found
 from opgraft.errors import InputError, close_matches
-from opgraft.finding import Finding
 from opgraft.plugins.discovery import PLUGIN_GROUP, Offer, normalized
 from opgraft.plugins.outcomes import end_of, replacements_of
 from opgraft.plugins.requirements import change_since_locked, check_admission
-from opgraft.state import PluginRecord, PluginStatus, host_state
-from opgraft.text import printable
+from opgraft.registry.finding import Finding
+from opgraft.registry.state import PluginRecord, PluginStatus, host_state
 
 _EVIDENCE = {"evidence": "evidence", "judged": "judged on this machine"}
 

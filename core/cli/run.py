@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import click
+from opgraft.base.files import without_waiting
 from opgraft.cli.output import (
     COMMAND_LINE,
     GivenPath,
@@ -15,8 +16,7 @@ from opgraft.cli.output import (
 )
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import InputError
-from opgraft.files import without_waiting
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 
 _LARGEST_INPUT = 1 << 26  # bytes
 _MOST_LINES = 1 << 20  # each a request, which takes some 3 kB

@@ -11,16 +11,16 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
+from opgraft.base.text import printable
 from opgraft.cli.output import COMMAND_LINE, SettingsCommand, echo, with_settings
 from opgraft.config import OpgraftConfig, set_config
 from opgraft.errors import InputError
 from opgraft.logger import write_json
 from opgraft.plugins.selection import current_platform
-from opgraft.state import host_state
-from opgraft.text import printable
+from opgraft.registry.state import host_state
 
 if TYPE_CHECKING:
-    from opgraft.server.service import Service
+    from opgraft.serving.server.service import Service
 
 _SHORT = {
     "server.host": "--host",
@@ -63,7 +63,7 @@ def command(model: str, api_keys: tuple[str, ...]) -> None:
     from opgraft.serving.llm import engine_config
 
     write_json()
-    logging.getLogger("opgraft.server").setLevel(logging.INFO)
+    logging.getLogger("opgraft.serving.server").setLevel(logging.INFO)
     with _memory_of_a_server():
         config = engine_config(model, None, _own_process()).resolved()
         expect_split(config)
@@ -94,7 +94,7 @@ def _own_process() -> dict[str, str]:
 
 def _server() -> Any:
     try:
-        return importlib.import_module("opgraft.server.run")
+        return importlib.import_module("opgraft.serving.server.run")
     except ImportError as error:
         raise InputError(
             f"the server cannot be imported ({error}): pip install 'opgraft[serve]'"

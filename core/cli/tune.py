@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 import torch
+from opgraft.base.progress import progress_bar
+from opgraft.base.text import printable
 from opgraft.binding.measurements import Measured, profile_path
 from opgraft.cli.completion import op_names
 from opgraft.cli.output import (
@@ -21,11 +23,9 @@ from opgraft.cli.output import (
 )
 from opgraft.plugins.host import load_plugins
 from opgraft.plugins.selection import current_platform
-from opgraft.progress import progress_bar
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 from opgraft.testing import tuning
 from opgraft.testing.subjects import claimed_dtypes
-from opgraft.text import printable
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in tuning.DTYPES}
 

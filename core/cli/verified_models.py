@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from opgraft.base.text import described, printable
 from opgraft.binding.comparison import copied
 from opgraft.cli.comparison import native_config
 from opgraft.config import OpgraftConfig, set_config
@@ -30,7 +31,6 @@ from opgraft.plugins.host import load_plugins
 from opgraft.serving.llm import engine_config
 from opgraft.serving.tokenizer import find_tokenizer
 from opgraft.testing.verification import Step, Steps
-from opgraft.text import described, printable
 from torch import Tensor, nn
 
 

@@ -22,7 +22,7 @@ from opgraft.cli.output import (
 from opgraft.cli.verified_models import as_it_runs, grafted, made_by
 from opgraft.models.files import is_there
 from opgraft.plugins.selection import selected_platform
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 from opgraft.testing.reproduction import write_case
 from opgraft.testing.verification import Departure, Place, Verification, verify
 

@@ -9,11 +9,11 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from opgraft.base.text import described
 from opgraft.compat.ahead_of_time import trusting_processor
 from opgraft.compat.graphs import FIXED_SIZES, known_backends, lookup, tracing_in
 from opgraft.errors import CompilationError, ConfigError, RecompilationError, close_matches
-from opgraft.state import host_state
-from opgraft.text import described
+from opgraft.registry.state import host_state
 from torch import Tensor, fx
 
 Runner = Callable[..., Sequence[Any]]

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import IO
 
 import torch
+from opgraft.base.files import read_regular, replacing
+from opgraft.base.text import described
 from opgraft.compilation.cache import ENTRY, KEY, SUMS, CompilationCache
 from opgraft.compilation.sources import Sources
 from opgraft.errors import CacheEntryError, InputError
-from opgraft.files import read_regular, replacing
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.selection import current_platform
-from opgraft.text import described
 from opgraft.version import __version__
 
 _MAGIC = b"opgraft bundle 1 "

@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from opgraft.base.files import read_regular, without_waiting
+from opgraft.base.text import described
 from opgraft.config import CompilationConfig
-from opgraft.environment import cache_home
+from opgraft.config.environment import cache_home
 from opgraft.errors import CacheEntryError, ConfigError
-from opgraft.files import read_regular, without_waiting
 from opgraft.logger import logger
-from opgraft.text import described
 
 ENTRY, SUMS = "entry.json", "sums.json"
 """The files of an entry beside its own: its description, and the checksums of all the others."""

@@ -10,15 +10,15 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
+from opgraft.base.text import described
 from opgraft.binding.derivation import NATIVE
 from opgraft.binding.semantic import semantic
 from opgraft.compilation.example import Example
 from opgraft.compilation.inputs import Expected, Signature
 from opgraft.compilation.writes import is_written, mark_written
-from opgraft.decision import Candidate, Decision
 from opgraft.errors import CompilationError, ConfigError
 from opgraft.ops.linear.modules import Linear
-from opgraft.text import described
+from opgraft.registry.decision import Candidate, Decision
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument

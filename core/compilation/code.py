@@ -9,7 +9,7 @@ from opgraft.compilation.backends import Runner
 from opgraft.compilation.graph_pass import PassReport
 from opgraft.compilation.lowering import Lowering
 from opgraft.compilation.nodes import Origin
-from opgraft.decision import Decision
+from opgraft.registry.decision import Decision
 from torch import Tensor, fx, nn
 
 if TYPE_CHECKING:

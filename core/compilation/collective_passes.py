@@ -11,7 +11,7 @@ from opgraft.binding.functional import Functional
 from opgraft.compilation.graph_pass import LATER, PASSED_OVER, GraphPass, Outcome
 from opgraft.compilation.nodes import has_kernel, semantic_call, semantic_calls
 from opgraft.distributed import get_tp_group
-from opgraft.ops.fused_collectives import functional
+from opgraft.ops.fused.collectives import functional
 from torch import fx, nn
 
 _aten = torch.ops.aten

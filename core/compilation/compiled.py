@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from opgraft.base.text import described
 from opgraft.binding.arguments import expect_module
 from opgraft.compat.graphs import FIXED_SIZES
 from opgraft.compilation.backends import backend_of, warm_up
@@ -24,14 +25,13 @@ from opgraft.compilation.sources import Sources
 from opgraft.compilation.tensors import Places
 from opgraft.config import CompilationConfig, CompilationMode, OpgraftConfig, set_config
 from opgraft.config.compilation import PACKAGED
-from opgraft.decision import Candidate, Decision
 from opgraft.errors import CacheEntryError, CompilationError
 from opgraft.logger import logger
 from opgraft.machine.memory import without_collections
 from opgraft.plugins.host import load_plugins
 from opgraft.plugins.selection import current_platform
-from opgraft.state import host_state
-from opgraft.text import described
+from opgraft.registry.decision import Candidate, Decision
+from opgraft.registry.state import host_state
 from torch import Tensor, nn
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from opgraft.base.text import described
 from opgraft.compat.graphs import flattened, structure_of_text, structure_to_text
 from opgraft.compilation.code import Code
 from opgraft.compilation.example import Example
@@ -17,7 +18,6 @@ from opgraft.compilation.lowering import lowerings_of
 from opgraft.compilation.packages import Packages, loaded
 from opgraft.compilation.tensors import tensors_of
 from opgraft.errors import CacheEntryError
-from opgraft.text import described
 from torch import Tensor, nn
 
 _PLAIN = (bool, int, float, str, type(None))

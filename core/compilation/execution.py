@@ -14,8 +14,8 @@ from opgraft.compilation.lowering import lower
 from opgraft.compilation.pieces import Pieces
 from opgraft.compilation.static_graph import Replayed, expect_recordable
 from opgraft.config import CompilationConfig
-from opgraft.decision import Candidate, Decision
 from opgraft.errors import CompilationError
+from opgraft.registry.decision import Candidate, Decision
 from torch import Tensor, fx
 
 

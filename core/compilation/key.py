@@ -15,12 +15,12 @@ from opgraft.compilation.example import Example
 from opgraft.compilation.sources import Sources
 from opgraft.config import CompilationConfig, OpgraftConfig
 from opgraft.config.declaration import values_of
+from opgraft.config.environment import read_compilers
 from opgraft.distributed.groups import get_world_group, parallelism
-from opgraft.environment import read_compilers
 from opgraft.machine.memory import without_collections
 from opgraft.plugins.selection import current_platform
 from opgraft.registry.op_classes import qualified
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 from opgraft.version import __version__
 from torch import nn
 

@@ -8,11 +8,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from opgraft.base.text import described
 from opgraft.compat.graphs import with_symbols_for_sizes
 from opgraft.compilation.graph_pass import ALL_SIZES, GraphPass, Outcome, PassReport
 from opgraft.compilation.nodes import attribute_of, layout_of
 from opgraft.errors import CompilationError, ConfigError
-from opgraft.text import described
 from torch import fx, nn
 
 

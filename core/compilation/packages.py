@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from opgraft.base.text import described
 from opgraft.compat.ahead_of_time import Package, write_package
 from opgraft.compilation.backends import Runner
 from opgraft.compilation.cache import CompilationCache
 from opgraft.compilation.key import digest
 from opgraft.compilation.nodes import attribute_of, layout_of
 from opgraft.errors import CacheEntryError
-from opgraft.text import described
 from torch import Tensor, fx
 
 if TYPE_CHECKING:

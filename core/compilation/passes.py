@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from opgraft import functional as _functional  # noqa: F401  # registers every form, of which passes make nodes
+from opgraft.base.text import described
 from opgraft.compat.graphs import returns_new_memory
 from opgraft.compilation.collective_passes import (
     AllReduceRMSNorm,
@@ -27,7 +28,6 @@ from opgraft.compilation.quantization_passes import (
 )
 from opgraft.compilation.rotary_passes import QKNormRope
 from opgraft.errors import ConfigError, close_matches
-from opgraft.text import described
 from torch import fx, nn
 
 _aten = torch.ops.aten

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from opgraft.compilation.graph_pass import PASSED_OVER, GraphPass, Outcome
 from opgraft.compilation.nodes import OPERATOR, has_kernel, semantic_call, semantic_calls
-from opgraft.ops.fused_quantization import functional as _functional  # noqa: F401  # registers the forms
+from opgraft.ops.fused.quantization import functional as _functional  # noqa: F401  # registers the forms
 from torch import fx, nn
 
 _opgraft = torch.ops.opgraft

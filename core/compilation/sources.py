@@ -14,8 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
+from opgraft.base.files import read_regular, replace_file
 from opgraft.compilation.python_code import code_digest, functions_of, is_covered, is_own
-from opgraft.files import read_regular, replace_file
 
 _SUFFIXES = (".py", ".so", ".cpp", ".h")
 _SETTLED = 2_000_000_000

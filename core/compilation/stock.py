@@ -7,11 +7,11 @@ import threading
 from typing import Any
 
 import torch
+from opgraft.base.text import printable
 from opgraft.compat.graphs import FIXED_SIZES
 from opgraft.compilation.example import Example
 from opgraft.errors import RecompilationError
-from opgraft.state import host_state
-from opgraft.text import printable
+from opgraft.registry.state import host_state
 from torch import nn
 
 _STANCE = "fail_on_recompile"

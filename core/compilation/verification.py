@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from opgraft.base.text import described
 from opgraft.compilation.inputs import Expected
 from opgraft.errors import CompilationError, OpgraftError
-from opgraft.text import described
 from torch import Tensor, nn
 
 TOLERANCE = {

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from opgraft.base.files import read_regular
 from opgraft.config.declaration import subsections, without_duplicates
 from opgraft.config.whole import FIELDS, OpgraftConfig, check_known, config_from_fields
 from opgraft.errors import ConfigError, close_matches
-from opgraft.files import read_regular
 
 Layers = tuple[tuple[str, OpgraftConfig], ...]
 """Configs, lowest first, each with the words that name its origin."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from opgraft.caches import Caches
+from opgraft.base.caches import Caches
 from opgraft.config.files import ConfigFile, Layers
 from opgraft.config.whole import OpgraftConfig
 from opgraft.errors import ConfigError

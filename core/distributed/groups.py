@@ -10,7 +10,7 @@ import torch
 from opgraft.distributed.communicator import Communicator
 from opgraft.distributed.layout import KINDS, ParallelLayout
 from opgraft.errors import DistributedError
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 from torch import Tensor
 
 

@@ -10,7 +10,7 @@ from opgraft.distributed.groups import ParallelGroup, Parallelism, parallelism
 from opgraft.distributed.layout import KINDS, ParallelLayout
 from opgraft.errors import DistributedError
 from opgraft.plugins.selection import current_platform
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 from torch import distributed as dist
 
 

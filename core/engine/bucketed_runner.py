@@ -8,8 +8,9 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
-from opgraft.bucketing import decode_buckets, prefill_buckets
+from opgraft.base.text import described
 from opgraft.config import CompilationMode, OpgraftConfig
+from opgraft.engine.bucketing import decode_buckets, prefill_buckets
 from opgraft.engine.model_runner import ModelRunner
 from opgraft.engine.sampling import Sampled
 from opgraft.engine.step import NewSequence, Scheduled, StepResult
@@ -27,7 +28,6 @@ from opgraft.errors import ConfigError, RecompilationError, RequestError
 from opgraft.logger import logger
 from opgraft.platform import HOST
 from opgraft.plugins.selection import current_platform
-from opgraft.text import described
 from torch import Tensor
 
 DECODE_STEP = 8

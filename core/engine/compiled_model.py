@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from opgraft.base.text import described
 from opgraft.compilation.backends import backend_of
 from opgraft.compilation.compiled import compile
 from opgraft.compilation.stock import CompiledForGood
@@ -16,7 +17,6 @@ from opgraft.models.encoder import SequenceAttention
 from opgraft.ops.attention.cached import CachedAttention
 from opgraft.ops.attention.node import AttentionNodes
 from opgraft.ops.decoder_plan import HasPlan
-from opgraft.text import described
 from torch import Tensor
 
 SIZES = (2, 1)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
+from opgraft.base.text import described
 from opgraft.binding.explaining import Explanation
 from opgraft.binding.pluggable_class import choose_class
 from opgraft.binding.provenance import explain_exception
@@ -31,8 +32,7 @@ from opgraft.errors import (
     RequestError,
 )
 from opgraft.logger import logger
-from opgraft.state import host_state
-from opgraft.text import described
+from opgraft.registry.state import host_state
 
 Starting: TypeAlias = Callable[[Executor], AbstractContextManager[object]]
 

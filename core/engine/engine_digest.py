@@ -8,7 +8,7 @@ from opgraft.binding.pluggable_class import choose_class
 from opgraft.binding.specialisation import bind
 from opgraft.errors import ConflictError, EngineError
 from opgraft.plugins.agreement import differences, process_rows
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 
 _OF_MODULES = ("kernel of", "class of")
 """Rows that a process has of modules that it has imported, such as ops that a script defines."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from opgraft.binding.pluggable_class import choose_class
 from opgraft.config import OpgraftConfig, ParallelConfig, set_config
+from opgraft.config.environment import read_launch
 from opgraft.distributed import destroy_distributed, get_world_group, init_distributed
 from opgraft.distributed.groups import parallelism
 from opgraft.engine.engine_digest import engine_digest, expect_same_digest
@@ -13,7 +14,6 @@ from opgraft.engine.model_runner import gather_on_first_rank
 from opgraft.engine.process_executor import ProcessExecutor
 from opgraft.engine.ray_executor import RayExecutor
 from opgraft.engine.remote_executor import RemoteExecutor
-from opgraft.environment import read_launch
 from opgraft.errors import DistributedError
 from opgraft.plugins.host import load_plugins
 

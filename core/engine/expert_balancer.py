@@ -11,9 +11,9 @@ import torch
 from opgraft.config import ParallelConfig
 from opgraft.distributed import get_ep_group
 from opgraft.errors import LayerError
-from opgraft.ops.fused_moe import FusedMoE
-from opgraft.ops.fused_moe.balance import Move, heaviest_rank, moves, nearest, place_by_load
-from opgraft.ops.fused_moe.placement import ExpertPlacement
+from opgraft.ops.moe.fused import FusedMoE
+from opgraft.ops.moe.fused.balance import Move, heaviest_rank, moves, nearest, place_by_load
+from opgraft.ops.moe.fused.placement import ExpertPlacement
 from torch import Tensor, nn
 
 LEAST_BYTES = 1 << 20

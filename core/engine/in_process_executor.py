@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
+from opgraft.base.text import described
 from opgraft.binding.provenance import exits_as_errors
 from opgraft.config import OpgraftConfig
+from opgraft.config.environment import read_launch
 from opgraft.distributed import destroy_distributed, get_pp_group, get_tp_group, get_world_group
 from opgraft.engine.executor import Executor
 from opgraft.engine.stage_link import of_last_stage
 from opgraft.engine.step import Step, StepResult
 from opgraft.engine.worker import Worker
-from opgraft.environment import read_launch
 from opgraft.errors import EngineError
-from opgraft.text import described
 
 
 class InProcessExecutor(Executor):

@@ -10,12 +10,12 @@ from opgraft.engine.sampling_params import SamplingParams
 from opgraft.engine.step import NewSequence, Scheduled, Step
 from opgraft.ops.attention import Attention
 from opgraft.ops.attention.cached import CachedAttention
+from opgraft.ops.attention.latent import MLAAttention
 from opgraft.ops.attention.paged import GATHERED_AT_ONCE
 from opgraft.ops.embedding import VocabParallelEmbedding
-from opgraft.ops.fused_moe import FusedMoE, UnquantizedFusedMoEMethod
-from opgraft.ops.latent_attention import MLAAttention
 from opgraft.ops.linear import LinearBase
 from opgraft.ops.linear.methods import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
+from opgraft.ops.moe.fused import FusedMoE, UnquantizedFusedMoEMethod
 from torch import nn
 
 _FLOAT32 = 4

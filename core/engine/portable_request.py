@@ -6,9 +6,9 @@ import io
 import pickle
 from typing import Any
 
+from opgraft.base.text import described
 from opgraft.engine.request import Request
 from opgraft.errors import RequestError
-from opgraft.text import described
 
 
 def expect_portable(request: Request) -> None:

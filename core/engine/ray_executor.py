@@ -14,20 +14,20 @@ from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import Any
 
+from opgraft.base.text import described, printable
+from opgraft.config.environment import deciding_variables
 from opgraft.engine.ray_placement import Placed, Placement, kill, local_ranks
 from opgraft.engine.ray_worker import CHANNELS, STACK, watch
 from opgraft.engine.remote_executor import RemoteExecutor
 from opgraft.engine.remote_workers import Started
 from opgraft.engine.worker_link import WorkerLink
 from opgraft.engine.worker_progress import Progress
-from opgraft.environment import deciding_variables
 from opgraft.errors import EngineError
 from opgraft.logger import logger
 from opgraft.machine.broadcast import BY_CHANNEL
 from opgraft.machine.channel import Channel
 from opgraft.models.extras import import_extra
 from opgraft.plugins.selection import current_platform
-from opgraft.text import described, printable
 from torch import distributed as dist
 
 _TOKEN_BYTES = 32

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from opgraft.base.text import described, printable
 from opgraft.engine.ray_worker import RayWorker, Where
 from opgraft.errors import ConfigError, EngineError
 from opgraft.logger import logger
-from opgraft.text import described, printable
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn, cast
 
+from opgraft.base.text import described
 from opgraft.config import OpgraftConfig, set_config
 from opgraft.distributed.layout import ParallelLayout
 from opgraft.engine.engine_digest import engine_digest
@@ -31,7 +32,6 @@ from opgraft.engine.worker_link import (
 from opgraft.logger import logger, writes_json
 from opgraft.machine.channel import Channel, encoded, encoded_plain
 from opgraft.plugins.host import load_plugins
-from opgraft.text import described
 
 _SETTLE_SECONDS = 2.5
 """Seconds that the other ranks have to come to the end of a call in which one has failed."""

@@ -12,12 +12,12 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+from opgraft.base.text import printable
 from opgraft.engine.grammar_sharing import GrammarSharing
 from opgraft.engine.worker_link import END_SECONDS, Meeting, WorkerLink, end_workers, hanging
 from opgraft.errors import EngineError
 from opgraft.machine.broadcast import BY_CHANNEL
 from opgraft.machine.channel import Channel
-from opgraft.text import printable
 
 _LOOK_SECONDS = 1.0
 """Seconds between two looks at processes that do not reply."""

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from opgraft.base.text import described
 from opgraft.distributed import ParallelGroup, get_pp_group
 from opgraft.engine.step import StepResult
 from opgraft.errors import StageError
-from opgraft.text import described
 from torch import Tensor
 
 _TEXT_BYTES = 1024

@@ -8,6 +8,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
+from opgraft.base.progress import progress_bar
+from opgraft.base.text import described
 from opgraft.binding.blame import replaced_among
 from opgraft.binding.explaining import Explanation, explain
 from opgraft.binding.pluggable_class import PluggableClass
@@ -23,11 +25,9 @@ from opgraft.logger import logger
 from opgraft.models import TransformersModel
 from opgraft.models.build import device_named
 from opgraft.models.context import trained_context
+from opgraft.models.pooling import pooled
 from opgraft.ops.attention.batch import AttentionBatch, attending
 from opgraft.plugins.selection import current_platform
-from opgraft.pooling import pooled
-from opgraft.progress import progress_bar
-from opgraft.text import described
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
@@ -255,7 +255,7 @@ class Worker(PluggableClass):
 
         Args:
             sequences: token ids of each.
-            pooling: names of ``opgraft.pooling.POOLINGS``.
+            pooling: names of ``opgraft.models.pooling.POOLINGS``.
             normalize: make the vectors of unit length.
         """
         states = self.runner.encode(sequences)

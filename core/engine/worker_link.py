@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
 import torch
+from opgraft.base.text import printable
 from opgraft.config import OpgraftConfig
 from opgraft.distributed.layout import ParallelLayout
 from opgraft.engine.worker_progress import Progress, waits_for_others
@@ -19,7 +20,6 @@ from opgraft.errors import EngineError
 from opgraft.logger import logger
 from opgraft.machine.broadcast import BY_CHANNEL
 from opgraft.machine.channel import Channel
-from opgraft.text import printable
 from opgraft.version import __version__
 
 PROTOCOL = 2

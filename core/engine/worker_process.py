@@ -12,6 +12,7 @@ from datetime import timedelta
 from itertools import count
 from typing import Any
 
+from opgraft.base.text import described
 from opgraft.binding.provenance import exits_as_errors
 from opgraft.config import set_config
 from opgraft.distributed import init_distributed
@@ -34,7 +35,6 @@ from opgraft.logger import logger, write_json
 from opgraft.machine.broadcast import SharedChannel
 from opgraft.machine.channel import Channel, ReadAhead, framed
 from opgraft.plugins.host import load_plugins
-from opgraft.text import described
 from torch import distributed as dist
 
 UNANSWERED = object()

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from opgraft.adapter import Adapter, LeaveAlone
 from opgraft.binding.custom_op import CustomOp
 from opgraft.grafting.composites import composite_adapters
 from opgraft.grafting.experts import experts_adapter
@@ -42,6 +41,7 @@ from opgraft.ops import (
     SiLU,
     TransposedLinear,
 )
+from opgraft.registry.adapter import Adapter, LeaveAlone
 from torch import Tensor, nn
 
 _TANH_SCALE = math.sqrt(2.0 / math.pi)

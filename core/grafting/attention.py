@@ -16,8 +16,8 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from opgraft.adapter import LeaveAlone
 from opgraft.grafting.forwards import Substitution, check_forward, plain_forward
+from opgraft.registry.adapter import LeaveAlone
 from torch import nn
 
 CHILD = "opgraft_attention"

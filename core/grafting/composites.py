@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from itertools import permutations, product
 from typing import Any
 
-from opgraft.adapter import Adapter, LeaveAlone
 from opgraft.binding.custom_op import CustomOp
 from opgraft.grafting.expressions import (
     Expression,
@@ -24,6 +23,7 @@ from opgraft.grafting.expressions import (
 from opgraft.grafting.interface import check_interface
 from opgraft.ops import MLP, GatedMLP, Linear, LinearAct, LinearAddNorm
 from opgraft.ops.composites.composite import epilogue_of
+from opgraft.registry.adapter import Adapter, LeaveAlone
 from torch import nn
 
 _MOST_CHILDREN = 6  # all orders of three of them are tried

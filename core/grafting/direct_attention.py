@@ -14,10 +14,10 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import torch.nn.functional as F
-from opgraft.adapter import LeaveAlone
 from opgraft.binding.custom_op import CustomOp
 from opgraft.grafting.attention import CHILD, is_attached, is_attention
 from opgraft.grafting.forwards import Substitution, check_forward, plain_forward
+from opgraft.registry.adapter import LeaveAlone
 from torch import Tensor, nn
 
 ADAPTER = "torch's attention function"

@@ -8,11 +8,11 @@ from inspect import isdatadescriptor, isroutine
 from typing import Any
 
 import torch
-from opgraft.adapter import LeaveAlone
 from opgraft.binding.custom_op import CustomOp
 from opgraft.errors import GraftError, PackError
 from opgraft.ops.pack import restore
 from opgraft.ops.weights import ReleasesWeights, call_post_load_hook, has_post_load_hook
+from opgraft.registry.adapter import LeaveAlone
 from torch import nn
 from torch.nn.utils import parametrize
 

@@ -14,13 +14,13 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from opgraft.adapter import Adapter, LeaveAlone
 from opgraft.grafting.interface import check_interface
 from opgraft.grafting.side_effects import changed_attribute, detached
 from opgraft.grafting.traced import kind_of, once_per_kind
 from opgraft.ops import Experts, UnquantizedFusedMoEMethod, maybe_get_oot_by_class
 from opgraft.ops.composites.composite import epilogue_of
-from opgraft.ops.fused_moe.functional import ACTIVATIONS, fused_experts
+from opgraft.ops.moe.fused.functional import ACTIVATIONS, fused_experts
+from opgraft.registry.adapter import Adapter, LeaveAlone
 from torch import Tensor, nn
 
 _WEIGHTS = ("gate_up_proj", "down_proj")

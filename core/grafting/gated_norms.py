@@ -10,11 +10,11 @@ from itertools import product
 from typing import Any
 
 import torch
-from opgraft.adapter import LeaveAlone
 from opgraft.grafting.expressions import Expression, constants_of
 from opgraft.grafting.interface import check_interface
 from opgraft.grafting.traced import SHAPES, USUAL, Shape, refuses, traced_function, traced_module
 from opgraft.ops.layernorm.functional import rms_norm_gated
+from opgraft.registry.adapter import LeaveAlone
 from torch import Tensor, nn
 from torch.func import functional_call
 

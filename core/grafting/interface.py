@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from inspect import isdatadescriptor, isroutine
 
-from opgraft.adapter import LeaveAlone
+from opgraft.registry.adapter import LeaveAlone
 from torch import nn
 
 _REPLACEABLE = (

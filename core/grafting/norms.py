@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from opgraft.adapter import LeaveAlone
 from opgraft.grafting.expressions import Expression, constants_of, norm_form, result_dtype
 from opgraft.ops import GemmaRMSNorm, LayerNorm, RMSNorm, UnscaledRMSNorm
+from opgraft.registry.adapter import LeaveAlone
 from torch import Tensor, nn
 
 _Formula = Callable[[Tensor, Tensor, Tensor, float], Tensor]

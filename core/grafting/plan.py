@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from opgraft.adapter import Adapter, LeaveAlone
+from opgraft.base.text import described
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.marks import fallback_of
 from opgraft.binding.provenance import explain_exception
-from opgraft.decision import Provider
 from opgraft.errors import GraftError, OpgraftError
 from opgraft.grafting import attention, direct_attention, rotary, scans
 from opgraft.grafting.adapters import builtin_adapters
@@ -27,8 +26,9 @@ from opgraft.ops import ApplyRotaryEmb, Linear, ScaledDotProductAttention
 from opgraft.ops.linear.packed import pays_packed
 from opgraft.ops.linear.weight_cache import declaration
 from opgraft.plugins.discovery import discover
-from opgraft.state import host_state
-from opgraft.text import described
+from opgraft.registry.adapter import Adapter, LeaveAlone
+from opgraft.registry.decision import Provider
+from opgraft.registry.state import host_state
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from opgraft.base.text import WIDTH, html_table, html_text, table
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.names import op_name_of
 from opgraft.binding.reach import idle_children, reaches
-from opgraft.decision import Provider
 from opgraft.ops.composites.composite import Composite, served_by
 from opgraft.ops.composites.joint import JointLayer
-from opgraft.state import host_state
-from opgraft.text import WIDTH, html_table, html_text, table
+from opgraft.registry.decision import Provider
+from opgraft.registry.state import host_state
 from torch import nn
 
 

@@ -10,11 +10,11 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from opgraft.adapter import LeaveAlone
 from opgraft.grafting.forwards import Substitution, check_forward, plain_forward
 from opgraft.grafting.rotations import Function, Rotation, rotation_of
 from opgraft.grafting.side_effects import side_effect_of_function
 from opgraft.ops import ApplyRotaryEmb
+from opgraft.registry.adapter import LeaveAlone
 from torch import Tensor, nn
 
 CHILD = "opgraft_rotary"

@@ -16,13 +16,13 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from opgraft.adapter import LeaveAlone
 from opgraft.binding.custom_op import CustomOp
 from opgraft.grafting import plamo_calls, scan_calls
 from opgraft.grafting.forwards import Substitution, check_forward, plain_forward
 from opgraft.grafting.scan_calls import IMPLEMENTATIONS
 from opgraft.grafting.scan_forms import Form, Options
 from opgraft.grafting.traced import once_per_function
+from opgraft.registry.adapter import LeaveAlone
 from torch import Tensor, nn
 
 ADAPTER = "function of a state space"

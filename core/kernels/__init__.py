@@ -17,19 +17,18 @@ has:
 ``opgraft.kernels.engine``, and the parts of bridges to other hosts in ``opgraft.hosts``.
 """
 
+from opgraft.base.installed import source_of
 from opgraft.binding.functional import binding_of
 from opgraft.binding.marks import gradient_required, requires_gradient
 from opgraft.binding.rebinding import hidden_by
 from opgraft.binding.specialisation import Binding
 from opgraft.compat.hooks import hooks_on_every_module
-from opgraft.installed import source_of
 from opgraft.ops.attention.codes import LARGEST_CODES, SCALE_BYTES, quantize_rows, row_size
 from opgraft.ops.attention.node import AttentionNodes
 from opgraft.ops.attention.padded import PaddedAttention
 from opgraft.ops.composites.composite import is_observed
 from opgraft.ops.decoder_plan import DecoderParts, DecoderPlan, HasParts
 from opgraft.ops.embedding.ranges import DEFAULT_VOCAB_PADDING_SIZE, pad_vocab_size
-from opgraft.ops.fused_moe.methods import FusedMoEConfig, FusedMoEMethodBase
 from opgraft.ops.linear.methods import (
     LinearMethodBase,
     QuantizeMethodBase,
@@ -40,10 +39,8 @@ from opgraft.ops.linear.methods import (
 from opgraft.ops.linear.packed import compiled as compiled_packed_linear
 from opgraft.ops.linear.packed import linear as packed_linear
 from opgraft.ops.linear.quantization_config import QuantizationConfig
-from opgraft.ops.linear.weight_cache import WeightCache, declaration, fits, watched
-from opgraft.ops.quantization.functional import scale_shape
-from opgraft.ops.quantized_linear.quantizers import quantize_int4, quantize_int8
-from opgraft.ops.quantized_linear.storage import (
+from opgraft.ops.linear.quantized.quantizers import quantize_int4, quantize_int8
+from opgraft.ops.linear.quantized.storage import (
     TILE,
     in_tiles,
     pack_int4,
@@ -52,6 +49,9 @@ from opgraft.ops.quantized_linear.storage import (
     scales_of_tiles,
     unpack_int4,
 )
+from opgraft.ops.linear.weight_cache import WeightCache, declaration, fits, watched
+from opgraft.ops.moe.fused.methods import FusedMoEConfig, FusedMoEMethodBase
+from opgraft.ops.quantization.functional import scale_shape
 from opgraft.ops.spec import Draw, OpSpec, Outside
 from opgraft.ops.weights import (
     default_weight_loader,

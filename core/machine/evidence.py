@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from opgraft.text import printable
+from opgraft.base.text import printable
 
 _LARGEST = 1 << 60  # bytes of a device
 _MOST = 10_000  # devices or facts

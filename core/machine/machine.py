@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from opgraft.base.installed import version_of
 from opgraft.errors import InputError
-from opgraft.installed import version_of
 
 _LARGEST_FILE = 1 << 20  # bytes; the files of /proc and /sys that probes read are far smaller
 _SHORTEST_SECRET = 3  # characters

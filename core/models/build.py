@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from opgraft.base.text import described, printable
 from opgraft.config import OpgraftConfig, ParallelConfig
+from opgraft.config.environment import PLATFORM
 from opgraft.distributed.groups import get_pp_group, parallelism
-from opgraft.environment import PLATFORM
 from opgraft.errors import (
     CheckpointError,
     ConfigError,
@@ -33,7 +34,6 @@ from opgraft.plugins.discovery import HOST_DISTRIBUTION
 from opgraft.plugins.selection import current_platform, selected_platform
 from opgraft.quantization.settings import expect_patterns_used
 from opgraft.registry.op_classes import location_of
-from opgraft.text import described, printable
 
 
 @opened_once()

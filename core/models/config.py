@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from opgraft.base.text import described
 from opgraft.errors import CheckpointError
 from opgraft.models.extras import import_extra
 from opgraft.models.files import Weights, read_json
 from opgraft.models.gguf_names import config_values
 from opgraft.models.plain_config import own_config, plain_config
-from opgraft.text import described
 
 LOCAL_ONLY: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """Arguments under which transformers asks no hub and runs no code of a checkpoint."""

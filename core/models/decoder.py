@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from opgraft.base.text import described
 from opgraft.config import OpgraftConfig
 from opgraft.distributed import (
     get_tensor_model_parallel_rank,
@@ -36,7 +37,6 @@ from opgraft.ops.rotary import (
     Phi3LongRoPEScaledRotaryEmbedding,
     get_rope,
 )
-from opgraft.text import described
 from torch import Tensor, nn
 
 PACKED_MODULES: Mapping[str, Mapping[str, ShardId]] = {

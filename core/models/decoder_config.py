@@ -11,7 +11,7 @@ from opgraft.errors import ModelError
 from opgraft.models.decoder_experts import ExpertsFamily, ExpertsShape
 from opgraft.models.deepseek_experts import RoutedShape
 from opgraft.models.given import LARGEST_SIZE, Given
-from opgraft.ops.fused_moe.placement import ALONE, ExpertSharing
+from opgraft.ops.moe.fused.placement import ALONE, ExpertSharing
 
 ACTIVATIONS = {
     "silu": "silu",

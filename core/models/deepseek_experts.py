@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from opgraft.errors import ModelError
 from opgraft.models.given import Given
-from opgraft.ops.fused_moe import FusedMoE
-from opgraft.ops.fused_moe.placement import ALONE, ExpertSharing
 from opgraft.ops.linear import ReplicatedLinear
 from opgraft.ops.linear.quantization_config import QuantizationConfig
+from opgraft.ops.moe.fused import FusedMoE
+from opgraft.ops.moe.fused.placement import ALONE, ExpertSharing
 from torch import Tensor, nn
 
 METHODS = ("greedy", "group_limited_greedy", "noaux_tc")

@@ -12,16 +12,16 @@ from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Any
 
-from opgraft.environment import hub_cache
+from opgraft.base.files import read_regular
+from opgraft.base.text import printable, shortened
+from opgraft.config.environment import hub_cache
 from opgraft.errors import CheckpointError, near_matches
-from opgraft.files import read_regular
 from opgraft.logger import logger
 from opgraft.models.gguf_file import open_gguf
 from opgraft.models.gguf_names import renamed
 from opgraft.models.hub_cache import cached_snapshot, is_hub_name
 from opgraft.models.lazy import LazyTensor
 from opgraft.models.safetensors_file import open_safetensors
-from opgraft.text import printable, shortened
 
 _LARGEST_JSON = 1 << 26  # bytes of a file, of which an index of shards is the largest
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from opgraft.base.files import without_waiting
 from opgraft.errors import CheckpointError
-from opgraft.files import without_waiting
 from opgraft.models.extras import import_extra
 from opgraft.models.gguf_header import Row, read_header
 from opgraft.models.lazy import MAPPED_BYTES, Bounds, LazyTensor, StoredTensor

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from opgraft.base.text import described
 from opgraft.errors import CheckpointError, VocabularyError, close_matches
 from opgraft.models.extras import import_extra
 from opgraft.models.gguf_splits import REFUSED, VOCABULARIES, Vocabulary
 from opgraft.models.settings_keys import GGUF_TOKENIZER, refusals
-from opgraft.text import described
 
 SPECIAL_TOKENS: Mapping[str, str] = {
     "bos_token": "tokenizer.ggml.bos_token_id",

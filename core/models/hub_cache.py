@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from opgraft.environment import hub_cache
+from opgraft.config.environment import hub_cache
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LONGEST = 200  # characters of a name; the Hub gives each part 96

@@ -6,7 +6,7 @@ from typing import Any
 
 from opgraft.distributed import get_tensor_model_parallel_world_size
 from opgraft.models.decoder_config import DecoderShape, LatentShape
-from opgraft.ops.latent_attention import MLAModules, MultiHeadLatentAttentionWrapper
+from opgraft.ops.attention.latent import MLAModules, MultiHeadLatentAttentionWrapper
 from opgraft.ops.layernorm import RMSNorm
 from opgraft.ops.linear import (
     ColumnParallelLinear,

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from opgraft.base.text import described
 from opgraft.errors import CheckpointError, OpgraftError, WeightError
 from opgraft.machine.memory import release_free_memory
 from opgraft.models.names import IGNORED, ShardId, Target, Targets, WeightsMapper, is_ignored
@@ -21,8 +22,7 @@ from opgraft.ops.weights import (
     default_weight_loader,
     has_post_load_hook,
 )
-from opgraft.state import host_state
-from opgraft.text import described
+from opgraft.registry.state import host_state
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import nn

@@ -15,7 +15,7 @@ from opgraft.errors import ModelError, close_matches, near_matches
 from opgraft.models.description import architecture_config
 from opgraft.models.names import ShardId, WeightsMapper
 from opgraft.plugins.host import load_plugins
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 from torch import Tensor, nn
 
 

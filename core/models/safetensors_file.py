@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from opgraft.base.files import without_waiting
+from opgraft.base.text import described
 from opgraft.errors import CheckpointError
-from opgraft.files import without_waiting
 from opgraft.models.extras import import_extra
 from opgraft.models.lazy import MAPPED_BYTES, Bounds, LazyTensor, StoredTensor, cut_short
-from opgraft.text import described
 
 _ADVICE = "download or save it again"
 _NAMES = {

@@ -9,13 +9,13 @@ from typing import Any
 
 from opgraft.errors import CheckpointError
 from opgraft.models.files import MODULES, Weights, read_json, sentence_modules
+from opgraft.models.pooling import pooling_modes
 from opgraft.models.settings_keys import (
     CONFIG_SENTENCE_TRANSFORMERS,
     SENTENCE_BERT_CONFIG,
     Key,
     refusals,
 )
-from opgraft.pooling import pooling_modes
 
 _KINDS = ("Transformer", "Pooling", "Normalize")
 _NO_LIMIT = 10**9  # transformers writes 10**30 where a tokenizer knows no limit
@@ -37,7 +37,7 @@ class SentenceSettings:
     """The settings by which a text becomes tokens, and the states of the tokens one vector.
 
     Attributes:
-        pooling: names of ``opgraft.pooling.POOLINGS``.
+        pooling: names of ``opgraft.models.pooling.POOLINGS``.
         normalize: make vectors of unit length, as if the checkpoint does not say.
         max_tokens: of a sentence, if the checkpoint says.
         lower_case: put texts in lower case.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+from opgraft.base.text import described
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
 from opgraft.distributed import get_pp_group, get_tensor_model_parallel_world_size
@@ -35,7 +36,6 @@ from opgraft.models.trial_texts import fault_of, trial_texts
 from opgraft.ops.attention import AttentionBatch, attending, current_batch
 from opgraft.ops.attention.decoder import attention_layers
 from opgraft.ops.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
-from opgraft.text import described
 from torch import Tensor, nn
 
 _KINDS = (None, "full_attention", "sliding_attention")

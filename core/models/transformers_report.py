@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from opgraft.base.text import WIDTH, table
 from opgraft.grafting.attention import CHILD
 from opgraft.grafting.report import GraftReport, LeftAlone
 from opgraft.models.transformers_layers import Cut
-from opgraft.text import WIDTH, table
 
 _OURS = "already an op"
 

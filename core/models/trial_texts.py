@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from opgraft.text import described
+from opgraft.base.text import described
 from torch import Tensor
 
 _LENGTHS = (11, 7)

@@ -12,18 +12,18 @@ from opgraft.binding.custom_op import PluggableLayer as PluggableLayer
 from opgraft.binding.custom_op import maybe_get_oot_by_class as maybe_get_oot_by_class
 from opgraft.ops.activation import *
 from opgraft.ops.attention import *
+from opgraft.ops.attention.latent import *
 from opgraft.ops.composites import *
 from opgraft.ops.conv import *
 from opgraft.ops.embedding import *
-from opgraft.ops.fused_moe import *
-from opgraft.ops.latent_attention import *
 from opgraft.ops.layernorm import *
 from opgraft.ops.linear import *
+from opgraft.ops.linear.quantized import *
+from opgraft.ops.moe.fused import *
+from opgraft.ops.moe.quantized import *
+from opgraft.ops.moe.routing import *
 from opgraft.ops.quantization import *
-from opgraft.ops.quantized_linear import *
-from opgraft.ops.quantized_moe import *
 from opgraft.ops.rotary import *
-from opgraft.ops.routing import *
 from opgraft.ops.state_space import *
 
 # A type checker reads the imports above. It would take an assignment for the whole list of exported names.

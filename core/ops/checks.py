@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 from opgraft.compat import tracing
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 from torch import Tensor
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

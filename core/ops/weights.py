@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
+from opgraft.base.text import described
 from opgraft.errors import OpgraftError, WeightError, raised_at
 from opgraft.plugins.discovery import discover
-from opgraft.text import described
 from torch import Tensor, nn
 
 

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 from pkgutil import resolve_name
 
-from opgraft.device_figures import DeviceFigures
+from opgraft.base.text import described, printable
 from opgraft.errors import InputError, near_matches
 from opgraft.logger import logger
+from opgraft.machine.device_figures import DeviceFigures
 from opgraft.platform import PlatformSpec
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer, discover
-from opgraft.text import described, printable
 
 
 def known_devices() -> dict[str, DeviceFigures]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from math import ceil, log2
 from types import MappingProxyType
 
-from opgraft.device_figures import DeviceFigures
 from opgraft.distributed.layout import ParallelLayout
+from opgraft.machine.device_figures import DeviceFigures
 from opgraft.planning.imagined import Transfer
 from opgraft.planning.shard import Shard, ShardStep, Work
 

@@ -11,7 +11,7 @@ import torch
 from opgraft.distributed.communicator import Communicator
 from opgraft.distributed.groups import ParallelGroup, Parallelism, get_dp_group
 from opgraft.distributed.layout import KINDS, ParallelLayout
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 from torch import Tensor
 
 

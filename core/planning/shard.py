@@ -20,8 +20,8 @@ from opgraft.models.model import HasLogits
 from opgraft.ops.attention.cached import cache_shape
 from opgraft.ops.attention.decoder import attention_layers
 from opgraft.ops.embedding.vocab import VocabParallelEmbedding
-from opgraft.ops.fused_moe import FusedMoE
 from opgraft.ops.linear import LinearBase
+from opgraft.ops.moe.fused import FusedMoE
 from opgraft.ops.state_space.layer import state_layers
 from opgraft.planning.alike import computed_once
 from opgraft.planning.imagined import ExpectedExchange, Transfer, imagined_rank, noted_by

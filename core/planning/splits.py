@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
+from opgraft.base.text import printable
 from opgraft.config import OpgraftConfig
-from opgraft.device_figures import DeviceFigures
 from opgraft.distributed.layout import ParallelLayout
 from opgraft.engine.cache_room import room_for
 from opgraft.engine.worker import DEVICE_SHARE
@@ -21,12 +21,12 @@ from opgraft.errors import (
     LayerError,
     OpgraftError,
 )
+from opgraft.machine.device_figures import DeviceFigures
 from opgraft.models.files import open_weights, opened_once
 from opgraft.models.stages import evenly
 from opgraft.planning.estimate import Seconds, seconds_of, sent_bytes
 from opgraft.planning.shard import Shard
 from opgraft.planning.units import in_bytes
-from opgraft.text import printable
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from opgraft.errors import QuantizationError
 from opgraft.ops.embedding import ParallelLMHead
-from opgraft.ops.fused_moe import FusedMoE
-from opgraft.ops.fused_moe.methods import FusedMoEMethodBase
 from opgraft.ops.linear.methods import LinearMethodBase, QuantizeMethodBase
 from opgraft.ops.linear.parallel import LinearBase
 from opgraft.ops.linear.quantization_config import QuantizationConfig
-from opgraft.ops.quantized_linear import functional
-from opgraft.ops.quantized_moe.methods import ExpertWeights, QuantizedFusedMoEMethod
+from opgraft.ops.linear.quantized import functional
+from opgraft.ops.moe.fused import FusedMoE
+from opgraft.ops.moe.fused.methods import FusedMoEMethodBase
+from opgraft.ops.moe.quantized.methods import ExpertWeights, QuantizedFusedMoEMethod
 from opgraft.ops.weights import set_weight_attrs
 from opgraft.quantization.codes import Codes
 from opgraft.quantization.experts import CheckpointExperts, expert_path

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from opgraft.ops.quantized_linear.storage import MIDDLE, pack_int4
+from opgraft.ops.linear.quantized.storage import MIDDLE, pack_int4
 from torch import Tensor
 
 

@@ -13,7 +13,7 @@ from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.errors import QuantizationError
 from opgraft.ops.linear.methods import QuantizeMethodBase
 from opgraft.ops.linear.quantization_config import QuantizationConfig
-from opgraft.ops.quantized_linear import functional
+from opgraft.ops.linear.quantized import functional
 from opgraft.quantization.checkpoint import (
     CheckpointConfig,
     GroupLinearMethod,

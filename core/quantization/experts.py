@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from opgraft.errors import QuantizationError
-from opgraft.ops.fused_moe.loading import ExpertLoader, Part
 from opgraft.ops.linear import MergedColumnParallelLinear, RowParallelLinear
 from opgraft.ops.linear.quantization_config import QuantizationConfig
-from opgraft.ops.quantized_linear.functional import expand_weight_scale
-from opgraft.ops.quantized_linear.storage import MIDDLE
-from opgraft.ops.quantized_moe.methods import ExpertWeights
+from opgraft.ops.linear.quantized.functional import expand_weight_scale
+from opgraft.ops.linear.quantized.storage import MIDDLE
+from opgraft.ops.moe.fused.loading import ExpertLoader, Part
+from opgraft.ops.moe.quantized.methods import ExpertWeights
 from opgraft.ops.weights import LoadedTensor, set_weight_attrs
 from opgraft.quantization.online import OnlineLinearMethod, put
 from torch import Tensor, nn

@@ -10,8 +10,8 @@ from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.errors import QuantizationError
 from opgraft.ops.linear.methods import LinearMethodBase, QuantizeMethodBase
 from opgraft.ops.linear.quantization_config import QuantizationConfig
-from opgraft.ops.quantized_linear import functional
-from opgraft.ops.quantized_linear.quantizers import quantize_fp8
+from opgraft.ops.linear.quantized import functional
+from opgraft.ops.linear.quantized.quantizers import quantize_fp8
 from opgraft.quantization.checkpoint import (
     CheckpointConfig,
     Scales,

@@ -13,7 +13,7 @@ from opgraft.ops.embedding.vocab import VocabParallelEmbedding
 from opgraft.ops.linear.methods import LinearMethodBase, QuantizeMethodBase
 from opgraft.ops.linear.parallel import LinearBase
 from opgraft.ops.linear.quantization_config import QuantizationConfig
-from opgraft.ops.quantized_linear import functional
+from opgraft.ops.linear.quantized import functional
 from opgraft.ops.weights import LoadedTensor, set_weight_attrs
 from opgraft.quantization.codes import Codes, stored
 from opgraft.quantization.gguf_blocks import FORMATS

@@ -12,14 +12,14 @@ from opgraft.binding.functional import Functional
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.errors import QuantizationError
 from opgraft.ops.embedding.vocab import VocabParallelEmbedding
-from opgraft.ops.fused_moe import FusedMoE
-from opgraft.ops.fused_moe.methods import FusedMoEMethodBase
 from opgraft.ops.linear.methods import QuantizeMethodBase
 from opgraft.ops.linear.parallel import LinearBase
 from opgraft.ops.linear.quantization_config import QuantizationConfig
-from opgraft.ops.quantized_linear import functional
-from opgraft.ops.quantized_linear.quantizers import quantize_int4, quantize_int8
-from opgraft.ops.quantized_moe.methods import QuantizedFusedMoEMethod
+from opgraft.ops.linear.quantized import functional
+from opgraft.ops.linear.quantized.quantizers import quantize_int4, quantize_int8
+from opgraft.ops.moe.fused import FusedMoE
+from opgraft.ops.moe.fused.methods import FusedMoEMethodBase
+from opgraft.ops.moe.quantized.methods import QuantizedFusedMoEMethod
 from opgraft.quantization.experts import OnlineExperts
 from opgraft.quantization.online import LooksUpCodes, OnlineLinearMethod
 from opgraft.quantization.patterns import Patterns

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.errors import QuantizationError
-from opgraft.ops.fused_moe import FusedMoE
 from opgraft.ops.linear.methods import QuantizeMethodBase
 from opgraft.ops.linear.quantization_config import QuantizationConfig
+from opgraft.ops.moe.fused import FusedMoE
+from opgraft.ops.moe.quantized.methods import ExpertWeights
 from opgraft.ops.quantization.fp4 import MX_GROUP
-from opgraft.ops.quantized_moe.methods import ExpertWeights
 from opgraft.ops.weights import LoadedTensor
 from opgraft.quantization.checkpoint import (
     CheckpointConfig,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from opgraft.errors import QuantizationError
 from opgraft.ops.linear.methods import LinearMethodBase, QuantizeMethodBase
-from opgraft.ops.quantized_linear.storage import dequantize, out_of_tiles
+from opgraft.ops.linear.quantized.storage import dequantize, out_of_tiles
 from opgraft.ops.weights import LoadedTensor, set_weight_attrs
 from torch import Tensor, nn
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from opgraft.errors import QuantizationError, near_matches
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.plugins.host import load_plugins
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 
 
 def quantizations() -> Mapping[str, type[QuantizationConfig]]:

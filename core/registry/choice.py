@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from opgraft.config import NATIVE_CHOICE, Settings
-from opgraft.decision import Candidate, Decision, Provider
-from opgraft.environment import PLUGINS_DISABLE, PROVIDERS
+from opgraft.config.environment import PLUGINS_DISABLE, PROVIDERS
 from opgraft.errors import ConfigError, ConflictError, close_matches
 from opgraft.platform import Platform
+from opgraft.registry.decision import Candidate, Decision, Provider
 from opgraft.registry.declarations import ANY_PLATFORM, Replacement
 from opgraft.registry.op_classes import location_of, qualified, told_apart
 

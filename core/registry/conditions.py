@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
-from opgraft.decision import Provider
+from opgraft.base.installed import version_of
+from opgraft.base.text import described
 from opgraft.errors import RegistrationError, close_matches
-from opgraft.installed import version_of
 from opgraft.platform import DeviceCapability, Platform
+from opgraft.registry.decision import Provider
 from opgraft.registry.watching import watched
-from opgraft.text import described
 
 _LEVEL = re.compile(r"sm_(\d+)(\d)")
 """A feature that is a compute level, such as ``sm_90``."""

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from opgraft.decision import Provider
 from opgraft.errors import ConflictError, RegistrationError, UnknownTargetError, close_matches
 from opgraft.platform import Platform
 from opgraft.registry.conditions import Condition, objection_of
+from opgraft.registry.decision import Provider
 from opgraft.registry.op_classes import check_replacement, location_of, qualified
 
 ANY_PLATFORM = "any"

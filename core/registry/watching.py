@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
-from opgraft.decision import Provider
-from opgraft.environment import PLUGINS_DISABLE
+from opgraft.base.text import printable
+from opgraft.config.environment import PLUGINS_DISABLE
 from opgraft.errors import PluginError, raised_at
 from opgraft.logger import logger as warnings
-from opgraft.text import printable
+from opgraft.registry.decision import Provider
 
 logger = logging.getLogger("opgraft.watching")
 

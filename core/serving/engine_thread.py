@@ -12,13 +12,13 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
+from opgraft.base.text import described
 from opgraft.engine.rounds import Rounds
 from opgraft.errors import EngineError
 from opgraft.logger import logger
 from opgraft.serving.open_request import OpenRequest
 from opgraft.serving.outputs import RequestOutput
 from opgraft.serving.text_engine import TextEngine
-from opgraft.text import described
 
 _T = TypeVar("_T")
 OnSurrender: TypeAlias = "Callable[[Reader, OpenRequest, str], bool]"

@@ -8,6 +8,8 @@ from itertools import count
 from threading import RLock
 from typing import Any, TypeAlias
 
+from opgraft.base.progress import progress_bar
+from opgraft.base.text import html_table, printable
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig, set_config
 from opgraft.config.whole import config_from_fields, resolve
@@ -18,7 +20,7 @@ from opgraft.models.build import generates
 from opgraft.models.files import opened_once
 from opgraft.plugins.host import load_plugins
 from opgraft.plugins.selection import current_platform
-from opgraft.progress import progress_bar
+from opgraft.registry.state import host_state
 from opgraft.serving.arguments import (
     listed_chats,
     listed_prompts,
@@ -35,8 +37,6 @@ from opgraft.serving.replicas import is_replicated
 from opgraft.serving.replicated_engine import ReplicatedEngine
 from opgraft.serving.step_reports import OnStep
 from opgraft.serving.text_engine import TextEngine
-from opgraft.state import host_state
-from opgraft.text import html_table, printable
 
 Message: TypeAlias = Mapping[str, Any]
 

@@ -11,6 +11,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+from opgraft.base.text import described
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig, ParallelConfig
 from opgraft.distributed.groups import parallelism
@@ -28,7 +29,6 @@ from opgraft.serving.replica import Replica
 from opgraft.serving.router import RequestRouter
 from opgraft.serving.step_reports import OnStep
 from opgraft.serving.text_engine import TextEngine
-from opgraft.text import described
 
 _MOST_MOVES = 1
 """Times that a request moves: one that brings down what computes it is not to bring down all replicas."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from opgraft.base.text import described
 from opgraft.engine.stats import EngineStats
 from opgraft.logger import logger
 from opgraft.serving.outputs import RequestOutput
-from opgraft.text import described
 
 OnStep: TypeAlias = Callable[[EngineStats, Sequence[RequestOutput]], None]
 """Called after each step, and after an abort, with what has changed since the last call, and the requests with news.

@@ -24,8 +24,8 @@ from jinja2.exceptions import TemplateRuntimeError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from opgraft.base.text import described, shortened
 from opgraft.serving.template_answer import LENGTH_BYTES, MOST_CHARACTERS, READY, AnswerKind
-from opgraft.text import described, shortened
 
 MOST_BYTES = 1 << 29
 """Largest address space of the process."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from opgraft.base.text import described
 from opgraft.errors import CheckpointError
 from opgraft.models.config import load_tokenizer
 from opgraft.models.extras import import_extra
@@ -25,7 +26,6 @@ from opgraft.serving.tokenizer_settings import (
     needs_transformers,
     read_settings,
 )
-from opgraft.text import described
 
 _FILES = (
     "tokenizer.json",

@@ -12,12 +12,12 @@ import torch
 from opgraft import ops
 from opgraft.binding.comparison import Tolerance
 from opgraft.ops.spec import TOLERANCES, OpSpec
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 
 
 def _families() -> Iterator[ModuleType]:
     """Import the spec of every folder of ``opgraft.ops`` that has one."""
-    for folder in pkgutil.iter_modules(ops.__path__, "opgraft.ops."):
+    for folder in pkgutil.walk_packages(ops.__path__, "opgraft.ops."):
         if folder.ispkg and find_spec(f"{folder.name}.spec"):
             yield import_module(f"{folder.name}.spec")
 

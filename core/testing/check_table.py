@@ -9,12 +9,12 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from opgraft.base.text import described
 from opgraft.binding.custom_op import PluggableLayer
 from opgraft.binding.specialisation import bind
 from opgraft.plugins.selection import current_platform
 from opgraft.testing import checks, kernel_checks, plugin_checks
 from opgraft.testing.subjects import Subject, claimed_dtypes
-from opgraft.text import described
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from opgraft.base.text import described, printable
 from opgraft.config import OpgraftConfig, set_config
-from opgraft.decision import Provider
 from opgraft.errors import OpgraftError
 from opgraft.plugins.discovery import HOST_DISTRIBUTION, discover, names_of
 from opgraft.plugins.host import load_plugins
 from opgraft.plugins.outcomes import findings_of
 from opgraft.plugins.selection import current_platform
-from opgraft.state import PluginStatus, host_state
+from opgraft.registry.decision import Provider
+from opgraft.registry.state import PluginStatus, host_state
 from opgraft.testing.check_table import (
     CHECKS,
     LOADING,
@@ -32,7 +33,6 @@ from opgraft.testing.check_table import (
     dtypes_of,
 )
 from opgraft.testing.subjects import Subject, subjects_of
-from opgraft.text import described, printable
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from opgraft.environment import SIMULATED_DEVICE
+from opgraft.config.environment import SIMULATED_DEVICE
 from opgraft.errors import InputError, close_matches
 from opgraft.machine.evidence import Device, Evidence, Fact
 from opgraft.machine.machine import Machine

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from opgraft.base.text import described
 from opgraft.binding.functional import FUNCTIONALS, Functional
 from opgraft.binding.idle_plugins import IdlePlugin, idle_plugins
 from opgraft.binding.kernels import Kernel, KernelChoice, declared_kernels
@@ -17,7 +18,6 @@ from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.binding.provenance import exits_as_errors
 from opgraft.binding.specialisation import Binding, bind
 from opgraft.errors import ConfigError, ConflictError, OpgraftError, PluginError, close_matches
-from opgraft.finding import Finding
 from opgraft.ops.spec import Arguments, OpSpec, tensors
 from opgraft.platform import DISPATCH_KEYS, effective_chain
 from opgraft.plugins import hookspecs
@@ -26,17 +26,17 @@ from opgraft.plugins.discovery import PLUGIN_GROUP, discover
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.choice import ReplacementChoice
 from opgraft.registry.declarations import Replacement
+from opgraft.registry.finding import Finding
 from opgraft.registry.op_classes import location_of, own_classes
 from opgraft.registry.recorded_calls import is_constructed
 from opgraft.registry.signatures import rejected_call
+from opgraft.registry.state import PluginStatus, host_state
 from opgraft.registry.watching import watched
-from opgraft.state import PluginStatus, host_state
 from opgraft.testing import checks, inventory
 from opgraft.testing.catalogue import SPECS
 from opgraft.testing.kernel_checks import hidden_by
 from opgraft.testing.mentions import may_call, may_construct
 from opgraft.testing.subjects import claimed_dtypes
-from opgraft.text import described
 from torch import Tensor
 
 _TABLE = "functional_"

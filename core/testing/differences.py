@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+from opgraft.base.text import described
 from opgraft.binding.comparison import Tolerance, difference, same, tensors_within
 from opgraft.ops.attention.batch import AttentionBatch, attending
-from opgraft.text import described
 from torch import Tensor, nn
 
 

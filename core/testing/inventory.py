@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from opgraft import functional
+from opgraft.base.text import described
 from opgraft.binding.custom_op import PluggableLayer
 from opgraft.binding.functional import FUNCTIONALS, Functional, binding_of
 from opgraft.binding.kernels import declared_kernels
@@ -19,7 +20,6 @@ from opgraft.binding.names import kin_of, op_name_of
 from opgraft.binding.pluggable_class import PluggableClass, choose_class
 from opgraft.binding.specialisation import bind
 from opgraft.config import Settings
-from opgraft.decision import Decision, Provider
 from opgraft.errors import ConfigError, ConflictError
 from opgraft.platform import Platform, PlatformSpec, effective_chain
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover, normalized
@@ -27,11 +27,11 @@ from opgraft.plugins.outcomes import absence_of
 from opgraft.plugins.requirements import objection
 from opgraft.plugins.selection import current_platform
 from opgraft.registry.choice import ReplacementChoice, choose_replacement
+from opgraft.registry.decision import Decision, Provider
 from opgraft.registry.declarations import Replacement
 from opgraft.registry.op_classes import location_of
-from opgraft.state import PluginStatus, host_state
+from opgraft.registry.state import PluginStatus, host_state
 from opgraft.testing import proof_records
-from opgraft.text import described
 
 CONFLICT = "conflict"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from opgraft.decision import Provider
 from opgraft.plugins.discovery import discover
-from opgraft.state import host_state, reset
+from opgraft.registry.decision import Provider
+from opgraft.registry.state import host_state, reset
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from opgraft.plugins.host import load_plugins
 from opgraft.plugins.outcomes import findings_of
 from opgraft.plugins.requirements import objection
 from opgraft.plugins.selection import current_platform
-from opgraft.state import host_state, reset
+from opgraft.registry.state import host_state, reset
 from opgraft.testing import diagnosis
 from opgraft.testing.contracts import check_attention_layout
 from opgraft.testing.part_contracts import check_sampler, check_step_graph

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from opgraft.base.files import replace_file
+from opgraft.base.text import described, printable
 from opgraft.errors import InputError
-from opgraft.files import replace_file
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 from opgraft.testing.verification import Departure
-from opgraft.text import described, printable
 
 _DECIDING = ("compilation_config.custom_ops", "compilation_config.tuning_file")
 """Settings in sections that decide which kernels run."""

@@ -20,7 +20,7 @@ from opgraft.platform import Platform
 from opgraft.plugins.discovery import HOST_DISTRIBUTION, names_of
 from opgraft.plugins.selection import current_platform
 from opgraft.registry.declarations import Replacement
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 from opgraft.testing import checks, inventory
 from opgraft.testing.catalogue import SPECS
 from torch import nn

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from opgraft.base.files import replace_file
+from opgraft.base.text import described
 from opgraft.binding.measurements import (
     MARGIN,
     LeftOut,
@@ -33,14 +35,12 @@ from opgraft.binding.names import op_name_of
 from opgraft.binding.specialisation import Binding, bind
 from opgraft.config import CompilationConfig, OpgraftConfig, set_config
 from opgraft.errors import ConflictError, InputError, close_matches
-from opgraft.files import replace_file
 from opgraft.ops.spec import OpSpec
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.selection import current_platform
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 from opgraft.testing.catalogue import SPECS
 from opgraft.testing.checks import by_module, check_values
-from opgraft.text import described
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that may be timed."""

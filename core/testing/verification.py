@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from opgraft.base.text import described
 from opgraft.binding.comparison import (
     Tolerance,
     arguments_of,
@@ -24,16 +25,15 @@ from opgraft.binding.comparison import (
 )
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.names import op_name_of
-from opgraft.decision import Provider
 from opgraft.errors import InputError
 from opgraft.logger import logger
 from opgraft.ops.attention.batch import AttentionBatch, attending
 from opgraft.ops.attention.cached import CachedAttention
 from opgraft.ops.state_space.layer import StateLayer
-from opgraft.state import host_state
+from opgraft.registry.decision import Provider
+from opgraft.registry.state import host_state
 from opgraft.testing.catalogue import specs_of, tolerance_of
 from opgraft.testing.differences import outcome_of
-from opgraft.text import described
 from torch import Tensor, nn
 
 

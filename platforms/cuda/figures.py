@@ -1,6 +1,6 @@
 """Figures of NVIDIA's devices for data centres, as the data sheets have them: dense, without sparsity."""
 
-from opgraft.device_figures import DeviceFigures
+from opgraft.machine.device_figures import DeviceFigures
 
 _HOPPER = {"bfloat16": 989.4e12, "float16": 989.4e12, "float32": 66.9e12}
 

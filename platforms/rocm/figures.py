@@ -1,6 +1,6 @@
 """Figures of AMD's devices for data centres, as the data sheets have them: dense, without sparsity."""
 
-from opgraft.device_figures import DeviceFigures
+from opgraft.machine.device_figures import DeviceFigures
 
 DEVICES = (
     DeviceFigures(

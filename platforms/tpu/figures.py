@@ -3,7 +3,7 @@
 All chips of a slice are linked; the figure of a link is that of all links of a chip together, in one direction.
 """
 
-from opgraft.device_figures import DeviceFigures
+from opgraft.machine.device_figures import DeviceFigures
 
 _SOURCE = "Cloud TPU documentation, system architecture of "
 

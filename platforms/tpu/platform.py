@@ -77,7 +77,9 @@ class TpuPlatform(Platform):
         self.runtime.manual_seed(seed)
 
     def compilations(self) -> int:
-        """Count the programs that XLA has compiled in this process; ``opgraft.bucketing.no_recompilation`` reads it.
+        """Count the programs that XLA has compiled in this process.
+
+        ``opgraft.engine.bucketing.no_recompilation`` compares two counts.
 
         Raises:
             PlatformError: the package has no public counter.

@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner
 from opgraft.cli import evidence, plugins_show
 from opgraft.cli.conformance import Run, report
-from opgraft.decision import Provider
 from opgraft.errors import InputError
+from opgraft.registry.decision import Provider
 from warm.interpreter import process_of
 
 PLUGIN = """

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 from opgraft.cli import cli as command_line
 from opgraft.cli import env
-from opgraft.decision import Candidate, Decision
 from opgraft.machine.evidence import Evidence, Fact
+from opgraft.registry.decision import Candidate, Decision
 
 ID = "7f524f0a-4d1c-4f6e-9a2b-3c5d7e9f0a1b"
 

@@ -12,8 +12,8 @@ import pytest
 from conftest import Site
 from opgraft import OpgraftConfig, set_config
 from opgraft.cli import kept_results
-from opgraft.decision import Provider
 from opgraft.plugins import quarantine
+from opgraft.registry.decision import Provider
 
 TRACED = (
     "import opgraft\nopen(__file__ + '.tried', 'a').write('x')\nplatforms = 'any'\n"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tomllib
 import yaml
-from opgraft.installed import source_of
+from opgraft.base.installed import source_of
 from opgraft.version import __version__
 from packaging.requirements import Requirement
 

@@ -10,7 +10,7 @@ import sys
 import click
 import pytest
 from opgraft.cli import cli as root
-from opgraft.environment import VARIABLES
+from opgraft.config.environment import VARIABLES
 
 EVERY_COMMAND = [
     "detect",

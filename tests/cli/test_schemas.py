@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 from opgraft.config import resolve
-from opgraft.decision import Provider
 from opgraft.plugins import quarantine
 from opgraft.plugins.locking import lock_installed, write_rows
+from opgraft.registry.decision import Provider
 from referencing import Registry, Resource
 
 SCHEMAS = Path(__file__).parents[2] / "docs/reference/schemas"

@@ -13,7 +13,7 @@ import os
 from types import SimpleNamespace
 from opgraft.cli import serve
 from opgraft.cli.output import echo
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 
 def show(*_):
     settings = host_state().settings()

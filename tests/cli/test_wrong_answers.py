@@ -13,8 +13,8 @@ import torch
 from opgraft.cli.neighbours import nearest
 from opgraft.errors import InputError
 from opgraft.models.files import open_weights
+from opgraft.models.pooling import POOLINGS, pooled, pooling_modes
 from opgraft.models.sentences import SentenceSettings
-from opgraft.pooling import POOLINGS, pooled, pooling_modes
 from opgraft.serving.llm import LLM
 
 transformers = pytest.importorskip("transformers")

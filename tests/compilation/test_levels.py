@@ -86,7 +86,9 @@ def test_files_and_variables_have_the_level(
         )
     monkeypatch.setenv("OPGRAFT_COMPILATION_CONFIG_LEVEL", "1")
     opgraft.reset()
-    assert opgraft.state.host_state().settings().config.compilation_config.backend == "eager"
+    assert (
+        opgraft.registry.state.host_state().settings().config.compilation_config.backend == "eager"
+    )
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from opgraft.bucketing import Buckets, decode_buckets, no_recompilation, prefill_buckets, unpad
+from opgraft.engine.bucketing import (
+    Buckets,
+    decode_buckets,
+    no_recompilation,
+    prefill_buckets,
+    unpad,
+)
 from opgraft.errors import InputError, RecompilationError
 
 

@@ -9,12 +9,12 @@ import opgraft
 import pytest
 import torch
 from opgraft import DeviceCapability, OpgraftConfig, PluggableLayer, When, set_config
-from opgraft.decision import Provider
 from opgraft.errors import RegistrationError
 from opgraft.ops import RMSNorm
 from opgraft.platforms.cpu.platform import CpuPlatform
 from opgraft.registry.conditions import objection_of
-from opgraft.state import host_state
+from opgraft.registry.decision import Provider
+from opgraft.registry.state import host_state
 
 PROVIDER = Provider("acme", "1.0")
 

@@ -8,9 +8,9 @@ import opgraft
 import pytest
 from opgraft import CompilationConfig, CompilationMode, OpgraftConfig, set_config
 from opgraft.config import CustomOpsSetting, config_from_fields, parse_text, read_file, resolve
-from opgraft.environment import read_environment
+from opgraft.config.environment import read_environment
 from opgraft.errors import ConfigError
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 
 
 def custom_ops(*tokens: str) -> OpgraftConfig:

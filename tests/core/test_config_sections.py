@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import opgraft
 import pytest
-from opgraft import OpgraftConfig, environment, set_config
+from opgraft import OpgraftConfig, set_config
 from opgraft.config import (
     FIELDS,
     CacheConfig,
@@ -21,14 +21,15 @@ from opgraft.config import (
     QuantizationSettings,
     SchedulerConfig,
     config_from_fields,
+    environment,
     parse_text,
     read_file,
     resolve,
     setting,
 )
-from opgraft.environment import VARIABLES, read_environment
+from opgraft.config.environment import VARIABLES, read_environment
 from opgraft.errors import ConfigError
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 
 SAMPLES = {
     "NAME": "some",

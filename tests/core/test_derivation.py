@@ -11,7 +11,7 @@ import torch
 from opgraft import CustomOp, FunctionalKernels, functional, ops
 from opgraft.binding.derivation import NATIVE
 from opgraft.errors import MissingKernelError, RegistrationError
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 from opgraft.testing import checks
 from opgraft.testing.catalogue import SPECS
 from torch import Tensor

@@ -14,11 +14,11 @@ from opgraft import (
     set_config,
 )
 from opgraft.binding.kernels import choose_kernel
-from opgraft.decision import Candidate, Decision, Provider
 from opgraft.errors import ConfigError, MissingKernelError, PlatformError
 from opgraft.ops import Linear
 from opgraft.platform import cpu_features, effective_chain
 from opgraft.platforms.cpu.platform import CpuPlatform
+from opgraft.registry.decision import Candidate, Decision, Provider
 
 CPU = ("oot", "cpu", "native")
 CUDA = ("oot", "cuda", "native")

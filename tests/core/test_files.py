@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from opgraft.base.files import read_regular, replace_file
 from opgraft.cli import evidence
 from opgraft.errors import InputError
-from opgraft.files import read_regular, replace_file
 
 WRITERS: dict[str, Callable[[Path], None]] = {
     "--json": partial(evidence.write, data={}),

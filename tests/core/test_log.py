@@ -14,7 +14,7 @@ import pytest
 import torch
 from opgraft import functional
 from opgraft.ops import RMSNorm, SiluAndMul
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 
 PROGRAM = """
 import torch, opgraft

@@ -19,10 +19,10 @@ import pytest
 import torch
 from opgraft import CompilationConfig, OpgraftConfig, set_config
 from opgraft.binding.measurements import Measured, Timed, read_profile
-from opgraft.decision import Decision, Provider
 from opgraft.errors import InputError
 from opgraft.ops import ReLUSquaredActivation, RotaryEmbedding
 from opgraft.plugins.discovery import discover
+from opgraft.registry.decision import Decision, Provider
 from opgraft.testing import tuning
 
 SECONDS = 1e-4

@@ -11,7 +11,7 @@ import torch
 from opgraft import OpgraftConfig, functional, set_config
 from opgraft.config import parse_text
 from opgraft.ops import GELU, GatedMLP, Linear, RMSNorm
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 from torch import nn
 
 PLUGIN = """

@@ -22,7 +22,7 @@ from opgraft.binding import specialisation as binding
 from opgraft.errors import ConfigError, ConflictError, RegistrationError, UnknownTargetError
 from opgraft.ops import RotaryEmbedding
 from opgraft.registry.signatures import called_with
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 
 
 def kernel(self, x, bias=None):

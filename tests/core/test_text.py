@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opgraft.text import table
+from opgraft.base.text import table
 
 
 def test_columns_are_aligned_and_fit() -> None:

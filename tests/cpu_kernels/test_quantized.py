@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from opgraft import functional, ops
-from opgraft.ops.quantized_linear.quantizers import quantize_int4, quantize_int8
-from opgraft.ops.quantized_linear.storage import dequantize
+from opgraft.ops.linear.quantized.quantizers import quantize_int4, quantize_int8
+from opgraft.ops.linear.quantized.storage import dequantize
 from opgraft.ops.spec import OpSpec
 from opgraft.testing import checks
 from opgraft.testing.catalogue import SPECS

@@ -11,9 +11,9 @@ import pytest
 import torch
 from opgraft import functional
 from opgraft.binding.functional import binding_of
+from opgraft.ops.linear.quantized.storage import packed_size
+from opgraft.ops.moe.quantized import spec as quantized_moe
 from opgraft.ops.quantization.fp4 import MX_GROUP
-from opgraft.ops.quantized_linear.storage import packed_size
-from opgraft.ops.quantized_moe import spec as quantized_moe
 from opgraft.ops.spec import OpSpec
 from opgraft.testing import checks
 from opgraft.testing.catalogue import SPECS

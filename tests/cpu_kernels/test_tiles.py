@@ -16,8 +16,8 @@ import opgraft
 import pytest
 import torch
 from opgraft import functional, ops
-from opgraft.ops.quantized_linear.quantizers import quantize_int4, quantize_int8
-from opgraft.ops.quantized_linear.storage import dequantize, in_tiles, scales_in_tiles
+from opgraft.ops.linear.quantized.quantizers import quantize_int4, quantize_int8
+from opgraft.ops.linear.quantized.storage import dequantize, in_tiles, scales_in_tiles
 from opgraft.ops.weights import process_weights_after_loading
 from opgraft.quantization import GGUFConfig, Int4Config, Int8Config
 from quantization.test_gguf import drawn, lazy

@@ -77,7 +77,7 @@ def test_what_the_page_names_is_there() -> None:
 )
 def test_what_is_not_there_is_found(span: str) -> None:
     """The search knows each kind of span, also beside a file that exists."""
-    assert unknown(["core/text.py", span]) == [span]
+    assert unknown(["core/base/text.py", span]) == [span]
 
 
 def test_every_folder_is_a_row() -> None:

@@ -18,7 +18,7 @@ from opgraft.binding.measurements import SCHEMA as TUNING
 from opgraft.cli import cli as root
 from opgraft.cli.evidence import SCHEMA as EVIDENCE
 from opgraft.config import FIELDS
-from opgraft.environment import VARIABLES
+from opgraft.config.environment import VARIABLES
 from opgraft.plugins import hookspecs
 from opgraft.plugins.locking import SCHEMA as LOCKFILE
 from opgraft.registry.op_classes import reference_method

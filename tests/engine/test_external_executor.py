@@ -13,10 +13,10 @@ import pytest
 from engine.engines import news, prompts, replaced, settings
 from engine.test_worker_process import IN_ITS_PROCESS, folder
 from opgraft import LLM, SamplingParams
+from opgraft.config.environment import Launch, read_launch
 from opgraft.distributed import destroy_distributed, get_tp_group, get_world_group
 from opgraft.engine.engine_core import EngineCore
 from opgraft.engine.request import Request
-from opgraft.environment import Launch, read_launch
 from opgraft.errors import ConfigError, DistributedError, EngineError
 from opgraft.ops import RMSNorm
 from ranks import Ranks

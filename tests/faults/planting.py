@@ -14,13 +14,13 @@ import opgraft
 import torch
 from conftest import Site
 from opgraft import functional
+from opgraft.base.text import printable
 from opgraft.cli import cli
 from opgraft.cli.plugins_doctor import found
 from opgraft.errors import OpgraftError
 from opgraft.ops import RMSNorm
 from opgraft.plugins.host import load_plugins
-from opgraft.state import host_state
-from opgraft.text import printable
+from opgraft.registry.state import host_state
 
 GOOD = """
 import opgraft

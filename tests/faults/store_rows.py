@@ -71,7 +71,7 @@ WRITERS: dict[str, tuple[str, str]] = {
         "def read():\n    found = look_up('acme')\n    return len(found.report['x'])",
     ),
     "measurements": (
-        "from opgraft.testing.tuning import ProfileFile\nfrom opgraft.decision import Provider\n"
+        "from opgraft.testing.tuning import ProfileFile\nfrom opgraft.registry.decision import Provider\n"
         "from opgraft.binding.measurements import Measured, Timed\n"
         "timed = tuple(Timed(name, Provider(name, '1'), 'kernel', {'shape': 1.0}) for name in 'ab')\n"
         "def write(n): ProfileFile(Path(folder, 'tuning.json')).add({'op': Measured('a', 1, 'x' * 100_000, timed)})",
@@ -79,7 +79,7 @@ WRITERS: dict[str, tuple[str, str]] = {
         "def read():\n    (ops,) = read_profile(Path(folder, 'tuning.json')).values()\n    return len(ops['op'].when)",
     ),
     "a record of a quarantine": (
-        "from opgraft.plugins.quarantine import confine\nfrom opgraft.decision import Provider\n"
+        "from opgraft.plugins.quarantine import confine\nfrom opgraft.registry.decision import Provider\n"
         "def write(n): assert 'from now on' in confine(Provider('acme', '1.0'), 'x' * 1000)",
         "from opgraft.plugins.quarantine import read as of\ndef read(): return 100 * len(of('acme').what)",
     ),

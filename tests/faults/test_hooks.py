@@ -9,9 +9,9 @@ import opgraft
 import pytest
 from faults.hook_rows import ROWS
 from faults.planting import TooSlowError, in_time, others_are_as_they_were
+from opgraft.base.text import printable
 from opgraft.plugins.outcomes import findings_of
-from opgraft.state import host_state
-from opgraft.text import printable
+from opgraft.registry.state import host_state
 
 pytestmark = pytest.mark.faults
 

@@ -27,9 +27,9 @@ from faults.model_rows import (
     VERIFY,
 )
 from faults.planting import in_time
+from opgraft.base.text import printable
 from opgraft.cli import chat, plan, run, verify
 from opgraft.errors import OpgraftError
-from opgraft.text import printable
 from small_words import word_llama
 
 COMMANDS = {

@@ -10,7 +10,7 @@ from faults.doctor_rows import FINDINGS
 from faults.planting import in_time, others_are_as_they_were
 from faults.process_rows import IMPORTS, OF_BRIX, PLUGIN, SET_BACK, WITHOUT_AN_IMPORT
 from opgraft.plugins.outcomes import findings_of
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 
 SOURCES = {kind: source for kind, (source, _, _) in FINDINGS.items()} | {
     change: f"{IMPORTS}{change}{PLUGIN.format('pass')}" for change in SET_BACK

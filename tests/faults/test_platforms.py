@@ -11,7 +11,7 @@ from opgraft import current_platform
 from opgraft.platforms.cpu.platform import CpuPlatform
 from opgraft.plugins import kept_properties
 from opgraft.plugins.process import changes_between, look
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 
 pytestmark = pytest.mark.faults
 

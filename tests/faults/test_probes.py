@@ -12,12 +12,12 @@ import opgraft
 import pytest
 from faults.planting import doctor_finds, in_time
 from faults.probe_rows import ROWS, SECRETS
-from opgraft.decision import Candidate
+from opgraft.base.text import printable
 from opgraft.machine.machine import Machine
 from opgraft.plugins.probing import is_device_file
 from opgraft.plugins.selection import decide_platform
-from opgraft.state import host_state
-from opgraft.text import printable
+from opgraft.registry.decision import Candidate
+from opgraft.registry.state import host_state
 
 HEAD = "from opgraft import Device, Fact\n    "
 LONGEST = 4000  # characters of a line that anybody reads

@@ -14,16 +14,16 @@ import pytest
 from faults.planting import PLUGIN, in_time
 from faults.store_rows import ALL, NO_FILES, SIGNED, WRITERS
 from opgraft import CompilationConfig, OpgraftConfig, set_config
+from opgraft.base.text import printable
 from opgraft.binding.measurements import Measured, Timed
 from opgraft.cli import kept_results
 from opgraft.compilation.cache import CompilationCache
-from opgraft.decision import Provider
 from opgraft.errors import CacheEntryError, ConfigError
 from opgraft.ops import ReLUSquaredActivation
 from opgraft.plugins import locking, quarantine
-from opgraft.state import host_state
+from opgraft.registry.decision import Provider
+from opgraft.registry.state import host_state
 from opgraft.testing.tuning import ProfileFile
-from opgraft.text import printable
 
 WHOLE = 100_000
 

@@ -27,7 +27,7 @@ from opgraft.errors import ConfigError, ConflictError, GraftError
 from opgraft.grafting.adapters import builtin_adapters
 from opgraft.ops import Linear, SiluAndMul
 from opgraft.ops.composites.composite import Composite
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 from torch import nn
 
 ACME = Provider("acme-npu", "2.0")

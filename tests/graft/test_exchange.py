@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from opgraft import Adapter, LeaveAlone, Provider, graft, load_plugins, ungraft
 from opgraft.errors import ConfigError
 from opgraft.ops import Linear
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 from torch import nn
 
 

@@ -21,14 +21,14 @@ from opgraft import (
     reset,
     ungraft,
 )
+from opgraft.base.text import described
 from opgraft.config import CompilationConfig, OpgraftConfig, set_config
 from opgraft.errors import ConfigError, GraftError
 from opgraft.grafting.plan import Exchange, plan_of
 from opgraft.grafting.report import GraftReport, LeftAlone
 from opgraft.ops import ApplyRotaryEmb, Linear
 from opgraft.ops.linear import packed
-from opgraft.state import host_state
-from opgraft.text import described
+from opgraft.registry.state import host_state
 from torch import nn
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the import, which reads it

@@ -80,9 +80,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """Record launches instead of making them. Tensors on the device ``meta`` stand for those of a GPU."""
     from opgraft.ops.activation import triton as triton_activation
     from opgraft.ops.attention import triton as triton_attention
-    from opgraft.ops.fused_moe import triton as triton_experts
-    from opgraft.ops.latent_attention import triton as triton_latents
+    from opgraft.ops.attention.latent import triton as triton_latents
     from opgraft.ops.layernorm import triton as triton_norm
+    from opgraft.ops.moe.fused import triton as triton_experts
     from opgraft.ops.quantization import triton as triton_quant
     from opgraft.ops.rotary import triton as triton_rotary
     from opgraft.ops.state_space import triton_chunks, triton_conv, triton_scan

@@ -25,7 +25,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
         allow_module_level=True,
     )
 
-from opgraft.ops.fused_moe import triton as kernels
+from opgraft.ops.moe.fused import triton as kernels
 
 pytestmark = pytest.mark.usefixtures("exact_arithmetic")
 

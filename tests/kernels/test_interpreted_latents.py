@@ -27,7 +27,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     )
 
 from opgraft.ops.attention import triton as pages
-from opgraft.ops.latent_attention import triton as kernels
+from opgraft.ops.attention.latent import triton as kernels
 
 pytestmark = pytest.mark.usefixtures("exact_arithmetic")
 

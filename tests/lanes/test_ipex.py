@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from opgraft import graft, load_plugins, ops
-from opgraft.state import PluginStatus, host_state
+from opgraft.registry.state import PluginStatus, host_state
 from torch import Tensor, nn
 
 pytest.importorskip(

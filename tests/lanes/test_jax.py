@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from opgraft import current_platform, load_plugins, ops, reset
-from opgraft.state import PluginStatus, host_state
+from opgraft.registry.state import PluginStatus, host_state
 
 jax = pytest.importorskip("jax", reason="JAX is not installed here; make test-jax runs these tests")
 

@@ -12,7 +12,8 @@ from unittest.mock import Mock
 import opgraft
 import pytest
 import torch
-from opgraft import bucketing, current_platform, graft, ops
+from opgraft import current_platform, graft, ops
+from opgraft.engine import bucketing
 from opgraft.plugins.selection import selected_platform
 from torch import Tensor, nn
 

@@ -14,7 +14,7 @@ from opgraft import functional, ops, set_config
 from opgraft.config import OpgraftConfig
 from opgraft.errors import LayerError, WeightError
 from opgraft.models.load import load_weights
-from opgraft.ops.fused_moe.modular import FusedMoEModularKernel
+from opgraft.ops.moe.fused.modular import FusedMoEModularKernel
 from opgraft.testing.catalogue import SPECS
 from ranks import Ranks
 from torch import nn
@@ -321,7 +321,7 @@ def test_two_ranks(activation: str, two: Ranks) -> None:
 PLUGIN = """
 import opgraft
 from opgraft.ops import FusedMoE, FusedMoEModularMethod, TransformersMoERunner, UnquantizedFusedMoEMethod
-from opgraft.ops.fused_moe.modular import MoEExperts, MoEFinalize, MoEPrepare
+from opgraft.ops.moe.fused.modular import MoEExperts, MoEFinalize, MoEPrepare
 
 platforms = "any"
 CALLS = []

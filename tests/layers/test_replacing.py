@@ -12,8 +12,8 @@ from conftest import Cli, Site
 from opgraft import distributed, ops
 from opgraft.distributed.communicator import Communicator
 from opgraft.errors import ConflictError, RegistrationError
-from opgraft.ops.fused_moe.modular import MoEPrepare
 from opgraft.ops.linear.methods import UnquantizedLinearMethod
+from opgraft.ops.moe.fused.modular import MoEPrepare
 from ranks import Ranks
 from torch.nn import functional as F
 

@@ -25,9 +25,9 @@ from opgraft.functional import fused_experts
 from opgraft.models import load_model
 from opgraft.models.load import load_weights
 from opgraft.ops import FusedMoE, UnquantizedFusedMoEMethod
-from opgraft.ops.fused_moe.balance import heaviest_rank, moves, nearest, place_by_load
-from opgraft.ops.fused_moe.placement import ExpertPlacement
 from opgraft.ops.linear.quantization_config import QuantizationConfig
+from opgraft.ops.moe.fused.balance import heaviest_rank, moves, nearest, place_by_load
+from opgraft.ops.moe.fused.placement import ExpertPlacement
 from random_decoders import written
 from ranks import Ranks
 

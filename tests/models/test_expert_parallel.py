@@ -173,7 +173,7 @@ def test_a_choice_of_an_expert_that_is_not_there(ranks: tuple[Ranks, int]) -> No
 PLUGIN = """
 import torch
 from opgraft import PluggableClass
-from opgraft.ops.fused_moe.exchange import ExpertExchange
+from opgraft.ops.moe.fused.exchange import ExpertExchange
 
 platforms = "any"
 CALLS = []

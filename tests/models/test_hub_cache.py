@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from opgraft.config import LoadConfig, ModelConfig, OpgraftConfig
-from opgraft.environment import hub_cache
+from opgraft.config.environment import hub_cache
 from opgraft.errors import CheckpointError
 from opgraft.models import find_checkpoint, load_model, open_weights
 

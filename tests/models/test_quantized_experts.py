@@ -22,7 +22,7 @@ from opgraft.distributed import get_ep_group
 from opgraft.errors import QuantizationError
 from opgraft.models import load_model
 from opgraft.ops import FusedMoE, QuantizedFusedMoEMethod
-from opgraft.ops.quantized_moe.storage import dequantize_expert
+from opgraft.ops.moe.quantized.storage import dequantize_expert
 from quantized_formats import FORMATS, Written
 from random_decoders import DEEPSEEK_EXPERTS, LATENT, saved
 from ranks import Ranks

@@ -15,7 +15,7 @@ from opgraft.binding.names import op_name_of
 from opgraft.errors import ConflictError
 from opgraft.ops import MLP, GatedMLP, RMSNorm, SiluAndMul
 from opgraft.plugins.host import load_plugins
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 from opgraft.testing import inventory, proof_records
 from opgraft.testing.inventory import DeclaredPlatform
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from opgraft import functional
-from opgraft.ops.quantized_moe.storage import dequantize_expert
+from opgraft.ops.moe.quantized.storage import dequantize_expert
 
 EXPERTS, HIDDEN, INTERMEDIATE = 3, 8, 4
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from opgraft import functional, ops
-from opgraft.ops.quantized_linear.quantizers import (
+from opgraft.ops.linear.quantized.quantizers import (
     AT_ONCE,
     quantize_fp8,
     quantize_int4,
     quantize_int8,
 )
-from opgraft.ops.quantized_linear.storage import (
+from opgraft.ops.linear.quantized.storage import (
     dequantize,
     in_tiles,
     out_of_tiles,
@@ -137,7 +137,7 @@ def test_large_weights_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
     weight = plain(33, 64)
     whole = quantize_int4(weight, 32)
     assert weight.numel() < AT_ONCE
-    monkeypatch.setattr("opgraft.ops.quantized_linear.quantizers.AT_ONCE", 200)
+    monkeypatch.setattr("opgraft.ops.linear.quantized.quantizers.AT_ONCE", 200)
     for part, expected in zip(quantize_int4(weight, 32), whole, strict=True):
         assert part is not None
         assert expected is not None

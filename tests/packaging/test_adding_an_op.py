@@ -205,7 +205,7 @@ def test_an_op_is_added_in_the_folder_of_its_family(tmp_path: Path) -> None:
     new_family.mkdir()
     for name, source in NEW_FAMILY.items():
         (new_family / name).write_text(source.lstrip(), encoding="utf-8")
-    after = "from opgraft.ops.latent_attention{} import *\n"
+    after = "from opgraft.ops.attention.latent{} import *\n"
     for facade, inner in (("ops/__init__.py", ""), ("functional.py", ".functional")):
         line = f"from opgraft.ops.powers{inner} import *\n"
         insert(tmp_path / "opgraft" / facade, after.format(inner), line)

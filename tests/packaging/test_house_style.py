@@ -31,28 +31,18 @@ pytestmark = pytest.mark.source
 
 FLOORS = [
     # Plain data: no torch, no state.
-    "opgraft.files",
-    "opgraft.installed",
-    "opgraft.text",
-    "opgraft.progress",
+    "opgraft.base",
     "opgraft.errors",
     "opgraft.version",
     "opgraft.logger",
-    "opgraft.caches",
     "opgraft.config",
-    "opgraft.environment",  # a variable for each setting
     "opgraft.machine",
-    "opgraft.decision",  # quotes the evidence of opgraft.machine: docs/explanation/layers.md
-    "opgraft.finding",
     "opgraft.compat",
     # The contract with devices, and the devices, which nothing above imports: entry points lead to them.
-    "opgraft.device_figures",
     "opgraft.platform",
-    "opgraft.adapter",
     "opgraft.platforms",
-    # Declarations, the choices among them, and the state of the process.
+    # Declarations, the choices among them with their reasons, and the state of the process.
     "opgraft.registry",
-    "opgraft.state",
     # The plugin host.
     "opgraft.plugins",
     "opgraft.hosts",
@@ -66,8 +56,6 @@ FLOORS = [
     "opgraft.custom_op",
     "opgraft.torch_library",
     # Models.
-    "opgraft.bucketing",
-    "opgraft.pooling",
     "opgraft.grafting",
     "opgraft.quantization",
     "opgraft.kernels",  # what kernel authors import, of the floors above
@@ -78,7 +66,6 @@ FLOORS = [
     "opgraft.planning",
     "opgraft.platforms.tpu.engine",  # replaces parts of the engine; its platform imports it by name
     "opgraft.serving",
-    "opgraft.server",
     "opgraft.testing",
     # The command line.
     "opgraft.cli",
@@ -108,7 +95,7 @@ CONTROL_FLOW = {
     "opgraft.plugins.class_source": "_Settled",  # likewise, within its module
     "opgraft.plugins.probing": "ProbeFailed",  # an outcome that selection records, never raised to a caller
     "opgraft.testing.tuning": "Differs",  # an outcome of a race, which leaves the candidate out
-    "opgraft.adapter": "LeaveAlone",  # a verdict that the graft report shows
+    "opgraft.registry.adapter": "LeaveAlone",  # a verdict that the graft report shows
     "opgraft.serving.llm": "Interrupted",  # a KeyboardInterrupt that has what was computed
     "opgraft.grafting.expressions": "NotExpressible",  # a verdict that the recogniser of modules catches
     "opgraft.binding.reach": "AnyChild",  # a verdict on code whose calls cannot be read, caught where it is raised
@@ -118,7 +105,7 @@ CONTROL_FLOW = {
 PRIVATE_TORCH = "opgraft.compat"
 """The one place for private names of torch, each with a fallback."""
 
-ENVIRONMENT = "opgraft.environment"
+ENVIRONMENT = "opgraft.config.environment"
 """The one module that reads the environment."""
 
 READS_OF_ENVIRONMENT = ("os.environ", "os.environb", "os.getenv")
@@ -438,7 +425,7 @@ def test_private_names_of_torch_stay_in_one_place() -> None:
 
 
 def test_the_environment_is_read_in_one_place() -> None:
-    """Modules of the package take variables from opgraft.environment."""
+    """Modules of the package take variables from opgraft.config.environment."""
     users = set()
     for module, path in MODULES.items():
         for node in ast.walk(tree_of(path)):

@@ -52,7 +52,7 @@ def test_a_folder_is_not_importable_under_its_own_name(folder: str) -> None:
     [
         "opgraft",
         "opgraft.engine.scheduler",
-        "opgraft.environment",
+        "opgraft.config.environment",
         "opgraft.errors",
         "opgraft.platform",
         "opgraft.plugins.discovery",

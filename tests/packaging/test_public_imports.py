@@ -97,7 +97,7 @@ def test_plugins_name_public_modules_only() -> None:
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
-        ("import opgraft.state", "opgraft.state is no public module"),
+        ("import opgraft.registry.state", "opgraft.registry.state is no public module"),
         ("from opgraft import binding", "opgraft.binding is no public module"),
         ("def f():\n    from opgraft.ops.weights import put", "opgraft.ops.weights is no public"),
         ("from opgraft import _HOME", "opgraft._HOME is private"),

@@ -90,7 +90,7 @@ def test_the_wheel_holds_every_module(wheel: Path) -> None:
         f"opgraft/{path.relative_to(REPOSITORY).as_posix().removeprefix('core/')}" for path in data
     }
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    pages = {"opgraft/cli/report.html", "opgraft/server/page.html"}
+    pages = {"opgraft/cli/report.html", "opgraft/serving/server/page.html"}
     assert names == {*expected, *others, *pages, "opgraft/py.typed"}
 
 

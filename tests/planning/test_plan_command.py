@@ -14,8 +14,8 @@ from conftest import Site
 from opgraft.cli.plan import command
 from opgraft.cli.run import command as run_command
 from opgraft.cli.serve import command as serve_command
-from opgraft.device_figures import DeviceFigures
 from opgraft.errors import ConfigError, InputError, OpgraftError
+from opgraft.machine.device_figures import DeviceFigures
 from opgraft.planning.devices import device_of
 
 LARGE = Path(__file__).parent / "llama-405b"
@@ -228,7 +228,7 @@ def test_known_devices_have_sources() -> None:
 
 DEVICES = """
 from opgraft import Evidence, PlatformSpec
-from opgraft.device_figures import DeviceFigures
+from opgraft.machine.device_figures import DeviceFigures
 def probe(machine):
     return Evidence(False, "no device")
 DEVICES = [DeviceFigures("brix-2", memory=1e12, bandwidth=1e13, source="its maker")]

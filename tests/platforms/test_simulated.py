@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from opgraft.compat.python_device import why_not
-from opgraft.environment import SIMULATED_DEVICE
+from opgraft.config.environment import SIMULATED_DEVICE
 from opgraft.errors import InputError
 from opgraft.machine.machine import Machine
 from opgraft.testing.devices import SimulatedDevice, probe

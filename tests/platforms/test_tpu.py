@@ -23,7 +23,7 @@ from opgraft.platforms.tpu import packages
 from opgraft.platforms.tpu.platform import TpuPlatform
 from opgraft.platforms.tpu.probe import probe
 from opgraft.plugins.selection import decide_platform
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 
 TORCH_XLA = {"torch_xla": "2.9.0", "libtpu": "0.0.21"}
 TORCH_TPU = {"torch_tpu": "0.2.0", "libtpu": "0.0.50"}

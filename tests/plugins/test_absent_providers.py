@@ -9,11 +9,11 @@ import pytest
 from conftest import Site
 from opgraft import set_config
 from opgraft.config import OpgraftConfig
-from opgraft.decision import Provider
 from opgraft.distributed import Communicator
 from opgraft.errors import ConfigError
 from opgraft.ops import RMSNorm
 from opgraft.plugins import quarantine
+from opgraft.registry.decision import Provider
 
 PLUGIN = """
 import opgraft

@@ -13,7 +13,7 @@ from opgraft.cli import cli as commands
 from opgraft.errors import ConflictError, PlatformError
 from opgraft.ops import RMSNorm
 from opgraft.plugins.host import load_plugins
-from opgraft.state import PluginStatus, host_state
+from opgraft.registry.state import PluginStatus, host_state
 
 IN_A_HOOK = """
 import opgraft

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import opgraft
 import pytest
-from opgraft.decision import Provider
-from opgraft.environment import DECISION, SharedDecision, read_environment
+from opgraft.base.installed import version_of
+from opgraft.config.environment import DECISION, SharedDecision, read_environment
 from opgraft.errors import AgreementError, ConfigError
-from opgraft.installed import version_of
 from opgraft.ops import RMSNorm
 from opgraft.plugins import quarantine
-from opgraft.state import host_state
+from opgraft.registry.decision import Provider
+from opgraft.registry.state import host_state
 from plugins.locks import lock
 
 from plugins import worker_ways
@@ -44,7 +44,7 @@ import multiprocessing, os, sys
 from pathlib import Path
 import opgraft
 from opgraft.plugins.locking import lock_installed, write_rows
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 LOCK, COPY, OTHER = (Path(__file__).with_name(name) for name in ("a.lock", "copy.lock", "other.lock"))
 def loaded(lockfile):
     sys.modules.pop("acme", None)

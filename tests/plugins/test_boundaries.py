@@ -12,15 +12,15 @@ import pytest
 import torch
 from faults.planting import GOOD, PLUGIN, in_time
 from opgraft import OpgraftConfig, load_plugins, set_config
+from opgraft.base.installed import version_of
 from opgraft.config import resolve
 from opgraft.errors import PluginError
-from opgraft.installed import version_of
 from opgraft.machine.machine import Machine
 from opgraft.ops import RMSNorm
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.requirements import objection
 from opgraft.plugins.selection import decide_platform
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 
 ODD = """
 import opgraft

@@ -15,7 +15,7 @@ from opgraft.machine.machine import Machine
 from opgraft.plugins.class_source import look
 from opgraft.plugins.discovery import PLATFORM_GROUP, discover
 from opgraft.plugins.selection import decide_without_torch
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 
 AVAILABLE = "return Evidence(True, 'here')"
 GOOD = "from opgraft.platforms.cpu.platform import CpuPlatform\n"

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import opgraft
 import pytest
-from opgraft import load_plugins, state
+from opgraft import load_plugins
 from opgraft.ops import RMSNorm
-from opgraft.state import host_state
+from opgraft.registry import state
+from opgraft.registry.state import host_state
 
 PLUGIN = """
 import threading, time

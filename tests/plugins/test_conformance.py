@@ -13,7 +13,7 @@ import pytest
 from opgraft.config import CompilationConfig, OpgraftConfig, set_config
 from opgraft.errors import ConfigError
 from opgraft.ops import GELU, RMSNorm
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 from opgraft.testing import isolated_host
 from opgraft.testing.check_table import SUMMARIES
 from opgraft.testing.conformance import Conformance, Outcome, alone

@@ -8,7 +8,7 @@ import pytest
 from opgraft import OpgraftConfig, load_plugins, set_config
 from opgraft.errors import PluginError
 from opgraft.ops import RMSNorm
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 
 PLUGIN = """
 import opgraft

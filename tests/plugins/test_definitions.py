@@ -76,7 +76,7 @@ PROGRAM = """
 import sys, torch, opgraft
 assert not any(name.startswith(("opgraft.ops", "opgraft.models")) for name in sys.modules)
 opgraft.load_plugins()
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 for name, record in host_state().plugins.items():
     assert record.status.value == "activated", record
     for finding in record.findings:

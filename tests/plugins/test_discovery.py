@@ -10,10 +10,10 @@ from pathlib import Path
 import opgraft
 import pytest
 from opgraft.config import resolve
-from opgraft.decision import Provider
-from opgraft.environment import SIMULATED_DEVICE
+from opgraft.config.environment import SIMULATED_DEVICE
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, discover
 from opgraft.plugins.requirements import objection
+from opgraft.registry.decision import Provider
 
 
 def test_nothing_is_imported_by_discovery(site) -> None:

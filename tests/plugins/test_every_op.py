@@ -16,8 +16,8 @@ from conftest import Site
 from opgraft import ops
 from opgraft.cli import cli as commands
 from opgraft.ops import CustomOp
-from opgraft.ops.fused_moe.methods import FusedMoEConfig
-from opgraft.ops.latent_attention import MLAModules
+from opgraft.ops.attention.latent import MLAModules
+from opgraft.ops.moe.fused.methods import FusedMoEConfig
 from opgraft.plugins.host import load_plugins
 from opgraft.registry.op_classes import reference_method
 from torch import Tensor

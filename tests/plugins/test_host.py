@@ -9,10 +9,11 @@ import time
 import opgraft
 import pytest
 import torch
-from opgraft import CustomOp, OpgraftConfig, load_plugins, set_config, state
+from opgraft import CustomOp, OpgraftConfig, load_plugins, set_config
 from opgraft.errors import ConfigError, ConflictError, PluginError
 from opgraft.ops import RMSNorm
-from opgraft.state import PluginStatus, host_state
+from opgraft.registry import state
+from opgraft.registry.state import PluginStatus, host_state
 
 AVAILABLE = "return Evidence(True, 'a device was found')"
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from opgraft import load_plugins
 from opgraft.ops import RMSNorm, RotaryEmbedding, SiluAndMul
-from opgraft.state import PluginStatus, host_state
+from opgraft.registry.state import PluginStatus, host_state
 
 tomllib = pytest.importorskip("tomllib")  # in the standard library from Python 3.11 on
 

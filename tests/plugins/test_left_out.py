@@ -12,7 +12,7 @@ from conftest import Site
 from opgraft import CustomOp, OpgraftConfig, current_platform, load_plugins, set_config
 from opgraft.binding.functional import FUNCTIONALS, unregister
 from opgraft.ops import RMSNorm, SiluAndMul
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 from plugins.vllm_plugin import OPS, PLATFORM, imports_forgotten, install_acme, install_bridge
 
 DECLARES = """

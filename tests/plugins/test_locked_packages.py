@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import Site
 from opgraft.config import parse_text
-from opgraft.environment import read_environment
+from opgraft.config.environment import read_environment
 from opgraft.errors import ConfigError
 from opgraft.plugins.discovery import PLUGIN_GROUP
 from opgraft.plugins.requirements import check_admission

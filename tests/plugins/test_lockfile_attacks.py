@@ -19,7 +19,7 @@ from opgraft import OpgraftConfig, load_plugins, set_config
 from opgraft.machine.machine import Machine
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, discover
 from opgraft.plugins.probing import ProbeFailed, ask
-from opgraft.state import PluginStatus, host_state
+from opgraft.registry.state import PluginStatus, host_state
 from plugins.locks import PLUGIN, lock, reason
 
 PARTS = {

@@ -11,7 +11,7 @@ import pytest
 from opgraft import OpgraftConfig, set_config
 from opgraft.ops import GELU, RMSNorm
 from opgraft.plugins.discovery import discover
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 
 PLUGIN = """
 from opgraft.ops import {op}

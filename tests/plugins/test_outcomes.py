@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from opgraft import load_plugins
-from opgraft.finding import Finding
 from opgraft.plugins.outcomes import findings_of
-from opgraft.state import host_state
+from opgraft.registry.finding import Finding
+from opgraft.registry.state import host_state
 
 GOOD = """
 import opgraft

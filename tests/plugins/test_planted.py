@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 from opgraft.compat.python_device import why_not
-from opgraft.environment import SIMULATED_DEVICE
+from opgraft.config.environment import SIMULATED_DEVICE
 from opgraft.testing.conformance import Conformance, alone
 from plugins.planted import BEGINNING, DEFECTS, OF_PLATFORMS, OF_STREAMS, PLATFORM, Defect
 

@@ -12,7 +12,7 @@ from faults.process_rows import IMPORTS
 from opgraft import current_platform, load_plugins
 from opgraft.errors import PlatformError
 from opgraft.plugins.process import changes_between, look
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 
 AVAILABLE = "return Evidence(True, 'here')"
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from opgraft import OpgraftConfig, load_plugins, ops, set_config
 from opgraft.plugins import outcomes
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 
 PLUGIN = """
 import torch

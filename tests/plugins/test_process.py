@@ -16,14 +16,14 @@ import pytest
 import torch
 from faults.process_rows import IMPORTS, PLUGIN, SET_BACK
 from opgraft import load_plugins
-from opgraft.decision import Provider
 from opgraft.ops import RMSNorm
 from opgraft.plugins.definitions import DEFINITIONS
 from opgraft.plugins.loggers import Switches
 from opgraft.plugins.neighbours import Namespaces
 from opgraft.plugins.outcomes import findings_of
 from opgraft.plugins.process import ASPECTS, look
-from opgraft.state import PluginRecord, PluginStatus, host_state
+from opgraft.registry.decision import Provider
+from opgraft.registry.state import PluginRecord, PluginStatus, host_state
 
 POINTS = {"opgraft.plugins": ["acme = acme"]}
 

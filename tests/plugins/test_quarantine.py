@@ -10,7 +10,6 @@ from pathlib import Path
 import opgraft
 import pytest
 from opgraft import OpgraftConfig, load_plugins, set_config
-from opgraft.decision import Provider
 from opgraft.errors import PlatformError, PluginError
 from opgraft.machine.machine import Machine
 from opgraft.ops import RMSNorm
@@ -18,7 +17,8 @@ from opgraft.plugins import quarantine
 from opgraft.plugins.discovery import PLATFORM_GROUP, discover
 from opgraft.plugins.probing import ProbeFailed, ask
 from opgraft.plugins.selection import selected_platform
-from opgraft.state import host_state
+from opgraft.registry.decision import Provider
+from opgraft.registry.state import host_state
 
 PLUGIN = "import opgraft\nplatforms = 'any'\n@opgraft.hookimpl\ndef opgraft_veto(): pass\n"
 ACME = Provider("acme", "1.0")

@@ -10,9 +10,9 @@ import pytest
 from opgraft import OpgraftConfig, set_config
 from opgraft.config import OpgraftConfig as Config
 from opgraft.config import parse_text
-from opgraft.decision import Decision
 from opgraft.errors import ConflictError, PlatformConflictError
 from opgraft.ops import Llama3RotaryEmbedding, RMSNorm, RotaryEmbedding
+from opgraft.registry.decision import Decision
 from opgraft.testing import inventory
 
 PLUGIN = """

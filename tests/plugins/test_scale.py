@@ -16,12 +16,12 @@ import pytest
 from opgraft.cli import offers
 from opgraft.ops import RMSNorm
 from opgraft.plugins.discovery import PLUGIN_GROUP, discover
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 
 DISTRIBUTIONS, PLUGINS, EACH = 1000, 50, 10
 
 PLUGIN = """
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 platforms = "any"
 ops = list(host_state().registry.ops.values())
 for number in range({each}):

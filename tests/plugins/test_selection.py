@@ -17,7 +17,7 @@ from opgraft.platforms.cpu.probe import probe
 from opgraft.plugins.discovery import PLATFORM_GROUP, discover
 from opgraft.plugins.probing import ProbeFailed, ask
 from opgraft.plugins.selection import selected_platform
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 
 AVAILABLE = "return Evidence(True, 'a device was found')"
 ABSENT = "return Evidence(False, 'no device')"
@@ -237,7 +237,7 @@ def test_a_platforms_defaults_are_the_lowest_layer(site, monkeypatch) -> None:
     )
     site.platform("acme", probe=AVAILABLE, platform=source)
     current_platform()
-    enabled, reason = opgraft.state.host_state().settings().enabled("x")
+    enabled, reason = opgraft.registry.state.host_state().settings().enabled("x")
     assert (enabled, "platform acme" in reason) == (False, True)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import opgraft
 import pytest
 from conftest import Site
-from opgraft.finding import Finding
+from opgraft.registry.finding import Finding
 from opgraft.testing import diagnosis
 
 METHOD = "_".join(["forward", "zpu"])

@@ -15,7 +15,7 @@ from opgraft.cli.offers import plugins_of_vllm
 from opgraft.errors import PluginError
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.selection import selected_platform
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 from opgraft.testing.conformance import Conformance, alone
 from plugins.vllm_plugin import BRIDGE, imports_forgotten, install_acme, install_bridge
 

@@ -11,7 +11,7 @@ import torch
 from opgraft import ops
 from opgraft.errors import QuantizationError
 from opgraft.models.lazy import Bounds, LazyTensor, StoredTensor
-from opgraft.ops.quantized_linear.storage import dequantize
+from opgraft.ops.linear.quantized.storage import dequantize
 from opgraft.quantization import GGUFConfig
 from opgraft.quantization.gguf_blocks import FORMATS
 from torch import Tensor

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from opgraft.errors import ConfigError
-from opgraft.server.keys import read_keys
+from opgraft.serving.server.keys import read_keys
 from server.processes import Server, error_of, expect_idle, process_of_model, serving, until
 
 STEP = 0.05

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from opgraft.server.bodies import MOST_CONTAINERS
+from opgraft.serving.server.bodies import MOST_CONTAINERS
 from server.processes import Server, error_of, expect_idle, worked
 
 SIZE = 4 << 20

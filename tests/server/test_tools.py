@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from opgraft.engine.sampling import Grammar, GrammarTokens
 from opgraft.errors import HTTPError, RequestError
-from opgraft.server.protocol import ChatRequest
-from opgraft.server.tools import Call, Tools
+from opgraft.serving.server.protocol import ChatRequest
+from opgraft.serving.server.tools import Call, Tools
 from opgraft.serving.tokenizer import Tokenizer
 from small_tokenizers import trained_tokenizer
 

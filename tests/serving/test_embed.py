@@ -12,7 +12,7 @@ from families.embedders import PROTEINS, build, embedded, opened, save
 from opgraft import LLM, SamplingParams
 from opgraft.errors import CheckpointError, ConfigError, ModelError, RequestError
 from opgraft.models.files import find_checkpoint
-from opgraft.pooling import pooled
+from opgraft.models.pooling import pooled
 from safetensors.torch import load_file, save_file
 from small_words import word_llama
 

@@ -47,7 +47,7 @@ IF_INSTALLED = (
         "uvicorn.protocols.http.httptools_impl",
         "llguidance",
     ),
-    "opgraft.server.run",
+    "opgraft.serving.server.run",
 )
 
 STREAMS = (("stdin", "r", "strict"), ("stdout", "w", "strict"), ("stderr", "w", "backslashreplace"))

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from opgraft.base.text import described
 from opgraft.engine.sampling.penalties import Penalties
 from opgraft.engine.sampling.row import Row
 from opgraft.errors import RequestError
-from opgraft.text import described
 from torch import Tensor
 
 _BANNED_BITS = (

@@ -7,11 +7,11 @@ import signal
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from opgraft.base.text import described
 from opgraft.engine.structured_form import KINDS, expect_form
 from opgraft.errors import InputError, RequestError
 from opgraft.machine.child import run_child
 from opgraft.models.extras import import_extra
-from opgraft.text import described
 from torch import Tensor
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{0,16}"

@@ -9,9 +9,9 @@ from opgraft.binding.custom_op import CustomOp, PluggableLayer
 from opgraft.binding.kernels import method_of
 from opgraft.binding.rebinding import hidden_by
 from opgraft.compat.hooks import hooks_on_every_module
-from opgraft.decision import Provider
 from opgraft.ops.activation.modules import GELU, GELUTanh, SiLU
 from opgraft.plugins.discovery import discover
+from opgraft.registry.decision import Provider
 from torch import nn
 
 

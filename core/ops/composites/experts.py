@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from opgraft.binding.custom_op import CustomOp
 from opgraft.ops.composites.composite import Composite, epilogue_of, is_observed, may_stand_for
-from opgraft.ops.fused_moe.functional import combined, sorted_by_expert
-from opgraft.ops.fused_moe.methods import FusedMoEConfig, UnquantizedFusedMoEMethod
+from opgraft.ops.moe.fused.functional import combined, sorted_by_expert
+from opgraft.ops.moe.fused.methods import FusedMoEConfig, UnquantizedFusedMoEMethod
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from opgraft.text import table
+from opgraft.base.text import table
 
 
 @dataclass(frozen=True)

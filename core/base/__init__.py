@@ -1,0 +1,1 @@
+"""Small helpers that know nothing of devices or ops: text, files, caches, progress, installed distributions."""

@@ -1,0 +1,102 @@
+"""Specs of collectives with what follows or precedes them, as far as one process can prove them: a rank alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from opgraft.ops.fused.collectives import functional
+from opgraft.ops.fused.quantization import spec as quantised
+from opgraft.ops.fused.quantization.functional import (
+    fused_add_rms_norm_quant_fp4,
+    fused_add_rms_norm_quant_fp8_dynamic,
+    fused_add_rms_norm_quant_fp8_static,
+)
+from opgraft.ops.layernorm import spec as norms
+from opgraft.ops.layernorm.functional import fused_add_gemma_rms_norm, fused_add_rms_norm
+from opgraft.ops.linear import spec as linear
+from opgraft.ops.spec import Arguments, Draw, OpSpec
+from torch import Tensor
+
+_SUMS: dict[Any, OpSpec] = {spec.functional: spec for spec in (*norms.SPECS, *quantised.SPECS)}
+"""By form of a norm after a sum: what is computed of the part of a rank that is alone."""
+
+(_LINEAR,) = linear.SPECS
+
+_ROWS = (
+    (functional.all_reduce_rms_norm, fused_add_rms_norm),
+    (functional.all_reduce_gemma_rms_norm, fused_add_gemma_rms_norm),
+    (functional.all_reduce_rms_norm_quant_fp8_static, fused_add_rms_norm_quant_fp8_static),
+    (functional.all_reduce_rms_norm_quant_fp8_dynamic, fused_add_rms_norm_quant_fp8_dynamic),
+    (functional.all_reduce_rms_norm_quant_fp4, fused_add_rms_norm_quant_fp4),
+)
+
+
+def _reference(after_sum: Callable[..., Any]) -> Callable[..., Any]:
+    def reference(x: Tensor, residual: Tensor | None, kind: str = "tensor", **others: Any) -> Any:
+        return after_sum(x, x * 0 if residual is None else residual, **others)
+
+    return reference
+
+
+def _inputs(after_sum: OpSpec) -> Callable[[Draw, Sequence[int], int], Arguments]:
+    return lambda draw, lead, size: {
+        "eps": 1e-5,
+        **after_sum.inputs(draw, lead, size),
+        "kind": "tensor",
+    }
+
+
+def _variants(after_sum: OpSpec) -> dict[str, Arguments]:
+    known = {
+        name: given for name, given in after_sum.variants.items() if "variance_size" not in given
+    }
+    return {**known, "no residual": {**next(iter(known.values())), "residual": None}}
+
+
+def _mapped(x: Tensor, weight: Tensor, bias: Tensor | None, **others: Any) -> Tensor:
+    y = torch.einsum("...i,oi->...o", x, weight)
+    return y if bias is None else y + bias
+
+
+def _map_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+    return {**_LINEAR.inputs(draw, lead, size), "world_size": 1}
+
+
+def _gathered_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+    return {**_map_inputs(draw, lead, size), "rows": lead[0]}
+
+
+_OF_NORMS = tuple(
+    OpSpec(
+        form,
+        _inputs(_SUMS[after_sum]),
+        _reference(_SUMS[after_sum].reference),
+        _SUMS[after_sum].flops,
+        variants=_variants(_SUMS[after_sum]),
+        sizes=_SUMS[after_sum].sizes,
+        large=_SUMS[after_sum].large,
+        tolerances=_SUMS[after_sum].tolerances,
+        differentiable=False,
+    )
+    for form, after_sum in _ROWS
+)
+
+_OF_MAPS = tuple(
+    OpSpec(
+        form,
+        inputs,
+        _mapped,
+        _LINEAR.flops,
+        variants={"": {}, "no bias": {"bias": None}},
+        tolerances=_LINEAR.tolerances,
+        differentiable=False,
+    )
+    for form, inputs in (
+        (functional.linear_reduce_scatter_rows, _map_inputs),
+        (functional.all_gather_rows_linear, _gathered_inputs),
+    )
+)
+
+SPECS = (*_OF_NORMS, *_OF_MAPS)

@@ -1,0 +1,52 @@
+"""The spec of normed and rotated heads, made of that of the rotary embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from opgraft.ops.fused.rotary.functional import qk_norm_rope
+from opgraft.ops.rotary import spec as rotary
+from opgraft.ops.spec import Arguments, Draw, OpSpec
+from torch import Tensor
+
+(ROTARY,) = (spec for spec in rotary.SPECS if spec.functional.name == "rotary_embedding")
+
+
+def _inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
+    weights = {"query_weight": draw(head_size), "key_weight": draw(head_size)}
+    return {**ROTARY.inputs(draw, lead, head_size), **weights, "eps": 1e-5}
+
+
+def _normed(x: Tensor, head_size: int, weight: Tensor, eps: float) -> Tensor:
+    heads = x.reshape(-1, head_size)
+    squares = (heads * heads).sum(-1, keepdim=True)
+    return (heads / (squares / head_size + eps).sqrt() * weight).reshape(x.shape)
+
+
+def _reference(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    eps: float,
+    is_neox_style: bool = True,
+    one_plus_weight: bool = False,
+) -> Any:
+    pairs = ((query, query_weight + one_plus_weight), (key, key_weight + one_plus_weight))
+    normed = (_normed(x, head_size, weight, eps) for x, weight in pairs)
+    return ROTARY.reference(positions, *normed, head_size, cos_sin_cache, is_neox_style)
+
+
+SPECS = (
+    OpSpec(
+        qk_norm_rope,
+        _inputs,
+        _reference,
+        variants={**rotary.STYLES, "gemma": {"one_plus_weight": True}},
+        **{**rotary.HEADS, "flops": lambda query, key, **others: 7 * (query.numel() + key.numel())},
+    ),
+)

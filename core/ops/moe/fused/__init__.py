@@ -1,0 +1,13 @@
+"""Layers of experts, of which each token visits few."""
+
+from opgraft.ops.moe.fused.methods import UnquantizedFusedMoEMethod
+from opgraft.ops.moe.fused.modular import FusedMoEModularMethod
+from opgraft.ops.moe.fused.modules import FusedMoE, TransformersFusedMoE, TransformersMoERunner
+
+__all__ = [
+    "FusedMoE",
+    "FusedMoEModularMethod",
+    "TransformersFusedMoE",
+    "TransformersMoERunner",
+    "UnquantizedFusedMoEMethod",
+]

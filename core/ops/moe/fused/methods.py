@@ -1,0 +1,198 @@
+"""Ways for a layer to hold the weights of its experts and compute with them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from opgraft.binding.custom_op import CustomOp
+from opgraft.binding.derivation import NATIVE, calls_functional
+from opgraft.ops.on_triton import on_triton
+from opgraft.ops.weights import WeightMethod, set_weight_attrs
+from torch import Tensor, nn
+
+TRITON = on_triton("opgraft.ops.moe.fused.triton")
+
+SharedExperts = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class FusedMoEConfig:
+    """The sizes of a layer's experts.
+
+    Attributes:
+        num_experts: in all.
+        experts_per_token: how many each token visits.
+        hidden_dim: elements of a token.
+        intermediate_size_per_partition: elements between the two products, of this rank.
+        activation: as ``opgraft.functional.fused_experts`` has it.
+        has_bias: whether both products have one.
+        in_dtype: of activations; torch's default dtype if not given.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    hidden_dim: int
+    intermediate_size_per_partition: int
+    activation: str = "silu"
+    has_bias: bool = False
+    in_dtype: torch.dtype | None = None
+
+
+class FusedMoEMethodBase(WeightMethod, CustomOp, ABC):
+    """The weight method of a layer of experts, which has one as ``quant_method``. It keeps its state in the layer.
+
+    Args:
+        moe: the sizes of the layer.
+    """
+
+    def __init__(self, moe: FusedMoEConfig) -> None:
+        super().__init__()
+        self.moe = moe
+
+    @abstractmethod
+    def create_weights(
+        self,
+        layer: nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Make the parameters of ``layer``, empty, in the form in which a checkpoint has them.
+
+        Args:
+            layer: gets the parameters.
+            num_experts: of this rank.
+            hidden_size: elements of a token.
+            intermediate_size_per_partition: of this rank.
+            params_dtype: of what is not quantized.
+            **extra_weight_attrs: go on every parameter; ``weight_loader`` among them.
+        """
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        topk_ids: Tensor | None = None,
+        shared_experts: SharedExperts | None = None,
+        shared_experts_input: Tensor | None = None,
+    ) -> Any:
+        """Sum what the chosen experts make of each token, and what shared experts make of their input.
+
+        A function alone is applied as by ``torch.nn.Module.apply``, which a model calls on all modules below it.
+
+        Args:
+            layer: has the weights.
+            x: ``[tokens, hidden_size]``.
+            topk_weights: ``[tokens, topk]``.
+            topk_ids: ``[tokens, topk]``, int32 or int64; -1 for an expert that another rank has.
+            shared_experts: visited by every token.
+            shared_experts_input: theirs, ``[tokens, hidden_size]``; ``x`` if not given.
+        """
+        if x is None:
+            return super().apply(layer)
+        return self(layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)
+
+    def apply_monolithic(
+        self, layer: Any, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None
+    ) -> Tensor:
+        """Choose experts by ``router_logits`` ``[tokens, num_experts]`` and apply them; ``input_ids`` is not read."""
+        output: Tensor = self.apply(layer, x, *layer.select_experts(x, router_logits))
+        return output
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Bring the weights into the layout that ``apply`` prefers, once they are loaded. Called once."""
+
+    def expert_tensors(self, layer: nn.Module) -> Sequence[Tensor]:
+        """Return all that ``layer`` has of its experts when they are loaded, each tensor ``[experts, …]``.
+
+        Experts that move between ranks are written to these tensors. They are the parameters ``w13_…`` and ``w2_…``; a
+        method that keeps weights otherwise returns its own.
+        """
+        return [
+            weight
+            for name, weight in layer.named_parameters(recurse=False)
+            if name.startswith(("w13_", "w2_"))
+        ]
+
+
+@CustomOp.register("unquantized_fused_moe")
+class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
+    """The weights are parameters: ``w13_weight`` ``[experts, 2 · intermediate, hidden]``, ``w2_weight``
+    ``[experts, hidden, intermediate]``, and with biases ``w13_bias`` and ``w2_bias``, a row less each."""
+
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        rows = 2 * intermediate_size_per_partition
+        shapes: dict[str, tuple[int, ...]] = {
+            "w13_weight": (num_experts, rows, hidden_size),
+            "w2_weight": (num_experts, hidden_size, intermediate_size_per_partition),
+        }
+        if self.moe.has_bias:
+            shapes |= {"w13_bias": (num_experts, rows), "w2_bias": (num_experts, hidden_size)}
+        create_parameters(layer, shapes, params_dtype, extra_weight_attrs)
+
+    @calls_functional
+    def forward_native(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: SharedExperts | None = None,
+        shared_experts_input: Tensor | None = None,
+        *,
+        functional: Any = NATIVE,
+    ) -> Tensor:
+        """Compute as ``apply``; errors are those of ``opgraft.functional.fused_experts``."""
+        output: Tensor = functional.fused_experts(
+            x,
+            layer.w13_weight,
+            layer.w2_weight,
+            topk_weights,
+            topk_ids,
+            self.moe.activation,
+            getattr(layer, "w13_bias", None),
+            getattr(layer, "w2_bias", None),
+        )
+        return with_shared_experts(output, x, shared_experts, shared_experts_input)
+
+
+def create_parameters(
+    layer: nn.Module,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    attributes: Mapping[str, Any],
+) -> None:
+    """Give ``layer`` empty parameters of these shapes, with those attributes each."""
+    for name, shape in shapes.items():
+        parameter = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+        set_weight_attrs(parameter, attributes)
+        layer.register_parameter(name, parameter)
+
+
+def with_shared_experts(
+    output: Tensor,
+    x: Tensor,
+    shared_experts: SharedExperts | None,
+    shared_experts_input: Tensor | None,
+) -> Tensor:
+    """Add what shared experts make of their input, ``x`` if not given."""
+    if shared_experts is None:
+        return output
+    return output + shared_experts(x if shared_experts_input is None else shared_experts_input)

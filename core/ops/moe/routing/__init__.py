@@ -1,0 +1,5 @@
+"""Routing of tokens to experts."""
+
+from opgraft.ops.moe.routing.modules import GroupedTopk
+
+__all__ = ["GroupedTopk"]

@@ -1,5 +1,0 @@
-"""Routing of tokens to experts."""
-
-from opgraft.ops.routing.modules import GroupedTopk
-
-__all__ = ["GroupedTopk"]

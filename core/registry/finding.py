@@ -1,0 +1,52 @@
+"""Findings of ``opgraft plugins doctor``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from opgraft.registry.decision import Provider
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong.
+
+    Attributes:
+        message: what, which and why, with the next step where there is one.
+        provider: whose it is, where that is known.
+        location: ``file:line``, where the fault has one.
+        exit_code: what the command line ends with where this is the worst.
+        others: further ones whom it concerns, as in a conflict; not part of the plain data.
+    """
+
+    message: str
+    provider: Provider | None = None
+    location: str | None = None
+    exit_code: int = 1
+    others: tuple[Provider, ...] = ()
+
+    def __str__(self) -> str:
+        told = self.location is None or self.location in self.message
+        return self.message if told else f"{self.message} ({self.location})"
+
+    def concerns(self, providers: Iterable[Provider]) -> bool:
+        """Tell whether it is about one of the providers."""
+        return not {self.provider, *self.others}.isdisjoint(providers)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Finding:
+        """Return the finding that ``to_dict`` wrote down."""
+        return cls(
+            **{**data, "provider": Provider(**data["provider"]) if data["provider"] else None}
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the finding as plain data, with the names that all JSON of opgraft has for it."""
+        return {
+            "message": self.message,
+            "provider": self.provider.to_dict() if self.provider else None,
+            "location": self.location,
+            "exit_code": self.exit_code,
+        }

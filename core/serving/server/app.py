@@ -1,0 +1,149 @@
+"""``create_app``: the interface as an ASGI application."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from opgraft.errors import OpgraftError
+from opgraft.serving.server import faults
+from opgraft.serving.server.bodies import BodyRoute
+from opgraft.serving.server.chat import Chat
+from opgraft.serving.server.completions import Completion
+from opgraft.serving.server.embeddings import embed
+from opgraft.serving.server.gate import Gate
+from opgraft.serving.server.page import page
+from opgraft.serving.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    ErrorAnswer,
+    TokenizeRequest,
+)
+from opgraft.serving.server.service import Service
+from opgraft.serving.server.tokens import detokenize, tokenize
+from opgraft.version import __version__
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+router = APIRouter(
+    route_class=BodyRoute,
+    responses={
+        "4XX": {"model": ErrorAnswer, "description": "The request cannot be served as it is."},
+        "5XX": {"model": ErrorAnswer, "description": "The server cannot serve it now."},
+    },
+)
+
+
+def create_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
+    """Make the application.
+
+    Args:
+        service: the model with its settings.
+        api_keys: of which clients must send one; none is asked for where there are none.
+    """
+    app = FastAPI(
+        title="opgraft", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
+    app.state.service = service
+    app.include_router(router)
+    for kind in (OpgraftError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, _answer)
+    app.add_middleware(Gate, service=service, api_keys=api_keys)
+    if service.settings.cors_origins:
+        origins = list(service.settings.cors_origins)
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    return app
+
+
+async def _answer(request: Request, error: Exception) -> Response:
+    return faults.response(request.state.passing.note(error))
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+@router.get("/", include_in_schema=False)
+async def show_page() -> Response:
+    """Show the page for people."""
+    return page()
+
+
+@router.post("/v1/completions")
+async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    """Go on from a prompt, or from each of several."""
+    return await Completion(_service(request), body, request.state.passing).respond()
+
+
+@router.post("/v1/chat/completions")
+async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+    """Answer a chat."""
+    return await Chat(_service(request), body, request.state.passing).respond()
+
+
+@router.post("/v1/embeddings")
+async def create_embeddings(body: EmbeddingRequest, request: Request) -> JSONResponse:
+    """Give the vectors of texts."""
+    return JSONResponse(await embed(_service(request), body, request.state.passing))
+
+
+@router.post("/tokenize")
+async def create_tokens(body: TokenizeRequest, request: Request) -> JSONResponse:
+    """Give the token ids of a text, or of a chat."""
+    return JSONResponse(await tokenize(_service(request), body))
+
+
+@router.post("/detokenize")
+async def create_text(body: DetokenizeRequest, request: Request) -> JSONResponse:
+    """Give the text of token ids."""
+    return JSONResponse(await detokenize(_service(request), body))
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> dict[str, Any]:
+    """List the model that is served."""
+    return {"object": "list", "data": [_service(request).card()]}
+
+
+@router.get("/v1/models/{name:path}")
+async def show_model(name: str, request: Request) -> dict[str, Any]:
+    """Show the model that is served."""
+    service = _service(request)
+    service.expect_model(name)
+    return service.card()
+
+
+@router.get("/health")
+async def health(request: Request) -> dict[str, Any]:
+    """Tell whether requests can be served: the model has generated a token, and the engine runs, or one of several."""
+    service = _service(request)
+    await service.check()
+    return service.health()
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """Tell the version of opgraft."""
+    return {"version": __version__}
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Give the metrics in the format of Prometheus."""
+    registry = _service(request).registry
+    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/v1/decisions")
+async def decisions(request: Request) -> JSONResponse:
+    """Tell which platform was chosen, which kernel of which provider runs each op, and why."""
+    return JSONResponse(await _service(request).decisions())

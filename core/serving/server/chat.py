@@ -1,0 +1,122 @@
+"""``/v1/chat/completions``: answers to chats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from opgraft.serving.outputs import CompletionOutput, Logprob, RequestOutput
+from opgraft.serving.server import sampling
+from opgraft.serving.server.generating import Generating
+from opgraft.serving.server.messages import for_template, template_values
+from opgraft.serving.server.passing import Passing
+from opgraft.serving.server.protocol import ChatRequest
+from opgraft.serving.server.service import Service
+from opgraft.serving.server.streams import News, finite, likeliest, token_text
+from opgraft.serving.server.tools import Call, Tools
+
+
+class Chat(Generating[ChatRequest]):
+    """A chat, and the form of its answer."""
+
+    prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    prompt_field = "messages"
+
+    def __init__(self, service: Service, body: ChatRequest, passing: Passing) -> None:
+        super().__init__(service, body, passing)
+        self.tools = Tools(body, service.llm.engine.chat_template.source)
+        self._held = self.tools.grammar(service.llm.engine.expect_tokenizer().special_token)
+        if self.tools.forced is not None:
+            self.grammar_field = self.tools.forced_field
+        elif self._held is not None:
+            self.grammar_field = "tools"
+        self._told: dict[int, int] = {}
+
+    async def prompts(self) -> list[list[int]]:
+        """Return the token ids of the text that the template makes of the chat."""
+        sampling.expect_answers(self.body, 1, self.service)
+        return [await self.service.llm.prepare(self._rendered)]
+
+    def _rendered(self) -> list[int]:
+        engine = self.service.llm.engine
+        text = engine.chat_template.render(
+            for_template(self.body.messages),
+            tools=self.tools.functions,
+            values=template_values(self.body.chat_template_kwargs),
+        )
+        self.service.expect_characters(text, "messages")
+        return engine.encode(text, add_special_tokens=False, name="the chat")[1]
+
+    def structured(self) -> dict[str, Any]:
+        """Return the sampling of an answer that must be a call, and of one that may be."""
+        if self.tools.forced is not None:
+            return {"structured_output": {"json": self.tools.forced}}
+        held = {} if self._held is None else {"structured_output": {"grammar": self._held}}
+        return (
+            held if self.tools.functions is None else {**held, "skip_special_tokens": False}
+        )  # some call by these
+
+    def delta(
+        self, index: int, output: RequestOutput, answer: CompletionOutput, news: News
+    ) -> dict[str, Any]:
+        """Return the choice of a chunk; the first names the role, and the last has the calls."""
+        delta: dict[str, Any] = {"role": "assistant"} if news.first else {}
+        text = self.tools.plain(answer.text, answer.finished)[self._told.get(index, 0) :]
+        self._told[index] = self._told.get(index, 0) + len(text)
+        calls = self._calls(answer)
+        if text or (news.first and not calls):
+            delta["content"] = text
+        if calls:
+            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+        return {
+            "index": index,
+            "delta": delta,
+            "logprobs": self._logprobs(news.tokens, news.logprobs) if news.logprobs else None,
+            "finish_reason": _finish_reason(answer, calls),
+        }
+
+    def choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
+        """Return a whole choice."""
+        calls = self._calls(answer)
+        text = self.tools.plain(answer.text, ended=True)
+        message = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
+        return {
+            "index": index,
+            "message": {**message, "tool_calls": calls} if calls else message,
+            "logprobs": self._logprobs(answer.token_ids, answer.logprobs)
+            if answer.logprobs
+            else None,
+            "finish_reason": _finish_reason(answer, calls),
+        }
+
+    def _calls(self, answer: CompletionOutput) -> list[dict[str, Any]]:
+        """Return the calls of an answer that has ended."""
+        found: list[Call] = self.tools.calls(answer.text) if answer.finished else []
+        return [
+            call.as_dict(f"call_{self.id[-24:]}{answer.index}{number}")
+            for number, call in enumerate(found)
+        ]
+
+    def _logprobs(
+        self, tokens: Sequence[int], logprobs: Sequence[Mapping[int, Logprob]]
+    ) -> dict[str, Any]:
+        rows = []
+        for token, ranked in zip(tokens, logprobs, strict=True):
+            top = [_token(each, ranked) for each in likeliest(ranked, self.params)]
+            rows.append({**_token(token, ranked), "top_logprobs": top})
+        return {"content": rows, "refusal": None}
+
+
+def _finish_reason(answer: CompletionOutput, calls: Sequence[object]) -> str | None:
+    return "tool_calls" if calls and answer.finish_reason == "stop" else answer.finish_reason
+
+
+def _token(token: int, ranked: Mapping[int, Logprob]) -> dict[str, Any]:
+    text = token_text(token, ranked)
+    return {
+        "token": text,
+        "logprob": finite(ranked[token].logprob),
+        "bytes": list(text.encode("utf-8", "replace")),
+    }

@@ -1,0 +1,124 @@
+"""``/v1/completions``: texts that go on from prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from opgraft.serving.outputs import CompletionOutput, Logprob, RequestOutput
+from opgraft.serving.prompts import Prompt
+from opgraft.serving.server import sampling
+from opgraft.serving.server.generating import Generating
+from opgraft.serving.server.passing import Passing
+from opgraft.serving.server.prompts import several
+from opgraft.serving.server.protocol import CompletionRequest
+from opgraft.serving.server.service import Service
+from opgraft.serving.server.streams import News, finite, likeliest, token_text
+
+
+class Completion(Generating[CompletionRequest]):
+    """A request for texts, and the form of its answer."""
+
+    prefix = "cmpl"
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+    prompt_field = "prompt"
+
+    def __init__(self, service: Service, body: CompletionRequest, passing: Passing) -> None:
+        super().__init__(service, body, passing)
+        self._offsets: dict[int, int] = {}
+
+    async def prompts(self) -> list[list[int]]:
+        """Return the token ids of the prompts, of which a body has one or several."""
+        prompts = several(self.body.prompt, "prompt")
+        sampling.expect_answers(self.body, len(prompts), self.service)
+        return await self.service.llm.prepare(self._encoded, prompts)
+
+    def _encoded(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        encode = self.service.llm.engine.encode
+        for prompt in prompts:
+            self.service.expect_characters(prompt if isinstance(prompt, str) else "", "prompt")
+        names = (
+            [f"prompt[{place}]" for place in range(len(prompts))]
+            if len(prompts) > 1
+            else ["prompt"]
+        )
+        return [encode(prompt, name=name)[1] for prompt, name in zip(prompts, names, strict=True)]
+
+    def counted(self, output: RequestOutput) -> int:
+        """Return the tokens of the answers to a prompt: none where the prompt alone is asked for."""
+        return 0 if sampling.scores_only(self.body) else super().counted(output)
+
+    def delta(
+        self, index: int, output: RequestOutput, answer: CompletionOutput, news: News
+    ) -> dict[str, Any]:
+        """Return the choice of a chunk; an echo comes with the first."""
+        echoed = self.body.echo and news.first
+        return self._choice(
+            index, output if echoed else None, answer, news.text, news.tokens, news.logprobs
+        )
+
+    def choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
+        """Return a whole choice."""
+        echoed = output if self.body.echo else None
+        return self._choice(
+            index, echoed, answer, answer.text, answer.token_ids, answer.logprobs or []
+        )
+
+    def _choice(
+        self,
+        index: int,
+        echoed: RequestOutput | None,
+        answer: CompletionOutput,
+        text: str,
+        tokens: Sequence[int],
+        logprobs: Sequence[Mapping[int, Logprob]],
+    ) -> dict[str, Any]:
+        if sampling.scores_only(self.body):
+            text, tokens, logprobs = "", (), ()
+        places: list[tuple[int, Mapping[int, Logprob] | None]] = list(
+            zip(tokens, logprobs, strict=False)
+        )
+        if echoed is not None:
+            prompt = echoed.prompt_token_ids
+            text = self._prompt_text(prompt) + text
+            places = [*zip(prompt, echoed.prompt_logprobs or (), strict=False), *places]
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": None if self.params.logprobs is None else self._logprobs(index, places),
+            "finish_reason": answer.finish_reason,
+        }
+
+    def _prompt_text(self, prompt: Sequence[int]) -> str:
+        tokenizer = self.service.llm.engine.tokenizer
+        return "" if tokenizer is None else tokenizer.decode(prompt, skip_special_tokens=False)
+
+    def _logprobs(
+        self, index: int, places: Sequence[tuple[int, Mapping[int, Logprob] | None]]
+    ) -> dict[str, Any]:
+        """Return the log-probabilities at places; the first token of a prompt has none."""
+        texts = [
+            self._prompt_text([token]) if ranked is None else token_text(token, ranked)
+            for token, ranked in places
+        ]
+        *offsets, self._offsets[index] = accumulate(
+            map(len, texts), initial=self._offsets.get(index, 0)
+        )
+        return {
+            "tokens": texts,
+            "token_logprobs": [
+                None if ranked is None else finite(ranked[token].logprob)
+                for token, ranked in places
+            ],
+            "top_logprobs": [None if ranked is None else self._top(ranked) for _, ranked in places],
+            "text_offset": offsets,
+        }
+
+    def _top(self, ranked: Mapping[int, Logprob]) -> dict[str, float]:
+        """Return the likeliest tokens by their texts; of tokens with the same text, the likeliest."""
+        found: dict[str, float] = {}
+        for token in likeliest(ranked, self.params):
+            found.setdefault(token_text(token, ranked), finite(ranked[token].logprob))
+        return found

@@ -1,0 +1,195 @@
+"""The course of a request that generates text, whatever form its answer has."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any, ClassVar, Generic, TypeVar
+
+from fastapi.responses import JSONResponse, Response
+from opgraft.engine.sampling_params import SamplingParams
+from opgraft.serving.outputs import CompletionOutput, RequestOutput
+from opgraft.serving.server import sampling
+from opgraft.serving.server.contradictions import expect_no_contradiction
+from opgraft.serving.server.faults import at
+from opgraft.serving.server.passing import Passing
+from opgraft.serving.server.protocol import Generation
+from opgraft.serving.server.service import Job, Service
+from opgraft.serving.server.streams import DONE, EventStream, News, Reader, event, usage
+
+_B = TypeVar("_B", bound=Generation)
+
+
+class Generating(ABC, Generic[_B]):
+    """A request, and the form of its answer.
+
+    Args:
+        service: that answers it.
+        body: of the request.
+        passing: the request over HTTP, to whose line in the log fields are added.
+    """
+
+    prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+    prompt_field: ClassVar[str]
+    grammar_field = "response_format"
+
+    def __init__(self, service: Service, body: _B, passing: Passing) -> None:
+        self.service = service
+        self.body = body
+        self.record = passing.record
+        self.slot = passing.slot
+        self.arrival = passing.started
+        self.id = f"{self.prefix}-{passing.id}"
+        self.created = int(time.time())
+        self.params = SamplingParams()
+        self.prompt_ids: Sequence[list[int]] = ()
+
+    @abstractmethod
+    async def prompts(self) -> list[list[int]]:
+        """Return the token ids of the prompts.
+
+        Raises:
+            RequestError: a prompt cannot be taken.
+            InputError: likewise.
+        """
+
+    def structured(self) -> dict[str, Any]:
+        """Return settings of sampling that go before those of the body."""
+        return {}
+
+    def counted(self, output: RequestOutput) -> int:
+        """Return the tokens of the answers to a prompt."""
+        return sum(len(answer.token_ids) for answer in output.outputs)
+
+    @abstractmethod
+    def delta(
+        self, index: int, output: RequestOutput, answer: CompletionOutput, news: News
+    ) -> dict[str, Any]:
+        """Return the choice of a chunk: what is new in an answer, which is choice number ``index``."""
+
+    @abstractmethod
+    def choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
+        """Return a whole choice."""
+
+    async def respond(self) -> Response:
+        """Answer the request, whole or as a stream.
+
+        Raises:
+            HTTPError: it is not admitted, or asks for what there is not; or it failed.
+            RequestError: it cannot be taken as it is.
+            InputError: likewise.
+            EngineError: the engine has stopped.
+        """
+        self.service.expect_model(self.body.model)
+        expect_no_contradiction(self.body)
+        self.service.llm.engine.expect_priority(self.body.priority or 0)
+        await self.service.check()
+        news = self._answers()
+        if self.body.stream:
+            first = await anext(news)  # so that an error before it has a status of its own
+            return EventStream(self._events(first, news))
+        outputs: dict[int, RequestOutput] = {}
+        async with aclosing(news):
+            async for number, output in news:
+                outputs[number] = output
+        whole = partial(self._whole, [outputs[number] for number in range(len(outputs))])
+        if self.params.logprobs is None:
+            return whole()
+        return await self.service.prepare(whole)  # which may take seconds
+
+    async def _answers(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        logged = self.service.settings.log_prompts
+        if logged:
+            self.record["prompt"] = self.body.model_dump(include={self.prompt_field})[
+                self.prompt_field
+            ]
+        with at(self.prompt_field):
+            self.prompt_ids = await self.prompts()
+        sampling.expect_prompts(self.body, self.prompt_ids, self.service)
+        self.params = sampling.params_of(
+            self.body, self.prompt_ids, self.service, self.structured()
+        )
+        if self.params.structured_output is not None:
+            with at(self.grammar_field):
+                await self.service.llm.compile(self.params)
+        self.record |= {"prompt_tokens": sum(map(len, self.prompt_ids)), "completion_tokens": 0}
+        job = Job(
+            self.id,
+            self.arrival,
+            self.prompt_ids,
+            self.params,
+            self.grammar_field,
+            self.body.priority or 0,
+            self.body.cache_salt,
+        )
+        tokens = [0] * len(self.prompt_ids)
+        async with aclosing(self.service.answers(job, self.slot)) as news:
+            async for number, output in news:
+                tokens[number] = self.counted(output)
+                self.record["completion_tokens"] = sum(tokens)
+                self.record.setdefault(
+                    "seconds_to_first_token", round(time.monotonic() - self.arrival, 6)
+                )
+                if logged:
+                    answers = {f"{number}/{answer.index}": answer.text for answer in output.outputs}
+                    self.record.setdefault("answers", {}).update(answers)
+                yield number, output
+
+    async def _events(
+        self,
+        first: tuple[int, RequestOutput],
+        news: AsyncGenerator[tuple[int, RequestOutput], None],
+    ) -> AsyncGenerator[bytes, None]:
+        reader = Reader()
+        for chunk in self._chunks(first, reader):
+            yield chunk
+        async with aclosing(news):
+            async for found in news:
+                for chunk in self._chunks(found, reader):
+                    yield chunk
+        if self._tells_usage:
+            yield event({**self._head(self.chunk_object), "choices": [], "usage": self._usage()})
+        yield DONE
+
+    @property
+    def _tells_usage(self) -> bool:
+        return self.body.stream_options is not None and bool(self.body.stream_options.include_usage)
+
+    def _chunks(self, found: tuple[int, RequestOutput], reader: Reader) -> list[bytes]:
+        number, output = found
+        chunks = []
+        for answer in output.outputs:
+            news = reader.news(number, answer)
+            if news is not None:
+                chunk = {
+                    **self._head(self.chunk_object),
+                    "choices": [self._delta(number, output, answer, news)],
+                }
+                chunks.append(event({**chunk, "usage": None} if self._tells_usage else chunk))
+        return chunks
+
+    def _delta(
+        self, number: int, output: RequestOutput, answer: CompletionOutput, news: News
+    ) -> dict[str, Any]:
+        return self.delta(number * self.params.n + answer.index, output, answer, news)
+
+    def _whole(self, outputs: Sequence[RequestOutput]) -> Response:
+        choices = [
+            self.choice(number * self.params.n + answer.index, output, answer)
+            for number, output in enumerate(outputs)
+            for answer in output.outputs
+        ]
+        return JSONResponse(
+            {**self._head(self.whole_object), "choices": choices, "usage": self._usage()}
+        )
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.service.name}
+
+    def _usage(self) -> dict[str, int]:
+        return usage(self.record["prompt_tokens"], self.record["completion_tokens"])

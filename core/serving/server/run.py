@@ -1,0 +1,217 @@
+"""The server process: uvicorn, signals, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import FrameType
+
+import uvicorn
+from opgraft.base.text import described
+from opgraft.config import OpgraftConfig, ServerConfig
+from opgraft.errors import ConfigError, EngineError, HTTPError
+from opgraft.serving.server import faults
+from opgraft.serving.server.app import create_app
+from opgraft.serving.server.connection import Connection
+from opgraft.serving.server.gate import is_local
+from opgraft.serving.server.keys import read_keys
+from opgraft.serving.server.passing import log
+from opgraft.serving.server.service import Service
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ABORT_SECONDS = 5
+"""Seconds that requests have to answer once they are aborted."""
+
+_SWITCH_SECONDS = 5e-4
+"""Seconds after which the engine lets the connections go on. Each write to a socket may wait as long for it."""
+
+_FAILED_SECONDS = 1
+"""Seconds for which a server whose engine has stopped still says so."""
+
+
+class HTTPServer(uvicorn.Server):
+    """A server that ends as an operator expects.
+
+    The first SIGTERM or SIGINT drains it, the second ends the process. It ends by itself when the engine has stopped.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._service = service
+        self._ready = ready
+        self._failed: EngineError | None = None
+        self._failed_at = 0.0
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals within the block."""
+        before = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Drain the server, or end the process if that goes on already."""
+        if self.should_exit:
+            signal.signal(sig, signal.SIG_DFL)
+            os.kill(os.getpid(), sig)
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, once the model has generated a token."""
+        await self._service.warm_up()
+        gc.collect()
+        gc.freeze()  # a collection over all that was imported and loaded would hold up every request
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        await super().startup(sockets)
+        self._ready()
+        log.info("ready")
+
+    async def on_tick(self, counter: int) -> bool:
+        """Tell whether to end, ten times a second."""
+        try:
+            await self._service.check_health()
+        except EngineError as error:
+            if self._failed is None:
+                self._failed, self._failed_at = error, time.monotonic()
+                self.config.timeout_graceful_shutdown = (
+                    _FAILED_SECONDS  # nothing is left that could finish
+                )
+                if self._service.hangs:  # nobody else tells those that wait for it
+                    self._end_flights(faults.as_http_error(error))
+        if self._failed is not None and time.monotonic() > self._failed_at + _FAILED_SECONDS:
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no more requests, and have those that run finish, or abort them when their time is up."""
+        seconds, running = self._service.settings.drain_seconds, len(self._service.flights)
+        log.info("shutting down: no new requests, %d that run have %g seconds", running, seconds)
+        self._service.draining = True
+        timer = asyncio.get_running_loop().call_later(
+            self._service.settings.drain_seconds, self._abort
+        )
+        await super().shutdown(sockets)
+        timer.cancel()
+        log.info("ended")
+
+    def _abort(self) -> None:
+        self._end_flights(
+            HTTPError(
+                503,
+                "the request was aborted, as the server ends: send it to another one",
+                code="aborted",
+            )
+        )
+
+    def _end_flights(self, reason: HTTPError) -> None:
+        for flight in list(self._service.flights):
+            flight.end(reason)
+
+    def expect_no_failure(self) -> None:
+        """Raise where the server ended because the engine had stopped.
+
+        Raises:
+            EngineError: it had.
+        """
+        if self._failed is not None:
+            raise self._failed
+
+
+def serve(
+    model: str,
+    opgraft_config: OpgraftConfig,
+    api_keys: Sequence[str],
+    ready: Callable[[Service, str], None],
+) -> None:
+    """Serve a model until a signal comes.
+
+    Args:
+        model: a checkpoint's folder or file, or the name of a packaged model.
+        opgraft_config: every setting.
+        api_keys: of which clients must send one, besides those of ``server.api_key_file``.
+        ready: called with the service and its URL when it listens.
+
+    Raises:
+        ConfigError: it cannot listen where it is to, or the file of keys cannot be used.
+        EngineError: the engine has stopped.
+        ModelError: the model cannot be served.
+        CheckpointError: the checkpoint cannot be read.
+    """
+    settings = opgraft_config.server
+    keys = list(api_keys)
+    if settings.api_key_file is not None:
+        keys += read_keys(settings.api_key_file, "server.api_key_file")
+    if not keys and not is_local(settings.host):
+        log.warning(
+            "server.host is %s and there is no key: whoever reaches this machine can use the model. Give --api-key or "
+            "server.api_key_file, or put a proxy before it that asks who comes",
+            settings.host,
+        )
+    with _bound(settings) as listener:
+        service = Service(model, opgraft_config)
+        url = f"http://{_named(settings.host)}:{listener.getsockname()[1]}"
+        config = uvicorn.Config(
+            create_app(service, keys),
+            http=partial(Connection, settings),  # type: ignore[arg-type]  # it is called as the class would be
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            ws="none",
+            lifespan="off",
+            timeout_keep_alive=settings.keep_alive_seconds,  # type: ignore[arg-type]  # uvicorn compares seconds
+            timeout_graceful_shutdown=int(settings.drain_seconds) + _ABORT_SECONDS,
+        )
+        server = HTTPServer(config, service, lambda: ready(service, url))
+        try:
+            server.run([listener])
+        finally:
+            if service.hangs:
+                _exit_at_once(server, service)
+            service.shutdown()
+    server.expect_no_failure()
+
+
+def _exit_at_once(server: HTTPServer, service: Service) -> None:
+    """End the process, as a thread that hangs can be neither ended nor waited for, and that of the worker."""
+    service.kill()
+    try:
+        server.expect_no_failure()
+    except EngineError as error:
+        log.critical("%s", error)
+    logging.shutdown()
+    os._exit(EngineError.exit_code)
+
+
+def _bound(settings: ServerConfig) -> socket.socket:
+    """Return a socket that is bound already, and listens once the model is ready."""
+    host, port = settings.host, settings.port
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"the server cannot listen on {host}, port {port} ({described(error)}): set server.host and server.port "
+            "to an address of this machine and a port that is free, or the port to 0"
+        ) from error
+    return listener
+
+
+def _named(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,86 @@
+"""``/tokenize`` and ``/detokenize``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from opgraft.errors import HTTPError
+from opgraft.serving.prompts import tokenized
+from opgraft.serving.server.contradictions import expect_no_contradiction
+from opgraft.serving.server.faults import at
+from opgraft.serving.server.messages import for_template, template_values
+from opgraft.serving.server.protocol import DetokenizeRequest, TokenizeRequest
+from opgraft.serving.server.service import Service
+
+
+async def tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
+    """Return the token ids of a text, or of a chat in the model's template.
+
+    Raises:
+        HTTPError: the body has neither, or both, or a field of the other.
+        RequestError: the template refuses the messages, or the text has no tokens.
+        InputError: the model has no tokenizer.
+    """
+    if body.model is not None:
+        service.expect_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise HTTPError(400, "give either prompt or messages", field="prompt", code="invalid_value")
+    expect_no_contradiction(body)
+    with at("prompt" if body.messages is None else "messages"):
+        ids = await service.prepare(_encoded, service, body)
+    return {"tokens": ids, "count": len(ids), "max_model_len": service.max_model_len}
+
+
+def _encoded(service: Service, body: TokenizeRequest) -> list[int]:
+    text, special = body.prompt, body.add_special_tokens is not False
+    if body.messages is not None:
+        special = bool(body.add_special_tokens)
+        text = service.llm.engine.chat_template.render(
+            for_template(body.messages),
+            tools=[tool.model_dump(exclude_none=True) for tool in body.tools]
+            if body.tools
+            else None,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            values=template_values(body.chat_template_kwargs),
+        )
+    service.expect_characters(str(text), "prompt" if body.messages is None else "messages")
+    return tokenized(
+        str(text),
+        service.tokenizer,
+        vocab_size=service.vocab_size,
+        max_model_len=sys.maxsize,
+        add_special_tokens=special,
+    )[1]
+
+
+async def detokenize(service: Service, body: DetokenizeRequest) -> dict[str, Any]:
+    """Return the text of token ids.
+
+    Raises:
+        HTTPError: an id is none of the vocabulary.
+        InputError: the model has no tokenizer.
+    """
+    if body.model is not None:
+        service.expect_model(body.model)
+    if len(body.tokens) > service.max_model_len:
+        raise HTTPError(
+            400,
+            f"tokens has {len(body.tokens)} ids, and the context has {service.max_model_len}: send them in parts",
+            field="tokens",
+            code="context_length_exceeded",
+        )
+    unknown = next((token for token in body.tokens if token >= service.vocab_size), None)
+    if unknown is not None:
+        raise HTTPError(
+            400,
+            f"tokens has {unknown}, and the vocabulary has {service.vocab_size}: use 0 to {service.vocab_size - 1}",
+            field="tokens",
+            code="invalid_value",
+        )
+    text = await service.prepare(_decoded, service, body)
+    return {"prompt": text}
+
+
+def _decoded(service: Service, body: DetokenizeRequest) -> str:
+    return service.tokenizer.decode(body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
