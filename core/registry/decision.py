@@ -96,9 +96,7 @@ class Decision:
     def attributes(self) -> dict[str, str]:
         """Return attributes of the line that logs the decision."""
         parts = {"subject": self.subject, "chosen": self.chosen or "", "reason": self.reason}
-        return {
-            f"opgraft.decision.{name}": printable(text) for name, text in parts.items()
-        }
+        return {f"opgraft.decision.{name}": printable(text) for name, text in parts.items()}
 
     def lines(self) -> Iterator[str]:
         """Yield the decision in words, a line per candidate and per observation.
