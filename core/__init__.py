@@ -76,11 +76,10 @@ if TYPE_CHECKING:
     from opgraft.ops import (
         maybe_get_oot_by_class as maybe_get_oot_by_class,
     )
-    from opgraft.ops.linear.weight_cache import freeze as freeze
-    from opgraft.ops.linear.weight_cache import refresh as refresh
-    from opgraft.packing import PackReport as PackReport
-    from opgraft.packing import pack as pack
-    from opgraft.packing import unpack as unpack
+    from opgraft.ops.freezing import FreezeReport as FreezeReport
+    from opgraft.ops.freezing import freeze as freeze
+    from opgraft.ops.freezing import refresh as refresh
+    from opgraft.ops.freezing import thaw as thaw
     from opgraft.platform import (
         DeviceCapability as DeviceCapability,
     )
@@ -129,7 +128,7 @@ _HOME = {
     "opgraft.binding.explaining": ("Explanation", "explain"),
     "opgraft.grafting": ("GraftReport", "graft", "ungraft"),
     "opgraft.logger": ("init_logger",),
-    "opgraft.ops.linear.weight_cache": ("freeze", "refresh"),
+    "opgraft.ops.freezing": ("FreezeReport", "freeze", "refresh", "thaw"),
     "opgraft.serving.async_llm": ("AsyncLLM",),
     "opgraft.serving.llm": ("LLM", "Interrupted"),
     "opgraft.serving.outputs": (
@@ -145,7 +144,6 @@ _HOME = {
     "opgraft.machine.evidence": ("Device", "Evidence", "Fact"),
     "opgraft.machine.machine": ("Machine", "TorchBuild"),
     "opgraft.ops": ("CustomOp", "PluggableLayer", "maybe_get_oot_by_class"),
-    "opgraft.packing": ("PackReport", "pack", "unpack"),
     "opgraft.platform": ("DeviceCapability", "DeviceMemory", "Platform", "PlatformSpec"),
     "opgraft.plugins.hookspecs": ("hookimpl",),
     "opgraft.plugins.host": ("load_plugins",),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from opgraft.binding.custom_op import CustomOp
 from opgraft.errors import GraftError, PackError
-from opgraft.ops.pack import restore
+from opgraft.ops.freezing import restore_linear_layers
 from opgraft.ops.weights import ReleasesWeights, call_post_load_hook, has_post_load_hook
 from opgraft.registry.adapter import LeaveAlone
 from torch import nn
@@ -177,7 +177,7 @@ def put_back(op: nn.Module, sharing: bool = False) -> nn.Module:
 
 def _restore(op: nn.Module) -> None:
     try:
-        restore(op)
+        restore_linear_layers(op)
     except PackError as error:
         raise GraftError(f"{type(op).__name__}: {error}") from error
 

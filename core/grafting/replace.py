@@ -88,7 +88,7 @@ def ungraft(model: nn.Module) -> None:
 
     Parameters, buffers and the training flag come from the ops, and so do numbers and strings that were written to
     their attributes: a model that was trained, moved or loaded in between keeps its state. Hooks that were registered
-    on ops go with them, and weights that ``pack`` has packed are plain again. Layers that a model is made with stay,
+    on ops go with them, and packed weights are plain again. Layers that a model is made with stay,
     such as the attention of one that runs through transformers. It may be called on a copy of a grafted model, and on
     a model that was never grafted, which it leaves as it is.
 

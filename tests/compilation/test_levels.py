@@ -207,7 +207,7 @@ def test_packed_models_keep_their_kernel() -> None:
     ).eval()
     plain = [parameter.detach().clone().double() for parameter in model.parameters()]
     opgraft.graft(model)
-    report = opgraft.pack(model)
+    report = opgraft.freeze(model, keep_plain=False)
     if not report.packed:
         pytest.skip(f"nothing is packed here: {report}")
     compiled = opgraft.compile(
@@ -220,6 +220,6 @@ def test_packed_models_keep_their_kernel() -> None:
         normed = nn.functional.rms_norm(x.double(), (256,), plain[0])
         expected = nn.functional.silu(normed @ plain[1].T + plain[2]) @ plain[3].T
         torch.testing.assert_close(compiled(x).double(), expected, rtol=1e-4, atol=1e-5)
-    opgraft.unpack(model)
+    opgraft.thaw(model)
     with pytest.raises(opgraft.errors.PackError, match="packed weight that is gone"):
         compiled(torch.randn(2, 256))

@@ -14,7 +14,7 @@ import torch
 from opgraft.errors import GraftError
 from opgraft.ops import Linear
 from opgraft.ops.composites.encoder import LinearAct
-from opgraft.ops.linear.packed_layer import PackedLinear
+from opgraft.ops.freezing import PackedLinear
 from ops.packing import needs_onednn, record_calls
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -70,7 +70,7 @@ def test_a_model_is_packed_and_comes_back(family: str) -> None:
     originals = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     opgraft.graft(model)
     memory = {path: weakref.ref(op.weight.untyped_storage()) for path, op in weights(model).items()}
-    report = opgraft.pack(model)
+    report = opgraft.freeze(model, keep_plain=False)
     packed = [row.path for row in report.packed]
     assert sorted(packed) == sorted(memory)
     assert len(packed) > 8
@@ -97,7 +97,7 @@ def test_what_follows_is_computed_with_packed_layers(monkeypatch: pytest.MonkeyP
     made = record_calls(monkeypatch)
     logits(model)
     plain = [call for call in made if call != "pack"]
-    opgraft.pack(model)
+    opgraft.freeze(model, keep_plain=False)
     made.clear()
     after = logits(model)
     assert made == plain
@@ -113,7 +113,7 @@ def test_ties_stay(family: str) -> None:
     """An output layer that shares its weight with the embedding keeps it, and they stay tied."""
     model = build(family, tie_word_embeddings=True)
     opgraft.graft(model)
-    report = opgraft.pack(model)
+    report = opgraft.freeze(model, keep_plain=False)
     (row,) = [row for row in report.kept if "embed" in row.reason]
     assert isinstance(model.get_submodule(row.path), Linear)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -127,7 +127,7 @@ def test_copies_of_a_packed_model() -> None:
     model = build("bert", tie_word_embeddings=False)
     plain = logits(model)
     opgraft.graft(model)
-    opgraft.pack(model)
+    opgraft.freeze(model, keep_plain=False)
     before = logits(model)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301  # our own bytes
         assert torch.equal(logits(copied), before)
@@ -150,7 +150,7 @@ def test_a_packed_model_is_moved_loaded_and_compiled() -> None:
     for parameter in other.parameters():
         parameter.data.mul_(1.5)
     opgraft.graft(model)
-    opgraft.pack(model)
+    opgraft.freeze(model, keep_plain=False)
     model.double().float()
     model.load_state_dict(other.state_dict())
     torch.testing.assert_close(logits(model), logits(other), atol=1e-5, rtol=1e-5)
@@ -164,7 +164,7 @@ def test_ungraft_leaves_what_graft_did_not_make() -> None:
     """An op that the model's author wrote stays packed when the rest is ungrafted."""
     model = nn.Sequential(Linear(16, 16), nn.Linear(16, 16)).eval()
     opgraft.graft(model)
-    assert len(opgraft.pack(model).packed) == 2
+    assert len(opgraft.freeze(model, keep_plain=False).packed) == 2
     opgraft.ungraft(model)
     assert isinstance(model[0], PackedLinear)
     assert type(model[1]) is nn.Linear
@@ -175,7 +175,7 @@ def test_what_cannot_be_ungrafted() -> None:
     """A packed layer whose class other code changed is named, and ungrafting goes on when that was taken back."""
     model = nn.Sequential(nn.Linear(16, 16)).eval()
     opgraft.graft(model)
-    opgraft.pack(model)
+    opgraft.freeze(model, keep_plain=False)
     parametrize.register_parametrization(model[0], "bias", nn.Identity())
     with pytest.raises(
         GraftError, match="derived from a packed layer by other code, such as a parametrization"

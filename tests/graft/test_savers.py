@@ -128,7 +128,8 @@ SAVERS = [
 
 @pytest.mark.parametrize("save", SAVERS)
 @pytest.mark.parametrize(
-    "prepare", [opgraft.graft, lambda model: (opgraft.graft(model), opgraft.pack(model))]
+    "prepare",
+    [opgraft.graft, lambda model: (opgraft.graft(model), opgraft.freeze(model, keep_plain=False))],
 )
 def test_every_saver(
     save: Callable[[nn.Module, Path], nn.Module], prepare: Callable[[Any], Any], tmp_path: Path

@@ -100,14 +100,14 @@ def test_copies_are_packed_too(x: torch.Tensor, how: str) -> None:
     }
     copied = ways[how](layer)
     assert is_packed(copied)
-    opgraft.unpack(layer)
+    opgraft.thaw(layer)
     torch.testing.assert_close(copied(x), layer(x))
 
 
 def test_unpack_gives_the_weight_back() -> None:
     """The parameter is what it was, with what says how it is cut and loaded."""
     layer = linear()
-    opgraft.unpack(layer)
+    opgraft.thaw(layer)
     assert torch.equal(layer.get_parameter("weight"), WEIGHT)
     assert layer.weight.output_dim == 0
     loaded(layer, WEIGHT * 3)
@@ -117,7 +117,7 @@ def test_unpack_gives_the_weight_back() -> None:
 def test_loading_a_packed_weight_is_refused() -> None:
     """What would be loaded into a copy is an error that says what to do."""
     layer = linear()
-    with pytest.raises(WeightError, match=r"call opgraft\.unpack\(model\) before"):
+    with pytest.raises(WeightError, match=r"call opgraft\.thaw\(model\) before"):
         layer.weight.weight_loader(layer.weight, WEIGHT)
 
 

@@ -14,9 +14,9 @@ import torch
 from opgraft.compat import packed_linear as onednn
 from opgraft.errors import PackError
 from opgraft.ops import Linear
-from opgraft.ops.linear import packed_only
+from opgraft.ops.freezing import PackedLinear
+from opgraft.ops.linear import packed as packed_linear
 from opgraft.ops.linear.packed import PACKED, RowRange
-from opgraft.ops.linear.packed_layer import PackedLinear
 from ops.packing import (
     DTYPES,
     REFERENCES,
@@ -59,13 +59,13 @@ def test_there_and_back(dtype: torch.dtype) -> None:
     op.weight.requires_grad_(True)
     op.weight.mark = "kept"  # type: ignore[attr-defined]
     before, cls, bias = op.weight.detach().clone(), type(op), op.bias
-    opgraft.pack(op)
+    opgraft.freeze(op, keep_plain=False)
     assert type(op) is not cls
     assert op.op_class is PackedLinear
     assert isinstance(op, Linear)
     assert [name for name, _ in op.named_parameters()] == ["bias"]
     assert same_bits(op.weight, before)
-    opgraft.unpack(op)
+    opgraft.thaw(op)
     assert type(op) is cls
     assert [name for name, _ in op.named_parameters()] == ["weight", "bias"]
     assert op.bias is bias
@@ -83,12 +83,12 @@ def test_the_memory_is_free() -> None:
     op, x = make().eval(), torch.randn(3, 13)
     op(x)
     plain, parameter = weakref.ref(op.weight.untyped_storage()), weakref.ref(op.weight)
-    opgraft.pack(op)
+    opgraft.freeze(op, keep_plain=False)
     op(x)
     assert plain() is None
     assert parameter() is None
     held = weakref.ref(op._packed)
-    opgraft.unpack(op)
+    opgraft.thaw(op)
     assert held() is None
 
 
@@ -96,10 +96,10 @@ def test_packed_weights_go_with_their_layers() -> None:
     """What lets compiled code find a weight does not keep it alive."""
     op, _ = packed()
     number = int(op._packed.handle)
-    assert number in packed_only._BY_NUMBER
+    assert number in packed_linear._BY_NUMBER
     del op
     gc.collect()
-    assert number not in packed_only._BY_NUMBER
+    assert number not in packed_linear._BY_NUMBER
     with pytest.raises(PackError, match="called with a packed weight that is gone"):
         torch.ops.opgraft.packed_only_linear(
             torch.randn(3, 13), torch.tensor(number), 7, None, "none", None
@@ -271,12 +271,12 @@ def test_in_inference_mode() -> None:
     with torch.inference_mode(False):
         op = make().eval()
         plain = copy.deepcopy(op)
-    opgraft.pack(op)
+    opgraft.freeze(op, keep_plain=False)
     read = op.weight
     with torch.inference_mode(False):
         x = torch.randn(3, 13, requires_grad=True)
         one, other = (torch.autograd.grad(layer(x).square().sum(), x)[0] for layer in (op, plain))
-    opgraft.unpack(op)
+    opgraft.thaw(op)
     assert torch.equal(one, other)
     assert not read.is_inference()
     assert not op.weight.is_inference()
@@ -304,9 +304,9 @@ def test_the_operators_keep_their_promises(dtype: torch.dtype) -> None:
 def test_export_is_refused(strict: bool) -> None:
     """torch.export fails with the call that helps, and works after it."""
     op, x = packed()[0], torch.randn(3, 13)
-    with pytest.raises(Exception, match=r"call opgraft\.unpack\(model\) first"):
+    with pytest.raises(Exception, match=r"call opgraft\.thaw\(model\) first"):
         torch.export.export(op, (x,), strict=strict)
-    opgraft.unpack(op)
+    opgraft.thaw(op)
     check(torch.export.export(op, (x,), strict=strict).module()(x), x, op)
 
 

@@ -16,8 +16,9 @@ from opgraft.compat import packed_linear as onednn
 from opgraft.errors import PackError
 from opgraft.ops import GatedMLP, Linear
 from opgraft.ops.composites.composite import served_by
+from opgraft.ops.freezing import PackedLinear
 from opgraft.ops.linear import packed as packed_linear
-from opgraft.ops.linear.packed_layer import PackedLinear
+from opgraft.ops.linear.weight_cache import declaration
 from ops.packing import Calls, check, make, needs_onednn, record_calls, use_tables
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
@@ -131,7 +132,7 @@ def test_what_stays_plain(change: str) -> None:
     other = alter(op)
     model = model_of(op, *filter(None, [other]), last)
     before = state_of(model)
-    report = opgraft.pack(model)
+    report = opgraft.freeze(model, keep_plain=False)
     after = state_of(model)
     rows = {row.path: row.reason for row in report.kept}
     assert rows["0"].startswith(reason)
@@ -145,7 +146,7 @@ def test_one_layer_in_several_places_is_packed() -> None:
     """A module that a model calls twice shares its weight with nobody else."""
     op = make()
     model = model_of(op, nn.Identity(), op)
-    report = opgraft.pack(model)
+    report = opgraft.freeze(model, keep_plain=False)
     assert ([row.path for row in report.packed], report.kept) == (["0"], ())
     assert model[2] is op
 
@@ -157,12 +158,12 @@ def test_joint_storages_are_taken_apart() -> None:
     model.float()
     before, keys = model(x), list(model.state_dict())
     assert model[0].joint_op(x) is not None
-    report = opgraft.pack(model)
+    report = opgraft.freeze(model, keep_plain=False)
     assert [row.path for row in report.packed] == ["0.gate_proj", "0.up_proj", "0.down_proj"]
     assert model[0].joint_op(x) is None
     for moved in (model, model.float(), model.double().float()):
         torch.testing.assert_close(moved(x), before)
-    opgraft.unpack(model)
+    opgraft.thaw(model)
     assert model[0].joint_op(x) is not None
     assert list(model.state_dict()) == keys
     assert torch.equal(model(x), before)
@@ -190,7 +191,7 @@ def test_joint_storages_that_others_see(kind: str, name: str) -> None:
         other.seen = nn.Parameter(seen, requires_grad=False)
     model.append(other)
     before = addresses(model)
-    report = opgraft.pack(model)
+    report = opgraft.freeze(model, keep_plain=False)
     assert [row.path for row in report.packed] == ["0.down_proj"]
     assert {row.reason for row in report.kept} == {"it shares memory with 1.seen"}
     after = addresses(model)
@@ -204,7 +205,7 @@ def test_a_joint_layer_that_stands_elsewhere_too() -> None:
     layer = _joined()[0]
     x = torch.randn(3, 16)
     before = layer(x)
-    report = opgraft.pack(model_of(layer.gate_proj, layer))
+    report = opgraft.freeze(model_of(layer.gate_proj, layer), keep_plain=False)
     assert [row.path for row in report.packed] == ["0", "1.up_proj", "1.down_proj"]
     torch.testing.assert_close(layer(x), before)
 
@@ -218,13 +219,13 @@ def test_nothing_moves_where_packing_fails(monkeypatch: pytest.MonkeyPatch) -> N
         raise PackError("no")
 
     with monkeypatch.context() as patch:
-        patch.setattr("opgraft.ops.pack._binding_for", fail)
+        patch.setattr("opgraft.ops.freezing._packed_binding", fail)
         with pytest.raises(PackError):
-            opgraft.pack(model)
+            opgraft.freeze(model, keep_plain=False)
     assert addresses(model) == before
     use_tables(monkeypatch, {}, {})
-    opgraft.pack(model)
-    opgraft.unpack(model)
+    opgraft.freeze(model, keep_plain=False)
+    opgraft.thaw(model)
     assert addresses(model) == before
     with torch.no_grad():
         assert layer.joint_op(torch.randn(3, 16)) is not None
@@ -235,7 +236,7 @@ def test_where_packing_never_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {torch.float32: (packed_linear.RowRange(128, 4, 256),)}
     use_tables(monkeypatch, dict.fromkeys(packed_linear.PACKED, rows), {})
     model = model_of(make(), make(16, 8), make(16, 8, dtype=torch.bfloat16))
-    report = opgraft.pack(model)
+    report = opgraft.freeze(model, keep_plain=False)
     assert [row.path for row in report.packed] == ["1"]
     assert report.kept[0].reason == "packing never pays here for 91 elements of torch.float32"
     assert "bfloat16" in report.kept[1].reason
@@ -256,7 +257,9 @@ def test_what_is_no_op_stays() -> None:
     Linear.register_oot(Theirs)
     theirs = make()
     Linear.unregister_oot(Theirs)
-    report = opgraft.pack(model_of(nn.Linear(13, 7), off, Narrow(13, 7), theirs, make()))
+    report = opgraft.freeze(
+        model_of(nn.Linear(13, 7), off, Narrow(13, 7), theirs, make()), keep_plain=False
+    )
     assert [row.path for row in report.packed] == ["4"]
     assert [row.reason.partition(" of ")[0] for row in report.kept] == [
         "it is no op: opgraft.graft makes it one",
@@ -271,7 +274,7 @@ def test_what_is_no_op_stays() -> None:
     model = model_of(make())
     with switched_off():
         assert (
-            opgraft.pack(model)
+            opgraft.freeze(model, keep_plain=False)
             .kept[0]
             .reason.startswith("its kernel is Linear.forward_native under")
         )
@@ -283,13 +286,14 @@ def test_training_is_refused() -> None:
     model[1].train()
     before = state_of(model)
     with pytest.raises(
-        PackError, match=r"pack: 1 of .* of Sequential are in training.*'1'.*model\.eval\(\) first"
+        PackError,
+        match=r"freeze\(keep_plain=False\): 1 of .* of Sequential are in training.*'1'.*model\.eval\(\) first",
     ):
-        opgraft.pack(model)
+        opgraft.freeze(model, keep_plain=False)
     assert state_of(model) == before
 
 
-@pytest.mark.parametrize("function", [opgraft.pack, opgraft.unpack])
+@pytest.mark.parametrize("function", [opgraft.freeze, opgraft.thaw, opgraft.refresh])
 def test_what_is_no_module(function: Callable[..., object]) -> None:
     """Anything but a module is a TypeError."""
     with pytest.raises(
@@ -302,7 +306,7 @@ def test_what_is_no_module(function: Callable[..., object]) -> None:
 def test_where_nothing_can_be_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without oneDNN nothing changes and the report says why; what was packed elsewhere is plain once unpickled."""
     packed = make().eval()
-    opgraft.pack(packed)
+    opgraft.freeze(packed, keep_plain=False)
     written, plain = pickle.dumps(packed), packed.weight
     monkeypatch.setattr(
         onednn, "missing", lambda dtype=torch.float32: "torch was built without oneDNN"
@@ -310,7 +314,7 @@ def test_where_nothing_can_be_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     opgraft.reset()
     model = model_of(make())
     before = state_of(model)
-    report = opgraft.pack(model)
+    report = opgraft.freeze(model, keep_plain=False)
     assert state_of(model) == before
     assert report.packed == ()
     assert [row.reason for row in report.kept] == [
@@ -320,29 +324,29 @@ def test_where_nothing_can_be_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert restored.decision.chosen == "Linear.forward_native"
     assert torch.equal(restored._parameters["weight"], plain)
     check(restored(x := torch.randn(3, 13)), x, restored)
-    opgraft.unpack(restored)
+    opgraft.thaw(restored)
     assert restored.op_class is Linear
 
 
 def test_packing_again(calls: Calls) -> None:
     """A second call changes nothing and reports the same; one after a detour packs what it left plain."""
     model = model_of(make(), make(dtype=torch.float64), make())
-    report = opgraft.pack(model)
+    report = opgraft.freeze(model, keep_plain=False)
     assert len(report.packed) == 2
     before = state_of(model)
     calls.clear()
-    assert opgraft.pack(model) == report
+    assert opgraft.freeze(model, keep_plain=False) == report
     assert calls == []
     assert state_of(model) == before
-    opgraft.unpack(model)
-    opgraft.unpack(model)
+    opgraft.thaw(model)
+    opgraft.thaw(model)
     assert not any(isinstance(module, PackedLinear) for module in model)
 
 
 def test_the_report() -> None:
     """Names, bytes and reasons, as text of at most 80 columns and as data."""
     model = model_of(make(1024, 512), make(), nn.Linear(13, 7), nn.Linear(13, 7))
-    report = opgraft.pack(model)
+    report = opgraft.freeze(model, keep_plain=False)
     assert [(row.path, row.bytes) for row in report.packed] == [
         ("0", 4 * 1024 * 512),
         ("1", 4 * 13 * 7),
@@ -366,7 +370,7 @@ def test_the_report() -> None:
 def test_rebind_and_refresh(calls: Calls) -> None:
     """Rebinding and refreshing leave packed weights packed; switched off, the native definition rebuilds them."""
     model, x = model_of(make()), torch.randn(3, 13)
-    opgraft.pack(model)
+    opgraft.freeze(model, keep_plain=False)
     before, cls = model(x), type(model[0])
     opgraft.refresh(model)
     assert opgraft.rebind(model) == []
@@ -389,11 +393,11 @@ def test_a_plugin_that_comes_later() -> None:
             return super().forward_oot(*args, **kwargs) + 1
 
     model = model_of(make())
-    opgraft.pack(model)
+    opgraft.freeze(model, keep_plain=False)
     Linear.register_oot(Theirs)
     assert opgraft.rebind(model) == []
     assert model[0].op_class is PackedLinear
-    opgraft.unpack(model)
+    opgraft.thaw(model)
     assert model[0].op_class is Linear
     opgraft.rebind(model)
     assert model[0].op_class is Theirs
@@ -405,24 +409,40 @@ def test_an_enforced_op_stays_enforced() -> None:
     op._adopt(enforced(op.binding))
     model = model_of(op)
     with switched_off():
-        assert len(opgraft.pack(model).packed) == 1
+        assert len(opgraft.freeze(model, keep_plain=False).packed) == 1
         opgraft.rebind(model)
         assert model[0].decision.chosen == "Linear.forward_cpu"
-        opgraft.unpack(model)
+        opgraft.thaw(model)
         assert model[0].decision.chosen == "Linear.forward_cpu"
 
 
 def test_other_code_derived_a_class() -> None:
     """A packed layer of which other code has made something else is not unpacked by half."""
     model = model_of(make(), make())
-    opgraft.pack(model)
+    opgraft.freeze(model, keep_plain=False)
     parametrize.register_parametrization(model[1], "bias", nn.Identity())
     before = state_of(model)
     with pytest.raises(
-        PackError, match="unpack: ParametrizedPackedLinear at '1' was derived from a packed layer"
+        PackError, match="thaw: ParametrizedPackedLinear at '1' was derived from a packed layer"
     ):
-        opgraft.unpack(model)
+        opgraft.thaw(model)
     assert state_of(model) == before
     parametrize.remove_parametrizations(model[1], "bias")
-    opgraft.unpack(model)
+    opgraft.thaw(model)
     assert model[1].op_class is Linear
+
+
+def test_keep_plain() -> None:
+    """``freeze`` reports the layers that keep plain weights; without plain weights it freezes none."""
+    model = model_of(make(), nn.Linear(13, 7))
+    opgraft.thaw(model)
+    opgraft.freeze(model[0], keep_plain=False)
+    assert declaration(model[1].weight) == 0
+    report = opgraft.freeze(model)
+    assert [row.path for row in report.packed] == ["0"]
+    assert [(row.path, row.reason) for row in report.kept] == [("1", "keep_plain is True")]
+    assert declaration(model[1].weight) > 0
+    opgraft.thaw(model)
+    assert declaration(model[1].weight) == 0
+    assert (model[0].op_class, declaration(model[0].weight)) == (Linear, 0)
+    assert opgraft.freeze(model[1].weight) == opgraft.FreezeReport()

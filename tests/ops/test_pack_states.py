@@ -43,7 +43,7 @@ def test_files_and_copies() -> None:
         assert copied._packed is not op._packed
         assert "weight" not in copied._parameters
         assert same_bits(copied.weight, plain.weight)
-        opgraft.unpack(copied)
+        opgraft.thaw(copied)
         assert type(copied) is type(plain)
         assert same_bits(copied.weight, plain.weight)
     assert "weight" not in op._parameters
@@ -57,7 +57,7 @@ def test_loading(assign: bool) -> None:
     op.load_state_dict(given.state_dict(), assign=assign)
     assert same_bits(op.weight, given.weight)
     assert ("weight" in op._parameters) == assign
-    opgraft.pack(op)
+    opgraft.freeze(op, keep_plain=False)
     for state in (
         {"bias": given.bias},
         {**given.state_dict(), "other": given.bias},
@@ -90,7 +90,7 @@ def test_moves() -> None:
     assert "weight" not in op._parameters
     assert same_bits(op.weight, plain.weight)
     op.double()
-    opgraft.unpack(op)
+    opgraft.thaw(op)
     assert type(op) is type(plain)
     assert op.weight.dtype == torch.float64
 
@@ -122,19 +122,19 @@ def test_assigning() -> None:
     assert op.weight is embedding.weight
     check(op(x := torch.randn(3, 13)), x, op)
     given = embedding.weight.detach().clone()
-    assert opgraft.pack(op).kept == ()
+    assert opgraft.freeze(op, keep_plain=False).kept == ()
     assert "weight" not in op._parameters
     for size in ((7, 0), (0, 13)):
         op.weight = nn.Parameter(torch.empty(size))
-        assert opgraft.pack(op).kept[0].reason == "it is empty"
+        assert opgraft.freeze(op, keep_plain=False).kept[0].reason == "it is empty"
     op.weight = nn.Parameter(given)
-    opgraft.pack(op)
+    opgraft.freeze(op, keep_plain=False)
     with pytest.raises(
         TypeError, match=r"cannot assign 'torch\.FloatTensor' as parameter 'weight'"
     ):
         op.weight = torch.randn(7, 13)
     assert same_bits(op.weight, given)
-    opgraft.unpack(op)
+    opgraft.thaw(op)
     assert op.weight.requires_grad
 
 

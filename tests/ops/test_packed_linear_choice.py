@@ -280,7 +280,7 @@ def test_compiled_tangents(calls: Calls, whole: bool) -> None:
     op.requires_grad_(False)
     expected = F.linear(tangent, op.weight)
     if whole:
-        opgraft.pack(op)
+        opgraft.freeze(op, keep_plain=False)
     compiled = torch.compile(op, backend="aot_eager")
     with forward_ad.dual_level():
         found = forward_ad.unpack_dual(compiled(forward_ad.make_dual(x, tangent))).tangent

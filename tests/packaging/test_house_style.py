@@ -52,7 +52,6 @@ FLOORS = [
     "opgraft.ops.*",  # families and what they share, in the order of their imports
     "opgraft.ops",  # the facade of the families
     "opgraft.functional",
-    "opgraft.packing",
     "opgraft.custom_op",
     "opgraft.torch_library",
     # Models.

@@ -17,7 +17,7 @@ from opgraft.compat.packed_linear import version_of
 from opgraft.machine.memory import expect_huge_pages
 from opgraft.ops.composites.composite import Composite
 from opgraft.ops.linear.modules import Linear
-from opgraft.ops.linear.weight_cache import declaration, declare_frozen, thaw
+from opgraft.ops.linear.weight_cache import declaration, declare_frozen, withdraw
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils.dlpack import from_dlpack
@@ -90,8 +90,7 @@ class Joint:
             if all(declarations):  # in pages that they were moved to with the parts
                 declare_frozen(self.blocks.values())
             else:
-                for block in self.blocks.values():
-                    thaw(block)
+                withdraw(self.blocks.values())
             self.declarations = declarations
         return True
 

@@ -19,8 +19,7 @@ from opgraft.ops.embedding.ranges import (
     get_masked_input_and_mask,
 )
 from opgraft.ops.linear.methods import QuantizeMethodBase, UnquantizedEmbeddingMethod, forms_of
-from opgraft.ops.linear.packable import PackableLayer
-from opgraft.ops.linear.packed_only import PackedWeight
+from opgraft.ops.linear.packed import PackableLayer, PackedWeight
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.prefixes import claim_prefix
 from opgraft.ops.weights import LoadedTensor, copy_weight, set_weight_attrs

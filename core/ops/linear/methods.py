@@ -9,9 +9,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from opgraft.binding.functional import Functional, binding_of
 from opgraft.binding.pluggable_class import PluggableClass
-from opgraft.ops.linear import functional, packed_only
+from opgraft.ops.linear import functional
 from opgraft.ops.linear import packed as packed_linear
-from opgraft.ops.linear.packable import PackableLayer, obstacle
+from opgraft.ops.linear.packed import PackableLayer, obstacle
 from opgraft.ops.weights import set_weight_attrs
 from opgraft.registry.op_classes import definer
 from torch import Tensor, nn
@@ -128,7 +128,7 @@ class UnquantizedLinearMethod(_PlainWeight, LinearMethodBase):
         packed = layer._packed
         if packed is None:
             return kernel(x, layer.weight, bias, activation, residual)
-        return packed_only.linear(x, packed, bias, activation, residual)
+        return packed_linear.linear_packed_only(x, packed, bias, activation, residual)
 
     def form_of(
         self, layer: Any
@@ -154,7 +154,7 @@ class UnquantizedEmbeddingMethod(_PlainWeight):
         packed = layer._packed
         if packed is None:
             return functional.linear(x, layer.weight, bias)
-        return packed_only.linear(x, packed, bias, "none", None)
+        return packed_linear.linear_packed_only(x, packed, bias, "none", None)
 
     def form_of(
         self, layer: Any

@@ -12,7 +12,7 @@ from opgraft.ops.checks import expect_choice
 from opgraft.ops.linear import functional
 from opgraft.ops.linear import packed as packed_linear
 from opgraft.ops.linear.methods import UnquantizedLinearMethod
-from opgraft.ops.linear.packed_only import PackedWeight
+from opgraft.ops.linear.packed import PackedWeight
 from torch import Tensor, nn
 
 
@@ -77,7 +77,7 @@ class Linear(CustomOp, nn.Linear):
         )
 
     def process_weights_after_loading(self) -> None:
-        """Leave the weight as it is: ``pack`` and ``freeze`` say when something else may be made of it."""
+        """Leave the weight as it is: only ``freeze`` lets kernels pack a weight."""
 
     def release_weights(self) -> None:
         """Make the weight an ordinary parameter again, whatever the layer has made of it."""

@@ -1,23 +1,33 @@
-"""The linear layer on CPUs by oneDNN, over the weight as it is or over one that oneDNN has packed.
+"""Linear maps on CPUs by oneDNN.
 
-A packed weight is kept beside one that was declared frozen; any other is read as it is, at each call. Where neither
-pays, or something needs to see through it, torch's own linear runs: see ``linear``.
+oneDNN reads a weight as the weight lies in memory, or packed in a layout of its own. A packed
+weight is either a copy beside a frozen parameter (``linear``), or the only form that a layer has
+(``PackedWeight``, ``PackableLayer``). If oneDNN does not pay, or if a tracer must see through the
+operators, torch's own linear runs.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import itertools
 import sys
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from opgraft.binding.marks import gradient_required
 from opgraft.compat import packed_linear as onednn
 from opgraft.compat import tracing
+from opgraft.errors import PackError, WeightError
 from opgraft.ops.linear.functional import expect_mappable, mapped
 from opgraft.ops.linear.functional import linear as form
 from opgraft.ops.linear.weight_cache import WeightCache, declaration, fits, requires_gradient
+from opgraft.ops.weights import set_weight_attrs
 from opgraft.platform import Platform, cpu_features
 from opgraft.plugins.selection import current_platform
 from torch import Tensor, nn
@@ -28,13 +38,13 @@ UNLIMITED = sys.maxsize
 
 
 class RowRange(NamedTuple):
-    """For which numbers of rows a kernel pays, for weights of some size.
+    """The numbers of rows for which a kernel pays, for weights of some size.
 
     Attributes:
-        size: elements that the weight has at least.
-        first: number of rows.
-        last: number of rows.
-        last_fused: number of rows where an activation is fused.
+        size: elements of the smallest weight in this range.
+        first: fewest rows.
+        last: most rows.
+        last_fused: most rows of a call with a fused activation.
     """
 
     size: int
@@ -60,45 +70,51 @@ PACKED: Table = {
     "avx512_bf16": {torch.float32: _SLOW_PLAIN, torch.bfloat16: _ALWAYS},
     "avx2": {torch.float32: _FAST_PLAIN},
 }
-"""Instruction set → dtype → where a packed weight pays, large weights first; of either the first that applies counts.
+"""Instruction set → dtype → the ranges in which a packed weight pays, large weights first.
 
-Measured with torch 2.13 on 1 and 2 cores, widths 64 to 4,096 and 512 by 32,000, 1 to 2,048 rows, as ratios of torch's
-linear to the packed one. CPUs with fp16 arithmetic are those for which torch's float32 linear is tuned: there it wins
-for up to 3 rows (ratio 0.3 to 0.9), and for many rows of large weights (0.9); between, packing wins by 1.0 to 2.8, and
-in bfloat16 by 1.0 to 2.5. On those with bfloat16 arithmetic only, packing wins by 1.1 to 4.1 (more on Zen 5 than on Zen
-4), for one row from half a million weights on. Others were measured with both libraries held to AVX2: 1.0 to 1.4. CPUs
-with none of these were not measured, and do not pack.
+The first instruction set that the CPU has counts, and the first range that a weight fits.
+
+Measured with torch 2.13 on 1 and 2 cores, widths 64 to 4,096 and 512 by 32,000, 1 to 2,048 rows, as
+ratios of torch's linear to the packed one. torch's float32 linear is tuned for CPUs with fp16
+arithmetic: there torch wins for up to 3 rows (ratio 0.3 to 0.9), and for many rows of large weights
+(0.9). Between, packing wins by 1.0 to 2.8, and in bfloat16 by 1.0 to 2.5. On CPUs with bfloat16
+arithmetic only, packing wins by 1.1 to 4.1 (more on Zen 5 than on Zen 4), for one row from half a
+million weights on. Others were measured with both libraries held to AVX2: 1.0 to 1.4. CPUs with
+none of these were not measured, and do not pack.
 """
 
 DIRECT: Table = {"avx512_fp16": {}, "avx512_bf16": {torch.float32: _SLOW_PLAIN}}
-"""The ranges in which oneDNN over the weight as it is pays, likewise.
+"""Likewise, the ranges in which oneDNN over a plain weight pays.
 
-Measured with torch 2.13 on two cores of Zen 4, widths 384 to 4,096 and 512 by 32,000, 1 to 1,024 rows: torch's linear
-takes 1.4 to 3.3 times as long in float32. oneDNN over a packed weight takes 0.5 to 1.05 of the time of the direct one,
-the least at 4 to 64 rows. In bfloat16 torch's linear is oneDNN's. Other CPUs were not measured.
+Measured with torch 2.13 on two cores of Zen 4, widths 384 to 4,096 and 512 by 32,000, 1 to 1,024
+rows: torch's linear takes 1.4 to 3.3 times as long in float32. oneDNN over a packed weight takes 0.5
+to 1.05 of the time of the direct one, the least at 4 to 64 rows. In bfloat16 torch's linear is
+oneDNN's. Other CPUs were not measured.
 """
 
 _PACKABLE = (torch.float32, torch.bfloat16)
 
 
 class ElementRange(NamedTuple):
-    """A ``RowRange`` for weights of one shape: how many elements the input has, at least and at most."""
+    """A ``RowRange`` for weights of one shape, counted in elements of the input."""
 
     least: int
     most: int
     most_fused: int
 
     def has(self, elements: int, fused: str) -> bool:
-        return self.least <= elements <= (self.most if fused == "none" else self.most_fused)
+        """Return True if an input of so many elements is in the range."""
+        most = self.most if fused == "none" else self.most_fused
+        return self.least <= elements <= most
 
 
 class Ranges(NamedTuple):
     """The ranges in which oneDNN pays for weights of one shape and dtype.
 
     Attributes:
-        least: elements of the input below which it never does.
-        packed: where it does over a packed weight.
-        direct: where it does over the weight as it is.
+        least: elements of the smallest input for which oneDNN pays.
+        packed: the range for a packed weight.
+        direct: the range for a plain weight.
     """
 
     least: int
@@ -107,7 +123,7 @@ class Ranges(NamedTuple):
 
 
 _COPIES = WeightCache(after=12)
-"""Packed weights. On one core of Zen 4, to pack one takes as long as the packed one saves in 8 to 20 calls."""
+"""Packed copies. On one core of Zen 4, packing takes as long as 8 to 20 packed calls save."""
 
 
 def linear(
@@ -117,13 +133,15 @@ def linear(
     activation: str = "none",
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Compute the form ``linear``, by oneDNN where ``DIRECT`` or, for a frozen weight, ``PACKED`` says that it pays.
+    """Compute the form ``linear`` by oneDNN in the ranges of ``DIRECT``, and of ``PACKED`` if the
+    weight is frozen by ``opgraft.freeze``.
 
-    By oneDNN, the result is rounded once, at its end; with both an activation and a residual, after each of the two.
+    oneDNN rounds the result once, at the end; with both an activation and a residual, after each of
+    the two.
 
-    That is for weights that are contiguous, and float32 or bfloat16. Where a gradient is required, or under autocast,
-    ``torch.func``, a tracer or a dispatch mode, torch's own linear runs. Compilers see one opaque operator, which
-    decides when it runs. ``opgraft.freeze`` declares weights frozen.
+    oneDNN takes contiguous weights in float32 or bfloat16. If a gradient is required, and under
+    autocast, ``torch.func``, a tracer or a dispatch mode, torch's own linear runs. Compilers see one
+    opaque operator, and that operator decides when it runs.
     """
     if is_dynamo_compiling():
         return _compiled(x, weight, bias, activation, residual)
@@ -143,7 +161,7 @@ def compiled(
     activation: str = "none",
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Compute the form ``linear`` in compiled code, by the definition where oneDNN pays for no rows that may come."""
+    """Compute the form ``linear`` in compiled code, by the definition unless oneDNN may pay."""
     if x.is_cpu and weight.is_cpu and x.dtype == weight.dtype and _may_pay(x, weight, activation):
         result: Tensor = torch.ops.opgraft.packed_linear(x, weight, bias, activation, residual)
         return result
@@ -155,20 +173,21 @@ def _may_pay(x: Tensor, weight: Tensor, activation: str) -> bool:
     if any(type(size) is not int for size in weight.shape):
         return True
     ranges = ranges_for(weight.dtype, weight.shape)
-    if not isinstance(elements, int):  # of any number of rows
+    if not isinstance(elements, int):  # the number of rows is symbolic
         return ranges.least < UNLIMITED
     return ranges.packed.has(elements, activation) or ranges.direct.has(elements, activation)
 
 
 def missing() -> str | None:
-    """Say why oneDNN computes nothing on this machine, or return ``None``."""
+    """Return the reason why oneDNN computes nothing on this machine, or ``None``."""
     absent = onednn.missing()
     platform = current_platform()
     if absent is None and not _rows(PACKED, platform):
         stated = ", ".join(cpu_features(platform)) or "none"
+        measured = ", ".join(PACKED)
         absent = (
-            f"it was measured with the instruction sets {', '.join(PACKED)} only, and Platform.capability().features "
-            f"of {platform.name}, which is what is asked for them, states {stated}"
+            f"oneDNN was measured with the instruction sets {measured} only, and "
+            f"Platform.capability().features of {platform.name} lists {stated}"
         )
     return f"packed linear unavailable: {absent}" if absent else None
 
@@ -182,13 +201,16 @@ def _run(
         operand = _operand(x, weight, bias, fused, residual)
     if operand is None:
         return form.native(x, weight, bias, activation, residual)
-    return by_onednn(x, operand, bias, activation, residual)
+    return _by_onednn(x, operand, bias, activation, residual)
 
 
-def by_onednn(
+def _by_onednn(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
 ) -> Tensor:
-    """Compute the form ``linear`` over a weight, packed or not. Unchecked: for what ``fits`` it, and is not watched."""
+    """Compute the form ``linear`` over a weight, packed or plain.
+
+    Unchecked: ``fits`` must hold and nothing may watch the operators.
+    """
     if residual is not None and activation == "none":
         return onednn.linear_add(x, weight, bias, residual)
     fused = "none" if activation == "relu" else activation
@@ -201,48 +223,40 @@ def by_onednn(
 def _operand(
     x: Tensor, weight: Tensor, bias: Tensor | None, fused: str, residual: Tensor | None
 ) -> Tensor | None:
-    """Return the weight, packed where it is frozen, as oneDNN is to read it; ``None`` for torch's own linear."""
+    """Return the weight for oneDNN, packed if frozen; ``None`` for torch's own linear."""
     if type(weight) is not nn.Parameter and type(weight) is not Tensor:
         return None
-    if (
-        weight.layout is not torch.strided
-        or not weight.is_cpu
-        or not weight.is_contiguous()
-        or weight.dim() != 2
-    ):
+    if weight.layout is not torch.strided or not weight.is_cpu:
+        return None
+    if not weight.is_contiguous() or weight.dim() != 2:
         return None
     ranges, elements = ranges_for(weight.dtype, weight.shape), x.numel()
     packed = ranges.packed.has(elements, fused) and declaration(weight) > 0
     direct = ranges.direct.has(elements, fused)
-    if not (packed or direct):
+    if not (packed or direct) or not fits(x, weight, bias, residual):
         return None
-    if (
-        not fits(x, weight, bias, residual)
-        or requires_gradient(x, weight, bias, residual)
-        or onednn.watched()
-    ):
+    if requires_gradient(x, weight, bias, residual) or onednn.watched():
         return None
-    copy = _COPIES.copy_of(weight, onednn.pack) if packed else None
-    return weight if copy is None and direct else copy
+    copied = _COPIES.copy_of(weight, onednn.pack) if packed else None
+    return weight if copied is None and direct else copied
 
 
 @functools.lru_cache(maxsize=4096)  # every eager call of a linear layer asks
 def ranges_for(dtype: torch.dtype, shape: torch.Size) -> Ranges:
     """Return the ranges in which oneDNN pays on this machine for weights of a dtype and shape."""
-    platform, columns = current_platform(), shape[-1] if shape else 0
+    platform = current_platform()
+    columns = shape[-1] if shape else 0
     packable = len(shape) == 2 and columns > 0 and onednn.missing(dtype) is None
-    packed, direct = (
-        rows_for(_rows(table, platform), dtype, shape.numel()) if packable else NEVER
-        for table in (PACKED, DIRECT)
-    )
-    found = [
-        ElementRange(*(rows * max(columns, 1) for rows in each[1:])) for each in (packed, direct)
-    ]
-    return Ranges(min(each.least for each in found), *found)
+    found = []
+    for table in (PACKED, DIRECT):
+        row = rows_for(_rows(table, platform), dtype, shape.numel()) if packable else NEVER
+        found.append(ElementRange(*(rows * max(columns, 1) for rows in row[1:])))
+    least = min(each.least for each in found)
+    return Ranges(least, *found)
 
 
 def pays_packed(weight: Tensor) -> bool:
-    """Tell whether a packed weight of that size and dtype pays on this machine, for any number of rows."""
+    """Return True if packing pays here for the weight's size and dtype, for any number of rows."""
     rows = _rows(PACKED, current_platform())
     return rows_for(rows, weight.dtype, weight.numel()) is not NEVER
 
@@ -250,7 +264,7 @@ def pays_packed(weight: Tensor) -> bool:
 def rows_for(
     rows: Mapping[torch.dtype, Sequence[RowRange]], dtype: torch.dtype, size: int
 ) -> RowRange:
-    """Return the row of a table that applies to weights of a dtype and size; maybe ``NEVER``."""
+    """Return the row of a table for weights of a dtype and size; ``NEVER`` if there is none."""
     return next((row for row in rows.get(dtype, ()) if size >= row.size), NEVER)
 
 
@@ -262,15 +276,12 @@ def _rows(table: Table, platform: Platform) -> Mapping[torch.dtype, Sequence[Row
 def _compiled(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
 ) -> Tensor:
-    """Give a compiler the packed linear as one operator where it may run, else the definition."""
+    """Give a compiler the packed linear as one operator if that may run, else the definition."""
     plain = x.dtype not in _PACKABLE or weight.dtype != x.dtype or not (x.is_cpu and weight.is_cpu)
-    if (
-        plain
-        or torch.is_autocast_enabled("cpu")
-        or gradient_required((x, weight, bias, residual), {})
-    ):
+    if plain or torch.is_autocast_enabled("cpu"):
         return form.native(x, weight, bias, activation, residual)
-    if tracing.exporting():  # what is exported must run without opgraft
+    # An exported program must run without opgraft.
+    if gradient_required((x, weight, bias, residual), {}) or tracing.exporting():
         return form.native(x, weight, bias, activation, residual)
     result: Tensor = torch.ops.opgraft.packed_linear(x, weight, bias, activation, residual)
     return result
@@ -282,3 +293,328 @@ torch.library.define(
 )
 torch.library.impl("opgraft::packed_linear", "cpu", _run)
 torch.library.register_fake("opgraft::packed_linear", mapped)
+
+
+class PackedWeight:
+    """A weight ``[out_features, in_features]`` that exists in packed form only.
+
+    A call that needs the plain weight rebuilds the plain weight for that call.
+
+    Attributes:
+        packed: an opaque tensor of that shape and dtype, which compilers cannot take.
+        handle: a tensor with the weight's number, by which compiled code finds the weight. A number
+            in a tensor lets one graph serve all layers of a shape. Numbers are never used again.
+        dtype: of the weight.
+        nbytes: bytes of the plain weight.
+        rows: of the weight.
+        columns: of the weight.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        with torch.inference_mode(False):
+            self.packed = onednn.pack(weight)
+            self.handle = torch.tensor(next(_NUMBERS), dtype=torch.int64, device="cpu")
+        self.dtype = weight.dtype
+        self.nbytes = weight.nbytes
+        self.rows, self.columns = weight.shape
+        _BY_NUMBER[int(self.handle)] = self
+
+    def dense(self) -> Tensor:
+        """Rebuild the plain weight, bit by bit, in memory of its own.
+
+        A tracer or a transform sees a constant: a thread of its own rebuilds the weight, because
+        tracers and transforms cannot take packed tensors.
+        """
+        if tracing.followed() or tracing.transformed():
+            with ThreadPoolExecutor(1) as unfollowed:
+                return unfollowed.submit(onednn.unpack, self.packed).result()
+        with torch.inference_mode(False):
+            return onednn.unpack(self.packed)
+
+
+_NUMBERS = itertools.count()
+_BY_NUMBER: weakref.WeakValueDictionary[int, PackedWeight] = weakref.WeakValueDictionary()
+
+
+def linear_packed_only(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str, residual: Tensor | None
+) -> Tensor:
+    """Compute the form ``linear`` over a packed weight, for any number of rows.
+
+    The plain weight is rebuilt and torch's own linear runs if a gradient is required, under
+    autocast, ``torch.func``, forward-mode differentiation, a tracer or a dispatch mode, and for
+    arguments that oneDNN does not take. Gradients flow to the input, the bias and the residual.
+
+    Raises:
+        ValueError: as the form does.
+        PackError: ``torch.export`` looks on, and not for ``opgraft.compile``.
+    """
+    if is_dynamo_compiling() or tracing.capturing():
+        return _compiled_packed_only(x, weight, bias, activation, residual)
+    return _run_packed_only(x, weight, bias, activation, residual)
+
+
+def dense_weight(weight: PackedWeight) -> Tensor:
+    """Return the plain weight, in compiled code too."""
+    if not is_dynamo_compiling():
+        return weight.dense()
+    _refuse_export()
+    rebuilt: Tensor = torch.ops.opgraft.dense_weight(
+        weight.handle, weight.rows, weight.columns, weight.dtype
+    )
+    return rebuilt
+
+
+def _run_packed_only(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str, residual: Tensor | None
+) -> Tensor:
+    watched = type(x) is not Tensor or requires_gradient(x, bias, residual) or onednn.watched()
+    if not watched and fits(x, weight.packed, bias, residual):
+        return _by_onednn(x, weight.packed, bias, activation, residual)
+    _refuse_export()
+    return form.native(x, weight.dense(), bias, activation, residual)
+
+
+def _compiled_packed_only(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str, residual: Tensor | None
+) -> Tensor:
+    """Give a compiler one operator, or the definition over a weight that an operator rebuilds."""
+    plain = x.dtype != weight.dtype or not x.is_cpu or torch.is_autocast_enabled("cpu")
+    if plain or tracing.exporting() or gradient_required((x, bias, residual), {}):
+        return form.native(x, dense_weight(weight), bias, activation, residual)
+    result: Tensor = torch.ops.opgraft.packed_only_linear(
+        x, weight.handle, weight.rows, bias, activation, residual
+    )
+    return result
+
+
+def _refuse_export() -> None:
+    if tracing.exporting():
+        raise PackError(
+            "torch.export met a linear layer whose weight opgraft.freeze(model, keep_plain=False) "
+            "has packed, which no exported program can hold: call opgraft.thaw(model) first"
+        )
+
+
+def _weight_of(handle: Tensor) -> PackedWeight:
+    weight = _BY_NUMBER.get(int(handle))
+    if weight is None:
+        raise PackError(
+            "compiled code was called with a packed weight that is gone, because the layer is gone "
+            "or was packed again: compile the module that has the layer again"
+        )
+    return weight
+
+
+def _packed_only_linear(
+    x: Tensor,
+    handle: Tensor,
+    rows: int,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+) -> Tensor:
+    return _run_packed_only(x, _weight_of(handle), bias, activation, residual)
+
+
+def _fake_packed_only_linear(
+    x: Tensor,
+    handle: Tensor,
+    rows: int,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], rows))
+
+
+def _dense_weight(handle: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    return _weight_of(handle).dense()
+
+
+def _fake_dense_weight(handle: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    return handle.new_empty((rows, columns), dtype=dtype)
+
+
+torch.library.define(
+    "opgraft::packed_only_linear",
+    "(Tensor x, Tensor handle, SymInt rows, Tensor? bias, str activation, Tensor? residual)"
+    " -> Tensor",
+)
+torch.library.impl("opgraft::packed_only_linear", "cpu", _packed_only_linear)
+torch.library.register_fake("opgraft::packed_only_linear", _fake_packed_only_linear)
+torch.library.define(
+    "opgraft::dense_weight",
+    "(Tensor handle, SymInt rows, SymInt columns, ScalarType dtype) -> Tensor",
+)
+torch.library.impl("opgraft::dense_weight", "cpu", _dense_weight)
+torch.library.register_fake("opgraft::dense_weight", _fake_dense_weight)
+
+
+@dataclass(frozen=True)
+class _ParameterState:
+    """The state of a parameter beside the values, which a packed weight does not have."""
+
+    requires_grad: bool
+    attributes: Mapping[str, Any]
+
+
+class PackableLayer(nn.Module):
+    """A layer that may hold ``weight`` packed only, and then not as a parameter.
+
+    Reading ``weight`` of a packed layer rebuilds the plain weight each time; a write to the rebuilt
+    weight is lost. A ``state_dict``, copies and files have the plain weight. ``.to()`` and
+    ``load_state_dict`` unpack the weight and pack the weight again.
+    """
+
+    packs_always: ClassVar[bool] = False
+    """Pack the layer whenever oneDNN can, even if the layer was plain before."""
+    _packed: PackedWeight | None = None
+    _parameter_state: _ParameterState
+
+    @property
+    def weight(self) -> Tensor:
+        """The plain weight. A packed layer returns a new parameter that requires no gradient."""
+        packed = self._packed
+        if packed is None:
+            held: Any = self.__dict__.get("weight")
+            # nn.Module.__getattr__ looks past this property, into the parameters.
+            own: Any = self.__getattr__("weight") if held is None else held
+            return own  # torch says: a tensor or a module
+        rebuilt = dense_weight(packed)
+        if is_dynamo_compiling():
+            return rebuilt
+        parameter = nn.Parameter(rebuilt, requires_grad=False)
+        if "weight_loader" in self._parameter_state.attributes:
+            set_weight_attrs(parameter, {"weight_loader": _refuse_loading})
+        return parameter
+
+    @weight.setter
+    def weight(self, value: Tensor) -> None:
+        self.__dict__["weight"] = value  # no parameter, as weight methods may hold one
+
+    def hold_packed(self) -> None:
+        """Hold the weight packed only, if nothing prevents that."""
+        weight = self._parameters.get("weight")
+        if weight is None or obstacle(weight) is not None:
+            return
+        state = _ParameterState(weight.requires_grad, dict(vars(weight)))
+        self.__dict__.update(_packed=PackedWeight(weight), _parameter_state=state)
+        del self._parameters["weight"]
+
+    def release_weights(self) -> None:
+        """Hold the weight as a parameter again, the first among the parameters."""
+        if self._packed is None:
+            return
+        self._put(self._packed.dense())
+        del self._packed, self._parameter_state
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "weight" or self._packed is None:
+            return super().__setattr__(name, value)
+        self.release_weights()
+        try:
+            super().__setattr__(name, value)
+        except TypeError:  # a plain layer refuses the value, too
+            self.hold_packed()
+            raise
+
+    def _put(self, weight: Tensor) -> None:
+        """Make a weight the first parameter, in the same dictionary, as a grafted module shares it."""
+        parameter = nn.Parameter(weight, self._parameter_state.requires_grad)
+        vars(parameter).update(self._parameter_state.attributes)
+        others = {name: value for name, value in self._parameters.items() if name != "weight"}
+        self._parameters.clear()
+        self._parameters.update(weight=parameter, **others)
+
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """Hold the weight as a parameter inside the block, and pack the weight again afterwards."""
+        repacks = self.packs_always or self._packed is not None
+        self.release_weights()
+        try:
+            yield
+        finally:
+            if repacks:
+                self.hold_packed()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        with self.plain():
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if self._packed is not None:
+            weight = self.weight if keep_vars else self._packed.dense()
+            destination[f"{prefix}weight"] = weight
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
+    ) -> None:
+        if local_metadata.get("assign_to_params_buffers"):
+            self.release_weights()
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+            return
+        with self.plain():
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackableLayer:
+        """Copy and pack the copy at once, so that plain weights of several layers do not add up."""
+        reduced: Any = self.__reduce_ex__(4)
+        make, arguments, state, *_ = reduced
+        weight = state.pop("_packed")
+        copied: PackableLayer = make(*arguments)
+        memo[id(self)] = copied
+        copied.__setstate__({**copy.deepcopy(state, memo), "_packed": weight})
+        return copied
+
+    def __copy__(self) -> PackableLayer:
+        """Copy with separate parameters, as either layer may be unpacked without the other."""
+        reduced: Any = self.__reduce_ex__(4)
+        make, arguments, state, *_ = reduced
+        copied: PackableLayer = make(*arguments)
+        copied.__setstate__({**state, "_parameters": dict(self._parameters)})
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        packed = self._packed
+        return {**self.__dict__, "_packed": None if packed is None else packed.dense()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        weight = state.pop("_packed", None)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if weight is not None:
+            self._put(weight)
+            self.hold_packed()
+
+
+def _refuse_loading(*_: object, **__: object) -> None:
+    raise WeightError(
+        "a packed weight was to be loaded through a copy that the layer does not compute with: call "
+        "opgraft.thaw(model) before loading weights again, or use load_state_dict"
+    )
+
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def obstacle(weight: nn.Parameter) -> str | None:
+    """Return the reason why a weight cannot be held packed only, or ``None``."""
+    if type(weight) is not nn.Parameter:
+        return f"it is a {type(weight).__name__}, expected a torch.nn.Parameter"
+    if weight.is_inference():
+        return "it was made in inference mode"
+    if weight.layout is not torch.strided or not weight.is_cpu or weight.dim() != 2:
+        return "it is no matrix in the memory of the CPU"
+    unsupported = onednn.missing(weight.dtype)
+    if unsupported is not None:
+        return unsupported
+    if not weight.numel():
+        return "it is empty"
+    if not weight.is_contiguous():
+        return f"it is strided, {weight.stride()}"
+    if weight.is_shared():  # type: ignore[no-untyped-call]  # torch leaves it so
+        return "processes share its memory"
+    if weight.grad is not None or any(getattr(weight, hooks) for hooks in _HOOKS):
+        return "it has a gradient, or hooks that wait for one"
+    return None

@@ -17,7 +17,7 @@ from opgraft.distributed import (
 )
 from opgraft.errors import LayerError
 from opgraft.ops.linear.methods import QuantizeMethodBase, UnquantizedLinearMethod, forms_of
-from opgraft.ops.linear.packable import PackableLayer
+from opgraft.ops.linear.packed import PackableLayer
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.linear.sharding import (
     InputShard,

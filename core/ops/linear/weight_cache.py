@@ -1,8 +1,8 @@
-"""Copies of weights that kernels keep in layouts of their own, of weights that were declared frozen.
+"""Copies that kernels keep of frozen weights, in layouts of the kernels' own.
 
-Not every write to a tensor can be seen from outside of it: fused optimizers, collectives, other processes, numpy,
-DLPack and ``.data`` leave no trace. So kernels read the weight itself at each call, unless ``freeze`` has declared that
-nobody writes to it.
+Fused optimizers, collectives, other processes, numpy, DLPack and ``.data`` write to a tensor without
+a trace. So kernels read a weight at each call, unless somebody declared that nobody writes to the
+weight: see ``opgraft.freeze``.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from opgraft.binding.arguments import expect_module
 from opgraft.binding.marks import requires_gradient as requires_gradient
 from opgraft.compat.packed_linear import version_of
 from opgraft.compat.packed_linear import watched as watched
-from opgraft.machine.memory import move_to_huge_pages
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
@@ -31,10 +29,11 @@ class CacheEntry:
     """A copy of one weight.
 
     Attributes:
-        storage: of the weight. Not a reference to the weight, which ``torch.utils.swap_tensors`` would refuse to swap.
-        state: what must not have changed for the copy to be right.
-        copy: in the layout of the kernel; ``None`` until it is made.
-        calls: that have asked for it before.
+        storage: of the weight. A reference to the weight would make ``torch.utils.swap_tensors``
+            refuse to swap the weight.
+        state: the copy is right as long as this state of the weight is the same.
+        copy: in the layout of the kernel; ``None`` until made.
+        calls: number of former calls that asked for the copy.
     """
 
     storage: Storage
@@ -44,18 +43,20 @@ class CacheEntry:
 
 
 Place: TypeAlias = tuple[int, int, torch.Size]
-"""The place of a weight in memory: the ``id`` of its storage, its address, and its shape."""
+"""The place of a weight in memory: the ``id`` of the storage, the address, and the shape."""
 
 
 class WeightCache(dict[Place, CacheEntry]):
-    """The copies that one kernel keeps: one for each place in memory, with which it goes.
+    """The copies that one kernel keeps: one for each place in memory, freed with that memory.
 
-    Not one for each parameter. ``torch.utils.swap_tensors`` refuses to swap what has weak references, so that nobody
-    could tell when a parameter is gone that others have replaced over the same memory.
+    Copies do not belong to parameters, because ``torch.utils.swap_tensors`` refuses to swap tensors
+    with weak references. Without such a reference nobody can tell when a parameter is gone whose
+    memory another parameter has now.
 
     Args:
-        after: calls of a weight before the copy is made, in which the kernel reads the weight itself. As many as save
-            by the copy what it takes to make it; so a first result does not wait for copies.
+        after: calls of a weight before the copy is made; the kernel reads the weight in these calls.
+            Choose the number of calls after which the copy has saved the time to make it, so that a
+            first result does not wait for copies.
     """
 
     def __init__(self, after: int = 0) -> None:
@@ -66,16 +67,16 @@ class WeightCache(dict[Place, CacheEntry]):
     def copy_of(
         self, weight: Tensor, make: Callable[[Tensor], Tensor], variant: object = None
     ) -> Tensor | None:
-        """Return the copy that ``make`` makes of a frozen parameter, made anew when the parameter has changed.
+        """Return the copy of a frozen parameter, made again if the parameter has changed.
 
         Args:
-            weight: a parameter. No copies are kept of other tensors, such as views, which are often made for one call.
-            make: is given the weight without its autograd.
-            variant: copies made under another value are not used.
+            weight: a parameter. Other tensors have no copies: views are often made for one call.
+            make: makes the copy of the detached weight.
+            variant: a copy serves calls with an equal variant only.
 
         Returns:
-            The copy; ``None`` for what is no parameter, or not declared frozen, and in the first calls: the kernel
-            reads the weight itself.
+            The copy. ``None`` for the first calls and for tensors that are no frozen parameter: the
+            kernel reads the weight.
         """
         number = declaration(weight)
         if not number or type(weight) is not nn.Parameter:
@@ -85,10 +86,10 @@ class WeightCache(dict[Place, CacheEntry]):
         # Each parameter over the same memory counts its own writes.
         state = (id(weight), number, variant, version_of(weight), weight.dtype, weight.stride())
         entry = self.get(place)
-        # The id of a storage that is gone may be that of another one.
+        # A new storage may have the id of one that is gone.
         if entry is None or entry.storage() is not storage or entry.state != state:
             if weight.is_shared():  # type: ignore[no-untyped-call]  # torch leaves it so
-                return None  # processes that were not asked may write to it
+                return None  # a process that nobody asked may write to it
             entry = self[place] = CacheEntry(weakref.ref(storage, self._forget(place)), state)
         if entry.copy is None:
             entry.calls += 1
@@ -97,75 +98,63 @@ class WeightCache(dict[Place, CacheEntry]):
         return entry.copy
 
     def discard(self, changed: Sequence[range]) -> None:
-        """Forget the copies of what has memory in common with these addresses."""
-        for key, entry in list(self.items()):  # a list: collecting a weight removes its entry
+        """Forget the copies of all memory that overlaps with these addresses."""
+        for place, entry in list(self.items()):  # a list: collecting a weight removes its entry
             storage = entry.storage()
             if storage is None or any(_overlap(_addresses(storage), other) for other in changed):
-                self.pop(key, None)
+                self.pop(place, None)
 
     def _forget(self, place: Place) -> Callable[[Storage], None]:
         def forget(gone: Storage) -> None:
             entry = self.get(place)
-            if (
-                entry is not None and entry.storage is gone
-            ):  # a newer storage may have the id by now
+            # A newer storage may have the same place by now.
+            if entry is not None and entry.storage is gone:
                 del self[place]
 
         return forget
 
 
 _CACHES: weakref.WeakValueDictionary[int, WeightCache] = weakref.WeakValueDictionary()
-# By the id of the storage: torch hands out one Python object for it as long as it lives.
+# By the id of the storage: torch hands out one Python object for a storage as long as it lives.
 _FROZEN: dict[int, tuple[Storage, int]] = {}
-_DECLARATIONS = itertools.count(1)
-
-
-def freeze(target: nn.Module | Tensor) -> None:
-    """Declare that nobody writes to the weights below a module, or to one parameter, as they lie in memory now.
-
-    Kernels may then keep copies of them, in layouts in which they compute faster. The parameters require no gradient
-    afterwards. Requiring one takes the declaration back, and so does a step of an optimizer that changes them, or
-    moving them to other memory, such as by ``.to()``. Copies are made anew after ``load_state_dict`` and other writes
-    that torch counts. After any other write, such as through ``.data``, call ``refresh``.
-
-    It holds for memory, and so for tied weights and all that shares it: views of a weight, ``detach()``, ``.data``, and
-    parameters made of these. They are frozen with it. Each but views and ``detach()`` counts its own writes: after one
-    through another parameter or ``.data``, call ``refresh``. A call of a parameter over the same memory that requires a
-    gradient takes the declaration back for all.
-
-    Memory that will be read so often is worth huge pages: a thread has Linux move it there.
-
-    Raises:
-        TypeError: ``target`` is neither a module nor a tensor.
-    """
-    move_to_huge_pages(declare_frozen(_weights(target, "freeze")))
+_NOT_FROZEN = (None, 0)
+_NUMBERS = itertools.count(1)
 
 
 def declare_frozen(weights: Iterable[Tensor]) -> list[range]:
-    """Declare of several parameters what ``freeze`` declares of one, and return where they lie; nothing is moved."""
+    """Declare that nobody writes to these weights, and return their addresses."""
     blocks = []
     for weight in weights:
         weight.requires_grad_(False)
-        if _is_plain(weight):
-            storage = weight.untyped_storage()
-            key = id(storage)
-            _FROZEN[key] = (
-                weakref.ref(storage, functools.partial(_forget_memory, key)),
-                next(_DECLARATIONS),
-            )
-            blocks.append(_addresses(storage))
+        if not _is_plain(weight):
+            continue
+        storage = weight.untyped_storage()
+        key = id(storage)
+        forget = functools.partial(_forget_memory, key)
+        _FROZEN[key] = (weakref.ref(storage, forget), next(_NUMBERS))
+        blocks.append(_addresses(storage))
     return blocks
 
 
-def thaw(target: nn.Module | Tensor) -> None:
-    """Take back what ``freeze`` has declared."""
-    for weight in _weights(target, "thaw"):
+def withdraw(weights: Iterable[Tensor]) -> None:
+    """Take back the declaration of ``declare_frozen``."""
+    for weight in weights:
         if _is_plain(weight):
             _FROZEN.pop(id(weight.untyped_storage()), None)
 
 
+def forget_copies(weights: Iterable[Tensor]) -> None:
+    """Forget the copies of all memory that overlaps with the memory of these weights."""
+    changed = [_addresses(each.untyped_storage()) for each in weights if _is_plain(each)]
+    for cache in list(_CACHES.values()):
+        cache.discard(changed)
+
+
 def declaration(weight: Tensor) -> int:
-    """Return the number of the ``freeze`` that holds for a weight, new with each call of it; 0 where none holds."""
+    """Return the number of the ``freeze`` that holds for a weight; 0 if none holds.
+
+    Each ``freeze`` has a new number.
+    """
     if not _FROZEN or not _is_plain(weight):
         return 0
     storage = weight.untyped_storage()
@@ -176,31 +165,6 @@ def declaration(weight: Tensor) -> int:
         del _FROZEN[id(storage)]
         return 0
     return number
-
-
-_NOT_FROZEN = (None, 0)
-
-
-def refresh(target: nn.Module | Tensor) -> None:
-    """Forget the copies that kernels keep of a parameter, or of all parameters below a module.
-
-    For after a write to a frozen weight that torch does not count, such as ``weight.data.copy_(merged)``. What shares
-    memory with the parameters is forgotten too. It also frees the copies until the next call.
-    """
-    changed = [
-        _addresses(weight.untyped_storage())
-        for weight in _weights(target, "refresh")
-        if _is_plain(weight)
-    ]
-    for cache in list(_CACHES.values()):
-        cache.discard(changed)
-
-
-def _weights(target: nn.Module | Tensor, what: str) -> list[Tensor]:
-    if isinstance(target, Tensor):
-        return [target]
-    expect_module(what, target)
-    return list(target.parameters())
 
 
 def _addresses(storage: torch.UntypedStorage) -> range:
@@ -216,36 +180,34 @@ def _forget_memory(key: int, gone: Storage) -> None:
         del _FROZEN[key]
 
 
-def _thaw_trained(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Thaw what a step of any optimizer has changed, whoever said that it is frozen."""
+def _withdraw_trained(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Take back the declaration for weights that a step of any optimizer has changed."""
     for group in optimizer.param_groups if _FROZEN else ():
-        for weight in group["params"]:
-            if weight.grad is not None and _is_plain(weight):
-                _FROZEN.pop(id(weight.untyped_storage()), None)
+        withdraw(weight for weight in group["params"] if weight.grad is not None)
 
 
-register_optimizer_step_post_hook(_thaw_trained)
+register_optimizer_step_post_hook(_withdraw_trained)
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Tell whether a weight is ordinary CPU memory that counts how often torch writes to it."""
+    """Return True for ordinary CPU memory that counts torch's writes."""
     kind = type(weight) is nn.Parameter or type(weight) is Tensor
     return kind and weight.is_cpu and weight.layout is torch.strided and not weight.is_inference()
 
 
 def fits(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:
-    """Tell whether arguments of a linear layer have shapes and dtypes that a kernel takes without its own checks."""
+    """Return True if a kernel without checks of its own takes these arguments of a linear layer."""
     rows, columns = weight.shape
     shape, dtype = x.shape, weight.dtype
-    if shape[-1:] != (columns,) or (
-        bias is not None and (bias.shape != (rows,) or not bias.is_contiguous())
-    ):
+    if shape[-1:] != (columns,):
+        return False
+    if bias is not None and (bias.shape != (rows,) or not bias.is_contiguous()):
         return False
     if residual is not None and residual.shape != (*shape[:-1], rows):
         return False
     for other in (x, bias, residual):
-        if other is not None and not (
-            other.dtype is dtype and other.is_cpu and other.layout is torch.strided
-        ):
+        if other is None:
+            continue
+        if other.dtype is not dtype or not other.is_cpu or other.layout is not torch.strided:
             return False
     return True
