@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -31,12 +31,13 @@ class GatedProduct(GraphPass):
             if found is None:
                 continue
             act, given, gate, up = found
-            path = _joint_layer(model, gate, up)
-            if path is None:
+            paths = _joined_layers(model, gate, up)
+            tensors = paths and joint_parameters([model.get_submodule(path) for path in paths])
+            if not paths or not tensors:
                 left.append("the weights of gate and up do not lie together")
                 continue
             with module.graph.inserting_before(node):
-                placed = [_joint_of_layer(module, model, path, name) for name in ("weight", "bias")]
+                placed = _hold_joint(module, model, paths, tensors)
                 joint = module.graph.call_function(_opgraft.linear.default, (gate["x"], *placed))
                 target = _opgraft.silu_and_mul if act == "silu" else _opgraft.gelu_and_mul
                 product = module.graph.call_function(target.default, (joint, *given))
@@ -62,36 +63,48 @@ def _gated(product: fx.Node) -> tuple[str, tuple[Any, ...], dict[str, Any], dict
     return (act, tuple(settings.values()), gate, up) if plain and gate["x"] is up["x"] else None
 
 
-def _joint_layer(model: nn.Module, gate: dict[str, Any], up: dict[str, Any]) -> str | None:
-    """Return the path of the layer of the model that has the weights of gate and up in one memory, if there is one."""
-    names = [str(each["weight"].target) for each in (gate, up) if each["weight"].op == "get_attr"]
-    paths = [name.removesuffix(".weight").rpartition(".") for name in names]
-    if len(paths) < 2 or paths[0][0] != paths[1][0]:
+def _joined_layers(
+    model: nn.Module, gate: dict[str, Any], up: dict[str, Any]
+) -> tuple[str, str] | None:
+    """Return the paths of gate and up if a layer of the model holds their weights in one memory."""
+    paths = [str(each["weight"].target) for each in (gate, up) if each["weight"].op == "get_attr"]
+    parts = [path.removesuffix(".weight").rpartition(".") for path in paths]
+    if len(parts) < 2 or parts[0][0] != parts[1][0]:
         return None
-    layer = model.get_submodule(paths[0][0])
-    if not isinstance(layer, GatedMLP) or layer.joined != (paths[0][2], paths[1][2]):
+    parent = parts[0][0]
+    names = (parts[0][2], parts[1][2])
+    layer = model.get_submodule(parent)
+    if not isinstance(layer, GatedMLP) or layer.joined != names:
         return None
-    if (
-        "act_and_mul" in layer.idle()
-    ):  # as where somebody provides a kernel for the activation alone
+    # Somebody may provide a kernel for the activation alone.
+    if "act_and_mul" in layer.idle() or not layer.computes_jointly():
         return None
-    return None if layer.joint_parameter("weight")[0] is None else paths[0][0]
+    return f"{parent}.{names[0]}".lstrip("."), f"{parent}.{names[1]}".lstrip(".")
 
 
-def _joint_of_layer(
-    module: fx.GraphModule, model: nn.Module, path: str, name: str
-) -> fx.Node | None:
-    """Give a graph a joint parameter of a layer; ``None`` if it has none."""
-    layer: Any = model.get_submodule(path)
-    tensor, parts = layer.joint_parameter(name)
-    return None if tensor is None else _held(module, tensor, parts, ("joint", path, name))
+def _hold_joint(
+    module: fx.GraphModule,
+    model: nn.Module,
+    paths: Sequence[str],
+    tensors: Mapping[str, nn.Parameter],
+) -> list[fx.Node | None]:
+    """Give a graph the joint parameters of layers; return the nodes of weight and bias."""
+    placed: list[fx.Node | None] = []
+    for name in ("weight", "bias"):
+        if name not in tensors:
+            placed.append(None)
+            continue
+        parts = [getattr(model.get_submodule(path), name) for path in paths]
+        placed.append(_held(module, tensors[name], parts, ("together", name, *paths)))
+    return placed
 
 
 def _held(
     module: fx.GraphModule, tensor: nn.Parameter, parts: Sequence[Tensor], origin: Origin
 ) -> fx.Node:
-    """Give a graph a parameter over the memory of others, and return the node that stands for it."""
-    number = sum(name.startswith("joint_") for name, _ in module.named_parameters(recurse=False))
+    """Give a graph a parameter over the memory of others; return the node of the parameter."""
+    named = module.named_parameters(recurse=False)
+    number = sum(name.startswith("joint_") for name, _ in named)
     module.register_parameter(f"joint_{number}", tensor)
     node = module.graph.get_attr(f"joint_{number}")
     node.meta[PARTS], node.meta[JOINT] = parts, origin
@@ -138,17 +151,7 @@ def _joined(
     if tensors is None:
         return False
     with module.graph.inserting_before(group[0][0]):
-        placed = [
-            _held(
-                module,
-                tensors[name],
-                [getattr(each, name) for each in layers],
-                ("together", name, *paths),
-            )
-            if name in tensors
-            else None
-            for name in ("weight", "bias")
-        ]
+        placed = _hold_joint(module, model, paths, tensors)
         joint, start = module.graph.call_function(_opgraft.linear.default, (x, *placed)), 0
         for (node, _), layer in zip(group, layers, strict=True):
             end = start + layer.weight.shape[0]

@@ -21,9 +21,8 @@ JOINT = "opgraft_joint"
 """The key in ``meta`` of such a node for where the tensor is from, an ``Origin``."""
 
 Origin = tuple[str, ...]
-"""The place of a tensor of a graph in a model: ``("model", name)``, ``("joint", layer, name)`` of a ``JointLayer``,
-``("together", name, *layers)`` of layers whose weights lie together, ``("packed", layer)``, or ``("value",)`` of what
-is in no model."""
+"""The place of a tensor of a graph in a model: ``("model", name)``, ``("together", name, *layers)`` of
+layers with joint weights, ``("packed", layer)``, or ``("value",)`` if no model has the tensor."""
 
 _PREFIX = "opgraft::"
 

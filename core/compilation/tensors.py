@@ -60,15 +60,14 @@ def tensors_of(
         tensor = None
         if kind == "model":
             tensor = _held(modules, place[0])
-        elif kind == "joint":
-            layer = modules[place[0]]
-            if isinstance(layer, JointLayer):
-                tensor, others = layer.joint_parameter(place[1])
-                parts += others
         elif kind == "together":
-            layers: list[Any] = [modules[path] for path in place[1:]]
-            tensor = (joint_parameters(layers) or {}).get(place[0])
-            parts += [getattr(layer, place[0]) for layer in layers]
+            attribute, *paths = place
+            parent = modules[paths[0].rpartition(".")[0]]
+            # A layer that computes its children one by one needs another graph.
+            if not isinstance(parent, JointLayer) or parent.computes_jointly():
+                layers: list[Any] = [modules[path] for path in paths]
+                tensor = (joint_parameters(layers) or {}).get(attribute)
+                parts += [getattr(layer, attribute) for layer in layers]
         elif kind == "packed":
             packed: Any = modules[place[0]]
             tensor = packed._packed.handle if _is_packed(packed) else None

@@ -6,6 +6,7 @@ saves or ties them sees no difference.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ _PARAMETERS = ("weight", "bias")
 _TOGETHER: weakref.WeakValueDictionary[tuple[object, ...], nn.Parameter] = (
     weakref.WeakValueDictionary()
 )
-"""The parameters that ``joint_parameters`` has made, by name and the ``id`` of those of the layers."""
+"""Joint parameters, by name and the ``id`` of the parameters of the layers."""
 
 
 @dataclass
@@ -172,30 +173,23 @@ class JointLayer(Composite):
         modules = self._modules
         return joint.op if joint.serves([modules[name] for name in self.joined], x) else None  # type: ignore[misc]
 
-    def joint_parameter(self, name: str) -> tuple[nn.Parameter | None, list[nn.Parameter]]:
-        """Return a parameter of the op of ``joint_op``, ``None`` where it has none, and those in whose memory it is."""
-        parts: list[Any] = [self._modules[child] for child in self.joined]
-        weight = parts[0].weight
-        op = self.joint_op(
-            torch.empty(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
-        )
-        return None if op is None else getattr(op, name), [getattr(part, name) for part in parts]
+    def computes_jointly(self) -> bool:
+        """Return True if one op computes the joined children for inputs without a gradient."""
+        first: Any = self._modules[self.joined[0]]
+        weight = first.weight
+        probe = torch.empty(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        return self.joint_op(probe) is not None
 
     def computed_at_once(self) -> tuple[str, ...]:
         """Return the names of the children that one op computes, if no gradient is required."""
         return self.joined if self.fits() else ()
 
     def fits(self) -> bool:
-        """Return whether the joined children are computed at once, or will be after ``join``."""
-        parts: list[Any] = [self._modules[name] for name in self.joined]
+        """Return True if the joined children are computed at once, or will be after ``join``."""
         if self.__dict__["_joint"] is not None:
             return True
-        if not all(_joinable(part, parts[0]) for part in parts):
-            return False
-        if len({id(part.weight) for part in parts}) < len(parts):
-            return False
-        names = [name for name in _PARAMETERS if parts[0]._parameters[name] is not None]
-        return all(_can_lie_together([part._parameters[name] for part in parts]) for name in names)
+        together = _to_join([self._modules[name] for name in self.joined])
+        return together is not None and all(map(_can_lie_together, together.values()))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         applied = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -211,21 +205,19 @@ class JointLayer(Composite):
 
 
 def joint_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter] | None:
-    """Put the weights of linear layers one after another, and return parameters over the memory of all, by name.
+    """Put the weights of linear layers one after another in memory.
 
-    For layers that belong to no ``JointLayer``. As long as somebody holds a parameter, the same layers have the same.
-    What was declared frozen is so again, in small pages: who asks for many calls ``move_to_huge_pages`` once, beside
-    what is next. ``None`` where they do not fit together.
+    The same layers have the same joint parameters for as long as somebody holds these, and the joint
+    parameters of the children of a ``JointLayer`` are those of the layer's op. Frozen weights stay
+    frozen. New blocks lie in small pages: call ``move_to_huge_pages`` once for many.
+
+    Returns:
+        The parameters over the memory of all parts, by name; ``None`` if the parts do not fit.
     """
-    if not all(_joinable(part, parts[0]) for part in parts):
+    together = _to_join(parts)
+    if together is None:
         return None
-    names = [name for name in _PARAMETERS if parts[0]._parameters[name] is not None]
-    together: dict[str, list[Any]] = {
-        name: [part._parameters[name] for part in parts] for name in names
-    }
-    if any(len({id(each) for each in tensors}) < len(tensors) for tensors in together.values()):
-        return None
-    keys = {name: (name, *map(id, tensors)) for name, tensors in together.items()}
+    keys = {name: _key(name, tensors) for name, tensors in together.items()}
     former = {name: _TOGETHER[key] for name, key in keys.items() if key in _TOGETHER}
     frozen = all(declaration(tensor) for tensors in together.values() for tensor in tensors)
     holder: Any = nn.Module()
@@ -233,15 +225,35 @@ def joint_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter] | No
         blocks = _bring_together(together, former, holder, huge=False)
     if blocks is None:
         return None
-    for name in together:
-        if name in former and blocks.get(name) is former[name]:
-            holder._parameters[name] = former[name]
-        _TOGETHER[keys[name]] = holder._parameters[name]
-    if frozen:
-        declare_frozen(
-            tensor for name in together for tensor in (*together[name], holder._parameters[name])
-        )
-    return {name: holder._parameters[name] for name in together}
+    joint = {}
+    for name, key in keys.items():
+        unmoved = name in former and blocks.get(name) is former[name]
+        joint[name] = former[name] if unmoved else holder._parameters[name]
+        _TOGETHER[key] = joint[name]
+    # A second declaration would make kernels copy their weights again.
+    if frozen and not all(map(declaration, joint.values())):
+        declare_frozen(itertools.chain(*together.values(), joint.values()))
+    return joint
+
+
+def _key(name: str, tensors: Sequence[nn.Parameter]) -> tuple[object, ...]:
+    return name, *map(id, tensors)
+
+
+def _to_join(parts: Sequence[Any]) -> dict[str, list[nn.Parameter]] | None:
+    """Return the parameters of linear layers by name; ``None`` if the layers cannot be joined."""
+    first = parts[0]
+    if not all(_joinable(part, first) for part in parts):
+        return None
+    together = {}
+    for name in _PARAMETERS:
+        if first._parameters[name] is None:
+            continue
+        tensors = [part._parameters[name] for part in parts]
+        if len(set(map(id, tensors))) < len(tensors):
+            return None
+        together[name] = tensors
+    return together
 
 
 def _join_loaded(layer: JointLayer, incompatible_keys: object) -> None:
@@ -250,36 +262,28 @@ def _join_loaded(layer: JointLayer, incompatible_keys: object) -> None:
 
 
 def _join(parts: Sequence[Any], former: dict[str, Tensor]) -> Joint | None:
-    """Join the parts, in the ``former`` blocks where they still lie; ``None`` where they do not fit."""
-    if not all(_joinable(part, parts[0]) for part in parts) or len(
-        {id(part.weight) for part in parts}
-    ) < len(parts):
+    """Join the parts, in the ``former`` blocks if the parts lie there; ``None`` if they do not fit."""
+    together = _to_join(parts)
+    if together is None:
         return None
     rows = [part.weight.shape[0] for part in parts]
     with torch.device("meta"):  # its parameters are exchanged below
-        op = Linear(parts[0].weight.shape[1], sum(rows), bias=parts[0].bias is not None)
+        op = Linear(parts[0].weight.shape[1], sum(rows), bias="bias" in together)
     if type(op) is not type(parts[0]):  # the parts were bound under other settings
         return None
-    together = {
-        name: [part._parameters[name] for part in parts]
-        for name in _PARAMETERS
-        if op._parameters[name] is not None
-    }
-    # Tensors made in inference mode count no writes, by which copies of them are kept.
+    # Tensors made in inference mode count no writes, and kernels keep copies by these counts.
     with torch.inference_mode(False), torch.no_grad():
         blocks = _bring_together(together, former, op)
     if blocks is None:
         return None
-    parameters = [
-        parameter
-        for part in parts
-        for parameter in part._parameters.values()
-        if parameter is not None
-    ]
+    for name, tensors in together.items():
+        joint: Any = op._parameters[name]
+        _TOGETHER[_key(name, tensors)] = joint
+    # In the order in which ``serves`` walks over the parts.
+    parameters = [p for part in parts for p in part.parameters(recurse=False)]
     residents: list[Resident] = [(p, p.data_ptr(), p.shape, p.dtype) for p in parameters]
-    return Joint(
-        op.eval(), blocks, residents, [version_of(p) for p in parameters], [0] * len(parameters)
-    )
+    versions = [version_of(p) for p in parameters]
+    return Joint(op.eval(), blocks, residents, versions, [0] * len(parameters))
 
 
 def _bring_together(
