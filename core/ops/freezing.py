@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
+from opgraft.base.text import table
 from opgraft.binding.arguments import expect_module
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.specialisation import Binding, bind_exact
@@ -18,7 +19,6 @@ from opgraft.ops.linear import packed as packed_linear
 from opgraft.ops.linear.modules import Linear
 from opgraft.ops.linear.packed import PackableLayer, obstacle
 from opgraft.ops.linear.weight_cache import declare_frozen, forget_copies, withdraw
-from opgraft.text import table
 from torch import Tensor, nn
 
 _OWN = ": graft under OpgraftConfig(providers={'linear': 'opgraft'}) to pack it"
