@@ -32,7 +32,7 @@ from opgraft.plugins.metadata import (
 )
 from opgraft.plugins.namesakes import installed
 from opgraft.registry.decision import Provider
-from opgraft.registry.state import host_state
+from opgraft.registry.state import StateValue, host_state
 from opgraft.version import __version__
 
 PLATFORM_GROUP = "opgraft.platforms"
@@ -169,14 +169,14 @@ class Discovery:
         return offers[0].name if len(offers) == 1 else None
 
 
+_DISCOVERY = StateValue[Discovery](lambda: scan())  # defined below
+
+
 def discover() -> Discovery:
     """Return the installed platforms and plugins, scanned once per process."""
     state = host_state()
     with state.lock:
-        if state.discovery is None:
-            state.discovery = scan()
-        found: Discovery = state.discovery
-        return found
+        return _DISCOVERY.of(state)
 
 
 def _lists(distribution: importlib_metadata.Distribution | None, module: str) -> bool:

@@ -39,14 +39,13 @@ def load_plugins() -> None:
             exist. Otherwise a warning says so, and that registration is left out.
     """
     state = host_state()
-    if state.plugins_loaded:
+    if state.loading.done:
         return
     with loading(state):
-        if (
-            state.plugins_loaded or state.loading_thread
-        ):  # the latter: a plugin constructs an op while it is loaded
+        # The thread: a plugin constructs an op while it is loaded.
+        if state.loading.done or state.loading.thread:
             return
-        state.loading_thread = get_ident()
+        state.loading.thread = get_ident()
         try:
             expect_lockfile_agrees()
             with ExitStack() as undo_all:
@@ -55,12 +54,12 @@ def load_plugins() -> None:
                 prepare(selected_platform(), config)
                 expect_process_agrees()
                 undo_all.pop_all()  # nothing raised: what was activated stays
-            state.loaded_with = config
-            state.plugins_loaded = True
+            state.loading.config = config
+            state.loading.done = True
             _report(state)
         finally:
             # Ops that plugins constructed meanwhile were bound when a part of the plugins was active.
-            state.loading_thread = None
+            state.loading.thread = None
             state.invalidate()
 
 
@@ -81,7 +80,7 @@ def decide_with_plugins(
             if host_state() is state:
                 raise
             continue
-        if host_state() is state and (state.plugins_loaded or state.loading_thread == get_ident()):
+        if host_state() is state and (state.loading.done or state.loading.thread == get_ident()):
             return decision
 
 
@@ -119,10 +118,10 @@ def check_loaded_with(settings: Settings, state: HostState) -> None:
     """
     for name in ("plugins", "plugins_disable", "lockfile", "strict", "cpu_keep_memory"):
         wanted = getattr(settings.config, name)
-        if state.loaded_with is not None and wanted != getattr(state.loaded_with, name):
+        if state.loading.config is not None and wanted != getattr(state.loading.config, name):
             raise PluginError(
                 f"{settings.origins[name]} sets {name} to {wanted!r}, but plugins were loaded with "
-                f"{getattr(state.loaded_with, name)!r}: set it before the first op is constructed, or call "
+                f"{getattr(state.loading.config, name)!r}: set it before the first op is constructed, or call "
                 "opgraft.reset() first"
             )
 

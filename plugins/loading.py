@@ -22,6 +22,7 @@ from opgraft.plugins import hookspecs
 from opgraft.plugins.changes import Change
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover
 from opgraft.plugins.outcomes import failure_of, rejection_of, replacements_of
+from opgraft.plugins.remarks import STARTED_THREADS
 from opgraft.plugins.requirements import (
     FAULTS,
     asked_for,
@@ -33,6 +34,7 @@ from opgraft.registry.adapter import Adapter
 from opgraft.registry.declarations import ANY_PLATFORM, Owner
 from opgraft.registry.finding import Finding
 from opgraft.registry.op_classes import location_of
+from opgraft.registry.plugin_adapters import PLUGIN_ADAPTERS
 from opgraft.registry.state import HostState, PluginRecord, PluginStatus, Transaction, activating
 from opgraft.registry.watching import watched
 
@@ -210,9 +212,7 @@ class Loading:
                 raise PluginError(
                     f"opgraft_graft_adapters returned a {type(adapter).__name__} among its opgraft.Adapter"
                 )
-            self._append(
-                name, self.state.graft_adapters, (self.transactions[name].provider, adapter)
-            )
+            self._append(name, PLUGIN_ADAPTERS.get(), (self.transactions[name].provider, adapter))
 
     def _append(self, name: str, items: list[Any], item: Any) -> None:
         items.append(item)
@@ -282,7 +282,7 @@ class Loading:
             for change in kept:
                 undos.callback(change.set_back)
                 if change.thread is not None:
-                    self.state.threads[change.thread] = record.provider
+                    STARTED_THREADS.get()[change.thread] = record.provider
                 record.notes += (
                     f"changed {change.what} {when}: it stays as long as the plugin does",
                 )

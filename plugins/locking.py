@@ -28,7 +28,7 @@ from opgraft.plugins.metadata import Problem, distributions, is_namespace, specs
 from opgraft.plugins.records import difference, rows_of
 from opgraft.plugins.requirements import FAULTS, unfit
 from opgraft.registry.decision import Provider
-from opgraft.registry.state import host_state
+from opgraft.registry.state import StateValue
 
 SCHEMA = "opgraft.lock/1"
 ALLOW_EDITABLE = "--allow-editable"
@@ -112,13 +112,17 @@ class Lockfile:
         return f"{change}: {_ANEW}" if change else None
 
 
+_LOCKFILES = StateValue[dict[str, Lockfile]](dict)
+"""By path, as they were read first, with what the installed distributions were compared with."""
+
+
 def lockfile(path: str, origin: str) -> Lockfile:
     """Return the lockfile that a setting of that ``origin`` names, read once per process.
 
     Raises:
         ConfigError: it cannot be used.
     """
-    known = host_state().lockfiles
+    known = _LOCKFILES.get()
     if path not in known:
         try:
             known[path] = Lockfile(path, read_rows(path))
@@ -128,8 +132,7 @@ def lockfile(path: str, origin: str) -> Lockfile:
                 f"the lockfile {path} ({origin}) cannot be used: {why}. Nothing is admitted "
                 f"without it: write it by 'opgraft plugins lock --output {path}', or unset lockfile"
             ) from error
-    found: Lockfile = known[path]
-    return found
+    return known[path]
 
 
 def read_rows(path: str) -> list[Locked]:

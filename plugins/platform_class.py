@@ -17,6 +17,7 @@ from opgraft.plugins.changes import Change
 from opgraft.plugins.discovery import HOST_DISTRIBUTION, Offer, discover
 from opgraft.plugins.guarded_methods import expect_plain
 from opgraft.plugins.kept_properties import keep_properties
+from opgraft.plugins.remarks import PLATFORM_FINDINGS, PLATFORM_NOTES, STARTED_THREADS
 from opgraft.plugins.requirements import check_adjustment
 from opgraft.registry.decision import Provider
 from opgraft.registry.declarations import Owner
@@ -163,9 +164,9 @@ def _prepare(
 
 def report(finding: Finding) -> None:
     """Log once what is wrong with a platform, and keep it for ``opgraft plugins``."""
-    state = host_state()
-    if finding not in state.platform_findings:
-        state.platform_findings.append(finding)
+    findings = PLATFORM_FINDINGS.get()
+    if finding not in findings:
+        findings.append(finding)
         logger.warning("%s", printable(str(finding)))
 
 
@@ -182,7 +183,7 @@ def _guarded(
     def keep(changes: Sequence[Change], words: Sequence[str]) -> None:
         kept.extend(changes)
         threads = [change.thread for change in changes if change.thread is not None]
-        host_state().threads.update(dict.fromkeys(threads, provider))
+        STARTED_THREADS.get().update(dict.fromkeys(threads, provider))
         told.extend(words)
 
     guarding = importlib.import_module(
@@ -196,7 +197,7 @@ def _guarded(
         raise
     else:
         notes = [f"{whose} changed {change.what} {when}: it stays" for change in kept]
-        host_state().platform_notes.extend((provider, note) for note in notes)
+        PLATFORM_NOTES.get().extend((provider, note) for note in notes)
     finally:
         for words in told:
             report(Finding(f"{whose} {words}", provider, next(iter(places), None)))

@@ -36,6 +36,7 @@ from opgraft.machine.evidence import Evidence
 from opgraft.machine.machine import Machine, mapped, masked
 from opgraft.platform import PlatformSpec
 from opgraft.plugins.discovery import PLATFORM_BRIDGES, PLATFORM_GROUP, Offer
+from opgraft.plugins.remarks import PLATFORM_FINDINGS
 from opgraft.registry.decision import Provider
 from opgraft.registry.finding import Finding
 from opgraft.registry.state import host_state
@@ -242,10 +243,10 @@ def _ask_child(offer: Offer, machine: Machine, time_limit: float) -> Evidence:
 
 def _keep(finding: Finding) -> None:
     """Keep what is wrong with a probe for the doctor."""
-    state = host_state()
-    with state.lock:
-        if finding not in state.platform_findings:
-            state.platform_findings.append(finding)
+    with host_state().lock:
+        findings = PLATFORM_FINDINGS.get()
+        if finding not in findings:
+            findings.append(finding)
 
 
 class _Asked(dict[str, str]):

@@ -145,7 +145,7 @@ def _declare(
         own_plugin = discovery.plugin_of(cls.__module__, provider)
         new.plugin = (transaction.plugin if transaction else None) or own_plugin
         # No later pass looks for the target, so that a wrong name must be reported here.
-        late = resolved is None and state.plugins_loaded and transaction is None
+        late = resolved is None and state.loading.done and transaction is None
         strict = bool(state.settings().config.strict) if late else False
         if late and not state.resolve_or_leave_out(new, strict):
             return

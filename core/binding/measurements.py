@@ -26,7 +26,7 @@ from opgraft.plugins.selection import selected_platform
 from opgraft.registry.choice import choice_name, objection_to
 from opgraft.registry.decision import Candidate, Decision, Provider
 from opgraft.registry.declarations import Replacement
-from opgraft.registry.state import host_state
+from opgraft.registry.state import StateValue, host_state
 from opgraft.version import __version__
 
 SCHEMA = "opgraft.tuning/1"
@@ -271,17 +271,20 @@ def profile_path(settings: Settings) -> Path:
         ) from error
 
 
+_FILES = StateValue[dict[Path, dict[str, Measured] | str]](dict)
+"""By path, what files of measurements say of this machine, or why they say nothing, as they were read first."""
+
+
 def _known(path: Path) -> dict[str, Measured] | str:
     """Return the rows that a file has for this machine, or why there are none; read once in a process."""
-    known = host_state().measurements
+    known = _FILES.get()
     if path not in known:
         known[path] = _rows_here(path)
         if isinstance(known[path], str):
             logger.warning(
                 "%s", printable(f"custom_ops auto follows no measurements: {known[path]}")
             )
-    rows: dict[str, Measured] | str = known[path]
-    return rows
+    return known[path]
 
 
 def _rows_here(path: Path) -> dict[str, Measured] | str:

@@ -23,7 +23,7 @@ from opgraft.compat.tracing import constant_while_tracing, followed_or_transform
 from opgraft.config import ShadowConfig
 from opgraft.logger import logger
 from opgraft.registry.decision import Provider
-from opgraft.registry.state import host_state
+from opgraft.registry.state import StateValue, host_state
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
@@ -293,9 +293,13 @@ class ShadowReport:
         return "\n".join([*table([names, *cells]), *(["", *first] if first else [])])
 
 
+SHADOWS = StateValue[dict[object, Shadow]](dict)
+"""By kernel and settings, the ``Shadow`` that counts its calls; all scopes that share settings share it."""
+
+
 def shadow_report() -> ShadowReport:
     """List the kernels that shadow mode watches in this process, with calls, comparisons and differences."""
-    shadows = sorted(host_state().shadows.values(), key=lambda each: (each.op, each.kernel))
+    shadows = sorted(SHADOWS.get().values(), key=lambda each: (each.op, each.kernel))
     return ShadowReport(tuple(map(_row, shadows)))
 
 

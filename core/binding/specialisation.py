@@ -27,7 +27,7 @@ from opgraft.binding.kernels import (
 from opgraft.binding.marks import CHECK_RAISED, SWITCH_RAISED, is_inference_only
 from opgraft.binding.measurements import follow
 from opgraft.binding.names import check_names, kin_of, op_name_of
-from opgraft.binding.shadow import Shadow
+from opgraft.binding.shadow import SHADOWS, Shadow
 from opgraft.config import CURRENT_SCOPE, NATIVE_CHOICE, Settings
 from opgraft.config.environment import PROVIDERS
 from opgraft.errors import ConstructionError, RegistrationError
@@ -140,7 +140,7 @@ def bind(cls: type) -> Binding:
     """
     state = host_state()
     known: Binding | None = (
-        state.current_caches().constructed.get(cls) if state.plugins_loaded else None
+        state.current_caches().constructed.get(cls) if state.loading.done else None
     )
     if known is not None:  # as every construction but the first
         return known
@@ -270,7 +270,8 @@ def _shadowed(choice: ReplacementChoice, kernel: KernelChoice, settings: Setting
     state = host_state()
     key = (choice.target, kernel.cls, kernel.winner, wanted)
     with state.lock:
-        shadow = state.shadows.get(key)
+        shadows = SHADOWS.of(state)
+        shadow = shadows.get(key)
         if shadow is None:
             excluded = "" if choice.target.repeatable else _NO_SHADOW  # type: ignore[attr-defined]  # of a CustomOp
             name = choice.op_name or choice.target.__qualname__
@@ -278,7 +279,7 @@ def _shadowed(choice: ReplacementChoice, kernel: KernelChoice, settings: Setting
             if kernel.winner.owner in choice.target.__mro__:
                 provider = choice.own
             watched = choice.target, name, str(kernel.winner), provider, native.definition
-            shadow = state.shadows[key] = Shadow(*watched, wanted, excluded)
+            shadow = shadows[key] = Shadow(*watched, wanted, excluded)
     if shadow.demotion is not None:
         return _demoted(kernel, native, shadow.demotion, settings)
     winner = replace(kernel.winner, shadow=shadow)

@@ -15,8 +15,8 @@ import click
 from opgraft.base.text import printable
 from opgraft.config.environment import PLUGINS_DISABLE
 from opgraft.plugins.discovery import discover
+from opgraft.plugins.remarks import STARTED_THREADS
 from opgraft.registry.decision import Provider
-from opgraft.registry.state import host_state
 
 PATIENCE = 5.0
 """Seconds that threads have to end by themselves after the answer."""
@@ -59,7 +59,7 @@ def _lines_of_threads() -> Iterator[str]:
     """Yield a line for each thread of a plugin. Threads of other packages may take their time."""
     for thread in awaited_threads():
         frame = sys._current_frames().get(thread.ident or 0)
-        provider = host_state().threads.get(thread) or _provider_of(frame)
+        provider = STARTED_THREADS.get().get(thread) or _provider_of(frame)
         if provider is not None:
             yield (
                 f"the thread {thread.name!r} of {provider} has not ended {PATIENCE:g} s after the "

@@ -23,6 +23,7 @@ from opgraft.cli.output import (
 )
 from opgraft.plugins.metadata import Problem
 from opgraft.plugins.outcomes import end_of, findings_of
+from opgraft.plugins.remarks import PLATFORM_FINDINGS, PLATFORM_NOTES
 from opgraft.registry.decision import Provider
 from opgraft.registry.finding import Finding
 from opgraft.registry.state import PluginRecord, PluginStatus, host_state
@@ -156,7 +157,7 @@ def examine() -> dict[str, Any]:
     return {
         "plugins": [_as_dict(record) for record in records],
         "findings": [finding.to_dict() for finding in findings],
-        "notes": as_dicts([*starmap(Problem, host_state().platform_notes), *notes]),
+        "notes": as_dicts([*starmap(Problem, PLATFORM_NOTES.get()), *notes]),
     }
 
 
@@ -165,7 +166,7 @@ def found(records: Iterable[PluginRecord], *, loaded: bool) -> list[Finding]:
 
     The checks are left out where not everything could be loaded.
     """
-    all_findings = [*metadata_findings(), *host_state().platform_findings]
+    all_findings = [*metadata_findings(), *PLATFORM_FINDINGS.get()]
     for record in records:
         all_findings.extend(findings_of(record))
     if loaded:

@@ -10,7 +10,7 @@ import torch
 from opgraft.distributed.communicator import Communicator
 from opgraft.distributed.layout import KINDS, ParallelLayout
 from opgraft.errors import DistributedError
-from opgraft.registry.state import host_state
+from opgraft.registry.state import StateValue
 from torch import Tensor
 
 
@@ -162,13 +162,15 @@ class Parallelism:
 
 
 # So that layers ask for their group without asking whether there is one.
-_ALONE = Parallelism(ParallelLayout(), {kind: ParallelGroup(kind) for kind in KINDS})
+ALONE = Parallelism(ParallelLayout(), {kind: ParallelGroup(kind) for kind in KINDS})
+
+PARALLELISM = StateValue[Parallelism](lambda: ALONE)
+"""The layout and groups of this process."""
 
 
 def parallelism() -> Parallelism:
     """Return the layout and groups of this process; those of a single rank where none were set up."""
-    known: Parallelism | None = host_state().parallelism
-    return _ALONE if known is None else known
+    return PARALLELISM.get()
 
 
 def get_world_group() -> ParallelGroup:

@@ -6,11 +6,10 @@ from datetime import timedelta
 from typing import Any
 
 from opgraft.distributed.communicator import Communicator
-from opgraft.distributed.groups import ParallelGroup, Parallelism, parallelism
+from opgraft.distributed.groups import ALONE, PARALLELISM, ParallelGroup, Parallelism, parallelism
 from opgraft.distributed.layout import KINDS, ParallelLayout
 from opgraft.errors import DistributedError
 from opgraft.plugins.selection import current_platform
-from opgraft.registry.state import host_state
 from torch import distributed as dist
 
 
@@ -43,8 +42,7 @@ def init_distributed(
         DistributedError: groups are set up already, or the job has another number of ranks.
     """
     layout = ParallelLayout(tensor, pipeline, data)
-    state = host_state()
-    if state.parallelism is not None:
+    if PARALLELISM.get() is not ALONE:
         raise DistributedError(
             f"the groups of this process are set up already, as {parallelism().layout}: call "
             "opgraft.distributed.destroy_distributed() first"
@@ -60,7 +58,8 @@ def init_distributed(
             timeout=timedelta(seconds=timeout),
         )
     _expect_ranks(layout)
-    state.parallelism = Parallelism(layout, _groups(layout, timedelta(seconds=timeout)), joins)
+    groups = _groups(layout, timedelta(seconds=timeout))
+    PARALLELISM.set(Parallelism(layout, groups, joins))
     return parallelism()
 
 
@@ -102,6 +101,6 @@ def destroy_distributed() -> None:
             del (
                 group.communicator.process_group
             )  # with the last one that has it, others see that this rank has left
-    host_state().parallelism = None
+    PARALLELISM.set(ALONE)
     if known.joined and dist.is_initialized():
         dist.destroy_process_group()

@@ -28,6 +28,7 @@ from opgraft.ops.linear.weight_cache import declaration
 from opgraft.plugins.discovery import discover
 from opgraft.registry.adapter import Adapter, LeaveAlone
 from opgraft.registry.decision import Provider
+from opgraft.registry.plugin_adapters import PLUGIN_ADAPTERS
 from opgraft.registry.state import host_state
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -185,7 +186,7 @@ class _Planner:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.own = discover().provider_of(__name__)
-        self.adapters: list[tuple[Provider, Adapter]] = [*host_state().graft_adapters]
+        self.adapters: list[tuple[Provider, Adapter]] = [*PLUGIN_ADAPTERS.get()]
         self.adapters += [(self.own, adapter) for adapter in builtin_adapters(_dtypes_of(model))]
         self.strict = host_state().settings().config.strict
         self.read_by_parents = read_by_parents(model)

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from opgraft.distributed.communicator import Communicator
-from opgraft.distributed.groups import ParallelGroup, Parallelism, get_dp_group
+from opgraft.distributed.groups import PARALLELISM, ParallelGroup, Parallelism, get_dp_group
 from opgraft.distributed.layout import KINDS, ParallelLayout
-from opgraft.registry.state import host_state
 from torch import Tensor
 
 
@@ -87,13 +86,13 @@ class ImaginedCommunicator(Communicator):
 @contextmanager
 def imagined_rank(layout: ParallelLayout, rank: int) -> Iterator[Parallelism]:
     """Have the groups of this process be those of a rank of a job that there is not, within the block."""
-    state = host_state()
-    former = state.parallelism
-    state.parallelism = Parallelism(layout, {kind: _group(layout, kind, rank) for kind in KINDS})
+    former = PARALLELISM.get()
+    imagined = Parallelism(layout, {kind: _group(layout, kind, rank) for kind in KINDS})
+    PARALLELISM.set(imagined)
     try:
-        yield state.parallelism
+        yield imagined
     finally:
-        state.parallelism = former
+        PARALLELISM.set(former)
 
 
 def _group(layout: ParallelLayout, kind: str, rank: int) -> ParallelGroup:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from opgraft.base.caches import Caches
 from opgraft.base.text import printable
@@ -128,45 +128,55 @@ def _new_identity() -> str:
 
 
 @dataclass
+class LoadingState:
+    """How far the loading of plugins has come.
+
+    Attributes:
+        lock: held by the one thread that decides on the platform and loads plugins; taken before ``HostState.lock``,
+            never after it.
+        thread: the thread that is loading plugins. Ops that plugins construct meanwhile are bound to the plugins that
+            are active by then.
+        done: whether all plugins are loaded.
+        config: the settings that plugins were loaded with.
+    """
+
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    thread: int | None = None
+    done: bool = False
+    config: OpgraftConfig | None = None
+
+
+@dataclass
 class HostState:
-    """Everything that opgraft remembers in a process."""
+    """Everything that opgraft remembers in a process.
+
+    Attributes:
+        registry: all declarations. ``reset`` keeps them.
+        lock: held for a moment around changes of this object, never while a plugin's code or an import runs.
+        loading: how far the loading of plugins has come.
+        selection: the platform, once it is decided.
+        plugins: every installed plugin by its name.
+        active: the replacements that apply.
+        adjustments: the settings that plugins adjust, each with the plugin's name.
+        environment: the settings of the environment, once they are read.
+        caches: the decisions outside of every scope of settings.
+        generation: grows whenever decisions are forgotten.
+        identity: tells this process from every other one. Process numbers do not: they are alike in containers.
+        values: what single modules remember, each under its ``StateValue``.
+    """
 
     registry: Registry = field(default_factory=Registry)
     lock: threading.RLock = field(default_factory=threading.RLock)
-    """Held for a moment around changes of this object; never while a plugin's code or an import runs."""
-    loading_lock: threading.RLock = field(default_factory=threading.RLock)
-    """Held by the one thread that decides on the platform and loads plugins; taken before ``lock``, never after it."""
+    loading: LoadingState = field(default_factory=LoadingState)
     selection: PlatformSelection | None = None
-    platform_findings: list[Finding] = field(default_factory=list)
-    """Faults of platforms: those that should have worked and did not, and what others change in the process."""
-    platform_notes: list[tuple[Provider, str]] = field(default_factory=list)
-    """Changes of the process by the platform, which stay, in words."""
-    threads: dict[threading.Thread, Provider] = field(default_factory=dict)
-    """Threads that code of others has started while it was loaded, and that keep a process from ending."""
     plugins: dict[str, PluginRecord] = field(default_factory=dict)
-    plugins_loaded: bool = False
-    loaded_with: OpgraftConfig | None = None
-    loading_thread: int | None = None
-    """The thread that is loading plugins; ops that these construct meanwhile are bound to what is active by then."""
     active: list[Replacement] = field(default_factory=list)
     adjustments: list[tuple[str, OpgraftConfig]] = field(default_factory=list)
-    graft_adapters: list[tuple[Provider, Any]] = field(default_factory=list)
     environment: Environment | None = None
     caches: Caches = field(default_factory=Caches)
-    fallbacks: set[tuple[str, str]] = field(default_factory=set)
-    """Kernels that gave way to the native definition at a call, each with the reason, as they were logged."""
-    shadows: dict[Any, Any] = field(default_factory=dict)
-    """By kernel and settings, the ``Shadow`` that counts its calls; all scopes that share settings share it."""
     generation: int = 0
     identity: str = field(default_factory=_new_identity)
-    """Tells this process from every other one, as numbers of processes, which are alike in containers, do not."""
-    discovery: Any = None
-    lockfiles: dict[str, Any] = field(default_factory=dict)
-    """By path, as they were read first, with what the installed distributions were compared with."""
-    measurements: dict[Any, Any] = field(default_factory=dict)
-    """By path, what files of measurements say of this machine, or why they say nothing, as they were read first."""
-    parallelism: Any = None
-    """The groups that this process belongs to, which ``opgraft.distributed`` keeps here; ``None``: it is alone."""
+    values: dict[object, object] = field(default_factory=dict)
 
     def known_environment(self) -> Environment:
         """Return the settings of the environment, read once."""
@@ -188,7 +198,7 @@ class HostState:
 
     def shared_settings(self) -> Settings:
         """Return the cached settings. Do not modify them."""
-        if not self.plugins_loaded:  # each that is loaded may change some
+        if not self.loading.done:  # each that is loaded may change some
             return self.settings()
         caches = self.current_caches()
         if caches.settings is None:
@@ -234,8 +244,9 @@ class HostState:
 
     def log_fallback(self, kernel: str, reason: str) -> None:
         """Log once for each reason that a call ran the native definition instead of ``kernel``."""
-        if logger.isEnabledFor(logging.DEBUG) and (kernel, reason) not in self.fallbacks:
-            self.fallbacks.add((kernel, reason))
+        logged = _LOGGED_FALLBACKS.of(self)
+        if logger.isEnabledFor(logging.DEBUG) and (kernel, reason) not in logged:
+            logged.add((kernel, reason))
             words = "%s gives way to the native definition for the first time: %s"
             extra = {"opgraft.kernel": printable(kernel), "opgraft.reason": reason}
             logger.debug(words, printable(kernel), reason, extra=extra)
@@ -334,6 +345,42 @@ class HostState:
         self.active = [known for known in self.active if known in declared]
 
 
+class StateValue(Generic[Value]):
+    """A value that one module remembers for the process, in the host state, until ``reset``.
+
+    Example::
+
+        SHADOWS = StateValue[dict[str, Shadow]](dict)  # at the top of the module
+        SHADOWS.get()[name] = shadow
+    """
+
+    def __init__(self, make: Callable[[], Value]) -> None:
+        """Args:
+        make: returns the first value, when somebody asks for it.
+        """
+        self._make = make
+
+    def get(self) -> Value:
+        """Return the value of this process."""
+        return self.of(_STATE)
+
+    def of(self, state: HostState) -> Value:
+        """Return the value in a state."""
+        # Read without the lock first, as compiled code may read values.
+        if self not in state.values:
+            with state.lock:
+                if self not in state.values:
+                    state.values[self] = self._make()
+        return cast("Value", state.values[self])
+
+    def set(self, value: Value) -> None:
+        """Replace the value of this process."""
+        _STATE.values[self] = value
+
+
+_LOGGED_FALLBACKS = StateValue[set[tuple[str, str]]](set)
+"""Kernels that gave way to the native definition at a call, each with the reason, as they were logged."""
+
 _STATE = HostState()
 
 
@@ -357,7 +404,7 @@ def loading(state: HostState) -> Iterator[None]:
         PluginError: another thread has held it for a minute. It most likely waits for this very thread: a plugin that
             joins a thread which constructs ops, or two threads importing a plugin and loading it.
     """
-    if not state.loading_lock.acquire(timeout=LOADING_PATIENCE):
+    if not state.loading.lock.acquire(timeout=LOADING_PATIENCE):
         raise PluginError(
             f"plugins have been loading in another thread for {LOADING_PATIENCE:g} s, which may wait for this one: "
             "call opgraft.load_plugins() before starting threads, and construct no ops while a plugin is imported"
@@ -365,7 +412,7 @@ def loading(state: HostState) -> Iterator[None]:
     try:
         yield
     finally:
-        state.loading_lock.release()
+        state.loading.lock.release()
 
 
 def host_state() -> HostState:
@@ -406,7 +453,7 @@ class _Fork(threading.local):
 
     def begins(self) -> None:
         """Wait for another thread that loads plugins: a child could not go on with what that has begun."""
-        locks = (_STATE.loading_lock, _STATE.lock)
+        locks = (_STATE.loading.lock, _STATE.lock)
         self.held = [lock for lock in locks if lock.acquire(timeout=LOADING_PATIENCE)]
 
     def ends(self) -> None:

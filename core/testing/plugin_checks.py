@@ -81,7 +81,7 @@ def check_isolation(plugin: str) -> str | None:
     if not names_of(plugin)[1]:
         return _NO_PLUGIN
     before = _activated(plugin)
-    loaded_with = host_state().loaded_with
+    loaded_with = host_state().loading.config
     allowed = (loaded_with.plugins if loaded_with else None) or ()
     reset()
     with set_config(OpgraftConfig(plugins=())):
@@ -109,7 +109,7 @@ def check_together(plugin: str) -> str | None:
     if not others:
         return "no other plugin is installed that may run here"
     before = _activated(plugin)
-    loaded_with = host_state().loaded_with
+    loaded_with = host_state().loading.config
     allowed = (loaded_with.plugins if loaded_with else None) or ()
     try:
         reset()

@@ -11,7 +11,7 @@ from opgraft import current_platform
 from opgraft.platforms.cpu.platform import CpuPlatform
 from opgraft.plugins import kept_properties
 from opgraft.plugins.process import changes_between, look
-from opgraft.registry.state import host_state
+from opgraft.plugins.remarks import PLATFORM_FINDINGS
 
 pytestmark = pytest.mark.faults
 
@@ -47,7 +47,7 @@ def test_platforms(
     with in_time():
         assert current_platform().name == "acme"
     assert [each.what for each in changes_between(before, look())] == []
-    (finding,) = host_state().platform_findings
+    (finding,) = PLATFORM_FINDINGS.get()
     words = SET_BACK[change].removesuffix(" while")
     assert finding.message.startswith(f"platform 'acme' of acme-dist 1.0 changed {words}")
     assert finding.message.endswith("while its class was loaded: it was set back")

@@ -15,6 +15,7 @@ from faults.probe_rows import ROWS, SECRETS
 from opgraft.base.text import printable
 from opgraft.machine.machine import Machine
 from opgraft.plugins.probing import is_device_file
+from opgraft.plugins.remarks import PLATFORM_FINDINGS
 from opgraft.plugins.selection import decide_platform
 from opgraft.registry.decision import Candidate
 from opgraft.registry.state import host_state
@@ -146,7 +147,7 @@ def test_a_probe_behind_a_bridge(site) -> None:
     opgraft.reset()
     decide_platform(host_state().settings(), Machine())
     assert (site.folder / "made").read_text().split() == ["gizmo"]
-    (finding,) = host_state().platform_findings
+    (finding,) = PLATFORM_FINDINGS.get()
     assert "leaves /dev/full open" in finding.message
     assert finding.location == f"{site.folder / 'gizmo.py'}:4"
 
@@ -161,7 +162,7 @@ def test_a_probe_in_an_archive(site, tmp_path, monkeypatch: pytest.MonkeyPatch) 
     _, decision = decide_platform(host_state().settings(), Machine())
     (packed,) = (each for each in decision.candidates if each.name == "packed")
     assert packed.reason == "no"
-    (finding,) = host_state().platform_findings
+    (finding,) = PLATFORM_FINDINGS.get()
     assert "imports torch" in finding.message
     assert finding.location.startswith(f"{archive}/packed_device.py:")
 
@@ -188,7 +189,7 @@ def test_the_line_of_an_import(site, above: str, line: int) -> None:
     site.install("acme", files, {"opgraft.platforms": ["acme = acme_device:SPEC"]})
     opgraft.reset()
     decide_platform(host_state().settings(), Machine())
-    found = host_state().platform_findings  # on a busy machine one about the time, too
+    found = PLATFORM_FINDINGS.get()  # on a busy machine one about the time, too
     places = [finding.location for finding in found if "imports torch" in finding.message]
     assert places == [f"{site.folder / 'acme_device.py'}:{line}"]
 

@@ -27,7 +27,7 @@ from opgraft.errors import ConfigError, ConflictError, GraftError
 from opgraft.grafting.adapters import builtin_adapters
 from opgraft.ops import Linear, SiluAndMul
 from opgraft.ops.composites.composite import Composite
-from opgraft.registry.state import host_state
+from opgraft.registry.plugin_adapters import PLUGIN_ADAPTERS
 from torch import nn
 
 ACME = Provider("acme-npu", "2.0")
@@ -35,7 +35,7 @@ ACME = Provider("acme-npu", "2.0")
 
 def add(*adapters: Adapter) -> None:
     load_plugins()
-    host_state().graft_adapters.extend((ACME, adapter) for adapter in adapters)
+    PLUGIN_ADAPTERS.get().extend((ACME, adapter) for adapter in adapters)
 
 
 class Scale(nn.Module):

@@ -16,15 +16,13 @@ import torch.nn.functional as F
 from opgraft import Adapter, LeaveAlone, Provider, graft, load_plugins, ungraft
 from opgraft.errors import ConfigError
 from opgraft.ops import Linear
-from opgraft.registry.state import host_state
+from opgraft.registry.plugin_adapters import PLUGIN_ADAPTERS
 from torch import nn
 
 
 def add(*adapters: Adapter) -> None:
     load_plugins()
-    host_state().graft_adapters.extend(
-        (Provider("acme-npu", "2.0"), adapter) for adapter in adapters
-    )
+    PLUGIN_ADAPTERS.get().extend((Provider("acme-npu", "2.0"), adapter) for adapter in adapters)
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

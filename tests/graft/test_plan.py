@@ -28,7 +28,7 @@ from opgraft.grafting.plan import Exchange, plan_of
 from opgraft.grafting.report import GraftReport, LeftAlone
 from opgraft.ops import ApplyRotaryEmb, Linear
 from opgraft.ops.linear import packed
-from opgraft.registry.state import host_state
+from opgraft.registry.plugin_adapters import PLUGIN_ADAPTERS
 from torch import nn
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the import, which reads it
@@ -36,9 +36,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before the import, which reads it
 
 def add(*adapters: Adapter) -> None:
     load_plugins()
-    host_state().graft_adapters.extend(
-        (Provider("acme-npu", "2.0"), adapter) for adapter in adapters
-    )
+    PLUGIN_ADAPTERS.get().extend((Provider("acme-npu", "2.0"), adapter) for adapter in adapters)
 
 
 class Gated(nn.Module):

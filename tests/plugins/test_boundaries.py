@@ -18,6 +18,7 @@ from opgraft.errors import PluginError
 from opgraft.machine.machine import Machine
 from opgraft.ops import RMSNorm
 from opgraft.plugins.discovery import discover
+from opgraft.plugins.remarks import PLATFORM_FINDINGS
 from opgraft.plugins.requirements import objection
 from opgraft.plugins.selection import decide_platform
 from opgraft.registry.state import host_state
@@ -69,7 +70,7 @@ def test_a_platform_that_raises_what_is_no_exception(site) -> None:
     source = "from opgraft.platforms.cpu.platform import CpuPlatform\nclass Odd(BaseException): pass\nraise Odd('no')\n"
     site.platform("acme", probe="return Evidence(True, 'here')", platform=source)
     assert opgraft.current_platform().name == "cpu"
-    (failure,) = host_state().platform_findings
+    (failure,) = PLATFORM_FINDINGS.get()
     assert "cannot be used: Odd: no" in failure.message
 
 

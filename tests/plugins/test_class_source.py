@@ -14,8 +14,8 @@ from opgraft.errors import PlatformError
 from opgraft.machine.machine import Machine
 from opgraft.plugins.class_source import look
 from opgraft.plugins.discovery import PLATFORM_GROUP, discover
+from opgraft.plugins.remarks import PLATFORM_FINDINGS
 from opgraft.plugins.selection import decide_without_torch
-from opgraft.registry.state import host_state
 
 AVAILABLE = "return Evidence(True, 'here')"
 GOOD = "from opgraft.platforms.cpu.platform import CpuPlatform\n"
@@ -157,7 +157,7 @@ def test_a_fault_that_the_source_shows(site: Site, fault: str) -> None:
     source, words = FAULTS[fault]
     site.platform("acme", probe=AVAILABLE, platform=source)
     assert detected() == ("cpu", "")
-    (finding,) = host_state().platform_findings
+    (finding,) = PLATFORM_FINDINGS.get()
     assert words in finding.message
     assert current_platform().name == "cpu"
 

@@ -194,7 +194,7 @@ def test_an_interrupt_is_not_swallowed(site) -> None:
     with pytest.raises(KeyboardInterrupt):
         load_plugins()
     assert host_state().active == []
-    assert not host_state().plugins_loaded
+    assert not host_state().loading.done
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from conftest import Site
 from opgraft import CustomOp, OpgraftConfig, current_platform, load_plugins, set_config
 from opgraft.binding.functional import FUNCTIONALS, unregister
 from opgraft.ops import RMSNorm, SiluAndMul
+from opgraft.plugins.remarks import PLATFORM_FINDINGS
+from opgraft.registry.plugin_adapters import PLUGIN_ADAPTERS
 from opgraft.registry.state import host_state
 from plugins.vllm_plugin import OPS, PLATFORM, imports_forgotten, install_acme, install_bridge
 
@@ -141,7 +143,6 @@ def test_another_platform_of_the_distribution_has_none_of_its_kernels(site: Site
     }
     points = {"opgraft.platforms": ["acme = acme.first:SPEC", "acme-two = acme.second:SPEC"]}
     site.install("acme", files, points)
-    state = host_state()
     for first in ("acme", "acme-two"):
         with set_config(OpgraftConfig(platform=first)):
             try:
@@ -149,7 +150,7 @@ def test_another_platform_of_the_distribution_has_none_of_its_kernels(site: Site
             except opgraft.OpgraftError:
                 continue
             assert not declared()["replacement"]
-    (told,) = [f for f in state.platform_findings if "goes without AcmeNorm" in f.message]
+    (told,) = [f for f in PLATFORM_FINDINGS.get() if "goes without AcmeNorm" in f.message]
     assert "Set OPGRAFT_PLATFORM=acme-two" in told.message
 
 
@@ -190,7 +191,7 @@ def test_nothing_of_a_plugin_that_is_left_out_stays(site: Site, fault: str) -> N
     assert declared() == NOTHING
     assert host_state().active == []
     assert host_state().adjustments == []
-    assert host_state().graft_adapters == []
+    assert PLUGIN_ADAPTERS.get() == []
 
 
 def test_a_plugin_that_is_denied_later_is_left_out(site: Site) -> None:

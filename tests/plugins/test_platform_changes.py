@@ -12,7 +12,7 @@ from faults.process_rows import IMPORTS
 from opgraft import current_platform, load_plugins
 from opgraft.errors import PlatformError
 from opgraft.plugins.process import changes_between, look
-from opgraft.registry.state import host_state
+from opgraft.plugins.remarks import PLATFORM_FINDINGS, PLATFORM_NOTES
 
 AVAILABLE = "return Evidence(True, 'here')"
 
@@ -34,8 +34,8 @@ def test_what_a_device_needs_of_torch_stays_and_is_named(
     load_plugins()
     assert torch.nn.functional.silu is torch.relu
     assert os.environ.pop("ACME_ASYNC") == "1"
-    assert host_state().platform_findings == []
-    assert [note for _, note in host_state().platform_notes] == [
+    assert PLATFORM_FINDINGS.get() == []
+    assert [note for _, note in PLATFORM_NOTES.get()] == [
         f"platform 'acme' of acme-dist 1.0 changed {what} while its class was loaded: it stays"
         for what in ("the environment variable ACME_ASYNC (new)", "torch.nn.functional.silu")
     ]
@@ -57,10 +57,10 @@ def test_a_class_that_cannot_be_used_leaves_nothing(site, fault: str) -> None:
     assert current_platform().name == "cpu"
     assert [each.what for each in changes_between(before, look())] == []
     assert current_platform().memory().total > 0
-    told = [finding.message for finding in host_state().platform_findings]
+    told = [finding.message for finding in PLATFORM_FINDINGS.get()]
     assert len([message for message in told if message.endswith("it was set back")]) == 4
     assert "cannot be used" in told[-1]
-    assert host_state().platform_notes == []
+    assert PLATFORM_NOTES.get() == []
 
 
 PREPARES = (
@@ -76,7 +76,7 @@ def test_what_it_sets_up_for_the_process_stays_and_is_named(
     site.platform("acme", probe=AVAILABLE, platform=source(methods=PREPARES.format("pass")))
     load_plugins()
     assert torch.backends.mkldnn.enabled is False
-    (note,) = (note for _, note in host_state().platform_notes)
+    (note,) = (note for _, note in PLATFORM_NOTES.get())
     assert note.endswith(
         "changed torch.backends.mkldnn.enabled from True to False in its method prepare: it stays"
     )
@@ -91,7 +91,7 @@ def test_a_setup_that_raises_leaves_nothing(site) -> None:
     ):
         load_plugins()
     assert torch.backends.mkldnn.enabled is True
-    (finding,) = host_state().platform_findings
+    (finding,) = PLATFORM_FINDINGS.get()
     assert (
         "mkldnn.enabled from True to False in its method prepare: it was set back"
         in finding.message

@@ -16,8 +16,8 @@ from opgraft.machine.machine import Machine
 from opgraft.platforms.cpu.probe import probe
 from opgraft.plugins.discovery import PLATFORM_GROUP, discover
 from opgraft.plugins.probing import ProbeFailed, ask
+from opgraft.plugins.remarks import PLATFORM_FINDINGS
 from opgraft.plugins.selection import selected_platform
-from opgraft.registry.state import host_state
 
 AVAILABLE = "return Evidence(True, 'a device was found')"
 ABSENT = "return Evidence(False, 'no device')"
@@ -300,7 +300,7 @@ def test_an_entry_point_that_names_what_is_not_there(site) -> None:
     files = {"brix_device.py": "SPEC = None\n"}
     site.install("brix", files, {"opgraft.platforms": ["brix = brix_device:SPECC"]})
     opgraft.current_platform()
-    (finding,) = host_state().platform_findings
+    (finding,) = PLATFORM_FINDINGS.get()
     assert (
         "the entry point brix = brix_device:SPECC in opgraft.platforms names 'SPECC'"
         in finding.message
