@@ -18,7 +18,7 @@ class Obstacle:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundDevice:
     """A device, the UUIDs that variables may name it by, and what stands in its way."""
 
     device: Device
@@ -26,7 +26,7 @@ class Found:
     obstacle: Obstacle | None = None
 
 
-def usable(found: Sequence[Found]) -> list[Found]:
+def usable(found: Sequence[FoundDevice]) -> list[FoundDevice]:
     """Return those that nothing stands in the way of; where there are none, all."""
     return [one for one in found if not one.obstacle] or list(found)
 

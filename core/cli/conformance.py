@@ -13,7 +13,7 @@ from typing import Any
 import click
 from opgraft.base.text import printable
 from opgraft.cli import evidence
-from opgraft.cli.evidence import Evidence
+from opgraft.cli.evidence import ConformanceEvidence
 from opgraft.cli.isolation import Limits, isolated, tell
 from opgraft.cli.output import GivenPath, SettingsCommand, print_wrapped, with_settings
 from opgraft.cli.report_page import page
@@ -65,7 +65,9 @@ def command(
             f"--docs is {docs!r}: name an address that begins with https://, http:// or file://"
         )
     earlier = json_file or evidence.kept_file(subject_of(plugin))
-    found = evidence.read(earlier) if resume and earlier and earlier.exists() else Evidence()
+    found = (
+        evidence.read(earlier) if resume and earlier and earlier.exists() else ConformanceEvidence()
+    )
     run = Run(plugin, found, json_file, brief=False)
     run.judge()
     regressions = found.regressions(before) if before else None
@@ -76,7 +78,7 @@ def command(
     sys.exit(1 if (found.failed() if regressions is None else regressions) else 0)
 
 
-def report(found: Evidence, regressions: list[dict[str, Any]] | None) -> None:
+def report(found: ConformanceEvidence, regressions: list[dict[str, Any]] | None) -> None:
     """Print what failed, each once, and how many passed."""
     new = {evidence.key_of(outcome) for outcome in regressions or ()}
     for outcome in found.failed():
@@ -115,7 +117,9 @@ class Run:
         brief: whether the short form is asked, which is not kept.
     """
 
-    def __init__(self, plugin: str, found: Evidence, file: Path | None, *, brief: bool) -> None:
+    def __init__(
+        self, plugin: str, found: ConformanceEvidence, file: Path | None, *, brief: bool
+    ) -> None:
         self.plugin = plugin
         self.found = found
         self.file = file

@@ -46,7 +46,7 @@ Key = tuple[str, str, str | None]
 
 
 @dataclass
-class Evidence:
+class ConformanceEvidence:
     """Everything that is known of a plugin.
 
     Attributes:
@@ -77,7 +77,7 @@ class Evidence:
         """List the answers that are failures."""
         return [outcome for outcome in self.outcomes.values() if outcome["status"] == "failed"]
 
-    def regressions(self, baseline: Evidence) -> list[dict[str, Any]]:
+    def regressions(self, baseline: ConformanceEvidence) -> list[dict[str, Any]]:
         """List what passed in an earlier run, and now fails, is skipped, or is not asked any more."""
         found = []
         for key, before in baseline.outcomes.items():
@@ -144,7 +144,7 @@ def write_text(path: Path, text: str) -> None:
         ) from error
 
 
-def read(path: Path) -> Evidence:
+def read(path: Path) -> ConformanceEvidence:
     """Read evidence.
 
     Raises:
@@ -158,7 +158,7 @@ def read(path: Path) -> Evidence:
         about = {name: data[name] for name in _SUBJECT} | {
             name: data[name] for name in _FURTHER if name in data
         }
-        found = Evidence(about, int(data["cases"]))
+        found = ConformanceEvidence(about, int(data["cases"]))
         if any(
             not isinstance(found.about.get(name, kind()), kind) for name, kind in _ABOUT.items()
         ):

@@ -52,7 +52,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProcessOutcome:
     """The result of a function in a child process, or the finding about the end of the child.
 
     Attributes:
@@ -76,7 +76,9 @@ class Outcome:
     at_exit: Finding | None = None
 
 
-def examined(module: str, function: str, *arguments: str, limits: Limits | None = None) -> Outcome:
+def examined(
+    module: str, function: str, *arguments: str, limits: Limits | None = None
+) -> ProcessOutcome:
     """Call a function as ``isolated`` does, without the plugins that end the child.
 
     A plugin that takes a child down alone as well is to blame, and is put into quarantine: the crash of
@@ -102,7 +104,7 @@ def examined(module: str, function: str, *arguments: str, limits: Limits | None 
             left_out.append(found)
 
 
-def _tried(outcome: Outcome, crash: Finding, limits: Limits) -> Finding:
+def _tried(outcome: ProcessOutcome, crash: Finding, limits: Limits) -> Finding:
     """Return the finding about the plugin that ended a child; in quarantine if that is certain."""
     if not outcome.guilty:
         return _advised(crash)
@@ -124,7 +126,7 @@ def _tried(outcome: Outcome, crash: Finding, limits: Limits) -> Finding:
     return _advised(replace(crash, message=words))
 
 
-def _attributed(at_exit: Finding, outcome: Outcome, limits: Limits) -> Finding:
+def _attributed(at_exit: Finding, outcome: ProcessOutcome, limits: Limits) -> Finding:
     """Return a finding about the end of a child with the plugin that is to blame, as far as that is certain.
 
     A destructor in C leaves no line of Python. The plugin is to blame if the end goes wrong after the
@@ -178,7 +180,7 @@ def isolated(
     limits: Limits | None = None,
     heard: Callable[[Any], None] | None = None,
     given: Mapping[str, str] | None = None,
-) -> Outcome:
+) -> ProcessOutcome:
     """Call a function that returns plain data in a child process, under this process's settings.
 
     ``heard`` is called with what the function hands to ``tell`` meanwhile. ``given`` settings stand above the others.
@@ -205,17 +207,19 @@ def isolated(
     except ChildError as error:
         message = f"the plugins cannot be tried in a process of their own: {error}"
         crash = Finding(message, exit_code=4)
-        return Outcome(crash=crash)
+        return ProcessOutcome(crash=crash)
     return _outcome(ended, limits, tuple(lines.begun), time.monotonic() - began)
 
 
-def _outcome(ended: Ended, limits: Limits, begun: tuple[Provider, ...], seconds: float) -> Outcome:
+def _outcome(
+    ended: Ended, limits: Limits, begun: tuple[Provider, ...], seconds: float
+) -> ProcessOutcome:
     """Return the result of a child, or the finding about its end."""
     last, end = _last_line(ended.reply), _end_in_words(ended, limits)
     late = ended.status is None and not ended.memory
     if "result" in last:
         at_exit = _at_exit(ended, end)
-        return Outcome(
+        return ProcessOutcome(
             last["result"], begun=begun, end=end, late=late, seconds=seconds, at_exit=at_exit
         )
 
@@ -223,7 +227,9 @@ def _outcome(ended: Ended, limits: Limits, begun: tuple[Provider, ...], seconds:
     place = _place(ended.output, provider) if provider else None
     what = last.get("what", "loading the plugins")
     crash = Finding(f"{what} {end}", provider, place, exit_code=4)
-    return Outcome(crash=crash, begun=begun, end=end, guilty=ended.died, late=late, seconds=seconds)
+    return ProcessOutcome(
+        crash=crash, begun=begun, end=end, guilty=ended.died, late=late, seconds=seconds
+    )
 
 
 def _at_exit(ended: Ended, end: str) -> Finding | None:

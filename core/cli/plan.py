@@ -22,7 +22,7 @@ from opgraft.planning.devices import device_of
 from opgraft.planning.units import in_bytes, in_seconds, parse_quantity
 
 if TYPE_CHECKING:
-    from opgraft.planning.splits import Fitting, Refused, Wanted
+    from opgraft.planning.splits import Fitting, PlanRequest, RefusedSplit
 
 _FIGURES = {
     "memory": ("bytes", "of each device, such as 80GiB"),
@@ -100,11 +100,11 @@ def command(
         given["linked"] = options["linked"]
     figures = device_of(device, given)
     # These import torch, which --help does without.
-    from opgraft.planning.splits import Planner, Wanted
+    from opgraft.planning.splits import Planner, PlanRequest
     from opgraft.serving.llm import engine_config
 
     fixed = {name: options[name] for name in _SIZES if options[name] is not None}
-    wanted = Wanted(devices, batch, context, fixed)
+    wanted = PlanRequest(devices, batch, context, fixed)
     planner = Planner(engine_config(model, None, {}).resolved(), figures)
     fitting, refused = planner.plan(wanted)
     least = None if fitting else planner.least_devices(wanted)
@@ -117,7 +117,7 @@ def command(
         sys.exit(1)
 
 
-def _none_fits(wanted: Wanted, least: int | None) -> str:
+def _none_fits(wanted: PlanRequest, least: int | None) -> str:
     step = "give devices with more memory, a smaller --context or --batch, or a quantization"
     if least is not None:
         step = f"the least number on which one fits is {least}: give --devices {least}, or {step}"
@@ -125,7 +125,10 @@ def _none_fits(wanted: Wanted, least: int | None) -> str:
 
 
 def _print_as_text(
-    figures: DeviceFigures, wanted: Wanted, fitting: Sequence[Fitting], refused: Sequence[Refused]
+    figures: DeviceFigures,
+    wanted: PlanRequest,
+    fitting: Sequence[Fitting],
+    refused: Sequence[RefusedSplit],
 ) -> None:
     print_wrapped(
         f"{wanted.devices} devices ({figures.name}: {in_bytes(figures.memory)}, {figures.bandwidth / 1e12:.4g} TB/s), "
@@ -162,9 +165,9 @@ def _cells(row: Fitting) -> tuple[str, ...]:
 def _print_as_json(
     model: str,
     figures: DeviceFigures,
-    wanted: Wanted,
+    wanted: PlanRequest,
     fitting: Sequence[Fitting],
-    refused: Sequence[Refused],
+    refused: Sequence[RefusedSplit],
     least: int | None,
 ) -> None:
     print_json(
@@ -196,5 +199,5 @@ def _print_as_json(
     )
 
 
-def _sizes(row: Fitting | Refused) -> dict[str, int]:
+def _sizes(row: Fitting | RefusedSplit) -> dict[str, int]:
     return {**dataclasses.asdict(row.layout), "expert": row.expert}

@@ -6,7 +6,7 @@ import sys
 
 import click
 from opgraft.cli.conformance import Run, report
-from opgraft.cli.evidence import Evidence
+from opgraft.cli.evidence import ConformanceEvidence
 from opgraft.cli.output import SettingsCommand, with_settings
 
 
@@ -18,7 +18,7 @@ def command(name: str) -> None:
 
     These are its registration, values, strides, gradients and compilation, and its platform. Exit code 1: one failed.
     """
-    found = Evidence()
+    found = ConformanceEvidence()
     Run(name, found, None, brief=True).judge()
     report(found, None)
     sys.exit(1 if found.failed() else 0)

@@ -27,7 +27,7 @@ BATCH = "batch"
 """The name of the size that is dynamic where nothing else is asked for."""
 
 
-class Captured(NamedTuple):
+class CapturedGraph(NamedTuple):
     """A graph over the parameters of a model.
 
     Attributes:
@@ -55,7 +55,7 @@ WAYS: tuple[Way, ...] = (
 """The ways to a graph in the order in which they are tried: name, whether export is strict, what it does."""
 
 
-def capture(model: nn.Module, example: Example, ways: Sequence[Way] = WAYS) -> Captured:
+def capture(model: nn.Module, example: Example, ways: Sequence[Way] = WAYS) -> CapturedGraph:
     """Capture ``model``, by ``torch.export`` or, where that cannot, by Dynamo, as far as these are among ``ways``.
 
     Raises:
@@ -94,7 +94,9 @@ def _named(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
             vars(model)["forward"] = forward
 
 
-def _captured(model: nn.Module, example: Example, ways: Sequence[Way], shapes: Any) -> Captured:
+def _captured(
+    model: nn.Module, example: Example, ways: Sequence[Way], shapes: Any
+) -> CapturedGraph:
     failed: list[tuple[str, str]] = []
     for name, strict, why in ways:
         try:
@@ -218,7 +220,9 @@ def _of_batch(value: Any, batch: Any) -> Any:
     return {0: batch}
 
 
-def _over_parameters(model: nn.Module, program: ExportedProgram, decision: Decision) -> Captured:
+def _over_parameters(
+    model: nn.Module, program: ExportedProgram, decision: Decision
+) -> CapturedGraph:
     """Turn those inputs of a program that are parameters or buffers into attributes: the model's own tensors."""
     graph, copies = fx.Graph(), {}
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
@@ -261,7 +265,7 @@ def _over_parameters(model: nn.Module, program: ExportedProgram, decision: Decis
         bounds,
         results,
     )
-    return Captured(module, signature, decision)
+    return CapturedGraph(module, signature, decision)
 
 
 def _expected_of(module: fx.GraphModule) -> tuple[Expected, ...]:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from opgraft.binding.functional import Functional
-from opgraft.compilation.graph_pass import LATER, PASSED_OVER, GraphPass, Outcome
+from opgraft.compilation.graph_pass import LATER, PASSED_OVER, GraphPass, PassOutcome
 from opgraft.compilation.nodes import has_kernel, semantic_call, semantic_calls
 from opgraft.distributed import get_tp_group
 from opgraft.ops.fused.collectives import functional
@@ -41,7 +41,7 @@ class AllReduceRMSNorm(GraphPass):
 
     name: ClassVar[str] = "all_reduce_rms_norm"
 
-    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
+    def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
         replaced, left = 0, list[str]()
         order = {node: place for place, node in enumerate(module.graph.nodes)}
         for node, name, given in semantic_calls(module.graph, *_NORMS):
@@ -74,7 +74,7 @@ class AllReduceRMSNorm(GraphPass):
             parts = _join(module.graph, reduced, node, fused, arguments, bool(others))
             order.update(dict.fromkeys(parts, before))
             replaced += 1
-        return Outcome.of(replaced, left)
+        return PassOutcome.of(replaced, left)
 
 
 def _join(
@@ -120,7 +120,7 @@ class SequenceParallelism(GraphPass):
         """Tell whether there may be a row for each rank."""
         return 1 < get_tp_group().world_size < sizes.stop
 
-    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
+    def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
         replaced, left = 0, list[str]()
         rows = _Rows(module.graph, get_tp_group().world_size)
         for node, name, given in semantic_calls(module.graph, *_NORMS):
@@ -138,7 +138,7 @@ class SequenceParallelism(GraphPass):
             for result in list(node.users) if _returns_several(name) else [node]:
                 rows.gather(result, made)
             replaced += 1
-        return Outcome.of(replaced, left)
+        return PassOutcome.of(replaced, left)
 
 
 class _Rows:
@@ -242,7 +242,7 @@ class AsyncTensorParallelism(GraphPass):
     name: ClassVar[str] = "async_tensor_parallelism"
     is_default: ClassVar[bool] = False
 
-    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
+    def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
         replaced, left = 0, list[str]()
         for node in list(module.graph.nodes):
             found = _scattered_map(node) or _map_of_gathered(node)
@@ -256,7 +256,7 @@ class AsyncTensorParallelism(GraphPass):
                 fused = module.graph.call_function(getattr(_opgraft, form.name).default, arguments)
             node.replace_all_uses_with(fused)
             replaced += 1
-        return Outcome.of(replaced, left)
+        return PassOutcome.of(replaced, left)
 
 
 Found = tuple[Functional[..., Any], tuple[Any, ...]] | None

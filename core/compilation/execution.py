@@ -8,11 +8,11 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from opgraft.compilation.backends import Runner
-from opgraft.compilation.capture import Captured
+from opgraft.compilation.capture import CapturedGraph
 from opgraft.compilation.graph_pass import ALL_SIZES
 from opgraft.compilation.lowering import lower
 from opgraft.compilation.pieces import Pieces
-from opgraft.compilation.static_graph import Replayed, expect_recordable
+from opgraft.compilation.static_graph import ReplayedCode, expect_recordable
 from opgraft.config import CompilationConfig
 from opgraft.errors import CompilationError
 from opgraft.registry.decision import Candidate, Decision
@@ -36,7 +36,7 @@ class Execution(NamedTuple):
 
 
 def executed(
-    captured: Captured,
+    captured: CapturedGraph,
     settings: CompilationConfig,
     build: Callable[[fx.GraphModule], Runner],
     sizes: range = ALL_SIZES,
@@ -71,7 +71,7 @@ def executed(
         by = _cuts(settings.cuts, pieces)
     if whole and recorded:
         expect_recordable(captured.module)
-        run = Replayed(run, captured.module, batch, recorded)
+        run = ReplayedCode(run, captured.module, batch, recorded)
     reason = (
         f"recorded for batches of {', '.join(map(str, recorded))}"
         if recorded

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from opgraft.compilation.backends import Runner, built
-from opgraft.compilation.capture import DYNAMO, WAYS, Captured, capture
+from opgraft.compilation.capture import DYNAMO, WAYS, CapturedGraph, capture
 from opgraft.compilation.code import Code, Packaged
 from opgraft.compilation.example import Example
 from opgraft.compilation.execution import executed
@@ -25,7 +25,7 @@ from torch import fx, nn
 
 def codes_of(
     model: nn.Module, example: Example, settings: CompilationConfig, packages: Packages | None
-) -> tuple[Captured, dict[range, Code]]:
+) -> tuple[CapturedGraph, dict[range, Code]]:
     """Capture a model, and generate code for any size of the batch, for ``compile_sizes`` and for ranges.
 
     Raises:
@@ -43,7 +43,7 @@ def codes_of(
 
 def generate(
     model: nn.Module,
-    captured: Captured,
+    captured: CapturedGraph,
     settings: CompilationConfig,
     sizes: range = ALL_SIZES,
     packages: Packages | None = None,

@@ -20,7 +20,7 @@ ALL_SIZES = range(1, sys.maxsize)
 """The sizes of the batch that a graph serves which is captured for any."""
 
 
-class Outcome(NamedTuple):
+class PassOutcome(NamedTuple):
     """The places in a graph that a pass looked for and found, those of them that it changed, and why it left others."""
 
     matched: int
@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
     left: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, replaced: int, left: Sequence[str]) -> Outcome:
+    def of(cls, replaced: int, left: Sequence[str]) -> PassOutcome:
         """Count places that were changed, and those that were left, of each of which the reason is given."""
         return cls(replaced + len(left), replaced, tuple(dict.fromkeys(left)))
 
@@ -72,7 +72,7 @@ class GraphPass(ABC):
     """A pass of opgraft that is not runs only where ``compilation_config.pass_config`` says so."""
 
     @abstractmethod
-    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
+    def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
         """Change the graph in place, and count what was found and changed.
 
         Nodes that it adds need no ``meta``. What nobody uses any more is removed afterwards.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from opgraft.compilation.graph_pass import GraphPass, Outcome
+from opgraft.compilation.graph_pass import GraphPass, PassOutcome
 from opgraft.compilation.nodes import JOINT, PARTS, Origin, semantic_call, semantic_calls
 from opgraft.ops.composites.gated_mlp import GatedMLP
 from opgraft.ops.composites.joint import JointLayer, joint_parameters
@@ -24,7 +24,7 @@ class GatedProduct(GraphPass):
 
     name: ClassVar[str] = "gated_product"
 
-    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
+    def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
         replaced, left = 0, list[str]()
         for node in list(module.graph.nodes):
             found = _gated(node) if node.target is _aten.mul.Tensor else None
@@ -43,7 +43,7 @@ class GatedProduct(GraphPass):
                 product = module.graph.call_function(target.default, (joint, *given))
             node.replace_all_uses_with(product)
             replaced += 1
-        return Outcome.of(replaced, left)
+        return PassOutcome.of(replaced, left)
 
 
 def _gated(product: fx.Node) -> tuple[str, tuple[Any, ...], dict[str, Any], dict[str, Any]] | None:
@@ -119,7 +119,7 @@ class JointLinears(GraphPass):
 
     name: ClassVar[str] = "joint_linears"
 
-    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
+    def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
         groups: dict[fx.Node, list[tuple[fx.Node, str]]] = {}
         for node, _, given in semantic_calls(module.graph, "linear"):
             path = _layer_of(given)
@@ -128,7 +128,7 @@ class JointLinears(GraphPass):
             ):
                 groups.setdefault(given["x"], []).append((node, path))
         joined = [_joined(module, model, x, group) for x, group in groups.items() if len(group) > 1]
-        return Outcome.of(sum(joined), ["weights cannot lie together"] * joined.count(False))
+        return PassOutcome.of(sum(joined), ["weights cannot lie together"] * joined.count(False))
 
 
 def _layer_of(given: dict[str, Any]) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from opgraft.base.text import described
 from opgraft.compat.graphs import with_symbols_for_sizes
-from opgraft.compilation.graph_pass import ALL_SIZES, GraphPass, Outcome, PassReport
+from opgraft.compilation.graph_pass import ALL_SIZES, GraphPass, PassOutcome, PassReport
 from opgraft.compilation.nodes import attribute_of, layout_of
 from opgraft.errors import CompilationError, ConfigError
 from torch import fx, nn
@@ -45,7 +45,7 @@ def run_passes(
         try:
             if not each.applies(sizes):
                 continue
-            *found, left = Outcome(*each.run(module, model))
+            *found, left = PassOutcome(*each.run(module, model))
             matched, replaced = map(operator.index, found)
             _expect_same_ends(module.graph, known)
             module.graph.eliminate_dead_code()

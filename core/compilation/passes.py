@@ -16,7 +16,7 @@ from opgraft.compilation.collective_passes import (
     AsyncTensorParallelism,
     SequenceParallelism,
 )
-from opgraft.compilation.graph_pass import LATER, PASSED_OVER, GraphPass, Outcome
+from opgraft.compilation.graph_pass import LATER, PASSED_OVER, GraphPass, PassOutcome
 from opgraft.compilation.linear_passes import GatedProduct, JointLinears
 from opgraft.compilation.nodes import OPERATOR, has_kernel, layout_of, semantic_calls
 from opgraft.compilation.quantization_passes import (
@@ -42,7 +42,7 @@ class NoOps(GraphPass):
 
     name: ClassVar[str] = "no_ops"
 
-    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
+    def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
         found = 0
         for node in list(module.graph.nodes):
             if node.target is _aten._assert_tensor_metadata.default:
@@ -51,7 +51,7 @@ class NoOps(GraphPass):
             elif _changes_nothing(node):
                 node.replace_all_uses_with(node.args[0])
                 found += 1
-        return Outcome(found, found)
+        return PassOutcome(found, found)
 
 
 def _changes_nothing(node: fx.Node) -> bool:
@@ -75,13 +75,13 @@ class Copies(GraphPass):
 
     name: ClassVar[str] = "copies"
 
-    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
+    def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
         copies = [node for node in module.graph.nodes if node.target is _aten.clone.default]
         needless = [node for node in copies if _is_needless(node)]
         for node in needless:
             node.replace_all_uses_with(node.args[0])
         kept = len(copies) - len(needless)
-        return Outcome.of(
+        return PassOutcome.of(
             len(needless), ["somebody else reads the memory, or it is laid out otherwise"] * kept
         )
 
@@ -106,7 +106,7 @@ class AddRMSNorm(GraphPass):
         "gemma_rms_norm": _opgraft.fused_add_gemma_rms_norm.default,
     }
 
-    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
+    def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
         replaced, left = 0, list[str]()
         order = {node: place for place, node in enumerate(module.graph.nodes)}
         for norm, name, given in semantic_calls(module.graph, *self._fused):
@@ -134,7 +134,7 @@ class AddRMSNorm(GraphPass):
             norm.replace_all_uses_with(normed)
             summed.replace_all_uses_with(total)
             replaced += 1
-        return Outcome.of(replaced, left)
+        return PassOutcome.of(replaced, left)
 
 
 def _is_sum(node: object) -> bool:

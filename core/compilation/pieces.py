@@ -11,7 +11,7 @@ from opgraft.compilation.backends import Runner
 from opgraft.compilation.lowering import lower
 from opgraft.compilation.nodes import attribute_of
 from opgraft.compilation.splitting import split
-from opgraft.compilation.static_graph import Replayed, expect_recordable
+from opgraft.compilation.static_graph import ReplayedCode, expect_recordable
 from torch import Tensor, fx
 
 
@@ -55,7 +55,7 @@ class Pieces:
     ) -> None:
         self.pieces = split(graph, cuts)
         self.forms: Counter[str] = Counter()
-        self.replayed: list[Replayed] = []
+        self.replayed: list[ReplayedCode] = []
         made: dict[str, tuple[Runner, Counter[str]]] = {}
         runs: list[Runner] = []
         for piece in self.pieces:
@@ -66,7 +66,7 @@ class Pieces:
             self.forms += forms
             if sizes and not piece.cut:
                 expect_recordable(piece.module)
-                run = Replayed(run, piece.module, batch, sizes)
+                run = ReplayedCode(run, piece.module, batch, sizes)
                 self.replayed.append(run)
             runs.append(run)
         self.num_compiled = len({piece.key for piece in self.pieces if not piece.cut})

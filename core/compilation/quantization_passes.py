@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from opgraft.compilation.graph_pass import PASSED_OVER, GraphPass, Outcome
+from opgraft.compilation.graph_pass import PASSED_OVER, GraphPass, PassOutcome
 from opgraft.compilation.nodes import OPERATOR, has_kernel, semantic_call, semantic_calls
 from opgraft.ops.fused.quantization import functional as _functional  # noqa: F401  # registers the forms
 from torch import fx, nn
@@ -24,7 +24,7 @@ class _QuantizedResult(GraphPass):
     forms: ClassVar[tuple[str, ...]]
     quantizers: ClassVar[tuple[str, ...]]
 
-    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
+    def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
         _merge_equal(module.graph, self.quantizers)
         replaced, left = 0, list[str]()
         order = {node: place for place, node in enumerate(module.graph.nodes)}
@@ -45,7 +45,7 @@ class _QuantizedResult(GraphPass):
                 continue
             _join(module.graph, made, node, f"{form}_{name}", {**arguments, **given})
             replaced += 1
-        return Outcome.of(replaced, left)
+        return PassOutcome.of(replaced, left)
 
 
 class RMSNormQuantFP8(_QuantizedResult):
@@ -86,7 +86,7 @@ class AttentionQuantFP8(GraphPass):
     name: ClassVar[str] = "attention_quant_fp8"
     _form: ClassVar[str] = "scaled_dot_product_attention"
 
-    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
+    def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
         _merge_equal(module.graph, _FP8)
         replaced, left = 0, list[str]()
         order = {node: place for place, node in enumerate(module.graph.nodes)}
@@ -119,7 +119,7 @@ class AttentionQuantFP8(GraphPass):
                 node,
             )
             replaced += 1
-        return Outcome.of(replaced, left)
+        return PassOutcome.of(replaced, left)
 
 
 _MOVES = frozenset(("transpose", "permute", "contiguous", "clone", "reshape", "view", "flatten"))

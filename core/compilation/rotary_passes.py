@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from opgraft.compilation.graph_pass import LATER, PASSED_OVER, GraphPass, Outcome
+from opgraft.compilation.graph_pass import LATER, PASSED_OVER, GraphPass, PassOutcome
 from opgraft.compilation.nodes import OPERATOR, has_kernel, layout_of, semantic_call, semantic_calls
 from torch import Tensor, fx, nn
 
@@ -73,13 +73,13 @@ class QKNormRope(GraphPass):
 
     name: ClassVar[str] = "qk_norm_rope"
 
-    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
+    def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
         first, second = _join_by_position(module.graph), _join_by_row(module.graph)
         left = tuple(dict.fromkeys(first.left + second.left))
-        return Outcome(first.matched + second.matched, first.replaced + second.replaced, left)
+        return PassOutcome(first.matched + second.matched, first.replaced + second.replaced, left)
 
 
-def _join_by_position(graph: fx.Graph) -> Outcome:
+def _join_by_position(graph: fx.Graph) -> PassOutcome:
     """Join rotations by positions, as the decoders of opgraft have them."""
     replaced, left = 0, list[str]()
     for node, name, given in semantic_calls(graph, "rotary_embedding"):
@@ -103,10 +103,10 @@ def _join_by_position(graph: fx.Graph) -> Outcome:
         for user in list(node.users):
             user.replace_all_uses_with(parts[user.args[1]])  # type: ignore[index]
         replaced += 1
-    return Outcome.of(replaced, left)
+    return PassOutcome.of(replaced, left)
 
 
-def _join_by_row(graph: fx.Graph) -> Outcome:
+def _join_by_row(graph: fx.Graph) -> PassOutcome:
     """Join rotations by rows for each token, as transformers has them, by an op of its own or by many operators."""
     replaced, left = 0, list[str]()
     order = {node: place for place, node in enumerate(graph.nodes)}
@@ -124,7 +124,7 @@ def _join_by_row(graph: fx.Graph) -> Outcome:
             _replace(graph, query, key, tables)
             replaced += 1
         query = None
-    return Outcome.of(replaced, left)
+    return PassOutcome.of(replaced, left)
 
 
 def _replace(

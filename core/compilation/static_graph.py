@@ -63,7 +63,7 @@ class StaticGraph(PluggableClass):
         return self.outputs
 
 
-class Replayed:
+class ReplayedCode:
     """Code with a static graph for each of some sizes of the batch, to the next of which calls are padded.
 
     Rows of padding hold zeros, or what an earlier call had there. A call of more rows runs the code itself.

@@ -34,7 +34,7 @@ class _SeenVariables(Mapping[str, str]):
 
 
 @dataclass
-class Seen:
+class SeenRequests:
     """A record of what probes have asked for.
 
     Attributes:
@@ -59,13 +59,13 @@ class Seen:
 class RecordingMachine(Machine):
     """A machine that notes what probes read, so that exactly this can be written down."""
 
-    seen: Seen
+    seen: SeenRequests
 
     def __init__(self, machine: Machine) -> None:
         environ = _SeenVariables(machine.environ)
         super().__init__(machine.root, environ, machine.packages, machine.torch, machine.denied)
         object.__setattr__(
-            self, "seen", Seen(environ)
+            self, "seen", SeenRequests(environ)
         )  # a machine is frozen; what was seen of it grows
 
     def variables(self) -> dict[str, str]:

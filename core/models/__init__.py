@@ -24,7 +24,7 @@ from opgraft.models.families import (
 )
 from opgraft.models.files import Weights, find_checkpoint, open_weights
 from opgraft.models.hybrid import Lfm2ForCausalLM, Mamba2ForCausalLM, MambaForCausalLM
-from opgraft.models.load import Loaded, load_weights
+from opgraft.models.load import LoadReport, load_weights
 from opgraft.models.model import Model, model_class, model_classes
 from opgraft.models.names import WeightsMapper
 from opgraft.models.plamo2 import Plamo2ForCausalLM
@@ -45,7 +45,7 @@ __all__ = [
     "LlamaForCausalLM",
     "Mamba2ForCausalLM",
     "MambaForCausalLM",
-    "Loaded",
+    "LoadReport",
     "MistralForCausalLM",
     "MixtralForCausalLM",
     "Model",

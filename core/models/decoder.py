@@ -15,7 +15,7 @@ from opgraft.distributed import (
     tensor_model_parallel_all_gather,
 )
 from opgraft.errors import LayerError, ModelError
-from opgraft.models.decoder_config import DecoderShape, Family
+from opgraft.models.decoder_config import DecoderFamily, DecoderShape
 from opgraft.models.decoder_experts import expert_sharing
 from opgraft.models.decoder_mlp import DecoderMLP, feed_forward
 from opgraft.models.description import architecture_config, joined, quantization_config
@@ -64,7 +64,7 @@ class DecoderAttention(nn.Module):
     def __init__(
         self,
         shape: DecoderShape,
-        family: Family,
+        family: DecoderFamily,
         layer: int,
         rope: nn.Module,
         quant_config: QuantizationConfig | None,
@@ -170,7 +170,7 @@ class DecoderLayer(nn.Module):
     def __init__(
         self,
         shape: DecoderShape,
-        family: Family,
+        family: DecoderFamily,
         layer: int,
         rope: nn.Module,
         quant_config: QuantizationConfig | None,
@@ -265,7 +265,7 @@ class DecoderModel(DecoderStack):
     def __init__(
         self,
         shape: DecoderShape,
-        family: Family,
+        family: DecoderFamily,
         quant_config: QuantizationConfig | None,
         prefix: str,
         stage: Stage,
@@ -393,7 +393,7 @@ class DecoderForCausalLM(StagedForCausalLM):
     """
 
     model: DecoderModel
-    family: ClassVar[Family] = Family()
+    family: ClassVar[DecoderFamily] = DecoderFamily()
     packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]] = PACKED_MODULES
     embedding_weight: ClassVar[str] = "model.embed_tokens.weight"
     plain_config: ClassVar[bool] = True

@@ -10,7 +10,7 @@ from typing import Any
 from opgraft.errors import ModelError
 from opgraft.models.decoder_experts import ExpertsFamily, ExpertsShape
 from opgraft.models.deepseek_experts import RoutedShape
-from opgraft.models.given import LARGEST_SIZE, Given
+from opgraft.models.given import LARGEST_SIZE, GivenSettings
 from opgraft.ops.moe.fused.placement import ALONE, ExpertSharing
 
 ACTIVATIONS = {
@@ -23,7 +23,7 @@ ACTIVATIONS = {
 
 
 @dataclass(frozen=True)
-class Family:
+class DecoderFamily:
     """The ways in which a family of decoders differs from Llama that its config does not tell.
 
     Attributes:
@@ -120,7 +120,7 @@ class DecoderShape:
 
     @classmethod
     def of(
-        cls, config: Any, family: Family, max_position: int | None = None, **others: Any
+        cls, config: Any, family: DecoderFamily, max_position: int | None = None, **others: Any
     ) -> DecoderShape:
         """Read a config of ``transformers``.
 
@@ -133,7 +133,7 @@ class DecoderShape:
         Raises:
             ModelError: the config lacks a size, contradicts itself or asks for what is not written.
         """
-        given = Given(config, **others)
+        given = GivenSettings(config, **others)
         heads, hidden = given.size("num_attention_heads"), given.size("hidden_size")
         kv_heads = given.size("num_key_value_heads", heads)
         head_size = _head_size(given, hidden, heads, kv_heads)
@@ -175,7 +175,7 @@ class DecoderShape:
         )
 
 
-def _expect_written(given: Given) -> None:
+def _expect_written(given: GivenSettings) -> None:
     """Refuse what no decoder here does.
 
     Raises:
@@ -191,7 +191,7 @@ def _expect_written(given: Given) -> None:
         )
 
 
-def _head_size(given: Given, hidden: int, heads: int, kv_heads: int) -> int:
+def _head_size(given: GivenSettings, hidden: int, heads: int, kv_heads: int) -> int:
     if heads % kv_heads:
         raise ModelError(
             f"{given.name}: num_attention_heads is {heads}, which num_key_value_heads, {kv_heads}, does not divide"
@@ -203,7 +203,7 @@ def _head_size(given: Given, hidden: int, heads: int, kv_heads: int) -> int:
     return given.size("head_dim", hidden // heads)
 
 
-def _longest(given: Given, max_position: int | None) -> int:
+def _longest(given: GivenSettings, max_position: int | None) -> int:
     if max_position is None:
         max_position = given("max_position_embeddings")
     if type(max_position) is not int or not 1 <= max_position <= LARGEST_SIZE:
@@ -214,7 +214,7 @@ def _longest(given: Given, max_position: int | None) -> int:
     return max_position
 
 
-def _logits_scaling(given: Given) -> float:
+def _logits_scaling(given: GivenSettings) -> float:
     value = given("logits_scaling", 1.0)
     if not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ModelError(
@@ -223,7 +223,7 @@ def _logits_scaling(given: Given) -> float:
     return float(value)
 
 
-def _activation(given: Given) -> str:
+def _activation(given: GivenSettings) -> str:
     name = given("hidden_activation", None) or given("hidden_act")
     if name not in ACTIVATIONS:
         raise ModelError(
@@ -233,7 +233,7 @@ def _activation(given: Given) -> str:
 
 
 def _layers(
-    given: Given, family: Family
+    given: GivenSettings, family: DecoderFamily
 ) -> tuple[tuple[LayerShape, ...], Mapping[str, Mapping[str, Any]]]:
     """Read the kinds of layers, each of which may have a rope of its own."""
     count, windowed = (
@@ -269,13 +269,13 @@ def _layers(
     return layers, ropes
 
 
-def _attention_scale(given: Given, head_size: int) -> float:
+def _attention_scale(given: GivenSettings, head_size: int) -> float:
     scalar = given("query_pre_attn_scalar", None)
     scale: float = given("attention_multiplier", None) or (scalar or head_size) ** -0.5
     return scale
 
 
-def _latent(given: Given) -> LatentShape:
+def _latent(given: GivenSettings) -> LatentShape:
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     sizes = {name: given.size(name) for name in names}
     rank = None if given("q_lora_rank", None) is None else given.size("q_lora_rank")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from opgraft.config import OpgraftConfig
 from opgraft.errors import ModelError
-from opgraft.models.given import Given
+from opgraft.models.given import GivenSettings
 from opgraft.ops.linear import ReplicatedLinear
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.moe.fused import FusedMoE
@@ -43,7 +43,7 @@ class ExpertsShape:
     layers: frozenset[int]
 
     @classmethod
-    def of(cls, given: Given, family: ExpertsFamily) -> ExpertsShape:
+    def of(cls, given: GivenSettings, family: ExpertsFamily) -> ExpertsShape:
         """Read a config.
 
         Args:

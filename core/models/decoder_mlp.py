@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from opgraft.models.decoder_config import DecoderShape, Family
+from opgraft.models.decoder_config import DecoderFamily, DecoderShape
 from opgraft.models.decoder_experts import DecoderExperts
 from opgraft.models.deepseek_experts import DeepseekExperts
 from opgraft.ops.activation import GeluAndMul, SiluAndMul
@@ -63,7 +63,7 @@ class DecoderMLP(nn.Module):
 
 def feed_forward(
     shape: DecoderShape,
-    family: Family,
+    family: DecoderFamily,
     layer: int,
     quant_config: QuantizationConfig | None,
     prefix: str,

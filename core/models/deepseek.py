@@ -8,8 +8,8 @@ from typing import ClassVar
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
 from opgraft.models.decoder import PACKED_MODULES, DecoderForCausalLM
-from opgraft.models.decoder_config import Family
-from opgraft.models.given import Given
+from opgraft.models.decoder_config import DecoderFamily
+from opgraft.models.given import GivenSettings
 from opgraft.models.names import ShardId
 
 
@@ -17,7 +17,7 @@ from opgraft.models.names import ShardId
 class DeepseekV2ForCausalLM(DecoderForCausalLM):
     """DeepSeek-V2 (arXiv:2405.04434): latent attention."""
 
-    family = Family(latent=True, qkv_bias=None)
+    family = DecoderFamily(latent=True, qkv_bias=None)
     packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]] = {
         **PACKED_MODULES,
         "fused_qkv_a_proj": {"q_a_proj": 0, "kv_a_proj_with_mqa": 1},
@@ -27,7 +27,11 @@ class DeepseekV2ForCausalLM(DecoderForCausalLM):
         super().__init__(opgraft_config=opgraft_config, prefix=prefix)
         # Behind the last layer checkpoints have those that predict further tokens in training.
         count = self.stage.num_layers
-        further = 0 if self.config is None else Given(self.config).count("num_nextn_predict_layers")
+        further = (
+            0
+            if self.config is None
+            else GivenSettings(self.config).count("num_nextn_predict_layers")
+        )
         self.ignored_weights = [
             f"model.layers.{number}.*" for number in range(count, count + further)
         ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from opgraft.errors import ModelError
-from opgraft.models.given import Given
+from opgraft.models.given import GivenSettings
 from opgraft.ops.linear import ReplicatedLinear
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.moe.fused import FusedMoE
@@ -38,7 +38,7 @@ class RoutedShape:
     by_sigmoid: bool
 
     @classmethod
-    def of(cls, given: Given) -> RoutedShape | None:
+    def of(cls, given: GivenSettings) -> RoutedShape | None:
         """Read a config; ``None`` where all layers are dense.
 
         Args:

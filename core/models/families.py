@@ -6,11 +6,11 @@ import dataclasses
 
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.models.decoder import DecoderForCausalLM
-from opgraft.models.decoder_config import Family
+from opgraft.models.decoder_config import DecoderFamily
 from opgraft.models.decoder_experts import ExpertsFamily
 from opgraft.models.names import WeightsMapper
 
-_GEMMA2 = Family(
+_GEMMA2 = DecoderFamily(
     after_attention="post_attention_layernorm",
     before_mlp="pre_feedforward_layernorm",
     after_mlp="post_feedforward_layernorm",
@@ -28,35 +28,35 @@ class LlamaForCausalLM(DecoderForCausalLM):
 class MistralForCausalLM(DecoderForCausalLM):
     """Mistral (arXiv:2310.06825): Llama with a window."""
 
-    family = Family(windowed=True)
+    family = DecoderFamily(windowed=True)
 
 
 @PluggableClass.register("Qwen2ForCausalLM")
 class Qwen2ForCausalLM(DecoderForCausalLM):
     """Qwen2 and Qwen2.5 (arXiv:2407.10671): biases of query, key and value."""
 
-    family = Family(qkv_bias=True)
+    family = DecoderFamily(qkv_bias=True)
 
 
 @PluggableClass.register("Qwen3ForCausalLM")
 class Qwen3ForCausalLM(DecoderForCausalLM):
     """Qwen3 (arXiv:2505.09388): norms of the heads of query and key."""
 
-    family = Family(qk_norm="head")
+    family = DecoderFamily(qk_norm="head")
 
 
 @PluggableClass.register("Phi3ForCausalLM")
 class Phi3ForCausalLM(DecoderForCausalLM):
     """Phi-3 (arXiv:2404.14219): checkpoints have query, key and value, and gate and up, in one."""
 
-    family = Family(windowed=True)
+    family = DecoderFamily(windowed=True)
 
 
 @PluggableClass.register("GemmaForCausalLM")
 class GemmaForCausalLM(DecoderForCausalLM):
     """Gemma (arXiv:2403.08295): norms that scale by one plus their weight, and scaled embeddings."""
 
-    family = Family(gemma_norm=True, scaled_embedding=True)
+    family = DecoderFamily(gemma_norm=True, scaled_embedding=True)
 
 
 @PluggableClass.register("Gemma2ForCausalLM")
@@ -82,7 +82,7 @@ class GraniteForCausalLM(DecoderForCausalLM):
 class Olmo2ForCausalLM(DecoderForCausalLM):
     """OLMo 2 (arXiv:2501.00656): norms behind each part only, and of all heads of query and key at once."""
 
-    family = Family(
+    family = DecoderFamily(
         before_attention=None,
         after_attention="post_attention_layernorm",
         before_mlp=None,
@@ -95,7 +95,7 @@ class Olmo2ForCausalLM(DecoderForCausalLM):
 class MixtralForCausalLM(DecoderForCausalLM):
     """Mixtral (arXiv:2401.04088): Mistral with experts."""
 
-    family = Family(windowed=True, experts=ExpertsFamily())
+    family = DecoderFamily(windowed=True, experts=ExpertsFamily())
     weights_mapper = WeightsMapper(substrings={".block_sparse_moe.": ".mlp."}, base="model")
 
 
@@ -103,21 +103,21 @@ class MixtralForCausalLM(DecoderForCausalLM):
 class Qwen3MoeForCausalLM(DecoderForCausalLM):
     """Qwen3 with experts (arXiv:2505.09388), in all layers or in some."""
 
-    family = Family(qk_norm="head", windowed=True, experts=ExpertsFamily(renormalize=None))
+    family = DecoderFamily(qk_norm="head", windowed=True, experts=ExpertsFamily(renormalize=None))
 
 
 @PluggableClass.register("OlmoeForCausalLM")
 class OlmoeForCausalLM(DecoderForCausalLM):
     """OLMoE (arXiv:2409.02060): experts, and norms of all heads of query and key at once."""
 
-    family = Family(qk_norm="whole", experts=ExpertsFamily(renormalize=None))
+    family = DecoderFamily(qk_norm="whole", experts=ExpertsFamily(renormalize=None))
 
 
 @PluggableClass.register("GptOssForCausalLM")
 class GptOssForCausalLM(DecoderForCausalLM):
     """gpt-oss (arXiv:2508.10925): experts with biases and a clipped gate, sinks, and windows in turn."""
 
-    family = Family(
+    family = DecoderFamily(
         sinks=True,
         experts=ExpertsFamily(activation="swigluoai", has_bias=True, transposed_checkpoint=True),
     )

@@ -14,7 +14,7 @@ import torch
 from opgraft.base.files import without_waiting
 from opgraft.errors import CheckpointError
 from opgraft.models.extras import import_extra
-from opgraft.models.gguf_header import Row, read_header
+from opgraft.models.gguf_header import TensorRow, read_header
 from opgraft.models.lazy import MAPPED_BYTES, Bounds, LazyTensor, StoredTensor
 
 PLAIN: Mapping[str, torch.dtype] = {
@@ -58,7 +58,7 @@ class _Mapped:
     def header_bytes(self) -> memoryview:
         return memoryview(self._data)
 
-    def array(self, row: Row, width: int, bounds: Bounds) -> Any:
+    def array(self, row: TensorRow, width: int, bounds: Bounds) -> Any:
         """Return a copy of a part of the bytes of a tensor ``[..., width]``."""
         if self._read > MAPPED_BYTES:
             self._data, self._read = self._mapped(), 0
@@ -74,7 +74,7 @@ class _Mapped:
 class _Blocks(StoredTensor):
     """The bytes of a tensor."""
 
-    def __init__(self, file: _Mapped, row: Row) -> None:
+    def __init__(self, file: _Mapped, row: TensorRow) -> None:
         self._width = (row.end - row.begin) // max(1, math.prod(row.shape[:-1]))
         super().__init__((*row.shape[:-1], self._width), torch.uint8, row.type)
         self._file, self._row = file, row
@@ -88,7 +88,7 @@ class _Blocks(StoredTensor):
 class _Stored(StoredTensor):
     """The numbers of a tensor; float32 where they are made from blocks."""
 
-    def __init__(self, file: _Mapped, row: Row) -> None:
+    def __init__(self, file: _Mapped, row: TensorRow) -> None:
         super().__init__(
             row.shape, PLAIN.get(row.type, torch.float32), None if row.type in PLAIN else row.type
         )

@@ -46,7 +46,7 @@ _ARRAYS = {**_SCALARS, 7: "B"}  # the codes of struct are those of array, but fo
 
 
 @dataclass(frozen=True)
-class Row:
+class TensorRow:
     """One tensor: the name of its type, its shape with the fastest dimension last, its bytes ``[begin, end)``."""
 
     name: str
@@ -61,7 +61,7 @@ class Header:
     """The metadata by key, and the tensors."""
 
     metadata: Mapping[str, Any]
-    rows: tuple[Row, ...]
+    rows: tuple[TensorRow, ...]
 
 
 class _Cursor:
@@ -199,7 +199,7 @@ def _repeated(infos: list[tuple[str, tuple[int, ...], int, int]]) -> Iterator[tu
     return ((name, n) for name, n in Counter(info[0] for info in infos).items() if n > 1)
 
 
-def _row(name: str, shape: tuple[int, ...], kind: int, begin: int) -> tuple[Row | None, str]:
+def _row(name: str, shape: tuple[int, ...], kind: int, begin: int) -> tuple[TensorRow | None, str]:
     """Return the row of one tensor, with no problem, or None and the problem."""
     gguf = import_extra("gguf")
     try:
@@ -212,11 +212,11 @@ def _row(name: str, shape: tuple[int, ...], kind: int, begin: int) -> tuple[Row 
             None,
             f"rows of {shape[-1] if shape else 0} are no whole blocks of {known.name} ({block} values)",
         )
-    return Row(name, known.name, shape, begin, begin + math.prod(shape) // block * size), ""
+    return TensorRow(name, known.name, shape, begin, begin + math.prod(shape) // block * size), ""
 
 
 def _misplaced(
-    rows: list[Row], start: int, size: int, alignment: int, *, complete: bool
+    rows: list[TensorRow], start: int, size: int, alignment: int, *, complete: bool
 ) -> Iterator[str]:
     """Yield what is wrong with the places of the tensors; holes only where all rows could be read."""
     ordered = sorted(rows, key=lambda row: (row.begin, row.end))

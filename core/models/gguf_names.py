@@ -18,7 +18,7 @@ from opgraft.models.settings_keys import GGUF_GENERAL, GGUF_NO_MODELS, refusals
 
 
 @dataclass(frozen=True)
-class Family:
+class GgufFamily:
     """One architecture of GGUF, in the terms of transformers.
 
     Attributes:
@@ -55,20 +55,20 @@ _POST = (
 )
 _CAPPED = ("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 _SCALED = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
-_GEMMA2 = Family("gemma2", "Gemma2ForCausalLM", False, True, _SANDWICH, _CAPPED, 46)
+_GEMMA2 = GgufFamily("gemma2", "Gemma2ForCausalLM", False, True, _SANDWICH, _CAPPED, 46)
 
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family("llama", "LlamaForCausalLM", permuted=True),
-    "qwen2": Family("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": Family("qwen3", "Qwen3ForCausalLM"),
-    "phi3": Family("phi3", "Phi3ForCausalLM", reads=("attention.sliding_window",)),
-    "gemma": Family("gemma", "GemmaForCausalLM", norm_offset=True),
+FAMILIES: Mapping[str, GgufFamily] = {
+    "llama": GgufFamily("llama", "LlamaForCausalLM", permuted=True),
+    "qwen2": GgufFamily("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": GgufFamily("qwen3", "Qwen3ForCausalLM"),
+    "phi3": GgufFamily("phi3", "Phi3ForCausalLM", reads=("attention.sliding_window",)),
+    "gemma": GgufFamily("gemma", "GemmaForCausalLM", norm_offset=True),
     "gemma2": _GEMMA2,
     "gemma3": replace(
         _GEMMA2, model_type="gemma3_text", architecture="Gemma3ForCausalLM", blocks_of_27b=62
     ),
-    "granite": Family("granite", "GraniteForCausalLM", permuted=True, reads=_SCALED),
-    "olmo2": Family("olmo2", "Olmo2ForCausalLM", norms=_POST),
+    "granite": GgufFamily("granite", "GraniteForCausalLM", permuted=True, reads=_SCALED),
+    "olmo2": GgufFamily("olmo2", "Olmo2ForCausalLM", norms=_POST),
 }
 """By ``general.architecture``. Mistral and SmolLM are llama there."""
 
@@ -170,7 +170,7 @@ def _expect_model(metadata: Mapping[str, Any], file: object) -> None:
     raise CheckpointError(f"{file} holds {contents}, no model: {shown}. {advice}.")
 
 
-def family_of(metadata: Mapping[str, Any], file: object) -> Family:
+def family_of(metadata: Mapping[str, Any], file: object) -> GgufFamily:
     """Return the family that a file names.
 
     Raises:
@@ -228,7 +228,7 @@ def config_values(
     return values | _rope(given, tensors) | _query_scale(given, family) | _biases(metadata, tensors)
 
 
-def _unread(given: Mapping[str, Any], family: Family) -> Iterator[str]:
+def _unread(given: Mapping[str, Any], family: GgufFamily) -> Iterator[str]:
     """Yield the settings that have no place and change the model."""
     for key in sorted(set(given) - _READ - _HARMLESS - set(family.reads)):
         if given[key] not in _NEUTRAL.get(key, ()):
@@ -236,7 +236,7 @@ def _unread(given: Mapping[str, Any], family: Family) -> Iterator[str]:
 
 
 def _contradictions(
-    given: Mapping[str, Any], family: Family, tensors: Mapping[str, LazyTensor]
+    given: Mapping[str, Any], family: GgufFamily, tensors: Mapping[str, LazyTensor]
 ) -> Iterator[str]:
     """Yield the settings whose values are those of no model that is written here."""
     head = _head_size(given)
@@ -260,7 +260,7 @@ def _head_size(given: Mapping[str, Any]) -> int:
     return int(given.get("attention.key_length", given.get("embedding_length", 0) // heads))
 
 
-def _query_scale(given: Mapping[str, Any], family: Family) -> dict[str, Any]:
+def _query_scale(given: Mapping[str, Any], family: GgufFamily) -> dict[str, Any]:
     """Return the divisor of scores of a Gemma, which no key tells.
 
     The models of 27 billion parameters are told by their number of layers, as llama.cpp does (``src/llama-model.cpp``,
@@ -310,7 +310,7 @@ def _factor(frequencies: LazyTensor) -> float:
 
 
 def _unread_frequencies(
-    given: Mapping[str, Any], family: Family, frequencies: LazyTensor
+    given: Mapping[str, Any], family: GgufFamily, frequencies: LazyTensor
 ) -> Iterator[str]:
     """Yield why divisors of the rope's frequencies are not those of Llama 3.1 and later, which the config can hold.
 
@@ -367,7 +367,7 @@ def renamed(
     }
 
 
-def _name(name: str, family: Family) -> str:
+def _name(name: str, family: GgufFamily) -> str:
     module, _, kind = name.rpartition(".")
     if module in _OUTER:
         return f"{_OUTER[module]}.{kind}"
@@ -381,7 +381,7 @@ def _name(name: str, family: Family) -> str:
 
 
 def _converted(
-    name: str, tensor: LazyTensor, family: Family, metadata: Mapping[str, Any]
+    name: str, tensor: LazyTensor, family: GgufFamily, metadata: Mapping[str, Any]
 ) -> LazyTensor:
     part = name.rpartition(".")[0].rpartition(".")[2]
     if family.norm_offset and part.endswith("norm"):

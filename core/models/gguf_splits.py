@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class VocabularyCuts:
     """The cuts and the flags of a byte-level vocabulary.
 
     Attributes:
@@ -119,25 +119,25 @@ _JAIS_SPACES = (
     r"|\s{8}(?!\S)|\s{4}(?!\S)|\s{1,2}(?!\S)|\s{1}"
 )
 
-_PLAIN = Vocabulary((_GPT2,))
-_DIGITS = Vocabulary((r"\p{N}", _GPT2))
-_OF_LLAMA3 = Vocabulary((_LLAMA3,), whole_words=True, begins=True)
-_LIKE_LLAMA3 = Vocabulary((_LLAMA3,))
-_OF_QWEN2 = Vocabulary((_QWEN2,))
-_OF_GPT4O = Vocabulary((_GPT4O,))
-_OF_DEEPSEEK3 = Vocabulary(_DEEPSEEK3)
-_OF_BLOOM = Vocabulary((_BLOOM,))
-_WITH_THREES = Vocabulary((_THREES, _GPT4O))
-_OF_JINA = Vocabulary((_GPT2,), lstrip=("<mask>",))
-_OF_LING = Vocabulary(
+_PLAIN = VocabularyCuts((_GPT2,))
+_DIGITS = VocabularyCuts((r"\p{N}", _GPT2))
+_OF_LLAMA3 = VocabularyCuts((_LLAMA3,), whole_words=True, begins=True)
+_LIKE_LLAMA3 = VocabularyCuts((_LLAMA3,))
+_OF_QWEN2 = VocabularyCuts((_QWEN2,))
+_OF_GPT4O = VocabularyCuts((_GPT4O,))
+_OF_DEEPSEEK3 = VocabularyCuts(_DEEPSEEK3)
+_OF_BLOOM = VocabularyCuts((_BLOOM,))
+_WITH_THREES = VocabularyCuts((_THREES, _GPT4O))
+_OF_JINA = VocabularyCuts((_GPT2,), lstrip=("<mask>",))
+_OF_LING = VocabularyCuts(
     (
         r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
         r"|\s*[\r\n]|\s+(?!\S)|\s+",
     )
 )
 
-VOCABULARIES: Mapping[str, Vocabulary] = {
-    "default": Vocabulary((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+VOCABULARIES: Mapping[str, VocabularyCuts] = {
+    "default": VocabularyCuts((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
     **dict.fromkeys(
         (
             "llama3",
@@ -153,19 +153,19 @@ VOCABULARIES: Mapping[str, Vocabulary] = {
         _OF_LLAMA3,
     ),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), _LIKE_LLAMA3),
-    **dict.fromkeys(("glm4", "glm5"), Vocabulary((_LLAMA3,), whole_words=True)),
-    "jais-2": Vocabulary(
+    **dict.fromkeys(("glm4", "glm5"), VocabularyCuts((_LLAMA3,), whole_words=True)),
+    "jais-2": VocabularyCuts(
         (rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|{_JAIS_SPACES}",),
     ),
-    "minicpm5": Vocabulary(
+    "minicpm5": VocabularyCuts(
         (r"\p{N}{1,3}", rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}+|{_SIGNS}|{_SPACES}"), whole_words=True
     ),
-    "deepseek-llm": Vocabulary(_DEEPSEEK_LLM),
-    "deepseek-coder": Vocabulary(_DEEPSEEK_CODER),
+    "deepseek-llm": VocabularyCuts(_DEEPSEEK_LLM),
+    "deepseek-coder": VocabularyCuts(_DEEPSEEK_CODER),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "hy_v4", "joyai-llm"), _OF_DEEPSEEK3),
-    "spark2_5": Vocabulary(_SPARK),
-    "youtu": Vocabulary((_YOUTU_SCRIPTS, _YOUTU), whole_words=True),
-    "falcon": Vocabulary((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
+    "spark2_5": VocabularyCuts(_SPARK),
+    "youtu": VocabularyCuts((_YOUTU_SCRIPTS, _YOUTU), whole_words=True),
+    "falcon": VocabularyCuts((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
     **dict.fromkeys(
         (
             "gpt-2",
@@ -187,7 +187,7 @@ VOCABULARIES: Mapping[str, Vocabulary] = {
         _PLAIN,
     ),
     **dict.fromkeys(("jina-v2-es", "jina-v2-de", "jina-v2-code"), _OF_JINA),
-    "modern-bert": Vocabulary((_GPT2,), lstrip=("[MASK]",)),
+    "modern-bert": VocabularyCuts((_GPT2,), lstrip=("[MASK]",)),
     **dict.fromkeys(
         (
             "starcoder",
@@ -215,11 +215,11 @@ VOCABULARIES: Mapping[str, Vocabulary] = {
         ),
         _OF_QWEN2,
     ),
-    "qwen35": Vocabulary((_QWEN35,)),
+    "qwen35": VocabularyCuts((_QWEN35,)),
     **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), _OF_BLOOM),
-    "viking": Vocabulary((_BLOOM, r"\p{N}")),
-    "tekken": Vocabulary((_TEKKEN,), whole_words=True, begins=True),
-    "chameleon": Vocabulary(
+    "viking": VocabularyCuts((_BLOOM, r"\p{N}")),
+    "tekken": VocabularyCuts((_TEKKEN,), whole_words=True, begins=True),
+    "chameleon": VocabularyCuts(
         (
             "<sentinel:[0-9]+>",
             "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
@@ -231,18 +231,18 @@ VOCABULARIES: Mapping[str, Vocabulary] = {
         begins=True,
     ),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _OF_GPT4O),
-    "granite-embed-multi-97m": Vocabulary((_GPT4O,), whole_words=True),
+    "granite-embed-multi-97m": VocabularyCuts((_GPT4O,), whole_words=True),
     **dict.fromkeys(("tiny_aya", "cohere2moe"), _WITH_THREES),
-    "kimi-k2": Vocabulary((_KIMI,)),
-    "superbpe": Vocabulary((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
+    "kimi-k2": VocabularyCuts((_KIMI,)),
+    "superbpe": VocabularyCuts((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
     **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _OF_LING),
-    "seed-coder": Vocabulary(
+    "seed-coder": VocabularyCuts(
         (rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",)
     ),
-    "ufakzeka": Vocabulary((rf"{_WORD}|\p{{N}}|{_SIGNS}|{_SPACES}",)),
-    "afmoe": Vocabulary(_TRINITY),
-    "laguna": Vocabulary((r"[^\n]+|[\n]+", _QWEN2)),
-    "exaone-moe": Vocabulary(
+    "ufakzeka": VocabularyCuts((rf"{_WORD}|\p{{N}}|{_SIGNS}|{_SPACES}",)),
+    "afmoe": VocabularyCuts(_TRINITY),
+    "laguna": VocabularyCuts((r"[^\n]+|[\n]+", _QWEN2)),
+    "exaone-moe": VocabularyCuts(
         (
             rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
             r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",

@@ -12,7 +12,7 @@ from typing import Any
 from opgraft.base.text import described
 from opgraft.errors import CheckpointError, VocabularyError, close_matches
 from opgraft.models.extras import import_extra
-from opgraft.models.gguf_splits import REFUSED, VOCABULARIES, Vocabulary
+from opgraft.models.gguf_splits import REFUSED, VOCABULARIES, VocabularyCuts
 from opgraft.models.settings_keys import GGUF_TOKENIZER, refusals
 
 SPECIAL_TOKENS: Mapping[str, str] = {
@@ -129,7 +129,7 @@ def _maker(metadata: Mapping[str, Any], file: Path) -> tuple[Any, bool]:
     raise _unread(file, f"tokenizer.ggml.model is {model!r:.80}, which is not known: {known}")
 
 
-def _vocabulary(metadata: Mapping[str, Any], file: Path) -> Vocabulary:
+def _vocabulary(metadata: Mapping[str, Any], file: Path) -> VocabularyCuts:
     name = metadata.get("tokenizer.ggml.pre") or "default"
     if isinstance(name, str) and name in VOCABULARIES:
         return VOCABULARIES[name]
@@ -159,7 +159,7 @@ def _surround(tokenizer: Any, special: Mapping[str, str], flags: tuple[bool, boo
     )
 
 
-def _byte_level(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> Any:
+def _byte_level(metadata: Mapping[str, Any], vocabulary: VocabularyCuts) -> Any:
     """Make the tokenizer of a vocabulary of bytes, which merges make longer pieces of."""
     tokenizers = import_extra("tokenizers")
     model = tokenizers.models.BPE(

@@ -11,7 +11,7 @@ LARGEST_SIZE = 2**23
 """The most that a size may be, several times that of any model: a table of as many rows has gigabytes."""
 
 
-class Given:
+class GivenSettings:
     """The settings of a config.
 
     Args:

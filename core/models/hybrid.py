@@ -12,10 +12,10 @@ from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
 from opgraft.errors import ModelError
 from opgraft.models.decoder import PACKED_MODULES, DecoderAttention, rope_of
-from opgraft.models.decoder_config import DecoderShape, Family
+from opgraft.models.decoder_config import DecoderFamily, DecoderShape
 from opgraft.models.decoder_mlp import DecoderMLP
 from opgraft.models.description import architecture_config, joined, quantization_config
-from opgraft.models.given import Given
+from opgraft.models.given import GivenSettings
 from opgraft.models.names import ShardId, WeightsMapper
 from opgraft.models.staged import DecoderStack, StagedForCausalLM
 from opgraft.ops.embedding import LogitsProcessor, VocabParallelEmbedding
@@ -175,7 +175,7 @@ class Lfm2ForCausalLM(HybridForCausalLM):
         self, config: Any, quant_config: QuantizationConfig | None, prefix: str
     ) -> tuple[list[HybridLayer], float]:
         """Return a layer for each of the config's ``layer_types``."""
-        Given(config).size("conv_L_cache")
+        GivenSettings(config).size("conv_L_cache")
         kinds = ["full_attention" if kind == "conv" else kind for kind in config.layer_types]
         others = {
             "rms_norm_eps": config.norm_eps,
@@ -183,7 +183,7 @@ class Lfm2ForCausalLM(HybridForCausalLM):
             "layer_types": kinds,
             "intermediate_size": _adjusted(config),
         }
-        family = Family(qk_norm="head", qkv_bias=False, output_bias=False)
+        family = DecoderFamily(qk_norm="head", qkv_bias=False, output_bias=False)
         shape = DecoderShape.of(config, family, self.opgraft_config.model.max_model_len, **others)
         self.max_position = shape.max_position
         ropes = {name: rope_of(shape, parameters) for name, parameters in shape.ropes.items()}
@@ -214,7 +214,7 @@ def _adjusted(config: Any) -> int:
     if config.block_ffn_dim_multiplier is None:
         return size
     size = int(config.block_ffn_dim_multiplier * size)
-    multiple = Given(config).size("block_multiple_of")
+    multiple = GivenSettings(config).size("block_multiple_of")
     return -(-size // multiple) * multiple
 
 
@@ -245,7 +245,7 @@ class MambaForCausalLM(HybridForCausalLM):
     ) -> tuple[list[HybridLayer], float]:
         """Return the layers, each a mixer."""
         expect_mixers(config, "intermediate_size", "state_size", "conv_kernel", "time_step_rank")
-        eps = Given(config).epsilon("layer_norm_epsilon")
+        eps = GivenSettings(config).epsilon("layer_norm_epsilon")
         layers = []
         for number in self.stage.layers:
             mixer = MambaMixer(
@@ -278,7 +278,7 @@ class Mamba2ForCausalLM(HybridForCausalLM):
         """Return the layers, each a mixer."""
         expect_mixers(config, "state_size", "conv_kernel", "n_groups", "num_heads", "head_dim")
         expect_unlimited(config)
-        eps = Given(config).epsilon("layer_norm_epsilon")
+        eps = GivenSettings(config).epsilon("layer_norm_epsilon")
         layers = []
         for number in self.stage.layers:
             mixer = MambaMixer2(
@@ -306,7 +306,7 @@ def expect_mixers(config: Any, *sizes: str) -> None:
     Raises:
         ModelError: one of the named sizes is none, or the activation is another than they have.
     """
-    given = Given(config)
+    given = GivenSettings(config)
     for name in sizes:
         given.size(name)
     if given("hidden_act") not in ("silu", "swish"):

@@ -29,7 +29,7 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadReport:
     """The outcome of loading.
 
     Attributes:
@@ -51,7 +51,7 @@ def load_weights(
     mapper: WeightsMapper | None = None,
     ignored: Sequence[str] = (),
     progress: bool = False,
-) -> Loaded:
+) -> LoadReport:
     """Fill all parameters and persistent buffers of ``model``, then let modules process them.
 
     The model's ``packed_modules_mapping`` (see ``HasPackedModules``) tells which layers of the checkpoint it keeps as
@@ -99,7 +99,7 @@ def load_weights(
         untied_only = len(problems) == len(ways.keys() & missing)
         raise _mismatch(model, problems, untied_only)
     hooks.finish()
-    return Loaded(count, tuple(left), time.perf_counter() - start)
+    return LoadReport(count, tuple(left), time.perf_counter() - start)
 
 
 _CHUNK = 1 << 20

@@ -10,9 +10,9 @@ from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
 from opgraft.errors import ModelError
 from opgraft.models.decoder import DecoderAttention, rope_of
-from opgraft.models.decoder_config import DecoderShape, Family
+from opgraft.models.decoder_config import DecoderFamily, DecoderShape
 from opgraft.models.decoder_mlp import DecoderMLP
-from opgraft.models.given import Given
+from opgraft.models.given import GivenSettings
 from opgraft.models.hybrid import HybridForCausalLM, HybridLayer, normalised
 from opgraft.models.names import ShardId, WeightsMapper
 from opgraft.ops.layernorm import RMSNorm
@@ -114,7 +114,7 @@ class Plamo2ForCausalLM(HybridForCausalLM):
             ModelError: the config describes experts, or no layers as these.
         """
         _expect_sizes(config)
-        family = Family(qk_norm="each")
+        family = DecoderFamily(qk_norm="each")
         shape = DecoderShape.of(
             config, family, self.opgraft_config.model.max_model_len, **_as_decoder(config)
         )
@@ -153,7 +153,7 @@ def attends(config: Any, layer: int) -> bool:
 
 
 def _expect_sizes(config: Any) -> None:
-    given = Given(config)
+    given = GivenSettings(config)
     for name in ("mamba_num_heads", "mamba_d_state", "mamba_d_conv", "attention_window_size"):
         given.size(name)
     experts = getattr(config, "n_expert", None)

@@ -30,7 +30,7 @@ from opgraft.planning.units import in_bytes
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PlanRequest:
     """Devices and sequences that a plan is for.
 
     Attributes:
@@ -91,7 +91,7 @@ class Fitting(Split):
 
 
 @dataclass(frozen=True)
-class Refused(Split):
+class RefusedSplit(Split):
     """A split that cannot be, and why."""
 
     reason: str = ""
@@ -113,7 +113,7 @@ class Planner:
         with opened_once(config_only=True):
             self._config_only = not open_weights(config.model.name or "").tensors
 
-    def plan(self, wanted: Wanted) -> tuple[list[Fitting], list[Refused]]:
+    def plan(self, wanted: PlanRequest) -> tuple[list[Fitting], list[RefusedSplit]]:
         """Return the splits that fit, the fastest first, and the others.
 
         Raises:
@@ -130,9 +130,9 @@ class Planner:
             )
         fitting = [each for each in tried if isinstance(each, Fitting)]
         fitting.sort(key=lambda each: (-each.tokens_per_second, each.step))
-        return fitting, [each for each in tried if isinstance(each, Refused)]
+        return fitting, [each for each in tried if isinstance(each, RefusedSplit)]
 
-    def least_devices(self, wanted: Wanted) -> int | None:
+    def least_devices(self, wanted: PlanRequest) -> int | None:
         """Return the least number of devices, more than are wanted, on which a split fits; ``None`` if none does."""
         whole = self._shard(Split(ParallelLayout()), 0)
         cache = (
@@ -145,12 +145,12 @@ class Planner:
         numbers = [number for number in range(first, 4 * first) if number <= 32 or not number % 8]
         return next((number for number in numbers if self._fits(open_sizes, number)), None)
 
-    def _fits(self, wanted: Wanted, devices: int) -> bool:
+    def _fits(self, wanted: PlanRequest, devices: int) -> bool:
         tried = dataclasses.replace(wanted, devices=devices)
         whole = self._shard(Split(ParallelLayout()), 0)
         return any(not self._obstacle(each, tried, whole) for each in self._splits(tried, whole))
 
-    def _splits(self, wanted: Wanted, whole: Shard) -> Iterator[Split]:
+    def _splits(self, wanted: PlanRequest, whole: Shard) -> Iterator[Split]:
         """Yield the products of sizes that make the number of devices, with the fixed ones."""
         fixed = wanted.fixed
         for data in _divisors(wanted.devices):
@@ -164,13 +164,15 @@ class Planner:
                     Split(layout, each) for each in experts if fixed.get("expert", each) == each
                 )
 
-    def _tried(self, split: Split, wanted: Wanted, whole: Shard) -> Fitting | Refused:
+    def _tried(self, split: Split, wanted: PlanRequest, whole: Shard) -> Fitting | RefusedSplit:
         reason = self._obstacle(split, wanted, whole)
         return (
-            Refused(split.layout, split.expert, reason) if reason else self._fitting(split, wanted)
+            RefusedSplit(split.layout, split.expert, reason)
+            if reason
+            else self._fitting(split, wanted)
         )
 
-    def _obstacle(self, split: Split, wanted: Wanted, whole: Shard) -> str:
+    def _obstacle(self, split: Split, wanted: PlanRequest, whole: Shard) -> str:
         """Return why a split cannot be; empty where it fits."""
         layout = split.layout
         held = layout.world if split.expert > 1 else layout.tensor * layout.pipeline
@@ -196,7 +198,7 @@ class Planner:
         """Return a rank of each stage of the first replica: the first, which has most where others have less."""
         return [stage * layout.tensor for stage in range(layout.pipeline)]
 
-    def _fitting(self, split: Split, wanted: Wanted) -> Fitting:
+    def _fitting(self, split: Split, wanted: PlanRequest) -> Fitting:
         layout, device = split.layout, self.device
         rows = ceil(wanted.batch / (layout.data * layout.pipeline))
         ranks = self._ranks(layout)
@@ -246,7 +248,7 @@ class Planner:
             self._stage_layers[count] = evenly(layers, count) if len(layers) >= count else ()
         return {"stage_layers": self._stage_layers[count]}
 
-    def _cache_tokens(self, shard: Shard, wanted: Wanted, sequences: int) -> int:
+    def _cache_tokens(self, shard: Shard, wanted: PlanRequest, sequences: int) -> int:
         """Return the tokens that the cache of a rank holds, of which as many sequences as are wanted have room.
 
         Raises:

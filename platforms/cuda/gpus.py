@@ -13,7 +13,7 @@ from dataclasses import replace
 from opgraft.machine.evidence import Device
 from opgraft.machine.machine import Machine
 from opgraft.platforms.cuda.chips import chip
-from opgraft.platforms.obstacles import Found, Obstacle
+from opgraft.platforms.obstacles import FoundDevice, Obstacle
 from opgraft.platforms.pci import FOLDER, PciFunction, pci_functions
 
 VENDOR = 0x10DE
@@ -40,7 +40,7 @@ def driver_version(machine: Machine) -> str | None:
     return found.group(1) if found else ""
 
 
-def gpus(machine: Machine) -> list[Found]:
+def gpus(machine: Machine) -> list[FoundDevice]:
     """List the GPUs of the machine, in the order of their addresses."""
     version = driver_version(machine)
     if machine.names(FOLDER):
@@ -54,7 +54,7 @@ def gpus(machine: Machine) -> list[Found]:
     return [_gpu(machine, version, address, None) for address in machine.names(f"{DRIVER}/gpus")]
 
 
-def partitions(machine: Machine, gpu: Found) -> list[Found]:
+def partitions(machine: Machine, gpu: FoundDevice) -> list[FoundDevice]:
     """Return the MIG devices of a GPU, or the GPU itself where it has none. No file tells how much memory each has."""
     minor = _minor(_information(machine, gpu.device.pci_address or ""))
     folder = f"{DRIVER}/capabilities/gpu{minor}/mig"
@@ -80,7 +80,7 @@ def _numbered(machine: Machine, folder: str, prefix: str) -> list[int]:
 
 def _gpu(
     machine: Machine, version: str | None, address: str, function: PciFunction | None
-) -> Found:
+) -> FoundDevice:
     information = _information(machine, address)
     name, capability = chip(function.device) if function else ("NVIDIA GPU", None)
     uuid = information.get("GPU UUID", "")
@@ -94,7 +94,7 @@ def _gpu(
         if function is None or function.driver in (None, "nvidia")
         else function.driver,
     )
-    return Found(
+    return FoundDevice(
         device, (uuid,) if uuid else (), _obstacle(machine, version, function, information)
     )
 
@@ -139,12 +139,12 @@ def _no_node(missing: str) -> Obstacle:
     return Obstacle(missing, remedy)
 
 
-def _nodes_alone(machine: Machine) -> Iterator[Found]:
+def _nodes_alone(machine: Machine) -> Iterator[FoundDevice]:
     if not machine.exists(CONTROL):
         return
     for name in machine.names("/dev"):
         if re.fullmatch(r"nvidia\d{1,4}", name):
-            yield Found(
+            yield FoundDevice(
                 Device("NVIDIA GPU"), obstacle=node_obstacle(machine, (f"/dev/{name}", CONTROL))
             )
 

@@ -8,7 +8,7 @@ from opgraft.machine.evidence import Device
 from opgraft.machine.machine import Machine
 from opgraft.platforms.cuda.chips import TEGRA
 from opgraft.platforms.cuda.gpus import node_obstacle
-from opgraft.platforms.obstacles import Found, Obstacle
+from opgraft.platforms.obstacles import FoundDevice, Obstacle
 
 RELEASE = "/etc/nv_tegra_release"
 DEVICE_TREE = "/proc/device-tree"
@@ -17,7 +17,7 @@ WSL_LIBRARY = "/usr/lib/wsl/lib/libcuda.so.1"
 _JETSON_NODES = ("/dev/nvhost-gpu", "/dev/nvgpu", "/dev/nvidia0")
 
 
-def jetson(machine: Machine) -> list[Found]:
+def jetson(machine: Machine) -> list[FoundDevice]:
     """Find the GPU of a Jetson, whose release begins ``# R36 (release), REVISION: 4.3, …``; memory is the machine's."""
     release = re.match(
         r"# R(\d{1,3}) \(release\), REVISION: ([\d.]{1,10})", machine.read(RELEASE) or ""
@@ -45,11 +45,13 @@ def jetson(machine: Machine) -> list[Found]:
         "in a container: start it with the GPU (docker run --runtime nvidia)",
     )
     return [
-        Found(device, obstacle=node_obstacle(machine, tuple(present[:1])) if present else missing)
+        FoundDevice(
+            device, obstacle=node_obstacle(machine, tuple(present[:1])) if present else missing
+        )
     ]
 
 
-def under_wsl(machine: Machine) -> list[Found]:
+def under_wsl(machine: Machine) -> list[FoundDevice]:
     """Find a GPU of the Windows host. The node alone may be any vendor's; NVIDIA's driver mounts its libcuda beside it.
 
     No file tells how many there are, nor which.
@@ -57,4 +59,4 @@ def under_wsl(machine: Machine) -> list[Found]:
     if not machine.exists(WSL_NODE) or not machine.exists(WSL_LIBRARY):
         return []
     device = Device("NVIDIA GPU of the Windows host", driver="dxgkrnl")
-    return [Found(device, obstacle=node_obstacle(machine, (WSL_NODE,)))]
+    return [FoundDevice(device, obstacle=node_obstacle(machine, (WSL_NODE,)))]

@@ -10,7 +10,7 @@ from opgraft.platforms.cuda import gpus
 from opgraft.platforms.cuda.integrated import RELEASE, jetson, under_wsl
 from opgraft.platforms.cuda.nvml import with_detail
 from opgraft.platforms.obstacles import (
-    Found,
+    FoundDevice,
     Obstacle,
     counted,
     hide,
@@ -64,7 +64,7 @@ def visible_count(evidence: Evidence) -> int:
     )
 
 
-def _visible(machine: Machine, units: list[Found]) -> tuple[int, ...]:
+def _visible(machine: Machine, units: list[FoundDevice]) -> tuple[int, ...]:
     """Return the positions that the variable leaves visible; CUDA numbers equal GPUs by address, as the files do."""
     value = machine.environ.get(VARIABLE)
     if value is None:
@@ -87,14 +87,16 @@ def _all_hidden(machine: Machine, visible: tuple[int, ...]) -> Obstacle | None:
     )
 
 
-def _summary(found: list[Found], within_reach: list[Found], units: list[Found]) -> str:
+def _summary(
+    found: list[FoundDevice], within_reach: list[FoundDevice], units: list[FoundDevice]
+) -> str:
     some = f"{len(within_reach)} of {len(found)} NVIDIA GPUs within reach"
     text = some if len(within_reach) < len(found) else counted(len(within_reach), "NVIDIA GPU")
     parts = [unit for unit in units if unit.device.name.endswith(gpus.MIG)]
     return f"{text} with {counted(len(parts), 'MIG device')}" if parts else text
 
 
-def _facts(machine: Machine, found: list[Found]) -> list[Fact]:
+def _facts(machine: Machine, found: list[FoundDevice]) -> list[Fact]:
     facts = [Fact(f"{gpus.DRIVER}/version", gpus.driver_version(machine) or "not there")]
     if VARIABLE in machine.environ:
         facts.append(Fact(VARIABLE, machine.environ[VARIABLE]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from opgraft.machine.evidence import Device, Evidence, Fact
 from opgraft.machine.machine import Machine
 from opgraft.platforms.obstacles import (
-    Found,
+    FoundDevice,
     Obstacle,
     counted,
     hide,
@@ -60,7 +60,7 @@ def visible_count(evidence: Evidence) -> int:
     return sum(not device.hidden for device in evidence.devices)
 
 
-def _of_node(machine: Machine, node: Node) -> Found:
+def _of_node(machine: Machine, node: Node) -> FoundDevice:
     version = (machine.read(f"/sys/module/{DRIVER}/version") or "")[:40].strip()
     device = Device(
         name=model(machine, node.properties.get("device_id", 0), node.function),
@@ -71,10 +71,10 @@ def _of_node(machine: Machine, node: Node) -> Found:
         driver=f"{DRIVER} {version}".strip(),
     )
     obstacle = _node_obstacle(machine, COMPUTE_NODE) or _node_obstacle(machine, node.render_node)
-    return Found(device, (node.uuid,) if node.uuid else (), obstacle)
+    return FoundDevice(device, (node.uuid,) if node.uuid else (), obstacle)
 
 
-def _without_node(machine: Machine, function: PciFunction) -> Found:
+def _without_node(machine: Machine, function: PciFunction) -> FoundDevice:
     """Return a GPU that PCI shows and the topology does not."""
     device = Device(
         name=model(machine, function.device, function),
@@ -83,7 +83,9 @@ def _without_node(machine: Machine, function: PciFunction) -> Found:
         driver=function.driver,
     )
     if function.driver == DRIVER and refused(machine):
-        return Found(device, obstacle=Obstacle(f"the files of {NODES} may not be read", _CONTAINER))
+        return FoundDevice(
+            device, obstacle=Obstacle(f"the files of {NODES} may not be read", _CONTAINER)
+        )
     missing = (
         f"the driver {DRIVER} is not loaded"
         if function.driver is None
@@ -92,7 +94,7 @@ def _without_node(machine: Machine, function: PciFunction) -> Found:
     if function.driver == DRIVER:
         missing = f"the driver offers no compute device ({NODES})"
     remedy = f"load {DRIVER} (modprobe {DRIVER}), or install it (https://rocm.docs.amd.com/projects/install-on-linux)"
-    return Found(device, obstacle=Obstacle(missing, remedy))
+    return FoundDevice(device, obstacle=Obstacle(missing, remedy))
 
 
 def _node_obstacle(machine: Machine, node: str) -> Obstacle | None:
@@ -106,7 +108,7 @@ def _node_obstacle(machine: Machine, node: str) -> Obstacle | None:
     return None
 
 
-def _visible(machine: Machine, found: list[Found]) -> tuple[int, ...]:
+def _visible(machine: Machine, found: list[FoundDevice]) -> tuple[int, ...]:
     """Return the positions that are left visible: HIP chooses among those that the runtime below it (ROCr) leaves."""
     positions = tuple(range(len(found)))
     lower = machine.environ.get(LOWER_VARIABLE)
@@ -135,7 +137,7 @@ def _all_hidden(machine: Machine, visible: tuple[int, ...]) -> Obstacle | None:
     )
 
 
-def _summary(found: list[Found], within_reach: list[Found]) -> str:
+def _summary(found: list[FoundDevice], within_reach: list[FoundDevice]) -> str:
     if len(within_reach) < len(found):
         return f"{len(within_reach)} of {len(found)} AMD GPUs within reach"
     cards = {one.device.pci_address for one in found}
@@ -144,7 +146,7 @@ def _summary(found: list[Found], within_reach: list[Found]) -> str:
     return f"{counted(len(cards), 'AMD GPU')} in {len(found)} partitions"
 
 
-def _facts(machine: Machine, found: list[Found]) -> list[Fact]:
+def _facts(machine: Machine, found: list[FoundDevice]) -> list[Fact]:
     facts = [Fact(NODES, f"{len(machine.names(NODES))} nodes")]
     unread = refused(machine)
     if unread:

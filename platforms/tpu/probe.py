@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from opgraft.machine.evidence import Device, Evidence, Fact
 from opgraft.machine.machine import Machine
-from opgraft.platforms.obstacles import Found, Obstacle, counted, hide, usable, verdict
+from opgraft.platforms.obstacles import FoundDevice, Obstacle, counted, hide, usable, verdict
 from opgraft.platforms.pci import PciFunction, absence, pci_functions
 from opgraft.platforms.tpu.packages import Choice, choose
 
@@ -92,7 +92,7 @@ def _generation(function: PciFunction) -> Generation | None:
     )
 
 
-def _found(machine: Machine, function: PciFunction, index: int, choice: Choice) -> Found:
+def _found(machine: Machine, function: PciFunction, index: int, choice: Choice) -> FoundDevice:
     generation = _generation(function) or Generation("?", 0)
     device = Device(
         name="Google TPU",
@@ -103,7 +103,7 @@ def _found(machine: Machine, function: PciFunction, index: int, choice: Choice) 
         driver=function.driver,
     )
     only_vfio = bool(choice.package and choice.package.only_vfio)
-    return Found(device, obstacle=_obstacle(machine, function, index, only_vfio))
+    return FoundDevice(device, obstacle=_obstacle(machine, function, index, only_vfio))
 
 
 def _obstacle(
@@ -168,14 +168,16 @@ def _no_runtime(machine: Machine, choice: Choice) -> Obstacle | None:
     return None
 
 
-def _summary(found: Sequence[Found], within_reach: Sequence[Found], choice: Choice) -> str:
+def _summary(
+    found: Sequence[FoundDevice], within_reach: Sequence[FoundDevice], choice: Choice
+) -> str:
     name = f"TPU {found[0].device.capability}"
     some = f"{len(within_reach)} of {len(found)} {name} chips within reach"
     text = some if len(within_reach) < len(found) else counted(len(found), f"{name} chip")
     return f"{text}, through {choice.package.name} {choice.version}" if choice.package else text
 
 
-def _facts(machine: Machine, found: Sequence[Found]) -> list[Fact]:
+def _facts(machine: Machine, found: Sequence[FoundDevice]) -> list[Fact]:
     names = (*VISIBILITY_VARIABLES, SELECTOR)
     facts = [Fact(name, machine.environ[name]) for name in names if machine.environ.get(name)]
     return facts + [

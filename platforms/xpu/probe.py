@@ -9,7 +9,7 @@ from dataclasses import replace
 from opgraft.machine.evidence import Device, Evidence, Fact
 from opgraft.machine.machine import Machine
 from opgraft.platforms.obstacles import (
-    Found,
+    FoundDevice,
     Obstacle,
     counted,
     hide,
@@ -100,7 +100,7 @@ def _number(machine: Machine, path: str) -> Iterator[int]:
         yield int(text)
 
 
-def _found(machine: Machine, function: PciFunction, card: Card) -> Found:
+def _found(machine: Machine, function: PciFunction, card: Card) -> FoundDevice:
     device = Device(
         name=f"Intel {card.name}",
         capability=card.architecture or None,
@@ -109,7 +109,7 @@ def _found(machine: Machine, function: PciFunction, card: Card) -> Found:
         numa_node=function.numa_node,
         driver=function.driver,
     )
-    return Found(device, obstacle=_obstacle(machine, function))
+    return FoundDevice(device, obstacle=_obstacle(machine, function))
 
 
 def _obstacle(machine: Machine, function: PciFunction) -> Obstacle | None:
@@ -180,13 +180,15 @@ def _all_hidden(machine: Machine, visible: Sequence[int]) -> Obstacle | None:
     )
 
 
-def _summary(found: Sequence[Found], within_reach: Sequence[Found], devices: int) -> str:
+def _summary(
+    found: Sequence[FoundDevice], within_reach: Sequence[FoundDevice], devices: int
+) -> str:
     some = f"{len(within_reach)} of {len(found)} Intel GPUs within reach"
     text = some if len(within_reach) < len(found) else counted(len(within_reach), "Intel GPU")
     return f"{text}, {devices} devices" if devices > len(within_reach) else text
 
 
-def _facts(machine: Machine, found: Sequence[Found]) -> list[Fact]:
+def _facts(machine: Machine, found: Sequence[FoundDevice]) -> list[Fact]:
     facts = [
         Fact(name, machine.environ[name]) for name in (MASK, HIERARCHY) if machine.environ.get(name)
     ]

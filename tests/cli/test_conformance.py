@@ -100,7 +100,7 @@ def test_an_interrupt_without_a_file(
     """What is answered is kept all the same, but for the short form, where there is no advice to go on."""
     site.plugin("acme", PLUGIN)
     with pytest.raises(click.Abort):
-        Impatient("acme", evidence.Evidence(), None, brief=brief).judge()
+        Impatient("acme", evidence.ConformanceEvidence(), None, brief=brief).judge()
     assert capsys.readouterr().err.endswith(advice)
 
 
@@ -117,7 +117,7 @@ def outcome(check: str, status: str) -> dict[str, object]:
 
 def test_regressions_are_what_passed_before() -> None:
     """A check that failed before may fail; one that passed may neither fail, nor be skipped, nor be gone."""
-    before, now = evidence.Evidence(), evidence.Evidence()
+    before, now = evidence.ConformanceEvidence(), evidence.ConformanceEvidence()
     for check, then, today in (
         ("values", "passed", "failed"),
         ("strides", "failed", "failed"),
@@ -134,7 +134,7 @@ def test_regressions_are_what_passed_before() -> None:
 def test_a_failure_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     """What failed before is a failure, and what passed before a regression and nothing else."""
     about = {"plugin": "acme", "provider": {"version": "1.0"}, "platform": "cpu", "device": "A CPU"}
-    before, now = evidence.Evidence(), evidence.Evidence(about)
+    before, now = evidence.ConformanceEvidence(), evidence.ConformanceEvidence(about)
     for check, then in (("values", "passed"), ("strides", "failed")):
         before.add(outcome(check, then))
         now.add(outcome(check, "failed"))
@@ -167,7 +167,7 @@ def test_what_is_no_evidence(tmp_path: Path, content: str | None, reason: str) -
 
 def test_evidence_of_other_versions_is_not_gone_on_with(tmp_path: Path) -> None:
     """Answers of two versions are not mixed: the error says what has changed."""
-    found = evidence.Evidence({"versions": {"torch": "2.8"}})
+    found = evidence.ConformanceEvidence({"versions": {"torch": "2.8"}})
     with pytest.raises(InputError, match=r"versions was {'torch': '2.8'} and is {'torch': '2.9'}"):
         found.expect_same({"versions": {"torch": "2.9"}}, tmp_path / "evidence.json")
 
@@ -202,7 +202,7 @@ def test_evidence_in_a_package_is_shown(site) -> None:
         "device": "A CPU",
     }
     versions = {"opgraft": "0.1.0", "torch": "2.13.0", "python": "3.11.7"}
-    found = evidence.Evidence(
+    found = evidence.ConformanceEvidence(
         {**about, "versions": versions, "brief": False, "date": "2026-11-24"}, cases=2
     )
     found.add(outcome("values", "passed"))

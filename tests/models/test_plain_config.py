@@ -12,7 +12,7 @@ import pytest
 from opgraft.config import ModelConfig, OpgraftConfig
 from opgraft.errors import CheckpointError, ModelError
 from opgraft.models import load_model, open_weights, read_config
-from opgraft.models.decoder_config import DecoderShape, Family
+from opgraft.models.decoder_config import DecoderFamily, DecoderShape
 from opgraft.models.plain_config import PlainConfig, plain_config
 from plamo2 import plamo2
 from random_decoders import written
@@ -73,7 +73,7 @@ def test_a_plain_config_is_what_transformers_makes(
     plain, whole = read_config(weights, plain=True), read_config(weights)
     assert isinstance(plain, PlainConfig)
     assert isinstance(whole, transformers.PreTrainedConfig)
-    for family in (Family(), Family(windowed=kind == "mistral")):
+    for family in (DecoderFamily(), DecoderFamily(windowed=kind == "mistral")):
         assert DecoderShape.of(plain, family) == DecoderShape.of(whole, family)
     assert {name: getattr(plain, name) for name in READ} == {
         name: getattr(whole, name) for name in READ
