@@ -20,6 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from clocks import Seconds
 from compile_sides import (
     PLAIN,
     QUANTIZED,
@@ -27,7 +28,6 @@ from compile_sides import (
     STOCK,
     TINY,
     Process,
-    Seconds,
     Shape,
     in_turns,
     prepared,
@@ -309,7 +309,8 @@ def steps(
 
 def started(state: dict[str, Any], model: str, dtype: str, settings: Mapping[str, Any]) -> Seconds:
     """Make an engine in a rank, and say what that took."""
-    from compile_sides import settle, taken
+    from clocks import taken
+    from compile_sides import settle
 
     found = taken(lambda: load(state, model, dtype, settings))
     settle()

@@ -9,9 +9,9 @@ from typing import Any
 
 import opgraft
 import torch
+from clocks import Seconds, taken
 from compilation.exchanges import communication
 from compilation.traffic import traffic_of
-from compile_sides import Seconds, taken
 from opgraft import CompilationConfig
 from opgraft.distributed import get_tp_group
 from opgraft.ops import (

@@ -12,20 +12,17 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from clocks import Seconds, taken
+
 sys.path += [str(Path(__file__).parent / "peers"), str(Path(__file__).parents[1] / "tests")]
-from protocol import cpu_seconds  # a script's folder is not a package
 
 KERNELS = "cpu_kernels"
-
-Seconds = Mapping[str, float]
-"""By clock, ``seconds`` and ``cpu_seconds``; or ``bytes``."""
 
 
 @dataclass(frozen=True)
@@ -176,17 +173,6 @@ def tokens(batch: int, vocabulary: int) -> Any:
     import torch
 
     return (torch.arange(batch)[:, None] * 7 + 1) % vocabulary
-
-
-def taken(call: Callable[[], object], number: int = 1) -> Seconds:
-    """Return the seconds of a call."""
-    wall, cpu = time.perf_counter(), cpu_seconds()
-    for _ in range(number):
-        call()
-    return {
-        "seconds": (time.perf_counter() - wall) / number,
-        "cpu_seconds": (cpu_seconds() - cpu) / number,
-    }
 
 
 def worker(name: str, shape: Shape, settings: Mapping[str, Any]) -> None:
