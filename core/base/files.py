@@ -25,13 +25,13 @@ def read_regular(path: str | Path, largest: int) -> bytes:
         state = os.fstat(file.fileno())
         if not stat.S_ISREG(state.st_mode):
             raise ValueError("it is no regular file")
-        content = _read(file, largest + 1, state.st_size)
+        content = _read_at_most(file, largest + 1, state.st_size)
     if len(content) > largest:
         raise ValueError(f"it is larger than {largest:,} bytes")
     return content
 
 
-def _read(file: RawIOBase, most: int, size: int) -> bytes:
+def _read_at_most(file: RawIOBase, most: int, size: int) -> bytes:
     """Read a file up to its end or so many bytes; a file of /proc has a size of 0, whatever it holds."""
     pieces: list[bytes] = []
     while most > 0 and (piece := file.read(min(most, size + 1 if size else _PIECE))):

@@ -12,12 +12,12 @@ from opgraft.registry.state import HostState, host_state
 
 def op_name_of(cls: type, state: HostState) -> str | None:
     """Return the registered name that switches ``cls``: its own, or that of the nearest registered base."""
-    return _nearest(cls, _names(state))
+    return _nearest(cls, _names_of_classes(state))
 
 
 def kin_of(cls: type, replacements: Sequence[Replacement]) -> list[Replacement]:
     """Return the replacements of other classes that the op name of ``cls`` switches too."""
-    names = _names(host_state())
+    names = _names_of_classes(host_state())
     name = _nearest(cls, names)
     return [
         r
@@ -26,7 +26,7 @@ def kin_of(cls: type, replacements: Sequence[Replacement]) -> list[Replacement]:
     ]
 
 
-def _names(state: HostState) -> dict[type, str]:
+def _names_of_classes(state: HostState) -> dict[type, str]:
     return {record.cls: name for name, record in state.registry.records().items()}
 
 

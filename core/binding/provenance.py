@@ -191,10 +191,10 @@ def _ran(frame: FrameType) -> Binding | FormChoice | None:
     first = code.co_varnames[0]
     own: Any = frame.f_locals.get(first)
     cls = type(own)  # isinstance() would ask the object
-    if issubclass(cls, CustomOp) and code in _codes(cls, CustomOp):
+    if issubclass(cls, CustomOp) and code in _codes_of_class(cls, CustomOp):
         binding: Binding | None = vars(own).get("_binding")
         return binding
-    if not issubclass(cls, Functional) or code not in _codes(cls, Functional):
+    if not issubclass(cls, Functional) or code not in _codes_of_class(cls, Functional):
         return None
     try:
         return choice_of(own)
@@ -202,7 +202,7 @@ def _ran(frame: FrameType) -> Binding | FormChoice | None:
         return None
 
 
-def _codes(cls: type, base: type) -> Iterator[CodeType]:
+def _codes_of_class(cls: type, base: type) -> Iterator[CodeType]:
     """Yield the code of what a class and its bases down from ``base`` define. Others that take an op have none of it.
 
     The bound kernel is among it, as ``forward`` of the specialisation, whoever defines it.

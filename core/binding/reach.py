@@ -108,7 +108,7 @@ def _names_in(functions: Iterable[FunctionType]) -> frozenset[str]:
 @functools.lru_cache(maxsize=256)
 def _functions(cls: type, owner: type, method: str) -> tuple[FunctionType, ...]:
     """Collect the kernel and the functions that it can call: methods, and functions of the plugin."""
-    found = _plain(vars(owner)[method])
+    found = _plain_functions(vars(owner)[method])
     for function in found:  # the list grows meanwhile
         names = _names(function.__code__)
         for further in (*_methods(cls, names), *_beside(function, names, cls)):
@@ -129,7 +129,7 @@ def _methods(cls: type, names: frozenset[str]) -> Iterator[FunctionType]:
         if "super" not in names and name not in kernels:
             definitions = definitions[:1]
         for definition in definitions:
-            yield from _plain(definition)
+            yield from _plain_functions(definition)
 
 
 def _beside(function: FunctionType, names: frozenset[str], cls: type) -> Iterator[FunctionType]:
@@ -151,7 +151,7 @@ def _package(thing: type | FunctionType) -> str:
     return (thing.__module__ or "").partition(".")[0]
 
 
-def _plain(definition: Any) -> list[FunctionType]:
+def _plain_functions(definition: Any) -> list[FunctionType]:
     """Return the functions of an attribute of a class: the decorated one, and the one below its decorators."""
     bare = definition
     if isinstance(definition, property):

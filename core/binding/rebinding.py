@@ -42,7 +42,7 @@ def rebind(model: nn.Module) -> list[Rebound]:
     for path, op, new in plans:
         before = str(op.binding.kernel.winner)
         former = (op.op_class, op.binding.kernel.winner)
-        reason = _obstacle(op, new)
+        reason = _obstacle_to_rebinding(op, new)
         if not reason:
             op._adopt(enforced(new) if op.binding.enforced else new)
         after = str(op.binding.kernel.winner)
@@ -51,7 +51,7 @@ def rebind(model: nn.Module) -> list[Rebound]:
     return rows
 
 
-def _obstacle(op: CustomOp, new: Binding) -> str:
+def _obstacle_to_rebinding(op: CustomOp, new: Binding) -> str:
     """Say why an op cannot take the class that it would be constructed with now, or return ""."""
     hidden = hidden_by(op)
     if hidden:

@@ -64,7 +64,7 @@ def _report() -> dict[str, dict[str, str]]:
         "Versions": versions,
         "Platform": _platform(scrubber),
         "Plugins": {name: scrubber.value(value) for name, value in _plugins().items()},
-        "Settings": {name: scrubber.value(value) for name, value in _settings().items()},
+        "Settings": {name: scrubber.value(value) for name, value in _settings_in_force().items()},
         "Environment": {name: scrubber.value(os.environ[name]) for name in names},
     }
 
@@ -86,7 +86,7 @@ def _plugins() -> dict[str, str]:
     }
 
 
-def _settings() -> dict[str, str]:
+def _settings_in_force() -> dict[str, str]:
     """List every setting with its value and where that comes from."""
     try:
         return {

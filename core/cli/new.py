@@ -74,7 +74,7 @@ def command(
         raise click.UsageError(
             "a new plugin needs a NAME; one of vLLM is ported by --from-vllm PATH"
         )
-    folder = _folder(output, _named(name))
+    folder = _folder(output, _checked_name(name))
     source = source_of("opgraft") if source is None else _checked(source)
     files = _render(name, folder, source)
     if as_json:
@@ -182,7 +182,7 @@ def _write(files: Mapping[str, bytes], origin: Path, folder: Path) -> None:
         made.replace(folder)
 
 
-def _named(name: str) -> str:
+def _checked_name(name: str) -> str:
     """Check the name of a plugin.
 
     Raises:

@@ -61,12 +61,12 @@ def capture(model: nn.Module, example: Example, ways: Sequence[Way] = WAYS) -> C
     Raises:
         CompilationError: none can; the message has the reasons of each.
     """
-    with _named(model, example.kwargs):
+    with _arguments_by_name(model, example.kwargs):
         return _captured(model, example, ways, _dynamic_shapes(model, example))
 
 
 @contextmanager
-def _named(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
+def _arguments_by_name(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Have the signature of a model name what it takes by ``**kwargs``: export gives no sizes to what that has not."""
     forward, own = model.forward, "forward" in vars(model)
     call = inspect.signature(forward)

@@ -71,13 +71,13 @@ class AllReduceRMSNorm(GraphPass):
                 continue
             x, kind = reduced.args
             arguments = {"x": x, "residual": others[0] if others else None, **given, "kind": kind}
-            parts = _join(module.graph, reduced, node, fused, arguments, bool(others))
+            parts = _join_sum_and_norm(module.graph, reduced, node, fused, arguments, bool(others))
             order.update(dict.fromkeys(parts, before))
             replaced += 1
         return PassOutcome.of(replaced, left)
 
 
-def _join(
+def _join_sum_and_norm(
     graph: fx.Graph,
     reduced: fx.Node,
     norm: fx.Node,

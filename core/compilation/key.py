@@ -94,7 +94,7 @@ def key_of(
             given.of(changed_settings()),
         ],
         "variables": read_compilers(),
-        "settings": [*_settings(settings), *_host_settings()],
+        "settings": [*_settings_in_key(settings), *_host_settings()],
         "providers": sorted(_providers(sources)),
         "ranks": [str(parallelism().layout), get_world_group().rank],
         "model": described,
@@ -113,7 +113,7 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:40]
 
 
-def _settings(settings: CompilationConfig) -> Iterator[str]:
+def _settings_in_key(settings: CompilationConfig) -> Iterator[str]:
     for field, value in values_of(settings):
         if field.name.rpartition(".")[2] not in _OF_THE_CACHE:
             yield f"{field.name}={value!r}"

@@ -27,7 +27,7 @@ class GatedProduct(GraphPass):
     def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
         replaced, left = 0, list[str]()
         for node in list(module.graph.nodes):
-            found = _gated(node) if node.target is _aten.mul.Tensor else None
+            found = _gated_product(node) if node.target is _aten.mul.Tensor else None
             if found is None:
                 continue
             act, given, gate, up = found
@@ -46,7 +46,9 @@ class GatedProduct(GraphPass):
         return PassOutcome.of(replaced, left)
 
 
-def _gated(product: fx.Node) -> tuple[str, tuple[Any, ...], dict[str, Any], dict[str, Any]] | None:
+def _gated_product(
+    product: fx.Node,
+) -> tuple[str, tuple[Any, ...], dict[str, Any], dict[str, Any]] | None:
     """Return of ``act(gate) · up`` the activation, its settings, and the arguments of both linear maps."""
     called = semantic_call(product.args[0], "silu", "gelu")
     other = semantic_call(product.args[1], "linear")

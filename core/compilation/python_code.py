@@ -44,7 +44,9 @@ def functions_of(value: Any) -> Iterator[FunctionType]:
 
 def globals_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield what the code of a function may read from its module, and from modules of the user that are named there."""
-    names = dict.fromkeys(name for code in _codes(function.__code__) for name in code.co_names)
+    names = dict.fromkeys(
+        name for code in _codes_within(function.__code__) for name in code.co_names
+    )
     for name in names:
         if name in function.__globals__:
             value = function.__globals__[name]
@@ -63,15 +65,15 @@ def code_digest(code: CodeType) -> str:
     return hashlib.sha256("".join(_instructions(code)).encode()).hexdigest()
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
+def _codes_within(code: CodeType) -> Iterator[CodeType]:
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _codes(constant)
+            yield from _codes_within(constant)
 
 
 def _instructions(code: CodeType) -> Iterator[str]:
-    for each in _codes(code):
+    for each in _codes_within(code):
         yield each.co_code.hex()
         yield repr(each.co_names)
         for constant in each.co_consts:

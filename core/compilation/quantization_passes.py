@@ -43,7 +43,9 @@ class _QuantizedResult(GraphPass):
             if (has_kernel(form) or has_kernel(name)) and not has_kernel(f"{form}_{name}"):
                 left.append(PASSED_OVER)
                 continue
-            _join(module.graph, made, node, f"{form}_{name}", {**arguments, **given})
+            _join_with_quantization(
+                module.graph, made, node, f"{form}_{name}", {**arguments, **given}
+            )
             replaced += 1
         return PassOutcome.of(replaced, left)
 
@@ -178,7 +180,7 @@ def _source_of(x: object, forms: tuple[str, ...]) -> tuple[fx.Node, str, dict[st
     return (made, *called) if isinstance(made, fx.Node) else None
 
 
-def _join(
+def _join_with_quantization(
     graph: fx.Graph, made: fx.Node, quantized: fx.Node, name: str, arguments: Mapping[str, Any]
 ) -> None:
     """Put one form in the place of two, of which the first may return a sum besides, and the second a scale."""

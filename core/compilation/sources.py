@@ -89,12 +89,12 @@ class Sources:
             file, version = getattr(module, "__file__", None), getattr(package, "__version__", "")
             yield f"{name} {version} {self._module(module, file)}"
             if is_own(name):
-                pending += _named(module)
+                pending += _names_of_modules(module)
 
     def _module(self, module: Any, file: str | None) -> str:
         if file:
             return self._digest(file, [(file, functools.partial(os.stat, file))])
-        return _sum("".join(sorted(_codes(module))).encode())
+        return _sum("".join(sorted(_sources_of_module(module))).encode())
 
     def _digest(self, place: str, files: Iterable[tuple[str, Stat]]) -> str:
         """Digest files, by path, that are known by one name."""
@@ -136,7 +136,7 @@ def _below(folder: str) -> Iterator[tuple[str, Stat]]:
                 yield from _below(entry.path)
 
 
-def _named(module: Any) -> Iterator[str]:
+def _names_of_modules(module: Any) -> Iterator[str]:
     """Yield the modules that a module names, and those of what it names."""
     for value in list(vars(module).values()):
         name = (
@@ -146,7 +146,7 @@ def _named(module: Any) -> Iterator[str]:
             yield name
 
 
-def _codes(module: Any) -> Iterator[str]:
+def _sources_of_module(module: Any) -> Iterator[str]:
     """Yield digests of the functions of a module that has no file, as that of a notebook."""
     values = list(vars(module).values()) if module else []
     found = [value for value in values if getattr(value, "__module__", None) == module.__name__]

@@ -69,7 +69,7 @@ def _expect_plausible(values: Mapping[str, Any], file: Path) -> None:
     Raises:
         CheckpointError: there are as many.
     """
-    for key, value in _settings(values):
+    for key, value in _settings_of_config(values):
         if key in _LAYERS and isinstance(value, int) and value > _MOST_LAYERS:
             raise CheckpointError(
                 f"{file}: {key} is {value!r:.40}, and no model has more than {_MOST_LAYERS:,} layers: download it again"
@@ -124,7 +124,7 @@ def check_config(file: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{file}: architectures is {names!r:.200}, expected a list of class names"
         )
-    for key, value in _settings(config):
+    for key, value in _settings_of_config(config):
         if key.lstrip("_") in _IMPLEMENTATIONS and value not in _LOCAL:
             raise CheckpointError(
                 f"{file}: {key} is {value!r:.80}, which is refused: transformers may take it from a hub and run it. "
@@ -168,7 +168,7 @@ def _folder(weights: Weights) -> Path:
     return weights.path if weights.path.is_dir() else weights.path.parent
 
 
-def _settings(config: object) -> Iterator[tuple[str, object]]:
+def _settings_of_config(config: object) -> Iterator[tuple[str, object]]:
     """Yield the single values in nested JSON, each with its key; with one above it where that names implementations."""
     left = [("", config)]
     while left:

@@ -158,13 +158,14 @@ class LazyTensor:
             arguments[1].copy_to(arguments[0])
             return arguments[0]
         return function(
-            *map(_read, arguments), **{key: _read(value) for key, value in (options or {}).items()}
+            *map(_read_value, arguments),
+            **{key: _read_value(value) for key, value in (options or {}).items()},
         )
 
 
-def _read(value: Any) -> Any:
+def _read_value(value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return type(value)(map(_read, value))
+        return type(value)(map(_read_value, value))
     return value[...] if isinstance(value, LazyTensor) else value
 
 

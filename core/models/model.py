@@ -134,9 +134,11 @@ def _classes_of_transformers() -> dict[str, str]:
         auto = importlib.import_module("transformers.models.auto.modeling_auto")
     except ImportError:
         return {}
-    bases = (name for names in auto.MODEL_MAPPING_NAMES.values() for name in _names(names))
+    bases = (name for names in auto.MODEL_MAPPING_NAMES.values() for name in _as_names(names))
     decoders = (
-        name for names in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in _names(names)
+        name
+        for names in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        for name in _as_names(names)
     )
     return {
         **dict.fromkeys(bases, "TransformersModel"),
@@ -144,5 +146,5 @@ def _classes_of_transformers() -> dict[str, str]:
     }
 
 
-def _names(names: str | Sequence[str]) -> Sequence[str]:
+def _as_names(names: str | Sequence[str]) -> Sequence[str]:
     return (names,) if isinstance(names, str) else names

@@ -70,7 +70,9 @@ class SentenceSettings:
                 "sentence-transformers, or graft the model in a program of your own"
             )
         given = _transformer_settings(folder) if rows else {}
-        general = _settings(outer / _GENERAL_FILE, CONFIG_SENTENCE_TRANSFORMERS) if rows else {}
+        general = (
+            _settings_of_module(outer / _GENERAL_FILE, CONFIG_SENTENCE_TRANSFORMERS) if rows else {}
+        )
         prompt = _prompt(outer / _GENERAL_FILE, general)
         return cls(
             _pooling(outer, rows, prompt),
@@ -82,7 +84,7 @@ class SentenceSettings:
         )
 
 
-def _settings(file: Path, keys: Sequence[Key]) -> dict[str, Any]:
+def _settings_of_module(file: Path, keys: Sequence[Key]) -> dict[str, Any]:
     """Return the settings in a file, none if it is not there.
 
     Raises:
@@ -102,7 +104,7 @@ def _settings(file: Path, keys: Sequence[Key]) -> dict[str, Any]:
 def _transformer_settings(folder: Path) -> dict[str, Any]:
     files = [folder / name for name in _TRANSFORMER_FILES]
     file = next((file for file in files if file.is_file()), files[0])
-    found = _settings(file, SENTENCE_BERT_CONFIG)
+    found = _settings_of_module(file, SENTENCE_BERT_CONFIG)
     for name in _OF_TOKENIZER:
         unread = set(found.get(name) or {}) - _KNOWN_ARGUMENTS
         if unread:

@@ -37,7 +37,7 @@ def _rows(
     return tuple(rows)
 
 
-def _read(why: str, *names: str) -> tuple[Key, ...]:
+def _keys(why: str, *names: str) -> tuple[Key, ...]:
     return _rows("read", why, names)
 
 
@@ -83,7 +83,7 @@ _SAVED = "it records how the tokenizer was saved or found"
 _PARSING = "it is for reading answers or for texts that opgraft does not check"
 
 TOKENIZER_CONFIG: tuple[Key, ...] = (
-    *_read(
+    *_keys(
         "a special token",
         "bos_token",
         "eos_token",
@@ -93,25 +93,25 @@ TOKENIZER_CONFIG: tuple[Key, ...] = (
         "cls_token",
         "mask_token",
     ),
-    *_read("a special token of the model's own, if the value is a text", "*_token"),
-    *_read(
+    *_keys("a special token of the model's own, if the value is a text", "*_token"),
+    *_keys(
         "more special tokens",
         "additional_special_tokens",
         "extra_special_tokens",
         "model_specific_special_tokens",
     ),
-    *_read("the added tokens by id, with their flags", "added_tokens_decoder"),
-    *_read("one chat template, or several by name", "chat_template"),
-    *_read("the longest text of an encoder", "model_max_length", "max_len"),
-    *_read("the end at which LLM.embed cuts a text", "truncation_side"),
-    *_read("special tokens in a text are plain text", "split_special_tokens"),
-    *_read(
+    *_keys("the added tokens by id, with their flags", "added_tokens_decoder"),
+    *_keys("one chat template, or several by name", "chat_template"),
+    *_keys("the longest text of an encoder", "model_max_length", "max_len"),
+    *_keys("the end at which LLM.embed cuts a text", "truncation_side"),
+    *_keys("special tokens in a text are plain text", "split_special_tokens"),
+    *_keys(
         "spaces before punctuation are taken out of an answer",
         "clean_up_tokenization_spaces",
         "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output",
     ),
-    *_read("transformers makes the tokenizer, if tokenizer.json says something else", *SHAPING),
-    *_read(
+    *_keys("transformers makes the tokenizer, if tokenizer.json says something else", *SHAPING),
+    *_keys(
         "transformers chooses the class by it, if transformers makes the tokenizer",
         "tokenizer_class",
     ),
@@ -227,9 +227,9 @@ _OF_TASKS = (
 )
 
 SENTENCE_BERT_CONFIG: tuple[Key, ...] = (
-    *_read("the longest text, in the place of the tokenizer's", "max_seq_length"),
-    *_read("texts are put in lower case", "do_lower_case"),
-    *_read("model_max_length in it is the longest text", "tokenizer_args", "processor_kwargs"),
+    *_keys("the longest text, in the place of the tokenizer's", "max_seq_length"),
+    *_keys("texts are put in lower case", "do_lower_case"),
+    *_keys("model_max_length in it is the longest text", "tokenizer_args", "processor_kwargs"),
     *_irrelevant("settings of opgraft say so", "unpad_inputs"),
     *_irrelevant(_OF_TASKS, "query_length", "document_length", "query_expansion"),
     *_irrelevant("the kernels and the dtype are set in opgraft", "backend"),
@@ -256,9 +256,9 @@ SENTENCE_BERT_CONFIG: tuple[Key, ...] = (
 """Of ``sentence_bert_config.json``, and of the files that older versions had in its place."""
 
 CONFIG_SENTENCE_TRANSFORMERS: tuple[Key, ...] = (
-    *_read("texts that are put before a text, by name", "prompts"),
-    *_read("the prompt that is put before a text", "default_prompt_name"),
-    *_read("the numbers of a vector that are returned", "truncate_dim"),
+    *_keys("texts that are put before a text, by name", "prompts"),
+    *_keys("the prompt that is put before a text", "default_prompt_name"),
+    *_keys("the numbers of a vector that are returned", "truncate_dim"),
     *_refused(
         "opgraft makes one vector of a text", "model_type", harmless=(None, "SentenceTransformer")
     ),
@@ -270,16 +270,16 @@ CONFIG_SENTENCE_TRANSFORMERS: tuple[Key, ...] = (
 _ID = "the id of a special token"
 
 GGUF_TOKENIZER: tuple[Key, ...] = (
-    *_read("the kind of vocabulary", "tokenizer.ggml.model"),
-    *_read("where a text is cut before pieces are merged", "tokenizer.ggml.pre"),
-    *_read(
+    *_keys("the kind of vocabulary", "tokenizer.ggml.model"),
+    *_keys("where a text is cut before pieces are merged", "tokenizer.ggml.pre"),
+    *_keys(
         "the vocabulary",
         "tokenizer.ggml.tokens",
         "tokenizer.ggml.token_type",
         "tokenizer.ggml.scores",
         "tokenizer.ggml.merges",
     ),
-    *_read(
+    *_keys(
         _ID,
         "tokenizer.ggml.bos_token_id",
         "tokenizer.ggml.eos_token_id",
@@ -289,7 +289,7 @@ GGUF_TOKENIZER: tuple[Key, ...] = (
         "tokenizer.ggml.cls_token_id",
         "tokenizer.ggml.mask_token_id",
     ),
-    *_read(
+    *_keys(
         "a token that ends an answer",
         "tokenizer.ggml.eot_token_id",
         "tokenizer.ggml.eom_token_id",
@@ -297,12 +297,12 @@ GGUF_TOKENIZER: tuple[Key, ...] = (
         "tokenizer.ggml.fim_rep_token_id",
         "tokenizer.ggml.fim_sep_token_id",
     ),
-    *_read(
+    *_keys(
         "what is put around a text", "tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token"
     ),
-    *_read("whether a space is put before a text", "tokenizer.ggml.add_space_prefix"),
-    *_read("tokens that no answer has", "tokenizer.ggml.suppress_tokens"),
-    *_read("the chat templates", "tokenizer.chat_template", "tokenizer.chat_template.*"),
+    *_keys("whether a space is put before a text", "tokenizer.ggml.add_space_prefix"),
+    *_keys("tokens that no answer has", "tokenizer.ggml.suppress_tokens"),
+    *_keys("the chat templates", "tokenizer.chat_template", "tokenizer.chat_template.*"),
     *_irrelevant("the names of the templates, each of which has a key", "tokenizer.chat_templates"),
     *_irrelevant(
         "llama.cpp applies it to vocabularies of encoders, which are refused",
@@ -352,9 +352,9 @@ GGUF_NO_MODELS: Mapping[str, tuple[str, str]] = {
 """By ``general.type``, ``general.architecture`` or the beginning of keys: contents, and the next step."""
 
 GGUF_GENERAL: tuple[Key, ...] = (
-    *_read("the family of the model", "general.architecture"),
-    *_read("where tensors may begin", "general.alignment"),
-    *_read(
+    *_keys("the family of the model", "general.architecture"),
+    *_keys("where tensors may begin", "general.alignment"),
+    *_keys(
         "Phi-3 is told by it, whose special tokens take in the spaces after them", "general.name"
     ),
     *_refused("opgraft loads models", "general.type", harmless=("model",)),

@@ -101,7 +101,7 @@ def _without_self(function: Any) -> Signature:
 
 def rejected_call(target: Signature, replacement: Signature) -> str | None:
     """Describe the first call that ``target`` accepts and ``replacement`` does not; ``None`` if there is none."""
-    if _takes_whatever(replacement) or _form(replacement) == _form(
+    if _takes_whatever(replacement) or _form_of_signature(replacement) == _form_of_signature(
         target
     ):  # most do, and are spared the calls
         return None
@@ -152,7 +152,7 @@ def _takes_whatever(signature: Signature) -> bool:
     return kinds == [Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD]
 
 
-def _form(signature: Signature) -> list[tuple[str, Any, bool]]:
+def _form_of_signature(signature: Signature) -> list[tuple[str, Any, bool]]:
     """Return what decides which calls a signature accepts, and where their values land."""
     return [(p.name, p.kind, p.default is Parameter.empty) for p in signature.parameters.values()]
 

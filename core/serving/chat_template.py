@@ -62,7 +62,7 @@ class ChatTemplate:
         extra = {"tools": tools, "documents": documents, **(values or {})}
         known = {
             **self._tokenizer.special_tokens,
-            **{key: _plain(value, key) for key, value in extra.items()},
+            **{key: _as_plain_data(value, key) for key, value in extra.items()},
             "messages": chat,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -111,7 +111,7 @@ def _message(message: object, index: int) -> dict[str, Any]:
         )
     plain = {
         key: value
-        for key, value in _plain(message, f"messages[{index}]").items()
+        for key, value in _as_plain_data(message, f"messages[{index}]").items()
         if value is not None
     }
     reasoning = next((plain[key] for key in _REASONING if key in plain), None)
@@ -122,7 +122,7 @@ def _message(message: object, index: int) -> dict[str, Any]:
     )
 
 
-def _plain(value: Any, place: str) -> Any:
+def _as_plain_data(value: Any, place: str) -> Any:
     """Copy plain data, so that a template reaches no object of the caller's and no method of one.
 
     Raises:
@@ -132,11 +132,11 @@ def _plain(value: Any, place: str) -> Any:
         return value
     if isinstance(value, Mapping):
         return {
-            _plain(key, f"a key of {place}"): _plain(inner, f"{place}[{key!r:.40}]")
+            _as_plain_data(key, f"a key of {place}"): _as_plain_data(inner, f"{place}[{key!r:.40}]")
             for key, inner in value.items()
         }
     if isinstance(value, list | tuple):
-        return [_plain(inner, f"{place}[{index}]") for index, inner in enumerate(value)]
+        return [_as_plain_data(inner, f"{place}[{index}]") for index, inner in enumerate(value)]
     raise RequestError(
         f"{place} is {type(value).__name__}, and chat templates take plain data: convert it to text, numbers, "
         "lists and dicts"

@@ -95,11 +95,11 @@ def _gpu(
         else function.driver,
     )
     return FoundDevice(
-        device, (uuid,) if uuid else (), _obstacle(machine, version, function, information)
+        device, (uuid,) if uuid else (), _obstacle_of_gpu(machine, version, function, information)
     )
 
 
-def _obstacle(
+def _obstacle_of_gpu(
     machine: Machine,
     version: str | None,
     function: PciFunction | None,

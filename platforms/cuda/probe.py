@@ -43,7 +43,7 @@ def probe(machine: Machine) -> Evidence:
     visible = _visible(machine, units)
     install = _INSTALL_JETSON if machine.exists(RELEASE) else _INSTALL
     return verdict(
-        _summary(found, within_reach, units),
+        _summary_of_gpus(found, within_reach, units),
         hide([unit.device for unit in units], visible),
         (
             within_reach[0].obstacle,
@@ -87,7 +87,7 @@ def _all_hidden(machine: Machine, visible: tuple[int, ...]) -> Obstacle | None:
     )
 
 
-def _summary(
+def _summary_of_gpus(
     found: list[FoundDevice], within_reach: list[FoundDevice], units: list[FoundDevice]
 ) -> str:
     some = f"{len(within_reach)} of {len(found)} NVIDIA GPUs within reach"

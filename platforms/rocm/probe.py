@@ -44,7 +44,7 @@ def probe(machine: Machine) -> Evidence:
     within_reach = usable(found)
     visible = _visible(machine, within_reach)
     return verdict(
-        _summary(found, within_reach),
+        _summary_of_gpus(found, within_reach),
         hide([one.device for one in within_reach], visible),
         (
             within_reach[0].obstacle,
@@ -137,7 +137,7 @@ def _all_hidden(machine: Machine, visible: tuple[int, ...]) -> Obstacle | None:
     )
 
 
-def _summary(found: list[FoundDevice], within_reach: list[FoundDevice]) -> str:
+def _summary_of_gpus(found: list[FoundDevice], within_reach: list[FoundDevice]) -> str:
     if len(within_reach) < len(found):
         return f"{len(within_reach)} of {len(found)} AMD GPUs within reach"
     cards = {one.device.pci_address for one in found}

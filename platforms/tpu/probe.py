@@ -69,7 +69,7 @@ def probe(machine: Machine) -> Evidence:
         _all_hidden(machine, visible),
         _no_runtime(machine, choice),
     )
-    return verdict(_summary(found, within_reach, choice), devices, obstacles, facts)
+    return verdict(_summary_of_chips(found, within_reach, choice), devices, obstacles, facts)
 
 
 def _absence(machine: Machine) -> Evidence:
@@ -103,10 +103,10 @@ def _found(machine: Machine, function: PciFunction, index: int, choice: Choice) 
         driver=function.driver,
     )
     only_vfio = bool(choice.package and choice.package.only_vfio)
-    return FoundDevice(device, obstacle=_obstacle(machine, function, index, only_vfio))
+    return FoundDevice(device, obstacle=_obstacle_of_chip(machine, function, index, only_vfio))
 
 
-def _obstacle(
+def _obstacle_of_chip(
     machine: Machine, function: PciFunction, index: int, only_vfio: bool
 ) -> Obstacle | None:
     """Look at ``/dev/vfio/<iommu group>`` (chips from v5e on) and ``/dev/accel<index>`` (up to v4; old v5e images)."""
@@ -168,7 +168,7 @@ def _no_runtime(machine: Machine, choice: Choice) -> Obstacle | None:
     return None
 
 
-def _summary(
+def _summary_of_chips(
     found: Sequence[FoundDevice], within_reach: Sequence[FoundDevice], choice: Choice
 ) -> str:
     name = f"TPU {found[0].device.capability}"

@@ -57,7 +57,7 @@ def probe(machine: Machine) -> Evidence:
     ]
     visible = _visible(machine, len(units))
     return verdict(
-        _summary(found, within_reach, len(units)),
+        _summary_of_gpus(found, within_reach, len(units)),
         hide(units, visible),
         (
             within_reach[0].obstacle,
@@ -109,10 +109,10 @@ def _found(machine: Machine, function: PciFunction, card: Card) -> FoundDevice:
         numa_node=function.numa_node,
         driver=function.driver,
     )
-    return FoundDevice(device, obstacle=_obstacle(machine, function))
+    return FoundDevice(device, obstacle=_obstacle_of_gpu(machine, function))
 
 
-def _obstacle(machine: Machine, function: PciFunction) -> Obstacle | None:
+def _obstacle_of_gpu(machine: Machine, function: PciFunction) -> Obstacle | None:
     if function.driver not in DRIVERS:
         bound = f"is bound to the driver {function.driver}" if function.driver else "has no driver"
         return Obstacle(
@@ -180,7 +180,7 @@ def _all_hidden(machine: Machine, visible: Sequence[int]) -> Obstacle | None:
     )
 
 
-def _summary(
+def _summary_of_gpus(
     found: Sequence[FoundDevice], within_reach: Sequence[FoundDevice], devices: int
 ) -> str:
     some = f"{len(within_reach)} of {len(found)} Intel GPUs within reach"

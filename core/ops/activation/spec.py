@@ -28,11 +28,11 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     return x / (1 + torch.exp(-2 * SQRT_2_OVER_PI * (x + 0.044715 * x * x * x)))
 
 
-def _plain(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+def _one_input(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
     return {"x": draw(*lead, size)}
 
 
-def _gated(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+def _gated_input(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
     return {"x": draw(*lead, 2 * size)}
 
 
@@ -97,7 +97,9 @@ def _xielu_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
     return {"x": draw(*lead, size), "alpha_p": draw(1), "alpha_n": draw(1)}
 
 
-def _op(build: Callable[..., nn.Module]) -> Callable[..., tuple[nn.Module, tuple[Any, ...]]]:
+def _activation_op(
+    build: Callable[..., nn.Module],
+) -> Callable[..., tuple[nn.Module, tuple[Any, ...]]]:
     """Build the module of an activation: settings go to its constructor, ``x`` to its call."""
     return lambda x, **settings: (build(**settings), (x,))
 
@@ -144,11 +146,11 @@ SPARSE: dict[str, Arguments] = {
     "tanh": {"activation_sparsity": 0.95, "approximate": "tanh"},
 }
 GATED: dict[str, Any] = {
-    "inputs": _gated,
+    "inputs": _gated_input,
     "flops": _per_element(3),
     "large": (((83,), 512), ((7,), 13824)),
 }
-PLAIN: dict[str, Any] = {"inputs": _plain, "flops": _per_element(8)}
+PLAIN: dict[str, Any] = {"inputs": _one_input, "flops": _per_element(8)}
 F_SILU = Outside("torch.nn.functional.silu", _torch_gated(F.silu))
 F_GELU = Outside("torch.nn.functional.gelu", _torch_gated(F.gelu))
 F_GELU_TANH = Outside("torch.nn.functional.gelu", lambda x: F.gelu(x, approximate="tanh"))
@@ -157,21 +159,21 @@ SPECS = (
     OpSpec(
         functional.silu_and_mul,
         reference=lambda x: silu(_split(x)[0]) * _split(x)[1],
-        module=_op(ops.SiluAndMul),
+        module=_activation_op(ops.SiluAndMul),
         outside=(F_SILU,),
         **GATED,
     ),
     OpSpec(
         functional.mul_and_silu,
         reference=lambda x: _split(x)[0] * silu(_split(x)[1]),
-        module=_op(ops.MulAndSilu),
+        module=_activation_op(ops.MulAndSilu),
         outside=(Outside("torch.nn.functional.silu", _mul_and_silu),),
         **GATED,
     ),
     OpSpec(
         functional.gelu_and_mul,
         reference=lambda x, approximate="none": gelu(_split(x)[0], approximate) * _split(x)[1],
-        module=_op(ops.GeluAndMul),
+        module=_activation_op(ops.GeluAndMul),
         variants=APPROXIMATE,
         outside=(F_GELU,),
         **GATED,
@@ -179,7 +181,7 @@ SPECS = (
     OpSpec(
         functional.gelu_and_mul_sparse,
         reference=_sparse,
-        module=_op(ops.GeluAndMulSparse),
+        module=_activation_op(ops.GeluAndMulSparse),
         variants=SPARSE,
         outside=(of_transformers("models.gemma3n.modeling_gemma3n.Gemma3nTextMLP", _gemma3n),),
         **GATED,
@@ -187,14 +189,14 @@ SPECS = (
     OpSpec(
         functional.fatrelu_and_mul,
         reference=_fatrelu,
-        module=_op(ops.FatreluAndMul),
+        module=_activation_op(ops.FatreluAndMul),
         variants={"": {}, "threshold": {"threshold": 0.25}},
         **GATED,
     ),
     OpSpec(
         functional.swigluoai_and_mul,
         reference=_swigluoai,
-        module=_op(ops.SwigluOAIAndMul),
+        module=_activation_op(ops.SwigluOAIAndMul),
         variants={"": {}, "other limits": {"alpha": 1.3, "limit": 2.5}},
         outside=(
             of_transformers("models.gpt_oss.modeling_gpt_oss.GptOssExperts", _gate_of_experts),
@@ -216,7 +218,7 @@ SPECS = (
     OpSpec(
         functional.swiglustep_and_mul,
         reference=_step,
-        module=_op(ops.SwigluStepAndMul),
+        module=_activation_op(ops.SwigluStepAndMul),
         variants={"": {}, "other limit": {"limit": 2.5}},
         outside=(
             of_transformers("models.step3p7.modeling_step3p7.Step3p7Experts", _gate_of_experts),
@@ -226,7 +228,7 @@ SPECS = (
     OpSpec(
         functional.gelu,
         reference=gelu,
-        module=_op(ops.GELU),
+        module=_activation_op(ops.GELU),
         variants=APPROXIMATE,
         outside=(
             Outside(
@@ -239,28 +241,28 @@ SPECS = (
     OpSpec(
         functional.gelu_tanh,
         reference=lambda x: gelu(x, "tanh"),
-        module=_op(ops.GELUTanh),
+        module=_activation_op(ops.GELUTanh),
         outside=(F_GELU_TANH,),
         **PLAIN,
     ),
     OpSpec(
         functional.gelu_new,
         reference=lambda x: gelu(x, "tanh"),
-        module=_op(ops.NewGELU),
+        module=_activation_op(ops.NewGELU),
         outside=(F_GELU_TANH,),
         **PLAIN,
     ),
     OpSpec(
         functional.gelu_fast,
         reference=lambda x: gelu(x, "tanh"),
-        module=_op(ops.FastGELU),
+        module=_activation_op(ops.FastGELU),
         outside=(F_GELU_TANH,),
         **PLAIN,
     ),
     OpSpec(
         functional.quick_gelu,
         reference=lambda x: silu(1.702 * x) / 1.702,
-        module=_op(ops.QuickGELU),
+        module=_activation_op(ops.QuickGELU),
         outside=(
             of_transformers(
                 "activations.QuickGELUActivation", lambda activation, x: activation()(x)
@@ -271,7 +273,7 @@ SPECS = (
     OpSpec(
         functional.silu,
         reference=silu,
-        module=_op(ops.SiLU),
+        module=_activation_op(ops.SiLU),
         outside=(Outside("torch.nn.functional.silu", lambda x: F.silu(x)),),
         **PLAIN,
     ),
@@ -281,14 +283,14 @@ SPECS = (
     OpSpec(
         functional.relu,
         reference=lambda x: (x > 0) * x,
-        module=_op(ops.ReLU),
+        module=_activation_op(ops.ReLU),
         outside=(Outside("torch.nn.functional.relu", lambda x: F.relu(x)),),
         **PLAIN,
     ),
     OpSpec(
         functional.relu2,
         reference=lambda x: (x > 0) * x * x,
-        module=_op(ops.ReLUSquaredActivation),
+        module=_activation_op(ops.ReLUSquaredActivation),
         outside=(
             of_transformers(
                 "activations.ReLUSquaredActivation", lambda activation, x: activation()(x)

@@ -263,7 +263,7 @@ def _elementwise(kernel: Any, x: Tensor, out: Tensor, *others: Any, **constants:
     launch(kernel, programs, tile, x, out, *others, *sizes, **constants)
 
 
-def _plain(op: str, x: Tensor, function: str) -> Tensor:
+def _launch_plain(op: str, x: Tensor, function: str) -> Tensor:
     expect_floating(op, "x", x)
     out = x.new_empty(x.shape)
     if x.numel():
@@ -273,7 +273,7 @@ def _plain(op: str, x: Tensor, function: str) -> Tensor:
 
 @replaces(definitions.silu)
 def silu(x: Tensor) -> Tensor:
-    return _plain("silu", x, "silu")
+    return _launch_plain("silu", x, "silu")
 
 
 @replaces(definitions.silu_)
@@ -284,37 +284,37 @@ def silu_(x: Tensor) -> None:
     if writable(x):
         _elementwise(plain_kernel, x, x, function="silu")
     else:
-        x.copy_(_plain("silu_", x, "silu"))
+        x.copy_(_launch_plain("silu_", x, "silu"))
 
 
 @replaces(definitions.gelu)
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    return _plain("gelu", x, _gelu("gelu", approximate))
+    return _launch_plain("gelu", x, _gelu("gelu", approximate))
 
 
 @replaces(definitions.gelu_tanh)
 def gelu_tanh(x: Tensor) -> Tensor:
-    return _plain("gelu_tanh", x, "gelu_tanh")
+    return _launch_plain("gelu_tanh", x, "gelu_tanh")
 
 
 @replaces(definitions.gelu_new)
 def gelu_new(x: Tensor) -> Tensor:
-    return _plain("gelu_new", x, "gelu_tanh")
+    return _launch_plain("gelu_new", x, "gelu_tanh")
 
 
 @replaces(definitions.gelu_fast)
 def gelu_fast(x: Tensor) -> Tensor:
-    return _plain("gelu_fast", x, "gelu_tanh")
+    return _launch_plain("gelu_fast", x, "gelu_tanh")
 
 
 @replaces(definitions.quick_gelu)
 def quick_gelu(x: Tensor) -> Tensor:
-    return _plain("quick_gelu", x, "quick_gelu")
+    return _launch_plain("quick_gelu", x, "quick_gelu")
 
 
 @replaces(definitions.relu2)
 def relu2(x: Tensor) -> Tensor:
-    return _plain("relu2", x, "relu2")
+    return _launch_plain("relu2", x, "relu2")
 
 
 @replaces(definitions.xielu)
@@ -328,7 +328,7 @@ def xielu(
     return out
 
 
-def _gated(
+def _launch_gated(
     x: Tensor,
     op: str,
     function: str,
@@ -374,34 +374,34 @@ def _gelu(op: str, approximate: str) -> str:
 
 @replaces(definitions.silu_and_mul)
 def silu_and_mul(x: Tensor) -> Tensor:
-    return _gated(x, "silu_and_mul", "silu")
+    return _launch_gated(x, "silu_and_mul", "silu")
 
 
 @replaces(definitions.mul_and_silu)
 def mul_and_silu(x: Tensor) -> Tensor:
-    return _gated(x, "mul_and_silu", "silu", activated_half=1)
+    return _launch_gated(x, "mul_and_silu", "silu", activated_half=1)
 
 
 @replaces(definitions.gelu_and_mul)
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
-    return _gated(x, "gelu_and_mul", _gelu("gelu_and_mul", approximate))
+    return _launch_gated(x, "gelu_and_mul", _gelu("gelu_and_mul", approximate))
 
 
 @replaces(definitions.fatrelu_and_mul)
 def fatrelu_and_mul(x: Tensor, threshold: float = 0.0) -> Tensor:
-    return _gated(x, "fatrelu_and_mul", "fatrelu", threshold)
+    return _launch_gated(x, "fatrelu_and_mul", "fatrelu", threshold)
 
 
 @replaces(definitions.silu_and_mul_with_clamp)
 def silu_and_mul_with_clamp(x: Tensor, limit: float) -> Tensor:
     expect_not_negative("silu_and_mul_with_clamp", "limit", limit)
-    return _gated(x, "silu_and_mul_with_clamp", "silu_with_clamp", limit=limit)
+    return _launch_gated(x, "silu_and_mul_with_clamp", "silu_with_clamp", limit=limit)
 
 
 @replaces(definitions.swiglustep_and_mul)
 def swiglustep_and_mul(x: Tensor, limit: float = 7.0) -> Tensor:
     expect_not_negative("swiglustep_and_mul", "limit", limit)
-    return _gated(x, "swiglustep_and_mul", "swiglustep", limit=limit)
+    return _launch_gated(x, "swiglustep_and_mul", "swiglustep", limit=limit)
 
 
 @replaces(definitions.swigluoai_and_mul)

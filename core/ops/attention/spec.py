@@ -19,7 +19,7 @@ HEADS, KEY_HEADS, KEYS = 4, 2, 5
 BLOCK_SIZE, SPARE_BLOCKS = 4, 40
 
 
-def _inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
+def _attention_inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
     """Draw heads of size 1 with their own keys, others with shared ones."""
     *batch, queries = lead
     heads = HEADS if head_size == 1 else KEY_HEADS
@@ -119,7 +119,7 @@ def attention(
     )
 
 
-def _reference(
+def _reference_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -302,7 +302,7 @@ def _paged_op(
     return op, (query, cache, block_table, query_start_loc, seq_lens, sinks)
 
 
-def _flops(query: Tensor, key: Tensor, **others: Any) -> int:
+def _attention_flops(query: Tensor, key: Tensor, **others: Any) -> int:
     return 4 * query.numel() * key.shape[-2]
 
 
@@ -321,9 +321,9 @@ def _paged_flops(query: Tensor, query_start_loc: Tensor, seq_lens: Tensor, **oth
 SPECS = (
     OpSpec(
         functional.scaled_dot_product_attention,
-        _inputs,
-        _reference,
-        _flops,
+        _attention_inputs,
+        _reference_attention,
+        _attention_flops,
         module=lambda **arguments: (ops.ScaledDotProductAttention(), arguments),
         variants={
             "": {"attn_mask": None},

@@ -120,7 +120,7 @@ class JointLayer(Composite):
             if any(self._residents(name, block))
         }
         self.__dict__["_joint"] = None  # frees the former memory first
-        joint = self.__dict__["_joint"] = _join(
+        joint = self.__dict__["_joint"] = _join_parts(
             [self._modules[name] for name in self.joined], former
         )
         kept = joint.blocks if joint is not None else {}
@@ -261,7 +261,7 @@ def _join_loaded(layer: JointLayer, incompatible_keys: object) -> None:
     layer.join()
 
 
-def _join(parts: Sequence[Any], former: dict[str, Tensor]) -> Joint | None:
+def _join_parts(parts: Sequence[Any], former: dict[str, Tensor]) -> Joint | None:
     """Join the parts, in the ``former`` blocks if the parts lie there; ``None`` if they do not fit."""
     together = _to_join(parts)
     if together is None:
@@ -376,10 +376,10 @@ def _joinable(part: Any, first: Any) -> bool:
         1:
     ]:
         return False
-    return all(_plain(tensor, first.weight) for tensor in part.parameters(recurse=False))
+    return all(_is_plain_like(tensor, first.weight) for tensor in part.parameters(recurse=False))
 
 
-def _plain(tensor: Tensor, like: Tensor) -> bool:
+def _is_plain_like(tensor: Tensor, like: Tensor) -> bool:
     """Tell whether a parameter is ordinary memory, of the dtype and device of ``like``, and its own to move."""
     if (
         type(tensor) is not nn.Parameter

@@ -80,7 +80,7 @@ def _weight(*shape: int) -> Any:
     return lambda draw, lead, size: draw(*shape)
 
 
-def _op(
+def _conv_op(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -110,7 +110,7 @@ def _torch(x: Tensor, weight: Tensor, bias: Tensor | None = None, **settings: An
     return torch.func.functional_call(theirs, given, (x,))
 
 
-def _flops(x: Tensor, weight: Tensor, *others: Any, **settings: Any) -> int:
+def _conv_flops(x: Tensor, weight: Tensor, *others: Any, **settings: Any) -> int:
     form = functional.conv2d if weight.dim() == 4 else functional.conv3d
     return 2 * int(form.fake(x, weight, *others, **settings).numel()) * weight[0].numel()
 
@@ -137,8 +137,8 @@ THREE: dict[str, Arguments] = {
 }
 CONV: dict[str, Any] = {
     "reference": _conv,
-    "flops": _flops,
-    "module": _op,
+    "flops": _conv_flops,
+    "module": _conv_op,
     "sizes": (1, 3, 8),
     # Few images, as torch compiles once more for 16 and above; as many as no other size, or it expects that they agree.
     "leads": ((1,), (5,), (2, 3), (0,), (2, 0)),

@@ -33,7 +33,7 @@ def _residual(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
     return {"x": draw(*lead, size), "residual": draw(*lead, size), "weight": draw(size)}
 
 
-def _gated(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+def _gated_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
     return {"x": draw(*lead, size), "weight": draw(size), "z": draw(*lead, size)}
 
 
@@ -161,7 +161,7 @@ def _gated_by_transformers(
     return torch.func.functional_call(theirs, {"weight": weight}, (x, z))
 
 
-def _flops(x: Tensor, **others: Any) -> int:
+def _norm_flops(x: Tensor, **others: Any) -> int:
     return 5 * x.numel()
 
 
@@ -183,7 +183,7 @@ LAYER: dict[str, Arguments] = {
     "no bias": {"bias": None},
     "no weight": {"weight": None, "bias": None},
 }
-NORM: dict[str, Any] = {"flops": _flops, "tolerances": HALF_NORM}
+NORM: dict[str, Any] = {"flops": _norm_flops, "tolerances": HALF_NORM}
 TORCH_RMS = Outside("torch.nn.functional.rms_norm", _torch_rms)
 
 SPECS = (
@@ -226,7 +226,7 @@ SPECS = (
     OpSpec(functional.fused_add_gemma_rms_norm_, _residual, _after_sum(_gemma), **NORM),
     OpSpec(
         functional.rms_norm_gated,
-        _gated,
+        _gated_inputs,
         _rms_gated,
         module=_gated_op,
         variants=GROUPED,

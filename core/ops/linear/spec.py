@@ -24,7 +24,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+def _linear_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
     """Draw weights scaled as layers initialise them, so that the tolerances of single numbers hold for sums."""
     return {
         "x": draw(*lead, size),
@@ -37,7 +37,7 @@ def _residual(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
     return draw(*lead, OUT_FEATURES)
 
 
-def _reference(
+def _reference_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -49,7 +49,7 @@ def _reference(
     return y if residual is None else y + residual
 
 
-def _op(
+def _linear_op(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -73,17 +73,17 @@ def _torch(
     return None if activation != "none" or residual is not None else F.linear(x, weight, bias)
 
 
-def _flops(x: Tensor, weight: Tensor, **others: Any) -> int:
+def _linear_flops(x: Tensor, weight: Tensor, **others: Any) -> int:
     return 2 * x.numel() * weight.shape[0]
 
 
 SPECS = (
     OpSpec(
         functional.linear,
-        _inputs,
-        _reference,
-        _flops,
-        module=_op,
+        _linear_inputs,
+        _reference_linear,
+        _linear_flops,
+        module=_linear_op,
         variants={
             "": {},
             "no bias": {"bias": None},

@@ -100,7 +100,7 @@ def quant_fp4(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         )
         divisors = group_scales.to(groups.dtype) * whole
     divisors = divisors.unsqueeze(-1)
-    codes = _codes(torch.where(divisors > 0, groups / divisors, 0.0)).flatten(-2)
+    codes = _fp4_codes(torch.where(divisors > 0, groups / divisors, 0.0)).flatten(-2)
     return codes[..., ::2] | codes[..., 1::2] << 4, group_scales
 
 
@@ -110,7 +110,7 @@ def _power_of_two_scale(largest: Tensor) -> Tensor:
     return torch.where(largest.isnan(), 255, exponents).to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
-def _codes(quotients: Tensor) -> Tensor:
+def _fp4_codes(quotients: Tensor) -> Tensor:
     """Return the code of the nearest number: each range of equal steps is rounded to whole steps, ties to even."""
     magnitudes = quotients.abs().clamp(max=FP4_MAX)
     large = torch.where(magnitudes < 4, magnitudes.round() + 2, (magnitudes / 2).round() + 4)

@@ -145,12 +145,12 @@ def _torch_dynamic(
     return (x / scale).to(torch.float8_e4m3fn), scale
 
 
-def _inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+def _quantization_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
     return {"x": draw(*lead, size) * 3, "group_shape": (-1, -1)}
 
 
 def _given(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
-    return {**_inputs(draw, lead, size), "scale": _scales(draw, 1)}
+    return {**_quantization_inputs(draw, lead, size), "scale": _scales(draw, 1)}
 
 
 def _scales(draw: Draw, *shape: int) -> Tensor:
@@ -176,7 +176,7 @@ def _fp4_op(x: Tensor, scale: Tensor | None = None) -> tuple[nn.Module, Any]:
     return ops.QuantFP4(), (x, scale)
 
 
-def _flops(x: Tensor, **others: Any) -> int:
+def _quantization_flops(x: Tensor, **others: Any) -> int:
     return 3 * x.numel()
 
 
@@ -207,7 +207,7 @@ FP4: dict[str, Arguments] = {
 }
 SCALE = (2e-7, 2e-8)
 QUANTISED: dict[str, Any] = {
-    "flops": _flops,
+    "flops": _quantization_flops,
     "differentiable": False,
     "large": (((83,), 5125), ((2048,), 512)),
     # Numbers next to each other are 1/8 apart, with two bits of mantissa 1/4; below the normal ones, by a constant.
@@ -230,7 +230,7 @@ SPECS = (
     ),
     OpSpec(
         functional.quant_fp8_dynamic,
-        _inputs,
+        _quantization_inputs,
         _dynamic,
         module=_dynamic_op,
         variants=DYNAMIC,
@@ -241,7 +241,7 @@ SPECS = (
         fp4.quant_fp4,
         _fp4_inputs,
         _fp4,
-        _flops,
+        _quantization_flops,
         module=_fp4_op,
         variants=FP4,
         sizes=(1, 3, 24),

@@ -27,7 +27,7 @@ def _table(draw: Draw, rows: int, rotary_dim: int) -> Tensor:
     return table.copy_(torch.cat((angles.cos(), angles.sin()), -1))
 
 
-def _inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
+def _rotary_inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
     """Draw a flattened query and a key with its heads apart; of odd heads, and of those of 64, a part is rotated."""
     return {
         "positions": draw.integers(0, ROWS, lead),
@@ -39,7 +39,7 @@ def _inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
 
 
 def _multimodal(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
-    arguments = _inputs(draw, lead, head_size)
+    arguments = _rotary_inputs(draw, lead, head_size)
     pairs = arguments["cos_sin_cache"].shape[1] // 2
     height, width = (pairs + 1) // 3, pairs // 4
     positions = draw.integers(0, ROWS, (3, *lead))
@@ -53,7 +53,7 @@ def _multimodal(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
 def _chunked(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
     positions = draw.integers(0, 100, lead)
     return {
-        **_inputs(draw, lead, head_size),
+        **_rotary_inputs(draw, lead, head_size),
         "positions": positions,
         "chunk_size": 8,
         "local_size": 3,
@@ -293,13 +293,13 @@ def _qwen(family: str, cls: str, takes_turns: bool) -> Callable[..., Any]:
     return call
 
 
-def _flops(query: Tensor, key: Tensor, **others: Any) -> int:
+def _rotary_flops(query: Tensor, key: Tensor, **others: Any) -> int:
     return 3 * (query.numel() + key.numel())
 
 
 STYLES: dict[str, Arguments] = {"": {}, "gptj": {"is_neox_style": False}}
 HEADS: dict[str, Any] = {
-    "flops": _flops,
+    "flops": _rotary_flops,
     "sizes": (3, 9, 6, 64),
     "large": (((5, 11), 80), ((5, 11), 120), ((307,), 256)),
 }
@@ -329,7 +329,7 @@ SPECS = (
     ),
     OpSpec(
         functional.rotary_embedding,
-        _inputs,
+        _rotary_inputs,
         _rotary,
         module=_rotary_op,
         variants=STYLES,
@@ -339,7 +339,7 @@ SPECS = (
         ),
         **HEADS,
     ),
-    OpSpec(functional.rotary_embedding_, _inputs, _rotary, variants=STYLES, **HEADS),
+    OpSpec(functional.rotary_embedding_, _rotary_inputs, _rotary, variants=STYLES, **HEADS),
     OpSpec(
         functional.mrope,
         _multimodal,

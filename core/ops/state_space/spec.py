@@ -228,7 +228,7 @@ def _conv_flops(x: Tensor, weight: Tensor, *others: Any, **settings: Any) -> int
     return 2 * x.numel() * weight.shape[1]
 
 
-def _flops(x: Tensor, B: Tensor, **others: Any) -> int:  # noqa: N803
+def _scan_flops(x: Tensor, B: Tensor, **others: Any) -> int:  # noqa: N803
     return 6 * x.numel() * B.shape[-1]
 
 
@@ -236,7 +236,7 @@ def _gate_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
     return {"x": draw(*lead, size), "gate": draw(*lead, size), "weight": draw(size)}
 
 
-def _gated(
+def _gated_inputs(
     x: Tensor,
     gate: Tensor,
     weight: Tensor | None = None,
@@ -322,7 +322,7 @@ SPECS = (
         selective_scan.selective_scan,
         _scan_inputs,
         _scan,
-        _flops,
+        _scan_flops,
         module=_without(ops.SelectiveScan, "dt_softplus"),
         variants={
             "": {},
@@ -341,7 +341,7 @@ SPECS = (
         chunk_scan.mamba_chunk_scan,
         _head_inputs,
         _heads_scan,
-        _flops,
+        _scan_flops,
         module=_without(ops.MambaChunkScan, "chunk_size", "dt_softplus"),
         variants={
             "": {},
@@ -361,7 +361,7 @@ SPECS = (
         selective_scan.selective_state_update,
         _step_inputs,
         _step,
-        _flops,
+        _scan_flops,
         module=_without(ops.SelectiveStateUpdate, "dt_softplus"),
         variants={
             "": {},
@@ -376,7 +376,7 @@ SPECS = (
     OpSpec(
         gating.mixer2_gated_rms_norm,
         _gate_inputs,
-        _gated,
+        _gated_inputs,
         lambda x, **others: 5 * x.numel(),
         module=_gated_op,
         variants={

@@ -106,7 +106,7 @@ class Gate:
         if length.isdigit() and int(length[:20]) > settings.max_body_bytes:
             raise _too_large(settings.max_body_bytes)
         with _ended(flight, settings.body_seconds, _slow(settings.body_seconds)):
-            return await _read(receive, settings.max_body_bytes, hold)
+            return await _read_body(receive, settings.max_body_bytes, hold)
 
     async def _pass(self, passing: Passing, body: bytes, receive: Receive, flight: Flight) -> None:
         """Have a request answered, unless its client leaves or its time is up."""
@@ -147,7 +147,7 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-async def _read(receive: Receive, limit: int, hold: Callable[[int], None]) -> bytes:
+async def _read_body(receive: Receive, limit: int, hold: Callable[[int], None]) -> bytes:
     """Read the body of a request.
 
     Raises:

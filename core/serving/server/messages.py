@@ -36,10 +36,12 @@ def for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     Raises:
         HTTPError: the arguments of a call are no JSON object.
     """
-    return [_plain(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    return [
+        _as_plain_message(message, f"messages[{place}]") for place, message in enumerate(messages)
+    ]
 
 
-def _plain(message: ChatMessage, place: str) -> dict[str, Any]:
+def _as_plain_message(message: ChatMessage, place: str) -> dict[str, Any]:
     plain = message.model_dump(exclude_none=True)
     if message.role == "developer":
         plain["role"] = "system"  # its older name, which templates know

@@ -49,7 +49,7 @@ class Body(BaseModel):
     @classmethod
     def _expect_known(cls, given: Any, validated: ModelWrapValidatorHandler[Body]) -> Body:
         """Leave out fields that there are not, where they are null, and refuse the first of the others."""
-        names = _names(cls)
+        names = _names_of_fields(cls)
         if not isinstance(given, dict) or given.keys() <= names:
             return validated(given)
         body = validated({name: value for name, value in given.items() if name in names})
@@ -71,7 +71,7 @@ def _printable(name: str) -> str:
 
 
 @cache
-def _names(body: type[Body]) -> frozenset[str]:
+def _names_of_fields(body: type[Body]) -> frozenset[str]:
     return frozenset(field.alias or name for name, field in body.model_fields.items())
 
 

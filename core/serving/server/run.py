@@ -161,7 +161,7 @@ def serve(
         )
     with _bound(settings) as listener:
         service = Service(model, opgraft_config)
-        url = f"http://{_named(settings.host)}:{listener.getsockname()[1]}"
+        url = f"http://{_host_as_named(settings.host)}:{listener.getsockname()[1]}"
         config = uvicorn.Config(
             create_app(service, keys),
             http=partial(Connection, settings),  # type: ignore[arg-type]  # it is called as the class would be
@@ -213,5 +213,5 @@ def _bound(settings: ServerConfig) -> socket.socket:
     return listener
 
 
-def _named(host: str) -> str:
+def _host_as_named(host: str) -> str:
     return f"[{host}]" if ":" in host else host

@@ -177,7 +177,7 @@ class Service:
         await self._model.warm_up()
         explanation = await self._model.explain()
         self._exporter.show_kernels(explanation)
-        self.kernels = _summary(explanation)
+        self.kernels = _summary_of_decision(explanation)
         self._warm = True
 
     def shutdown(self) -> None:
@@ -335,7 +335,7 @@ def _name_of(model: str) -> str:
     return PurePath(model).name if Path(model).exists() else model
 
 
-def _summary(explanation: Explanation) -> str:
+def _summary_of_decision(explanation: Explanation) -> str:
     counts = Counter(str(row.provider) for row in explanation.rows if row.runs)
     return printable(
         ", ".join(f"{count} of {provider}" for provider, count in counts.most_common())

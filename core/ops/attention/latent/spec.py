@@ -38,7 +38,7 @@ def _write(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
     return cache
 
 
-def _inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+def _latent_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
     """Draw sequences of up to ``longest`` tokens, of which the first has as many, with up to ten tokens before them."""
     sequences, longest = lead
     lengths = draw.integers(int(longest == 1), longest + 1, (sequences,))
@@ -78,7 +78,7 @@ def _rows_seen(
     return seen
 
 
-def _reference(
+def _attention_over_latents(
     query: Tensor,
     cache: Tensor,
     block_table: Tensor,
@@ -119,7 +119,7 @@ def _by_torch(
     return torch.stack(attended)
 
 
-def _op(
+def _latent_attention(
     query: Tensor,
     cache: Tensor,
     block_table: Tensor,
@@ -137,7 +137,7 @@ def _op(
     )
 
 
-def _flops(
+def _latent_flops(
     query: Tensor, query_start_loc: Tensor, seq_lens: Tensor, kv_lora_rank: int, **others: Any
 ) -> int:
     counts = query_start_loc.diff()
@@ -159,10 +159,10 @@ SPECS = (
     ),
     OpSpec(
         functional.mla_paged_attention,
-        _inputs,
-        _reference,
-        _flops,
-        module=_op,
+        _latent_inputs,
+        _attention_over_latents,
+        _latent_flops,
+        module=_latent_attention,
         leads=((2, 1), (10, 3), (5, 7), (2, 0), (0, 3)),
         sizes=(1, 9, 64),
         large=(((4, 1), 512), ((2, 83), 128)),

@@ -21,11 +21,11 @@ STEPS = {torch.float8_e4m3fn: 0.125, torch.float8_e5m2: 0.25}
 """By dtype, the distance of numbers next to each other."""
 
 
-def _inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
+def _attention_inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
     return {**ATTENTION.inputs(draw, lead, head_size), "output_scale": torch.tensor([SCALE])}
 
 
-def _reference(
+def _quantised_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -41,8 +41,8 @@ def _reference(
 SPECS = (
     OpSpec(
         scaled_dot_product_attention_quant_fp8_static,
-        _inputs,
-        _reference,
+        _attention_inputs,
+        _quantised_attention,
         ATTENTION.flops,
         variants={**ATTENTION.variants, "e5m2": {"attn_mask": None, "dtype": torch.float8_e5m2}},
         leads=ATTENTION.leads,

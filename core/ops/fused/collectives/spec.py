@@ -33,14 +33,14 @@ _ROWS = (
 )
 
 
-def _reference(after_sum: Callable[..., Any]) -> Callable[..., Any]:
+def _reference_after_sum(after_sum: Callable[..., Any]) -> Callable[..., Any]:
     def reference(x: Tensor, residual: Tensor | None, kind: str = "tensor", **others: Any) -> Any:
         return after_sum(x, x * 0 if residual is None else residual, **others)
 
     return reference
 
 
-def _inputs(after_sum: OpSpec) -> Callable[[Draw, Sequence[int], int], Arguments]:
+def _inputs_of_ranks(after_sum: OpSpec) -> Callable[[Draw, Sequence[int], int], Arguments]:
     return lambda draw, lead, size: {
         "eps": 1e-5,
         **after_sum.inputs(draw, lead, size),
@@ -71,8 +71,8 @@ def _gathered_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
 _OF_NORMS = tuple(
     OpSpec(
         form,
-        _inputs(_SUMS[after_sum]),
-        _reference(_SUMS[after_sum].reference),
+        _inputs_of_ranks(_SUMS[after_sum]),
+        _reference_after_sum(_SUMS[after_sum].reference),
         _SUMS[after_sum].flops,
         variants=_variants(_SUMS[after_sum]),
         sizes=_SUMS[after_sum].sizes,

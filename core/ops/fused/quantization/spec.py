@@ -34,7 +34,7 @@ def _summed(quantised: Reference) -> Reference:
     return reference
 
 
-def _gated(quantised: Reference) -> Reference:
+def _gated_reference(quantised: Reference) -> Reference:
     def reference(x: Tensor, **others: Any) -> Any:
         gate, up = x.chunk(2, -1)
         return quantised(silu(gate) * up, **others)
@@ -87,7 +87,7 @@ ROWS = (
         functional.silu_and_mul_quant_fp8_dynamic,
         functional.silu_and_mul_quant_fp4,
         _gate_inputs,
-        _gated,
+        _gated_reference,
     ),
 )
 # In MXFP4 rounding may double the scale of a group, and so move all its numbers.

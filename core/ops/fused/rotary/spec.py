@@ -13,7 +13,7 @@ from torch import Tensor
 (ROTARY,) = (spec for spec in rotary.SPECS if spec.functional.name == "rotary_embedding")
 
 
-def _inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
+def _rotary_inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
     weights = {"query_weight": draw(head_size), "key_weight": draw(head_size)}
     return {**ROTARY.inputs(draw, lead, head_size), **weights, "eps": 1e-5}
 
@@ -24,7 +24,7 @@ def _normed(x: Tensor, head_size: int, weight: Tensor, eps: float) -> Tensor:
     return (heads / (squares / head_size + eps).sqrt() * weight).reshape(x.shape)
 
 
-def _reference(
+def _normed_and_rotated(
     positions: Tensor,
     query: Tensor,
     key: Tensor,
@@ -44,8 +44,8 @@ def _reference(
 SPECS = (
     OpSpec(
         qk_norm_rope,
-        _inputs,
-        _reference,
+        _rotary_inputs,
+        _normed_and_rotated,
         variants={**rotary.STYLES, "gemma": {"one_plus_weight": True}},
         **{**rotary.HEADS, "flops": lambda query, key, **others: 7 * (query.numel() + key.numel())},
     ),

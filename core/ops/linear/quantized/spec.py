@@ -111,7 +111,7 @@ def _codes_of_tiles(weight: Tensor, size: int) -> Tensor:
     return (bytes_of_codes >> (within % 8 // 4 * 4)) & 15
 
 
-def _codes(weight: Tensor, size: int) -> Tensor:
+def _codes_of_weight(weight: Tensor, size: int) -> Tensor:
     """Read four-bit codes one by one, from where the documentation says that each lies."""
     inputs = torch.arange(size)
     block, within = inputs // 128, inputs % 128
@@ -132,7 +132,7 @@ def _quantized(
         codes = _codes_of_tiles(weight, size).double()
         scales, offsets = scales[0].T, None if offsets is None else offsets[0].T
     else:
-        codes = (weight if weight.dtype == torch.int8 else _codes(weight, size)).double()
+        codes = (weight if weight.dtype == torch.int8 else _codes_of_weight(weight, size)).double()
     if offsets is None and weight.dtype == torch.uint8:
         codes = codes - 8
     groups = torch.arange(size) // (size // scales.shape[1])
@@ -233,11 +233,11 @@ def _fp8_op(
     return with_parameters(op, **tensors), (x,)
 
 
-def _flops(x: Tensor, weight: Tensor, **others: Any) -> int:
+def _linear_flops(x: Tensor, weight: Tensor, **others: Any) -> int:
     return 2 * x.numel() * weight.shape[0] * (TILE if weight.dim() == 3 else 1)
 
 
-COMMON: dict[str, Any] = {"flops": _flops, "sizes": (1, 48, 769), "tolerances": HALF_NORM}
+COMMON: dict[str, Any] = {"flops": _linear_flops, "sizes": (1, 48, 769), "tolerances": HALF_NORM}
 ROUNDED_TWICE = {torch.float16: (2e-2, 1e-2), torch.bfloat16: (2e-2, 1.6e-2)}
 """Tolerances in half types where both factors are rounded to them before they are multiplied."""
 

@@ -23,7 +23,7 @@ def _swigluoai(gate_up: Tensor) -> Tensor:
     return (up.clamp(-7.0, 7.0) + 1) * silu(1.702 * gate.clamp(max=7.0)) / 1.702
 
 
-def _gated(activation: str, gate_up: Tensor) -> Tensor:
+def _gated_activation(activation: str, gate_up: Tensor) -> Tensor:
     if activation == "swigluoai":
         return _swigluoai(gate_up)
     gate, up = gate_up.reshape(2, -1).unbind()
@@ -45,14 +45,14 @@ def fused_experts_reference(
         for weight, expert in zip(weights, ids, strict=True):
             if expert >= 0:
                 gate_up = w13[expert].mv(x[token]) + (0 if w13_bias is None else w13_bias[expert])
-                output = w2[expert].mv(_gated(activation, gate_up)) + (
+                output = w2[expert].mv(_gated_activation(activation, gate_up)) + (
                     0 if w2_bias is None else w2_bias[expert]
                 )
                 result[token] += weight * output
     return result
 
 
-def _inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+def _expert_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
     tokens = math.prod(lead)
     return {
         "x": draw(tokens, size),
@@ -88,7 +88,7 @@ def layer_of(weights: Arguments) -> SimpleNamespace:
     return SimpleNamespace(**{names.get(name, name): weight for name, weight in weights.items()})
 
 
-def _op(
+def _experts_op(
     x: Tensor, topk_weights: Tensor, topk_ids: Tensor, activation: str = "silu", **weights: Any
 ) -> Any:
     config = FusedMoEConfig(
@@ -153,7 +153,7 @@ def _config(x: Tensor, w13: Tensor, w2: Tensor) -> SimpleNamespace:
     )
 
 
-def _flops(
+def _expert_flops(
     x: Tensor,
     w13: Tensor,
     w2: Tensor,
@@ -168,9 +168,9 @@ def _flops(
 SPECS = (
     OpSpec(
         functional.fused_experts,
-        _inputs,
+        _expert_inputs,
         fused_experts_reference,
-        module=_op,
+        module=_experts_op,
         variants={
             "": {},
             "biases": {"w13_bias": _bias(2 * INTERMEDIATE), "w2_bias": _bias(0)},
@@ -191,6 +191,6 @@ SPECS = (
             of_transformers("models.mixtral.modeling_mixtral.MixtralExperts", _mixtral),
             of_transformers("models.gpt_oss.modeling_gpt_oss.GptOssExperts", _gpt_oss),
         ),
-        flops=_flops,
+        flops=_expert_flops,
     ),
 )

@@ -102,24 +102,24 @@ def _grouped(
     made = [rows.new_zeros(bounds[0], rows.shape[1])]
     for expert, (begin, end) in enumerate(pairwise(bounds)):
         if begin < end:
-            first = _plain(gate_up, expert, rows.shape[1], rows.dtype)
+            first = _plain_weight(gate_up, expert, rows.shape[1], rows.dtype)
             hidden = F.linear(
                 rows[begin:end], first, None if w13_bias is None else w13_bias[expert]
             )
             hidden = plain.ACTIVATIONS[activation](hidden)
-            second = _plain(down, expert, hidden.shape[1], rows.dtype)
+            second = _plain_weight(down, expert, hidden.shape[1], rows.dtype)
             made.append(F.linear(hidden, second, None if w2_bias is None else w2_bias[expert]))
     return torch.cat(made)
 
 
-def _plain(weights: Quantized, expert: int, in_features: int, dtype: torch.dtype) -> Tensor:
+def _plain_weight(weights: Quantized, expert: int, in_features: int, dtype: torch.dtype) -> Tensor:
     codes, scales, offsets = (None if tensor is None else tensor[expert] for tensor in weights)
     return dequantize_expert(codes, scales, offsets, in_features, compute_dtype(dtype)).to(dtype)  # type: ignore[arg-type]  # codes and scales are there
 
 
 def _all_plain(weights: Quantized, in_features: int, dtype: torch.dtype) -> Tensor:
     return torch.stack(
-        [_plain(weights, expert, in_features, dtype) for expert in range(len(weights[0]))]
+        [_plain_weight(weights, expert, in_features, dtype) for expert in range(len(weights[0]))]
     )
 
 

@@ -42,7 +42,7 @@ def _are_powers_of_two(scales: Tensor) -> bool:
     return bool((scales.frexp().mantissa == 0.5).all())
 
 
-def _reference(
+def _reference_experts(
     x: Tensor,
     w13: Tensor,
     w13_scales: Tensor,
@@ -117,7 +117,7 @@ def _format(
     }
 
 
-def _inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+def _expert_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
     tokens = math.prod(lead)
     return {
         "x": draw(tokens, size),
@@ -137,7 +137,7 @@ class _AsGiven(ExpertWeights):
     def finish(self, layer: Any) -> None: ...
 
 
-def _op(
+def _experts_op(
     x: Tensor, topk_weights: Tensor, topk_ids: Tensor, activation: str = "silu", **weights: Any
 ) -> Any:
     experts, rows = weights["w13"].shape[:2]
@@ -149,7 +149,7 @@ def _op(
     return QuantizedFusedMoEMethod(config, _AsGiven()), (layer, x, topk_weights, topk_ids)
 
 
-def _flops(x: Tensor, w13: Tensor, topk_ids: Tensor, **others: Any) -> int:
+def _expert_flops(x: Tensor, w13: Tensor, topk_ids: Tensor, **others: Any) -> int:
     return 3 * topk_ids.numel() * x.shape[1] * w13.shape[1]
 
 
@@ -161,9 +161,9 @@ _BIASES: Arguments = {
 SPECS = (
     OpSpec(
         functional.quantized_experts,
-        _inputs,
-        _reference,
-        module=_op,
+        _expert_inputs,
+        _reference_experts,
+        module=_experts_op,
         variants={
             "8 bits": {},
             "8 bits, offsets": _format(_int8, 127, offsets=True),
@@ -181,6 +181,6 @@ SPECS = (
         large=(((83,), 256),),
         tolerances={**HALF_NORM, torch.bfloat16: (5e-2, 2e-2)},
         differentiable=False,
-        flops=_flops,
+        flops=_expert_flops,
     ),
 )

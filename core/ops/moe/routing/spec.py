@@ -57,7 +57,7 @@ def _grouped_topk(
     return (weights * routed_scaling_factor).float(), ids
 
 
-def _inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+def _routing_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
     """Draw eight groups of ``size`` experts; a token's logits are as many different numbers that every dtype holds."""
     logits = draw(math.prod(lead), 8 * size)
     logits.copy_((logits.double().argsort(-1) - 4 * size) / 2 ** math.ceil(math.log2(size + 1)))
@@ -74,14 +74,14 @@ def _bias(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
     return draw(8 * size).float()
 
 
-def _op(
+def _routing_op(
     gating_output: Tensor, e_score_correction_bias: Tensor | None = None, **settings: Any
 ) -> tuple[nn.Module, tuple[Any, ...]]:
     hidden_states = gating_output.new_zeros(gating_output.shape[0], 5)
     return ops.GroupedTopk(**settings), (hidden_states, gating_output, e_score_correction_bias)
 
 
-def _flops(gating_output: Tensor, **others: Any) -> int:
+def _routing_flops(gating_output: Tensor, **others: Any) -> int:
     return 10 * gating_output.numel()
 
 
@@ -167,9 +167,9 @@ def _transformers(
 SPECS = (
     OpSpec(
         functional.grouped_topk,
-        _inputs,
+        _routing_inputs,
         _grouped_topk,
-        module=_op,
+        module=_routing_op,
         variants=VARIANTS,
         sizes=(2, 9, 32),
         large=(((83,), 32),),
@@ -178,7 +178,7 @@ SPECS = (
             Outside("transformers DeepseekV2TopkRouter", _deepseek_v2),
             Outside("transformers DeepseekV3TopkRouter", _deepseek_v3),
         ),
-        flops=_flops,
+        flops=_routing_flops,
         differentiable=False,
     ),
 )
