@@ -1,4 +1,4 @@
-"""Two runs of one op compared: copies of arguments, differences of results, and words for both."""
+"""Two calls of one op compared: copies of arguments, differences of results, and words for both."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import copy
 import enum
 import numbers
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from inspect import signature
 from typing import Any
 
@@ -16,7 +16,7 @@ from opgraft.base.text import printable
 from torch import Tensor, nn
 
 Tolerance = tuple[float, float]
-"""The distance that two values may have: absolute, and relative to the largest number of their row."""
+"""The allowed distance of two values: absolute, and relative to the largest number of their row."""
 
 _PLAIN = (Tensor, nn.Parameter)
 _MOST_BYTES = 1 << 30
@@ -24,8 +24,44 @@ _FIXED = (numbers.Number, str, bytes, type(None), enum.Enum, range, slice)
 _FIXED_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
+@dataclass(frozen=True)
+class Differences:
+    """The differences between two calls of one op.
+
+    Attributes:
+        error: the largest error as a share of the tolerance; ``None`` if there is no number for
+            the error, such as for results of another shape.
+        reasons: each difference beyond the tolerance, in words.
+    """
+
+    error: float | None = 0.0
+    reasons: tuple[str, ...] = ()
+
+
+def compare(
+    found: Sequence[tuple[str, Any]], expected: Sequence[Any], allowed: Iterable[Tolerance]
+) -> Differences:
+    """Compare everything that a call has left with everything that another call has left.
+
+    Args:
+        found: the values of one call with their places, such as ``("the result[0]", tensor)``.
+        expected: the values of the other call, in the same order.
+        allowed: the tolerance of each.
+    """
+    errors = []
+    reasons = []
+    for (place, ours), theirs, tolerance in zip(found, expected, allowed, strict=True):
+        error, reason = difference(place, ours, theirs, tolerance)
+        errors.append(error)
+        if reason:
+            reasons.append(reason)
+    known = [error for error in errors if error is not None]
+    largest = max(known, default=0.0) if len(known) == len(errors) else None
+    return Differences(largest, tuple(reasons))
+
+
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what lists, tuples and mappings hold, each with its place."""
+    """Yield the parts of lists, tuples and mappings, each with a path such as ``[0]['mask']``."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from leaves(each, f"{path}[{key!r}]")
@@ -37,47 +73,54 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def tensors_within(value: Any) -> list[Tensor]:
-    """Return the tensors in a value, in order: of lists, tuples and mappings too."""
+    """Return the tensors in a value, in order; of lists, tuples and mappings, too."""
     return [leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
 def obstacle_to_copies(values: Any) -> str:
-    """Say why ``values`` cannot be copied for a second run, or return ""."""
+    """Return the reason why values cannot be copied for a second call; empty if they can."""
     for _, leaf in leaves(values):
         if not isinstance(leaf, Tensor) and not _is_fixed(leaf):
-            return printable(
-                f"an argument is a {type(leaf).__qualname__}, which two runs would share and may change"
-            )
+            name = type(leaf).__qualname__
+            return printable(f"an argument is a {name}, which two runs would share and may change")
     tensors = tensors_within(values)
     if any(type(tensor) not in _PLAIN for tensor in tensors):
         return "an argument is of a class derived from Tensor"
     if any(tensor.is_meta for tensor in tensors):
         return "an argument is on the device meta, without values"
+    # Sparse tensors cannot tell their bytes.
     if sum(tensor.nbytes for tensor in tensors if tensor.layout is torch.strided) > _MOST_BYTES:
         return f"the arguments take more than {_MOST_BYTES >> 30} GiB"
     return ""
 
 
 def _is_fixed(value: Any) -> bool:
-    """Return True if nothing can change a value, so that two runs may share it."""
+    """Return True if nothing can change a value, so that two calls may share the value."""
     if isinstance(value, (tuple, frozenset)):
         return all(map(_is_fixed, value))
     if is_dataclass(value) and not isinstance(value, type):
-        frozen: bool = getattr(value, "__dataclass_params__").frozen  # noqa: B009  # which has no annotation
+        # The attribute has no annotation, so that mypy does not know the attribute.
+        frozen: bool = getattr(value, "__dataclass_params__").frozen  # noqa: B009
         held = [getattr(value, field.name) for field in fields(value)]
         return frozen and all(map(_is_fixed, held))
     return isinstance(value, (*_FIXED, *_FIXED_OF_TORCH))
 
 
 def copied(value: Any, known: dict[int, Any]) -> Any:
-    """Copy a value with the tensors in it, in objects such as caches too; one that stands there twice is one copy.
+    """Copy a value with all tensors inside, in objects such as caches, too.
 
-    Modules are not copied: one becomes what is ``known`` for its ``id``, by default itself. A mapping that cannot be
-    copied becomes a dictionary; of other such objects the original is taken.
+    A tensor that stands in two places becomes one copy. A mapping that cannot be copied becomes a
+    dictionary; another such object stays the original.
+
+    Args:
+        value: to copy.
+        known: by ``id``, copies that exist already. Modules are not copied: a module is replaced
+            by the known one, by default by itself.
     """
     if isinstance(value, nn.Module):
         return known.get(id(value), value)
-    if isinstance(value, Tensor):  # deepcopy refuses results that have gradients
+    if isinstance(value, Tensor):
+        # deepcopy refuses results with gradients.
         if id(value) not in known:
             known[id(value)] = value.detach().clone()
         return known[id(value)]
@@ -85,17 +128,14 @@ def copied(value: Any, known: dict[int, Any]) -> Any:
         return type(value)(*(copied(each, known) for each in value))
     if type(value) in (tuple, list):
         return type(value)(copied(each, known) for each in value)
-    held = (
-        {key: copied(each, known) for key, each in value.items()}
-        if isinstance(value, Mapping)
-        else value
-    )
+    held = value
+    if isinstance(value, Mapping):
+        held = {key: copied(each, known) for key, each in value.items()}
     if type(value) is dict:
         return held
     try:
-        return copy.deepcopy(
-            value, known
-        )  # which takes the copies of tensors that it holds from what is known
+        # deepcopy takes the copies of tensors inside from ``known``.
+        return copy.deepcopy(value, known)
     except Exception:  # of somebody's class
         return held
 
@@ -103,49 +143,49 @@ def copied(value: Any, known: dict[int, Any]) -> Any:
 def difference(
     place: str, got: Any, expected: Any, tolerance: Tolerance
 ) -> tuple[float | None, str]:
-    """Compare a leaf with the one that is expected.
+    """Compare a value with the expected one.
 
-    The relative tolerance is of the largest number in the row: sums cancel, and what is left of them has the error of
-    what went in. Floats of 8 bits may be a step apart instead, which is of the number itself: values that are all but
-    the same may be rounded to neighbours. Of a complex number both parts count.
+    The relative tolerance refers to the largest number in the row: sums cancel, and the rest has
+    the error of the summands. Floats of 8 bits may be one step apart instead, relative to the
+    number itself: nearly equal values may be rounded to neighbours. Both parts of a complex number
+    count.
 
     Returns:
-        The error as a share of the tolerance, ``None`` if there is no number for it; then the difference in
+        The error as a share of the tolerance, ``None`` without a number; then the difference in
         words, empty within the tolerance.
     """
     if not isinstance(got, Tensor) or not isinstance(expected, Tensor):
-        same = type(got) is type(expected) and (got is expected or bool(got == expected))
-        if same:
+        if type(got) is type(expected) and (got is expected or bool(got == expected)):
             return 0.0, ""
         return None, f"{place} is {description_of(got)}, expected {description_of(expected)}"
     if (got.shape, got.dtype, got.device) != (expected.shape, expected.dtype, expected.device):
-        return None, f"{place} is {_form(got)}, expected {_form(expected)}"
+        return None, f"{place} is {form_of(got)}, expected {form_of(expected)}"
     ours = _numbers(got)
     theirs = _numbers(expected)
+    # Most calls end here: equal numbers need no tolerance.
     if torch.equal(ours, theirs):
         return 0.0, ""
-
     room = torch.zeros_like(theirs)
     if theirs.is_floating_point():
         room = _room(theirs, expected.dtype, tolerance)
     share = _shares(ours, theirs, room)
-    outside = ~(share <= 1)  # NaN is outside, too
     error = share.max().item() if share.isfinite().all() else None
+    outside = ~(share <= 1)  # NaN is outside, too
     if not outside.any():
         return error, ""
     worst = share.nan_to_num(torch.inf).argmax()
     index = [int(number) for number in torch.unravel_index(worst, share.shape)]
     found = _shown_number(ours, index)
     right = _shown_number(theirs, index)
-    allowed = room[tuple(index)].item()
+    count = f"{int(outside.sum())} of {outside.numel()} numbers"
     return error, (
-        f"{place}: {int(outside.sum())} of {outside.numel()} numbers are off by more than is allowed: "
-        f"at {index} of {_form(expected)} it has {found}, expected {right}, allowed is {allowed:.2g}"
+        f"{place}: {count} are off by more than is allowed: at {index} of {form_of(expected)} "
+        f"it has {found}, expected {right}, allowed is {room[tuple(index)].item():.2g}"
     )
 
 
 def _shares(ours: Tensor, theirs: Tensor, room: Tensor) -> Tensor:
-    """Return how far numbers are off, as shares of what is allowed; integers that differ are infinitely far off."""
+    """Return errors as shares of the tolerance; integers that differ have an infinite error."""
     alike = _alike(ours, theirs)
     if not theirs.is_floating_point():
         return torch.zeros(theirs.shape, device=theirs.device).masked_fill(~alike, torch.inf)
@@ -159,20 +199,26 @@ def _shown_number(x: Tensor, index: list[int]) -> str:
 
 
 def _room(expected: Tensor, dtype: torch.dtype, tolerance: Tolerance) -> Tensor:
-    """Return how far each number may be from the one that is expected, which was of ``dtype`` before it was widened."""
+    """Return the allowed error of each number; ``dtype`` is the one before widening."""
     absolute, relative = tolerance
     largest = expected.abs().nan_to_num(0, 0, 0)
     if dtype.itemsize == 1:
         step = torch.finfo(dtype)
-        absolute, relative = step.eps * step.smallest_normal, step.eps
+        absolute = step.eps * step.smallest_normal
+        relative = step.eps
     elif largest.dim() and largest.numel():
         largest = largest.amax(-1, keepdim=True)
     return (absolute + relative * largest).expand_as(expected)
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors hold the same numbers; a NaN is one."""
-    return one.shape == other.shape and bool(_alike(_numbers(one), _numbers(other)).all())
+    """Return True if two tensors hold the same numbers; one NaN is as good as another."""
+    return one.shape == other.shape and not bool(unequal(one, other).any())
+
+
+def unequal(one: Tensor, other: Tensor) -> Tensor:
+    """Return True for each number that differs in two tensors of one shape."""
+    return ~_alike(_numbers(one), _numbers(other))
 
 
 def _alike(one: Tensor, other: Tensor) -> Tensor:
@@ -180,9 +226,10 @@ def _alike(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _numbers(x: Tensor) -> Tensor:
-    """Return what a tensor is compared by: of a complex one both parts, of half types and 8 bits float32.
+    """Return the numbers to compare: float32 of half types and 8 bits, both parts of complex ones.
 
-    Integers stay what they are, as floats do not hold the large ones, and so does float64, which some devices lack.
+    Integers stay integers, as floats cannot hold large ones. float64 stays, and other floats do not
+    become float64, as some devices lack float64.
     """
     x = x.detach()
     if x.is_complex():
@@ -194,39 +241,48 @@ def _numbers(x: Tensor) -> Tensor:
 def arguments_of(
     run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what an op is called with by the names of its parameters, parts of lists by theirs, without the op."""
+    """Return the arguments of a call by parameter, such as ``x`` or ``caches[0]``; not the op."""
     known = signature(run)
     try:
         given = known.bind(*args, **kwargs)
-    except TypeError:  # of a static method, whose signature has no place for the op
+    except TypeError:
+        # The signature of a static method has no place for the op.
         given = known.bind(*args[1:], **kwargs)
-    parts = {
-        f"{name}{path}": leaf
-        for name, each in given.arguments.items()
-        for path, leaf in leaves(each)
-    }
-    return {name: leaf for name, leaf in parts.items() if not isinstance(leaf, nn.Module)}
+    found = {}
+    for name, each in given.arguments.items():
+        for path, leaf in leaves(each):
+            if not isinstance(leaf, nn.Module):
+                found[f"{name}{path}"] = leaf
+    return found
 
 
 def description_of(value: Any) -> str:
-    """Describe an argument in a line: a tensor by dtype, shape, device, strides and range, others in a few letters."""
+    """Describe an argument in a line: a tensor by form, strides and range, others briefly."""
     if not isinstance(value, Tensor):
         parts = tensors_within(value)
-        told = f"{type(value).__qualname__} of {', '.join(map(description_of, parts))}"
-        return told if parts else reprlib.repr(value)
-    words = [_form(value)]
+        if not parts:
+            return reprlib.repr(value)
+        return f"{type(value).__qualname__} of {', '.join(map(description_of, parts))}"
+    words = [form_of(value)]
     if not value.is_contiguous():
         words.append(f"strides {list(value.stride())}")
     if value.is_floating_point() and not value.is_meta:
-        wide = _numbers(value)
-        finite = wide[wide.isfinite()]
-        if finite.numel():
-            words.append(f"from {finite.min().item():.4g} to {finite.max().item():.4g}")
-        odd = (("NaN", int(wide.isnan().sum())), ("infinite", int(wide.isinf().sum())))
-        words += [f"{count} {name}" for name, count in odd if count]
+        words += _range_of(_numbers(value))
     return ", ".join(words)
 
 
-def _form(x: Tensor) -> str:
+def _range_of(x: Tensor) -> Iterator[str]:
+    """Describe the numbers of a tensor: the finite ones by their range, then NaN and infinity."""
+    finite = x[x.isfinite()]
+    if finite.numel():
+        yield f"from {finite.min().item():.4g} to {finite.max().item():.4g}"
+    for name, odd in (("NaN", x.isnan()), ("infinite", x.isinf())):
+        count = int(odd.sum())
+        if count:
+            yield f"{count} {name}"
+
+
+def form_of(x: Tensor) -> str:
+    """Return dtype and shape, such as ``float32 [2, 3]``, and the device if not the CPU."""
     device = "" if x.is_cpu else f" on {x.device}"
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}{device}"

@@ -1,20 +1,25 @@
-"""Choices by measurement: what ``opgraft tune`` has written down of the candidates of ops on this machine.
+"""Choices by measurement: the times of candidates of ops, as ``opgraft tune`` has written them.
 
-Measurements hold for the machine and the versions that they were made with. Where those are others they are not
+Measurements hold for one machine and for the versions on that machine. Elsewhere they are not
 followed, and the decision says why.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from opgraft.base.files import read_regular
+from opgraft.base.files import read_regular, replace_file
 from opgraft.base.text import described, printable
 from opgraft.config import NATIVE_CHOICE, CustomOpsSetting, Settings
 from opgraft.config.environment import state_home
@@ -31,15 +36,17 @@ from opgraft.version import __version__
 
 SCHEMA = "opgraft.tuning/1"
 MARGIN = 0.97
-"""Part of the time of another candidate that one must stay below to count as faster: less is the clock's noise."""
+"""A candidate is faster if the time is below this share of the other time; the rest is noise."""
 
 _LARGEST = 1 << 24  # bytes of a file of measurements
 _ANEW = "'opgraft tune' measures here"
+_LOCKED_FOR = 10.0
+"""Seconds of waiting for another process that writes the file."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The machine and the versions that measurements are made with."""
+    """The machine and the versions of a measurement."""
 
     platform: str
     device: str
@@ -50,26 +57,28 @@ class Setup:
 
     @property
     def machine(self) -> tuple[str, str, str]:
-        """Return what tells machines apart; the rest may change on one of them."""
+        """Return the fields that tell machines apart; the others may change on one machine."""
         return self.platform, self.device, self.capability
 
     def change_to(self, here: Setup) -> str | None:
-        """Say in which version this differs from another setup of the same machine, or ``None``."""
-        rows = [
-            (name, getattr(self, name), getattr(here, name))
-            for name in ("driver", "torch", "opgraft")
-        ]
-        changed = [
-            f"{name} {then or 'none'}, here is {now or 'none'}"
-            for name, then, now in rows
-            if then != now
-        ]
+        """Return the versions that differ from another setup, in words; ``None`` if none does."""
+        changed = []
+        for name in ("driver", "torch", "opgraft"):
+            then = getattr(self, name)
+            now = getattr(here, name)
+            if then != now:
+                changed.append(f"{name} {then or 'none'}, here is {now or 'none'}")
         return f"measured with {' and '.join(changed)}" if changed else None
+
+    @classmethod
+    def of_row(cls, row: Any) -> Setup:
+        """Return the setup of plain data."""
+        return cls(**{field.name: _text(row[field.name]) for field in fields(cls)})
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A candidate: the choice of ``providers`` that it is, its kernel, and the seconds of a call by shape."""
+    """A candidate: the choice of ``providers``, the kernel, and the seconds of a call by shape."""
 
     choice: str
     provider: Provider
@@ -78,33 +87,47 @@ class Timed:
 
     @property
     def mean(self) -> float:
-        """Return the geometric mean, in which each shape has the same weight, however long it takes."""
+        """The geometric mean: each shape has the same weight, however long a call takes."""
         return math.exp(sum(map(math.log, self.seconds.values())) / len(self.seconds))
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "choice": self.choice,
-            "provider": self.provider.to_dict(),
-            "kernel": self.kernel,
-            "seconds": dict(self.seconds),
-        }
+    @classmethod
+    def of_row(cls, row: Any) -> Timed:
+        """Return the candidate of plain data.
+
+        Raises:
+            ValueError: a time is no time.
+        """
+        seconds = {_text(shape): float(value) for shape, value in row["seconds"].items()}
+        if not seconds or not all(0 < value < math.inf for value in seconds.values()):
+            raise ValueError("it holds times that are none")
+        return cls(_text(row["choice"]), _provider(row), _text(row["kernel"]), seconds)
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A candidate that raised, which is no choice until it has another version."""
+    """A candidate that failed, and is no choice until the version changes."""
 
     choice: str
     provider: Provider
     reason: str
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"choice": self.choice, "provider": self.provider.to_dict(), "reason": self.reason}
+    @classmethod
+    def of_row(cls, row: Any) -> LeftOut:
+        """Return the candidate of plain data."""
+        return cls(_text(row["choice"]), _provider(row), _text(row["reason"]))
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The candidates of an op, the best of them, the threads that they ran with, when in UTC, and those that raised."""
+    """The measurement of an op.
+
+    Attributes:
+        chosen: the choice of the best candidate.
+        threads: of torch during the measurement.
+        when: the date, in UTC.
+        candidates: that ran.
+        left_out: candidates that failed.
+    """
 
     chosen: str
     threads: int
@@ -118,13 +141,12 @@ class Measured:
 
     @property
     def versions(self) -> dict[str, str | None]:
-        """Return the version that each candidate had, of those that raised too."""
-        ran = {each.choice: each.provider.version for each in self.candidates}
-        return ran | {each.choice: each.provider.version for each in self.left_out}
+        """The version of each candidate."""
+        return {each.choice: each.provider.version for each in (*self.candidates, *self.left_out)}
 
     @property
     def verdict(self) -> str:
-        """Quote the figures of the best candidate, and those of the best other one, if another one ran."""
+        """The figures of the best candidate and of the second best, in words."""
         best = self.winner
         others = [each for each in self.candidates if each is not best]
         others.sort(key=lambda each: each.mean)
@@ -135,39 +157,53 @@ class Measured:
         return f"{', '.join(times)} in the mean of {shapes}{alone}"
 
     def figures(self, of: Timed) -> str:
-        """Give the figures of a candidate: its mean, and the shapes at which it is faster or slower than the best."""
+        """Return the figures of a candidate: the mean, and shapes faster than the best one's."""
         best = self.winner
         text = f"{_time(of.mean)} in the mean"
-        if of is not best:
-            ratios = {shape: of.seconds[shape] / best.seconds[shape] for shape in best.seconds}
-            text += f", {of.mean / best.mean:.2f} of the time of {best.choice}"
-            faster = [
-                f"{ratio:.2f} at {shape}" for shape, ratio in ratios.items() if ratio < MARGIN
-            ]
-            text += f", though {', '.join(faster)}" if faster else ""
-        return text
+        if of is best:
+            return text
+        text += f", {of.mean / best.mean:.2f} of the time of {best.choice}"
+        ratios = {shape: of.seconds[shape] / best.seconds[shape] for shape in best.seconds}
+        faster = [f"{ratio:.2f} at {shape}" for shape, ratio in ratios.items() if ratio < MARGIN]
+        return f"{text}, though {', '.join(faster)}" if faster else text
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "chosen": self.chosen,
-            "threads": self.threads,
-            "when": self.when,
-            "candidates": [each.to_dict() for each in self.candidates],
-            "left_out": [each.to_dict() for each in self.left_out],
-        }
+        """Return the same as plain data."""
+        return asdict(self)
+
+    @classmethod
+    def of_row(cls, row: Any) -> Measured:
+        """Return the measurement of plain data.
+
+        Raises:
+            ValueError: the candidates do not belong together.
+        """
+        candidates = tuple(map(Timed.of_row, row["candidates"]))
+        left_out = tuple(map(LeftOut.of_row, row["left_out"]))
+        ran = [each.choice for each in candidates]
+        choices = [*ran, *(each.choice for each in left_out)]
+        shapes = {tuple(each.seconds) for each in candidates}
+        is_distinct = len(set(choices)) == len(choices) >= 2
+        if len(shapes) != 1 or row["chosen"] not in ran or not is_distinct:
+            raise ValueError("the rows of its candidates do not belong together")
+        threads = int(row["threads"])
+        return cls(row["chosen"], threads, _text(row["when"]), candidates, left_out)
 
 
 Profile = dict[Setup, dict[str, Measured]]
-"""The measurements of a file: by setup, of which each machine has one, and by name of the op or variant."""
+"""The measurements of a file, by setup and by name of the op or variant; one setup per machine."""
 
 
 def follow(
     cls: type, name: str | None, settings: Settings, active: Sequence[Replacement]
 ) -> tuple[Settings, tuple[Decision, ...]]:
-    """Let measurements choose the provider of an op where ``custom_ops`` says ``auto`` and nothing chooses by hand.
+    """Let measurements choose the provider of an op if ``custom_ops`` says ``auto``.
+
+    A choice by hand comes first.
 
     Returns:
-        The settings, with the choice if there is one, and the record of it; none where nobody asked.
+        The settings, with the choice if there is one, and the record of the choice; no record if
+        no setting asked for measurements.
     """
     custom_ops = CustomOpsSetting.parse(settings.config.compilation_config.custom_ops or ())
     if name is None or settings.chosen_provider(name):
@@ -176,19 +212,19 @@ def follow(
         return settings, ()
     source = f"'auto' in custom_ops ({settings.origins['compilation_config.custom_ops']})"
     subject = subject_of(cls, name)
+    about = f"measurement of {subject}"
     found = _measured_here(cls, name, settings, active)
     if isinstance(found, str):
-        return settings, (Decision(f"measurement of {subject}", None, f"{source}, but {found}"),)
+        return settings, (Decision(about, None, f"{source}, but {found}"),)
     where = profile_path(settings)
     reason = f"{source}; measured {found.when} with {_threads(found.threads)}, {where}"
     change = f"OPGRAFT_PROVIDERS={name}=..., or measure anew by 'opgraft tune {subject}'"
-    about = f"measurement of {subject}"
     decision = Decision(about, found.chosen, reason, _candidates(found), change)
     return settings.with_provider(name, found.chosen, f"measured: {found.verdict}"), (decision,)
 
 
 def _candidates(found: Measured) -> tuple[Candidate, ...]:
-    """Return what was measured, then what was left out."""
+    """Return the measured candidates, then those left out."""
     rows = []
     for row in found.candidates:
         wins = row is found.winner
@@ -202,9 +238,10 @@ def _candidates(found: Measured) -> tuple[Candidate, ...]:
 def _measured_here(
     cls: type, name: str, settings: Settings, active: Sequence[Replacement]
 ) -> Measured | str:
-    """Return what was measured of the candidates that an op has here, or say why that is not followed."""
+    """Return the measurement of an op on this machine, or the reason not to follow one."""
     enabled, because = settings.enabled(name)
-    if not enabled:  # a compiler fuses native definitions, of which no measurement tells
+    # A compiler fuses native definitions, and no measurement tells of fused ones.
+    if not enabled:
         return because
     try:
         found = _known(profile_path(settings))
@@ -213,13 +250,11 @@ def _measured_here(
     if isinstance(found, str):
         return found
     subject = subject_of(cls, name)
-    if subject not in found:
+    measured = found.get(subject)
+    if measured is None:
         return f"it was not measured: 'opgraft tune {subject}' does"
-    measured, own, platform = (
-        found[subject],
-        discover().provider_of(cls.__module__),
-        selected_platform().platform,
-    )
+    own = discover().provider_of(cls.__module__)
+    platform = selected_platform().platform
     here = versions_here(cls, own, active, platform)
     then = {choice: version for choice, version in measured.versions.items() if choice != own.name}
     if then != here:
@@ -228,6 +263,7 @@ def _measured_here(
             f"'opgraft tune {subject}' measures them"
         )
     threads = torch.get_num_threads()
+    # Which kernel is faster depends on the threads.
     if platform.device_type == "cpu" and measured.threads != threads:
         return (
             f"it was measured with {_threads(measured.threads)}, here are {threads}: "
@@ -237,7 +273,7 @@ def _measured_here(
 
 
 def subject_of(cls: type, name: str) -> str:
-    """Return the name by which an op is measured; of a variant, which may have other kernels, that of its class."""
+    """Return the name of an op in measurements; a variant has a name of its own."""
     record = host_state().registry.ops.get(name)
     return name if record is not None and record.cls is cls else cls.__qualname__
 
@@ -245,65 +281,71 @@ def subject_of(cls: type, name: str) -> str:
 def versions_here(
     cls: type, own: Provider, active: Sequence[Replacement], platform: Platform
 ) -> dict[str, str | None]:
-    """Return the version of each provider whose replacement of an op applies here, and of the native definition."""
-    here = [r for r in active if r.target is cls and objection_to(r, platform, None) is None]
-    return {**{choice_name(r): r.provider.version for r in here}, NATIVE_CHOICE: own.version}
+    """Return the versions of the candidates here, by choice; the native definition comes last."""
+    versions = {}
+    for replacement in active:
+        if replacement.target is cls and objection_to(replacement, platform, None) is None:
+            versions[choice_name(replacement)] = replacement.provider.version
+    return {**versions, NATIVE_CHOICE: own.version}
 
 
 def _listed(versions: Mapping[str, str | None]) -> str:
-    return ", ".join(
-        f"{choice} {version or ''}".rstrip() for choice, version in sorted(versions.items())
-    )
+    return ", ".join(f"{name} {versions[name] or ''}".rstrip() for name in sorted(versions))
 
 
 def profile_path(settings: Settings) -> Path:
     """Return the file of measurements.
 
     Raises:
-        InputError: no setting names one, and there is no home folder.
+        InputError: no setting names a file, and there is no home folder.
     """
     given = settings.config.compilation_config.tuning_file
     try:
         return Path(given) if given else state_home() / "opgraft" / "tuning.json"
     except RuntimeError as error:
         raise InputError(
-            "there is no home folder for measurements: name a file by compilation_config.tuning_file"
+            "there is no home folder for measurements: name a file by "
+            "compilation_config.tuning_file"
         ) from error
 
 
 _FILES = StateValue[dict[Path, dict[str, Measured] | str]](dict)
-"""By path, what files of measurements say of this machine, or why they say nothing, as they were read first."""
+"""By path, the measurements of a file for this machine, or why there are none."""
 
 
 def _known(path: Path) -> dict[str, Measured] | str:
-    """Return the rows that a file has for this machine, or why there are none; read once in a process."""
+    """Return the measurements of a file for this machine, or why there are none.
+
+    A process reads a file once.
+    """
+    # Constructing ops asks often, and a file may be large.
     known = _FILES.get()
     if path not in known:
         known[path] = _rows_here(path)
         if isinstance(known[path], str):
-            logger.warning(
-                "%s", printable(f"custom_ops auto follows no measurements: {known[path]}")
-            )
+            told = f"custom_ops auto follows no measurements: {known[path]}"
+            logger.warning("%s", printable(told))
     return known[path]
 
 
 def _rows_here(path: Path) -> dict[str, Measured] | str:
     try:
-        profile, here = read_profile(path), setup_here()
+        profile = read_profile(path)
+        here = setup_here()
     except FileNotFoundError:
         return f"there is no file {path}: {_ANEW}"
     except InputError as error:
         return str(error)
-    setup = next((setup for setup in profile if setup.machine == here.machine), None)
-    if setup is None:
-        others = ", ".join(each.device for each in profile)
-        return f"{path} is of other machines ({others}), this one has {here.device}: {_ANEW}"
-    change = setup.change_to(here)
-    return f"{path} was {change}: {_ANEW} anew" if change else profile[setup]
+    for setup, rows in profile.items():
+        if setup.machine == here.machine:
+            change = setup.change_to(here)
+            return f"{path} was {change}: {_ANEW} anew" if change else rows
+    others = ", ".join(each.device for each in profile)
+    return f"{path} is of other machines ({others}), this one has {here.device}: {_ANEW}"
 
 
 def setup_here() -> Setup:
-    """Describe this machine, and the versions of what runs on it."""
+    """Describe this machine, and the versions on this machine."""
     selection = selected_platform()
     platform = selection.platform
     device = platform.capability()
@@ -318,19 +360,19 @@ def read_profile(path: Path) -> Profile:
     """Read a file of measurements.
 
     Raises:
-        FileNotFoundError: there is none.
-        InputError: it cannot be used.
+        FileNotFoundError: there is no file.
+        InputError: the file cannot be used.
     """
     try:
         content = json.loads(read_regular(path, _LARGEST))
         if not isinstance(content, dict) or content.get("schema") != SCHEMA:
             raise ValueError(f"it holds no object of the schema {SCHEMA!r}")
-        return {
-            Setup(**{field.name: _text(row["setup"][field.name]) for field in fields(Setup)}): {
-                name: _measured(each) for name, each in row["ops"].items()
-            }
-            for row in content["machines"]
-        }
+        profile = {}
+        for row in content["machines"]:
+            setup = Setup.of_row(row["setup"])
+            rows = row["ops"].items()
+            profile[setup] = {name: Measured.of_row(each) for name, each in rows}
+        return profile
     except FileNotFoundError:
         raise
     except (
@@ -344,48 +386,83 @@ def read_profile(path: Path) -> Profile:
     ) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else described(error)
         raise InputError(
-            f"the measurements {path} cannot be used: {why}: remove the file and tune anew, or name another by "
-            "compilation_config.tuning_file"
+            f"the measurements {path} cannot be used: {why}: remove the file and tune anew, or "
+            "name another by compilation_config.tuning_file"
         ) from error
 
 
 def written(profile: Profile) -> str:
     """Return the text of a file of measurements."""
-    rows = [
-        {"setup": asdict(setup), "ops": {name: ops[name].to_dict() for name in sorted(ops)}}
-        for setup, ops in profile.items()
-    ]
+    rows = []
+    for setup, ops in profile.items():
+        by_name = {name: ops[name].to_dict() for name in sorted(ops)}
+        rows.append({"setup": asdict(setup), "ops": by_name})
     return json.dumps({"schema": SCHEMA, "machines": rows}, indent=1) + "\n"
 
 
-def _measured(row: Any) -> Measured:
-    candidates = tuple(_timed(each) for each in row["candidates"])
-    left_out = tuple(
-        LeftOut(_text(r["choice"]), _provider(r), _text(r["reason"])) for r in row["left_out"]
-    )
-    shapes = {tuple(each.seconds) for each in candidates}
-    ran = [each.choice for each in candidates]
-    others = [each.choice for each in left_out]
-    choices = {*ran, *others}
-    distinct = len(choices) == len(ran) + len(others)
-    enough = len(choices) >= 2
-    if len(shapes) != 1 or row["chosen"] not in ran or not (distinct and enough):
-        raise ValueError("the rows of its candidates do not belong together")
-    return Measured(row["chosen"], int(row["threads"]), _text(row["when"]), candidates, left_out)
+class ProfileFile:
+    """A file of measurements; several processes may add to the file at the same time.
+
+    Raises:
+        InputError: the file holds something else, or cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.setup = setup_here()
+        self.add({})
+
+    def add(self, rows: Mapping[str, Measured]) -> None:
+        """Add measurements of this machine, and drop those of other versions."""
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with _locked(self.path):
+                profile = read_profile(self.path) if self.path.exists() else {}
+                merged = {
+                    setup: ops
+                    for setup, ops in profile.items()
+                    if setup.machine != self.setup.machine
+                }
+                merged[self.setup] = {**profile.get(self.setup, {}), **rows}
+                replace_file(self.path, written(merged), 0o600)
+        except OSError as error:
+            why = error.strerror or described(error)
+            raise InputError(
+                f"the measurements {self.path} cannot be written: {why}: name another file by "
+                "compilation_config.tuning_file"
+            ) from error
 
 
-def _timed(row: Any) -> Timed:
-    seconds = {}
-    for shape, value in row["seconds"].items():
-        seconds[_text(shape)] = float(value)
-    if not seconds or not all(0 < value < math.inf for value in seconds.values()):
-        raise ValueError("it holds times that are none")
-    return Timed(_text(row["choice"]), _provider(row), _text(row["kernel"]), seconds)
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file; the system frees the lock when the process ends in any way."""
+    # The file itself is replaced, and the lock would go with the former one.
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+    lock = os.open(f"{path}.lock", flags, 0o600)
+    try:
+        end = time.monotonic() + _LOCKED_FOR
+        while not _take(lock):
+            if time.monotonic() > end:
+                told = f"another process has held {path}.lock for {_LOCKED_FOR:g} s"
+                raise TimeoutError(errno.ETIMEDOUT, told)
+            time.sleep(0.01)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _take(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _provider(row: Any) -> Provider:
-    version = row["provider"]["version"]
-    return Provider(_text(row["provider"]["name"]), None if version is None else _text(version))
+    provider = row["provider"]
+    version = provider["version"]
+    return Provider(_text(provider["name"]), None if version is None else _text(version))
 
 
 def _text(value: Any) -> str:

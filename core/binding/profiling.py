@@ -1,4 +1,4 @@
-"""Ranges of torch's profiler that are called by op and provider."""
+"""Ranges of torch's profiler with the names of op and provider."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from torch.profiler import record_function
 
 _lock = threading.Lock()
 _blocks: list[object] = []
-"""One per block that is active, in whichever thread."""
+"""One entry for each active block, in any thread."""
 
 _former: dict[Any, Callable[..., Any]] = {}
-"""By class, the call that the last block to end puts back; ops inherit theirs."""
+"""The original call by class. The end of the last block restores the calls."""
 
 
 @contextmanager
 def profile() -> Iterator[None]:
-    """Have each call of an op or a functional form be a range of torch's profiler within the block.
+    """Make each call of an op or a functional form a range of torch's profiler within the block.
 
-    A range is called like ``opgraft.rms_norm AcmeRMSNorm.forward_oot [acme 1.0]``. It holds for all threads of the
-    process; a block within another one adds nothing. Outside of a block calls are what they are without profiling.
-    Code that was compiled before has the ranges of its compiler.
+    A range has a name such as ``opgraft.rms_norm AcmeRMSNorm.forward_oot [acme 1.0]``. The block
+    counts for all threads of the process; a block within another one adds nothing. Outside of a
+    block, calls cost nothing extra. Compiled code has the ranges of the compiler.
     """
     with _lock:
         if not _blocks:
@@ -54,7 +54,8 @@ def _begin() -> None:
 
 
 def _end() -> None:
-    del CustomOp.__call__  # which it inherits again
+    # CustomOp inherits the call again.
+    del CustomOp.__call__
     for cls, call in _former.items():
         _set_call(cls, call)
 

@@ -1,4 +1,4 @@
-"""Shadow mode: some calls of a kernel run the op's native definition, too, and the two are compared."""
+"""Shadow mode: compare some calls of a kernel with the op's native definition."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -28,30 +28,34 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 _CATALOGUE = "opgraft.testing.catalogue"
-"""Has the tolerances of ops. It stands above this module, and is imported when two runs are first compared."""
+"""The module with the tolerances of ops, imported late, as the module stands above this one."""
 
 _NESTED: ContextVar[bool] = ContextVar("opgraft_shadow_nested", default=False)
-"""Is true while a native definition runs for comparison, whose own ops are not compared."""
+"""True while a native definition runs for a comparison: ops within are not compared."""
 
-_RANDOM = "random numbers were drawn meanwhile, by it or by another thread, and two runs may differ by them"
+_RANDOM = (
+    "random numbers were drawn meanwhile, by it or by another thread, and two runs may differ by "
+    "them"
+)
 
 
 class Shadow:
-    """The watch over one kernel: the calls that are compared, and the result.
+    """The watch over one kernel: compared calls, and the result of comparing.
 
     Attributes:
-        target: the class of the op, by whose proof tolerances are chosen.
-        op: the name of the op, or its class.
-        kernel: the kernel that is watched, such as ``AcmeRMSNorm.forward_oot``.
-        native: the native definition, as it stands in its class.
-        provider: who provides it.
-        excluded: the reason why no call is compared; empty if calls are.
-        calls: how many there were outside of compiled code.
-        compared: how many of these were compared.
-        drifted: how many of these differed.
-        skipped: by reason, how many could not be compared though it was their turn.
-        traced: how often a compiler traced a call: compiled code runs without a shadow.
-        demotion: why the op runs its native definition instead, which the setting ``shadow.demote`` asks for.
+        target: the class of the op, for the tolerances.
+        op: the name of the op, or of the class.
+        kernel: the watched kernel, such as ``AcmeRMSNorm.forward_oot``.
+        native: the native definition, as an attribute of the class.
+        provider: the provider of the kernel.
+        excluded: the reason why no call is compared; empty if calls are compared.
+        calls: the number of calls outside of compiled code.
+        compared: the number of compared calls.
+        drifted: the number of compared calls with a difference.
+        skipped: by reason, the number of due calls that could not be compared.
+        traced: the number of calls in a compiler's trace: compiled code runs without a shadow.
+        demotion: why the op runs the native definition instead. The setting ``shadow.demote``
+            allows that.
         first_drift: the first difference, in words.
     """
 
@@ -78,7 +82,7 @@ class Shadow:
         self._forms: dict[str, Callable[..., Any]] = {}
 
     def around(self, run: Callable[..., Any], native: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function or method that runs ``run`` and, when it is its turn, ``native`` on copies."""
+        """Return a function that calls ``run``, and compares the due calls with ``native``."""
 
         @constant_while_tracing
         def trace() -> None:
@@ -102,27 +106,26 @@ class Shadow:
     def of_form(
         self, name: str, run: Callable[..., Any], native: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """Return the same of a functional form, always the same function."""
+        """Return the same for a functional form, always the same function."""
         with self._lock:
             return self._forms.setdefault(name, self.around(run, native))
 
     def _is_due(
         self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> bool:
-        """Count a call, and decide whether it is compared: by its number, so that ranks of a model do so together."""
-        share, kinds = self.settings.share, None
+        """Count a call, and decide by the number: all ranks of a model compare the same calls."""
+        kinds = None
         if self.settings.first_call:
-            kinds = (
-                run,
-                *(leaf.dtype for _, leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)),
-            )
+            dtypes = [tensor.dtype for tensor in comparison.tensors_within((args, kwargs))]
+            kinds = (run, *dtypes)
         with self._lock:
             number = self.calls
             self.calls += 1
-            new = kinds is not None and kinds not in self._seen
-            if new:
+            is_new = kinds is not None and kinds not in self._seen
+            if is_new:
                 self._seen.add(kinds)
-        return new or math.floor(number * share) > math.floor((number - 1) * share)
+        share = self.settings.share
+        return is_new or math.floor(number * share) > math.floor((number - 1) * share)
 
     def _watched(
         self,
@@ -131,6 +134,11 @@ class Shadow:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        """Run the kernel, and the native definition on copies; return the kernel's result.
+
+        The caller asked for neither copies nor a comparison. An exception of these is a reason to
+        skip the comparison, and never reaches the caller.
+        """
         copies: Any = ()
         try:
             reason = _obstacle(args, kwargs)
@@ -138,27 +146,24 @@ class Shadow:
                 known: dict[int, Tensor] = {}
                 copies = comparison.copied(args, known), comparison.copied(kwargs, known)
                 beyond = _Beyond(args, copies)
-        except (
-            Exception
-        ) as error:  # the caller did not ask for copies, and shall not suffer by them
+        except Exception as error:
             reason = f"copying its arguments raised {described(error)}"
         result = run(*args, **kwargs)
-        if not reason:
-            try:
-                with _nested(), torch.no_grad():
-                    reason = beyond.change()
-                    expected = None if reason else native(*copies[0], **copies[1])
-                    reason = reason or beyond.change()
-                    if not reason:
-                        given = (
-                            comparison.arguments_of(run, args, kwargs),
-                            comparison.arguments_of(run, *copies),
-                        )
-                        self._compare(*given, result, expected)
-            except Exception as error:  # nor by the comparison
-                reason = (
-                    f"its native definition, or the comparison with it, raised {described(error)}"
-                )
+        if reason:
+            self._skip(reason)
+            return result
+        try:
+            with _nested(), torch.no_grad():
+                # The kernel may have drawn random numbers, and so may the native definition.
+                reason = beyond.change()
+                expected = None if reason else native(*copies[0], **copies[1])
+                reason = reason or beyond.change()
+                if not reason:
+                    given = comparison.arguments_of(run, args, kwargs)
+                    taken = comparison.arguments_of(run, *copies)
+                    self._compare(given, taken, result, expected)
+        except Exception as error:
+            reason = f"its native definition, or the comparison with it, raised {described(error)}"
         if reason:
             self._skip(reason)
         return result
@@ -166,28 +171,9 @@ class Shadow:
     def _compare(
         self, given: dict[str, Any], copies: dict[str, Any], result: Any, expected: Any
     ) -> None:
-        """Compare results, and what was left in the arguments; report the first difference."""
-        tensors = comparison.tensors_within((copies, expected))
-        dtypes = {x.dtype.to_real() for x in tensors if x.is_floating_point() or x.is_complex()}
-        tolerance = import_module(_CATALOGUE).tolerance_of((self.target,), dtypes)
-        ours = list(leaves(result, "the result"))
-        theirs = list(leaves(expected, "the result"))
-        if [place for place, _ in ours] != [place for place, _ in theirs]:
-            found = [f"the result has {len(ours)} parts, expected {len(theirs)}"]
-            if len(ours) == len(theirs):
-                kinds = type(result).__name__, type(expected).__name__
-                found = [f"the result is a {kinds[0]}, expected a {kinds[1]}"]
-        else:
-            # What a kernel has written to an argument counts as a result.
-            rows = [
-                (f"the argument {name}", value, copies[name])
-                for name, value in given.items()
-                if isinstance(value, Tensor)
-            ]
-            pairs = zip(ours, theirs, strict=True)
-            rows = [(place, value, right) for (place, value), (_, right) in pairs] + rows
-            texts = (comparison.difference(*row, tolerance)[1] for row in rows)
-            found = [text for text in texts if text]
+        """Compare results and arguments after both calls, and report the first difference."""
+        found = self._differences(given, copies, result, expected)
+        # Describing arguments takes time, so that only the first difference is described.
         drift = ""
         if found and not self.first_drift:
             arguments = [
@@ -198,23 +184,54 @@ class Shadow:
         with self._lock:
             self.compared += 1
             self.drifted += bool(found)
-            first = bool(found) and not self.first_drift
-            if first:
+            # Two threads may find a difference at once, and one of them reports.
+            is_first = bool(found) and not self.first_drift
+            if is_first:
                 self.first_drift = drift
-        if first:
+        if is_first:
             self._report()
 
+    def _differences(
+        self, given: dict[str, Any], copies: dict[str, Any], result: Any, expected: Any
+    ) -> Sequence[str]:
+        """Return the differences in words; empty within the tolerance."""
+        ours = list(leaves(result, "the result"))
+        theirs = list(leaves(expected, "the result"))
+        if len(ours) != len(theirs):
+            return [f"the result has {len(ours)} parts, expected {len(theirs)}"]
+        if [place for place, _ in ours] != [place for place, _ in theirs]:
+            kinds = type(result).__name__, type(expected).__name__
+            return [f"the result is a {kinds[0]}, expected a {kinds[1]}"]
+        right = [value for _, value in theirs]
+        # A kernel may write results to arguments.
+        for name, value in given.items():
+            if isinstance(value, Tensor):
+                ours.append((f"the argument {name}", value))
+                right.append(copies[name])
+        tolerance = self._tolerance((copies, expected))
+        return comparison.compare(ours, right, itertools.repeat(tolerance, len(ours))).reasons
+
+    def _tolerance(self, values: Any) -> comparison.Tolerance:
+        """Return the widest tolerance of the op for the dtypes in some values."""
+        tensors = comparison.tensors_within(values)
+        dtypes = {x.dtype.to_real() for x in tensors if x.is_floating_point() or x.is_complex()}
+        tolerance: comparison.Tolerance = import_module(_CATALOGUE).tolerance_of(
+            (self.target,), dtypes
+        )
+        return tolerance
+
     def _report(self) -> None:
-        """Log the first difference, and demote the kernel where the settings ask for it."""
+        """Log the first difference, and demote the kernel if the settings ask for that."""
         demoted = ""
         if self.settings.demote:
             self.demotion = f"shadow mode has found that {self.kernel} differs: {self.first_drift}"
             demoted = " From now on the native definition runs, as shadow.demote asks."
+            # Bound ops ask again for a kernel.
             state = host_state()
             with state.lock:
                 state.invalidate()
-        whose = printable(
-            f"{self.kernel} of {self.provider} differs from the native definition of op {self.op}: "
+        told = (
+            f"{self.kernel} of {self.provider} differs from the native definition of op {self.op}"
         )
         extra = {
             "event.name": "opgraft.shadow.drift",
@@ -224,7 +241,8 @@ class Shadow:
             "opgraft.shadow.demoted": bool(demoted),
             **self.provider.attributes(),
         }
-        logger.warning("%s", f"{whose}{self.first_drift}.{demoted}", extra=extra)
+        message = f"{printable(told)}: {self.first_drift}.{demoted}"
+        logger.warning("%s", message, extra=extra)
 
     def _skip(self, reason: str) -> None:
         with self._lock:
@@ -234,7 +252,8 @@ class Shadow:
         if self.excluded:
             return f"no call is compared with the native definition: {self.excluded}"
         parts = [
-            f"{self.compared} of {self.calls} calls compared with the native definition, {self.drifted} differ"
+            f"{self.compared} of {self.calls} calls compared with the native definition, "
+            f"{self.drifted} differ"
         ]
         parts += [f"{count} not compared: {reason}" for reason, count in self.skipped.items()]
         if self.traced:
@@ -244,7 +263,10 @@ class Shadow:
 
 @dataclass(frozen=True)
 class ShadowRow:
-    """The counts of one kernel; attributes as those of ``Shadow``, ``remark`` its words about what is not compared."""
+    """The counts of one kernel.
+
+    Attributes are those of ``Shadow``; ``remark`` is about calls that are not compared.
+    """
 
     op: str
     kernel: str
@@ -263,7 +285,7 @@ class ShadowRow:
 
 @dataclass(frozen=True)
 class ShadowReport:
-    """The kernels that shadow mode has watched in this process; printed, a table."""
+    """The kernels under shadow mode in this process; printed as a table."""
 
     rows: tuple[ShadowRow, ...]
 
@@ -273,45 +295,42 @@ class ShadowReport:
 
     def __str__(self) -> str:
         if not self.rows:
-            return "no kernel is watched: set shadow.share or shadow.first_call before ops are constructed"
-        names = ("op", "kernel", "provider", "calls", "compared", "differ", "remark")
-        cells = [
-            (
-                r.op,
-                r.kernel,
-                r.provider,
-                r.calls,
-                r.compared,
-                r.drifted,
-                "demoted" if r.demoted else r.remark,
+            return (
+                "no kernel is watched: set shadow.share or shadow.first_call before ops are "
+                "constructed"
             )
-            for r in self.rows
+        cells: list[tuple[Any, ...]] = [
+            ("op", "kernel", "provider", "calls", "compared", "differ", "remark")
         ]
-        first = [
-            printable(f"{row.kernel}: {row.first_drift}") for row in self.rows if row.first_drift
-        ]
-        return "\n".join([*table([names, *cells]), *(["", *first] if first else [])])
+        first = []
+        for row in self.rows:
+            remark = "demoted" if row.demoted else row.remark
+            counts = row.calls, row.compared, row.drifted
+            cells.append((row.op, row.kernel, row.provider, *counts, remark))
+            if row.first_drift:
+                first.append(printable(f"{row.kernel}: {row.first_drift}"))
+        lines = table(cells)
+        return "\n".join([*lines, "", *first] if first else lines)
 
 
 SHADOWS = StateValue[dict[object, Shadow]](dict)
-"""By kernel and settings, the ``Shadow`` that counts its calls; all scopes that share settings share it."""
+"""The watch over each kernel, by kernel and settings; scopes with equal settings share a watch."""
 
 
 def shadow_report() -> ShadowReport:
-    """List the kernels that shadow mode watches in this process, with calls, comparisons and differences."""
+    """List the kernels under shadow mode in this process, with their counts and differences."""
     shadows = sorted(SHADOWS.get().values(), key=lambda each: (each.op, each.kernel))
     return ShadowReport(tuple(map(_row, shadows)))
 
 
 def _row(shadow: Shadow) -> ShadowRow:
     _, _, remark = str(shadow).partition("; ")
+    counts = shadow.calls, shadow.compared, shadow.drifted
     return ShadowRow(
         shadow.op,
         shadow.kernel,
         shadow.provider,
-        shadow.calls,
-        shadow.compared,
-        shadow.drifted,
+        *counts,
         shadow.demotion is not None,
         shadow.excluded or remark,
         shadow.first_drift,
@@ -328,58 +347,57 @@ def _nested() -> Iterator[None]:
 
 
 def _obstacle(args: Any, kwargs: Any) -> str:
-    """Say why a call cannot be run twice, or return ""."""
+    """Return the reason why a call cannot run twice; empty if the call can."""
     if followed_or_transformed():
         return "something follows its operators, such as torch.func, a dispatch mode or a trace"
     for module, _ in _accelerators((args, kwargs)):
         captures = getattr(module, "is_current_stream_capturing", bool)
         if captures():
             return "its device captures a graph"
-    own = bool(args) and isinstance(args[0], nn.Module)  # the op itself, which is watched instead
+    # The first argument may be the op itself, which has a watch of its own.
+    own = bool(args) and isinstance(args[0], nn.Module)
     return comparison.obstacle_to_copies((args[own:], kwargs))
 
 
 def _accelerators(values: Any) -> list[tuple[Any, torch.device]]:
-    """Return the module of torch and the device for each accelerator that holds one of the values."""
-    tensors = [leaf for _, leaf in leaves(values) if isinstance(leaf, Tensor)]
-    devices = {tensor.device for tensor in tensors}
-    return [
-        (torch.get_device_module(device), device)
-        for device in devices
-        if device.type not in ("cpu", "meta")
-    ]
+    """Return the module of torch and the device for each accelerator with one of the values."""
+    devices = {tensor.device for tensor in comparison.tensors_within(values)}
+    found = []
+    for device in devices:
+        if device.type not in ("cpu", "meta"):
+            found.append((torch.get_device_module(device), device))
+    return found
 
 
 class _Beyond:
-    """Notes the tensors of an op and the generators as they are now, which two runs share beyond their arguments.
+    """Notes the state that two calls share beyond arguments: tensors of the op, and generators.
 
-    No generator is ever set back: other threads draw from the same, and would draw the same numbers again.
+    No generator is ever set back: other threads draw from the same generator, and would draw the
+    same numbers again.
     """
 
     def __init__(self, args: tuple[Any, ...], copies: Any) -> None:
-        op = args[0] if args and isinstance(args[0], nn.Module) else None
-        own = itertools.chain(op.named_parameters(), op.named_buffers()) if op is not None else ()
         self._own = []
-        for name, tensor in own:
-            # Tensors of inference mode have no version.
-            if not tensor.is_inference():
-                self._own.append((name, tensor, version_of(tensor)))
+        op = args[0] if args and isinstance(args[0], nn.Module) else None
+        if op is not None:
+            for name, tensor in itertools.chain(op.named_parameters(), op.named_buffers()):
+                # Tensors of inference mode have no version.
+                if not tensor.is_inference():
+                    self._own.append((name, tensor, version_of(tensor)))
         self._devices = _accelerators(copies)
         self._states = self._generators()
 
     def _generators(self) -> list[Tensor]:
-        return [
-            torch.get_rng_state(),
-            *(module.get_rng_state(device) for module, device in self._devices),
-        ]
+        states = [torch.get_rng_state()]
+        states += [module.get_rng_state(device) for module, device in self._devices]
+        return states
 
     def change(self) -> str:
-        """Say what has changed since, by which two runs may differ, or return ""."""
+        """Return the change since then that makes two calls differ; empty if nothing changed."""
         if not all(map(torch.equal, self._states, self._generators())):
             return _RANDOM
         written = [name for name, tensor, version in self._own if version_of(tensor) != version]
-        return (
-            f"it writes to {', '.join(written)} of its own, which a second run would find changed"
-            if written
-            else ""
-        )
+        if not written:
+            return ""
+        names = ", ".join(written)
+        return f"it writes to {names} of its own, which a second run would find changed"

@@ -10,7 +10,7 @@ import click
 import torch
 from opgraft.base.progress import progress_bar
 from opgraft.base.text import printable
-from opgraft.binding.measurements import Measured, profile_path
+from opgraft.binding.measurements import Measured, ProfileFile, profile_path
 from opgraft.cli.completion import op_names
 from opgraft.cli.output import (
     SettingsCommand,
@@ -56,7 +56,7 @@ def command(ops: tuple[str, ...], dtypes: tuple[str, ...], seconds: float, as_js
     """
     load_plugins()
     races, left_out = tuning.races(ops)
-    file = tuning.ProfileFile(profile_path(host_state().settings()))
+    file = ProfileFile(profile_path(host_state().settings()))
     wanted = [_DTYPES[name] for name in dtypes] or _claimed()
     measured: dict[str, Measured] = {}
     failed: dict[str, Mapping[str, str]] = {}
@@ -93,7 +93,7 @@ def _show(
     measured: Mapping[str, Measured],
     failed: Mapping[str, Mapping[str, str]],
     left_out: Mapping[str, str],
-    file: tuning.ProfileFile,
+    file: ProfileFile,
 ) -> None:
     if measured:
         print_table(

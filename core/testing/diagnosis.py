@@ -1,10 +1,10 @@
-"""Diagnosis of the plugins that were loaded: checks of their hooks, classes, functions and kernels."""
+"""Diagnosis of loaded plugins: checks of hooks, classes, functions and kernels."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -25,6 +25,7 @@ from opgraft.plugins.device_types import why_unusable
 from opgraft.plugins.discovery import PLUGIN_GROUP, discover
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.choice import ReplacementChoice
+from opgraft.registry.decision import Provider
 from opgraft.registry.declarations import Replacement
 from opgraft.registry.finding import Finding
 from opgraft.registry.op_classes import location_of, own_classes
@@ -36,27 +37,28 @@ from opgraft.testing import checks, inventory
 from opgraft.testing.catalogue import SPECS
 from opgraft.testing.kernel_checks import hidden_by
 from opgraft.testing.mentions import may_call, may_construct
+from opgraft.testing.side_by_side import loses_gradients, other_tensors
 from opgraft.testing.subjects import claimed_dtypes
-from torch import Tensor
 
 _TABLE = "functional_"
 
 
 def diagnose() -> list[Finding]:
-    """Find everything that is wrong with what is loaded. A check that crashes is a finding, not an end."""
+    """Find everything wrong with loaded plugins. A check that crashes is a finding, not an end."""
     found: list[Finding] = []
     for check in CHECKS:
         try:
             found += check()
         except KeyboardInterrupt:
             raise
-        except PluginError as error:  # such as that of a method of the platform, which names it
+        except PluginError as error:
+            # The message names a method of the platform that several checks call.
             if str(error) not in [each.message for each in found]:
                 found.append(Finding(str(error), None, error.location, exit_code=error.exit_code))
-        except BaseException as error:  # code of plugins, which these checks call
-            found.append(
-                Finding(f"the check '{_words(check)}' ended with {described(error)}", exit_code=4)
-            )
+        except BaseException as error:
+            # The checks call code of plugins.
+            message = f"the check '{_words(check)}' ended with {described(error)}"
+            found.append(Finding(message, exit_code=4))
     return list(dict.fromkeys(found))
 
 
@@ -65,9 +67,10 @@ def _words(check: Callable[[], object]) -> str:
 
 
 def forgotten_marks() -> Iterator[Finding]:
-    """Find functions of plugins that are named as a hook, or nearly, and are not marked as one."""
+    """Find functions of plugins with the name of a hook, or nearly, and without the mark."""
     for offer in discover().of_group(PLUGIN_GROUP):
         record = host_state().plugins.get(offer.name)
+        # Loading the offer of a failed plugin would fail again.
         if record is None or record.status is not PluginStatus.ACTIVATED:
             continue
         for name, function, hint in hookspecs.unmarked(offer.load()):
@@ -76,14 +79,15 @@ def forgotten_marks() -> Iterator[Finding]:
 
 
 def unknown_device_type() -> Iterator[Finding]:
-    """Find that the platform of this process names a device type that torch cannot use."""
+    """Find a device type of the platform that torch cannot use."""
     selection = selected_platform()
     platform = selection.platform
     error = why_unusable(platform.device_type)
     if error is not None:
         message = (
             f"platform {platform.name}: torch cannot use its device_type {platform.device_type!r}: "
-            f"{_first_line(error)}. A new one is made known by torch.utils.rename_privateuse1_backend"
+            f"{_first_line(error)}. A new one is made known by "
+            "torch.utils.rename_privateuse1_backend"
         )
         yield Finding(message, selection.provider, location_of(type(platform)))
 
@@ -94,9 +98,9 @@ def _first_line(error: Exception) -> str:
 
 
 def failing_methods() -> Iterator[Finding]:
-    """Find methods of the platform that raise, or return what opgraft cannot use.
+    """Find methods of the platform that raise, or return a useless value.
 
-    Each is called as opgraft calls it while a model runs, for every device.
+    The methods are called as during a run of a model, for every device.
     """
     selection = selected_platform()
     platform = selection.platform
@@ -112,56 +116,67 @@ def failing_methods() -> Iterator[Finding]:
             return None
 
     devices = answer(platform.device_count)
+    # A platform that failed to count may still have a device.
     for index in range(devices or 1):
         for method in (platform.capability, platform.memory, platform.synchronize):
             answer(method, index)
     answer(platform.manual_seed, 0)
     for error in found:
         yield Finding(str(error), selection.provider, error.location, exit_code=error.exit_code)
+    # The probe has promised a device.
     if devices == 0:
-        message = f"platform {platform.name}: its probe says that it is available, and its device_count() returned 0"
+        message = (
+            f"platform {platform.name}: its probe says that it is available, "
+            "and its device_count() returned 0"
+        )
         location = location_of(type(platform).device_count)
         yield Finding(message, selection.provider, location)
 
 
 def conflicts() -> Iterator[Finding]:
-    """Find classes for which no choice can be made here, each with the error that constructing them would raise."""
+    """Find classes without a possible choice, each with the error of constructing the class."""
     for cls in _classes():
         try:
             _choose(cls)
         except OpgraftError as error:
-            rivals = tuple(
-                dict.fromkeys(r.provider for r in host_state().active if r.target is cls)
-            )
-            yield Finding(str(error), exit_code=error.exit_code, others=rivals)
+            yield Finding(str(error), exit_code=error.exit_code, others=tuple(_providers_of(cls)))
 
 
 def without_kernels() -> Iterator[Finding]:
-    """Find plugins with several kernels, none of which can run here: one finding, as one cause is likely."""
+    """Find plugins with several kernels, none of them for this machine.
+
+    A plugin is one finding, as one cause is likely.
+    """
     for idle in _idle_plugins().values():
         yield Finding(str(idle), idle.provider, idle.replacements[0].location)
 
 
 def _idle_plugins() -> dict[str, IdlePlugin]:
-    """Return the plugins without a kernel, by name. A plugin with one op has a more exact finding of its own."""
+    """Return the plugins without a kernel, by name.
+
+    A plugin with one op is left out, as another check has a more exact finding.
+    """
     return {idle.name: idle for idle in idle_plugins() if len(idle.replacements) > 1}
 
 
 def never_used() -> Iterator[Finding]:
-    """Find active replacements that constructing their target does not yield here, unless a setting says so."""
+    """Find active replacements that are never constructed here, unless a setting says so."""
     wanted = host_state().settings().config.providers or {}
     idle = _idle_plugins()
     for replacement, choice in _chosen():
+        if choice.winner is replacement or choice.op_name in wanted:
+            continue
+        # without_kernels() tells of an idle plugin.
         if replacement.plugin in idle and dict(choice.rows)[replacement]:
-            continue  # without_kernels() tells
-        if choice.winner is not replacement and choice.op_name not in wanted:
-            row = next(c for c in choice.decision.candidates if c.location == replacement.location)
-            message = f"{row.name} at {row.location} ({row.provider}) is never used: {row.reason}"
-            yield Finding(message, replacement.provider, replacement.location)
+            continue
+        rows = choice.decision.candidates
+        row = next(row for row in rows if row.location == replacement.location)
+        message = f"{row.name} at {row.location} ({row.provider}) is never used: {row.reason}"
+        yield Finding(message, replacement.provider, replacement.location)
 
 
 def never_fire() -> Iterator[Finding]:
-    """Find kernels that a ``forward`` hides, and replacements that are constructed here and have none that can run."""
+    """Find kernels hidden by a ``forward``, and replacements without a kernel for this machine."""
     idle = _idle_plugins()
     for replacement, binding in _bound():
         target = _target(replacement)
@@ -183,19 +198,20 @@ def _hidden(replacement: Replacement, own: list[Kernel]) -> Iterator[Finding]:
 def _lacking(
     replacement: Replacement, choice: KernelChoice, own: list[Kernel]
 ) -> Iterator[Finding]:
+    # A disabled op runs the native definition by request.
     if not choice.enabled or choice.winner in own:
         return
-    lacking = "; ".join(f"{kernel}: {why}" for kernel, why in choice.missing if kernel in own)
-    if lacking:
+    missing = [f"{kernel}: {why}" for kernel, why in choice.missing if kernel in own]
+    if missing:
         message = (
             f"{replacement.cls.__qualname__} has no kernel that can run here, so {choice.winner} "
-            f"does: {lacking}"
+            f"does: {'; '.join(missing)}"
         )
         yield Finding(message, replacement.provider, replacement.location)
 
 
 def uncalled_kernels() -> Iterator[Finding]:
-    """Find methods that are named like a kernel for a key that is no dispatch key, and that nothing calls."""
+    """Find methods with the name of a kernel for an unknown dispatch key, if nothing calls them."""
     known = {f"forward_{key}" for key in DISPATCH_KEYS}
     for replacement in _settled():
         target = _target(replacement)
@@ -216,7 +232,7 @@ def uncalled_kernels() -> Iterator[Finding]:
 
 
 def unconstructed_targets() -> Iterator[Finding]:
-    """Find replacements of a class that no model constructs, only classes derived from the class."""
+    """Find replacements of a class that is never constructed, while derived classes are."""
     for replacement in _settled():
         target = _target(replacement)
         variants = [cls for cls in target.__subclasses__() if _is_variant(cls)]
@@ -225,8 +241,8 @@ def unconstructed_targets() -> Iterator[Finding]:
         if not derived or is_constructed(target) or may_construct(replacement.cls, target):
             continue
         message = (
-            f"{replacement.cls.__qualname__} replaces {target.__qualname__}, which no model constructs, "
-            f"so it never runs: replace {' or '.join(derived)}"
+            f"{replacement.cls.__qualname__} replaces {target.__qualname__}, "
+            f"which no model constructs, so it never runs: replace {' or '.join(derived)}"
         )
         yield Finding(message, replacement.provider, replacement.location)
 
@@ -236,47 +252,45 @@ def _is_variant(cls: type) -> bool:
 
 
 def broken_needs() -> Iterator[Finding]:
-    """Find kernels whose check of what they need raises."""
+    """Find kernels with a check of their needs that raises."""
     chain = effective_chain(selected_platform().platform)
     for replacement in _settled():
+        inherited = _target(replacement).__mro__
         for kernel in declared_kernels(replacement.cls, chain):
             reason = kernel.missing() or ""
-            if kernel.owner not in _target(replacement).__mro__ and reason.startswith(CHECK_RAISED):
-                yield Finding(
-                    f"{kernel} is never used: {reason}", replacement.provider, kernel.location
-                )
+            if kernel.owner in inherited or not reason.startswith(CHECK_RAISED):
+                continue
+            message = f"{kernel} is never used: {reason}"
+            yield Finding(message, replacement.provider, kernel.location)
 
 
 def broken_switches() -> Iterator[Finding]:
-    """Find classes that are disabled, as their method which decides about that raises."""
+    """Find classes that are disabled, as the method ``enabled`` raises."""
     for replacement, binding in _bound():
-        kernel = binding.kernel
-        if binding.replacement.winner is replacement and kernel.enabled_because.startswith(
-            SWITCH_RAISED
-        ):
-            message = f"{replacement.cls.__qualname__} is disabled: {kernel.enabled_because}"
+        because = binding.kernel.enabled_because
+        if binding.replacement.winner is replacement and because.startswith(SWITCH_RAISED):
+            message = f"{replacement.cls.__qualname__} is disabled: {because}"
             yield Finding(message, replacement.provider, replacement.location)
 
 
 def wrong_functions() -> Iterator[Finding]:
-    """Find functions of kernels under a name that no form of the op has, or that do not take what the form takes."""
+    """Find functions of kernels for an unknown form, or with a narrower signature than the form."""
     for replacement in _settled():
         target = _target(replacement)
         for base in own_classes(replacement.cls):
             if base in target.__mro__:
                 break
-            for attribute, functions in vars(base).items():
-                if not attribute.startswith(_TABLE):
-                    continue
-                with suppress(
-                    ImportError
-                ):  # of functions that are imported when they are needed: needs() tells
-                    for message in _wrong_in_table(target, attribute, functions):
-                        yield Finding(
-                            f"{base.__qualname__}.{message}",
-                            replacement.provider,
-                            location_of(base),
-                        )
+            for message in _wrong_in_class(target, base):
+                told = f"{base.__qualname__}.{message}"
+                yield Finding(told, replacement.provider, location_of(base))
+
+
+def _wrong_in_class(target: type, base: type) -> Iterator[str]:
+    for attribute, functions in vars(base).items():
+        if attribute.startswith(_TABLE):
+            # Some functions are imported on first use. needs() tells of a failing import.
+            with suppress(ImportError):
+                yield from _wrong_in_table(target, attribute, functions)
 
 
 def _wrong_in_table(target: type, attribute: str, functions: Any) -> Iterator[str]:
@@ -284,49 +298,65 @@ def _wrong_in_table(target: type, attribute: str, functions: Any) -> Iterator[st
     if attribute not in keys:
         yield f"{attribute} belongs to no dispatch key: {close_matches(attribute, keys)}"
     if not isinstance(functions, Mapping):
-        yield f"{attribute} is a {type(functions).__name__}, expected a mapping of functional form to function"
+        kind = type(functions).__name__
+        yield f"{attribute} is a {kind}, expected a mapping of functional form to function"
         return
     forms = {form.name: form for form in inventory.functionals_of(target)}
     for name in functions:
         if name not in forms:
-            yield f"{attribute} names {name!r}, which is no functional form of the op: {close_matches(name, forms)}"
-        elif problem := rejected_call(
-            inspect.signature(forms[name].native), inspect.signature(functions[name])
-        ):
+            matches = close_matches(name, forms)
+            yield f"{attribute} names {name!r}, which is no functional form of the op: {matches}"
+            continue
+        expected = inspect.signature(forms[name].native)
+        problem = rejected_call(expected, inspect.signature(functions[name]))
+        if problem:
             yield f"{attribute}[{name!r}] is narrower than the functional form: {problem}"
 
 
 def wrong_fakes() -> Iterator[Finding]:
-    """Find forms whose fake rule does not take what the form takes."""
+    """Find forms with a fake rule that has a narrower signature than the form."""
     for form in FUNCTIONALS.values():
         problem = rejected_call(inspect.signature(form.native), inspect.signature(form.fake))
         if problem:
-            message = f"the fake rule of the form {form.name} is narrower than its native definition: {problem}"
-            yield Finding(message, discover().provider_of(form.__module__), location_of(form.fake))
+            message = (
+                f"the fake rule of the form {form.name} is narrower than its native definition: "
+                f"{problem}"
+            )
+            provider = discover().provider_of(form.__module__)
+            yield Finding(message, provider, location_of(form.fake))
 
 
 def wrong_results() -> Iterator[Finding]:
-    """Find kernels of plugins that raise on small inputs, or return other tensors than the native definition.
+    """Find kernels of plugins that raise on small inputs, or return tensors of another form.
 
-    Number, shape, dtype, device and layout of the results are compared. ``plugins check`` compares their numbers, too.
+    Number, shape, dtype, device and layout of the results are compared with those of the native
+    definition. ``plugins check`` compares the numbers, too.
     """
     for replacement, kernel, spec in _called():
-        with watched(f"{kernel} of {replacement.provider}", replacement.provider):
-            faults = list(dict.fromkeys(_wrong_results(spec, kernel)))
-        further = f"'opgraft plugins check {replacement.plugin}' compares all its results"
+        faults = _faults(replacement, kernel, _wrong_results(spec, kernel))
+        further = f". 'opgraft plugins check {replacement.plugin}' compares all its results"
         for fault in faults:
-            message = f"{kernel} {fault}" + (f". {further}" if replacement.plugin else "")
+            message = f"{kernel} {fault}{further if replacement.plugin else ''}"
             yield Finding(message, replacement.provider, kernel.location)
 
 
+def _faults(replacement: Replacement, kernel: Kernel, found: Iterator[str]) -> list[str]:
+    """List the faults of a kernel, each once; the parent process learns that the kernel runs."""
+    with watched(f"{kernel} of {replacement.provider}", replacement.provider):
+        return list(dict.fromkeys(found))
+
+
 def _wrong_results(spec: OpSpec, kernel: Kernel) -> Iterator[str]:
-    """Yield what is wrong with the results of a kernel in each dtype, as a module and as a function."""
-    variant, lead, size = next(iter(spec.variants)), spec.leads[1], max(spec.sizes[:2])
+    """Yield the faults in the results of a kernel in each dtype, as a module and as a function."""
     claimed = claimed_dtypes(selected_platform().platform)
-    for dtype in (dtype for dtype in spec.dtypes if dtype in claimed and dtype != torch.float64):
-        inputs = f"for {_short(dtype)} inputs of {spec.functional.name}"
+    made_contiguous = kernel.functional(spec.functional.name) is not None
+    for dtype in spec.dtypes:
+        # float64 is for proofs; models rarely use float64.
+        if dtype not in claimed or dtype == torch.float64:
+            continue
+        inputs = f"for {str(dtype).removeprefix('torch.')} inputs of {spec.functional.name}"
         for call in _calls(spec, kernel):
-            arguments = spec.arguments(variant, dtype, lead, size)
+            arguments = _small(spec, dtype)
             with torch.no_grad():
                 expected = checks.results_of(spec, spec.functional.native, arguments)
                 try:
@@ -335,79 +365,50 @@ def _wrong_results(spec: OpSpec, kernel: Kernel) -> Iterator[str]:
                 except Exception as error:  # the kernel's own
                     yield f"raised {_own_words(error)} {inputs}"
                     continue
-            made_contiguous = kernel.functional(spec.functional.name) is not None
-            for fault in _other_tensors(found, expected, made_contiguous):
+            for fault in other_tensors(found, expected, made_contiguous=made_contiguous):
                 yield f"{fault} {inputs}"
 
 
+def _small(spec: OpSpec, dtype: torch.dtype) -> Arguments:
+    """Draw small arguments of a form."""
+    return spec.arguments(next(iter(spec.variants)), dtype, spec.leads[1], max(spec.sizes[:2]))
+
+
 def _own_words(error: Exception) -> str:
-    """Describe what a kernel raised; of an exit that became an error, the exit."""
+    """Describe the exception of a kernel; an exit that became an error is described as the exit."""
     cause = error.__cause__
-    own = isinstance(error, PluginError) and isinstance(cause, SystemExit | KeyboardInterrupt)
-    return described(cause if own and cause is not None else error)
-
-
-def _other_tensors(
-    found: Sequence[Tensor], expected: Sequence[Tensor], made_contiguous: bool
-) -> Iterator[str]:
-    """Say in which ways tensors are others than those that are expected, whatever numbers they hold.
-
-    Args:
-        found: the results of a kernel.
-        expected: those of the native definition.
-        made_contiguous: compiled code copies the results, whose rows may so lie in any order.
-    """
-    if len(found) != len(expected):
-        yield f"returns {len(found)} tensors, expected {len(expected)},"
-        return
-    for ours, theirs in zip(found, expected, strict=True):
-        if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-            yield f"returns {_form(ours)}, expected {_form(theirs)},"
-        elif ours.device != theirs.device:
-            yield f"returns a tensor on {ours.device}, expected {theirs.device},"
-        elif made_contiguous and ours.stride()[-1:] == (1,):
-            continue
-        elif theirs.is_contiguous() and not ours.is_contiguous():
-            strides = f"strides {list(ours.stride())}, expected {list(theirs.stride())},"
-            yield f"returns a tensor that is not contiguous, with {strides}"
-
-
-def _form(x: Tensor) -> str:
-    return f"{_short(x.dtype)} {list(x.shape)}"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    is_exit = isinstance(cause, SystemExit | KeyboardInterrupt)
+    if isinstance(error, PluginError) and cause is not None and is_exit:
+        return described(cause)
+    return described(error)
 
 
 def lost_gradients() -> Iterator[Finding]:
     """Find kernels of plugins that lose gradients, or fail, on small inputs that require one.
 
-    Kernels that are marked ``inference_only`` give way to the native definition there.
+    A kernel with the mark ``inference_only`` gives way to the native definition there.
     """
     for replacement, kernel, spec in _called():
         if kernel.inference_only or spec.functional.mutates or not spec.differentiable:
             continue
-        with watched(f"{kernel} of {replacement.provider}", replacement.provider):
-            reasons = list(dict.fromkeys(_lost(spec, kernel)))
-        for reason in reasons:
+        for reason in _faults(replacement, kernel, _lost(spec, kernel)):
             yield Finding(f"{kernel} {reason}", replacement.provider, kernel.location)
 
 
 def _called() -> Iterator[tuple[Replacement, Kernel, OpSpec]]:
-    """Yield the kernels of plugins that run here, each with the proof of a form that it serves.
+    """Yield the kernels of plugins that run here, each with the spec of a form.
 
-    There are none where torch knows no device for the inputs.
+    If torch knows no device for the inputs, there are none.
     """
     device = selected_platform().platform.device_type
     if why_unusable(device) is not None:
         return
     for replacement, binding in _bound():
         kernel = binding.kernel.winner
-        inherited = kernel.owner in _target(replacement).__mro__
-        if binding.replacement.winner is not replacement or inherited:
+        target = _target(replacement)
+        if binding.replacement.winner is not replacement or kernel.owner in target.__mro__:
             continue
-        for form in inventory.functionals_of(_target(replacement)):
+        for form in inventory.functionals_of(target):
             spec = SPECS.get(form.name)
             if spec and _serves(form, replacement):
                 yield replacement, kernel, dataclasses.replace(spec, device=device)
@@ -418,82 +419,89 @@ def _serves(form: Functional[..., Any], replacement: Replacement) -> bool:
 
 
 def _lost(spec: OpSpec, kernel: Kernel) -> Iterator[str]:
-    """Yield what is wrong with the gradients of a kernel, as a module and as a function."""
-    variant, lead, size = next(iter(spec.variants)), spec.leads[1], max(spec.sizes[:2])
+    """Yield the faults in the gradients of a kernel, as a module and as a function."""
     for call in _calls(spec, kernel):
-        arguments = checks.with_gradients(spec.arguments(variant, torch.float32, lead, size))
+        arguments = checks.with_gradients(_small(spec, torch.float32))
         with torch.enable_grad():
             expected = tensors(spec.functional.native(**arguments))
             try:
                 with exits_as_errors():
-                    got = tensors(call(**arguments))
+                    found = tensors(call(**arguments))
             except Exception as error:  # the kernel's own
-                if not _raises(call, arguments):  # otherwise another check tells
+                # wrong_results() tells of a kernel that raises in any case.
+                if not _raises(call, arguments):
                     yield (
                         f"raised {_own_words(error)} for float32 inputs of {spec.functional.name} "
                         "that require a gradient"
                     )
                 continue
-        if any(
-            theirs.requires_grad and not ours.requires_grad
-            for ours, theirs in zip(got, expected, strict=False)
-        ):
-            yield "loses gradients: its results require none where the inputs do. Mark it with @opgraft.inference_only"
+        if loses_gradients(found, expected):
+            yield (
+                "loses gradients: its results require none where the inputs do. "
+                "Mark it with @opgraft.inference_only"
+            )
 
 
 def _calls(spec: OpSpec, kernel: Kernel) -> list[checks.Implementation]:
-    """List what computes a form by a kernel: the module where one stands for it, and the kernel's own function."""
+    """List the implementations of a form by a kernel: the module, and the kernel's own function."""
+    found: list[checks.Implementation] = []
+    if spec.module and not spec.functional.mutates:
+        found.append(checks.by_module(spec))
     function = kernel.functional(spec.functional.name)
-    modules = [checks.by_module(spec)] if spec.module and not spec.functional.mutates else []
-    return [*modules, *([function] if function else [])]
+    if function:
+        found.append(function)
+    return found
 
 
 def _raises(call: checks.Implementation, arguments: Arguments) -> bool:
-    """Tell whether a call raises where no gradient is required, too."""
-    with torch.no_grad():
-        try:
-            with exits_as_errors():
-                call(**arguments)
-        except Exception:  # the kernel's own
-            return True
+    """Return True if a call raises even without gradients."""
+    try:
+        with torch.no_grad(), exits_as_errors():
+            call(**arguments)
+    except Exception:  # the kernel's own
+        return True
     return False
 
 
 def _classes() -> list[type]:
-    """List every class that may be constructed here, registered, replaced or a variant."""
-    targets = [r.target for r in host_state().active if r.target is not None]
+    """List every class that may be constructed here: registered, replaced or a variant."""
+    targets = [replacement.target for replacement in _settled() if replacement.target]
     return list(dict.fromkeys([*host_state().registry.targets(), *targets]))
 
 
 def _settled() -> list[Replacement]:
-    """Return the active replacements whose target is known."""
+    """Return the active replacements with a known target."""
     return [replacement for replacement in host_state().active if replacement.target is not None]
 
 
 def _chosen() -> Iterator[tuple[Replacement, ReplacementChoice]]:
-    """Yield the active replacements with what is constructed for their target; not those with a conflict."""
+    """Yield the active replacements with the choice for the target; not those with a conflict."""
     for replacement in _settled():
-        try:
-            yield replacement, _choose(_target(replacement))
-        except (ConflictError, ConfigError):
-            continue
+        with suppress(ConflictError, ConfigError):
+            choice = _choose(_target(replacement))
+            yield replacement, choice
 
 
 def _bound() -> Iterator[tuple[Replacement, Binding]]:
-    """Yield the active replacements of ops with what constructing their target binds; not those with a conflict."""
+    """Yield active replacements of ops with the binding of the target; not those in conflict."""
     for replacement, choice in _chosen():
         if not issubclass(choice.target, PluggableClass):
             yield replacement, bind(choice.target)
 
 
 def _choose(cls: type) -> ReplacementChoice:
-    """Choose the class as constructing it does, which asks the conditions and checks of those who replace it."""
-    providers = list(dict.fromkeys(r.provider for r in host_state().active if r.target is cls))
+    """Choose the class as constructing does, which calls conditions and checks of plugins."""
+    providers = _providers_of(cls)
     names = " and ".join(map(str, providers)) or "opgraft"
-    with watched(
-        f"a check of {names} for {cls.__qualname__}", providers[0] if len(providers) == 1 else None
-    ):
+    only = providers[0] if len(providers) == 1 else None
+    with watched(f"a check of {names} for {cls.__qualname__}", only):
         return inventory.choice_here(cls)
+
+
+def _providers_of(cls: type) -> list[Provider]:
+    """List the providers of active replacements of a class."""
+    own = [each.provider for each in host_state().active if each.target is cls]
+    return list(dict.fromkeys(own))
 
 
 def _target(replacement: Replacement) -> Any:
@@ -517,4 +525,4 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     wrong_results,
     lost_gradients,
 )
-"""Each yields what it finds."""
+"""The checks, each a generator of findings."""

@@ -1,4 +1,4 @@
-"""A departure as files: the module and its inputs, and a script that makes the call again, alone."""
+"""A departure as files: the module with its inputs, and a script that makes the call again."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from opgraft.registry.state import host_state
 from opgraft.testing.verification import Departure
 
 _DECIDING = ("compilation_config.custom_ops", "compilation_config.tuning_file")
-"""Settings in sections that decide which kernels run."""
+"""Settings within sections that choose kernels."""
 
 CASE, SCRIPT = "case.pt", "reproduce.py"
 
-_SCRIPT = '''"""Makes one call of an op again, whose result left its tolerance in {model}, and compares it.
+_SCRIPT = '''"""Make one call of an op again, and compare the result, which was wrong in {model}.
 
 {path}: {told}
-Exit code 1: it still leaves its tolerance. What stands in {case} is a pickle: load it only where you made it.
+Exit code 1: the result is still beyond the tolerance. The file {case} is a pickle: never load one
+from somebody else.
 """
 
 import sys
@@ -32,57 +33,60 @@ import opgraft
 import torch
 from opgraft.binding.comparison import description_of
 from opgraft.config import config_from_fields, parse_text, set_config
-from opgraft.testing.differences import outcome_of
+from opgraft.testing.verification import Call
 
 SETTINGS = {settings}
 
 sys.path[:0] = {paths}
-with set_config(config_from_fields({{name: parse_text(name, text) for name, text in SETTINGS.items()}})):
+settings = config_from_fields({{name: parse_text(name, text) for name, text in SETTINGS.items()}})
+with set_config(settings):
     opgraft.load_plugins()
-    case = torch.load(Path(__file__).with_name("{case}"), weights_only=False)
-    print(case["module"])
-    for value in (*case["args"], *case["kwargs"].values()):
+    call = Call(**torch.load(Path(__file__).with_name("{case}"), weights_only=False))
+    print(call.module)
+    for value in (*call.args, *call.kwargs.values()):
         print("called with", description_of(value))
     with torch.no_grad():
-        error, reason = outcome_of(**case)
-print(reason or f"within its tolerance: {{error:.3g}} of what is allowed")
-sys.exit(1 if reason else 0)
+        found = call.differences()
+if found.reasons:
+    print(found.reasons[0])
+    sys.exit(1)
+print(f"within its tolerance: {{found.error:.3g}} of what is allowed")
 '''
 
 
 def write_case(departure: Departure, folder: Path, model: str, paths: list[str]) -> Path:
-    """Write a departure into a folder, which is made where it is missing; returns the script.
+    """Write a departure into a folder, made if missing; return the script.
 
     Args:
         departure: to write.
-        folder: files of an earlier one there are replaced.
-        model: what to call the model.
-        paths: folders that the script imports from, beside what is installed.
+        folder: files of an earlier departure are replaced.
+        model: the name of the model.
+        paths: folders that the script imports from, beside installed packages.
 
     Raises:
         InputError: the module cannot be pickled, or the files cannot be written.
     """
-    names = ("module", "args", "kwargs", "batch", "expected", "allowed")
+    place = departure.place
     packed = io.BytesIO()
     try:
-        torch.save({name: getattr(departure, name) for name in names}, packed)
-    except Exception as error:  # whatever a class of somebody else's says when it is pickled
+        torch.save(vars(departure.call), packed)
+    except Exception as error:  # anything that a class of somebody else raises when pickled
         raise InputError(
-            f"{departure.place.path} cannot be saved, so there is no script: {described(error)}. Its class must be one "
-            "of a module that can be imported"
+            f"{place.path} cannot be saved, so there is no script: {described(error)}. "
+            "Its class must be one of a module that can be imported"
         ) from error
+    told = [f"{each.op} by {each.kernel} of {each.provider}" for each in place.served]
     script = _SCRIPT.format(
         model=_quoted(model),
-        path=_quoted(departure.place.path or "the model"),
-        told=_quoted(
-            "; ".join(f"{s.op} by {s.kernel} of {s.provider}" for s in departure.place.served)
-        ),
+        path=_quoted(place.path or "the model"),
+        told=_quoted("; ".join(told)),
         settings=_settings(),
         paths=paths,
         case=CASE,
     )
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # Whoever has opened an earlier case keeps that one.
         replace_file(folder / CASE, packed.getvalue(), 0o644)
         replace_file(folder / SCRIPT, script, 0o644)
     except OSError as error:
@@ -93,11 +97,14 @@ def write_case(departure: Departure, folder: Path, model: str, paths: list[str])
 
 
 def _settings() -> Mapping[str, Any]:
-    """Return the settings that decide which kernels run, as text by name."""
-    rows = host_state().settings().rows()
-    return {name: text for name, text, _ in rows if text and ("." not in name or name in _DECIDING)}
+    """Return the settings that choose kernels, as text by name."""
+    chosen = {}
+    for name, text, _ in host_state().settings().rows():
+        if text and ("." not in name or name in _DECIDING):
+            chosen[name] = text
+    return chosen
 
 
 def _quoted(text: str) -> str:
-    """Return foreign text as it may stand in a docstring."""
+    """Return foreign text that may stand in a docstring."""
     return printable(text).replace("\\", "\\\\").replace('"', "'")

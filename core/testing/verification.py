@@ -1,7 +1,7 @@
-"""Comparing a model with the same model on native definitions, op by op on the same inputs.
+"""Compare a model with the same model on native definitions, op by op on the same inputs.
 
-The native model runs. Wherever it calls a module in whose place the other model has an op, the op is called with copies
-of the same inputs, so that no op answers for the errors of those before it.
+The native model runs. If the other model has an op at the place of a called module, the op is
+called with copies of the same inputs: no op answers for the errors of earlier ops.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from opgraft.base.text import described
 from opgraft.binding.comparison import (
+    Differences,
     Tolerance,
     arguments_of,
+    compare,
     copied,
     description_of,
     same,
@@ -33,29 +35,32 @@ from opgraft.ops.state_space.layer import StateLayer
 from opgraft.registry.decision import Provider
 from opgraft.registry.state import host_state
 from opgraft.testing.catalogue import specs_of, tolerance_of
-from opgraft.testing.differences import outcome_of
 from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
 class Step:
-    """One call of a model; ``batch`` holds the sequences of that call, and where this model keeps what it remembers."""
+    """One call of a model. ``batch`` has the sequences of the call, and the model's own caches."""
 
     call: Callable[[nn.Module], Any]
     batch: AttentionBatch | None = None
 
     def attending(self) -> AbstractContextManager[None]:
-        """Return a scope in which the batch is the current one."""
-        return nullcontext() if self.batch is None else attending(self.batch)
+        """Return a scope that makes the batch the current one."""
+        return _attending(self.batch)
+
+
+def _attending(batch: AttentionBatch | None) -> AbstractContextManager[None]:
+    return nullcontext() if batch is None else attending(batch)
 
 
 Steps = Callable[[nn.Module], Sequence[Step]]
-"""Makes the calls of a model, with caches of their own."""
+"""Makes the calls of a model, with caches of the model's own."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """An op of the model, and who computes it."""
+    """An op of the model, with the kernel and the provider."""
 
     op: str
     kernel: str
@@ -65,15 +70,15 @@ class Served:
 
 @dataclass
 class Place:
-    """A module of the native model, compared with what stands at the same path in the other one.
+    """A module of the native model, compared with the module at the same path of the other model.
 
     Attributes:
-        path: in both models; empty for the whole.
-        served: the op there, or the ops within, where the module has no op for a counterpart. None where all of these
-            have places of their own, as in the whole.
-        calls: how often it was called and compared.
-        error: the largest error, as a share of what is allowed; ``None`` where that could not be told.
-        reason: how the first result that left its tolerance did so; empty where none has.
+        path: in both models; empty for the whole model.
+        served: the op at the path, or the ops within a module without a counterpart. Empty if each
+            op within has a place of its own, as in the whole model.
+        calls: the number of compared calls.
+        error: the largest error, as a share of the tolerance; ``None`` without a number.
+        reason: the first difference beyond the tolerance, in words; empty if there is none.
     """
 
     path: str
@@ -82,39 +87,80 @@ class Place:
     error: float | None = 0.0
     reason: str = ""
 
+    def add(self, found: Differences) -> None:
+        """Take note of a call's differences."""
+        if self.error is not None:
+            self.error = None if found.error is None else max(self.error, found.error)
+        if found.reasons and not self.reason:
+            self.reason = found.reasons[0]
+
 
 @dataclass(frozen=True)
-class Departure:
-    """The first call whose result left its tolerance, with all that is needed to make it again.
+class Call:
+    """A call of a module, with everything needed to make the call again and compare the results.
 
     Attributes:
-        place: where.
-        module: what was called.
-        args, kwargs: with which it was called.
-        batch: the batch at that time, with the pages and states of this module only.
-        expected: the results of the native model.
-        allowed: absolute and relative tolerance of each.
-        inputs: the arguments in words, a line for each.
+        module: to be called.
+        args, kwargs: the arguments.
+        batch: the batch of the call, with pages and states of this module only.
+        expected: the returned tensors of the native model, then the written ones.
+        allowed: the tolerance of each.
     """
 
-    place: Place
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     batch: AttentionBatch | None
     expected: Sequence[Tensor]
     allowed: Sequence[Tolerance]
+
+    def differences(self) -> Differences:
+        """Make the call, and compare results and written arguments with the expected ones."""
+        # Kernels may write to arguments, as a cache does.
+        taken = tensors_within((self.args, self.kwargs))
+        before = [value.clone() for value in taken]
+        try:
+            with _attending(self.batch):
+                results = tensors_within(self.module(*self.args, **self.kwargs))
+        except Exception as error:  # the kernel's own
+            return Differences(None, (f"it raised {described(error)}",))
+        found = [("its result", each) for each in results]
+        for former, after in zip(before, taken, strict=True):
+            if not same(former, after):
+                found.append(("what it wrote", after))
+        if len(found) != len(self.expected):
+            told = f"it returned or wrote {len(found)} tensors"
+            return Differences(None, (f"{told}, the native model {len(self.expected)}",))
+        # The native model may run on another device.
+        placed = [
+            right.to(ours.device) for (_, ours), right in zip(found, self.expected, strict=True)
+        ]
+        return compare(found, placed, self.allowed)
+
+
+@dataclass(frozen=True)
+class Departure:
+    """The first call with a result beyond the tolerance.
+
+    Attributes:
+        place: of the called module.
+        call: can be made again.
+        inputs: the arguments in words, a line for each.
+    """
+
+    place: Place
+    call: Call
     inputs: Sequence[str]
 
 
 @dataclass(frozen=True)
 class Verification:
-    """The outcome: every place that was compared, in the order of the first calls, and the first departure.
+    """The outcome of comparing two models.
 
     Attributes:
-        places: that were compared.
-        unreached: paths of ops that the model calls, and the native model has not called anything for.
-        departure: the first call that left its tolerance, or ``None``.
+        places: the compared places, in the order of the first calls.
+        unreached: paths of called ops without a call of the native model.
+        departure: the first call beyond the tolerance, or ``None``.
     """
 
     places: Sequence[Place]
@@ -123,56 +169,58 @@ class Verification:
 
 
 def verify(native: nn.Module, grafted: nn.Module, steps: Steps) -> Verification:
-    """Compare two models that hold the same weights.
+    """Compare two models with the same weights.
 
     Args:
         native: runs native definitions, or modules without ops.
-        grafted: has the ops to be verified. Parts that compute several layers in one call leave it to the layers.
-        steps: makes the calls of either.
+        grafted: has the ops to be verified. Modules that compute several layers in one call must
+            call the layers.
+        steps: makes the calls of either model.
 
     Raises:
-        InputError: ``grafted`` calls no op, or ``native`` computes nothing but NaN, with which all agrees.
-        Exception: of ``grafted``, which raised it where every op is within its tolerance.
+        InputError: ``grafted`` calls no op, or ``native`` computes nothing but NaN, so that
+            everything agrees.
+        Exception: ``grafted`` raised the exception, and every op is within the tolerance.
     """
     with torch.no_grad():
         places, failure = _places(native, grafted, steps)
         comparer = _Comparer(native, grafted, places)
+        # The whole model and its ops write to caches of their own.
+        calls = zip(steps(native), steps(grafted), steps(grafted), strict=True)
         with comparer.attached():
-            for ours, theirs, whole in zip(
-                steps(native), steps(grafted), steps(grafted), strict=True
-            ):
-                comparer.batch, comparer.whole = theirs.batch, whole.batch
+            for ours, theirs, whole in calls:
+                comparer.batch = theirs.batch
+                comparer.whole = whole.batch
                 with ours.attending():
                     computed = tensors_within(ours.call(native))
                 if not comparer.found:
                     _expect_numbers(computed)
+    # No op is wrong, so that the graft itself raised.
     if failure and not comparer.found:
         raise failure
-    reached = [place for place in places.values() if place.calls]
     unreached = [place.path for place in places.values() if place.served and not place.calls]
-    return Verification(
-        sorted(reached, key=lambda place: comparer.order.index(place.path)),
-        unreached,
-        comparer.found,
-    )
+    reached = [places[path] for path in comparer.order]
+    return Verification(reached, unreached, comparer.found)
 
 
 def _expect_numbers(computed: Sequence[Tensor]) -> None:
     floating = [each for each in computed if each.is_floating_point() and each.numel()]
     if floating and all(bool(each.isnan().all()) for each in floating):
         raise InputError(
-            "the native model computes nothing but NaN, with which every result agrees: its weights are damaged, or "
-            "what it is called with"
+            "the native model computes nothing but NaN, with which every result agrees: its "
+            "weights are damaged, or what it is called with"
         )
 
 
 def _places(
     native: nn.Module, grafted: nn.Module, steps: Steps
 ) -> tuple[dict[str, Place], Exception | None]:
-    """Return where the models are compared, and what the grafted one raised.
+    """Return the places to compare, and the exception of the grafted model.
 
-    That is at each op that is called, or at the nearest module that both have, and last at the model itself.
+    A place is the path of each called op, or of the nearest module in both models. The last place
+    is the model itself.
     """
+    ops = {path: op for path, op in grafted.named_modules() if isinstance(op, CustomOp)}
     called: dict[str, CustomOp] = {}
     failure = None
 
@@ -183,31 +231,28 @@ def _places(
         return hook
 
     with ExitStack() as undo:
-        for path, module in grafted.named_modules():
-            if isinstance(module, CustomOp):
-                undo.callback(module.register_forward_hook(note(path)).remove)
+        for path, op in ops.items():
+            undo.callback(op.register_forward_hook(note(path)).remove)
         try:
             for step in steps(grafted):
                 with step.attending():
                     step.call(grafted)
-        except Exception as error:  # of an op, which is told when that is compared
+        except Exception as error:
+            # Comparing finds the op that raises.
             logger.debug("the model raised %s, so all of its ops are compared", described(error))
             failure = error
-            called = {
-                path: module
-                for path, module in grafted.named_modules()
-                if isinstance(module, CustomOp)
-            }
+            called = ops
     if not called:
         raise InputError("the model calls no op of opgraft, so there is nothing to compare")
     known = {path for path, _ in native.named_modules()}
-    found: dict[str, list[Served]] = {"": []}
+    served: dict[str, list[Served]] = {"": []}
     for path, op in called.items():
-        found.setdefault(_nearest(path, known), []).append(_served(op))
-    return {path: Place(path, tuple(served)) for path, served in found.items()}, failure
+        served.setdefault(_nearest(path, known), []).append(_served(op))
+    return {path: Place(path, tuple(ops)) for path, ops in served.items()}, failure
 
 
 def _nearest(path: str, known: set[str]) -> str:
+    # A graft may fuse several modules into one that the native model lacks.
     while path not in known:
         path = path.rpartition(".")[0]
     return path
@@ -220,23 +265,32 @@ def _served(op: CustomOp) -> Served:
 
 
 class _Comparer:
-    """Calls what stands in the grafted model wherever the native one calls a module, and compares the results."""
+    """Repeats each call of a native module with the grafted model's module at the same path.
+
+    Attributes:
+        batch: the current batch of ops.
+        whole: the current batch of the whole grafted model.
+        found: the first departure.
+        order: the paths of compared places, in the order of the first calls.
+    """
 
     def __init__(self, native: nn.Module, grafted: nn.Module, places: dict[str, Place]) -> None:
         self.native = native
         self.places = places
         self.batch: AttentionBatch | None = None
-        self.whole: AttentionBatch | None = None  # which only calls of the whole model write to
+        self.whole: AttentionBatch | None = None
         self.found: Departure | None = None
         self.order: list[str] = []
         self._grafted = dict(grafted.named_modules(remove_duplicate=False))
+        # Modules among the arguments become those of the grafted model.
         self._twins = {
             id(module): self._grafted.get(path, module) for path, module in native.named_modules()
         }
+        # Calls nest: the arguments of the innermost one come last.
         self._given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def attached(self) -> ExitStack:
-        """Return a scope in which the native model is watched."""
+        """Return a scope that watches the native model."""
         undo = ExitStack()
         for path, place in self.places.items():
             module = self.native.get_submodule(path)
@@ -249,18 +303,17 @@ class _Comparer:
         self._given.append(copied((args, kwargs), dict(self._twins)))
 
     def _after(self, place: Place) -> Callable[..., None]:
-        def compare(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
             given = self._given.pop()
-            written = [
-                after for before, after in _pairs(given, (args, kwargs)) if not same(before, after)
-            ]
-            expected = [*tensors_within(result), *written]
+            expected = tensors_within(result)
+            pairs = zip(tensors_within(given), tensors_within((args, kwargs)), strict=True)
+            expected += [after for before, after in pairs if not same(before, after)]
             if place.path not in self.order:
                 self.order.append(place.path)
             place.calls += 1
             self._compare(place, module, *given, expected)
 
-        return compare
+        return hook
 
     def _compare(
         self,
@@ -270,60 +323,53 @@ class _Comparer:
         kwargs: Mapping[str, Any],
         expected: Sequence[Tensor],
     ) -> None:
+        """Make a call of the native model with the grafted module, on copies."""
         twin = self._grafted[place.path]
         allowed = [_allowed(twin, each.dtype) for each in expected]
         current = self.batch if place.path else self.whole
-        batch = None if current is None or self.found else _batch_of(twin, current)
+        # The call writes to the batch. A departure needs the batch as it was.
+        before = None if current is None or self.found else _batch_of(twin, current)
         taken, named = copied((args, kwargs), {})
-        error, reason = outcome_of(twin, taken, named, current, expected, allowed)
-        place.error = None if place.error is None or error is None else max(place.error, error)
-        if reason and not place.reason:
-            place.reason = reason
-        if reason and self.found is None:
-            kept = [each.clone() for each in expected]  # which the rest of the model may write to
-            self.found = Departure(
-                place, twin, args, kwargs, batch, kept, allowed, _inputs(module, args, kwargs)
-            )
+        found = Call(twin, taken, named, current, expected, allowed).differences()
+        place.add(found)
+        if found.reasons and self.found is None:
+            # The rest of the model may write to the tensors.
+            kept = [each.clone() for each in expected]
+            call = Call(twin, args, kwargs, before, kept, allowed)
+            self.found = Departure(place, call, _inputs(module, args, kwargs))
 
 
 def _allowed(module: nn.Module, dtype: torch.dtype) -> Tolerance:
-    """Return by how much a module may differ from the native one.
+    """Return the tolerance of a module's results in a dtype.
 
-    Roundings go either way, so those of many ops add up as a random walk does: a module that is made of ``n`` ops with
-    specs may differ by the square root of ``n`` times what one may.
+    Roundings go either way, so that those of many ops add up as a random walk does: the tolerance
+    of a module of ``n`` ops with specs is the square root of ``n`` times that of one op.
     """
-    targets = [
-        part.binding.replacement.target for part in module.modules() if isinstance(part, CustomOp)
-    ]
+    ops = [part for part in module.modules() if isinstance(part, CustomOp)]
+    targets = [op.binding.replacement.target for op in ops]
     absolute, relative = tolerance_of(targets, [dtype.to_real() if dtype.is_complex else dtype])
-    times = math.sqrt(max(sum(bool(specs_of(target)) for target in targets), 1))
+    with_specs = sum(bool(specs_of(target)) for target in targets)
+    times = math.sqrt(max(with_specs, 1))
     return times * absolute, times * relative
 
 
 def _batch_of(module: nn.Module, batch: AttentionBatch) -> AttentionBatch:
-    """Return a batch as a module finds it, with copies of what it may write to."""
+    """Return a batch with copies of the caches that a module may write to."""
     layers = (part for part in module.modules() if isinstance(part, CachedAttention | StateLayer))
     names = {layer.prefix for layer in layers}
-    pages = {
-        n: dataclasses.replace(p, cache=p.cache.clone())
-        for n, p in batch.pages.items()
-        if n in names
-    }
-    states = {
-        n: dataclasses.replace(s, tensors=tuple(tensor.clone() for tensor in s.tensors))
-        for n, s in batch.states.items()
-        if n in names
-    }
+    pages = {}
+    for name in names & batch.pages.keys():
+        own = batch.pages[name]
+        pages[name] = dataclasses.replace(own, cache=own.cache.clone())
+    states = {}
+    for name in names & batch.states.keys():
+        held = batch.states[name]
+        copies = tuple(tensor.clone() for tensor in held.tensors)
+        states[name] = dataclasses.replace(held, tensors=copies)
     return dataclasses.replace(batch, pages=pages, states=states)
 
 
-def _pairs(before: Any, after: Any) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(tensors_within(before), tensors_within(after), strict=True))
-
-
 def _inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
-    """Describe what a module is called with, a line for each argument by its name."""
-    return [
-        f"{name}: {description_of(leaf)}"
-        for name, leaf in arguments_of(module.forward, args, kwargs).items()
-    ]
+    """Describe the arguments of a module, a line for each."""
+    arguments = arguments_of(module.forward, args, kwargs)
+    return [f"{name}: {description_of(leaf)}" for name, leaf in arguments.items()]

@@ -18,7 +18,8 @@ import opgraft
 import pytest
 import torch
 from opgraft import CompilationConfig, OpgraftConfig, set_config
-from opgraft.binding.measurements import Measured, Timed, read_profile
+from opgraft.binding import measurements
+from opgraft.binding.measurements import Measured, ProfileFile, Timed, read_profile
 from opgraft.errors import InputError
 from opgraft.ops import ReLUSquaredActivation, RotaryEmbedding
 from opgraft.plugins.discovery import discover
@@ -67,7 +68,7 @@ def write(path: Path) -> None:
         choice: dict.fromkeys(SHAPES, seconds)
         for choice, seconds in ((MINE, 2e-3), ("native", 2e-6))
     }
-    tuning.ProfileFile(path).add({race.name: tuning.best_of(race, times, {})})
+    ProfileFile(path).add({race.name: tuning.best_of(race, times, {})})
 
 
 def measurement(op: Any) -> Decision:
@@ -144,9 +145,7 @@ def test_an_own_kernel_that_is_slower_stays_off(file: Path, scale) -> None:
     """An op whose native definition is faster than its own kernel runs that as constructed and as unpickled."""
     own = discover().provider_of(scale.__module__)
     rows = Timed("native", own, "", {"1": 2e-6}), Timed(own.name, own, "", {"1": 4e-6})
-    tuning.ProfileFile(file).add(
-        {"scale": Measured("native", torch.get_num_threads(), "now", rows)}
-    )
+    ProfileFile(file).add({"scale": Measured("native", torch.get_num_threads(), "now", rows)})
     op = scale()
     assert op.binding.kernel.winner.key == "native"
     assert pickle.loads(pickle.dumps(op)).binding.kernel.winner.key == "native"  # noqa: S301  # its own bytes
@@ -291,11 +290,11 @@ def test_a_pipe_or_a_folder_holds_nobody_up(file: Path) -> None:
     os.mkfifo(file)
     assert "it is no regular file" in measurement(ReLUSquaredActivation()).reason
     with pytest.raises(InputError, match="it is no regular file"):
-        tuning.ProfileFile(file)
+        ProfileFile(file)
     file.unlink()
     file.mkdir()
     with pytest.raises(InputError, match="cannot be used: Is a directory"):
-        tuning.ProfileFile(file)
+        ProfileFile(file)
 
 
 def test_a_compiler_that_fuses_native_definitions_is_left_to_do_so(file: Path) -> None:
@@ -331,7 +330,7 @@ def test_writers_at_once_lose_nothing(file: Path) -> None:
     (file.parent / "tuning.json.abcd").write_text("{")
 
     def add(writer: int) -> None:
-        own = tuning.ProfileFile(file)
+        own = ProfileFile(file)
         for number in range(5):
             own.add({f"op_{writer}_{number}": row})
 
@@ -342,24 +341,24 @@ def test_writers_at_once_lose_nothing(file: Path) -> None:
 
 def test_a_lock_that_is_held_ends_the_waiting(file: Path, monkeypatch) -> None:
     """A process that stands still with the lock is told of, and nothing is written past it."""
-    monkeypatch.setattr(tuning, "_LOCKED_FOR", 0.02)
+    monkeypatch.setattr(measurements, "_LOCKED_FOR", 0.02)
     with open(f"{file}.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(
             InputError, match=r"another process has held .*tuning\.json\.lock for 0\.02 s"
         ):
-            tuning.ProfileFile(file)
-    tuning.ProfileFile(file)
+            ProfileFile(file)
+    ProfileFile(file)
 
 
 def test_another_file_is_not_written_over(file: Path) -> None:
     """A file that holds something else stays as it is; so does a place where none can be made."""
     file.write_text('{"mine": 1}')
     with pytest.raises(InputError, match="remove the file and tune anew"):
-        tuning.ProfileFile(file)
+        ProfileFile(file)
     assert file.read_text() == '{"mine": 1}'
     with pytest.raises(InputError, match=r"cannot be written: .*: name another"):
-        tuning.ProfileFile(file / "tuning.json")
+        ProfileFile(file / "tuning.json")
 
 
 def test_every_shape_counts_alike() -> None:
@@ -396,7 +395,7 @@ def test_a_kernel_that_raises_is_left_out(tmp_path: Path, calls: int, case: str)
     because = f"at {case} it raised RuntimeError: the driver is gone"
     assert outcome.left_out == {MINE: because}
     assert outcome.measured is not None
-    tuning.ProfileFile(tmp_path / "tuning.json").add({race.name: outcome.measured})
+    ProfileFile(tmp_path / "tuning.json").add({race.name: outcome.measured})
     with set_config(auto(tmp_path / "tuning.json")):
         op = ReLUSquaredActivation()
     assert op.binding.kernel.winner.key == "native"

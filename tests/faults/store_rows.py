@@ -71,8 +71,8 @@ WRITERS: dict[str, tuple[str, str]] = {
         "def read():\n    found = look_up('acme')\n    return len(found.report['x'])",
     ),
     "measurements": (
-        "from opgraft.testing.tuning import ProfileFile\nfrom opgraft.registry.decision import Provider\n"
-        "from opgraft.binding.measurements import Measured, Timed\n"
+        "from opgraft.registry.decision import Provider\n"
+        "from opgraft.binding.measurements import Measured, ProfileFile, Timed\n"
         "timed = tuple(Timed(name, Provider(name, '1'), 'kernel', {'shape': 1.0}) for name in 'ab')\n"
         "def write(n): ProfileFile(Path(folder, 'tuning.json')).add({'op': Measured('a', 1, 'x' * 100_000, timed)})",
         "from opgraft.binding.measurements import read_profile\n"

@@ -15,7 +15,7 @@ from faults.planting import PLUGIN, in_time
 from faults.store_rows import ALL, NO_FILES, SIGNED, WRITERS
 from opgraft import CompilationConfig, OpgraftConfig, set_config
 from opgraft.base.text import printable
-from opgraft.binding.measurements import Measured, Timed
+from opgraft.binding.measurements import Measured, ProfileFile, Timed
 from opgraft.cli import kept_results
 from opgraft.compilation.cache import CompilationCache
 from opgraft.errors import CacheEntryError, ConfigError
@@ -23,7 +23,6 @@ from opgraft.ops import ReLUSquaredActivation
 from opgraft.plugins import locking, quarantine
 from opgraft.registry.decision import Provider
 from opgraft.registry.state import host_state
-from opgraft.testing.tuning import ProfileFile
 
 WHOLE = 100_000
 

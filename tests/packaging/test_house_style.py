@@ -93,7 +93,6 @@ NAMED_FROM_BELOW = {
 CONTROL_FLOW = {
     "opgraft.plugins.class_source": "_Settled",  # likewise, within its module
     "opgraft.plugins.probing": "ProbeFailed",  # an outcome that selection records, never raised to a caller
-    "opgraft.testing.tuning": "Differs",  # an outcome of a race, which leaves the candidate out
     "opgraft.registry.adapter": "LeaveAlone",  # a verdict that the graft report shows
     "opgraft.serving.llm": "Interrupted",  # a KeyboardInterrupt that has what was computed
     "opgraft.grafting.expressions": "NotExpressible",  # a verdict that the recogniser of modules catches

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from opgraft import graft
+from opgraft.binding.comparison import Differences
 from opgraft.config import CompilationConfig, OpgraftConfig, set_config
 from opgraft.errors import InputError
-from opgraft.testing.differences import outcome_of
 from opgraft.testing.reproduction import write_case
-from opgraft.testing.verification import Step, Verification, verify
+from opgraft.testing.verification import Call, Step, Verification, verify
 from torch import nn
 
 PLUGIN = """
@@ -177,8 +177,8 @@ def test_numbers_of_eight_bits(site, dtype: torch.dtype) -> None:
     assert whole(Whole(dtype)).places[-1].reason
     near = torch.tensor([1.0, 448.0]).to(dtype)
     step = torch.tensor([1 + torch.finfo(dtype).eps, 448.0]).to(dtype)
-    error, reason = outcome_of(nn.Identity(), (step,), {}, None, [near], [(0.0, 0.0)])
-    assert (0.9 < (error or 0) <= 1, reason) == (True, "")
+    found = Call(nn.Identity(), (step,), {}, None, [near], [(0.0, 0.0)]).differences()
+    assert (0.9 < (found.error or 0) <= 1, found.reasons) == (True, ())
 
 
 @pytest.mark.parametrize(
@@ -196,11 +196,11 @@ def test_numbers_of_eight_bits(site, dtype: torch.dtype) -> None:
 )
 def test_numbers_of_every_dtype(ours: torch.Tensor, theirs: torch.Tensor, told: str) -> None:
     """Imaginary parts count, and integers beyond what double precision holds, and truth."""
-    assert told in outcome_of(nn.Identity(), (ours,), {}, None, [theirs], [(1e-5, 1e-5)])[1]
-    assert outcome_of(nn.Identity(), (theirs,), {}, None, [theirs.clone()], [(1e-5, 1e-5)]) == (
-        0.0,
-        "",
-    )
+    allowed = [(1e-5, 1e-5)]
+    found = Call(nn.Identity(), (ours,), {}, None, [theirs], allowed).differences()
+    assert told in found.reasons[0]
+    equal = Call(nn.Identity(), (theirs,), {}, None, [theirs.clone()], allowed).differences()
+    assert equal == Differences(0.0, ())
 
 
 def test_a_model_without_ops(site) -> None:
@@ -257,7 +257,7 @@ def test_what_cannot_be_saved(site, tmp_path: Path) -> None:
     class Local(nn.GELU):
         pass
 
-    found.departure.module.add_module("local", Local())
+    found.departure.call.module.add_module("local", Local())
     with pytest.raises(InputError, match=r"1 cannot be saved, so there is no script: .*Local"):
         write_case(found.departure, tmp_path, "model", [])
 
