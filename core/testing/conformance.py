@@ -1,6 +1,6 @@
-"""Conformance of a plugin: every check of every op that it serves, each outcome as data.
+"""Conformance of a plugin: every check of every op of the plugin, each outcome as data.
 
-``Conformance`` lists the questions and answers them. Tests, commands and reports are made of these.
+``Conformance`` lists the questions and answers them. Tests, commands and reports use the answers.
 """
 
 from __future__ import annotations
@@ -24,25 +24,27 @@ from opgraft.registry.state import PluginStatus, host_state
 from opgraft.testing.check_table import (
     CHECKS,
     LOADING,
-    OF_PLATFORM,
-    OF_PLUGIN,
+    OP,
+    PLATFORM,
+    PLUGIN,
     SUMMARIES,
+    Answer,
     Check,
-    Found,
-    WholeCheck,
-    dtypes_of,
+    together,
 )
-from opgraft.testing.subjects import Subject, subjects_of
+from opgraft.testing.subjects import Subject, Trial, subjects_of
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
-PLUGIN, PLATFORM = "(plugin)", "(platform)"
-"""Stand for an op in questions about the plugin as a whole and about its platform."""
+_BY_NAME = {check.name: check for check in CHECKS}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One question: a check, asked of an op, in one dtype where it makes a difference."""
+    """One question: a check of an op, in one dtype if the dtype matters.
+
+    ``op`` is ``PLUGIN`` or ``PLATFORM`` for a question about the plugin as a whole or the platform.
+    """
 
     op: str
     check: str
@@ -59,10 +61,11 @@ class Outcome:
     Attributes:
         op, check, dtype: as in the ``Case``.
         status: ``passed``, ``failed`` or ``skipped``.
-        reason: why it failed or does not apply.
-        error: the largest error against float64, as a share of its tolerance, where numbers were compared.
-        speed: how many times as fast as the native definition it is, where that was measured.
-        seconds: that the answer took.
+        reason: why the check failed or does not apply.
+        error: the largest error against float64, as a share of the tolerance, if numbers were
+            compared.
+        speed: the speed as a multiple of the native definition's, if measured.
+        seconds: the time that the answer took.
     """
 
     op: str
@@ -81,7 +84,7 @@ class Outcome:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Outcome:
-        """Return the outcome that ``to_dict`` wrote down."""
+        """Return the outcome of plain data, as ``to_dict`` returns."""
         return cls(**data)
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,133 +93,170 @@ class Outcome:
 
 
 def alone(plugin: str) -> AbstractContextManager[None]:
-    """Return a scope in which no other plugin is admitted, unless a setting says which are.
+    """Return a scope that admits no other plugin, unless a setting lists the plugins.
 
-    Of a built-in platform, which has no plugin, it is that platform's.
+    For a built-in platform without a plugin, the scope selects the platform.
 
     Raises:
-        ConfigError: nothing that is installed answers to the name.
+        ConfigError: no installed plugin has the name.
     """
-    asked = host_state().settings().config.plugins
+    listed = host_state().settings().config.plugins
     provider, _, platforms = names_of(plugin)
+    # A built-in platform has no plugin to admit.
     if provider == HOST_DISTRIBUTION:
-        return set_config(OpgraftConfig(platform=platforms[0], plugins=asked or ()))
-    return set_config(OpgraftConfig(plugins=asked if asked is not None else (provider,)))
+        return set_config(OpgraftConfig(platform=platforms[0], plugins=listed or ()))
+    return set_config(OpgraftConfig(plugins=(provider,) if listed is None else listed))
 
 
 class Conformance:
-    """The questions about a plugin, and their answers. Making one loads the plugin, in the scope that is active.
+    """The questions about a plugin, and the answers. The constructor loads the plugin.
 
     Attributes:
-        plugin: the name of its entry point or of its distribution.
-        brief: whether the questions are those of the short form, on small inputs.
-        timed: whether speed is measured, too.
-        refused: why it is not active here, in which case there is one question; empty where it is.
-        cases: the questions, in the order in which they are best asked.
+        plugin: the name of the entry point or of the distribution.
+        brief: True for the short form: fewer questions, on small inputs.
+        timed: True if speed is measured, too.
+        refused: why the plugin is not active here; empty if active. A refused plugin has only the
+            question ``loading``.
+        cases: the questions, in the best order.
 
     Raises:
-        ConfigError: nothing that is installed answers to the name.
+        ConfigError: no installed plugin has the name.
     """
 
     def __init__(self, plugin: str, *, brief: bool = False, timed: bool = False) -> None:
         self.plugin = plugin
         self.brief = brief
         self.timed = timed
+        # Names of a plugin that is not installed are refused before anything is loaded.
         self._provider, self._names, self._platforms = names_of(plugin)
+        self._subjects: dict[str, Subject] = {}
         self.refused = self._load()
-        self._subjects = {} if self.refused else self._subjects_now()
-        self.cases = [Case(PLUGIN, LOADING), *([] if self.refused else self._cases())]
+        self.cases = [Case(PLUGIN, LOADING)]
+        if not self.refused:
+            self._find_subjects()
+            self.cases += self._cases()
 
     @property
     def provider(self) -> Provider:
-        """The distribution that brings the plugin."""
-        return next(
-            offer.provider for offer in discover().offers if offer.provider.name == self._provider
-        )
+        """The distribution of the plugin."""
+        providers = (offer.provider for offer in discover().offers)
+        return next(provider for provider in providers if provider.name == self._provider)
 
     @property
     def checks(self) -> dict[str, str]:
-        """A sentence about each check that is asked: what passing means."""
-        return {name: SUMMARIES[name] for name in dict.fromkeys(case.check for case in self.cases)}
+        """By name of each check in ``cases``, a sentence about the meaning of passing."""
+        return {case.check: SUMMARIES[case.check] for case in self.cases}
 
     @property
     def ops(self) -> dict[str, str]:
-        """The op that settings call each of what is judged by."""
+        """By name of each subject, the name of the op in settings."""
         return {name: subject.op for name, subject in self._subjects.items()}
 
-    def _subjects_now(self) -> dict[str, Subject]:
-        return {subject.name: subject for subject in subjects_of(self.plugin, brief=self.brief)}
+    def _find_subjects(self) -> None:
+        for subject in subjects_of(self.plugin, brief=self.brief):
+            self._subjects[subject.name] = subject
 
     def _load(self) -> str:
+        """Load the plugin, and return why the plugin is not active."""
         try:
             load_plugins()
         except OpgraftError as error:
             return str(error)
+        # A platform without a plugin has no record, and is never refused.
         records = [host_state().plugins[name] for name in self._names]
         ended = [record for record in records if record.status is not PluginStatus.ACTIVATED]
-        told = [str(finding) for record in ended for finding in findings_of(record)]
-        return "; ".join(
-            told or [f"{record.name} is {record.status.value}: {record.reason}" for record in ended]
-        )
+        findings = [str(finding) for record in ended for finding in findings_of(record)]
+        if findings:
+            return "; ".join(findings)
+        return "; ".join(f"{each.name} is {each.status.value}: {each.reason}" for each in ended)
 
     def _cases(self) -> Iterator[Case]:
-        yield from (Case(PLUGIN, name) for name, check in OF_PLUGIN.items() if self._asks(check))
-        if current_platform().name in self._platforms:
-            yield from (
-                Case(PLATFORM, name) for name, check in OF_PLATFORM.items() if self._asks(check)
-            )
+        asked = [check for check in CHECKS if self._asks(check)]
+        for check in asked:
+            if check.of != OP:
+                yield Case(check.of, check.name)
         for subject in self._subjects.values():
-            for name, check in CHECKS.items():
-                if not self._asks(check):
-                    continue
-                if check.dtypes is None and subject.spec is not None:
-                    yield from (
-                        Case(subject.name, name, _text(dtype)) for dtype in dtypes_of(subject)
-                    )
-                else:
-                    yield Case(subject.name, name)
+            for check in asked:
+                if check.of == OP:
+                    yield from _cases_of(subject, check)
 
-    def _asks(self, check: Check | WholeCheck) -> bool:
-        return (check.brief or not self.brief) and (self.timed or not check.timed)
+    def _asks(self, check: Check) -> bool:
+        if check.of == PLATFORM and current_platform().name not in self._platforms:
+            return False
+        if check.timed and not self.timed:
+            return False
+        return check.brief or not self.brief
 
     def judge(self, case: Case) -> Outcome:
-        """Answer a question. Whatever the plugin's code raises is an outcome."""
+        """Answer a question. Any exception of the plugin's code is an outcome."""
         start = time.perf_counter()
+        answer = Answer()
+        status = FAILED
         try:
-            found = self._found(case)
-            status, reason = (SKIPPED if found.skipped else PASSED), found.skipped
+            answer = self._answer(case)
+            status = SKIPPED if answer.skipped else PASSED
+            reason = answer.skipped
         except AssertionError as failure:
-            found, status, reason = Found(), FAILED, printable(" ".join(str(failure).split()))
+            reason = printable(" ".join(str(failure).split()))
+        # A kernel may call sys.exit.
         except (Exception, SystemExit) as failure:
-            found, status, reason = Found(), FAILED, described(failure)
+            reason = described(failure)
         seconds = round(time.perf_counter() - start, 3)
-        return Outcome(
-            case.op, case.check, case.dtype, status, reason, found.error, found.speed, seconds
-        )
+        question = case.op, case.check, case.dtype
+        return Outcome(*question, status, reason, answer.error, answer.speed, seconds)
 
-    def _found(self, case: Case) -> Found:
+    def _answer(self, case: Case) -> Answer:
         if case.check == LOADING:
             if self.refused:
                 raise AssertionError(self.refused)
-            return Found()
-        if case.op == PLUGIN:
-            try:
-                return Found(skipped=OF_PLUGIN[case.check].run(self.plugin) or "")
-            finally:  # it may have reset the host, and the plugin have made its classes anew
-                self._subjects |= self._subjects_now()
-        if case.op == PLATFORM:
-            return Found(skipped=OF_PLATFORM[case.check].run(current_platform()) or "")
-        subject, check = self._subjects[case.op], CHECKS[case.check]
-        against = check.against(subject)
-        if against:
-            return Found(skipped=against)
-        dtypes = (getattr(torch, case.dtype),) if case.dtype else check.dtypes or ()
-        missing = [
-            _text(dtype) for dtype in dtypes if subject.spec and dtype not in dtypes_of(subject)
-        ]
+            return Answer()
+        check = _BY_NAME[case.check]
+        if check.of == PLATFORM:
+            return Answer.of(check.run(current_platform()))
+        if check.of == OP:
+            return _answer_of(self._subjects[case.op], check, case.dtype)
+        try:
+            return Answer.of(check.run(self.plugin))
+        finally:
+            # The check may have reset the host, and the plugin may have made its classes anew.
+            self._find_subjects()
+
+
+def _cases_of(subject: Subject, check: Check) -> Iterator[Case]:
+    """Yield the questions of a check about an op, one for each dtype if all dtypes are asked."""
+    if check.dtypes is not None or subject.spec is None:
+        yield Case(subject.name, check.name)
+        return
+    for dtype in subject.dtypes:
+        yield Case(subject.name, check.name, _text(dtype))
+
+
+def _answer_of(subject: Subject, check: Check, named: str | None) -> Answer:
+    """Ask a check of an op in all variants, in the dtype of that name if there is one."""
+    reason = check.against(subject)
+    if reason:
+        return Answer(skipped=reason)
+    dtypes = check.dtypes or ()
+    if named:
+        dtypes = (getattr(torch, named),)
+    # A part of the engine has no form, and takes the dtypes of its contract.
+    if subject.spec:
+        missing = [_text(dtype) for dtype in dtypes if dtype not in subject.dtypes]
         if missing:
-            return Found(skipped=f"platform or form takes no {' or '.join(missing)}")
-        return check.run(subject, dtypes[0]) or Found()
+            return Answer(skipped=f"platform or form takes no {' or '.join(missing)}")
+    trials = [Trial(subject, variant, dtypes[0]) for variant in check.variants(subject)]
+    return together([_tried(check, trial) for trial in trials])
+
+
+def _tried(check: Check, trial: Trial) -> Answer:
+    """Ask a check of an op in one variant; a failure names the variant."""
+    try:
+        return Answer.of(check.run(trial))
+    except Exception as error:
+        if not trial.variant:
+            raise
+        said = str(error) if isinstance(error, AssertionError) else described(error)
+        raise AssertionError(f"variant {trial.variant!r}: {said}") from error
 
 
 def _text(dtype: torch.dtype) -> str:

@@ -1,16 +1,18 @@
-"""Checks of a plugin as a whole, of the platform that it brings, and of the parts that it brings for the engine.
+"""Checks of a plugin as a whole, of its platform, and of its parts for the engine.
 
-As those of ``checks``, each raises ``AssertionError`` where it fails.
+Each check raises ``AssertionError`` as its failure, like those of ``checks``. A check that returns
+a text does not apply, for that reason.
 """
 
 from __future__ import annotations
 
 import base64
+import functools
 import io
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from opgraft.binding.custom_op import CustomOp
@@ -28,14 +30,16 @@ from opgraft.registry.state import host_state, reset
 from opgraft.testing import diagnosis
 from opgraft.testing.contracts import check_attention_layout
 from opgraft.testing.part_contracts import check_sampler, check_step_graph
-from opgraft.testing.subjects import Subject, claimed_dtypes, subjects_of
+from opgraft.testing.subjects import Trial, claimed_dtypes, subjects_of
+
+Result = TypeVar("Result")
 
 CONTRACTS: Mapping[str, Callable[[], None]] = {
     "attention": lambda: check_attention_layout(device=current_platform().device_type),
     "sampler": lambda: check_sampler(device=current_platform().device_type),
     "step_graph": lambda: check_step_graph(device=current_platform().device_type),
 }
-"""By op or class, the contracts that need nothing beside it."""
+"""By op or class, the contracts that need neither a model nor other parts."""
 
 _SPAWNED = """
 import base64, io, torch
@@ -44,7 +48,8 @@ from opgraft.ops.spec import tensors
 from opgraft.testing.plugin_checks import kernels_of
 import opgraft
 wrong = []
-settings = config_from_fields({name: parse_text(name, text) for name, text in data["settings"].items()})
+given = {name: parse_text(name, text) for name, text in data["settings"].items()}
+settings = config_from_fields(given)
 with set_config(settings), torch.no_grad():
     opgraft.load_plugins()
     sent = torch.load(io.BytesIO(base64.b64decode(data["ops"])), weights_only=False)
@@ -59,38 +64,33 @@ with open(reply_to, "w", closefd=False) as pipe:
 """
 _NO_PLUGIN = "it is a platform without a plugin, which activates nothing"
 _DOUBLINGS, _LARGEST = 8, 1 << 23
-"""Pairs of kernels that are queued one behind the other, and numbers that each of them writes, at most."""
-_PATIENCE = (
-    120.0  # seconds: a process imports torch first, and a plugin perhaps a runtime of its own
-)
+"""Pairs of kernels in a queue, and the most numbers that a kernel writes."""
+
+# In a new process torch is imported first, and a plugin may have a runtime of its own.
+_PATIENCE = 120.0  # seconds
 
 
 def check_findings(plugin: str) -> None:
-    """Nothing is found wrong with how the plugin registers, as ``opgraft plugins doctor`` finds it."""
+    """``opgraft plugins doctor`` finds nothing wrong with the plugin."""
     provider, names, _ = names_of(plugin)
     found = [finding for name in names for finding in findings_of(host_state().plugins[name])]
-    found += [
-        each for each in diagnosis.diagnose() if each.provider and each.provider.name == provider
-    ]
+    for finding in diagnosis.diagnose():
+        if finding.provider and finding.provider.name == provider:
+            found.append(finding)
     if found:
         raise AssertionError("; ".join(map(str, found)))
 
 
 def check_isolation(plugin: str) -> str | None:
-    """A reset takes back what the plugin activated; loaded again it is what it was. Returns why that is not asked."""
+    """A reset takes back everything that the plugin activated; loading again repeats all."""
     if not names_of(plugin)[1]:
         return _NO_PLUGIN
-    before = _activated(plugin)
-    loaded_with = host_state().loading.config
-    allowed = (loaded_with.plugins if loaded_with else None) or ()
-    reset()
-    with set_config(OpgraftConfig(plugins=())):
-        load_plugins()
-        left = _activated(plugin)
-    reset()
-    with set_config(OpgraftConfig(plugins=allowed)):
-        load_plugins()
-    after = _activated(plugin)
+    look = functools.partial(_activated, plugin)
+    before = look()
+    admitted = _admitted()
+    # Without any plugin first: leftovers would look like a second activation.
+    left = _loaded_anew((), look)
+    after = _loaded_anew(admitted, look)
     if left:
         raise AssertionError(f"without the plugin there is still {', '.join(left)}")
     if before != after:
@@ -101,7 +101,7 @@ def check_isolation(plugin: str) -> str | None:
 
 
 def check_together(plugin: str) -> str | None:
-    """Beside all others that may run here it activates the same, without a conflict; returns why none was tried."""
+    """Beside all other plugins for this platform the plugin replaces the same, without conflict."""
     own = names_of(plugin)[1]
     if not own:
         return _NO_PLUGIN
@@ -109,50 +109,71 @@ def check_together(plugin: str) -> str | None:
     if not others:
         return "no other plugin is installed that may run here"
     before = _activated(plugin)
-    loaded_with = host_state().loading.config
-    allowed = (loaded_with.plugins if loaded_with else None) or ()
+    admitted = _admitted()
+    look = functools.partial(_activated, plugin)
     try:
-        reset()
-        with set_config(OpgraftConfig(plugins=(*own, *others))):
-            load_plugins()
-            after, rivals = _activated(plugin), [str(finding) for finding in diagnosis.conflicts()]
-    finally:  # another plugin may keep the host from loading
-        reset()
-        with set_config(OpgraftConfig(plugins=allowed)):
-            load_plugins()
-    if rivals:
-        raise AssertionError(f"together with {', '.join(others)}: {'; '.join(rivals)}")
-    if before != after:
-        raise AssertionError(
-            f"together with {', '.join(others)} it replaces {', '.join(after)}, alone {', '.join(before)}"
+        after, conflicts = _loaded_anew(
+            (*own, *others), lambda: (look(), list(diagnosis.conflicts()))
         )
+    finally:
+        # Another plugin may keep the host from loading.
+        _loaded_anew(admitted, look)
+    rivals = list(map(str, conflicts))
+    company = f"together with {', '.join(others)}"
+    if rivals:
+        raise AssertionError(f"{company}: {'; '.join(rivals)}")
+    if before != after:
+        raise AssertionError(f"{company} it replaces {', '.join(after)}, alone {', '.join(before)}")
     return None
 
 
 def _others_here(own: Sequence[str]) -> list[str]:
-    """List the other installed plugins that are for this platform, and that nothing speaks against."""
+    """List the other installed plugins for this platform that may be loaded."""
     name = current_platform().name
-    offers = [offer for offer in discover().of_group(PLUGIN_GROUP) if offer.name not in own]
-    here = [offer for offer in offers if name in (names_of(offer.name)[2] or [name])]
+    here = []
+    for offer in discover().of_group(PLUGIN_GROUP):
+        platforms = names_of(offer.name)[2]
+        if offer.name not in own and (not platforms or name in platforms):
+            here.append(offer)
     with set_config(OpgraftConfig(plugins=tuple(offer.name for offer in here))):
         settings = host_state().settings()
         return sorted(offer.name for offer in here if objection(offer, settings) is None)
 
 
+def _admitted() -> Sequence[str]:
+    """Return the plugins that the settings admitted when plugins were loaded."""
+    loaded_with = host_state().loading.config
+    return (loaded_with.plugins if loaded_with else None) or ()
+
+
+def _loaded_anew(admitted: Sequence[str], look: Callable[[], Result]) -> Result:
+    """Load plugins anew, and return the result of ``look`` in the scope that admits them."""
+    reset()
+    with set_config(OpgraftConfig(plugins=tuple(admitted))):
+        load_plugins()
+        return look()
+
+
 def _activated(plugin: str) -> list[str]:
+    """List the active replacements of a plugin, as sentences."""
     names = names_of(plugin)[1]
-    return sorted(
-        f"{r.asked_for} by {r.cls.__qualname__}" for r in host_state().active if r.plugin in names
-    )
+    own = [each for each in host_state().active if each.plugin in names]
+    return sorted(f"{each.asked_for} by {each.cls.__qualname__}" for each in own)
 
 
 def check_spawn(plugin: str) -> str | None:
-    """Ops that are sent to a new process compute there what they compute here; returns why none was sent."""
-    sent = [_computed(subject) for subject in subjects_of(plugin) if subject.built]
+    """Ops that are sent to a new process compute there the same as here."""
+    # One variant is enough: the question is whether an op arrives.
+    sent = [
+        _computed(Trial(subject, subject.built[0]))
+        for subject in subjects_of(plugin)
+        if subject.built
+    ]
     if not sent:
         return "no module of it stands for a form, so there is no op to send"
+    # Plain pickle has no tensors of some dtypes.
     packed = io.BytesIO()
-    torch.save(sent, packed)  # which plain pickle cannot do for every dtype
+    torch.save(sent, packed)
     data = {
         "settings": {name: text for name, text, _ in host_state().settings().rows() if text},
         "ops": base64.b64encode(packed.getvalue()).decode(),
@@ -169,22 +190,20 @@ def check_spawn(plugin: str) -> str | None:
 
 
 def kernels_of(op: Any) -> str:
-    """Name the kernels that a module and the ops in it run."""
-    return ", ".join(
-        str(part.decision.chosen) for part in op.modules() if isinstance(part, CustomOp)
-    )
+    """Name the kernels of a module and of the ops within."""
+    ops = [part for part in op.modules() if isinstance(part, CustomOp)]
+    return ", ".join(str(part.decision.chosen) for part in ops)
 
 
-def _computed(subject: Subject) -> tuple[str, Any, str, Sequence[Any], list[torch.Tensor]]:
-    spec, variant = subject.proof, subject.built[0]
-    arguments = spec.arguments(variant, torch.float32, spec.leads[1], max(spec.sizes[:2]))
-    op, inputs = subject.build(variant, arguments)
+def _computed(trial: Trial) -> tuple[str, Any, str, Sequence[Any], list[torch.Tensor]]:
+    op, inputs = trial.build_small()
     with torch.no_grad():
-        return subject.name, op, kernels_of(op), inputs, tensors(op(*inputs))
+        results = tensors(op(*inputs))
+    return trial.subject.name, op, kernels_of(op), inputs, results
 
 
 def check_devices(platform: Platform) -> None:
-    """It counts its devices, tells the capability of each, and torch knows their type."""
+    """The platform counts its devices and tells their capability, and torch knows the type."""
     count = platform.device_count()
     if type(count) is not int or count < 1:
         raise AssertionError(
@@ -194,19 +213,18 @@ def check_devices(platform: Platform) -> None:
     effective_chain(platform)
     for index in range(count):
         dtypes = platform.capability(index).dtypes
-        wrong = [
-            dtype
-            for dtype in dtypes
-            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point
-        ]
-        if wrong or not dtypes:
+        if not dtypes or not all(map(_is_floating, dtypes)):
             raise AssertionError(
                 f"capability({index}).dtypes is {dtypes!r}: it is to list floating-point dtypes"
             )
 
 
+def _is_floating(dtype: object) -> bool:
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
+
+
 def check_memory(platform: Platform) -> None:
-    """It tells the memory of each device in bytes, of which no more is free than there is."""
+    """The platform tells the memory of each device in bytes; no more is free than there is."""
     for index in range(platform.device_count()):
         memory = platform.memory(index)
         if not isinstance(memory, DeviceMemory):
@@ -220,26 +238,30 @@ def check_memory(platform: Platform) -> None:
 
 
 def check_seeding(platform: Platform) -> None:
-    """The same seed gives the same random numbers again, another one others."""
+    """The same seed gives the same random numbers again; another seed gives other numbers."""
     drawn = []
+    # A generator that ignores seeds fails with one of the two pairs.
     for seed in (7, 7, 8):
         platform.manual_seed(seed)
         drawn.append(torch.rand(64, device=platform.device_type).cpu())
-    if not torch.equal(drawn[0], drawn[1]):
+    first, again, other = drawn
+    if not torch.equal(first, again):
         raise AssertionError(
             "manual_seed(7) twice was followed by other random numbers the second time"
         )
-    if torch.equal(drawn[0], drawn[2]):
+    if torch.equal(first, other):
         raise AssertionError(
             "manual_seed(7) and manual_seed(8) were followed by the same random numbers"
         )
 
 
 def check_synchronisation(platform: Platform) -> None:
-    """Work that was queued is done when it returns, on each device; with nothing queued it returns at once."""
+    """Queued work is done after ``synchronize``; without queued work the call returns at once."""
+    # Twice, as nothing is queued the second time.
     for index in range(platform.device_count()):
         platform.synchronize(index)
         platform.synchronize(index)
+    # Each product needs the one before, so that a missing wait shows.
     x = torch.ones(64, 64, device=platform.device_type)
     for _ in range(8):
         x = (x @ x) / 64
@@ -251,19 +273,19 @@ def check_synchronisation(platform: Platform) -> None:
 
 
 def check_dtypes(platform: Platform) -> None:
-    """Each dtype that it claims can be computed with."""
+    """The device can compute with each dtype that the platform claims."""
+    expected = torch.full((8,), 3.0, dtype=torch.float64)
     for dtype in claimed_dtypes(platform):
-        found = (torch.full((8,), 1.5, dtype=dtype, device=platform.device_type) * 2).cpu()
-        if found.dtype != dtype or not torch.equal(
-            found.double(), torch.full((8,), 3.0, dtype=torch.float64)
-        ):
+        x = torch.full((8,), 1.5, dtype=dtype, device=platform.device_type)
+        found = (x * 2).cpu()
+        if found.dtype != dtype or not torch.equal(found.double(), expected):
             raise AssertionError(
                 f"it claims {dtype}, and 1.5 * 2 is {found[0].item()} of {found.dtype} there"
             )
 
 
 def check_streams(platform: Platform) -> str | None:
-    """Each stream does its work in order, and whoever waits for it finds it done; returns why there is none."""
+    """Each stream does its work in order, and all ways to wait for a stream find the work done."""
     streams = platform.streams
     if streams is None:
         return "it claims no streams"
@@ -278,7 +300,10 @@ def check_streams(platform: Platform) -> str | None:
 
 
 def _check_current(streams: Any) -> None:
-    before, stream = streams.current_stream(), streams.Stream()
+    """A scope selects the current stream, and restores the former one even after an exception."""
+    before = streams.current_stream()
+    stream = streams.Stream()
+    # A scope must restore the stream after an exception, too.
     with suppress(LookupError), streams.stream(stream):
         inside = streams.current_stream()
         raise LookupError
@@ -289,15 +314,19 @@ def _check_current(streams: Any) -> None:
 
 
 def _check_wait(platform: Platform, streams: Any, told: str, reader: Any) -> None:
-    """Queue work that takes a while on a stream, and read what it writes on another one that waits."""
-    stream, device = streams.Stream(), platform.device_type
+    """Queue slow work on a stream, and read the numbers on another stream that waits."""
+    stream = streams.Stream()
+    device = platform.device_type
+    # Large tensors take long enough for a missing wait to show.
     size = min(_LARGEST, platform.memory().free // 32)
-    x, y = torch.zeros(size, device=device), torch.zeros(size, device=device)
+    x = torch.zeros(size, device=device)
+    y = torch.zeros(size, device=device)
     platform.synchronize()
     with streams.stream(stream):
         for _ in range(_DOUBLINGS):
             x.mul_(2).add_(1)
-    _WAITS[told](platform, stream, streams.Event(), reader)
+    wait = _WAITS[told]
+    wait(platform, stream, streams.Event(), reader)
     with streams.stream(reader):
         y.copy_(x)
     reader.synchronize()
@@ -333,4 +362,4 @@ _WAITS: Mapping[str, Callable[[Platform, Any, Any, Any], None]] = {
     ),
     "wait_event() of the reader": _for_event,
 }
-"""Ways to wait for a stream: for the host, or for the work of a stream that is to read."""
+"""Ways to wait for a stream: in the host, or in another stream, the reader."""

@@ -1,6 +1,7 @@
-"""The parts of a plugin to judge: each form that it serves, and each op or class without one that it replaces.
+"""The parts of a plugin to judge: each form, and each op or class without a form.
 
-A built-in platform replaces nothing. Its parts are the ops of the catalogue that have a kernel of their own on it.
+A built-in platform replaces nothing. The parts of the platform are the ops of the catalogue with a
+kernel for that platform.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from opgraft.binding.functional import binding_of
+from opgraft.binding.functional import Functional, binding_of
 from opgraft.binding.names import op_name_of
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.binding.specialisation import bind
@@ -28,16 +29,17 @@ from torch import nn
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A form of an op, or an op or class without one, as a replacement computes it.
+    """A form of an op, or an op or class without a form, as a replacement computes the op.
 
     Attributes:
-        name: of the form; of the op or class where it has none.
-        op: the name by which settings call it.
-        replacement: declared by the plugin for ``target``; of a built-in platform's kernel, ``target`` for itself.
-        spec: with inputs where the platform computes; ``None`` where there is no form.
-        function: the one that the bound kernel brings for the form, or ``None``.
-        built: the variants whose module holds the replacement.
-        brief: whether it is judged in brief.
+        name: of the form; of the op or class if there is no form.
+        op: the name of the op in settings.
+        replacement: declared by the plugin for ``target``. For a kernel of a built-in platform,
+            ``target`` stands in for itself.
+        spec: with inputs on the platform's device; ``None`` without a form.
+        function: the function of the bound kernel for the form, or ``None``.
+        built: the variants with a module that holds the replacement.
+        brief: True for the short form of the kit.
     """
 
     name: str
@@ -50,12 +52,12 @@ class Subject:
 
     @property
     def target(self) -> Any:
-        """The class that is replaced."""
+        """The class to be replaced."""
         return self.replacement.target
 
     @property
     def is_op(self) -> bool:
-        """Tell whether it is a module, which has kernels."""
+        """True for a module, which has kernels."""
         return not issubclass(self.target, PluggableClass)
 
     @property
@@ -73,16 +75,19 @@ class Subject:
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """The variants that the plugin computes."""
-        return tuple(self.proof.variants) if self.function is not None else self.built
+        """The variants of the form that the plugin computes."""
+        if self.function is None:
+            return self.built
+        return tuple(self.proof.variants)
 
     @property
-    def compiled(self) -> tuple[str, ...]:
-        """The variants to compile: all, in brief one, as that takes a hundred times as long as to compute it."""
-        return self.variants[:1] if self.brief else self.variants
+    def dtypes(self) -> list[torch.dtype]:
+        """The dtypes of both the platform and the form."""
+        claimed = claimed_dtypes(current_platform())
+        return [dtype for dtype in self.proof.dtypes if dtype in claimed]
 
-    def build(self, variant: str, arguments: Arguments) -> tuple[nn.Module, tuple[Any, ...]]:
-        """Build the module for arguments; returns it and what to call it with.
+    def build(self, arguments: Arguments) -> tuple[nn.Module, tuple[Any, ...]]:
+        """Build the module for arguments; return the module and the inputs of a call.
 
         Raises:
             ValueError: no module stands for the form.
@@ -92,39 +97,88 @@ class Subject:
             raise ValueError(f"{self.name}: no module stands for this form")
         with torch.device(self.proof.device):
             op, inputs = build(**arguments)
-        return (
-            (_Named(op, tuple(inputs)), tuple(inputs.values()))
-            if isinstance(inputs, dict)
-            else (op, inputs)
-        )
-
-    def calls(self, variant: str) -> list[checks.Implementation]:
-        """List what computes a variant by the plugin: the form where it brings a function, and the module."""
-        modules = [checks.by_module(self.proof)] if variant in self.built else []
-        return [*([self.proof.functional] if self.function is not None else []), *modules]
+        # Checks call with positions, and some modules take names only.
+        if isinstance(inputs, dict):
+            return _CallByName(op, tuple(inputs)), tuple(inputs.values())
+        return op, inputs
 
     def in_brief(self) -> Subject:
-        """Return the same, to be judged on small inputs only."""
-        return dataclasses.replace(
-            self, spec=self.spec and dataclasses.replace(self.spec, large=()), brief=True
-        )
+        """Return the same subject with small inputs only."""
+        spec = self.spec and dataclasses.replace(self.spec, large=())
+        return dataclasses.replace(self, spec=spec, brief=True)
 
     def with_variants(self) -> Subject:
-        """Return the same, with the variants whose module is built of the replacement."""
-        return dataclasses.replace(self, built=tuple(filter(self._is_built, self.proof.variants)))
+        """Return the same subject, with the variants whose module holds the replacement."""
+        built = tuple(filter(self._is_built, self.proof.variants))
+        return dataclasses.replace(self, built=built)
 
     def _is_built(self, variant: str) -> bool:
         spec = self.proof
+        # A module returns results, and never writes to arguments.
         if spec.module is None or spec.functional.mutates:
             return False
-        op, _ = self.build(
-            variant, spec.arguments(variant, spec.dtypes[0], spec.leads[1], spec.sizes[0])
-        )
-        return any(getattr(part, "op_class", None) is self.replacement.cls for part in op.modules())
+        arguments = spec.arguments(variant, spec.dtypes[0], spec.leads[1], spec.sizes[0])
+        op, _ = self.build(arguments)
+        # A module may hold the op in another one.
+        classes = [getattr(part, "op_class", None) for part in op.modules()]
+        return self.replacement.cls in classes
 
 
-class _Named(nn.Module):
-    """Calls an op by the names of its arguments."""
+@dataclass(frozen=True)
+class Trial:
+    """A subject in one variant and one dtype: the inputs and the implementations of a check."""
+
+    subject: Subject
+    variant: str = ""
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def spec(self) -> OpSpec:
+        """The spec of the form."""
+        return self.subject.proof
+
+    @property
+    def form(self) -> Functional[..., Any]:
+        """The functional form."""
+        return self.spec.functional
+
+    @property
+    def is_built(self) -> bool:
+        """True if a module of the replacement computes the variant."""
+        return self.variant in self.subject.built
+
+    @property
+    def calls(self) -> list[checks.Implementation]:
+        """The plugin's implementations: the form with the plugin's function, and the module."""
+        found: list[checks.Implementation] = []
+        if self.subject.function is not None:
+            found.append(self.form)
+        if self.is_built:
+            found.append(checks.by_module(self.spec))
+        return found
+
+    def arguments(
+        self, lead: tuple[int, ...], size: int, dtype: torch.dtype | None = None
+    ) -> Arguments:
+        """Draw arguments of a shape, by default in the dtype of the trial."""
+        return self.spec.arguments(self.variant, dtype or self.dtype, lead, size)
+
+    def small(self, dtype: torch.dtype | None = None) -> Arguments:
+        """Draw small arguments."""
+        return self.arguments(self.spec.leads[1], self.small_size, dtype)
+
+    @property
+    def small_size(self) -> int:
+        """The size of small arguments."""
+        return max(self.spec.sizes[:2])
+
+    def build_small(self) -> tuple[nn.Module, tuple[Any, ...]]:
+        """Build the module for small arguments; return the module and the inputs of a call."""
+        return self.subject.build(self.small())
+
+
+class _CallByName(nn.Module):
+    """Calls an op by the names of the arguments."""
 
     def __init__(self, op: nn.Module, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -133,61 +187,78 @@ class _Named(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         """Call the op."""
-        return self.op(**dict(zip(self.names, inputs, strict=True)))
+        named = dict(zip(self.names, inputs, strict=True))
+        return self.op(**named)
 
 
 def subjects_of(plugin: str, *, brief: bool = False) -> list[Subject]:
-    """List what of a plugin that is loaded is judged, in the order in which it declared its replacements.
+    """List the subjects of a loaded plugin, in the order of the declared replacements.
 
-    ``brief``: without inputs of realistic sizes, and with one variant to compile.
+    Args:
+        plugin: the name of the entry point or of the distribution.
+        brief: leave out inputs of realistic sizes.
     """
     provider, names, _ = names_of(plugin)
-    active = [
-        each for each in host_state().active if each.plugin in names and each.target is not None
-    ]
+    if provider == HOST_DISTRIBUTION:
+        replacements = list(_own_kernels())
+    else:
+        replacements = [each for each in host_state().active if each.plugin in names]
     found: dict[str, Subject] = {}
-    for replacement in _own_kernels() if provider == HOST_DISTRIBUTION else active:
+    for replacement in replacements:
+        if replacement.target is None:
+            continue
         for subject in _subjects(replacement):
+            # Two replacements may serve one form: the first one is judged.
             found.setdefault(subject.name, subject)
     return [subject.in_brief() if brief else subject for subject in found.values()]
 
 
 def _own_kernels() -> Iterator[Replacement]:
-    """Yield the classes of the catalogue that have a kernel for this platform, as if each stood in for itself."""
+    """Yield the classes of the catalogue with a kernel for this platform, as replacements."""
     for target in host_state().registry.targets():
-        if not issubclass(target, PluggableClass):
-            binding = bind(target)
-            if binding.replacement.cls is target and binding.kernel.winner.key not in (
-                "native",
-                "forward",
-            ):
-                yield Replacement(target, target.__qualname__, target, binding.provider)
+        if issubclass(target, PluggableClass):
+            continue
+        binding = bind(target)
+        # Classes of plugins are judged with the plugin.
+        is_replaced = binding.replacement.cls is not target
+        if is_replaced or binding.kernel.winner.key in ("native", "forward"):
+            continue
+        yield Replacement(target, target.__qualname__, target, binding.provider)
 
 
 def _subjects(replacement: Replacement) -> Iterator[Subject]:
+    """Yield the forms of a replacement, or the op itself if the replacement computes no form."""
     target: Any = replacement.target
     name = op_name_of(target, host_state()) or target.__qualname__
     forms = [] if issubclass(target, PluggableClass) else inventory.functionals_of(target)
-    device = current_platform().device_type
-    served: list[Subject] = []
+    served = []
+    # A form counts if the plugin computes the form in some variant.
     for form in forms:
-        spec = SPECS.get(form.name)
-        if spec is not None and target is host_state().registry.find_target(form.op):
-            function = binding_of(form).kernel.winner.functional(form.name)
-            subject = Subject(
-                form.name, name, replacement, dataclasses.replace(spec, device=device), function
-            )
-            served.append(subject.with_variants())
-    served = [subject for subject in served if subject.variants]
+        subject = _subject_of_form(form, name, replacement)
+        if subject is not None and subject.variants:
+            served.append(subject)
     yield from served or [Subject(_shown(target, name), name, replacement)]
 
 
+def _subject_of_form(
+    form: Functional[..., Any], op: str, replacement: Replacement
+) -> Subject | None:
+    """Return the subject for a form; ``None`` without a spec, or for a form of another class."""
+    spec = SPECS.get(form.name)
+    if spec is None or replacement.target is not host_state().registry.find_target(form.op):
+        return None
+    function = binding_of(form).kernel.winner.functional(form.name)
+    placed = dataclasses.replace(spec, device=current_platform().device_type)
+    return Subject(form.name, op, replacement, placed, function).with_variants()
+
+
 def _shown(target: type, op: str) -> str:
-    """Return the name of an op or class; a variant that a name of an op switches too goes by its class."""
+    """Return the name of an op or class; the class name for a variant of a registered op."""
     record = host_state().registry.records().get(op)
-    return op if record is not None and record.cls is target else target.__qualname__
+    is_registered = record is not None and record.cls is target
+    return op if is_registered else target.__qualname__
 
 
 def claimed_dtypes(platform: Platform) -> tuple[torch.dtype, ...]:
-    """Return the floating-point dtypes that the first device of a platform takes."""
+    """Return the floating-point dtypes of the first device of a platform."""
     return tuple(platform.capability().dtypes)
