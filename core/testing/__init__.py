@@ -1,6 +1,6 @@
-"""The proof of ops, the inventory of what a process has of them, and the conformance kit for plugins.
+"""The proof of ops, the inventory of ops in a process, and the conformance kit for plugins.
 
-``opgraft.testing.PluginConformance`` is the class that a plugin's tests derive from; it is imported when it is used.
+Tests of a plugin derive from ``opgraft.testing.PluginConformance``. The import is late.
 """
 
 from __future__ import annotations

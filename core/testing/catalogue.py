@@ -16,14 +16,14 @@ from opgraft.registry.state import host_state
 
 
 def _families() -> Iterator[ModuleType]:
-    """Import the spec of every folder of ``opgraft.ops`` that has one."""
+    """Import the spec module of each family."""
     for folder in pkgutil.walk_packages(ops.__path__, "opgraft.ops."):
         if folder.ispkg and find_spec(f"{folder.name}.spec"):
             yield import_module(f"{folder.name}.spec")
 
 
 FAMILIES = tuple(_families())
-"""The modules that hold the specs, one for each family."""
+"""The modules with the specs, one for each family."""
 
 SPECS: Mapping[str, OpSpec] = MappingProxyType(
     {spec.functional.name: spec for family in FAMILIES for spec in family.SPECS}
@@ -32,21 +32,26 @@ SPECS: Mapping[str, OpSpec] = MappingProxyType(
 
 
 def specs_of(target: type) -> list[OpSpec]:
-    """Return the specs of the forms of an op class, those of its bases included."""
+    """Return the specs of the forms of an op class, including forms of the bases."""
     registry = host_state().registry
-    return [
-        spec
-        for spec in SPECS.values()
-        if registry.find_target(spec.functional.op) in target.__mro__
-    ]
+    found = []
+    for spec in SPECS.values():
+        if registry.find_target(spec.functional.op) in target.__mro__:
+            found.append(spec)
+    return found
 
 
 def tolerance_of(targets: Iterable[type], dtypes: Iterable[torch.dtype]) -> Tolerance:
-    """Return how far two implementations of ops may be apart: each may be off by the tolerance of the op's spec.
+    """Return the allowed distance of two implementations of ops.
 
-    Of several specs and dtypes it is the widest; the usual one where there is no spec.
+    Each implementation may be off by the tolerance of the op's spec. The widest tolerance of all
+    specs and dtypes counts; an op without a spec has the usual one.
     """
-    tables = [spec.tolerances for target in targets for spec in specs_of(target)] or [{}]
-    pairs = [{**TOLERANCES, **table}.get(dtype) for table in tables for dtype in dtypes]
-    known = [pair for pair in pairs if pair] or [(0.0, 0.0)]
-    return 2 * max(pair[0] for pair in known), 2 * max(pair[1] for pair in known)
+    kinds = list(dtypes)
+    tables = [spec.tolerances for target in targets for spec in specs_of(target)]
+    pairs = [(0.0, 0.0)]
+    for table in tables or [{}]:
+        known = {**TOLERANCES, **table}
+        pairs += [known[dtype] for dtype in kinds if dtype in known]
+    absolute, relative = map(max, zip(*pairs, strict=True))
+    return 2 * absolute, 2 * relative

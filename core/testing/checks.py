@@ -1,7 +1,7 @@
-"""Proofs of an op: each check takes a spec and an implementation, and raises ``AssertionError`` where it fails.
+"""Proofs of an op: checks of a spec and an implementation. A failure is an ``AssertionError``.
 
-An implementation is anything that is called like the form, by keyword: the form itself, its native definition, the
-registered torch op, a module, a plugin's kernel.
+An implementation is any callable with the keywords of the form: the form, the native definition,
+the registered torch op, a module, a plugin's kernel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def registered(spec: OpSpec) -> Any:
 
 
 def by_module(spec: OpSpec) -> Implementation:
-    """Build a module for each call, bound to whatever kernel its class gets here and now."""
+    """Build a module for each call, bound to the kernel of the class here and now."""
     build = spec.module
     if build is None:
         raise ValueError(f"{spec.functional.name}: no module stands for this form")
@@ -41,12 +41,16 @@ def by_module(spec: OpSpec) -> Implementation:
 def check_values(
     spec: OpSpec, variant: str, dtype: torch.dtype, call: Implementation, *, brief: bool = False
 ) -> float:
-    """Results are those of the reference in float64, in number, shape and dtype too: small inputs, empty, realistic.
+    """Results equal the reference in float64, for small, empty and realistic inputs.
 
-    ``brief``: on one small and one empty input only, for implementations that share their arithmetic with another.
+    Number, shape and dtype of the results count, too.
+
+    Args:
+        brief: use one small and one empty input, for an implementation that shares the arithmetic
+            of a checked one.
 
     Returns:
-        The largest error, as a share of its tolerance.
+        The largest error, as a share of the tolerance.
     """
     cases = [(lead, size) for lead in spec.leads for size in spec.sizes] + list(spec.large)
     if brief:
@@ -65,7 +69,7 @@ def check_values(
 
 
 def check_strides(spec: OpSpec, variant: str, call: Implementation) -> None:
-    """Views of every layout give what contiguous tensors give."""
+    """Views of every layout give the results of contiguous tensors."""
     size = max(spec.sizes[:2])
     square = next(lead for lead in spec.leads if len(lead) > 1 and min(lead) > 1)
     leads = {Layout.ELEMENTS: spec.leads[1], Layout.ROWS: spec.leads[1], Layout.SWAPPED: square}
@@ -81,7 +85,7 @@ def check_strides(spec: OpSpec, variant: str, call: Implementation) -> None:
 
 
 def check_effects(spec: OpSpec, variant: str, dtype: torch.dtype, call: Implementation) -> None:
-    """Only arguments that the form declares are written to, and no result shares memory with anything else."""
+    """Only declared arguments are written to, and no result shares memory with another tensor."""
     arguments = spec.arguments(variant, dtype, spec.leads[1], max(spec.sizes[:2]))
     taken = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     before = {name: value.clone() for name, value in taken.items()}
@@ -94,7 +98,8 @@ def check_effects(spec: OpSpec, variant: str, dtype: torch.dtype, call: Implemen
     written = {name for name, value in taken.items() if not torch.equal(value, before[name])}
     if written != set(spec.functional.mutates):
         raise AssertionError(
-            f"{spec.functional.name} wrote to {sorted(written)}, declared are {sorted(spec.functional.mutates)}"
+            f"{spec.functional.name} wrote to {sorted(written)}, "
+            f"declared are {sorted(spec.functional.mutates)}"
         )
     memory = [
         value.untyped_storage().data_ptr() for value in (*taken.values(), *made) if value.numel()
@@ -106,7 +111,7 @@ def check_effects(spec: OpSpec, variant: str, dtype: torch.dtype, call: Implemen
 
 
 def check_registration(spec: OpSpec, variant: str) -> None:
-    """``torch.library.opcheck`` accepts the registered op: schema, fake rule, autograd, tracing with dynamic sizes."""
+    """``torch.library.opcheck`` accepts the registered op, with dynamic sizes."""
     arguments = spec.arguments(variant, torch.float32, spec.leads[1], max(spec.sizes[:2]))
     if spec.differentiable and not spec.functional.mutates:
         arguments = with_gradients(arguments)
@@ -123,9 +128,9 @@ def check_registration(spec: OpSpec, variant: str) -> None:
 
 
 def check_refusal(spec: OpSpec, variant: str, call: Implementation) -> None:
-    """Gradients are never lost in silence: what has none refuses tensors that require one, or makes none that do.
+    """Gradients are never lost in silence, if the form has none: results require no gradient.
 
-    The former is an op that writes to its arguments: it raises for each of them alone, and writes nothing.
+    An op that writes to arguments must refuse an argument with a gradient, and write nothing.
     """
     drawn = spec.arguments(variant, torch.float32, spec.leads[1], max(spec.sizes[:2]))
     required = with_gradients(drawn)
@@ -140,7 +145,7 @@ def check_refusal(spec: OpSpec, variant: str, call: Implementation) -> None:
         for name, value in required.items()
         if isinstance(value, Tensor) and value.requires_grad
     ):
-        once = required[name] * 1  # torch itself refuses to write to leaves
+        once = required[name] * 1  # torch itself refuses to write to a leaf
         try:
             call(**{**drawn, name: once})
         except ValueError as error:
@@ -157,7 +162,7 @@ def check_refusal(spec: OpSpec, variant: str, call: Implementation) -> None:
 
 
 def check_fake(spec: OpSpec, variant: str, dtype: torch.dtype) -> None:
-    """The fake rule tells shape, dtype and layout of the registered op's results, empty ones too."""
+    """The fake rule tells shape, dtype and layout of the registered op's results."""
     for lead in spec.leads:
         arguments = spec.arguments(variant, dtype, lead, spec.sizes[0])
         on_meta = {
@@ -175,13 +180,14 @@ def check_fake(spec: OpSpec, variant: str, dtype: torch.dtype) -> None:
             )  # of empty tensors they mean nothing
             if (fake.shape, fake.dtype, strides[0]) != (real.shape, real.dtype, strides[1]):
                 raise AssertionError(
-                    f"{spec.functional.name}: the fake rule tells {tuple(fake.shape)} {fake.dtype} {fake.stride()}, "
+                    f"{spec.functional.name}: the fake rule tells "
+                    f"{tuple(fake.shape)} {fake.dtype} {fake.stride()}, "
                     f"the op made {tuple(real.shape)} {real.dtype} {real.stride()}"
                 )
 
 
 def check_compilation(spec: OpSpec, variant: str, call: Implementation) -> None:
-    """It compiles without a graph break, once for all sizes, to what it computes without compiling."""
+    """The call compiles without a graph break, once for all sizes, to the same results."""
     lead, size = next(lead for lead in spec.leads if min(lead) > 1), max(spec.sizes[:2])
     drawn = [
         spec.arguments(variant, torch.float32, tuple(n * factor for n in lead), size)
@@ -194,12 +200,12 @@ def check_compilation(spec: OpSpec, variant: str, call: Implementation) -> None:
 def expect_one_graph(
     name: str, call: Callable[..., Any], runs: Sequence[Callable[..., list[Tensor]]]
 ) -> None:
-    """See that the runs of ``call``, each with inputs of another size, share one graph, and compute what it computes.
+    """Check that runs with inputs of different sizes share one graph, with the same results.
 
     Args:
-        name: what to call it.
-        call: is compiled.
-        runs: each calls what it is given, and returns the results.
+        name: of the callable in messages.
+        call: to compile.
+        runs: each takes a callable, calls that once, and returns the results.
     """
     graphs: list[Any] = []
 
@@ -218,7 +224,7 @@ def expect_one_graph(
 
 
 def check_gradients(spec: OpSpec, variant: str, call: Implementation) -> None:
-    """In float64 the gradients by all tensors are those of finite differences."""
+    """In float64 the gradients by all tensors equal finite differences."""
     size = min((size for size in spec.sizes if size > 1), default=1)
     lead = min(
         (lead for lead in spec.leads if min(lead) > 0), key=lambda lead: (len(lead), max(lead))
@@ -240,7 +246,7 @@ def check_gradients(spec: OpSpec, variant: str, call: Implementation) -> None:
 
 
 def check_outside(spec: OpSpec, variant: str, call: Implementation) -> list[str]:
-    """In float32, results are those of others, and gradients where they are defined; who was compared, by name."""
+    """In float32, results and gradients equal those of others; return the compared names."""
     compared = []
     for outside in spec.outside:
         sides = []
@@ -258,7 +264,7 @@ def check_outside(spec: OpSpec, variant: str, call: Implementation) -> list[str]
 
 
 def results_of(spec: OpSpec, call: Implementation, arguments: Arguments) -> list[Tensor]:
-    """Return the results of a call, or what it leaves in the arguments that it mutates, which are copied first."""
+    """Return the results of a call, or copies of the mutated arguments."""
     if not spec.functional.mutates:
         return tensors(call(**arguments))
     own = {
@@ -270,13 +276,13 @@ def results_of(spec: OpSpec, call: Implementation, arguments: Arguments) -> list
 
 
 def _copy(x: Tensor) -> Tensor:
-    """Copy a tensor with all that lies between its elements, which ``clone`` would leave out."""
+    """Copy a tensor with the memory between elements, unlike ``clone``."""
     whole = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
     return whole.clone().as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def compare(spec: OpSpec, dtype: torch.dtype, got: list[Tensor], expected: list[Tensor]) -> float:
-    """Compare results with those that are expected; returns the largest error, as a share of its tolerance."""
+    """Compare results with expected ones; return the largest error, as a share of the tolerance."""
     shares = [0.0]
     if len(got) != len(expected):
         raise AssertionError(
@@ -306,14 +312,14 @@ def compare(spec: OpSpec, dtype: torch.dtype, got: list[Tensor], expected: list[
 
 
 def _numbers_of_4_bits(packed: Tensor) -> Tensor:
-    """Return the numbers in e2m1 of bytes, that of the lower bits first."""
+    """Return the two e2m1 numbers of each byte, the lower bits first."""
     magnitudes = torch.tensor((0, 0.5, 1, 1.5, 2, 3, 4, 6), dtype=torch.float64)
     codes = torch.stack((packed & 15, packed >> 4), -1).to(HOST, torch.int64)
     return torch.cat((magnitudes, -magnitudes))[codes]
 
 
 def with_gradients(arguments: Arguments) -> Arguments:
-    """Return copies of the floating-point tensors that require a gradient, and the other arguments as they are."""
+    """Return the arguments, with floating-point tensors as copies that require a gradient."""
     floating = {
         n: v for n, v in arguments.items() if isinstance(v, Tensor) and v.is_floating_point()
     }

@@ -1,10 +1,12 @@
-"""Contracts of the parts that a device may bring to the engine; a check raises ``AssertionError`` where one is broken.
+"""Contracts of the parts that a device may bring to the engine.
 
-A plugin's own tests call them, with the plugin active.
+Tests of a plugin call the checks, with the plugin active. A broken contract is an
+``AssertionError``.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,25 +22,34 @@ from opgraft.ops.attention.batch import AttentionBatch, attending
 from torch import Tensor
 
 SHAPES = ((257, 130), (1,), (3, 5), (2, 4, 6), (0, 4))
-"""The first is so large that a fault shows on every rank: otherwise some go on, and wait for those that do not."""
+"""Shapes of tensors. The first one is so large that a fault shows on every rank: otherwise some
+ranks would go on, and wait for the others."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 BLOCK, SLOTS = 4, 12
 """Tokens of a block, and blocks of the cache, for attention."""
 
+LENGTHS = (17, 11)
+"""Tokens of the sequences for attention."""
+
+CHUNKS = ((7, 4), (1, 1), (1, 5), (8, 1))
+"""Tokens of each sequence in each step."""
+
 
 def check_communicator(communicator: Communicator, device: torch.device | str = "cpu") -> None:
-    """See that a communicator computes what ``Communicator`` says; to be called on every rank of its group.
+    """Check that a communicator computes everything that ``Communicator`` promises.
+
+    Call this on every rank of the group.
 
     Args:
-        communicator: that of a group of at least two ranks.
-        device: where its tensors are.
+        communicator: of a group of at least two ranks.
+        device: of the tensors.
     """
     for dtype in DTYPES:
         for shape in SHAPES:
             for view in (_whole, _strided):
-                _check_collectives(
-                    communicator, [view(x) for x in _drawn(communicator, shape, dtype, device)]
-                )
+                given = [view(x) for x in _drawn(communicator, shape, dtype, device)]
+                _check_collectives(communicator, given)
+    # A loss is a tensor without dimensions.
     _check_numbers(communicator, device)
     _check_passing_on(communicator, device)
     try:
@@ -46,7 +57,8 @@ def check_communicator(communicator: Communicator, device: torch.device | str = 
     except DistributedError:
         return
     raise AssertionError(
-        "reduce_scatter took a dimension that the ranks do not divide: it is to raise DistributedError"
+        "reduce_scatter took a dimension that the ranks do not divide: it is to raise "
+        "DistributedError"
     )
 
 
@@ -56,12 +68,13 @@ def _drawn(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> list[Tensor]:
-    """Return what each rank has, which every rank can draw: numbers whose sums are exact in every dtype."""
+    """Draw the tensor of each rank, on every rank: numbers with exact sums in every dtype."""
     generator = torch.Generator().manual_seed(len(shape))
-    return [
-        torch.randint(-9, 9, shape, generator=generator).to(device, dtype)
-        for _ in communicator.ranks
-    ]
+    drawn = []
+    for _ in communicator.ranks:
+        x = torch.randint(-9, 9, shape, generator=generator)
+        drawn.append(x.to(device, dtype))
+    return drawn
 
 
 def _whole(x: Tensor) -> Tensor:
@@ -73,32 +86,34 @@ def _strided(x: Tensor) -> Tensor:
 
 
 def _check_collectives(communicator: Communicator, given: Sequence[Tensor]) -> None:
-    ranks, rank = communicator.world_size, communicator.rank
-    own, total, whole = (
-        given[rank],
-        torch.stack(list(given)).sum(0, dtype=given[0].dtype),
-        list(given),
-    )
-    _called(communicator, "all_reduce", total, own)
+    ranks = communicator.world_size
+    rank = communicator.rank
+    own = given[rank]
+    whole = list(given)
+    total = torch.stack(whole).sum(0, dtype=own.dtype)
+    check = functools.partial(_check_collective, communicator)
+    check("all_reduce", total, own)
     for dim in range(-1, own.dim()):
-        _called(communicator, "all_gather", torch.cat(whole, dim), own, dim)
+        check("all_gather", torch.cat(whole, dim), own, dim)
         wide = torch.cat([own * (part + 1) for part in range(ranks)], dim)
-        _called(communicator, "reduce_scatter", total * (rank + 1), wide, dim)
+        check("reduce_scatter", total * (rank + 1), wide, dim)
     for other in range(ranks):
-        _called(communicator, "gather", torch.cat(whole, -1) if rank == other else None, own, other)
-        _called(communicator, "broadcast", given[other], own, other)
+        gathered = torch.cat(whole, -1) if rank == other else None
+        check("gather", gathered, own, other)
+        check("broadcast", given[other], own, other)
     # Each rank sends its rows once to the first rank, twice to the second, and so on.
     rows = own.shape[0]
     repeated = torch.cat([own] * (ranks * (ranks + 1) // 2))
     expected = torch.cat([each for each in given for _ in range(rank + 1)])
     sent = [rows * (other + 1) for other in range(ranks)]
-    _called(communicator, "all_to_all", expected, repeated, sent, [rows * (rank + 1)] * ranks)
+    received = [rows * (rank + 1)] * ranks
+    check("all_to_all", expected, repeated, sent, received)
 
 
-def _called(
+def _check_collective(
     communicator: Communicator, name: str, expected: Tensor | None, x: Tensor, *others: Any
 ) -> None:
-    """Call a collective, and compare what it returns; it is to leave what it is given."""
+    """Call a collective, and compare the result. The argument must stay as it was."""
     before = x.clone()
     found = getattr(communicator, name)(x, *others)
     if not torch.equal(x, before):
@@ -106,7 +121,8 @@ def _called(
     if (found is None) != (expected is None):
         told = "nothing" if found is None else "a tensor"
         raise AssertionError(
-            f"{name} returned {told}: it is to return a tensor on the rank that is asked for, else None"
+            f"{name} returned {told}: it is to return a tensor on the rank that is asked for, "
+            "else None"
         )
     if found is not None and expected is not None:
         _expect(name, found, expected)
@@ -120,20 +136,22 @@ def _check_numbers(communicator: Communicator, device: torch.device | str) -> No
 
 
 def _check_passing_on(communicator: Communicator, device: torch.device | str) -> None:
-    """The first rank sends a tensor that is handed on from rank to rank."""
-    rank, expected = communicator.rank, torch.arange(6.0, device=device).view(2, 3).t()
-    handed = expected if rank == 0 else communicator.recv((3, 2), torch.float32, device, rank - 1)
+    """Pass a tensor of the first rank on from rank to rank."""
+    rank = communicator.rank
+    # A transposed tensor: contiguous memory must not be assumed.
+    expected = torch.arange(6.0, device=device).view(2, 3).t()
+    handed = expected
+    if rank > 0:
+        handed = communicator.recv((3, 2), torch.float32, device, rank - 1)
     _expect("recv", handed, expected)
     if rank + 1 < communicator.world_size:
         communicator.send(handed, rank + 1)
 
 
 def _expect(what: str, found: Tensor, expected: Tensor) -> None:
-    if (found.shape, found.dtype, found.device) != (
-        expected.shape,
-        expected.dtype,
-        expected.device,
-    ):
+    ours = found.shape, found.dtype, found.device
+    theirs = expected.shape, expected.dtype, expected.device
+    if ours != theirs:
         raise AssertionError(
             f"{what} returned {tuple(found.shape)} of {found.dtype} on {found.device}, expected "
             f"{tuple(expected.shape)} of {expected.dtype} on {expected.device}"
@@ -150,34 +168,39 @@ def check_attention_layout(
     device: torch.device | str = "cpu",
     tolerance: float = 1e-4,
 ) -> None:
-    """See that attention over its own cache layout computes what attention over all tokens at once computes.
+    """Check that attention over the layer's cache layout equals attention over all tokens at once.
 
-    Sequences come in chunks of unlike lengths, over blocks that lie scattered and held NaN before; with a window and a
-    soft cap, too.
+    Sequences come in chunks of various lengths. Their blocks are scattered, and hold NaN before.
+    Some cases have a window or a soft cap.
 
     Args:
         make: constructs the layer, with the arguments of ``Attention``.
-        dtype: of queries, keys and values, and of the cache.
-        device: where they are.
+        dtype: of queries, keys, values and the cache.
+        device: of the same.
         tolerance: of the results, absolute and relative.
     """
     cases = ((4, 4, None, None), (4, 2, None, None), (6, 2, 3, None), (4, 2, None, 2.0))
     for heads, kv_heads, window, cap in cases:
+        # The scale is unusual, so that a layer with a fixed scale fails.
         layer = make(heads, 16, 0.3, kv_heads, window, cap, prefix="checked")
         shape = layer.kv_cache_shape(SLOTS, BLOCK)
         if shape[0] != SLOTS:
             raise AssertionError(
-                f"the cache of {SLOTS} blocks has the shape {tuple(shape)}: dimension 0 is the block"
+                f"the cache of {SLOTS} blocks has the shape {tuple(shape)}: dimension 0 is the "
+                "block"
             )
+        # NaN shows any read of a slot that was never written.
         cache = torch.full(shape, torch.nan, dtype=dtype, device=device)
         generator = torch.Generator().manual_seed(heads)
-        sizes = (heads * 16, kv_heads * 16, kv_heads * 16)
-        long, short = (
-            [torch.randn(count, size, generator=generator).to(device, dtype) for size in sizes]
-            for count in (17, 11)
-        )
-        found = _in_chunks(layer, cache, (long, short))
-        for result, given in zip(found, (long, short), strict=True):
+        sequences = []
+        for tokens in LENGTHS:
+            parts = []
+            for size in (heads * 16, kv_heads * 16, kv_heads * 16):
+                x = torch.randn(tokens, size, generator=generator)
+                parts.append(x.to(device, dtype))
+            sequences.append(parts)
+        found = _in_chunks(layer, cache, sequences)
+        for result, given in zip(found, sequences, strict=True):
             expected = _attended(layer, *given)
             torch.testing.assert_close(result.float(), expected, atol=tolerance, rtol=tolerance)
 
@@ -185,54 +208,66 @@ def check_attention_layout(
 def _in_chunks(
     layer: Attention, cache: Tensor, sequences: Sequence[Sequence[Tensor]]
 ) -> list[Tensor]:
+    """Return the results of a layer for sequences that come in chunks."""
     table = torch.tensor([[3, 7, 11, 0, 5], [9, 1, 4, 10, 2]])
-    results: list[list[Tensor]] = [[], []]
-    done = [0, 0]
-    for chunks in ((7, 4), (1, 1), (1, 5), (8, 1)):
+    results: list[list[Tensor]] = [[] for _ in sequences]
+    done = [0] * len(sequences)
+    for chunks in CHUNKS:
         so_far = [before + count for before, count in zip(done, chunks, strict=True)]
-        caches = {layer.prefix: cache}
         batch = AttentionBatch.of_sequences(
-            chunks, so_far, table, caches, block_size=BLOCK, device=cache.device
+            chunks,
+            so_far,
+            table,
+            {layer.prefix: cache},
+            block_size=BLOCK,
+            device=cache.device,
         )
-        spans = [slice(before, after) for before, after in zip(done, so_far, strict=True)]
-        parts = zip(
-            *([x[span] for x in each] for each, span in zip(sequences, spans, strict=True)),
-            strict=True,
-        )
+        spans = map(slice, done, so_far)
+        pieces = [
+            [x[span] for x in sequence] for sequence, span in zip(sequences, spans, strict=True)
+        ]
+        # The batch has the queries of all sequences one after the other, then keys, then values.
+        inputs = [torch.cat(part) for part in zip(*pieces, strict=True)]
         with torch.inference_mode(), attending(batch):
-            attended = layer(*(torch.cat(part) for part in parts))
+            attended = layer(*inputs)
         for result, part in zip(results, attended.split(chunks), strict=True):
             result.append(part)
         done = so_far
-    return [torch.cat(result) for result in results]
+    return list(map(torch.cat, results))
 
 
 def _attended(layer: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attend over a whole sequence in float32: softmax of scaled, capped scores; causal, within the window."""
-    groups, tokens = layer.num_heads // layer.num_kv_heads, len(query)
+    """Attend over a whole sequence in float32: causal softmax of scaled and capped scores."""
+    groups = layer.num_heads // layer.num_kv_heads
+    tokens = len(query)
     query, key, value = (
         x.float().view(tokens, -1, layer.head_size).transpose(0, 1) for x in (query, key, value)
     )
+    # Positions that a query may see: not in the future, and within the window.
     behind = torch.arange(tokens)[:, None] - torch.arange(tokens)
     seen = (behind >= 0) & (behind < (layer.sliding_window or tokens))
     scores = query @ key.repeat_interleave(groups, 0).mT * layer.scale
-    if layer.logits_soft_cap is not None:
-        scores = torch.tanh(scores / layer.logits_soft_cap) * layer.logits_soft_cap
-    shares = scores.masked_fill(~seen.to(scores.device), float("-inf")).softmax(-1)
-    return (shares @ value.repeat_interleave(groups, 0)).transpose(0, 1).flatten(1)
+    cap = layer.logits_soft_cap
+    if cap is not None:
+        scores = torch.tanh(scores / cap) * cap
+    masked = scores.masked_fill(~seen.to(scores.device), float("-inf"))
+    attended = masked.softmax(-1) @ value.repeat_interleave(groups, 0)
+    return attended.transpose(0, 1).flatten(1)
 
 
 def check_engine(
     given: OpgraftConfig, expected: Sequence[Sequence[int]] | None = None
 ) -> list[list[int]]:
-    """See that the engine of this process, whatever parts of it are replaced, keeps its promises for a checkpoint.
+    """Check that the engine of this process keeps its promises for a checkpoint.
 
-    Requests come in chunks beside each other, one after an end of the others, one aborted: each has the tokens that it
-    has alone, the same again from a reused prefix, seeded ones too; afterwards the cache is empty.
+    Any part of the engine may be replaced. Requests come in chunks beside each other, and one is
+    aborted. Each request has the same tokens alone, and again from a reused prefix. The cache is
+    empty afterwards.
 
     Args:
-        given: names a decoder. Its cache and limits are those of a small engine unless they are set.
-        expected: tokens of the requests, such as an engine without the plugin returned; not compared if not given.
+        given: names a decoder. Unset limits and the cache are those of a small engine.
+        expected: the tokens of the requests from another engine, such as one without the plugin;
+            by default not compared.
 
     Returns:
         The tokens of each request.
@@ -243,7 +278,8 @@ def check_engine(
         for number, tokens in enumerate(together):
             if _answers(core, [number]) != [tokens]:
                 raise AssertionError(
-                    f"request {number} has other tokens alone, from its reused prefix, than beside others"
+                    f"request {number} has other tokens alone, from its reused prefix, than "
+                    "beside others"
                 )
         if core.cache.pool.num_free != core.cache.pool.num_blocks:
             raise AssertionError("blocks of the cache are held for requests that have ended")
@@ -258,25 +294,33 @@ PROMPTS: Sequence[Sequence[int]] = tuple(
     tuple(3 + (7 * place + length) % 60 for place in range(length))
     for length in (5, 17, 1, 9, 23, 12)
 )
-"""Token ids of the requests of ``check_engine``."""
+"""The token ids of each request of ``check_engine``."""
 
 
 def _answers(core: EngineCore, numbers: Sequence[int]) -> list[list[int]]:
-    requests = []
-    for number in numbers:
-        drawn: dict[str, Any] = (
-            {"temperature": 0.8, "top_k": 20, "seed": number} if number % 2 else {"temperature": 0}
-        )
-        params = SamplingParams(max_tokens=8, ignore_eos=True, **drawn)
-        requests.append(Request(f"request {number}", PROMPTS[number], params))
+    """Return the tokens of some requests, computed together beside a request that is aborted."""
+    requests = [_request(number) for number in numbers]
     core.add(requests)
-    aborted = Request("aborted", PROMPTS[0], SamplingParams(max_tokens=8, ignore_eos=True))
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    aborted = Request("aborted", PROMPTS[0], params)
+    # An aborted request must not disturb the others.
     core.add([aborted])
-    failed = [output.error for output in core.step() if output.error is not None]
+    outputs = list(core.step())
     core.abort(aborted.request_id)
     while core.has_work:
-        failed += [output.error for output in core.step() if output.error is not None]
-    core.step()  # which tells the runner of the last that ended
-    if failed:
-        raise AssertionError(f"a request failed: {failed[0]}")
+        outputs += core.step()
+    # One more step tells the runner of the last request that ended.
+    core.step()
+    for output in outputs:
+        if output.error is not None:
+            raise AssertionError(f"a request failed: {output.error}")
     return [request.output for request in requests]
+
+
+def _request(number: int) -> Request:
+    """Return a request with a seed for odd numbers, and a greedy one for even numbers."""
+    sampling: dict[str, Any] = {"temperature": 0}
+    if number % 2:
+        sampling = {"temperature": 0.8, "top_k": 20, "seed": number}
+    params = SamplingParams(max_tokens=8, ignore_eos=True, **sampling)
+    return Request(f"request {number}", PROMPTS[number], params)

@@ -1,6 +1,6 @@
-"""Simulated accelerators for machines without one: what they are like, and the platform that is found by them.
+"""Simulated accelerators for machines without an accelerator: properties, and the probe.
 
-Importing this module does not import torch, as it is what ``opgraft detect`` finds.
+Importing this module does not import torch, as ``opgraft detect`` needs the probe only.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from opgraft.planning.units import parse_quantity
 from opgraft.platform import PlatformSpec
 
 DEVICE_TYPE = "simulated"
-"""The ``torch.device`` type of its tensors, and the name of its platform."""
+"""The ``torch.device`` type of tensors, and the name of the platform."""
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
 class SimulatedDevice:
-    """A simulated accelerator, as ``OPGRAFT_SIMULATED_DEVICE`` describes it.
+    """A simulated accelerator, as ``OPGRAFT_SIMULATED_DEVICE`` describes the device.
 
     Attributes:
         name: of the device, of any vendor.
-        features: its compute level or instruction sets.
+        features: the compute level or the instruction sets.
         memory: bytes; one byte more raises ``torch.OutOfMemoryError``.
-        dtypes: floating-point dtypes that it computes with; a tensor of another raises.
-        fails_after: kernels that run before every further one raises; ``None``: it does not fail.
-        seconds: that each kernel takes in addition.
+        dtypes: floating-point dtypes that the device computes with; another dtype raises.
+        fails_after: kernels before the device fails; ``None``: the device never fails.
+        seconds: the delay of each kernel.
     """
 
     name: str = "Simulated accelerator"
@@ -44,20 +44,23 @@ class SimulatedDevice:
 
     @classmethod
     def parse(cls, text: str) -> SimulatedDevice:
-        """Return the device of a text such as ``name=Acme X1,memory=64MiB,dtypes=float32 bfloat16,fails_after=100``.
+        """Return the device of a text such as ``name=Acme X1,memory=64MiB,fails_after=100``.
 
-        What is left out is as usual; ``default`` leaves out everything.
+        Parts that are left out have their defaults; ``default`` leaves out everything.
 
         Raises:
-            InputError: a name is not known, stands twice, or has a value that it does not take.
+            InputError: a name is unknown, stands twice, or has a wrong value.
         """
         found: dict[str, Any] = {}
-        for part in text.split(",") if text.strip() != "default" else []:
+        parts = [] if text.strip() == "default" else text.split(",")
+        for part in parts:
+            # A value may hold an equals sign.
             name, _, value = (each.strip() for each in part.partition("="))
             if name not in _PARSERS or name in found:
                 raise InputError(
-                    f"{SIMULATED_DEVICE}={text!r:.80}: {name!r:.40} is no part of a simulated device, or stands twice: "
-                    f"{close_matches(name, _PARSERS)} Give name=value pairs separated by commas, or 'default'."
+                    f"{SIMULATED_DEVICE}={text!r:.80}: {name!r:.40} is no part of a simulated "
+                    f"device, or stands twice: {close_matches(name, _PARSERS)} Give name=value "
+                    "pairs separated by commas, or 'default'."
                 )
             found[name] = _PARSERS[name](value)
         return cls(**found)
@@ -74,7 +77,8 @@ def _seconds(text: str) -> float:
 def _calls(text: str) -> int:
     if not text.isdecimal():
         raise InputError(
-            f"fails_after of {SIMULATED_DEVICE} is {text!r:.40}: give a number of kernels, such as 100"
+            f"fails_after of {SIMULATED_DEVICE} is {text!r:.40}: give a number of kernels, "
+            "such as 100"
         )
     return int(text)
 
@@ -99,7 +103,7 @@ _PARSERS: Mapping[str, Callable[[str], Any]] = {
 
 
 def simulated_device(machine: Machine) -> SimulatedDevice | None:
-    """Return the simulated device of a machine, ``None`` where its environment names none.
+    """Return the simulated device of a machine; ``None`` if the environment names no device.
 
     Raises:
         InputError: as ``SimulatedDevice.parse``.
@@ -109,17 +113,19 @@ def simulated_device(machine: Machine) -> SimulatedDevice | None:
 
 
 def probe(machine: Machine) -> Evidence:
-    """Tell of the simulated device of a machine."""
+    """Look for the simulated device of a machine."""
     facts = (Fact(SIMULATED_DEVICE, machine.environ.get(SIMULATED_DEVICE, "")),)
     try:
         device = simulated_device(machine)
+    # A probe never raises: the reason is the answer.
     except InputError as error:
         return Evidence(False, str(error), facts=facts)
     if device is None:
         return Evidence(False, f"{SIMULATED_DEVICE} is not set", facts=facts)
-    found = Device(device.name, " ".join(device.features) or None, device.memory)
+    level = " ".join(device.features) or None
+    found = Device(device.name, level, device.memory)
     return Evidence(True, f"1 simulated device: {device.name}", (found,), facts)
 
 
 SPEC = PlatformSpec(probe, "opgraft.testing.simulated_platform:SimulatedPlatform", priority=1000)
-"""Found where the variable is set, before any real device."""
+"""The platform comes before any real device if the variable is set."""

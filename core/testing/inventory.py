@@ -1,7 +1,7 @@
-"""The inventory of each op: its kernels on every installed platform, its functional forms, and what was proved of them.
+"""The inventory of each op: kernels on every installed platform, functional forms and proofs.
 
-The kernels are those that classes declare. Whether this machine could run them is another question, which the op's
-decision answers for the platform of the process.
+The kernels are those that classes declare. The op's decision answers whether this machine can run
+a kernel, for the platform of the process.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class DeclaredPlatform:
     """An installed platform as its class declares it, without a device.
 
     Attributes:
-        name: the name of its entry point.
-        platform: ``None`` where its class cannot be asked without a device, or replacements that it comes with are
-            declared only where it is the platform of the process.
-        chain: its dispatch chain.
+        name: of the entry point.
+        platform: ``None`` if the class cannot be asked without a device. ``None`` also if the
+            replacements of the platform's distribution are declared only on that platform.
+        chain: the dispatch chain.
         unknown: why there is no platform.
     """
 
@@ -55,56 +55,52 @@ class DeclaredPlatform:
 
 
 def declared_platforms() -> list[DeclaredPlatform]:
-    """Return the built-in platforms, and those of plugins that the settings admit, in the order of their names."""
+    """Return the built-in platforms, then those of plugins that the settings admit, by name."""
+    # A platform that the settings forbid is not loaded.
     settings = host_state().settings()
     offers = [
         offer for offer in discover().of_group(PLATFORM_GROUP) if not objection(offer, settings)
     ]
-    return [
-        _declared(offer)
-        for offer in sorted(offers, key=lambda offer: (not offer.built_in, offer.name))
-    ]
+    offers.sort(key=lambda offer: (not offer.built_in, offer.name))
+    return list(map(_declared, offers))
 
 
 def built_in_platforms() -> list[DeclaredPlatform]:
-    """Return the platforms that opgraft itself offers."""
-    offers = discover().of_group(PLATFORM_GROUP)
-    return [
-        _declared(offer) for offer in sorted(offers, key=lambda offer: offer.name) if offer.built_in
-    ]
+    """Return the platforms of opgraft itself."""
+    offers = [offer for offer in discover().of_group(PLATFORM_GROUP) if offer.built_in]
+    offers.sort(key=lambda offer: offer.name)
+    return list(map(_declared, offers))
 
 
 def _declared(offer: Offer) -> DeclaredPlatform:
     current = current_platform()
+    # The current platform has been constructed, with everything that __init__ sets.
     if offer.name == current.name:
         return DeclaredPlatform(offer.name, current, effective_chain(current))
     if not offer.built_in and not _plugins_loaded(offer):
-        return DeclaredPlatform(
-            offer.name, unknown=f"plugins of {offer.provider} are not active here"
-        )
+        unknown = f"plugins of {offer.provider} are not active here"
+        return DeclaredPlatform(offer.name, unknown=unknown)
     try:
         spec: PlatformSpec = offer.load()
         cls = spec.load_class()
-        # __init__ may need a runtime or a device that is not here; a chain that needs what it sets is unknown.
+        # __init__ may need a runtime or a device. A chain that needs __init__ is unknown.
         platform = cls.__new__(cls)
         return DeclaredPlatform(offer.name, platform, effective_chain(platform))
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # a plugin's code, which was not made for a machine without its device
-        return DeclaredPlatform(
-            offer.name, unknown=f"its class cannot be asked: {described(error)}"
-        )
+    except (Exception, SystemExit) as error:
+        # Code of a plugin may fail on a machine without the device.
+        unknown = f"its class cannot be asked: {described(error)}"
+        return DeclaredPlatform(offer.name, unknown=unknown)
 
 
 def _plugins_loaded(offer: Offer) -> bool:
+    """Return True if all plugins of the platform's distribution are active."""
     records = host_state().plugins
-    plugins = [
-        plugin for plugin in discover().of_group(PLUGIN_GROUP) if plugin.provider == offer.provider
-    ]
-    return all(
-        records[p.name].status is PluginStatus.ACTIVATED for p in plugins if p.name in records
-    )
+    for plugin in discover().of_group(PLUGIN_GROUP):
+        if plugin.provider != offer.provider or plugin.name not in records:
+            continue
+        if records[plugin.name].status is not PluginStatus.ACTIVATED:
+            return False
+    return True
 
 
 def kernel_keys(
@@ -112,34 +108,44 @@ def kernel_keys(
     platforms: Sequence[DeclaredPlatform],
     replacements: Sequence[Replacement] | None = None,
 ) -> dict[str, str | None]:
-    """Give, by platform, the dispatch key of the kernel that constructing ``cls`` would bind; ``None``: unknown.
+    """Return the dispatch key of the kernel that constructing a class would bind, by platform.
 
-    Everything that a kernel or replacement needs counts as present. Where two replacements compete the key is
-    ``CONFLICT``. ``replacements``: to choose from; all that are declared if not given.
+    All needs of kernels and replacements count as met. The key is ``CONFLICT`` if two replacements
+    compete, and ``None`` if unknown.
+
+    Args:
+        cls: the op class.
+        platforms: to answer for.
+        replacements: to choose from; by default all declared ones.
     """
     known = _declared_replacements() if replacements is None else replacements
     settings = host_state().settings()
-    return {
-        p.name: _key(cls, p.platform, p.chain, known, settings) if p.platform else None
-        for p in platforms
-    }
+    keys: dict[str, str | None] = {}
+    for each in platforms:
+        keys[each.name] = None
+        if each.platform:
+            keys[each.name] = _key(cls, each.platform, each.chain, known, settings)
+    return keys
 
 
 def _declared_replacements() -> list[Replacement]:
-    """List replacements of plugins that work, without their conditions, those for other platforms included."""
+    """List the replacements of working plugins for all platforms, without their conditions."""
     state = host_state()
     declared = []
     for replacement in state.registry.replacements:
         record = state.plugins.get(replacement.plugin or "")
-        if record is None or record.status not in (PluginStatus.FAILED, PluginStatus.VETOED):
-            platforms = record.platforms if record else replacement.platforms
-            declared.append(dataclasses.replace(replacement, when=None, platforms=platforms))
+        # Replacements of a failed plugin were taken back.
+        if record and record.status in (PluginStatus.FAILED, PluginStatus.VETOED):
+            continue
+        platforms = record.platforms if record else replacement.platforms
+        declared.append(dataclasses.replace(replacement, when=None, platforms=platforms))
     return declared
 
 
 def keys_in_words(keys: dict[str, str | None]) -> str:
-    """Put what ``kernel_keys`` found in a line; ``?`` for what is not known here."""
+    """Return the result of ``kernel_keys`` in one line; ``?`` stands for an unknown key."""
     told = {key or "?" for key in keys.values()}
+    # Most ops have the same key everywhere.
     if len(told) == 1:
         return f"{told.pop()} on every platform"
     return " ".join(f"{platform}={key or '?'}" for platform, key in keys.items())
@@ -152,34 +158,30 @@ def _key(
     replacements: Sequence[Replacement],
     settings: Settings,
 ) -> str | None:
-    state = host_state()
     own = discover().provider_of(cls.__module__)
+    name = op_name_of(cls, host_state())
+    kin = kin_of(cls, replacements)
     try:
         choice = choose_replacement(
-            cls,
-            op_name_of(cls, state),
-            own,
-            replacements,
-            platform,
-            settings,
-            kin_of(cls, replacements),
-            absence_of,
+            cls, name, own, replacements, platform, settings, kin, absence_of
         )
-    except (
-        ConflictError,
-        ConfigError,
-    ):  # the latter: providers asks for one that another platform has
+    except (ConflictError, ConfigError):
+        # A ConfigError: providers asks for a replacement of another platform.
         return CONFLICT
     kernels = declared_kernels(choice.cls, chain)
     return kernels[0].key if kernels else None
 
 
 def functionals_of(cls: type) -> list[Functional[..., Any]]:
-    """Return the functional forms of an op and of its variants, those without a spec of opgraft's own included."""
+    """Return the functional forms of an op and of its variants, with or without a spec."""
     state = host_state()
     name = op_name_of(cls, state)
-    targets = ((form, state.registry.find_target(form.op)) for form in FUNCTIONALS.values())
-    return [form for form, target in targets if target and op_name_of(target, state) == name]
+    found = []
+    for form in FUNCTIONALS.values():
+        target = state.registry.find_target(form.op)
+        if target and op_name_of(target, state) == name:
+            found.append(form)
+    return found
 
 
 @dataclass(frozen=True)
@@ -187,13 +189,14 @@ class KernelHere:
     """The result of constructing an op class here and now.
 
     Attributes:
-        op_class: the class of the instance, a replacement perhaps.
-        kernel: the class that defines the kernel and its method, such as ``RMSNorm.forward_native``.
+        op_class: the class of the instance, such as a replacement.
+        kernel: the kernel's class and method, such as ``RMSNorm.forward_native``.
         key: the dispatch key of the kernel.
-        provider: who provides the kernel.
-        enabled: whether ``custom_ops`` enables the op.
-        reason: which kernels would come first and cannot run here, and why; ``None`` where there are none.
-        error: why no choice can be made; the others are ``None`` then.
+        provider: the provider of the kernel.
+        enabled: True if ``custom_ops`` enables the op.
+        reason: the kernels that would come first and cannot run here, and why; ``None`` if there
+            are none.
+        error: why no choice can be made; then the other attributes are ``None``.
     """
 
     op_class: str | None = None
@@ -205,7 +208,7 @@ class KernelHere:
     error: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the same as plain data, with the names that all JSON of opgraft has for it."""
+        """Return the same as plain data, with the names of all JSON of opgraft."""
         return {
             "class": self.op_class,
             "kernel": self.kernel,
@@ -218,77 +221,75 @@ class KernelHere:
 
 
 def choice_here(cls: type) -> ReplacementChoice:
-    """Choose the class that constructing ``cls`` yields here and now, an op or not; raise as constructing does."""
+    """Choose the class of an instance of ``cls`` here and now; raise as constructing does."""
     return choose_class(cls) if issubclass(cls, PluggableClass) else bind(cls).replacement
 
 
 def decision_here(cls: type) -> Decision:
-    """Explain what constructing ``cls`` yields here and now: class and kernel of an op, else the class."""
+    """Return the decision about constructing ``cls``: the class, and an op's kernel."""
     return choose_class(cls).decision if issubclass(cls, PluggableClass) else bind(cls).decision
 
 
 def kernel_here(cls: type) -> KernelHere:
-    """Return the kernel that constructing ``cls`` binds here and now, or the conflict that prevents it."""
+    """Return the kernel that constructing ``cls`` binds here and now, or the conflict."""
     try:
         binding = bind(cls)
     except ConflictError as error:
         return KernelHere(error=str(error))
-    kernel = binding.kernel.winner
+    choice = binding.kernel
+    kernel = choice.winner
     name = binding.replacement.cls.__qualname__
-    passed_over = "; ".join(
-        f"{skipped} is not used: {why}" for skipped, why in binding.kernel.passed_over
-    )
-    return KernelHere(
-        name, str(kernel), kernel.key, binding.provider, binding.kernel.enabled, passed_over or None
-    )
+    passed_over = [f"{skipped} is not used: {why}" for skipped, why in choice.passed_over]
+    reason = "; ".join(passed_over) or None
+    return KernelHere(name, str(kernel), kernel.key, binding.provider, choice.enabled, reason)
 
 
 def variants_of(cls: type) -> list[type]:
-    """Return the classes that derive from a registered op in its package, and that its name switches too."""
+    """Return the classes derived from a registered op that the op's name switches, too."""
     state = host_state()
     name = op_name_of(cls, state)
     base = state.registry.records()[name].cls if name else cls
-    derived = [
-        target
-        for target in state.registry.targets()
-        if target is not cls and issubclass(target, base)
-    ]
-    return [target for target in derived if op_name_of(target, state) == name]
+    found = []
+    for target in state.registry.targets():
+        is_derived = target is not cls and issubclass(target, base)
+        if is_derived and op_name_of(target, state) == name:
+            found.append(target)
+    return found
 
 
 def find_op(name: str) -> type | None:
-    """Return the class that ``name`` stands for, an op or not, as any table or report of opgraft may show it.
+    """Return the class for a name in any table or report of opgraft, an op or not.
 
-    That is an op, a class, the method of a class, a functional form with or without its module, or a replacement,
-    which stands for the class that it replaces.
+    The name may be that of an op, a class, a method of a class, a functional form with or without
+    the module, or a replacement. A replacement stands for the replaced class.
 
     Raises:
-        ConflictError: several op classes have that bare class name.
+        ConflictError: several op classes have the bare class name.
     """
     registry = host_state().registry
     owner, _, method = name.rpartition(".")
-    bare = owner if method == "forward" or method.startswith("forward_") else name
-    form = FUNCTIONALS.get(
-        name.removeprefix("opgraft.functional.").removeprefix("torch.ops.opgraft.")
-    )
+    is_method = method == "forward" or method.startswith("forward_")
+    bare = owner if is_method else name
     target = registry.find_target(bare)
-    if target is None:
-        shown = ((r.cls.__qualname__, r.cls.__module__, r.target) for r in registry.replacements)
-        module, _, qualname = bare.rpartition(":")
-        target = next(
-            (t for cls, home, t in shown if cls == qualname and module in ("", home)), None
-        )
-    return registry.find_target(form.op) if target is None and form else target
+    if target is not None:
+        return target
+    module, _, qualname = bare.rpartition(":")
+    for replacement in registry.replacements:
+        cls = replacement.cls
+        is_named = cls.__qualname__ == qualname and module in ("", cls.__module__)
+        if is_named and replacement.target:
+            return replacement.target
+    # Tables show forms by the paths of their calls.
+    short = name.removeprefix("opgraft.functional.").removeprefix("torch.ops.opgraft.")
+    form = FUNCTIONALS.get(short)
+    return registry.find_target(form.op) if form else None
 
 
 def known_names() -> set[str]:
-    """Return every bare name by which ``find_op`` finds something."""
+    """Return every bare name that ``find_op`` knows."""
     registry = host_state().registry
-    return (
-        registry.target_names()
-        | set(FUNCTIONALS)
-        | {r.cls.__qualname__ for r in registry.replacements if r.target}
-    )
+    replacements = {each.cls.__qualname__ for each in registry.replacements if each.target}
+    return registry.target_names() | set(FUNCTIONALS) | replacements
 
 
 @dataclass(frozen=True)
@@ -297,9 +298,9 @@ class FormHere:
 
     Attributes:
         name: of the form.
-        call: the dotted path by which it is called.
-        function: the dotted path of the function that an eager call runs where no gradient is required.
-        location: where that function is defined, ``file:line``.
+        call: the dotted path of the form.
+        function: the dotted path of the function that an eager call without gradients runs.
+        location: of the function's definition, ``file:line``.
     """
 
     name: str
@@ -309,13 +310,15 @@ class FormHere:
 
 
 def forms_here(cls: type) -> list[FormHere]:
-    """List what each functional form of an op and of its variants runs here, save those that have a conflict."""
+    """List the functions for the functional forms of an op here; forms in conflict are left out."""
     found = []
     for form in functionals_of(cls):
         try:
             kernel = binding_of(form).kernel.winner
-        except ConflictError:  # which the class of that form tells
+        except ConflictError:
+            # The class of the form tells of the conflict.
             continue
+        # A plugin's form is callable as a torch op only.
         public = getattr(functional, form.name, None) is form
         call = f"opgraft.functional.{form.name}" if public else f"torch.ops.opgraft.{form.name}"
         function: Any = kernel.functional(form.name) or form.native
@@ -325,37 +328,25 @@ def forms_here(cls: type) -> list[FormHere]:
 
 
 def proofs_of(forms: Sequence[Functional[..., Any]]) -> dict[str, dict[str, Any]]:
-    """Tell, by form, what was proved of it and whether that is about what is installed."""
+    """Return the record of each form's proof, and the verdict on the installed code, by form."""
     records = proof_records.recorded()
-    proved = {
-        form.name: dataclasses.asdict(records[form.name]) if form.name in records else {}
-        for form in forms
-    }
-    return {
-        name: {"state": proof_records.state_of(name).name.lower(), **row}
-        for name, row in proved.items()
-    }
+    rows = {}
+    for form in forms:
+        row: dict[str, Any] = {"state": proof_records.state_of(form.name).name.lower()}
+        if form.name in records:
+            row |= dataclasses.asdict(records[form.name])
+        rows[form.name] = row
+    return rows
 
 
 def proofs_in_words(cls: type, proved: dict[str, dict[str, Any]]) -> str:
-    """Put what ``proofs_of`` found in one sentence: of checks and dtypes, those that all forms have in common."""
+    """Return the result of ``proofs_of`` in one sentence, with the checks of all forms together."""
     if not proved:
         return "made of other ops" if issubclass(cls, PluggableLayer) else "no functional form"
     parts = []
     current = [row for row in proved.values() if row["state"] == "current"]
     if current:
-        checks, dtypes = (
-            set.intersection(*(set(row[column]) for row in current))
-            for column in ("checks", "dtypes")
-        )
-        parts.append(
-            f"native definition proved: {_count(current, 'form')}, {_count(checks, 'check')}, {_count(dtypes, 'dtype')}"
-        )
-        outside = dict.fromkeys(name for row in current for name in row["outside"])
-        if outside:
-            compared = sum(bool(row["outside"]) for row in current)
-            some = f" {compared}" if compared < len(current) else ""
-            parts[0] += f",{some} against {' and '.join(outside)}"
+        parts.append(_proof_in_words(current))
     for state in (proof_records.State.CHANGED, proof_records.State.MISSING):
         names = [name for name, row in proved.items() if row["state"] == state.name.lower()]
         if names:
@@ -363,17 +354,30 @@ def proofs_in_words(cls: type, proved: dict[str, dict[str, Any]]) -> str:
     return "; ".join(parts)
 
 
+def _proof_in_words(rows: list[dict[str, Any]]) -> str:
+    """Describe proofs: the checks and dtypes that all forms have in common."""
+    checks = set.intersection(*(set(row["checks"]) for row in rows))
+    dtypes = set.intersection(*(set(row["dtypes"]) for row in rows))
+    counts = _count(rows, "form"), _count(checks, "check"), _count(dtypes, "dtype")
+    told = f"native definition proved: {', '.join(counts)}"
+    outside = dict.fromkeys(name for row in rows for name in row["outside"])
+    if not outside:
+        return told
+    compared = sum(bool(row["outside"]) for row in rows)
+    some = f" {compared}" if compared < len(rows) else ""
+    return f"{told},{some} against {' and '.join(outside)}"
+
+
 def _count(things: Sized, noun: str) -> str:
     return f"{len(things)} {noun}{'' if len(things) == 1 else 's'}"
 
 
 def missing_packages(cls: type) -> list[str]:
-    """List distributions with kernels of an op for the platform of this process that are not installed."""
+    """List distributions with kernels of an op for this platform that are not installed."""
     name = op_name_of(cls, host_state())
     installed = {normalized(offer.provider.name) for offer in discover().offers}
-    packages = current_platform().kernel_packages
-    return [
-        package
-        for package, ops in packages.items()
-        if name in ops and normalized(package) not in installed
-    ]
+    missing = []
+    for package, ops in current_platform().kernel_packages.items():
+        if name in ops and normalized(package) not in installed:
+            missing.append(package)
+    return missing

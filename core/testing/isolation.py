@@ -1,4 +1,4 @@
-"""A host of their own for tests."""
+"""A host for a test alone."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from opgraft.registry.state import host_state, reset
 
 @contextmanager
 def isolated_host(*, forget_plugins: bool = False) -> Iterator[None]:
-    """Start from a host that is reset; afterwards its registries are as they were, and nothing is active.
+    """Start from a host without activations, and restore the registries afterwards.
 
-    Declarations of plugins stay, as their modules stay imported and would not make them again. ``forget_plugins``: they
-    go too, for tests that install plugins and remove them with their modules.
+    Declarations of plugins stay, as imported modules would not declare anything again.
+
+    Args:
+        forget_plugins: remove the declarations of plugins, too. Tests that install plugins and
+            remove the modules need this.
     """
     reset()
     registry = host_state().registry
@@ -28,16 +31,15 @@ def isolated_host(*, forget_plugins: bool = False) -> Iterator[None]:
     try:
         yield
     finally:
+        # The registries stay the same objects: other modules hold them.
         for records, before in known:
             kept = {name: record for name, record in records.items() if stays(record.provider)}
             records.clear()
             records.update({**before, **kept})
-        kept_too = [
-            each
-            for each in registry.replacements
-            if each not in replacements and stays(each.provider)
-        ]
-        registry.replacements[:] = [*replacements, *kept_too]
-        for owner in [owner for owner in registry.owned if not stays(owner.provider)]:
-            del registry.owned[owner]
+        added = [each for each in registry.replacements if each not in replacements]
+        replacements += [each for each in added if stays(each.provider)]
+        registry.replacements[:] = replacements
+        for owner in list(registry.owned):
+            if not stays(owner.provider):
+                del registry.owned[owner]
         reset()

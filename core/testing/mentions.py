@@ -18,7 +18,7 @@ _MOST_FILES = 2000
 _REGISTRATION = "register_oot"
 
 _LOOKUPS = {"getattr": 1, "getattr_static": 1, "attrgetter": 0, "methodcaller": 0}
-"""Functions that find a method by its name, with the position of the name, which code may compose."""
+"""Functions that find a method by name, with the position of the name among the arguments."""
 
 _LISTS = frozenset({"__dict__", "__getattribute__", "dir", "eval", "exec", "getmembers", "vars"})
 """Names in code that may reach every method of a class."""
@@ -74,7 +74,7 @@ def may_construct(cls: type, target: type) -> bool:
 def _is_used(
     name: str, files: Iterable[Path], uses: Callable[[ast.Module, str], bool] | None = None
 ) -> bool:
-    """Return True if one of some files uses the name of a method or class; by default any mention counts."""
+    """Return True if a file uses the name of a method or class; by default any mention counts."""
     uses = uses or _uses
     for file in files:
         # Most files lack the name: to parse all of them would take seconds.
@@ -172,7 +172,7 @@ def _uses(tree: ast.Module, name: str, is_part: Callable[[str], bool] | None = N
 
 
 def _code(tree: ast.Module) -> list[ast.AST]:
-    """List the nodes of a module without its documentation, which is each text that is a statement."""
+    """List the nodes of a module without documentation: texts that are statements."""
     nodes = list(ast.walk(tree))
     documentation = set()
     for node in nodes:

@@ -1,7 +1,7 @@
-"""Contracts of executor, worker, model runner, sampler, memory query and step graph, each by itself.
+"""Contracts of executor, worker, model runner, sampler, memory query and step graph.
 
-As those of ``contracts``: a plugin's own tests call them, with the plugin active, and ``AssertionError`` says what is
-broken.
+Tests of a plugin call the checks, with the plugin active, like those of ``contracts``. A broken
+contract is an ``AssertionError``.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ from opgraft.plugins.selection import current_platform
 from torch import Tensor
 
 VOCABULARY = 8
-"""Tokens that samplers choose from."""
+"""The number of tokens that samplers choose from."""
 
 DRAWS, MOST_DEVIATION = 4000, 40.0
-"""Tokens drawn of one distribution, and the most that chi-square may be: by chance it is, once in a million times."""
+"""Tokens drawn of one distribution, and the limit of chi-square.
+
+Chance alone exceeds the limit once in a million times.
+"""
 
 GREEDY = SamplingParams(temperature=0, max_tokens=9)
 
@@ -50,29 +53,30 @@ def _expect(holds: bool, otherwise: str) -> None:
 def check_sampler(
     make: Callable[[], Sampler] = Sampler, device: torch.device | str = "cpu"
 ) -> None:
-    """See that a sampler chooses as requests ask: likeliest tokens, drawn ones, banned ones, and rows that fail alone.
+    """Check that a sampler chooses as requests ask: the likeliest token, drawn or banned tokens.
+
+    A row that cannot be sampled must fail alone.
 
     Args:
-        make: constructs it.
-        device: where logits are.
+        make: constructs the sampler.
+        device: of the logits.
     """
     sampler = make()
-    logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(1)).to(device)
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(3, VOCABULARY, generator=generator).to(device)
+    # The engine may use the logits after sampling.
     before = logits.clone()
     greedy = _sampled(sampler, logits, [GREEDY] * 3)
     _expect(torch.equal(logits, before), "the sampler wrote to the logits that it was given")
     _expect(greedy.tokens.dtype == torch.int64, f"tokens are {greedy.tokens.dtype}, expected int64")
-    _expect(
-        greedy.tokens.tolist() == logits.argmax(-1).tolist(),
-        "temperature 0 did not take the likeliest tokens",
-    )
-    biased = _sampled(
-        sampler, logits, [SamplingParams(temperature=0, logit_bias={2: 100.0}, logprobs=1)] * 3
-    )
+    likeliest = logits.argmax(-1).tolist()
+    _expect(greedy.tokens.tolist() == likeliest, "temperature 0 did not take the likeliest tokens")
+    params = SamplingParams(temperature=0, logit_bias={2: 100.0}, logprobs=1)
+    biased = _sampled(sampler, logits, [params] * 3)
     _expect(biased.tokens.tolist() == [2] * 3, "logit_bias did not change what is chosen")
     _check_logprobs(biased, logits)
     _check_draws(sampler, logits[:1])
-    _check_failures(sampler, logits, greedy.tokens.tolist())
+    _check_failures(sampler, logits, likeliest)
 
 
 def _sampled(sampler: Sampler, logits: Tensor, params: Sequence[SamplingParams]) -> Sampled:
@@ -91,43 +95,42 @@ def _check_logprobs(found: Sampled, logits: Tensor) -> None:
             told.token == token,
             f"log-probabilities of row {row} are of token {told.token}, not of {token}",
         )
-        right = abs(told.logprob - float(expected[row, token])) < 1e-4
+        error = abs(told.logprob - float(expected[row, token]))
         _expect(
-            right,
-            f"the log-probability of row {row} is {told.logprob}, not that of the logits as they were given",
+            error < 1e-4,
+            f"the log-probability of row {row} is {told.logprob}, not that of the logits as they "
+            "were given",
         )
 
 
 def _check_draws(sampler: Sampler, logits: Tensor) -> None:
-    """See that draws have the distribution of the logits, keep to filters, and depend on nothing but their request."""
+    """Check the distribution of draws, the filters, and that requests do not affect each other."""
     params = [SamplingParams(temperature=0.7, seed=seed) for seed in range(DRAWS)]
     tokens = _sampled(sampler, logits.expand(DRAWS, -1), params).tokens
     expected = DRAWS * (logits[0].double() / 0.7).softmax(-1).cpu()
     found = torch.bincount(tokens.cpu(), minlength=VOCABULARY)
-    deviation = float(((found - expected) ** 2 / expected).sum())
+    chi_square = float(((found - expected) ** 2 / expected).sum())
     _expect(
-        deviation < MOST_DEVIATION,
+        chi_square < MOST_DEVIATION,
         f"tokens drawn are {found.tolist()}, expected about {expected.round().tolist()}",
     )
+    # The seed alone decides, and never the batch.
     alone = [int(_sampled(sampler, logits, [each]).tokens) for each in params[:20]]
     _expect(
         tokens[:20].tolist() == alone, "a seeded request has other tokens beside others than alone"
     )
     few = [SamplingParams(temperature=2.0, top_k=2, seed=seed) for seed in range(50)]
     kept = set(_sampled(sampler, logits.expand(50, -1), few).tokens.tolist())
-    _expect(
-        kept <= set(logits[0].topk(2).indices.tolist()),
-        f"top_k=2 let the tokens {sorted(kept)} through",
-    )
+    allowed = set(logits[0].topk(2).indices.tolist())
+    _expect(kept <= allowed, f"top_k=2 let the tokens {sorted(kept)} through")
 
 
 def _check_failures(sampler: Sampler, logits: Tensor, right: list[int]) -> None:
+    """Check that a row of NaN fails alone, and that logits for too many rows are refused."""
     spoilt = logits.index_fill(0, torch.tensor([1], device=logits.device), torch.nan)
     found = _sampled(sampler, spoilt, [GREEDY] * 3)
-    _expect(
-        set(found.errors) == {1},
-        f"logits of row 1 are NaN, and the rows {sorted(map(str, found.errors))} failed",
-    )
+    failed = set(found.errors)
+    _expect(failed == {1}, f"logits of row 1 are NaN, and the rows {sorted(failed)} failed")
     _expect(
         found.tokens.tolist() == [right[0], -1, right[2]],
         "a row that failed is to be -1, and to harm no other",
@@ -142,41 +145,43 @@ def _check_failures(sampler: Sampler, logits: Tensor, right: list[int]) -> None:
 def check_model_runner(
     given: OpgraftConfig, expected: Mapping[str, Sequence[int]] | None = None
 ) -> dict[str, list[int]]:
-    """See that a model runner follows ``Step``, which is made by hand here: no scheduler is part of it.
+    """Check that a model runner follows each ``Step``. No scheduler takes part.
 
-    A prompt is computed whole, in chunks beside another one, and behind a prefix that was copied: its tokens are the
-    same. What is removed is forgotten, so that its name and its blocks are another's.
+    A prompt has the same tokens in one piece, in chunks beside another prompt, and behind a copied
+    prefix. A removed sequence is forgotten, so that another one may have the name and the blocks.
 
     Args:
         given: names a decoder.
-        expected: tokens of the prompts, such as a runner without the plugin returned; not compared if not given.
+        expected: the tokens of the prompts from another runner, such as one without the plugin; by
+            default not compared.
 
     Returns:
         The tokens of each prompt.
     """
     config = given.resolved()
-    runner = ModelRunner(config, torch.device(config.load.device or current_platform().device_type))
+    device = config.load.device or current_platform().device_type
+    runner = ModelRunner(config, torch.device(device))
     runner.load_model()
     runner.allocate_cache(BLOCKS, STATES if runner.layout.states else 0)
     runner.compile_model()
     hand = _Hand(runner.execute, len(runner.layout.groups), runner.layout.block_size)
     whole = {name: hand.answer({name: prompt})[name] for name, prompt in PROMPTS.items()}
+    # Chunks of 4 tokens end within the prompts.
     together = hand.answer(PROMPTS, chunk=4)
     _expect(
         together == whole,
         f"prompts in chunks beside each other have the tokens {together}, alone {whole}",
     )
-    if not runner.layout.states:  # which no copy of blocks has
+    # States are not in blocks, so that a copy of blocks has no state.
+    if not runner.layout.states:
         copied = hand.answer_behind_copy(PROMPTS["long"])
         _expect(
             copied == whole["long"],
             f"behind a prefix that was copied the tokens are {copied}, not {whole['long']}",
         )
     if expected is not None:
-        _expect(
-            whole == {name: [*tokens] for name, tokens in expected.items()},
-            f"tokens are {whole}, not {expected}",
-        )
+        wanted = {name: [*tokens] for name, tokens in expected.items()}
+        _expect(whole == wanted, f"tokens are {whole}, not {expected}")
     return whole
 
 
@@ -184,36 +189,38 @@ class _Hand:
     """Makes steps by hand.
 
     Args:
-        execute: computes one.
-        kinds: tables of a sequence.
+        execute: computes a step.
+        kinds: the number of block tables of a sequence.
         block_size: tokens in a block.
     """
 
     def __init__(self, execute: Callable[[Step], StepResult], kinds: int, block_size: int) -> None:
-        self._execute, self._kinds, self._size = execute, kinds, block_size
+        self._execute = execute
+        self._kinds = kinds
+        self._size = block_size
 
     def _blocks(self, place: int, tokens: int) -> tuple[tuple[int, ...], ...]:
-        """Return the tables of a sequence: each has blocks of its own, which lie scattered."""
-        count, most = (
-            -(-length // self._size) for length in (tokens, max(map(len, PROMPTS.values())) + NEW)
-        )
-        firsts = [(place * self._kinds + kind) * most for kind in range(self._kinds)]
-        return tuple(
-            tuple(5 * (first + number) % BLOCKS for number in range(count)) for first in firsts
-        )
+        """Return the block tables of a sequence; the blocks are its own, and scattered."""
+        longest = max(map(len, PROMPTS.values())) + NEW
+        count = -(-tokens // self._size)
+        most = -(-longest // self._size)
+        tables = []
+        for kind in range(self._kinds):
+            first = (place * self._kinds + kind) * most
+            tables.append(tuple(5 * (first + number) % BLOCKS for number in range(count)))
+        return tuple(tables)
 
     def _new(self, name: str, prompt: Sequence[int], place: int) -> NewSequence:
-        longest = len(prompt) + NEW
-        return NewSequence(
-            name,
-            tuple(prompt),
-            len(prompt),
-            longest,
-            GREEDY,
-            self._blocks(place, longest),
-            place,
-            state=place,
-        )
+        tokens = tuple(prompt)
+        longest = len(tokens) + NEW
+        blocks = self._blocks(place, longest)
+        return NewSequence(name, tokens, len(tokens), longest, GREEDY, blocks, place, state=place)
+
+    def _scheduled(
+        self, name: str, start: int, count: int, samples: bool = True, token: int | None = None
+    ) -> Scheduled:
+        """Schedule tokens of a sequence that needs no new blocks."""
+        return Scheduled(name, start, count, ((),) * self._kinds, samples, token)
 
     def _computed(self, step: Step) -> dict[str, int]:
         result = self._execute(step)
@@ -229,58 +236,63 @@ class _Hand:
     def answer(
         self, prompts: Mapping[str, Sequence[int]], chunk: int = 1 << 30
     ) -> dict[str, list[int]]:
-        """Compute prompts beside each other, in chunks of some tokens, and the tokens that follow."""
-        added = tuple(
-            self._new(name, prompt, place) for place, (name, prompt) in enumerate(prompts.items())
-        )
+        """Compute prompts beside each other, in chunks of some tokens, and the next tokens."""
+        places = enumerate(prompts.items())
+        added = tuple(self._new(name, prompt, place) for place, (name, prompt) in places)
         states = tuple((None, each.state) for each in added)
-        done, outputs = dict.fromkeys(prompts, 0), {name: list[int]() for name in prompts}
+        done = dict.fromkeys(prompts, 0)
+        outputs: dict[str, list[int]] = {name: [] for name in prompts}
         while any(len(tokens) < NEW for tokens in outputs.values()):
             batch = []
             for name, prompt in prompts.items():
-                count = min(chunk, len(prompt) - done[name]) if done[name] < len(prompt) else 1
-                if len(outputs[name]) < NEW:
-                    token = outputs[name][-1] if outputs[name] else None
-                    samples = done[name] + count >= len(prompt)
-                    batch.append(
-                        Scheduled(name, done[name], count, ((),) * self._kinds, samples, token)
-                    )
-                    done[name] += count
+                if len(outputs[name]) == NEW:
+                    continue
+                start = done[name]
+                # Behind the prompt, a step computes the token of the step before.
+                left = max(1, len(prompt) - start)
+                count = min(chunk, left)
+                done[name] += count
+                token = outputs[name][-1] if outputs[name] else None
+                samples = done[name] >= len(prompt)
+                batch.append(self._scheduled(name, start, count, samples, token))
             for name, token in self._computed(Step((), added, (), tuple(batch), states)).items():
                 outputs[name].append(token)
-            added, states = (), ()
+            added = ()
+            states = ()
         self._execute(Step(tuple(prompts), (), (), ()))
         return outputs
 
     def answer_behind_copy(self, prompt: Sequence[int]) -> list[int]:
-        """Compute a prompt, copy its first blocks to others, and answer it from there."""
-        first, second = self._new("first", prompt, 0), self._new("second", prompt, 1)
-        rest = ((),) * self._kinds
-        self._computed(Step((), (first,), (), (Scheduled("first", 0, len(prompt), rest, True),)))
+        """Compute a prompt, copy the first blocks to another sequence, and answer from there."""
+        first = self._new("first", prompt, 0)
+        second = self._new("second", prompt, 1)
+        self._computed(Step((), (first,), (), (self._scheduled("first", 0, len(prompt)),)))
+        # The last token is computed anew, for the logits.
         shared = (len(prompt) - 1) // self._size
-        pairs = zip(first.blocks, second.blocks, strict=True)
-        copies = tuple(
-            pair
-            for ours, theirs in pairs
-            for pair in zip(ours[:shared], theirs[:shared], strict=True)
-        )
+        copies = []
+        for ours, theirs in zip(first.blocks, second.blocks, strict=True):
+            copies += zip(ours[:shared], theirs[:shared], strict=True)
         start = shared * self._size
-        batch = (Scheduled("second", start, len(prompt) - start, rest, True),)
-        found = [self._computed(Step(("first",), (second,), copies, batch))["second"]]
+        batch = (self._scheduled("second", start, len(prompt) - start),)
+        step = Step(("first",), (second,), tuple(copies), batch)
+        found = [self._computed(step)["second"]]
         for number in range(NEW - 1):
-            batch = (Scheduled("second", len(prompt) + number, 1, rest, True, found[-1]),)
-            found.append(self._computed(Step((), (), (), batch))["second"])
+            scheduled = self._scheduled("second", len(prompt) + number, 1, token=found[-1])
+            found.append(self._computed(Step((), (), (), (scheduled,)))["second"])
         self._execute(Step(("second",), (), (), ()))
         return found
 
 
 def check_worker(given: OpgraftConfig) -> None:
-    """See that a worker prepares its device, tells its memory, and computes a step; what it returns can be sent.
+    """Check that a worker prepares the device, tells the memory, and computes a step.
+
+    Everything that the worker tells can be sent to another process.
 
     Args:
         given: names a decoder, and leaves the size of the cache open.
     """
     config = given.resolved()
+    # The engine asks this before any process starts.
     Worker.expect_split(config.parallel)
     worker = Worker(config, 0, 1)
     worker.init_device()
@@ -303,11 +315,11 @@ def check_worker(given: OpgraftConfig) -> None:
     except ConfigError:
         pass
     else:
-        raise AssertionError(
-            f"expect_memory took a cache of {1 << 50} blocks: that is a ConfigError"
-        )
+        told = f"expect_memory took a cache of {1 << 50} blocks"
+        raise AssertionError(f"{told}: that is a ConfigError")
     worker.allocate_cache(BLOCKS, STATES if sizes.bytes_per_state else 0)
     hand = _Hand(worker.execute, len(sizes.windows), sizes.block_size)
+    # A step may return before the device is done.
     tokens = hand.answer(PROMPTS)
     worker.synchronize()
     _expect(
@@ -328,25 +340,28 @@ def check_worker(given: OpgraftConfig) -> None:
 
 
 def check_executor(given: OpgraftConfig) -> None:
-    """See that the executor which settings ask for starts its workers, asks all of them, and lets go of them once.
+    """Check that the executor of the settings starts, asks and ends all workers.
 
     Args:
         given: names a model, which is not loaded.
     """
     config = given.resolved()
-    executor, sizes = executor_of(config), config.parallel
+    executor = executor_of(config)
+    workers = config.parallel.tensor * config.parallel.pipeline
     try:
         executor.start()
         found = executor.call_all("synchronize")
-        _expect(len(found) == sizes.tensor * sizes.pipeline, f"{len(found)} workers have answered")
+        _expect(len(found) == workers, f"{len(found)} workers have answered")
         _expect(executor.call("synchronize") is None, "call returned what no worker did")
         _expect(
             (executor.loss, executor.is_lost) == ("", False),
             f"workers that run are lost: {executor.loss}",
         )
         executor.check_health()
+        # No step is pending, and the call must return all the same.
         executor.drop()
     finally:
+        # A second shutdown must do nothing.
         executor.shutdown()
         executor.shutdown()
     try:
@@ -357,10 +372,10 @@ def check_executor(given: OpgraftConfig) -> None:
 
 
 def check_memory_query(query: MemoryQuery, most: int = 1 << 28) -> None:
-    """See that free memory is told in bytes, and shrinks by what is taken.
+    """Check that free memory is told in bytes, and shrinks with each allocation.
 
     Args:
-        query: of a device that has memory.
+        query: of a device with memory.
         most: bytes to take, up to five times.
     """
     free = query.free()
@@ -369,8 +384,10 @@ def check_memory_query(query: MemoryQuery, most: int = 1 << 28) -> None:
         f"free returned {free!r}: it is to return bytes, as an integer",
     )
     size = min(most, int(free or 0) // 8)
-    held = []  # to the end: what is given back an allocator may keep, and give again
-    for _ in range(5):  # as others take and give back, too
+    # Held to the end: an allocator may keep memory that is given back, and give that again.
+    held = []
+    # Other processes take and give back memory, too: one of several attempts must succeed.
+    for _ in range(5):
         before = query.free() or 0
         held.append(torch.ones(size, dtype=torch.int8, device=query.device))
         after = query.free() or 0
@@ -382,23 +399,27 @@ def check_memory_query(query: MemoryQuery, most: int = 1 << 28) -> None:
 def check_step_graph(
     make: Callable[[Callable[..., Any]], StepGraph] = StepGraph, device: torch.device | str = "cpu"
 ) -> None:
-    """See that each call of a graph does what its program does with these inputs, and leaves what it returned before.
+    """Check that each call of a graph equals the program, and leaves earlier results alone.
 
     Args:
-        make: constructs it of a program.
-        device: where inputs and caches are.
+        make: constructs the graph of a program.
+        device: of inputs and caches.
     """
 
     def program(inputs: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
         cache[:4] += inputs
         return inputs * 2, cache.sum(-1)
 
-    cache, own = torch.zeros(6, 3, device=device), torch.zeros(6, 3)
-    graph, seen = make(program), []
+    cache = torch.zeros(6, 3, device=device)
+    own = torch.zeros(6, 3)
+    graph = make(program)
+    calls = []
     for number in range(4):
         inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(number))
-        seen.append((graph(inputs.to(device), cache), program(inputs, own)))
-    for number, (found, expected) in enumerate(seen):
+        found = graph(inputs.to(device), cache)
+        calls.append((found, program(inputs, own)))
+    # After all calls, as a later one may change the results of an earlier one.
+    for number, (found, expected) in enumerate(calls):
         for ours, right in zip(found, expected, strict=True):
             close = torch.allclose(ours.cpu(), right, atol=1e-5)
             _expect(close, f"call {number} returned other numbers, or a later one has changed them")

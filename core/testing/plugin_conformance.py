@@ -1,4 +1,4 @@
-"""``PluginConformance``, the class by which a plugin's own tests ask every check of the kit."""
+"""``PluginConformance``: every check of the kit as a test of a plugin's own."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from opgraft.testing.pytest_plugin import BRIEF
 
 
 class PluginConformance:
-    """Asks every question about a plugin, each as a test of its own, such as ``test_conforms[rms_norm-strides]``.
+    """Every question about a plugin as a test, such as ``test_conforms[rms_norm-strides]``.
 
-    Derive from it, and name the plugin, in a file of its own: the plugin is loaded when the tests are collected. It is
-    loaded alone, with its device where it needs one, once for the class.
+    Derive a class in a file of its own, and name the plugin. The plugin is loaded alone, once for
+    the class, when pytest collects the tests. A plugin for a device needs the device.
 
     Attributes:
-        plugin: the name of its entry point or of its distribution.
+        plugin: the name of the entry point or of the distribution.
     """
 
     plugin: ClassVar[str]
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Make a test of each question."""
+        """Make a test for each question."""
         if "case" in metafunc.fixturenames:
             with isolated_host(), alone(self.plugin):
-                cases = Conformance(self.plugin, brief=metafunc.config.getoption(BRIEF)).cases
+                brief = metafunc.config.getoption(BRIEF)
+                cases = Conformance(self.plugin, brief=brief).cases
             metafunc.parametrize("case", cases, ids=str)
 
     def test_conforms(self, opgraft_conformance: Conformance, case: Case) -> None:

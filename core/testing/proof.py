@@ -1,4 +1,4 @@
-"""The whole proof of a form: every check, of every implementation that goes by its name, in every variant."""
+"""The whole proof of a form: every check of every implementation, in every variant."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from opgraft.testing.sources import digest_of
 Check = Callable[[OpSpec, str], None]
 
 SETTINGS = OpgraftConfig(platform="cpu", compilation_config=CompilationConfig(custom_ops=("none",)))
-"""Under these, form, registered op and module run the native definition, whatever this machine has kernels for."""
+"""Settings for a proof: form, registered op and module run the native definition everywhere."""
 
 
 def implementations(spec: OpSpec) -> list[checks.Implementation]:
-    """Return the native definition, the form, the registered op, and the module where there is one."""
+    """Return the native definition, the form, the registered op, and the module if there is one."""
     modules = [checks.by_module(spec)] if spec.module and not spec.functional.mutates else []
     return [spec.functional.native, spec.functional, checks.registered(spec), *modules]
 
@@ -75,21 +75,25 @@ CHECKS: Mapping[str, Check] = {
     "compilation": _compilation,
     "gradients": _gradients,
 }
-"""By name: what is checked of a form in one of its variants. Comparing with ``outside`` comes on top."""
+"""The checks of a form in one variant, by name. A comparison with ``outside`` comes on top."""
 
 
 def checks_of(spec: OpSpec) -> list[str]:
-    """Return the names of the checks that apply: gradients only where they are defined."""
+    """Return the names of the checks for a form: gradients only if they are defined."""
     differentiable = spec.differentiable and not spec.functional.mutates
     return [name for name in CHECKS if name != "gradients" or differentiable]
 
 
 def prove(spec: OpSpec, family: ModuleType | str) -> Record:
-    """Run every check of a form that ``family``, a module or its name, has the spec of, on its native definition.
+    """Run every check of a form on the native definition, and return the record.
+
+    Args:
+        spec: of the form.
+        family: the module with the spec, or the module's name.
 
     Raises:
-        AssertionError: a check fails, an outside implementation was compared in no variant, or something else than the
-            native definition would run.
+        AssertionError: a check fails, an outside implementation was compared in no variant, or a
+            kernel would run instead of the native definition.
     """
     with set_config(SETTINGS):
         expect_native(spec)
@@ -122,10 +126,10 @@ def prove(spec: OpSpec, family: ModuleType | str) -> Record:
 
 
 def expect_native(spec: OpSpec) -> None:
-    """Check that the form, and the modules that stand for it, are bound to native definitions.
+    """Check that the form and its modules are bound to native definitions.
 
     Raises:
-        AssertionError: one is not.
+        AssertionError: a kernel would run.
     """
     bindings = [binding_of(spec.functional)]
     if spec.module:

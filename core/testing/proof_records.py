@@ -1,7 +1,7 @@
-"""Records of what was proved of each functional form, as a file in the folder of its family.
+"""Records of the proofs of functional forms, as a file in the folder of each family.
 
-A file has no dates and no names of machines. Each record holds a digest of the source that was proved, so that
-anybody can tell whether it is about what is installed. ``make prove`` renews it.
+A file has no dates and no names of machines. Each record holds a digest of the proved source, for
+a comparison with the installed source. ``make prove`` renews the files.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from opgraft.testing.sources import digest_of
 PROVIDER = "opgraft"
 SCHEMA = "opgraft.proofs/1"
 FILE = "proof.json"
-"""The name of the file in each family's folder that holds the records of its forms."""
+"""The name of the file with records in each family's folder."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """The record of what was proved of one form.
+    """The record of the proof of one form.
 
     Attributes:
         sources: the modules with the native definition and with the spec.
-        digest: of their source and of what they are made of, as it was proved.
-        checks: the names of the checks that passed, all of them in every variant.
-        variants: how many settings of its arguments the form was checked under.
+        digest: of the proved source of these modules and of their imports.
+        checks: the names of the passed checks, all of them in every variant.
+        variants: the number of variants of the arguments.
         dtypes: of the inputs.
-        outside: what others' implementations are called that computed the same.
+        outside: the names of other projects' implementations with the same results.
     """
 
     sources: tuple[str, ...]
@@ -47,7 +47,7 @@ class Record:
 
 
 class State(enum.Enum):
-    """The verdict of its record on a form as it is installed."""
+    """The verdict of a record on the installed form."""
 
     CURRENT = "current"
     CHANGED = "changed since it was checked"
@@ -55,13 +55,13 @@ class State(enum.Enum):
 
 
 def read(file: Path) -> dict[str, Record]:
-    """Read the records in a file, by the name of the form; none where there is no file."""
+    """Read the records in a file, by the name of the form; none without a file."""
     text = file.read_text(encoding="utf-8") if file.is_file() else '{"forms": {}}'
     return {name: _record(row) for name, row in json.loads(text)["forms"].items()}
 
 
 def written(records: Mapping[str, Record]) -> str:
-    """Return the text of the file that holds ``records``: a line per form, in the order of their names."""
+    """Return the text of a file with records: a line per form, in the order of the names."""
     rows = [
         f"    {json.dumps(name)}: {json.dumps(asdict(records[name]))}" for name in sorted(records)
     ]
@@ -80,12 +80,12 @@ def recorded() -> Mapping[str, Record]:
 
 
 def file_of(module: str) -> Path:
-    """Return the file with the records of the forms that a module defines, or whose specs it holds."""
+    """Return the file with records beside a module of forms or specs."""
     return Path(str(sys.modules[module].__file__)).with_name(FILE)
 
 
 def state_of(form: str) -> State:
-    """Tell whether the form was checked as it is installed here."""
+    """Compare the record of a form with the installed source."""
     record = recorded().get(form)
     if record is None:
         return State.MISSING

@@ -14,10 +14,10 @@ from opgraft.testing.devices import DEVICE_TYPE, SimulatedDevice, simulated_devi
 
 
 class SimulatedPlatform(Platform):
-    """One simulated device, which torch knows by a type of its own.
+    """One simulated device; torch knows the device by a type of its own.
 
     Raises:
-        PlatformError: this torch cannot have devices that are written in Python.
+        PlatformError: this torch cannot have devices written in Python.
     """
 
     def __init__(self) -> None:
@@ -52,9 +52,9 @@ class SimulatedPlatform(Platform):
         return DeviceCapability(self.device.name, dtypes, features=self.device.features)
 
     def memory(self, index: int = 0) -> DeviceMemory:
-        return DeviceMemory(
-            self.device.memory, self.device.memory - simulated_tensors.bytes_in_use()
-        )
+        total = self.device.memory
+        free = total - simulated_tensors.bytes_in_use()
+        return DeviceMemory(total, free)
 
     def synchronize(self, index: int = 0) -> None:
         simulated_streams.synchronize()

@@ -1,7 +1,7 @@
-"""Streams of a simulated accelerator, by torch's names: work that is queued on one runs when somebody waits for it.
+"""Streams of a simulated accelerator, by torch's names: queued work runs only in a wait.
 
-A real device may run it that late, too, so that a missing wait shows on every machine. The default stream alone runs
-everything at once.
+A real device may run work that late, too. Here a missing wait shows on every machine. The default
+stream alone runs everything at once.
 """
 
 from __future__ import annotations
@@ -13,48 +13,48 @@ from contextlib import contextmanager
 
 _lock = threading.RLock()
 _busy: dict[Stream, None] = {}
-"""The streams with work in their queues, which nothing else need hold."""
+"""The streams with queued work. A program may have dropped a stream before the work is done."""
 
 
 class Stream:
     """A queue of work.
 
     Args:
-        device: not read; there is one.
+        device: ignored, as there is one device.
     """
 
     def __init__(self, device: object = None) -> None:
         self._queue: deque[Callable[[], object]] = deque()
 
     def put(self, work: Callable[[], object]) -> None:
-        """Queue work behind what is queued already."""
+        """Queue work behind all earlier work."""
         with _lock:
             self._queue.append(work)
             _busy[self] = None
 
     def query(self) -> bool:
-        """Tell whether all of its work is done."""
+        """Return True if all work is done."""
         return not self._queue
 
     def synchronize(self) -> None:
-        """Wait for all of its work; raises what that raises."""
+        """Do all queued work; exceptions of the work pass through."""
         with _lock:
             while self._queue:
                 self._queue.popleft()()
             _busy.pop(self, None)
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Queue an event; without an argument a new one."""
+        """Queue an event, by default a new one."""
         event = Event() if event is None else event
         event.record(self)
         return event
 
     def wait_event(self, event: Event) -> None:
-        """Have work that is queued from now on run after an event."""
+        """Have all later work run after an event."""
         self.put(event.synchronize)
 
     def wait_stream(self, stream: Stream) -> None:
-        """Have work that is queued from now on run after what another stream has queued."""
+        """Have all later work run after the queued work of another stream."""
         self.wait_event(stream.record_event())
 
 
@@ -64,13 +64,13 @@ class _DefaultStream(Stream):
 
 
 class Event:
-    """A mark in a queue, which happens when the work before it is done."""
+    """A mark in a queue. The event happens when the earlier work is done."""
 
     def __init__(self) -> None:
         self._stream: Stream | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        """Queue it on a stream, by default the current one."""
+        """Queue the event on a stream, by default the current one."""
         self._stream = current_stream() if stream is None else stream
         self._stream.put(self._happen)
 
@@ -78,16 +78,16 @@ class Event:
         self._stream = None
 
     def query(self) -> bool:
-        """Tell whether it has happened, or was never queued."""
+        """Return True if the event has happened, or was never queued."""
         return self._stream is None
 
     def synchronize(self) -> None:
-        """Wait for it."""
+        """Wait for the event."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Have a stream wait for it, by default the current one."""
+        """Have a stream wait for the event, by default the current stream."""
         (current_stream() if stream is None else stream).wait_event(self)
 
 
@@ -102,14 +102,15 @@ _current = _Current()
 
 
 def current_stream(device: object = None) -> Stream:
-    """Return the stream that work of this thread goes to."""
+    """Return the stream for the work of this thread."""
     return _current.stream
 
 
 @contextmanager
 def stream(stream: Stream) -> Iterator[None]:
-    """Return a scope in which work of this thread goes to a stream."""
-    before, _current.stream = _current.stream, stream
+    """Return a scope that sends the work of this thread to a stream."""
+    before = _current.stream
+    _current.stream = stream
     try:
         yield
     finally:

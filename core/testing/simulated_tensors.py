@@ -1,4 +1,4 @@
-"""Tensors of a simulated accelerator: each has its numbers in the memory of the host, where torch computes them."""
+"""Tensors of a simulated accelerator: the numbers are in the memory of the host."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from opgraft.testing.simulated_streams import current_stream
 from torch import Tensor
 
 _MOVES = frozenset({"aten::copy_", "aten::_to_copy", "aten::set_", "aten::_local_scalar_dense"})
-"""Operators that take tensors of the host and of a device at once."""
+"""Operators for tensors of the host and of a device at once."""
 
 
 class Running:
-    """The running device: how many kernels it has run, and which memory is taken.
+    """The running device: the number of kernels so far, and the memory in use.
 
     Args:
-        wait: takes the seconds of a kernel.
+        wait: called with the seconds of a kernel.
     """
 
     def __init__(self, wait: Callable[[float], object] = time.sleep) -> None:
@@ -40,38 +40,44 @@ class Running:
         Raises:
             RuntimeError: the device has failed.
         """
+        # Threads may call kernels at once.
         with self.lock:
             self.kernels += 1
             limit = self.about.fails_after
         if limit is not None and self.kernels > limit:
             raise RuntimeError(
-                f"{self.about.name} failed: it has run {limit} kernels, and {operator} would be another"
+                f"{self.about.name} failed: it has run {limit} kernels, and {operator} would be "
+                "another"
             )
         if self.about.seconds:
             self.wait(self.about.seconds)
 
     def hold(self, values: Tensor) -> int | None:
-        """Take memory for numbers; returns by which number to free it.
+        """Take memory for numbers; return the key for ``free``, ``None`` for no bytes.
 
         Raises:
-            torch.OutOfMemoryError: there is not enough.
+            torch.OutOfMemoryError: the memory does not suffice.
         """
         memory = values.untyped_storage()
-        place, size = memory.data_ptr(), memory.nbytes()
+        place = memory.data_ptr()
+        size = memory.nbytes()
+        if not size:
+            return None
         with self.lock:
+            # Views share memory, which counts once.
             if place in self.taken:
                 self.taken[place][0] += 1
             elif self.in_use() + size > self.about.memory:
                 raise torch.OutOfMemoryError(
-                    f"{self.about.name} out of memory: {size} bytes were asked for, {self.in_use()} of "
-                    f"{self.about.memory} are in use"
+                    f"{self.about.name} out of memory: {size} bytes were asked for, "
+                    f"{self.in_use()} of {self.about.memory} are in use"
                 )
-            elif size:
+            else:
                 self.taken[place] = [1, size]
-        return place if size else None
+        return place
 
     def free(self, place: int | None) -> None:
-        """Give memory back that nothing holds any more."""
+        """Give back memory; the last holder frees the memory."""
         if place is None:
             return
         with self.lock:
@@ -80,7 +86,7 @@ class Running:
                 del self.taken[place]
 
     def in_use(self) -> int:
-        """Return the bytes that are taken."""
+        """Return the bytes in use."""
         return sum(size for _, size in self.taken.values())
 
 
@@ -88,12 +94,13 @@ _device = Running()
 
 
 def begin(device: SimulatedDevice) -> None:
-    """Have the device be like that from now on, with no kernel run."""
-    _device.about, _device.kernels = device, 0
+    """Describe the device from now on, and count kernels from zero."""
+    _device.about = device
+    _device.kernels = 0
 
 
 def bytes_in_use() -> int:
-    """Return the bytes of the device's memory that tensors take."""
+    """Return the bytes of the device's memory in use."""
     return _device.in_use()
 
 
@@ -102,7 +109,7 @@ class SimulatedTensor(Tensor):
     """A tensor of the device.
 
     Attributes:
-        numbers: in the memory of the host, with the same strides.
+        numbers: a tensor of the host with the same strides.
     """
 
     numbers: Tensor
@@ -117,6 +124,7 @@ class SimulatedTensor(Tensor):
     def _hold(self, values: Tensor) -> None:
         place = _device.hold(values)
         self.numbers = values
+        # Memory is freed with the last reference, as on a real device.
         self._give_back = weakref.finalize(self, _device.free, place)
 
     @classmethod
@@ -127,32 +135,36 @@ class SimulatedTensor(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The same numbers, without gradients; another tensor of the device may take their place."""
-        return Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]  # a descriptor of C
+        """The same numbers without gradients. Another tensor of the device may be assigned."""
+        # torch declares no type of the descriptor.
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
 
     @data.setter
     def data(self, other: Tensor) -> None:
         if not isinstance(other, SimulatedTensor):
             raise RuntimeError(
-                f"a tensor of {other.device} cannot be the data of one of {self.device}: move it there"
+                f"a tensor of {other.device} cannot be the data of one of {self.device}: "
+                "move it there"
             )
         Tensor.data.__set__(self, other)  # type: ignore[attr-defined]  # a descriptor of C
+        # The new memory is taken before the former is freed, as on a real device.
         former = self._give_back
         self._hold(other.numbers.detach())
         former()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves it untyped
+    # The method of torch has no types.
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{repr(self.numbers)[:-1]}, device='{self.device}')"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _moved, (self.cpu(), self.requires_grad)
 
     def tolist(self) -> Any:
-        """Return the numbers, which leave the device for it."""
+        """Return the numbers as a list."""
         return self.cpu().tolist()
 
     def untyped_storage(self) -> Any:
-        """Return the memory, which is that of the host."""
+        """Return the memory, in the host."""
         return self.numbers.untyped_storage()
 
     def data_ptr(self) -> int:
@@ -168,36 +180,47 @@ def compute(operator: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator of torch on the device.
 
     Raises:
-        RuntimeError: the device has failed, tensors of the host are among those of the device, or a result has a dtype
-            that it does not compute with.
+        RuntimeError: the device has failed, tensors of host and device are mixed, or the device
+            does not compute with the dtype of a result.
         torch.OutOfMemoryError: a result does not fit.
     """
     name = operator.name().partition(".")[0]
     given = list(_tensors((args, tuple(kwargs.values()))))
     ours = [each for each in given if isinstance(each, SimulatedTensor)]
-    foreign = [each for each in given if not isinstance(each, SimulatedTensor) and each.dim()]
-    if ours and foreign and name not in _MOVES and "index" not in name:
-        raise RuntimeError(
-            f"Expected all tensors to be on the same device, but {name} was given one on {foreign[0].device} beside "
-            f"one on {ours[0].device}"
-        )
+    _expect_one_device(name, given, ours)
     stream = current_stream()
-    if ours and len(ours) == len(given) and ours[0] is args[0] and _only_writes(operator):
+    is_on_device = ours and len(ours) == len(given)
+    if is_on_device and ours[0] is args[0] and _only_writes(operator):
         stream.put(functools.partial(_run, operator, name, _on_host(args), _on_host(kwargs)))
         return ours[0]
-    stream.synchronize()  # what makes tensors, or takes those of the host, waits for what is queued
+    # An operator that makes tensors, or takes those of the host, waits for queued work.
+    stream.synchronize()
+    # An operator that returns an argument must return the same object.
     known = {id(_on_host(each)): each for each in given}
-    before = [
-        (each, each.numbers, _form(each.numbers), each.numbers.untyped_storage()) for each in ours
-    ]
+    before = []
+    for each in ours:
+        numbers = each.numbers
+        before.append((each, numbers, _form(numbers), numbers.untyped_storage()))
     result = _run(operator, name, _on_host(args), _on_host(kwargs))
     for each, numbers, form, memory in before:
         if _form(numbers) != form:
             _follow(each, numbers, form, memory)
+    # A copy to another device leaves this one.
     target = kwargs.get("device")
     if target is not None and torch.device(target).type != DEVICE_TYPE:
         return result
     return _on_device(result, known, name)
+
+
+def _expect_one_device(name: str, given: list[Tensor], ours: list[SimulatedTensor]) -> None:
+    # A tensor without dimensions may stay on the host, as torch allows for every device.
+    foreign = [each for each in given if not isinstance(each, SimulatedTensor) and each.dim()]
+    if not ours or not foreign or name in _MOVES or "index" in name:
+        return
+    raise RuntimeError(
+        f"Expected all tensors to be on the same device, but {name} was given one on "
+        f"{foreign[0].device} beside one on {ours[0].device}"
+    )
 
 
 def _run(operator: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -206,14 +229,16 @@ def _run(operator: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _only_writes(operator: Any) -> bool:
-    """Tell whether an operator writes numbers to its first argument, and does nothing else that can be seen."""
-    name, tags = operator.name().partition(".")[0], operator.tags
-    seen = torch.Tag.inplace_view in tags or torch.Tag.nondeterministic_seeded in tags
-    return name.endswith("_") and not name.startswith("aten::_") and not seen
+    """Return True if an operator does nothing visible but write to the first argument."""
+    name = operator.name().partition(".")[0]
+    if not name.endswith("_") or name.startswith("aten::_"):
+        return False
+    seen = {torch.Tag.inplace_view, torch.Tag.nondeterministic_seeded}
+    return seen.isdisjoint(operator.tags)
 
 
 def _follow(tensor: SimulatedTensor, numbers: Tensor, form: tuple[Any, ...], memory: Any) -> None:
-    """Give a tensor the shape and the memory that its numbers have got in place; what does not fit is taken back."""
+    """Give a tensor the new shape and memory of the numbers, or undo the change."""
     try:
         tensor.data = SimulatedTensor(numbers)
     except torch.OutOfMemoryError:
@@ -224,7 +249,7 @@ def _follow(tensor: SimulatedTensor, numbers: Tensor, form: tuple[Any, ...], mem
 
 
 def _form(values: Tensor) -> tuple[Any, ...]:
-    """Return how numbers lie in memory, with the address and the size of that."""
+    """Return shape, strides and offset of numbers, and the address and size of the memory."""
     memory = values.untyped_storage()
     return (
         tuple(values.shape),
@@ -244,31 +269,29 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _on_host(value: Any) -> Any:
-    """Return a value with the numbers of tensors, and with the host in the place of the device."""
+    """Return a value with the numbers of tensors, and with the host in place of the device."""
     if isinstance(value, SimulatedTensor):
         return value.numbers
     if isinstance(value, torch.device) and value.type == DEVICE_TYPE:
         return torch.device(HOST)
     if type(value) in (tuple, list):
         return type(value)(map(_on_host, value))
-    return {name: _on_host(each) for name, each in value.items()} if type(value) is dict else value
+    if type(value) is dict:
+        return {name: _on_host(each) for name, each in value.items()}
+    return value
 
 
 def _on_device(value: Any, known: dict[int, Tensor], operator: str) -> Any:
-    """Return a result as tensors of the device; what was an argument is that argument."""
-    if isinstance(value, Tensor):
-        if id(value) in known:
-            return known[id(value)]
-        name = str(value.dtype).removeprefix("torch.")
-        if (
-            value.dtype.is_floating_point
-            and value.itemsize > 1
-            and name not in _device.about.dtypes
-        ):
-            raise RuntimeError(
-                f"{_device.about.name} computes no {name}, which {operator} was to give"
-            )
-        return SimulatedTensor(value)
+    """Return a result as tensors of the device; an argument stays the same object."""
     if type(value) in (tuple, list):
         return type(value)(_on_device(each, known, operator) for each in value)
-    return value
+    if not isinstance(value, Tensor):
+        return value
+    if id(value) in known:
+        return known[id(value)]
+    name = str(value.dtype).removeprefix("torch.")
+    # Floats of 8 bits are stored only, and no device computes with them.
+    is_computed = value.dtype.is_floating_point and value.itemsize > 1
+    if is_computed and name not in _device.about.dtypes:
+        raise RuntimeError(f"{_device.about.name} computes no {name}, which {operator} was to give")
+    return SimulatedTensor(value)

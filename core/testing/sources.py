@@ -1,4 +1,4 @@
-"""The modules of opgraft that a form's proof is made of, as their imports tell, and the digest of their source."""
+"""The modules of opgraft in a form's proof, found by imports, and the digest of their source."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 
 PROOF = "opgraft.testing.proof"
 PACKAGES = ("opgraft.binding.functional", "opgraft.ops", "opgraft.testing")
-"""The homes of definitions, modules and what proves them; platforms and plugins do not change what these compute."""
+"""The packages of definitions and proofs. Platforms and plugins do not change definitions."""
 
 
 def digest_of(sources: Iterable[str]) -> str | None:
-    """Digest the code of modules and of all that they are made of; ``None`` without the source of one.
+    """Digest the code of modules and of their imports; ``None`` if a source is missing.
 
-    Comments, documentation and layout are no part of it. What proves forms is.
+    The code of the proof itself counts. Comments, documentation and layout do not.
     """
     digest = hashlib.sha256()
     for module in made_of((*sources, PROOF)):
@@ -29,7 +29,7 @@ def digest_of(sources: Iterable[str]) -> str | None:
     return digest.hexdigest()[:16]
 
 
-# Kept, as are what is made of it: most modules belong to many forms.
+# Trees and digests are kept: most modules belong to many forms.
 @functools.cache
 def _tree_of(source: str) -> ast.Module:
     return ast.parse(source)
@@ -37,12 +37,12 @@ def _tree_of(source: str) -> ast.Module:
 
 @functools.cache
 def _code_of(source: str) -> bytes:
-    """Return what a digest is made of."""
+    """Return the code of a module as text for the digest."""
     return _code(_tree_of(source)).encode()
 
 
 def made_of(modules: Iterable[str]) -> list[str]:
-    """Return ``modules`` and those that they import, directly or not, of ``PACKAGES``, in the order of their names."""
+    """Return modules with all their imports of ``PACKAGES``, direct or not, sorted by name."""
     found: set[str] = set()
     left = list(modules)
     while left:
@@ -61,17 +61,15 @@ def source_of(module: str) -> str | None:
         if found is None or not found.has_location or found.origin is None:
             return None
         read: Callable[[str], str | None] | None = getattr(found.loader, "get_source", None)
-        if (
-            read is None
-        ):  # the loader of pytest, which rewrites assertions of modules that are plugins of it
+        if read is None:  # pytest's own loader rewrites assertions in pytest plugins
             return importlib.util.decode_source(Path(found.origin).read_bytes())
         return read(module)
-    except (ImportError, ValueError, OSError):  # gone, or a session, which has no file
+    except (ImportError, ValueError, OSError):  # gone, or an interactive session without a file
         return None
 
 
 def _code(node: ast.AST) -> str:
-    """Write a syntax tree down without documentation, and without fields that are empty or only some Pythons have."""
+    """Write a syntax tree as text, without documentation or fields of some Pythons only."""
     fields = [
         (name, value)
         for name, value in ast.iter_fields(node)
@@ -98,7 +96,7 @@ def _is_documentation(node: object) -> bool:
 
 @functools.cache
 def imports_of(source: str) -> tuple[str, ...]:
-    """Return the modules of ``PACKAGES`` that a module with that source imports itself."""
+    """Return the direct imports of ``PACKAGES`` in a source."""
     tree = _tree_of(source)
     imported = _imported(tree)
     facades = {local: name for local, name in imported.items() if _is_facade(name)}
@@ -113,7 +111,7 @@ def imports_of(source: str) -> tuple[str, ...]:
 
 
 def _imported(tree: ast.Module) -> dict[str, str]:
-    """Map a local name to the dotted name imported; of ``from module import *``, what the module passes on."""
+    """Map local names to imported dotted names; ``import *`` brings the names of the module."""
     found: dict[str, str] = {}
     for node in _statements(tree):
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
@@ -126,7 +124,7 @@ def _imported(tree: ast.Module) -> dict[str, str]:
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.AST]:
-    """Yield the statements of a module, those within others too, without a look at their expressions."""
+    """Yield all statements of a module, also nested ones, without their expressions."""
     left: list[ast.AST] = [tree]
     while left:
         yield (node := left.pop())
@@ -138,7 +136,7 @@ def _statements(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def _module_of(name: str) -> str | None:
-    """Return the module of ``PACKAGES`` that a dotted name stands for, or is defined in."""
+    """Return the module of ``PACKAGES`` for a dotted name of a module or of an object within."""
     owner, _, attribute = name.rpartition(".")
     if _is_facade(owner):
         name = _passed_on(source_of(owner) or "").get(attribute, name)
@@ -150,7 +148,7 @@ def _module_of(name: str) -> str | None:
 
 @functools.cache
 def _is_facade(module: str) -> bool:
-    """Return whether a module only passes on what others define: of it, the modules with the names in use count."""
+    """Return True if a module only passes on names: then the modules with these names count."""
     return module.startswith("opgraft.ops") and _is_package(module)
 
 
