@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,9 +52,12 @@ def check_values(
     Returns:
         The largest error, as a share of the tolerance.
     """
-    cases = [(lead, size) for lead in spec.leads for size in spec.sizes] + list(spec.large)
     if brief:
+        # The last leading dimensions hold a zero.
         cases = [(lead, spec.sizes[-1]) for lead in (spec.leads[1], spec.leads[-1])]
+    else:
+        cases = [(lead, size) for lead in spec.leads for size in spec.sizes]
+        cases += spec.large
     shares = [0.0]
     for lead, size in cases:
         arguments = spec.arguments(variant, dtype, lead, size)
@@ -71,60 +74,65 @@ def check_values(
 def check_strides(spec: OpSpec, variant: str, call: Implementation) -> None:
     """Views of every layout give the results of contiguous tensors."""
     size = max(spec.sizes[:2])
+    # Only a shape of two dimensions or more can be swapped.
     square = next(lead for lead in spec.leads if len(lead) > 1 and min(lead) > 1)
     leads = {Layout.ELEMENTS: spec.leads[1], Layout.ROWS: spec.leads[1], Layout.SWAPPED: square}
     for layout, lead in leads.items():
         views = spec.arguments(variant, torch.float32, lead, size, layout)
-        packed = {
-            name: value.contiguous() if isinstance(value, Tensor) else value
-            for name, value in views.items()
-        }
+        packed = dict(views)
+        for name in _tensors_of(views):
+            packed[name] = views[name].contiguous()
         with torch.no_grad():
             expected = tensors(spec.reference(**in_float64(packed)))
             compare(spec, torch.float32, results_of(spec, call, views), expected)
 
 
+def _tensors_of(arguments: Arguments) -> dict[str, Tensor]:
+    """Return the arguments that are tensors."""
+    return {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+
+
+def _small(spec: OpSpec, variant: str, dtype: torch.dtype = torch.float32) -> Arguments:
+    """Draw small arguments."""
+    return spec.arguments(variant, dtype, spec.leads[1], max(spec.sizes[:2]))
+
+
 def check_effects(spec: OpSpec, variant: str, dtype: torch.dtype, call: Implementation) -> None:
     """Only declared arguments are written to, and no result shares memory with another tensor."""
-    arguments = spec.arguments(variant, dtype, spec.leads[1], max(spec.sizes[:2]))
-    taken = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    name = spec.functional.name
+    arguments = _small(spec, variant, dtype)
+    taken = _tensors_of(arguments)
     before = {name: value.clone() for name, value in taken.items()}
     with torch.no_grad():
-        made = (
-            tensors(call(**arguments))
-            if not spec.functional.mutates
-            else (call(**arguments), [])[1]
-        )
+        results = call(**arguments)
+    # A form that writes to arguments returns nothing.
+    made = [] if spec.functional.mutates else tensors(results)
     written = {name for name, value in taken.items() if not torch.equal(value, before[name])}
     if written != set(spec.functional.mutates):
         raise AssertionError(
-            f"{spec.functional.name} wrote to {sorted(written)}, "
-            f"declared are {sorted(spec.functional.mutates)}"
+            f"{name} wrote to {sorted(written)}, declared are {sorted(spec.functional.mutates)}"
         )
-    memory = [
-        value.untyped_storage().data_ptr() for value in (*taken.values(), *made) if value.numel()
-    ]
-    if len(set(memory)) != len(memory):
-        raise AssertionError(
-            f"{spec.functional.name} returned memory of an argument, or the same memory twice"
-        )
+    held = [value for value in (*taken.values(), *made) if value.numel()]
+    memory = {value.untyped_storage().data_ptr() for value in held}
+    if len(memory) != len(held):
+        raise AssertionError(f"{name} returned memory of an argument, or the same memory twice")
 
 
 def check_registration(spec: OpSpec, variant: str) -> None:
     """``torch.library.opcheck`` accepts the registered op, with dynamic sizes."""
-    arguments = spec.arguments(variant, torch.float32, spec.leads[1], max(spec.sizes[:2]))
+    arguments = _small(spec, variant)
     if spec.differentiable and not spec.functional.mutates:
         arguments = with_gradients(arguments)
-    signature = inspect.signature(spec.functional.native)
-    ordered = signature.bind(**arguments)
+    ordered = inspect.signature(spec.functional.native).bind(**arguments)
     tools = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    if not any(
-        value.is_floating_point() and value.itemsize == 1 for value in tensors(arguments.values())
-    ):
-        tools.append(
-            "test_schema"
-        )  # which compares arguments in a way that 8-bit floating point lacks
+    # This one compares arguments in a way that 8-bit floating point lacks.
+    if not any(_is_float8(value) for value in tensors(arguments.values())):
+        tools.append("test_schema")
     torch.library.opcheck(registered(spec), ordered.args, ordered.kwargs, test_utils=tools)
+
+
+def _is_float8(value: Tensor) -> bool:
+    return value.is_floating_point() and value.itemsize == 1
 
 
 def check_refusal(spec: OpSpec, variant: str, call: Implementation) -> None:
@@ -132,53 +140,41 @@ def check_refusal(spec: OpSpec, variant: str, call: Implementation) -> None:
 
     An op that writes to arguments must refuse an argument with a gradient, and write nothing.
     """
-    drawn = spec.arguments(variant, torch.float32, spec.leads[1], max(spec.sizes[:2]))
+    form = spec.functional.name
+    drawn = _small(spec, variant)
     required = with_gradients(drawn)
     if not spec.functional.mutates:
         if any(result.requires_grad for result in tensors(call(**required))):
-            raise AssertionError(
-                f"{spec.functional.name} has no gradient, and its results require one"
-            )
+            raise AssertionError(f"{form} has no gradient, and its results require one")
         return
-    for name in (
-        name
-        for name, value in required.items()
-        if isinstance(value, Tensor) and value.requires_grad
-    ):
-        once = required[name] * 1  # torch itself refuses to write to a leaf
+    for name, value in _tensors_of(required).items():
+        if not value.requires_grad:
+            continue
+        once = value * 1  # torch itself refuses to write to a leaf
         try:
             call(**{**drawn, name: once})
         except ValueError as error:
-            if not torch.equal(
-                once, drawn[name]
-            ) or f"{spec.functional.name}: {name} requires a gradient" not in str(error):
+            is_untouched = torch.equal(once, drawn[name])
+            if not is_untouched or f"{form}: {name} requires a gradient" not in str(error):
                 raise AssertionError(
-                    f"{spec.functional.name} refused {name} too late, or in other words: {error}"
+                    f"{form} refused {name} too late, or in other words: {error}"
                 ) from error
         else:
-            raise AssertionError(
-                f"{spec.functional.name} takes {name}, which requires a gradient, and loses it"
-            )
+            raise AssertionError(f"{form} takes {name}, which requires a gradient, and loses it")
 
 
 def check_fake(spec: OpSpec, variant: str, dtype: torch.dtype) -> None:
     """The fake rule tells shape, dtype and layout of the registered op's results."""
     for lead in spec.leads:
         arguments = spec.arguments(variant, dtype, lead, spec.sizes[0])
-        on_meta = {
-            name: value.to("meta") if isinstance(value, Tensor) else value
-            for name, value in arguments.items()
-        }
+        on_meta = dict(arguments)
+        for name, value in _tensors_of(arguments).items():
+            on_meta[name] = value.to("meta")
         with torch.no_grad():
-            told, made = (
-                tensors(spec.functional.fake(**on_meta)),
-                tensors(registered(spec)(**arguments)),
-            )
+            told = tensors(spec.functional.fake(**on_meta))
+            made = tensors(registered(spec)(**arguments))
         for fake, real in zip(told, made, strict=True):
-            strides = (
-                (fake.stride(), real.stride()) if real.numel() else ((), ())
-            )  # of empty tensors they mean nothing
-            if (fake.shape, fake.dtype, strides[0]) != (real.shape, real.dtype, strides[1]):
+            if _form(fake, real.numel()) != _form(real, real.numel()):
                 raise AssertionError(
                     f"{spec.functional.name}: the fake rule tells "
                     f"{tuple(fake.shape)} {fake.dtype} {fake.stride()}, "
@@ -186,14 +182,21 @@ def check_fake(spec: OpSpec, variant: str, dtype: torch.dtype) -> None:
                 )
 
 
+def _form(x: Tensor, numbers: int) -> tuple[Any, ...]:
+    """Return shape, dtype and strides of a tensor; strides of an empty tensor mean nothing."""
+    return x.shape, x.dtype, x.stride() if numbers else ()
+
+
 def check_compilation(spec: OpSpec, variant: str, call: Implementation) -> None:
     """The call compiles without a graph break, once for all sizes, to the same results."""
-    lead, size = next(lead for lead in spec.leads if min(lead) > 1), max(spec.sizes[:2])
-    drawn = [
-        spec.arguments(variant, torch.float32, tuple(n * factor for n in lead), size)
-        for factor in (1, 2, 3)
-    ]
-    runs = [functools.partial(results_of, spec, arguments=arguments) for arguments in drawn]
+    # Sizes 0 and 1 are compiled apart by torch.
+    lead = next(lead for lead in spec.leads if min(lead) > 1)
+    size = max(spec.sizes[:2])
+    runs = []
+    for factor in (1, 2, 3):
+        scaled = tuple(n * factor for n in lead)
+        arguments = spec.arguments(variant, torch.float32, scaled, size)
+        runs.append(functools.partial(results_of, spec, arguments=arguments))
     expect_one_graph(spec.functional.name, call, runs)
 
 
@@ -226,22 +229,20 @@ def expect_one_graph(
 def check_gradients(spec: OpSpec, variant: str, call: Implementation) -> None:
     """In float64 the gradients by all tensors equal finite differences."""
     size = min((size for size in spec.sizes if size > 1), default=1)
-    lead = min(
-        (lead for lead in spec.leads if min(lead) > 0), key=lambda lead: (len(lead), max(lead))
-    )
-    arguments = spec.arguments(variant, torch.float64, lead, min(size, 4))
-    names = [
-        name
-        for name, value in arguments.items()
-        if isinstance(value, Tensor) and value.is_floating_point()
-    ]
+    leads = [lead for lead in spec.leads if min(lead) > 0]
+    # Finite differences take two calls for each number.
+    smallest = min(leads, key=lambda lead: (len(lead), max(lead)))
+    arguments = spec.arguments(variant, torch.float64, smallest, min(size, 4))
+    floating = {
+        name: value for name, value in _tensors_of(arguments).items() if value.is_floating_point()
+    }
 
     def by_tensors(*values: Tensor) -> Any:
-        return tuple(tensors(call(**{**arguments, **dict(zip(names, values, strict=True))})))
+        given = dict(zip(floating, values, strict=True))
+        return tuple(tensors(call(**{**arguments, **given})))
 
-    if not torch.autograd.gradcheck(
-        by_tensors, [arguments[name].requires_grad_() for name in names]
-    ):
+    required = [value.requires_grad_() for value in floating.values()]
+    if not torch.autograd.gradcheck(by_tensors, required):
         raise AssertionError(f"{spec.functional.name}: gradients differ from finite differences")
 
 
@@ -249,66 +250,78 @@ def check_outside(spec: OpSpec, variant: str, call: Implementation) -> list[str]
     """In float32, results and gradients equal those of others; return the compared names."""
     compared = []
     for outside in spec.outside:
-        sides = []
-        for side in (call, outside.call):
-            arguments = spec.arguments(variant, torch.float32, spec.leads[1], max(spec.sizes[:2]))
-            arguments = with_gradients(arguments) if spec.differentiable else arguments
-            results = tensors(side(**arguments))
-            sides.append((results, list(_gradients(arguments, results))))
-        (ours, our_gradients), (theirs, their_gradients) = sides
-        if theirs:
-            compare(spec, torch.float32, ours, theirs)
-            torch.testing.assert_close(our_gradients, their_gradients, atol=1e-4, rtol=1e-4)
-            compared.append(outside.name)
+        theirs, their_gradients = _with_gradients_of(spec, variant, outside.call)
+        # Another project's function may not have the variant.
+        if not theirs:
+            continue
+        ours, our_gradients = _with_gradients_of(spec, variant, call)
+        compare(spec, torch.float32, ours, theirs)
+        torch.testing.assert_close(our_gradients, their_gradients, atol=1e-4, rtol=1e-4)
+        compared.append(outside.name)
     return compared
+
+
+def _with_gradients_of(
+    spec: OpSpec, variant: str, call: Implementation
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return the results of a call, and the gradients by all arguments."""
+    arguments = _small(spec, variant)
+    if spec.differentiable:
+        arguments = with_gradients(arguments)
+    results = tensors(call(**arguments))
+    return results, _gradients(arguments, results)
 
 
 def results_of(spec: OpSpec, call: Implementation, arguments: Arguments) -> list[Tensor]:
     """Return the results of a call, or copies of the mutated arguments."""
     if not spec.functional.mutates:
         return tensors(call(**arguments))
-    own = {
-        name: _copy(value) if name in spec.functional.mutates else value
-        for name, value in arguments.items()
-    }
-    call(**own)
-    return [own[name] for name in spec.functional.mutates]
+    copies = {name: _copy(arguments[name]) for name in spec.functional.mutates}
+    call(**{**arguments, **copies})
+    return list(copies.values())
 
 
 def _copy(x: Tensor) -> Tensor:
     """Copy a tensor with the memory between elements, unlike ``clone``."""
-    whole = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
+    count = x.untyped_storage().nbytes() // x.itemsize
+    whole = x.as_strided((count,), (1,), 0)
     return whole.clone().as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def compare(spec: OpSpec, dtype: torch.dtype, got: list[Tensor], expected: list[Tensor]) -> float:
     """Compare results with expected ones; return the largest error, as a share of the tolerance."""
-    shares = [0.0]
+    name = spec.functional.name
     if len(got) != len(expected):
-        raise AssertionError(
-            f"{spec.functional.name} made {len(got)} tensors, expected {len(expected)}"
-        )
+        raise AssertionError(f"{name} made {len(got)} tensors, expected {len(expected)}")
+    shares = [0.0]
     for ours, theirs in zip(got, expected, strict=True):
         wanted = dtype if theirs.dtype == torch.float64 else theirs.dtype
         if ours.dtype != wanted:
-            raise AssertionError(
-                f"{spec.functional.name} returned {ours.dtype} for {dtype}, expected {wanted}"
-            )
-        atol, rtol = spec.tolerance(dtype)
-        if theirs.dtype == torch.uint8 and torch.float4_e2m1fn_x2 in spec.tolerances:
-            atol, rtol = spec.tolerance(torch.float4_e2m1fn_x2)
-            ours, theirs = _numbers_of_4_bits(ours), _numbers_of_4_bits(theirs)
-        elif not theirs.is_floating_point():
-            atol = rtol = 0.0
-        elif theirs.itemsize == 1:
-            atol, rtol = spec.tolerance(theirs.dtype)
-            theirs = theirs.double()
-        ours = ours.to(theirs)
-        torch.testing.assert_close(ours, theirs, atol=atol, rtol=rtol)
-        if atol and theirs.numel():
-            share = (ours - theirs).abs() / (atol + rtol * theirs.abs())
-            shares.append(share.nan_to_num(0, 0, 0).max().item())  # of infinities, which are equal
+            raise AssertionError(f"{name} returned {ours.dtype} for {dtype}, expected {wanted}")
+        shares.append(_compare(spec, dtype, ours, theirs))
     return max(shares)
+
+
+def _compare(spec: OpSpec, dtype: torch.dtype, ours: Tensor, theirs: Tensor) -> float:
+    """Compare a result with the expected one; return the largest error, as a share."""
+    atol, rtol = spec.tolerance(dtype)
+    if theirs.dtype == torch.uint8 and torch.float4_e2m1fn_x2 in spec.tolerances:
+        # torch has no arithmetic for 4 bits: such numbers come in pairs, as bytes.
+        atol, rtol = spec.tolerance(torch.float4_e2m1fn_x2)
+        ours = _numbers_of_4_bits(ours)
+        theirs = _numbers_of_4_bits(theirs)
+    elif not theirs.is_floating_point():
+        atol = rtol = 0.0
+    elif theirs.itemsize == 1:
+        atol, rtol = spec.tolerance(theirs.dtype)
+        theirs = theirs.double()
+    ours = ours.to(theirs)
+    torch.testing.assert_close(ours, theirs, atol=atol, rtol=rtol)
+    if not atol or not theirs.numel():
+        return 0.0
+    share = (ours - theirs).abs() / (atol + rtol * theirs.abs())
+    # Infinities are equal here, and their difference is NaN.
+    return share.nan_to_num(0, 0, 0).max().item()
 
 
 def _numbers_of_4_bits(packed: Tensor) -> Tensor:
@@ -320,22 +333,19 @@ def _numbers_of_4_bits(packed: Tensor) -> Tensor:
 
 def with_gradients(arguments: Arguments) -> Arguments:
     """Return the arguments, with floating-point tensors as copies that require a gradient."""
-    floating = {
-        n: v for n, v in arguments.items() if isinstance(v, Tensor) and v.is_floating_point()
-    }
-    return {
-        **arguments,
-        **{name: value.clone().requires_grad_() for name, value in floating.items()},
-    }
+    required = dict(arguments)
+    for name, value in _tensors_of(arguments).items():
+        if value.is_floating_point():
+            required[name] = value.clone().requires_grad_()
+    return required
 
 
-def _gradients(arguments: Arguments, results: list[Tensor]) -> Iterator[Tensor | None]:
-    leaves = [
-        value for value in arguments.values() if isinstance(value, Tensor) and value.requires_grad
-    ]
+def _gradients(arguments: Arguments, results: list[Tensor]) -> list[Tensor | None]:
+    """Return the gradients of results by the arguments, for the same random upstream gradients."""
+    leaves = [value for value in _tensors_of(arguments).values() if value.requires_grad]
     made = [result for result in results if result.requires_grad]
     if not made:
-        return iter(())
+        return []
     generator = torch.Generator().manual_seed(0)
     upstream = [torch.randn(result.shape, generator=generator) for result in made]
-    return iter(torch.autograd.grad(made, leaves, upstream, allow_unused=True))
+    return list(torch.autograd.grad(made, leaves, upstream, allow_unused=True))

@@ -22,8 +22,10 @@ SETTINGS = OpgraftConfig(platform="cpu", compilation_config=CompilationConfig(cu
 
 def implementations(spec: OpSpec) -> list[checks.Implementation]:
     """Return the native definition, the form, the registered op, and the module if there is one."""
-    modules = [checks.by_module(spec)] if spec.module and not spec.functional.mutates else []
-    return [spec.functional.native, spec.functional, checks.registered(spec), *modules]
+    found = [spec.functional.native, spec.functional, checks.registered(spec)]
+    if spec.module and not spec.functional.mutates:
+        found.append(checks.by_module(spec))
+    return found
 
 
 def _values(spec: OpSpec, variant: str) -> None:
@@ -40,6 +42,7 @@ def _strides(spec: OpSpec, variant: str) -> None:
 
 
 def _effects(spec: OpSpec, variant: str) -> None:
+    # One dtype that kernels compute in, and one that they widen.
     for dtype in {torch.float32, torch.bfloat16} & set(spec.dtypes):
         for call in implementations(spec):
             checks.check_effects(spec, variant, dtype, call)
@@ -101,24 +104,19 @@ def prove(spec: OpSpec, family: ModuleType | str) -> Record:
         for name in names:
             for variant in spec.variants:
                 CHECKS[name](spec, variant)
-        compared = {
-            name
-            for variant in spec.variants
-            for name in checks.check_outside(spec, variant, spec.functional)
-        }
+        compared = set()
+        for variant in spec.variants:
+            compared |= set(checks.check_outside(spec, variant, spec.functional))
     outside = tuple(dict.fromkeys(other.name for other in spec.outside))
-    if compared != set(outside):
-        raise AssertionError(
-            f"{spec.functional.name}: never compared with {sorted(set(outside) - compared)}"
-        )
-    sources = (
-        spec.functional.native.__module__,
-        family if isinstance(family, str) else family.__name__,
-    )
+    missing = sorted(set(outside) - compared)
+    if missing:
+        raise AssertionError(f"{spec.functional.name}: never compared with {missing}")
+    home = family if isinstance(family, str) else family.__name__
+    sources = (spec.functional.native.__module__, home)
     return Record(
         sources=sources,
         digest=digest_of(sources) or "",
-        checks=(*names, *(["outside"] if outside else [])),
+        checks=(*names, "outside") if outside else tuple(names),
         variants=len(spec.variants),
         dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in spec.dtypes),
         outside=outside,
@@ -134,12 +132,11 @@ def expect_native(spec: OpSpec) -> None:
     bindings = [binding_of(spec.functional)]
     if spec.module:
         for variant in spec.variants:
-            op, _ = spec.module(
-                **spec.arguments(variant, spec.dtypes[0], spec.leads[0], spec.sizes[0])
-            )
+            arguments = spec.arguments(variant, spec.dtypes[0], spec.leads[0], spec.sizes[0])
+            op, _ = spec.module(**arguments)
             bindings += [part.binding for part in op.modules() if isinstance(part, CustomOp)]
-    others = {str(b.kernel.winner): None for b in bindings if b.kernel.winner.key != "native"}
+    kernels = [binding.kernel.winner for binding in bindings]
+    others = dict.fromkeys(str(kernel) for kernel in kernels if kernel.key != "native")
     if others:
-        raise AssertionError(
-            f"{spec.functional.name} runs {', '.join(others)} here, not only the native definition"
-        )
+        told = f"{spec.functional.name} runs {', '.join(others)} here"
+        raise AssertionError(f"{told}, not only the native definition")

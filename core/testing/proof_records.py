@@ -56,27 +56,40 @@ class State(enum.Enum):
 
 def read(file: Path) -> dict[str, Record]:
     """Read the records in a file, by the name of the form; none without a file."""
-    text = file.read_text(encoding="utf-8") if file.is_file() else '{"forms": {}}'
-    return {name: _record(row) for name, row in json.loads(text)["forms"].items()}
+    if not file.is_file():
+        return {}
+    forms = json.loads(file.read_text(encoding="utf-8"))["forms"]
+    return {name: _record(row) for name, row in forms.items()}
 
 
 def written(records: Mapping[str, Record]) -> str:
     """Return the text of a file with records: a line per form, in the order of the names."""
-    rows = [
-        f"    {json.dumps(name)}: {json.dumps(asdict(records[name]))}" for name in sorted(records)
+    # One line for each form: to renew one form changes one line.
+    rows = []
+    for name in sorted(records):
+        rows.append(f"    {json.dumps(name)}: {json.dumps(asdict(records[name]))}")
+    lines = [
+        "{",
+        f'  "schema": {json.dumps(SCHEMA)},',
+        f'  "provider": {json.dumps(PROVIDER)},',
+        '  "forms": {',
+        ",\n".join(rows),
+        "  }",
+        "}",
     ]
-    head = (
-        f'  "schema": {json.dumps(SCHEMA)},\n  "provider": {json.dumps(PROVIDER)},\n  "forms": {{\n'
-    )
-    return "{\n" + head + ",\n".join(rows) + "\n  }\n}\n"
+    return "\n".join(lines) + "\n"
 
 
 @functools.cache
 def recorded() -> Mapping[str, Record]:
     """Return the records of this installation."""
     modules = {form.native.__module__ for form in FUNCTIONALS.values()}
+    # Forms of plugins have no records here.
     files = {file_of(module) for module in modules if module.startswith("opgraft.")}
-    return {name: record for file in files for name, record in read(file).items()}
+    found: dict[str, Record] = {}
+    for file in files:
+        found |= read(file)
+    return found
 
 
 def file_of(module: str) -> Path:
@@ -89,11 +102,13 @@ def state_of(form: str) -> State:
     record = recorded().get(form)
     if record is None:
         return State.MISSING
-    return State.CURRENT if digest_of(record.sources) == record.digest else State.CHANGED
+    is_current = digest_of(record.sources) == record.digest
+    return State.CURRENT if is_current else State.CHANGED
 
 
 def _record(row: Mapping[str, Any]) -> Record:
-    fields: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in row.items()
-    }
+    fields: dict[str, Any] = dict(row)
+    for key, value in row.items():
+        if isinstance(value, list):
+            fields[key] = tuple(value)
     return Record(**fields)

@@ -61,7 +61,8 @@ def source_of(module: str) -> str | None:
         if found is None or not found.has_location or found.origin is None:
             return None
         read: Callable[[str], str | None] | None = getattr(found.loader, "get_source", None)
-        if read is None:  # pytest's own loader rewrites assertions in pytest plugins
+        # pytest's own loader rewrites assertions in pytest plugins, and has no source.
+        if read is None:
             return importlib.util.decode_source(Path(found.origin).read_bytes())
         return read(module)
     except (ImportError, ValueError, OSError):  # gone, or an interactive session without a file
@@ -70,28 +71,25 @@ def source_of(module: str) -> str | None:
 
 def _code(node: ast.AST) -> str:
     """Write a syntax tree as text, without documentation or fields of some Pythons only."""
-    fields = [
-        (name, value)
-        for name, value in ast.iter_fields(node)
-        if value not in (None, []) and name != "ctx"
-    ]
-    return (
-        f"{type(node).__name__}({', '.join(f'{name}={_value(value)}' for name, value in fields)})"
-    )
+    fields = []
+    for name, value in ast.iter_fields(node):
+        # Newer Pythons have further fields, which are empty for code that older ones read.
+        if value not in (None, []) and name != "ctx":
+            fields.append(f"{name}={_value(value)}")
+    return f"{type(node).__name__}({', '.join(fields)})"
 
 
 def _value(value: Any) -> str:
     if isinstance(value, list):
-        return f"[{', '.join(_value(item) for item in value if not _is_documentation(item))}]"
+        kept = [_value(item) for item in value if not _is_documentation(item)]
+        return f"[{', '.join(kept)}]"
     return _code(value) if isinstance(value, ast.AST) else repr(value)
 
 
 def _is_documentation(node: object) -> bool:
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )
+    if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
+        return False
+    return isinstance(node.value.value, str)
 
 
 @functools.cache
@@ -99,27 +97,30 @@ def imports_of(source: str) -> tuple[str, ...]:
     """Return the direct imports of ``PACKAGES`` in a source."""
     tree = _tree_of(source)
     imported = _imported(tree)
+    names = list(imported.values())
     facades = {local: name for local, name in imported.items() if _is_facade(name)}
-    used = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)] if facades else []
-    names = [
-        f"{facades[x.value.id]}.{x.attr}"
-        for x in used
-        if isinstance(x.value, ast.Name) and x.value.id in facades
-    ]
-    modules = (_module_of(name) for name in (*names, *imported.values()))
-    return tuple(sorted({module for module in modules if module}))
+    # Most modules import no facade, and need no walk over all expressions.
+    for node in ast.walk(tree) if facades else ():
+        if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
+            continue
+        facade = facades.get(node.value.id)
+        if facade is not None:
+            names.append(f"{facade}.{node.attr}")
+    modules = {_module_of(name) for name in names}
+    return tuple(sorted(module for module in modules if module))
 
 
 def _imported(tree: ast.Module) -> dict[str, str]:
     """Map local names to imported dotted names; ``import *`` brings the names of the module."""
     found: dict[str, str] = {}
     for node in _statements(tree):
-        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        if node.names[0].name == "*":
             found |= _passed_on(source_of(node.module or "") or "")
-        elif isinstance(node, ast.ImportFrom):
-            found |= {
-                alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names
-            }
+            continue
+        for alias in node.names:
+            found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
     return found
 
 
@@ -127,12 +128,11 @@ def _statements(tree: ast.Module) -> Iterator[ast.AST]:
     """Yield all statements of a module, also nested ones, without their expressions."""
     left: list[ast.AST] = [tree]
     while left:
-        yield (node := left.pop())
-        left += [
-            each
-            for each in ast.iter_child_nodes(node)
-            if isinstance(each, (ast.stmt, ast.excepthandler, ast.match_case))
-        ]
+        node = left.pop()
+        yield node
+        for each in ast.iter_child_nodes(node):
+            if isinstance(each, ast.stmt | ast.excepthandler | ast.match_case):
+                left.append(each)
 
 
 def _module_of(name: str) -> str | None:
