@@ -1,4 +1,4 @@
-"""``opgraft run --compare``: the model without kernels and plugins' ops, beside the model with them."""
+"""``opgraft run --compare``: a model on native definitions beside the model as usual."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 from opgraft.binding.names import op_name_of
 from opgraft.cli.output import print_table
 from opgraft.config import CompilationConfig, OpgraftConfig
@@ -18,19 +17,19 @@ from opgraft.registry.state import host_state
 from torch import Tensor
 
 _ENOUGH = 1.0
-"""Seconds that a measurement takes at least."""
+"""The least seconds of a measurement."""
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Numbers that a model computes for some texts, and its speed.
+    """The numbers of a model for some texts, and the speed.
 
     Attributes:
         numbers: float32 ``[texts, n]``: logits of the first token of each answer, or embeddings.
-        answers: of each text, its tokens or its nearest text.
-        tokens: of the answers, or of the texts where these are embedded.
+        answers: the tokens for each text, or the nearest text.
+        tokens: the number in all answers, or in the embedded texts.
         seconds: median over the rounds.
     """
 
@@ -58,10 +57,11 @@ class Comparison:
     @property
     def largest_difference(self) -> float:
         """The largest absolute difference of the numbers."""
-        one, other = self.plain.numbers, self.grafted.numbers
-        return (
-            torch.where(one == other, 0, (one - other).abs()).max().item()
-        )  # infinite ones may be equal
+        one = self.plain.numbers
+        other = self.grafted.numbers
+        # Infinite numbers may be equal, and their difference is NaN.
+        differences = (one - other).abs().masked_fill(one == other, 0)
+        return differences.max().item()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as plain data."""
@@ -74,34 +74,35 @@ class Comparison:
 
     def print(self) -> None:
         """Print a row for each of the two."""
-        compared = ("the same" if self.same_answers else "others", f"{self.largest_difference:.1e}")
+        answers = "the same" if self.same_answers else "others"
+        difference = f"{self.largest_difference:.1e}"
         rows = [
-            (name, f"{each.seconds:.2f} s", f"{each.tokens / each.seconds:.1f}", *more)
-            for name, each, more in (
-                ("plain", self.plain, ("", "")),
-                ("grafted", self.grafted, compared),
-            )
+            ("plain", *_speed_in_words(self.plain), "", ""),
+            ("grafted", *_speed_in_words(self.grafted), answers, difference),
         ]
         print_table(("model", "time", "tokens per second", "answers", "difference"), rows)
 
 
+def _speed_in_words(of: Measurement) -> tuple[str, str]:
+    return f"{of.seconds:.2f} s", f"{of.tokens / of.seconds:.1f}"
+
+
 def native_config() -> OpgraftConfig:
-    """Return settings under which every op has its own class and runs its native definition."""
+    """Return settings for native definitions in the ops' own classes."""
     load_plugins()
     state = host_state()
-    targets = [replacement.target for replacement in state.active if replacement.target is not None]
-    owners = {
-        op_name_of(target, state): discover().provider_of(target.__module__).name
-        for target in targets
-    }
-    return OpgraftConfig(
-        compilation_config=CompilationConfig(custom_ops=["none"]),
-        providers={name: owner for name, owner in owners.items() if name is not None},
-    )
+    owners = {}
+    for replacement in state.active:
+        target = replacement.target
+        name = None if target is None else op_name_of(target, state)
+        if target is not None and name is not None:
+            owners[name] = discover().provider_of(target.__module__).name
+    compilation = CompilationConfig(custom_ops=["none"])
+    return OpgraftConfig(compilation_config=compilation, providers=owners)
 
 
 def timed(run: Callable[[], Result]) -> tuple[Result, float]:
-    """Return a result, and the median of the seconds it took, over as many rounds as a second has."""
+    """Return a result and the median seconds of a round, for as many rounds as a second takes."""
     seconds: list[float] = []
     while sum(seconds) < _ENOUGH:
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""``opgraft conformance``: put a plugin before every check of the kit, and write down the evidence."""
+"""``opgraft conformance``: ask every check of the kit of a plugin, and write the evidence."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def command(
 
 
 def report(found: ConformanceEvidence, regressions: list[dict[str, Any]] | None) -> None:
-    """Print what failed, each once, and how many passed."""
+    """Print each failure once, and the number of answers by status."""
     new = {evidence.key_of(outcome) for outcome in regressions or ()}
     for outcome in found.failed():
         if evidence.key_of(outcome) not in new:
@@ -89,8 +89,10 @@ def report(found: ConformanceEvidence, regressions: list[dict[str, Any]] | None)
             f"regression: {_name(outcome)} passed before, now {outcome['status']}: {outcome['reason']}"
         )
     about, counts = found.about, found.counted()
-    where = f"{about['plugin']} {about['provider']['version']} on {about['platform']} ({about['device']})"
-    print_wrapped(f"{where}: {', '.join(f'{count} {status}' for status, count in counts.items())}")
+    plugin = f"{about['plugin']} {about['provider']['version']}"
+    where = f"{plugin} on {about['platform']} ({about['device']})"
+    told = [f"{count} {status}" for status, count in counts.items()]
+    print_wrapped(f"{where}: {', '.join(told)}")
 
 
 def _name(outcome: dict[str, Any]) -> str:
@@ -98,23 +100,23 @@ def _name(outcome: dict[str, Any]) -> str:
 
 
 def subject_of(plugin: str) -> str:
-    """Return the name by which evidence is kept: of the distribution, or of the built-in platform.
+    """Return the name of kept evidence: the distribution, or the built-in platform.
 
     Raises:
-        ConfigError: nothing that is installed answers to the name.
+        ConfigError: no installed plugin has the name.
     """
     provider, _, platforms = names_of(plugin)
     return platforms[0] if provider == HOST_DISTRIBUTION else normalized(provider)
 
 
 class Run:
-    """Judges a plugin in child processes: another one goes on where a check takes its process down.
+    """Judges a plugin in child processes. If a check ends a process, another process goes on.
 
     Args:
-        plugin: its name.
-        found: takes the answers; those that it has already are not asked for again.
-        file: is written after each op, or ``None``.
-        brief: whether the short form is asked, which is not kept.
+        plugin: the name.
+        found: takes the answers; answered questions are not asked again.
+        file: written after each op, if given.
+        brief: ask the short form; the answers of the short form are not kept.
     """
 
     def __init__(
@@ -132,7 +134,7 @@ class Run:
         """Ask every question.
 
         Raises:
-            PluginError: the plugin takes the process down where it is loaded.
+            PluginError: loading the plugin ends the process.
             Abort: it was interrupted; what there is has been written.
         """
         while True:
@@ -158,7 +160,7 @@ class Run:
             )
 
     def hear(self, told: dict[str, Any]) -> None:
-        """Take note of what the child tells."""
+        """Take note of a message of the child."""
         if "about" in told:
             if self.found.about:
                 self.found.expect_same(
@@ -173,7 +175,7 @@ class Run:
             self.found.add(told["outcome"])
 
     def _progress(self) -> None:
-        """Tell which op comes next, when it is another one, and write down what there is."""
+        """Print the next op when the op changes, and write the answers so far."""
         op = self.asked["op"]
         if op != self.op:
             self.op = op
@@ -181,7 +183,7 @@ class Run:
             self.write()
 
     def write(self, regressions: list[dict[str, Any]] | None = None) -> bool:
-        """Write down what there is; returns whether there is anything that a later run could go on with."""
+        """Write the answers so far; return True if a later run can go on with a file."""
         if self.brief or not self.found.about:
             return False
         data = self.found.to_dict(regressions)
@@ -195,7 +197,7 @@ _CRASHED = {"status": "failed", "error": None, "speed": None, "seconds": 0.0}
 
 
 def examine(plugin: str, brief: str, done: str) -> None:
-    """Answer the questions in this process that are not ``done``, and tell each answer."""
+    """Answer the open questions in this process, and tell each answer to the parent."""
     conformance = importlib.import_module("opgraft.testing.conformance")
     watching = importlib.import_module("opgraft.registry.watching")
     known = {tuple(key) for key in json.loads(done)}
@@ -206,15 +208,14 @@ def examine(plugin: str, brief: str, done: str) -> None:
             asked = {"op": case.op, "check": case.check, "dtype": case.dtype}
             if tuple(asked.values()) not in known:
                 tell({"asked": asked})
-                with watching.watched(
-                    f"{case} of {judged.provider}", None
-                ):  # nobody to confine: it is on trial
+                # Without a provider: a plugin on trial is not put into quarantine.
+                with watching.watched(f"{case} of {judged.provider}", None):
                     outcome = judged.judge(case)
                 tell({"outcome": outcome.to_dict()})
 
 
 def _about(judged: Any) -> dict[str, Any]:
-    """Return what the answers are about: plugin, platform, device and versions, the day, and what was asked."""
+    """Return the subject of the answers: plugin, platform, device, versions, day and questions."""
     torch = importlib.import_module("torch")
     selected = importlib.import_module("opgraft.plugins.selection").current_platform()
     versions = {

@@ -1,4 +1,4 @@
-"""Evidence of conformance as a file: written while a plugin is judged, gone on with, and compared with another."""
+"""Evidence of conformance as a file, for later runs and comparisons."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from opgraft.registry.decision import Provider
 
 SCHEMA = "opgraft.conformance/1"
 SHIPPED = "conformance.json"
-"""The file with evidence that a plugin ships in its package."""
+"""The file with evidence in the package of a plugin."""
 LARGEST = 1 << 26
 """Bytes of a file with evidence."""
 
 _SUBJECT = ("plugin", "provider", "platform", "device", "versions", "brief")
-"""Fields that must be the same for an interrupted run to be gone on with."""
+"""Fields that must be the same for a run to go on with earlier evidence."""
 
 _FURTHER = ("ops", "checks", "date")
 
@@ -47,10 +47,10 @@ Key = tuple[str, str, str | None]
 
 @dataclass
 class ConformanceEvidence:
-    """Everything that is known of a plugin.
+    """The answers about a plugin.
 
     Attributes:
-        about: plugin, provider, platform, device, versions, the day, and what ops and checks are, as plain data.
+        about: plugin, provider, platform, device, versions, day, ops and checks, as plain data.
         cases: the number of questions.
         outcomes: the answers so far, by question.
     """
@@ -61,7 +61,7 @@ class ConformanceEvidence:
 
     @property
     def complete(self) -> bool:
-        """Tell whether every question is answered."""
+        """Return True if every question is answered."""
         return 0 < self.cases <= len(self.outcomes)
 
     def add(self, outcome: Mapping[str, Any]) -> None:
@@ -78,21 +78,20 @@ class ConformanceEvidence:
         return [outcome for outcome in self.outcomes.values() if outcome["status"] == "failed"]
 
     def regressions(self, baseline: ConformanceEvidence) -> list[dict[str, Any]]:
-        """List what passed in an earlier run, and now fails, is skipped, or is not asked any more."""
+        """List the passed checks of an earlier run that do not pass any more."""
+        gone = {"status": "missing", "reason": "it is not asked any more"}
         found = []
         for key, before in baseline.outcomes.items():
-            now = self.outcomes.get(key)
-            if before["status"] == "passed" and (now is None or now["status"] != "passed"):
-                op, check, dtype = key
-                gone = {"status": "missing", "reason": "it is not asked any more"}
-                told = now or gone
-                found.append(
-                    {"op": op, "check": check, "dtype": dtype, **{k: told[k] for k in gone}}
-                )
+            now = self.outcomes.get(key, gone)
+            if before["status"] != "passed" or now["status"] == "passed":
+                continue
+            op, check, dtype = key
+            told = {name: now[name] for name in gone}
+            found.append({"op": op, "check": check, "dtype": dtype, **told})
         return found
 
     def to_dict(self, regressions: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-        """Return the same as plain data; ``regressions`` are ``None`` where there is no baseline."""
+        """Return the same as plain data; ``regressions`` are ``None`` without a baseline."""
         return {
             "schema": SCHEMA,
             **self.about,
@@ -104,10 +103,10 @@ class ConformanceEvidence:
         }
 
     def expect_same(self, about: Mapping[str, Any], path: Path | None) -> None:
-        """Check that earlier answers are about what is asked about now.
+        """Check that earlier answers are about the same subject.
 
         Raises:
-            InputError: they are about something else.
+            InputError: the subject is another one.
         """
         changed = [name for name in _SUBJECT if self.about.get(name) != about.get(name)]
         if changed:
@@ -131,10 +130,10 @@ def write(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file that a user names, in one step.
+    """Write a file of the user in one step.
 
     Raises:
-        InputError: it cannot be written.
+        InputError: the file cannot be written.
     """
     try:
         replace_file(path, text, 0o644)
@@ -148,7 +147,7 @@ def read(path: Path) -> ConformanceEvidence:
     """Read evidence.
 
     Raises:
-        InputError: there is none, or not of this schema.
+        InputError: there is no file, or the schema is another one.
     """
     try:
         data = json.loads(read_regular(path, LARGEST))
@@ -187,25 +186,21 @@ def read(path: Path) -> ConformanceEvidence:
 
 
 def shipped(module: str, installed: Provider) -> dict[str, Any] | None:
-    """Return a summary of the evidence that lies in a plugin's package, or ``None`` where none does.
+    """Return a summary of the evidence in a plugin's package; ``None`` if there is none.
 
-    Nothing of the package is imported. Evidence that cannot be read is told of by ``problem``, and evidence about
-    another version than the ``installed`` one by ``outdated``.
+    Nothing of the package is imported. ``problem`` of the summary is about unreadable evidence,
+    ``outdated`` about evidence for another version than the installed one.
     """
     found = importlib.util.find_spec(module.partition(".")[0])
-    places = (found and found.submodule_search_locations) or ()
-    return next(
-        (
-            _summary(file, installed)
-            for place in places
-            if (file := Path(place) / SHIPPED).is_file()
-        ),
-        None,
-    )
+    for place in (found and found.submodule_search_locations) or ():
+        file = Path(place) / SHIPPED
+        if file.is_file():
+            return _summary(file, installed)
+    return None
 
 
 def keep(name: str, data: Mapping[str, Any]) -> Path | None:
-    """Keep evidence about a distribution or a built-in platform, where that is possible; returns the file."""
+    """Keep evidence about a distribution or a built-in platform; return the file if possible."""
     file = kept_file(name)
     if file is None:
         return None
@@ -219,13 +214,13 @@ def keep(name: str, data: Mapping[str, Any]) -> Path | None:
 
 
 def kept(name: str, installed: Provider) -> dict[str, Any] | None:
-    """Return a summary of the evidence that was kept of a distribution or a built-in platform, as ``shipped`` does."""
+    """Return a summary of the kept evidence about a name, as ``shipped`` does."""
     file = kept_file(name)
     return _summary(file, installed) if file is not None and file.is_file() else None
 
 
 def kept_file(name: str) -> Path | None:
-    """Return the file in which evidence about a distribution or a built-in platform is kept, if the user has a home."""
+    """Return the file of kept evidence about a name; ``None`` if the user has no home folder."""
     with suppress(RuntimeError):
         return (
             state_home() / "opgraft" / "conformance" / f"{urllib.parse.quote(name, safe='')}.json"

@@ -1,4 +1,4 @@
-"""``opgraft plugins check``: the short form of ``opgraft conformance``, for authors while they work."""
+"""``opgraft plugins check``: the short form of ``opgraft conformance``, for work on a plugin."""
 
 from __future__ import annotations
 

@@ -63,7 +63,9 @@ def command(ops: tuple[str, ...], dtypes: tuple[str, ...], seconds: float, as_js
     with progress_bar("ops measured", len(races)) as done:
         for race in races:
             outcome = tuning.run(race, wanted, seconds)
-            failed |= {race.name: outcome.left_out} if outcome.left_out else {}
+            if outcome.left_out:
+                failed[race.name] = outcome.left_out
+            # Written at once, so that an interrupted run keeps finished ops.
             if outcome.measured:
                 measured[race.name] = outcome.measured
                 file.add({race.name: outcome.measured})
@@ -83,7 +85,7 @@ def command(ops: tuple[str, ...], dtypes: tuple[str, ...], seconds: float, as_js
 
 
 def _claimed() -> list[torch.dtype]:
-    """Return the dtypes of models among those that the device takes: float16 where it has no bfloat16."""
+    """Return the device's dtypes for models: float16 stands in for a missing bfloat16."""
     claimed = claimed_dtypes(current_platform())
     half = torch.bfloat16 if torch.bfloat16 in claimed else torch.float16
     return [dtype for dtype in (torch.float32, half) if dtype in claimed]

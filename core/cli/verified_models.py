@@ -1,4 +1,4 @@
-"""The models that ``opgraft verify`` compares: of a checkpoint, as it runs or grafted, or of a function."""
+"""The models for ``opgraft verify``: a checkpoint as usual or grafted, or a function's model."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Pair:
-    """A model without kernels and plugins' ops, the same model with them, and what both are called with.
+    """A model on native definitions, the same model with kernels and plugins, and the calls.
 
     Attributes:
-        native: the one without.
-        grafted: the other.
+        native: the model on native definitions.
+        grafted: the other model.
         steps: makes the calls.
-        paths: folders that their classes are imported from, beside what is installed.
+        paths: folders to import the models' classes from, beside installed packages.
     """
 
     native: nn.Module
@@ -52,7 +52,9 @@ class Pair:
 
 
 def as_it_runs(name: str, prompt: str | None, tokens: int) -> Pair:
-    """Load the model of a checkpoint twice, as ``opgraft run`` does: all tokens but the last at once, then that one.
+    """Load the model of a checkpoint twice, as ``opgraft run`` does.
+
+    The first call has all tokens but the last, the second call has the last one.
 
     Raises:
         InputError: there are fewer than two tokens, or a prompt and no tokenizer.
@@ -61,7 +63,8 @@ def as_it_runs(name: str, prompt: str | None, tokens: int) -> Pair:
     config = engine_config(name, None, {}).resolved()
     with set_config(native_config()):
         native = load_model(engine_config(name, None, {}).resolved())
-    model, ids = load_model(config), _token_ids(name, prompt, tokens)
+    model = load_model(config)
+    ids = _token_ids(name, prompt, tokens)
 
     def steps(model: nn.Module) -> Sequence[Step]:
         return _decoder_steps(model, ids, config)
@@ -70,17 +73,19 @@ def as_it_runs(name: str, prompt: str | None, tokens: int) -> Pair:
 
 
 def grafted(name: str, prompt: str | None, tokens: int) -> Pair:
-    """Load the model of a checkpoint by its own class in transformers, and graft a copy of it.
+    """Load the model of a checkpoint with the class of transformers, and graft a copy.
 
     Raises:
-        InputError: it is a GGUF file, transformers cannot load it, or as ``as_it_runs``.
+        InputError: the checkpoint is a GGUF file, transformers cannot load it, or as
+            ``as_it_runs``.
     """
     weights = open_weights(name)
     if weights.is_gguf:
         raise InputError(
             f"{weights.path} is a GGUF file, which transformers has no class for: leave --graft out"
         )
-    config, transformers = read_config(weights), import_extra("transformers")
+    config = read_config(weights)
+    transformers = import_extra("transformers")
     folder = weights.path if weights.path.is_dir() else weights.path.parent
     try:
         cls = getattr(transformers, (config.architectures or ["AutoModel"])[0])
@@ -93,10 +98,10 @@ def grafted(name: str, prompt: str | None, tokens: int) -> Pair:
 
 
 def made_by(name: str) -> Pair:
-    """Call a function ``module:function``, which returns a model and what to call it with, and graft a copy of that.
+    """Call a function ``module:function`` for a model with arguments, and graft a copy.
 
     Raises:
-        InputError: there is no such function, it raises, or returns something else.
+        InputError: there is no such function, or the function raises or returns something else.
     """
     module, _, function = name.partition(":")
     folder = str(Path.cwd())
@@ -105,20 +110,22 @@ def made_by(name: str) -> Pair:
         native, given = getattr(importlib.import_module(module), function)()
     except Exception as error:  # the function's own
         raise InputError(
-            f"{printable(name)} gives no model: {described(error)}. MODEL is a checkpoint, or module:function, of a "
-            "function without arguments that returns a model and a tuple or a dict of what to call it with"
+            f"{printable(name)} gives no model: {described(error)}. MODEL is a checkpoint, or "
+            "module:function, of a function without arguments that returns a model and a tuple or "
+            "a dict of what to call it with"
         ) from error
     if not isinstance(native, nn.Module) or not isinstance(given, tuple | dict):
         raise InputError(
-            f"{printable(name)} returned {type(native).__name__} and {type(given).__name__}: it is to return a "
-            "torch.nn.Module, and a tuple or a dict of what to call it with"
+            f"{printable(name)} returned {type(native).__name__} and {type(given).__name__}: it is "
+            "to return a torch.nn.Module, and a tuple or a dict of what to call it with"
         )
     return _grafted(native.eval(), given, [folder])
 
 
 def _grafted(native: nn.Module, given: tuple[Any, ...] | dict[str, Any], paths: list[str]) -> Pair:
     def call(model: nn.Module) -> Any:
-        fresh = copied(given, {})  # a model may write to its arguments, such as a cache
+        # A model may write to arguments, such as a cache.
+        fresh = copied(given, {})
         return model(**fresh) if isinstance(fresh, dict) else model(*fresh)
 
     load_plugins()
@@ -128,7 +135,7 @@ def _grafted(native: nn.Module, given: tuple[Any, ...] | dict[str, Any], paths: 
 
 
 def _token_ids(name: str, prompt: str | None, tokens: int) -> Tensor:
-    """Return the tokens of a prompt, or random ones, the same each time."""
+    """Return the tokens of a prompt, or random tokens, always the same."""
     weights = open_weights(name)
     if prompt is None:
         size = int(read_config(weights).get_text_config().vocab_size)
@@ -136,7 +143,8 @@ def _token_ids(name: str, prompt: str | None, tokens: int) -> Tensor:
     tokenizer = find_tokenizer(weights)
     if tokenizer is None:
         raise InputError(
-            f"{weights.path} has no tokenizer for the prompt: leave it out, for --tokens random tokens"
+            f"{weights.path} has no tokenizer for the prompt: leave it out, for --tokens random "
+            "tokens"
         )
     ids = torch.tensor(tokenizer.encode(prompt))
     if len(ids) < 2:
@@ -145,29 +153,32 @@ def _token_ids(name: str, prompt: str | None, tokens: int) -> Tensor:
 
 
 def _decoder_steps(model: Any, ids: Tensor, config: OpgraftConfig) -> Sequence[Step]:
-    """Call a model of ours: where it has a cache, for all tokens but the last, then for the last."""
+    """Return the calls of a decoder; one call for all tokens if the model has no cache."""
     device = next(model.parameters()).device
-    ids, positions = ids.to(device), torch.arange(len(ids), device=device)
-    layers, states = attention_layers(model), state_layers(model)
+    ids = ids.to(device)
+    positions = torch.arange(len(ids), device=device)
+    layers = attention_layers(model)
+    states = state_layers(model)
     if not layers and not states:
         return [Step(_called(ids, positions))]
+
     size = config.cache.block_size
-    dtype, blocks = cache_dtype(config.cache.dtype, model.dtype), -(-len(ids) // size)
-    caches = {
-        name: CacheLayout.of({name: each}, size, dtype).allocate(blocks + 1, device)[name]
-        for name, each in layers.items()
-    }
-    for cache in caches.values():
-        cache.zero_()
+    dtype = cache_dtype(config.cache.dtype, model.dtype)
+    blocks = -(-len(ids) // size)
+    caches = {}
+    # Each layer has a cache of its own. Block 0 stays unused.
+    for name, layer in layers.items():
+        cache = CacheLayout.of({name: layer}, size, dtype).allocate(blocks + 1, device)[name]
+        caches[name] = cache.zero_()
     layout = CacheLayout.of(layers, size, dtype, states)
     slots = torch.ones(1, dtype=torch.int64, device=device)
-    kept = {
-        name: LayerStates(tensors, slots)
-        for name, tensors in layout.states_of_layers(layout.allocate_states(2, device)).items()
-    }
+    held = layout.states_of_layers(layout.allocate_states(2, device))
+    kept = {name: LayerStates(tensors, slots) for name, tensors in held.items()}
+
     table = torch.arange(1, blocks + 1)[None]
     steps = []
-    for start, end in ((0, len(ids) - 1), (len(ids) - 1, len(ids))):
+    last = len(ids) - 1
+    for start, end in ((0, last), (last, len(ids))):
         batch = AttentionBatch.of_sequences(
             [end - start],
             [end],

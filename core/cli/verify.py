@@ -1,4 +1,4 @@
-"""``opgraft verify``: compare a model with itself on native definitions, op by op, and name the first that departs."""
+"""``opgraft verify``: compare a model op by op with the model on native definitions."""
 
 from __future__ import annotations
 
@@ -71,7 +71,12 @@ def command(
         raise click.UsageError(
             f"{model} makes a model and its inputs: leave PROMPT and --graft out"
         )
-    pair = made_by(model) if made else (grafted if as_graft else as_it_runs)(model, prompt, tokens)
+    if made:
+        pair = made_by(model)
+    elif as_graft:
+        pair = grafted(model, prompt, tokens)
+    else:
+        pair = as_it_runs(model, prompt, tokens)
     found = verify(pair.native, pair.grafted, pair.steps)
     script = write_case(found.departure, folder, model, pair.paths) if found.departure else None
     if as_json:
@@ -82,22 +87,25 @@ def command(
 
 
 def _is_function(model: str) -> bool:
+    """Return True for ``module:function``, unless a file has the name."""
     module, colon, function = model.partition(":")
-    named = (
-        colon and function.isidentifier() and all(part.isidentifier() for part in module.split("."))
-    )
-    return bool(named) and not is_there(model)
+    names = [*module.split("."), function]
+    if not colon or not all(name.isidentifier() for name in names):
+        return False
+    return not is_there(model)
 
 
 def _print_as_json(model: str, found: Verification, script: Path | None) -> None:
-    departure = found.departure
+    departure = None
+    if found.departure:
+        inputs = list(found.departure.inputs)
+        departure = {**_row(found.departure.place), "inputs": inputs, "script": str(script)}
     data = {
         "model": model,
         "platform": selected_platform().platform.name,
         "places": [_row(place) for place in found.places],
         "unreached": list(found.unreached),
-        "departure": departure
-        and {**_row(departure.place), "inputs": list(departure.inputs), "script": str(script)},
+        "departure": departure,
     }
     print_json("opgraft.verify/1", data)
 
@@ -114,6 +122,7 @@ def _row(place: Place) -> dict[str, Any]:
 
 
 def _print_as_text(found: Verification, script: Path | None) -> None:
+    # Layers of one kind run the same kernels, and share a row.
     grouped: dict[str, list[Place]] = {}
     for place in found.places:
         grouped.setdefault(_kernels(place), []).append(place)

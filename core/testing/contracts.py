@@ -93,20 +93,27 @@ def _check_collectives(communicator: Communicator, given: Sequence[Tensor]) -> N
     total = torch.stack(whole).sum(0, dtype=own.dtype)
     check = functools.partial(_check_collective, communicator)
     check("all_reduce", total, own)
+
+    # The negative number is the last dimension, too.
     for dim in range(-1, own.dim()):
         check("all_gather", torch.cat(whole, dim), own, dim)
-        wide = torch.cat([own * (part + 1) for part in range(ranks)], dim)
+        # The part for each rank is another multiple, so that exchanged parts show.
+        multiples = [own * (part + 1) for part in range(ranks)]
+        wide = torch.cat(multiples, dim)
         check("reduce_scatter", total * (rank + 1), wide, dim)
+
     for other in range(ranks):
         gathered = torch.cat(whole, -1) if rank == other else None
         check("gather", gathered, own, other)
         check("broadcast", given[other], own, other)
+
     # Each rank sends its rows once to the first rank, twice to the second, and so on.
     rows = own.shape[0]
-    repeated = torch.cat([own] * (ranks * (ranks + 1) // 2))
+    copies = ranks * (ranks + 1) // 2
+    repeated = torch.cat([own] * copies)
+    received = [rows * (rank + 1)] * ranks
     expected = torch.cat([each for each in given for _ in range(rank + 1)])
     sent = [rows * (other + 1) for other in range(ranks)]
-    received = [rows * (rank + 1)] * ranks
     check("all_to_all", expected, repeated, sent, received)
 
 
@@ -238,20 +245,25 @@ def _in_chunks(
 
 def _attended(layer: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attend over a whole sequence in float32: causal softmax of scaled and capped scores."""
-    groups = layer.num_heads // layer.num_kv_heads
     tokens = len(query)
-    query, key, value = (
-        x.float().view(tokens, -1, layer.head_size).transpose(0, 1) for x in (query, key, value)
-    )
+
+    def by_head(x: Tensor) -> Tensor:
+        heads = x.float().view(tokens, -1, layer.head_size)
+        return heads.transpose(0, 1)
+
+    # Several heads of the query share a head of key and value.
+    groups = layer.num_heads // layer.num_kv_heads
+    keys = by_head(key).repeat_interleave(groups, 0)
+    values = by_head(value).repeat_interleave(groups, 0)
     # Positions that a query may see: not in the future, and within the window.
     behind = torch.arange(tokens)[:, None] - torch.arange(tokens)
     seen = (behind >= 0) & (behind < (layer.sliding_window or tokens))
-    scores = query @ key.repeat_interleave(groups, 0).mT * layer.scale
+    scores = by_head(query) @ keys.mT * layer.scale
     cap = layer.logits_soft_cap
     if cap is not None:
         scores = torch.tanh(scores / cap) * cap
     masked = scores.masked_fill(~seen.to(scores.device), float("-inf"))
-    attended = masked.softmax(-1) @ value.repeat_interleave(groups, 0)
+    attended = masked.softmax(-1) @ values
     return attended.transpose(0, 1).flatten(1)
 
 

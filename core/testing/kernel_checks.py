@@ -352,7 +352,8 @@ def check_gradients(trial: Trial) -> None:
 def _check_module_gradients(trial: Trial) -> None:
     """Check the gradients by the inputs of a module; parameters belong to the module."""
     spec = trial.spec
-    size = min((size for size in spec.sizes if size > 1), default=1)
+    sizes = [size for size in spec.sizes if size > 1]
+    size = min(sizes, default=1)
     leads = [lead for lead in spec.leads if min(lead) > 0]
     # Finite differences take two calls for each number.
     smallest = min(leads, key=lambda lead: (len(lead), max(lead)))

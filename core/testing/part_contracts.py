@@ -106,10 +106,13 @@ def _check_logprobs(found: Sampled, logits: Tensor) -> None:
 def _check_draws(sampler: Sampler, logits: Tensor) -> None:
     """Check the distribution of draws, the filters, and that requests do not affect each other."""
     params = [SamplingParams(temperature=0.7, seed=seed) for seed in range(DRAWS)]
-    tokens = _sampled(sampler, logits.expand(DRAWS, -1), params).tokens
-    expected = DRAWS * (logits[0].double() / 0.7).softmax(-1).cpu()
+    repeated = logits.expand(DRAWS, -1)
+    tokens = _sampled(sampler, repeated, params).tokens
+    shares = (logits[0].double() / 0.7).softmax(-1)
+    expected = DRAWS * shares.cpu()
     found = torch.bincount(tokens.cpu(), minlength=VOCABULARY)
-    chi_square = float(((found - expected) ** 2 / expected).sum())
+    deviations = (found - expected) ** 2 / expected
+    chi_square = float(deviations.sum())
     _expect(
         chi_square < MOST_DEVIATION,
         f"tokens drawn are {found.tolist()}, expected about {expected.round().tolist()}",
@@ -255,8 +258,10 @@ class _Hand:
                 token = outputs[name][-1] if outputs[name] else None
                 samples = done[name] >= len(prompt)
                 batch.append(self._scheduled(name, start, count, samples, token))
-            for name, token in self._computed(Step((), added, (), tuple(batch), states)).items():
+            step = Step((), added, (), tuple(batch), states)
+            for name, token in self._computed(step).items():
                 outputs[name].append(token)
+            # Sequences are new in the first step only.
             added = ()
             states = ()
         self._execute(Step(tuple(prompts), (), (), ()))
@@ -266,19 +271,23 @@ class _Hand:
         """Compute a prompt, copy the first blocks to another sequence, and answer from there."""
         first = self._new("first", prompt, 0)
         second = self._new("second", prompt, 1)
-        self._computed(Step((), (first,), (), (self._scheduled("first", 0, len(prompt)),)))
+        length = len(prompt)
+        whole = self._scheduled("first", 0, length)
+        self._computed(Step((), (first,), (), (whole,)))
         # The last token is computed anew, for the logits.
-        shared = (len(prompt) - 1) // self._size
+        shared = (length - 1) // self._size
         copies = []
         for ours, theirs in zip(first.blocks, second.blocks, strict=True):
             copies += zip(ours[:shared], theirs[:shared], strict=True)
         start = shared * self._size
-        batch = (self._scheduled("second", start, len(prompt) - start),)
-        step = Step(("first",), (second,), tuple(copies), batch)
+        rest = self._scheduled("second", start, length - start)
+        # The same step removes the first sequence: its blocks must be copied before.
+        step = Step(("first",), (second,), tuple(copies), (rest,))
         found = [self._computed(step)["second"]]
         for number in range(NEW - 1):
-            scheduled = self._scheduled("second", len(prompt) + number, 1, token=found[-1])
-            found.append(self._computed(Step((), (), (), (scheduled,)))["second"])
+            following = self._scheduled("second", length + number, 1, token=found[-1])
+            step = Step((), (), (), (following,))
+            found.append(self._computed(step)["second"])
         self._execute(Step(("second",), (), (), ()))
         return found
 

@@ -180,19 +180,29 @@ def run(race: Race, dtypes: Iterable[torch.dtype], seconds: float) -> Outcome:
         seconds: the time for a candidate at a shape, about.
     """
     trials = [_Candidate(race.op, choice) for choice in race.candidates]
-    kinds = [(spec, dtype) for spec in race.specs for dtype in dtypes if dtype in spec.dtypes]
+    kinds = []
+    for spec, dtype in itertools.product(race.specs, dtypes):
+        if dtype in spec.dtypes:
+            kinds.append((spec, dtype))
     # All candidates are checked before any is timed.
     for candidate, (spec, dtype) in itertools.product(trials, kinds):
         case = f"{spec.functional.name} {_words(dtype)}"
-        candidate.attempt(case, functools.partial(candidate.expect_right, spec, dtype))
+        check = functools.partial(candidate.expect_right, spec, dtype)
+        candidate.attempt(case, check)
     for spec, dtype in kinds:
         for lead, size in shapes(spec):
             form = "x".join(map(str, (*lead, size)))
             case = f"{spec.functional.name} {form} {_words(dtype)}"
             _time(trials, case, (spec, dtype, lead, size), seconds)
-    left_out = {each.choice: each.fault for each in trials if each.fault}
-    times = {each.choice: each.times for each in trials if each.times and not each.fault}
-    return Outcome(best_of(race, times, left_out) if times else None, left_out)
+    left_out = {}
+    times = {}
+    for candidate in trials:
+        if candidate.fault:
+            left_out[candidate.choice] = candidate.fault
+        elif candidate.times:
+            times[candidate.choice] = candidate.times
+    measured = best_of(race, times, left_out) if times else None
+    return Outcome(measured, left_out)
 
 
 def _words(dtype: torch.dtype) -> str:
@@ -202,13 +212,16 @@ def _words(dtype: torch.dtype) -> str:
 def _time(trials: Sequence[_Candidate], case: str, inputs: Any, seconds: float) -> None:
     """Time candidates in turns on inputs of one shape."""
     for candidate in trials:
-        candidate.attempt(case, functools.partial(candidate.prepare, *inputs))
+        prepare = functools.partial(candidate.prepare, *inputs)
+        candidate.attempt(case, prepare)
     # Rounds in turns: a slow phase of the machine meets every candidate.
     for _ in range(_ROUNDS):
         for candidate in trials:
-            candidate.attempt(case, functools.partial(candidate.go, seconds / _ROUNDS))
+            go = functools.partial(candidate.go, seconds / _ROUNDS)
+            candidate.attempt(case, go)
     for candidate in trials:
-        candidate.attempt(case, functools.partial(candidate.finish, case))
+        finish = functools.partial(candidate.finish, case)
+        candidate.attempt(case, finish)
 
 
 class _Candidate:
