@@ -142,7 +142,8 @@ class Measured:
     @property
     def versions(self) -> dict[str, str | None]:
         """The version of each candidate."""
-        return {each.choice: each.provider.version for each in (*self.candidates, *self.left_out)}
+        rows: list[Timed | LeftOut] = [*self.candidates, *self.left_out]
+        return {each.choice: each.provider.version for each in rows}
 
     @property
     def verdict(self) -> str:

@@ -133,7 +133,9 @@ def _check_failures(sampler: Sampler, logits: Tensor, right: list[int]) -> None:
     spoilt = logits.index_fill(0, torch.tensor([1], device=logits.device), torch.nan)
     found = _sampled(sampler, spoilt, [GREEDY] * 3)
     failed = set(found.errors)
-    _expect(failed == {1}, f"logits of row 1 are NaN, and the rows {sorted(failed)} failed")
+    _expect(
+        failed == {1}, f"logits of row 1 are NaN, and the rows {sorted(map(str, failed))} failed"
+    )
     _expect(
         found.tokens.tolist() == [right[0], -1, right[2]],
         "a row that failed is to be -1, and to harm no other",
@@ -276,7 +278,7 @@ class _Hand:
         self._computed(Step((), (first,), (), (whole,)))
         # The last token is computed anew, for the logits.
         shared = (length - 1) // self._size
-        copies = []
+        copies: list[tuple[int, int]] = []
         for ours, theirs in zip(first.blocks, second.blocks, strict=True):
             copies += zip(ours[:shared], theirs[:shared], strict=True)
         start = shared * self._size
@@ -324,8 +326,8 @@ def check_worker(given: OpgraftConfig) -> None:
     except ConfigError:
         pass
     else:
-        told = f"expect_memory took a cache of {1 << 50} blocks"
-        raise AssertionError(f"{told}: that is a ConfigError")
+        fault = f"expect_memory took a cache of {1 << 50} blocks"
+        raise AssertionError(f"{fault}: that is a ConfigError")
     worker.allocate_cache(BLOCKS, STATES if sizes.bytes_per_state else 0)
     hand = _Hand(worker.execute, len(sizes.windows), sizes.block_size)
     # A step may return before the device is done.
