@@ -89,7 +89,8 @@ def obstacle_to_copies(values: Any) -> str:
     if any(tensor.is_meta for tensor in tensors):
         return "an argument is on the device meta, without values"
     # Sparse tensors cannot tell their bytes.
-    if sum(tensor.nbytes for tensor in tensors if tensor.layout is torch.strided) > _MOST_BYTES:
+    sizes = [tensor.nbytes for tensor in tensors if tensor.layout is torch.strided]
+    if sum(sizes) > _MOST_BYTES:
         return f"the arguments take more than {_MOST_BYTES >> 30} GiB"
     return ""
 
@@ -158,8 +159,11 @@ def difference(
         if type(got) is type(expected) and (got is expected or bool(got == expected)):
             return 0.0, ""
         return None, f"{place} is {description_of(got)}, expected {description_of(expected)}"
-    if (got.shape, got.dtype, got.device) != (expected.shape, expected.dtype, expected.device):
+
+    forms = [(each.shape, each.dtype, each.device) for each in (got, expected)]
+    if forms[0] != forms[1]:
         return None, f"{place} is {form_of(got)}, expected {form_of(expected)}"
+
     ours = _numbers(got)
     theirs = _numbers(expected)
     # Most calls end here: equal numbers need no tolerance.
@@ -177,10 +181,11 @@ def difference(
     index = [int(number) for number in torch.unravel_index(worst, share.shape)]
     found = _shown_number(ours, index)
     right = _shown_number(theirs, index)
+    allowed = room[tuple(index)].item()
     count = f"{int(outside.sum())} of {outside.numel()} numbers"
     return error, (
         f"{place}: {count} are off by more than is allowed: at {index} of {form_of(expected)} "
-        f"it has {found}, expected {right}, allowed is {room[tuple(index)].item():.2g}"
+        f"it has {found}, expected {right}, allowed is {allowed:.2g}"
     )
 
 

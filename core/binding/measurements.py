@@ -179,16 +179,20 @@ class Measured:
         Raises:
             ValueError: the candidates do not belong together.
         """
+        chosen = row["chosen"]
+        threads = int(row["threads"])
+        when = _text(row["when"])
         candidates = tuple(map(Timed.of_row, row["candidates"]))
         left_out = tuple(map(LeftOut.of_row, row["left_out"]))
         ran = [each.choice for each in candidates]
-        choices = [*ran, *(each.choice for each in left_out)]
+        failed = [each.choice for each in left_out]
+        choices = {*ran, *failed}
         shapes = {tuple(each.seconds) for each in candidates}
-        is_distinct = len(set(choices)) == len(choices) >= 2
-        if len(shapes) != 1 or row["chosen"] not in ran or not is_distinct:
+        # A choice stands for one candidate, and means are compared over the same shapes.
+        is_distinct = len(choices) == len(ran) + len(failed)
+        if len(choices) < 2 or not is_distinct or len(shapes) != 1 or chosen not in ran:
             raise ValueError("the rows of its candidates do not belong together")
-        threads = int(row["threads"])
-        return cls(row["chosen"], threads, _text(row["when"]), candidates, left_out)
+        return cls(chosen, threads, when, candidates, left_out)
 
 
 Profile = dict[Setup, dict[str, Measured]]

@@ -69,11 +69,17 @@ class Shadow:
         settings: ShadowConfig,
         excluded: str = "",
     ) -> None:
-        self.target, self.op, self.kernel, self.provider = target, op, kernel, provider
+        self.target = target
+        self.op = op
+        self.kernel = kernel
+        self.provider = provider
         self.native = native
         self.settings = settings
         self.excluded = excluded
-        self.calls = self.compared = self.drifted = self.traced = 0
+        self.calls = 0
+        self.compared = 0
+        self.drifted = 0
+        self.traced = 0
         self.skipped: Counter[str] = Counter()
         self.demotion: str | None = None
         self.first_drift = ""
