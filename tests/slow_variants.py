@@ -13,11 +13,12 @@ import pytest
 
 HELD_BY = {
     "engine/test_ray.py": "engine/test_remote_workers.py",
+    "serving/test_smollm2.py": "cli/test_answer.py::test_the_tokens_are_those_of_transformers",
     "compilation/test_compile.py::test_inductor_generates_code_for_every_size": (
         "distributed/test_collectives.py::test_compiled_whole"
     ),
     "models/test_quantized.py::test_a_real_gguf_file": (
-        "cli/test_answer.py::test_the_tokens_are_those_of_the_library"
+        "cli/test_answer.py::test_the_tokens_are_those_of_transformers"
     ),
     "platforms/test_cpu_allocator.py::test_other_c_libraries": (
         "platforms/test_cpu_allocator.py::test_a_scope_sets_it_for_the_process"

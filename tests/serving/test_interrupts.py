@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_words import word_llama
@@ -51,6 +52,16 @@ else:
     command("chat", model)
 """
 WAYS = ("generate", "run", "chat")
+
+
+def ways(slow: str, seconds: str, short: str) -> list[Any]:
+    """Make a parameter of each way; 'make test' runs ``short`` alone."""
+    return [
+        pytest.param((way, slow, seconds), marks=[pytest.mark.slow] * (way != short))
+        for way in WAYS
+    ]
+
+
 ENDED_BY_INTERRUPT = (-signal.SIGINT, 128 + signal.SIGINT, 1)
 
 
@@ -94,9 +105,7 @@ def interrupted(request: pytest.FixtureRequest, model: Path, warm_python: str) -
     process.process.communicate()
 
 
-@pytest.mark.parametrize(
-    "interrupted", [(what, "execute", "600") for what in ("generate", "run", "chat")], indirect=True
-)
+@pytest.mark.parametrize("interrupted", ways("execute", "600", short="run"), indirect=True)
 def test_a_second_interrupt_ends_at_once(interrupted: Process) -> None:
     """The first waits for the end of the step, which does not come; the second does not wait."""
     interrupted.wait_for_now()
@@ -108,11 +117,7 @@ def test_a_second_interrupt_ends_at_once(interrupted: Process) -> None:
     assert interrupted.process.returncode in ENDED_BY_INTERRUPT, errors
 
 
-@pytest.mark.parametrize(
-    "interrupted",
-    [(what, "load_model", "600") for what in ("generate", "run", "chat")],
-    indirect=True,
-)
+@pytest.mark.parametrize("interrupted", ways("load_model", "600", short="chat"), indirect=True)
 def test_an_interrupt_ends_the_loading(interrupted: Process) -> None:
     """There is nothing to keep while a model is loaded: one interrupt is enough."""
     interrupted.wait_for_now()
@@ -121,7 +126,7 @@ def test_an_interrupt_ends_the_loading(interrupted: Process) -> None:
     assert interrupted.process.returncode in ENDED_BY_INTERRUPT, errors
 
 
-@pytest.mark.parametrize("interrupted", [(what, "execute", "3") for what in WAYS], indirect=True)
+@pytest.mark.parametrize("interrupted", ways("execute", "3", short="generate"), indirect=True)
 def test_a_first_interrupt_ends_after_the_step(interrupted: Process) -> None:
     """A prompt in chunks gives no token for many steps: nothing more of it is computed than the step that runs."""
     interrupted.wait_for_now()

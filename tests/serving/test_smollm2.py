@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cli.test_answer import ANSWER, PROMPT
 from opgraft import SamplingParams
 from opgraft.models import find_checkpoint
 from opgraft.serving.llm import LLM
@@ -23,7 +24,7 @@ PROMPTS = (
     "def fibonacci(n):\n",
     "Once upon a time, in a small village by the sea, there",
 )
-QUESTIONS = ("What is gravity?", "Name three colours.")
+QUESTIONS = (PROMPT, "Name three colours.")
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +41,10 @@ def reference() -> tuple[Any, Any]:
         )
 
 
-def generated(reference: tuple[Any, Any], ids: torch.Tensor) -> list[int]:
+def generated(reference: tuple[Any, Any], ids: torch.Tensor, count: int = 6) -> list[int]:
     _, model = reference
     tokens = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
     )
     return tokens[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
 
@@ -74,7 +75,7 @@ def test_answers_are_those_of_transformers(reference: tuple[Any, Any]) -> None:
     assert [answer.outputs[0].token_ids for answer in answers] == [
         generated(reference, ids.input_ids) for ids in given
     ]
-    assert answers[0].outputs[0].text.startswith("Gravity is")
+    assert generated(reference, given[0].input_ids, len(ANSWER)) == ANSWER
 
 
 @pytest.fixture(scope="module")
