@@ -15,6 +15,7 @@ from opgraft.errors import ModelError, close_matches, near_matches
 from opgraft.models.description import architecture_config
 from opgraft.models.names import ShardId, WeightsMapper
 from opgraft.plugins.host import load_plugins
+from opgraft.registry.op_classes import location_of
 from opgraft.registry.state import host_state
 from torch import Tensor, nn
 
@@ -102,7 +103,7 @@ def model_class(architectures: Iterable[str], implementation: str = "auto") -> t
             none is registered; ``"opgraft"`` and ``"transformers"`` take one of that kind only.
 
     Raises:
-        ModelError: none has; the message has near matches.
+        ModelError: none has; the message has near matches. Or a class is registered for one, and is no ``Model``.
     """
     wanted, known = list(architectures), model_classes()
     # A head for another task is not used: the base model embeds texts, as AutoModel does.
@@ -111,6 +112,7 @@ def model_class(architectures: Iterable[str], implementation: str = "auto") -> t
         for architecture in wanted:
             if architecture in known:
                 return known[architecture]
+    _expect_models(wanted)
     foreign = {} if implementation == "opgraft" else _classes_of_transformers()
     for architecture in wanted:
         if architecture in foreign:
@@ -126,6 +128,18 @@ def model_class(architectures: Iterable[str], implementation: str = "auto") -> t
         f"no model is registered for the architecture {', '.join(wanted) or '(none is named)'}: {near} A plugin adds "
         f"one by @PluggableClass.register; {further}"
     )
+
+
+def _expect_models(architectures: Iterable[str]) -> None:
+    """Raise where an architecture's name is that of a registered class that is no model."""
+    records = host_state().registry.classes
+    for architecture in architectures:
+        record = records.get(architecture)
+        if record is not None and not issubclass(record.cls, Model):
+            raise ModelError(
+                f"{architecture} is registered for {record.cls.__qualname__} at {location_of(record.cls)}, which is no "
+                "model: derive the class from opgraft.models.Model"
+            )
 
 
 def _classes_of_transformers() -> dict[str, str]:

@@ -245,6 +245,19 @@ def test_an_architecture_that_nobody_registered() -> None:
     assert "Qwen3ForCausalLM" in model_classes()
 
 
+def test_a_registered_class_that_is_no_model() -> None:
+    """The error names the class and the base that it needs."""
+
+    @PluggableClass.register("AcmeForCausalLM")
+    class Acme(PluggableClass):
+        pass
+
+    with pytest.raises(
+        ModelError, match=r"registered for .*Acme at .*test_models.py:\d+, .*models.Model$"
+    ):
+        model_class(["AcmeForCausalLM"])
+
+
 def test_a_second_class_for_an_architecture_is_told_how_to_replace() -> None:
     """The name of an architecture cannot change, so the error tells the registration that keeps it."""
 

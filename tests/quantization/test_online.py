@@ -224,6 +224,20 @@ def test_names() -> None:
     assert made.group_size == 64
 
 
+@pytest.mark.parametrize("wrong", ["int8", 8, Int8Config], ids=str)
+def test_what_is_no_config(wrong: Any) -> None:
+    """Every kind of layer names the argument, and shows how a config is made."""
+    experts = {"num_experts": 4, "top_k": 2, "hidden_size": 8, "intermediate_size": 8}
+    constructions = (
+        lambda: ops.ReplicatedLinear(8, 8, quant_config=wrong),
+        lambda: ops.VocabParallelEmbedding(16, 8, quant_config=wrong),
+        lambda: ops.FusedMoE(**experts, quant_config=wrong),
+    )
+    for construct in constructions:
+        with pytest.raises(QuantizationError, match=r"quantization_named\('int8'\)\(\)"):
+            construct()
+
+
 def test_a_replaced_method() -> None:
     """A subclass that is registered takes the place of a weight method, and a new config its place among the names."""
 

@@ -20,7 +20,7 @@ from opgraft.ops.embedding.ranges import (
 )
 from opgraft.ops.linear.methods import QuantizeMethodBase, UnquantizedEmbeddingMethod, forms_of
 from opgraft.ops.linear.packed import PackableLayer, PackedWeight
-from opgraft.ops.linear.quantization_config import QuantizationConfig
+from opgraft.ops.linear.quantization_config import QuantizationConfig, chosen_method
 from opgraft.ops.prefixes import claim_prefix
 from opgraft.ops.weights import LoadedTensor, copy_weight, set_weight_attrs
 from torch import Tensor, nn
@@ -89,7 +89,7 @@ class VocabParallelEmbedding(PluggableLayer):
         self.num_embeddings_per_partition = self.shard_indices.num_elements_padded
         self.num_org_embeddings_per_partition = self.shard_indices.num_org_elements
         self.num_added_embeddings_per_partition = self.shard_indices.num_added_elements
-        chosen = quant_config.get_quant_method(self, prefix) if quant_config else None
+        chosen = chosen_method(self, quant_config, prefix)
         self.quant_method = UnquantizedEmbeddingMethod() if chosen is None else chosen
         self._expect_embedding()
         self.register_parameter("bias", None)

@@ -18,7 +18,7 @@ from opgraft.distributed import (
 from opgraft.errors import LayerError
 from opgraft.ops.linear.methods import QuantizeMethodBase, UnquantizedLinearMethod, forms_of
 from opgraft.ops.linear.packed import PackableLayer
-from opgraft.ops.linear.quantization_config import QuantizationConfig
+from opgraft.ops.linear.quantization_config import QuantizationConfig, chosen_method
 from opgraft.ops.linear.sharding import (
     InputShard,
     OutputShard,
@@ -75,7 +75,7 @@ class LinearBase(PackableLayer, PluggableLayer):
         self.disable_tp = disable_tp
         self.tp_rank = 0 if disable_tp else get_tensor_model_parallel_rank()
         self.tp_size = 1 if disable_tp else get_tensor_model_parallel_world_size()
-        chosen = quant_config.get_quant_method(self, prefix) if quant_config else None
+        chosen = chosen_method(self, quant_config, prefix)
         self.quant_method = UnquantizedLinearMethod() if chosen is None else chosen
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from opgraft.binding.pluggable_class import PluggableClass
+from opgraft.errors import QuantizationError
 from torch import nn
 
 
@@ -51,3 +52,26 @@ class QuantizationConfig(PluggableClass, ABC):
             layer: its class tells what it needs; it has no weights yet.
             prefix: its name in the checkpoint.
         """
+
+
+def chosen_method(layer: nn.Module, quant_config: QuantizationConfig | None, prefix: str) -> Any:
+    """Return the weight method that a config chooses for a layer, ``None`` for a plain weight.
+
+    A config of another package needs no base class: the method ``get_quant_method`` is enough.
+
+    Args:
+        layer: a layer that is being constructed.
+        quant_config: the argument of that name, as the layer was given it.
+        prefix: the layer's name in the checkpoint.
+
+    Raises:
+        QuantizationError: ``quant_config`` is no config.
+    """
+    if quant_config is None:
+        return None
+    if isinstance(quant_config, type) or not hasattr(quant_config, "get_quant_method"):
+        raise QuantizationError(
+            f"{type(layer).__name__}(quant_config={quant_config!r}): a layer takes an instance of a "
+            "QuantizationConfig, such as opgraft.quantization.quantization_named('int8')()"
+        )
+    return quant_config.get_quant_method(layer, prefix)

@@ -17,7 +17,7 @@ from opgraft.distributed import (
 )
 from opgraft.errors import LayerError
 from opgraft.ops.checks import expect_last_dim, expect_positive, expect_size, values_are_known
-from opgraft.ops.linear.quantization_config import QuantizationConfig
+from opgraft.ops.linear.quantization_config import QuantizationConfig, chosen_method
 from opgraft.ops.linear.sharding import divide
 from opgraft.ops.moe.fused.exchange import ExpertExchange
 from opgraft.ops.moe.fused.functional import ACTIVATIONS, expect_ids
@@ -216,7 +216,7 @@ class FusedMoE(PluggableLayer):
 
     def _create_weights(self, quant_config: QuantizationConfig | None) -> None:
         moe = self.moe_config
-        chosen: Any = quant_config.get_quant_method(self, self.prefix) if quant_config else None
+        chosen: Any = chosen_method(self, quant_config, self.prefix)
         self.quant_method = UnquantizedFusedMoEMethod(moe) if chosen is None else chosen
         sizes = (len(self.local_experts), moe.hidden_dim, moe.intermediate_size_per_partition)
         dtype = moe.in_dtype or torch.get_default_dtype()
