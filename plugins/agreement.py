@@ -11,9 +11,9 @@ from opgraft.base.installed import version_of
 from opgraft.base.text import printable
 from opgraft.config.environment import DECISION, deciding_variables
 from opgraft.errors import AgreementError
+from opgraft.plugins.admission import lockfile_in_words
 from opgraft.plugins.discovery import discover, is_editable
 from opgraft.plugins.metadata import text_of
-from opgraft.plugins.requirements import lockfile_in_words
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.decision import Provider
 from opgraft.registry.op_classes import qualified

@@ -1,28 +1,53 @@
-"""Parts of the process to look at before and after a step of a plugin: a value, entries of a mapping, an order.
-
-Each tells the changes that lead from a former state to that of now, and how each of them is undone.
-"""
+"""Rows of the process that are compared before and after a step of a plugin, and set back."""
 
 from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from opgraft.base.text import described
 
 ABSENT = object()
+"""Stands for the value of a key that is not there."""
+
+ALONE = ""
+"""The key of a row that has one value."""
+
+_THOROUGH: ContextVar[bool] = ContextVar("opgraft_thorough", default=False)
+
+
+@contextmanager
+def thorough() -> Iterator[None]:
+    """Compare every row, as the doctor and the conformance kit do, instead of the most harmful."""
+    token = _THOROUGH.set(True)
+    try:
+        yield
+    finally:
+        _THOROUGH.reset(token)
+
+
+def is_thorough() -> bool:
+    """Return True within ``thorough``."""
+    return _THOROUGH.get()
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the process: ``what`` in words, ``undo``, and whether it stays as long as the plugin does.
+    """A change of the process.
 
-    ``patch``: it is one of torch, as which the plugin of a device may have to make it.
-    ``harmless``: there is nothing to tell once it is set back. ``thread``: one that was started.
+    Attributes:
+        what: the change in words.
+        undo: sets the former value.
+        stays: the change stays as long as the plugin does.
+        patch: a change of torch. The plugin of a device may need the change.
+        harmless: the change is set back without a message.
+        thread: the thread that was started.
     """
 
     what: str
@@ -33,20 +58,37 @@ class Change:
     thread: threading.Thread | None = None
 
     def set_back(self) -> str:
-        """Undo it; returns what came of that, in words."""
+        """Undo the change; returns the outcome in words."""
         try:
             self.undo()
         except KeyboardInterrupt:
             raise
-        except (
-            BaseException
-        ) as error:  # of a system that does not let it, or of what a plugin has put there
+        # The system may refuse, and an object of a plugin may raise anything.
+        except BaseException as error:
             return f"it cannot be set back: {described(error)}"
         return "it was set back"
 
 
+class Aspect(Protocol):
+    """A part of the process that can be read, and the changes from one reading to another."""
+
+    def read(self) -> Any: ...
+
+    def changes(self, before: Any, after: Any) -> Iterator[Change]: ...
+
+
+class Addition(NamedTuple):
+    """A new key: the words that follow the key in the message, and whether the key stays."""
+
+    words: str
+    stays: bool
+
+
+STAYS = Addition(" (new)", stays=True)
+
+
 def equal(one: Any, other: Any) -> bool:
-    """Return True if two values are equal; objects of a plugin, whose comparison may raise, are not."""
+    """Return True if two values are equal; False if their comparison raises."""
     try:
         return one is other or bool(one == other)
     except KeyboardInterrupt:
@@ -55,113 +97,160 @@ def equal(one: Any, other: Any) -> bool:
         return False
 
 
-class Aspect(Protocol):
-    """A part of the process that can be looked at, and the changes that led from one state of it to another."""
-
-    def read(self) -> Any: ...
-
-    def changes(self, before: Any, after: Any) -> Iterator[Change]: ...
+def _ignored(key: Any, value: Any) -> Addition | None:
+    return None
 
 
-@dataclass(frozen=True)
-class Value:
-    """One value, which ``write`` sets, and which words may quote as ``shown`` has it."""
-
-    name: str
-    get: Callable[[], Any]
-    write: Callable[[Any], object]
-    shown: Callable[[Any], str] = str
-    same: Callable[[Any, Any], bool] = equal
-
-    def read(self) -> Any:
-        try:
-            return self.get()
-        except OSError:  # a working folder that is not there any more
-            return ABSENT
-
-    def changes(self, before: Any, after: Any) -> Iterator[Change]:
-        if before is not after and not self.same(before, after):
-            old, new = (
-                "nothing" if value is ABSENT else self.shown(value) for value in (before, after)
-            )
-            yield Change(f"{self.name} from {old} to {new}", partial(self.write, before))
+def _never(before: Any, after: Any) -> bool:
+    return False
 
 
 @dataclass(frozen=True)
-class Entries:
-    """The entries of a mapping. What others had put there is put back; what is new counts where ``additions`` do."""
+class Row:
+    """One value of the process, or several by key.
 
-    name: str
-    mapping: MutableMapping[Any, Any]
-    same: Callable[[Any, Any], bool] = operator.is_
-    additions: bool = True
-
-    def read(self) -> dict[Any, Any]:
-        return dict(self.mapping)
-
-    def changes(self, before: dict[Any, Any], after: dict[Any, Any]) -> Iterator[Change]:
-        # Most come behind those that were there, which are compared without a loop of Python's.
-        begins = [*before] == [*after][: len(before)] and all(
-            map(self.same, before.values(), after.values())
-        )
-        if not begins:
-            for key in [
-                key for key, value in before.items() if not self.same(after.get(key, ABSENT), value)
-            ]:
-                yield Change(
-                    f"{self.name} {key}", partial(operator.setitem, self.mapping, key, before[key])
-                )
-        for key in sorted(after.keys() - before.keys()) if self.additions else ():
-            yield Change(
-                f"{self.name} {key} (new)", partial(self.mapping.pop, key, None), stays=True
-            )
-
-
-@dataclass(frozen=True)
-class Order:
-    """A list that is searched from its beginning: what a plugin adds goes behind what others have, and with it.
-
-    ``fault`` returns what is wrong with an item, which is then removed, or ``None``.
+    Attributes:
+        name: stands before the key in messages.
+        values: returns the values by key, ``ALONE`` for a single value.
+        write: sets the value of a key, and removes the key for ``ABSENT``.
+        shown: quotes a value in the message; ``None`` leaves the values out.
+        same: compares two values.
+        added: judges a new key with its value; ``None`` ignores the key.
+        harmless: returns True if a change from one value to the other needs no message.
+        patch: a change is one of torch.
     """
 
     name: str
-    items: list[Any]
-    shown: Callable[[Any], str] = str
-    fault: Callable[[Any], str | None] = lambda item: None
+    values: Callable[[], Mapping[Any, Any]]
+    write: Callable[[Any, Any], object]
+    shown: Callable[[Any], str] | None = None
+    same: Callable[[Any, Any], bool] = operator.is_
+    added: Callable[[Any, Any], Addition | None] = _ignored
+    harmless: Callable[[Any, Any], bool] = _never
+    patch: bool = False
 
-    def read(self) -> list[Any]:
-        return list(self.items)
+    def read(self) -> Mapping[Any, Any]:
+        return self.values()
 
-    def changes(self, before: list[Any], after: list[Any]) -> Iterator[Change]:
-        if very_same(before, after):
-            return
-        added = [item for item in after if not any(is_same(item, known) for known in before)]
-        if len(after) < len(before) or not all(map(is_same, before, after)):
-            ordered = [*before, *added]
-            yield Change(
-                f"the order of {self.name}",
-                partial(operator.setitem, self.items, slice(None), ordered),
-            )
-        for item in added:
-            fault = self.fault(item)
-            words = f", which {fault}" if fault else " (new)"
-            what = f"{self.name} {self.shown(item)}{words}"
-            yield Change(what, partial(self._remove, item), stays=fault is None)
+    def changes(self, before: Mapping[Any, Any], after: Mapping[Any, Any]) -> Iterator[Change]:
+        for key, old in before.items():
+            new = after.get(key, ABSENT)
+            if new is old or self.same(old, new):
+                continue
+            undo = partial(self.write, key, old)
+            harmless = self.harmless(old, new)
+            yield Change(self._words(key, old, new), undo, patch=self.patch, harmless=harmless)
+        for key, value in after.items():
+            addition = None if key in before else self.added(key, value)
+            if addition is None:
+                continue
+            what = f"{self.name} {key}{addition.words}"
+            undo = partial(self.write, key, ABSENT)
+            thread = value if isinstance(value, threading.Thread) else None
+            yield Change(what, undo, addition.stays, self.patch, thread=thread)
 
-    def _remove(self, item: Any) -> None:
-        self.items[:] = [each for each in self.items if each is not item]
+    def _words(self, key: Any, old: Any, new: Any) -> str:
+        subject = f"{self.name} {key}".rstrip()
+        if self.shown is None:
+            return subject
+        was, now = ("nothing" if each is ABSENT else self.shown(each) for each in (old, new))
+        return f"{subject} from {was} to {now}"
 
 
-def is_same(one: Any, other: Any) -> bool:
-    """Tell whether two are the same, without asking what a plugin may have put there."""
-    return one is other or (type(one) is type(other) is str and one == other)
+def value(
+    name: str,
+    get: Callable[[], Any],
+    write: Callable[[Any], object],
+    shown: Callable[[Any], str] | None = str,
+    same: Callable[[Any, Any], bool] = equal,
+    harmless: Callable[[Any, Any], bool] = _never,
+) -> Row:
+    """Return the row of one value."""
+
+    def values() -> dict[str, Any]:
+        try:
+            return {ALONE: get()}
+        except OSError:  # the working folder is gone
+            return {ALONE: ABSENT}
+
+    def write_it(_: Any, former: Any) -> None:
+        write(former)
+
+    return Row(name, values, write_it, shown, same, harmless=harmless)
+
+
+def attribute(
+    owner: Any,
+    name: str,
+    shown: Callable[[Any], str] = str,
+    same: Callable[[Any, Any], bool] = equal,
+) -> Row:
+    """Return the row of an attribute of a module."""
+    read, write = partial(getattr, owner, name), partial(setattr, owner, name)
+    return value(f"{owner.__name__}.{name}", read, write, shown, same)
+
+
+def entries(
+    name: str,
+    mapping: MutableMapping[Any, Any],
+    added: Callable[[Any, Any], Addition | None],
+    same: Callable[[Any, Any], bool] = operator.is_,
+) -> Row:
+    """Return the row of a mapping."""
+
+    def write(key: Any, former: Any) -> None:
+        if former is ABSENT:
+            mapping.pop(key, None)
+        else:
+            mapping[key] = former
+
+    return Row(name, partial(dict, mapping), write, same=same, added=added)
+
+
+class Item(NamedTuple):
+    """The key of an item in a list: the words for the item, and its identity."""
+
+    words: str
+    identity: int | str
+
+    def __str__(self) -> str:
+        return self.words
+
+
+def search_order(
+    name: str,
+    items: list[Any],
+    shown: Callable[[Any], str],
+    added: Callable[[Any, Any], Addition | None],
+) -> tuple[Row, Row]:
+    """Return the rows of a list that is searched from its beginning: its order, and its items.
+
+    New items go behind the former ones.
+    """
+
+    def key_of(item: Any) -> Item:
+        # Equal strings are one entry. Other items may belong to a plugin: nothing asks them.
+        return Item(shown(item), item if type(item) is str else id(item))
+
+    def by_key() -> dict[Item, Any]:
+        return {key_of(item): item for item in items}
+
+    def begins(before: list[Any], after: list[Any]) -> bool:
+        former = list(map(key_of, before))
+        return list(map(key_of, after[: len(before)])) == former
+
+    def put_behind(before: list[Any]) -> None:
+        former = set(map(key_of, before))
+        new = [item for item in items if key_of(item) not in former]
+        items[:] = [*before, *new]
+
+    def remove(key: Item, _: Any) -> None:
+        items[:] = [item for item in items if key_of(item) != key]
+
+    order = value(f"the order of {name}", partial(list, items), put_behind, None, begins)
+    return order, Row(name, by_key, remove, same=lambda old, new: True, added=added)
 
 
 def very_same(one: list[Any], other: list[Any]) -> bool:
     """Return True if two lists hold the very same objects."""
     return len(one) == len(other) and all(map(operator.is_, one, other))
-
-
-def attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    """Return what reads an attribute, and what sets it."""
-    return partial(getattr, owner, name), partial(setattr, owner, name)

@@ -1,7 +1,7 @@
-"""Functions and methods of torch and opgraft that a plugin replaces for others, by assigning to their names.
+"""Functions, methods and classes that a plugin replaces for others, by assigning to their names.
 
-A plugin may be the first to import a module of opgraft, and patch it at once. So a definition is also read at the end
-of the import that brings it, before any code of the plugin can change it.
+A plugin may be the first to import a module of opgraft, and patch the module at once. So a definition
+is also read at the end of the import, before any code of the plugin can change the definition.
 """
 
 from __future__ import annotations
@@ -10,30 +10,68 @@ import functools
 import operator
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from itertools import chain
-from types import ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from opgraft.plugins.changes import ABSENT, Change
+from opgraft.plugins.changes import Change
+from opgraft.plugins.discovery import discover
+from opgraft.registry.state import ACTIVATING
 
 _OPGRAFT = "opgraft"
+_TORCH = "torch"
 _LAYERS = "torch.nn"
 _OF_TORCH = (torch, torch.Tensor, torch.linalg, torch.fft, torch.special)
+
+_OF_METADATA = ("importlib.metadata", "importlib_metadata")
+"""Modules that find plugins. Plugins and their libraries call them."""
+
+_OF_PYTHON = (
+    *("importlib", "importlib.util", "inspect", "os", "os.path", "pathlib", "shutil", "tempfile"),
+    *("io", "json", "pickle", "copy", "re", "time", "math", "random", "hashlib", "platform"),
+    *("subprocess", "ctypes", "types", "typing", "collections", "contextlib", "dataclasses"),
+    *("functools", "itertools", "operator", "abc"),
+)
+"""Further modules of Python that plugins and their libraries call."""
+
+_MOST_NAMED = 3
+
+_CODE = (
+    FunctionType,
+    BuiltinFunctionType,
+    type,
+    type(functools.cache(len)),
+    classmethod,
+    staticmethod,
+    property,
+)
+"""Types of functions, methods and classes. A proxy that imports a module lazily is none of them."""
 
 
 @dataclass(frozen=True)
 class _Owner:
-    """A module, a class or an object, and what it defines by name."""
+    """A module, a class or an object, the module that defines the thing, and its names."""
 
     thing: Any
+    home: str
+    place: str
     names: Mapping[str, Any]
+
+    @property
+    def is_of_torch(self) -> bool:
+        return _is_below(self.home, _TORCH)
+
+    @property
+    def is_checked_in_full(self) -> bool:
+        """True for torch and opgraft. Others count and remember in their modules."""
+        return self.is_of_torch or _is_below(self.home, _OPGRAFT)
 
 
 _Owners = dict[int, _Owner]
@@ -45,8 +83,8 @@ class _Seen:
     """The definitions of one look.
 
     Attributes:
-        now: what is defined.
-        imported: of the modules that were imported since the look before, what their import defined.
+        now: the definitions.
+        imported: the definitions at the end of each import since the look before.
     """
 
     now: _Owners
@@ -54,13 +92,19 @@ class _Seen:
 
 
 class Definitions:
-    """The functions, classes and methods of torch and opgraft, an aspect of the process.
+    """The functions, classes and methods of some modules, an aspect of the process.
 
     A new name in a module changes nothing for others. Neither does a new name in a class of torch, unless it hides an
     inherited one.
+
+    Args:
+        things: returns the modules with their classes and objects.
+        prefixes: of the names of all modules that ``things`` looks at.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, things: Callable[[], Iterable[Any]], prefixes: tuple[str, ...]) -> None:
+        self._things_now = things
+        self._prefixes = prefixes
         self._modules: tuple[str, ...] = ()
         self._things: tuple[Any, ...] = ()
         self._known: _Owners = {}
@@ -68,10 +112,10 @@ class Definitions:
 
     def read(self) -> _Seen:
         imported, self._imported = self._imported, {}
-        modules = tuple(sys.modules)
+        modules = tuple(name for name in sys.modules if name.startswith(self._prefixes))
         if modules != self._modules:
             self._modules = modules
-            found = (*_things_of_torch(), *_things_of(_modules_below(_OPGRAFT)))
+            found = self._things_now()
             self._things = tuple({id(thing): thing for thing in found}.values())
         # What has not changed since the last look is not copied again: there are 16,000 names and more.
         now = [_names_of(thing) for thing in self._things]
@@ -84,11 +128,13 @@ class Definitions:
         known, names = self._known.get(id(thing)), _names_of(thing)
         if known is not None and _alike([known.names], [names]):
             return known
-        return _Owner(thing, dict(names))
+        return _Owner(thing, *_described(thing, known), dict(names))
 
     def changes(self, before: _Seen, after: _Seen) -> Iterator[Change]:
         for key, owner in {**after.imported, **before.now}.items():
-            if after.now.get(key) is not owner:
+            if after.now.get(key) is owner:
+                continue
+            if owner.is_checked_in_full or not is_of_running_plugin(owner.home):
                 yield from _changes_of(owner)
 
     @contextmanager
@@ -158,38 +204,117 @@ class _Reader(MetaPathFinder):
 
 
 def _changes_of(owner: _Owner) -> Iterator[Change]:
-    thing, was, now = owner.thing, owner.names, _names_of(owner.thing)
-    place, patch = _place_of(thing), _home_of(thing).startswith("torch")
+    thing, was = owner.thing, owner.names
+    now = _names_of(thing)
+    patch = owner.is_of_torch
+    missing = {name: value for name, value in was.items() if name not in now}
+    if missing:
+        what = f"{owner.place}, taking {_some(missing)} away"
+        yield Change(what, partial(_put, thing, missing), patch=patch)
     for name, value in was.items():
-        new = now.get(name, ABSENT)
-        if new is not value and not _is_of_torch_itself(new):
-            yield Change(f"{place}.{name}", partial(setattr, thing, name, value), patch=patch)
-    if isinstance(thing, type):
-        for name in sorted(now.keys() - was.keys()):
-            if _counts(thing, name):
-                undo = partial(delattr, thing, name)
-                yield Change(f"{place}.{name} (new)", undo, patch=patch)
+        new = now.get(name, value)
+        # By type, as a proxy gives the class of another object.
+        is_code = issubclass(type(value), _CODE)
+        if new is value or not (is_code or owner.is_checked_in_full):
+            continue
+        if not _is_own_doing(owner, new):
+            undo = partial(setattr, thing, name, value)
+            yield Change(f"{owner.place}.{name}", undo, patch=patch)
+    if not isinstance(thing, type):
+        return
+    for name in sorted(now.keys() - was.keys()):
+        if _counts(owner, name):
+            yield Change(f"{owner.place}.{name} (new)", partial(delattr, thing, name), patch=patch)
+
+
+def _some(names: Mapping[str, Any]) -> str:
+    """Return the first names, and the number of the others."""
+    first = ", ".join([*names][:_MOST_NAMED])
+    more = len(names) - _MOST_NAMED
+    return f"{first} and {more} more" if more > 0 else first
+
+
+def _put(thing: Any, names: Mapping[str, Any]) -> None:
+    for name, value in names.items():
+        setattr(thing, name, value)
+
+
+def is_of_running_plugin(module: str) -> bool:
+    """Return True for a module of the distribution whose plugin runs. A plugin may change its own modules."""
+    running = ACTIVATING.get()
+    return running is not None and discover().provider_of(module) == running.provider
+
+
+def _is_own_doing(owner: _Owner, new: Any) -> bool:
+    """Return True if the owner itself replaces a function at the first use.
+
+    Private modules of torch wrap public functions. Other modules put a function of their package, or an imported
+    module, in the place of a lazy one.
+    """
+    if owner.is_checked_in_full:
+        defined_in = getattr(new, "__globals__", {}).get("__name__", "")
+        return str(defined_in).startswith("torch._")
+    package = str(getattr(new, "__module__", "")).partition(".")[0]
+    return isinstance(new, ModuleType) or package == owner.home.partition(".")[0]
+
+
+def _counts(owner: _Owner, name: str) -> bool:
+    """Return True if a new name of a class changes calls by others."""
+    if not owner.is_checked_in_full:
+        return False
+    if any(name in vars(base) for base in owner.thing.__mro__[1:]):
+        return True
+    return not owner.is_of_torch and not name.startswith("__")
 
 
 def _names_of(thing: Any) -> Mapping[str, Any]:
-    """Return what a thing defines now, by name."""
+    """Return the definitions of a thing by name."""
     names = vars(thing)
     fixed = getattr(type(thing), "DEFINED_BY", None)
     return names if fixed is None else {name: names[name] for name in fixed if name in names}
 
 
+def _is_below(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
 def _modules_below(package: str) -> list[ModuleType]:
     """Return a package and its modules, as far as they are imported."""
-    below = f"{package}."
     found = [(name, module) for name, module in list(sys.modules.items()) if module is not None]
-    return [module for name, module in found if name == package or name.startswith(below)]
+    return [module for name, module in found if _is_below(name, package)]
 
 
-def _things_of_torch() -> Iterator[Any]:
-    """Yield the modules and classes by which everybody computes with torch."""
+def _things_of_everybody() -> Iterator[Any]:
+    """Yield the modules and classes by which everybody computes and finds plugins."""
     yield from _OF_TORCH
     yield from _modules_below(_LAYERS)
     yield from _layers()
+    yield from _things_of(_modules_below(_OPGRAFT))
+    yield from _things_of(_imported(_OF_METADATA))
+
+
+def _things_of_others() -> Iterator[Any]:
+    """Yield further modules of Python, and those of plugins with their classes."""
+    yield from _imported(_OF_PYTHON)
+    yield from _things_of(_imported(modules_of_plugins()))
+
+
+def _imported(names: Iterable[str]) -> Iterator[ModuleType]:
+    for name in names:
+        module = sys.modules.get(name)
+        if isinstance(module, ModuleType):
+            yield module
+
+
+def modules_of_plugins() -> dict[str, None]:
+    """Return the modules that plugins and platforms name in their entry points, and the packages above them."""
+    names: dict[str, None] = {}
+    for offer in discover().offers:
+        name = "" if offer.built_in else offer.module
+        while name:
+            names[name] = None
+            name = name.rpartition(".")[0]
+    return names
 
 
 @functools.cache
@@ -202,21 +327,23 @@ def _things_of(modules: Iterable[ModuleType]) -> Iterator[Any]:
     """Yield modules with their classes and with objects that stand for functions."""
     for module in modules:
         yield module
-        if _home_of(module).startswith(f"{_OPGRAFT}."):
+        # Classes of torch are a list of their own.
+        if not _is_below(_home_of(module), _TORCH):
             yield from _inside(module)
 
 
 def _inside(module: ModuleType) -> tuple[Any, ...]:
     """Return the classes and objects that a module defines."""
-    found = [value for value in vars(module).values() if _is_defined_in(module, value)]
+    found = [value for value in list(vars(module).values()) if _is_defined_in(module, value)]
     ops = [vars(value).get("op_class") for value in found if hasattr(type(value), "DEFINED_BY")]
     return (*found, *filter(None, ops))
 
 
 def _is_defined_in(module: ModuleType, value: Any) -> bool:
-    if isinstance(value, type):
-        return value.__module__ == module.__name__ and not vars(value).get("__specialisation__")
-    return isinstance(value, SimpleNamespace) or hasattr(type(value), "DEFINED_BY")
+    if issubclass(type(value), type):
+        return value.__module__ == _home_of(module) and not vars(value).get("__specialisation__")
+    kind = type(value)
+    return kind is SimpleNamespace or hasattr(kind, "DEFINED_BY")
 
 
 def _alike(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> bool:
@@ -227,33 +354,29 @@ def _alike(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -
     return all(map(operator.is_, then, here))
 
 
-def _is_of_torch_itself(value: Any) -> bool:
-    """Return True if a private module of torch defines a function that wraps public ones at its first use."""
-    return str(getattr(value, "__globals__", {}).get("__name__", "")).startswith("torch._")
-
-
-def _counts(owner: type, name: str) -> bool:
-    """Tell whether a new name of a class changes what it does."""
-    if any(name in vars(base) for base in owner.__mro__[1:]):
-        return True
-    return _home_of(owner).startswith(_OPGRAFT) and not name.startswith("__")
+def _described(thing: Any, known: _Owner | None) -> tuple[str, str]:
+    """Return the module of a thing, and words for the thing. A module that was emptied has lost its name."""
+    return (known.home, known.place) if known else (_home_of(thing), _place_of(thing))
 
 
 def _home_of(thing: Any) -> str:
     """Return the module that defines a thing."""
     if isinstance(thing, ModuleType):
-        return thing.__name__
+        return str(getattr(thing, "__name__", ""))
     return str(thing.__module__ if isinstance(thing, type) else type(thing).__module__)
 
 
 def _place_of(thing: Any) -> str:
+    home = _home_of(thing)
     if isinstance(thing, ModuleType):
-        return thing.__name__
-    package = _home_of(thing).partition(".")[0]
+        return home
     if isinstance(thing, type):
-        return f"{package}'s {thing.__qualname__}"
+        return f"{home.partition('.')[0]}'s {thing.__qualname__}"
     return f"{_OPGRAFT}'s {getattr(thing, '__qualname__', 'native definitions')}"
 
 
-DEFINITIONS = Definitions()
-"""The aspect of this process. It also hears of imports, so that there is one."""
+DEFINITIONS = Definitions(_things_of_everybody, (_OPGRAFT, _LAYERS, "importlib"))
+"""The aspect that every load compares. It also hears of imports, so that there is one."""
+
+OF_OTHERS = Definitions(_things_of_others, ("",))
+"""The aspect of Python's modules and of plugins, for the doctor."""

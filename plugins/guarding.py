@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from opgraft.plugins.changes import Change
 from opgraft.plugins.definitions import DEFINITIONS
-from opgraft.plugins.process import changes_between, look
+from opgraft.plugins.process import Look, changes_between, look
 
 
 class Guard:
@@ -20,7 +19,7 @@ class Guard:
     """
 
     def __init__(self) -> None:
-        self._seen: list[Any] | None = None
+        self._seen: Look | None = None
         self._modules = 0
 
     def forget(self) -> None:

@@ -19,17 +19,12 @@ from opgraft.errors import PluginError, close_matches, raised_in
 from opgraft.logger import logger
 from opgraft.platform import Platform
 from opgraft.plugins import hookspecs
+from opgraft.plugins.admission import check_admission, objection
 from opgraft.plugins.changes import Change
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover
 from opgraft.plugins.outcomes import failure_of, rejection_of, replacements_of
 from opgraft.plugins.remarks import STARTED_THREADS
-from opgraft.plugins.requirements import (
-    FAULTS,
-    asked_for,
-    check_adjustment,
-    check_admission,
-    objection,
-)
+from opgraft.plugins.requirements import FAULTS, asked_for, check_adjustment
 from opgraft.registry.adapter import Adapter
 from opgraft.registry.declarations import ANY_PLATFORM, Owner
 from opgraft.registry.finding import Finding

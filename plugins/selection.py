@@ -14,16 +14,11 @@ from opgraft.logger import logger
 from opgraft.machine.evidence import Evidence
 from opgraft.machine.machine import Machine
 from opgraft.platform import Platform, PlatformSpec
+from opgraft.plugins.admission import check_admission, objection, quarantined
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer, discover
 from opgraft.plugins.platform_class import load_platform, report
 from opgraft.plugins.probing import ProbeFailed, ask_all
-from opgraft.plugins.requirements import (
-    FAULTS,
-    QUARANTINED,
-    check_admission,
-    objection,
-    quarantined,
-)
+from opgraft.plugins.requirements import FAULTS, QUARANTINED
 from opgraft.registry.decision import NOT_PROBED, Candidate, Decision
 from opgraft.registry.finding import Finding
 from opgraft.registry.state import PlatformSelection, host_state, loading

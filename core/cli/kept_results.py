@@ -25,9 +25,9 @@ from opgraft.config.environment import lasting_variables, state_home
 from opgraft.errors import OpgraftError
 from opgraft.logger import logger
 from opgraft.machine.machine import Machine
+from opgraft.plugins.admission import objection
 from opgraft.plugins.discovery import discover, is_editable
 from opgraft.plugins.metadata import text_of
-from opgraft.plugins.requirements import objection
 from opgraft.plugins.selection import decide_platform
 from opgraft.registry.state import host_state
 

@@ -9,10 +9,14 @@ from opgraft.errors import OpgraftError, PluginError
 
 
 def load_all() -> OpgraftError | None:
-    """Load the plugins with the whole catalogue known; returns what went wrong instead of raising it."""
-    from opgraft.plugins.host import (
-        load_plugins,
-    )  # so that commands can be described without pluggy
+    """Load the plugins with the whole catalogue known, and compare everything that they may change.
+
+    Returns:
+        The error, which is not raised.
+    """
+    # Here, so that commands can be described without pluggy.
+    from opgraft.plugins.changes import thorough
+    from opgraft.plugins.host import load_plugins
 
     try:
         importlib.import_module("opgraft.ops")
@@ -22,7 +26,8 @@ def load_all() -> OpgraftError | None:
             "cause, TORCH_DEVICE_BACKEND_AUTOLOAD=0 goes without backends that load themselves."
         )
     try:
-        load_plugins()
+        with thorough():
+            load_plugins()
     except OpgraftError as error:
         return error
     except KeyboardInterrupt:

@@ -16,8 +16,8 @@ from opgraft.cli.offers import shown_offers
 from opgraft.cli.output import GivenPath, json_option, print_json, print_wrapped
 from opgraft.errors import InputError, PluginError
 from opgraft.hosts import Ported
+from opgraft.plugins.admission import objection
 from opgraft.plugins.discovery import PORTERS, discover
-from opgraft.plugins.requirements import objection
 from opgraft.registry.state import host_state
 
 _TEMPLATE = (

@@ -9,6 +9,7 @@ from typing import Any
 
 from opgraft.config import Settings
 from opgraft.errors import ConfigError, close_matches, near_matches
+from opgraft.plugins.admission import objection
 from opgraft.plugins.discovery import (
     FOR_OTHER_HOSTS,
     HOST_DISTRIBUTION,
@@ -20,7 +21,6 @@ from opgraft.plugins.discovery import (
     normalized,
 )
 from opgraft.plugins.metadata import Problem, fields_of
-from opgraft.plugins.requirements import objection
 from opgraft.registry.decision import Provider
 from opgraft.registry.finding import Finding
 from opgraft.registry.state import host_state

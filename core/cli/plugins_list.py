@@ -22,8 +22,8 @@ from opgraft.cli.output import (
     print_wrapped,
     with_settings,
 )
+from opgraft.plugins.admission import check_admission
 from opgraft.plugins.discovery import Offer
-from opgraft.plugins.requirements import check_admission
 from opgraft.registry.state import host_state
 
 

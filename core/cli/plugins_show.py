@@ -30,9 +30,9 @@ from opgraft.cli.output import (
 )
 from opgraft.cli.plugins_doctor import found
 from opgraft.errors import InputError, close_matches
+from opgraft.plugins.admission import change_since_locked, check_admission
 from opgraft.plugins.discovery import PLUGIN_GROUP, Offer, normalized
 from opgraft.plugins.outcomes import end_of, replacements_of
-from opgraft.plugins.requirements import change_since_locked, check_admission
 from opgraft.registry.finding import Finding
 from opgraft.registry.state import PluginRecord, PluginStatus, host_state
 

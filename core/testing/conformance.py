@@ -15,6 +15,7 @@ import torch
 from opgraft.base.text import described, printable
 from opgraft.config import OpgraftConfig, set_config
 from opgraft.errors import OpgraftError
+from opgraft.plugins.changes import thorough
 from opgraft.plugins.discovery import HOST_DISTRIBUTION, discover, names_of
 from opgraft.plugins.host import load_plugins
 from opgraft.plugins.outcomes import findings_of
@@ -159,7 +160,8 @@ class Conformance:
     def _load(self) -> str:
         """Load the plugin, and return why the plugin is not active."""
         try:
-            load_plugins()
+            with thorough():
+                load_plugins()
         except OpgraftError as error:
             return str(error)
         # A platform without a plugin has no record, and is never refused.

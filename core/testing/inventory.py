@@ -22,9 +22,9 @@ from opgraft.binding.specialisation import bind
 from opgraft.config import Settings
 from opgraft.errors import ConfigError, ConflictError
 from opgraft.platform import Platform, PlatformSpec, effective_chain
+from opgraft.plugins.admission import objection
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover, normalized
 from opgraft.plugins.outcomes import absence_of
-from opgraft.plugins.requirements import objection
 from opgraft.plugins.selection import current_platform
 from opgraft.registry.choice import ReplacementChoice, choose_replacement
 from opgraft.registry.decision import Decision, Provider

@@ -21,10 +21,10 @@ from opgraft.errors import ChildError
 from opgraft.machine.child import run_child
 from opgraft.ops.spec import tensors
 from opgraft.platform import DeviceMemory, Platform, effective_chain
+from opgraft.plugins.admission import objection
 from opgraft.plugins.discovery import PLUGIN_GROUP, discover, names_of
 from opgraft.plugins.host import load_plugins
 from opgraft.plugins.outcomes import findings_of
-from opgraft.plugins.requirements import objection
 from opgraft.plugins.selection import current_platform
 from opgraft.registry.state import host_state, reset
 from opgraft.testing import diagnosis

@@ -21,7 +21,7 @@ from opgraft.ops.embedding import VocabParallelEmbedding
 from opgraft.ops.linear import ColumnParallelLinear, RowParallelLinear
 from opgraft.platform import Platform
 from opgraft.platforms.tpu.chips import one_chip
-from opgraft.platforms.tpu.platform import TpuPlatform
+from opgraft.platforms.tpu.runtime import Runtime, RuntimeOwner
 from opgraft.plugins.selection import current_platform
 from torch import Tensor, nn
 
@@ -36,7 +36,7 @@ class TpuModelRunner(BucketedModelRunner):
 
     def __init__(self, opgraft_config: OpgraftConfig, device: torch.device) -> None:
         super().__init__(opgraft_config, device)
-        self.runtime = tpu_platform().runtime
+        self.runtime = runtime_of_platform()
 
     def operators_of(self, cache: Tensor) -> CacheOperators:
         place = (
@@ -101,7 +101,7 @@ class TpuWorker(Worker):
         Raises:
             PlatformError: the package cannot do so.
         """
-        runtime = tpu_platform().runtime
+        runtime = runtime_of_platform()
         if self.opgraft_config.parallel.devices_per_rank > 1:
             runtime.spread()
         elif self.local_size > 1:
@@ -126,22 +126,22 @@ def divided_weights(model: nn.Module, parts: int) -> Iterator[tuple[Tensor, int]
                 yield parameter, dim
 
 
-def tpu_platform() -> TpuPlatform:
-    """Return the platform of this process.
+def runtime_of_platform() -> Runtime:
+    """Return the runtime of the current platform, for TPUs.
 
     Raises:
-        PlatformError: it is another.
+        PlatformError: the platform is another.
     """
     platform = current_platform()
-    if not isinstance(platform, TpuPlatform):
+    if not isinstance(platform, RuntimeOwner):
         raise PlatformError(
             f"this is for the platform tpu, and the current one is {platform.name}: set it by name"
         )
-    return platform
+    return platform.runtime
 
 
 def _is_tpu(platform: Platform) -> bool:
-    return isinstance(platform, TpuPlatform)
+    return isinstance(platform, RuntimeOwner)
 
 
 def register() -> None:

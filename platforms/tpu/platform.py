@@ -11,10 +11,10 @@ from opgraft.machine.machine import Machine
 from opgraft.platform import DeviceCapability, DeviceMemory, Platform
 from opgraft.platforms.tpu.packages import RuntimePackage, choose
 from opgraft.platforms.tpu.probe import VISIBILITY_VARIABLES, probe
-from opgraft.platforms.tpu.runtime import Runtime
+from opgraft.platforms.tpu.runtime import Runtime, RuntimeOwner
 
 
-class TpuPlatform(Platform):
+class TpuPlatform(Platform, RuntimeOwner):
     """TPU chips, or XLA's CPU client where ``PJRT_DEVICE=CPU`` asks for it.
 
     Raises:

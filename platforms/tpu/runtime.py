@@ -64,3 +64,9 @@ class Runtime(ABC):
     def on_cpu(self) -> bool:
         """Tell whether the devices are simulated on the CPU."""
         return False
+
+
+class RuntimeOwner:
+    """A platform that reaches its devices by a runtime package."""
+
+    runtime: Runtime

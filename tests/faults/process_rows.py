@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
+from opgraft.plugins.changes import thorough
+
 IMPORTS = """
 import builtins, gc, importlib.metadata, importlib_metadata, io, locale, logging.config, multiprocessing, os
 import random, signal, sys, threading, torch, types, warnings
@@ -12,24 +16,22 @@ from opgraft.platforms.cpu.platform import CpuPlatform
 
 PLUGIN = "\nplatforms = 'any'\nimport opgraft\n@opgraft.hookimpl\ndef opgraft_veto(): {}\n"
 
-SET_BACK = {
+AT_EVERY_LOAD = {
     "torch.set_default_dtype(torch.float64)": "the default dtype from torch.float32 to torch.float64",
     "torch.set_default_device('meta')": "the default device from cpu to meta",
     "torch.set_num_threads(torch.get_num_threads() + 1)": "the number of threads from ",
     "torch.set_grad_enabled(False)": "whether gradients are recorded from True to False",
     "torch.set_autocast_enabled('cpu', True)": "automatic dtypes from no device to cpu",
-    "torch.autograd.set_detect_anomaly(True)": "the detection of anomalies from False to True",
     "torch.use_deterministic_algorithms(True)": "whether algorithms are deterministic from (False, False) to (True,",
     "torch.set_float32_matmul_precision('medium')": "the precision of products from highest to medium",
+    "torch.overrides.BaseTorchFunctionMode().__enter__()": "the modes of torch from none to BaseTorchFunction",
     "sys.setrecursionlimit(9999)": "the recursion limit from ",
     "os.chdir('/')": "the working folder from ",
-    "locale.setlocale(locale.LC_NUMERIC, 'C.UTF-8')": "the locale from ",
     "sys.stdout = io.StringIO()": "sys.stdout from ",
     "sys.stdin = None": "sys.stdin from ",
     "sys.stderr = io.StringIO()": "sys.stderr from ",
     "os.environ['TAKEN'] = 'changed'": "the environment variable TAKEN while",
     "del os.environ['TAKEN']": "the environment variable TAKEN while",
-    "builtins.ascii = lambda x: x": "builtins ascii while",
     "sys.modules['json'] = sys": "the module json while",
     "del sys.modules['json']": "the module json while",
     "sys.path.reverse()": "the order of sys.path while",
@@ -39,61 +41,77 @@ SET_BACK = {
     "signal.signal(signal.SIGINT, lambda *_: None)": "the handler of SIGINT while",
     "warnings.simplefilter('ignore')": "the filters of warnings while",
     "warnings.resetwarnings()": "the filters of warnings while",
-    "warnings.showwarning = print": "warnings.showwarning from ",
-    "logging.disable(50)": "the level that logging.disable drops from NOTSET to CRITICAL while",
-    "logging.getLogger().setLevel(50)": "the level of the root logger from WARNING to CRITICAL while",
-    "logging.getLogger().addHandler(logging.StreamHandler())": "the handlers of the root logger from ",
-    "logging.getLogger().addFilter(logging.Filter('x'))": "the filters of the root logger from none to Filter while",
-    "logging.getLogger('opgraft').disabled = True": "whether opgraft's logger is disabled from False to True while",
-    "logging.getLogger('opgraft').propagate = False": "whether opgraft's logger passes lines on from True to False",
-    "logging.getLogger('opgraft').addFilter(lambda _: 0)": "the filters of opgraft's logger from none to function",
+    "logging.disable(50)": "the level of logging.disable from NOTSET to CRITICAL while",
+    "logging.getLogger().setLevel(50)": "the root logger: level from WARNING to CRITICAL while",
+    "logging.getLogger().addHandler(logging.StreamHandler())": "the root logger: handlers from ",
+    "logging.getLogger().addFilter(logging.Filter('x'))": "the root logger: filters from none to Filter while",
+    "logging.getLogger('opgraft').disabled = True": "the logger opgraft: disabled from False to True while",
+    "logging.getLogger('opgraft').propagate = False": "the logger opgraft: propagate from True to False",
+    "logging.getLogger('opgraft').addFilter(lambda _: 0)": "the logger opgraft: filters from none to function",
     "logging.setLogRecordFactory(dict)": "the factory of log records from LogRecord to dict while",
     "logging.setLoggerClass(type('Mute', (logging.Logger,), {}))": "the class of loggers from Logger to Mute while",
-    "sys.excepthook = print": "sys.excepthook from ",
-    "threading.excepthook = print": "threading.excepthook from ",
     "torch.manual_seed(0)": "torch's random numbers from ",
     "random.seed(0)": "Python's random numbers from ",
-    "gc.set_threshold(7)": "the thresholds of the garbage collector from ",
-    "multiprocessing.set_start_method('spawn', force=True)": "the start method of processes from ",
     "torch.backends.mkldnn.enabled = False": "torch.backends.mkldnn.enabled from True to False",
-    "logging.config.dictConfig({'version': 1, 'loggers': {'opgraft': {}, 'acme': {}}})": "loggers of others, ",
+    "logging.config.dictConfig({'version': 1, 'loggers': {'opgraft': {}, 'acme': {}}})": (
+        "the switches of other loggers while"
+    ),
     "torch.nn.functional.silu = torch.relu": "torch.nn.functional.silu while",
     "torch.set_default_dtype = lambda dtype: None": "torch.set_default_dtype while",
-    "del torch.nn.functional.gelu": "torch.nn.functional.gelu while",
+    "del torch.nn.functional.gelu": "torch.nn.functional, taking gelu away while",
     "torch.Tensor.__matmul__ = torch.Tensor.__mul__": "torch's Tensor.__matmul__ (new) while",
     "torch.nn.Module.__call__ = lambda *_: None": "torch's Module.__call__ while",
     "RMSNorm.forward_native = lambda *_: None": "opgraft's RMSNorm.forward_native while",
     "RMSNorm.forward_oot = lambda *_: None": "opgraft's RMSNorm.forward_oot (new) while",
     "RMSNorm.functional_cpu = {}": "opgraft's RMSNorm.functional_cpu (new) while",
-    "del RMSNorm.forward_native": "opgraft's RMSNorm.forward_native while",
+    "del RMSNorm.forward_native": "opgraft's RMSNorm, taking forward_native away while",
     "opgraft.CustomOp.enabled = classmethod(lambda cls: False)": "opgraft's CustomOp.enabled while",
     "CpuPlatform.memory = lambda *_: None": "opgraft's CpuPlatform.memory while",
     "opgraft.ops.RMSNorm = None": "opgraft.ops.RMSNorm while",
     "torch.nn.LayerNorm.forward = lambda self, x: x": "torch's LayerNorm.forward while",
+    "opgraft.Platform.default_config = None": "opgraft's Platform.default_config while",
+    "importlib.metadata.version = lambda name: '0'": "importlib.metadata.version while",
+    "importlib.metadata.entry_points = None": "importlib.metadata.entry_points while",
+    "importlib.metadata.Distribution.from_name = None": "importlib's Distribution.from_name while",
+    "importlib_metadata.EntryPoint.load = lambda self: None": "importlib_metadata's EntryPoint.load while",
+    "del importlib.metadata.distribution": "importlib.metadata, taking distribution away while",
+    "vars(importlib.metadata).clear()": "importlib.metadata, taking __name__, __doc__, __package__ and ",
+    "sys.modules['acme_of_nobody'] = None": "the module acme_of_nobody to nothing while",
+    "sys.meta_path.append(type('Finder', (), {'find_spec': lambda *_: 1 / 0})())": (
+        "sys.meta_path <acme"
+    ),
+}
+"""Source of a plugin, and what each load of plugins says of it; each is set back."""
+
+THOROUGH = {
+    "torch.autograd.set_detect_anomaly(True)": "the detection of anomalies from False to True",
+    "locale.setlocale(locale.LC_NUMERIC, 'C.UTF-8')": "the locale from ",
+    "builtins.ascii = lambda x: x": "builtins ascii while",
+    "warnings.showwarning = print": "warnings.showwarning from ",
+    "sys.excepthook = print": "sys.excepthook from ",
+    "threading.excepthook = print": "threading.excepthook from ",
+    "gc.set_threshold(7)": "the thresholds of the garbage collector from ",
+    "multiprocessing.set_start_method('spawn', force=True)": "the start method of processes from ",
     "torch.nn.modules.module.register_module_forward_hook(lambda *_: None)": (
         "the hooks that torch calls for every module from 0 to 1 while"
     ),
-    "torch.overrides.BaseTorchFunctionMode().__enter__()": "the modes of torch from none to BaseTorchFunction",
     "torch.backends.cuda.enable_math_sdp(False)": "whether attention may be computed by math from True to False while",
     "sys.settrace(lambda *_: None)": "what traces the functions of this thread from None to ",
     "threading.setprofile(lambda *_: None)": "what profiles the functions of new threads from None to ",
     "sys.unraisablehook = print": "sys.unraisablehook from ",
     "gc.disable()": "whether garbage is collected from True to False while",
     "sys.setswitchinterval(1)": "the time after which threads take turns from ",
-    "opgraft.Platform.default_config = None": "opgraft's Platform.default_config while",
-    "importlib.metadata.version = lambda name: '0'": "importlib.metadata.version while",
-    "importlib.metadata.entry_points = None": "importlib.metadata.entry_points while",
-    "importlib.metadata.Distribution.from_name = None": "importlib.metadata.Distribution.from_name while",
-    "importlib_metadata.EntryPoint.load = lambda self: None": "importlib_metadata.EntryPoint.load while",
-    "del importlib.metadata.distribution": "importlib.metadata, taking distribution away while",
-    "vars(importlib.metadata).clear()": "importlib.metadata, taking __name__, __doc__, __package__ and ",
-    "os.path.exists = lambda path: False": "os.path.exists while",
-    "sys.modules['acme_of_nobody'] = None": "the module acme_of_nobody to nothing while",
-    "sys.meta_path.append(type('Finder', (), {'find_spec': lambda *_: 1 / 0})())": (
-        "sys.meta_path <acme"
-    ),
+    "os.path.exists = lambda path: False": "posixpath.exists while",
 }
-"""Source of a plugin, and what is said of it; each is set back."""
+"""Source of a plugin, and what the doctor and the conformance kit say of it; each is set back."""
+
+SET_BACK = {**AT_EVERY_LOAD, **THOROUGH}
+
+
+def comparing(change: str) -> AbstractContextManager[None]:
+    """Compare as much as it takes to see a row of ``SET_BACK`` or ``OF_BRIX``."""
+    return nullcontext() if change in AT_EVERY_LOAD else thorough()
+
 
 OF_BRIX: dict[str, tuple[str, ...]] = {
     "sys.modules['brix'] = None": ("the module brix",),
@@ -102,8 +120,10 @@ OF_BRIX: dict[str, tuple[str, ...]] = {
     "import brix; del brix.opgraft_register_ops": ("brix, taking opgraft_register_ops away",),
     "import brix; brix.opgraft_register_ops = id": ("brix.opgraft_register_ops",),
     "import brix; brix.BrixRMSNorm = None": ("brix.BrixRMSNorm",),
-    "import brix; brix.BrixRMSNorm.forward_oot = id": ("brix.BrixRMSNorm.forward_oot",),
-    "import brix; del brix.BrixRMSNorm.forward_oot": ("BrixRMSNorm, taking forward_oot away",),
+    "import brix; brix.BrixRMSNorm.forward_oot = id": ("brix's BrixRMSNorm.forward_oot",),
+    "import brix; del brix.BrixRMSNorm.forward_oot": (
+        "brix's BrixRMSNorm, taking forward_oot away",
+    ),
 }
 """Source of a plugin that harms the plugin brix, and the ways in which it is told."""
 

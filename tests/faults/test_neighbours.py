@@ -8,7 +8,15 @@ import opgraft
 import pytest
 from faults.doctor_rows import FINDINGS
 from faults.planting import in_time, others_are_as_they_were
-from faults.process_rows import IMPORTS, OF_BRIX, PLUGIN, SET_BACK, WITHOUT_AN_IMPORT
+from faults.process_rows import (
+    IMPORTS,
+    OF_BRIX,
+    PLUGIN,
+    SET_BACK,
+    WITHOUT_AN_IMPORT,
+    comparing,
+)
+from opgraft.plugins.changes import thorough
 from opgraft.plugins.outcomes import findings_of
 from opgraft.registry.state import host_state
 
@@ -26,7 +34,7 @@ def test_neighbours(site, alone, monkeypatch: pytest.MonkeyPatch, caplog, name: 
     for plugin in ("acme", "cedar"):
         site.plugin(plugin, SOURCES[name])
     opgraft.reset()
-    with caplog.at_level(logging.WARNING, logger="opgraft"), in_time():
+    with caplog.at_level(logging.WARNING, logger="opgraft"), in_time(), comparing(name):
         others_are_as_they_were(alone)
 
 
@@ -47,7 +55,7 @@ def test_a_plugin_that_harms_another_one(site, alone, change: str, when: str) ->
     for plugin in (*first, "cedar"):
         site.plugin(plugin, f"{IMPORTS}{source[0]}{PLUGIN.format(source[1])}")
     opgraft.reset()
-    with in_time():
+    with in_time(), thorough():
         others_are_as_they_were(alone)
     records = host_state().plugins.values()
     told = {record.name: [*map(str, findings_of(record))] for record in records}

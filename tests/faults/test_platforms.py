@@ -6,7 +6,7 @@ import pytest
 from conftest import Site, platform_source
 from faults.planting import GOOD, answer, doctor_finds, in_time, of_brix
 from faults.platform_rows import LATER, REFUSED
-from faults.process_rows import IMPORTS, SET_BACK
+from faults.process_rows import IMPORTS, SET_BACK, comparing
 from opgraft import current_platform
 from opgraft.platforms.cpu.platform import CpuPlatform
 from opgraft.plugins import kept_properties
@@ -43,10 +43,10 @@ def test_platforms(
     source = f"{IMPORTS}{change}\n{platform_source('acme')}"
     site.platform("acme", probe="return Evidence(True, 'here')", platform=source)
     CpuPlatform()  # whose module is imported by then, as that of what may be chosen instead is
-    before = look()
-    with in_time():
+    with in_time(), comparing(change):
+        before = look()
         assert current_platform().name == "acme"
-    assert [each.what for each in changes_between(before, look())] == []
+        assert [each.what for each in changes_between(before, look())] == []
     (finding,) = PLATFORM_FINDINGS.get()
     words = SET_BACK[change].removesuffix(" while")
     assert finding.message.startswith(f"platform 'acme' of acme-dist 1.0 changed {words}")

@@ -7,12 +7,12 @@ from faults.planting import GOOD
 from faults.process_rows import PLUGIN
 
 CLOSES = {
-    "sys.stdout.close()": "sys.stdout to a closed stream",
-    "sys.stdout.detach()": "sys.stdout to a closed stream",
-    "sys.stdout.buffer.close()": "sys.stdout to a closed stream",
-    "sys.stderr.close()": "sys.stderr to a closed stream",
-    "sys.stderr.detach()": "sys.stderr to a closed stream",
-    "sys.stdin.close()": "sys.stdin to a closed stream",
+    "sys.stdout.close()": "whether sys.stdout is closed from False to True",
+    "sys.stdout.detach()": "whether sys.stdout is closed from False to True",
+    "sys.stdout.buffer.close()": "whether sys.stdout is closed from False to True",
+    "sys.stderr.close()": "whether sys.stderr is closed from False to True",
+    "sys.stderr.detach()": "whether sys.stderr is closed from False to True",
+    "sys.stdin.close()": "whether sys.stdin is closed from False to True",
 }
 """What a plugin does, and what is said of it; each is set back."""
 

@@ -7,7 +7,7 @@ import builtins
 import json
 import re
 from collections.abc import Iterator
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import legibility
@@ -263,6 +263,33 @@ def test_imports_form_no_cycle() -> None:
         if module != "opgraft"
     }
     assert len(list(TopologicalSorter(graph).static_order())) >= len(graph)
+
+
+def imports_within_folders() -> dict[str, dict[str, set[str]]]:
+    """By folder, the modules that each of its modules imports from the same folder, late or by name too."""
+    folders: dict[str, dict[str, set[str]]] = {}
+    for module, path in MODULES.items():
+        found = (*first_party_imports(tree_of(path)), *named_imports(tree_of(path)))
+        folder = folder_of(module)
+        beside = {name for _, name in found if folder_of(name) == folder}
+        folders.setdefault(folder, {})[module] = beside - {module}
+    return folders
+
+
+def folder_of(module: str) -> str:
+    """The folder of a module. The module ``opgraft.ops`` counts for the folder above."""
+    return module.rpartition(".")[0]
+
+
+def test_no_circle_within_a_folder() -> None:
+    """Each folder's modules can be put in an order, those that import late or by name too."""
+    circles = {}
+    for folder, graph in imports_within_folders().items():
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as error:
+            circles[folder] = " imports ".join(reversed(error.args[1]))
+    assert circles == {}
 
 
 def test_built_in_platforms_are_reached_by_entry_point() -> None:

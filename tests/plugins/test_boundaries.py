@@ -17,9 +17,9 @@ from opgraft.config import resolve
 from opgraft.errors import PluginError
 from opgraft.machine.machine import Machine
 from opgraft.ops import RMSNorm
+from opgraft.plugins.admission import objection
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.remarks import PLATFORM_FINDINGS
-from opgraft.plugins.requirements import objection
 from opgraft.plugins.selection import decide_platform
 from opgraft.registry.state import host_state
 

@@ -11,8 +11,8 @@ import opgraft
 import pytest
 from opgraft.config import resolve
 from opgraft.config.environment import SIMULATED_DEVICE
+from opgraft.plugins.admission import objection
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, discover
-from opgraft.plugins.requirements import objection
 from opgraft.registry.decision import Provider
 
 

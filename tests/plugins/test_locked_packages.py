@@ -9,8 +9,8 @@ from conftest import Site
 from opgraft.config import parse_text
 from opgraft.config.environment import read_environment
 from opgraft.errors import ConfigError
+from opgraft.plugins.admission import check_admission
 from opgraft.plugins.discovery import PLUGIN_GROUP
-from opgraft.plugins.requirements import check_admission
 from plugins.locks import PLUGIN, lock, reason, settings_of
 
 HELPED = {"brix/__init__.py": PLUGIN, "brix/helper.py": "", "brix/inner/__init__.py": ""}

@@ -16,9 +16,9 @@ from opgraft import OpgraftConfig, current_platform, load_plugins, set_config
 from opgraft.config import resolve
 from opgraft.errors import ConfigError, InputError, PlatformError, PluginError
 from opgraft.ops import RMSNorm
+from opgraft.plugins.admission import objection
 from opgraft.plugins.discovery import PLUGIN_GROUP, discover
 from opgraft.plugins.locking import lock_installed, read_rows, write_rows
-from opgraft.plugins.requirements import objection
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.state import PluginStatus, host_state
 from plugins.locks import PLUGIN, lock, reason

@@ -10,33 +10,19 @@ import random
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from faults.process_rows import IMPORTS, PLUGIN, SET_BACK
+from faults.process_rows import IMPORTS, PLUGIN, SET_BACK, comparing
 from opgraft import load_plugins
 from opgraft.ops import RMSNorm
-from opgraft.plugins.definitions import DEFINITIONS
-from opgraft.plugins.loggers import Switches
-from opgraft.plugins.neighbours import Namespaces
+from opgraft.plugins.changes import thorough
 from opgraft.plugins.outcomes import findings_of
-from opgraft.plugins.process import ASPECTS, look
+from opgraft.plugins.process import changes_between, look
 from opgraft.registry.decision import Provider
 from opgraft.registry.state import PluginRecord, PluginStatus, host_state
 
 POINTS = {"opgraft.plugins": ["acme = acme"]}
-
-
-def states() -> list[Any]:
-    """The process, as far as two looks at it can be compared; what new imports bring is no change."""
-    both = zip(ASPECTS, look(), strict=True)
-    kept = [
-        (aspect, value)
-        for aspect, value in both
-        if aspect is not DEFINITIONS and not isinstance(aspect, (Switches, Namespaces))
-    ]
-    return [value for aspect, value in kept if getattr(aspect, "name", "") != "the module"]
 
 
 @pytest.fixture(autouse=True)
@@ -54,13 +40,12 @@ def test_a_change_that_meets_others_is_set_back(site, caplog, change: str, where
         IMPORTS + (change if at_import else "") + PLUGIN.format("pass" if at_import else change),
     )
     site.plugin("brix", PLUGIN.format("pass"))
-    before, words = states(), SET_BACK[change].removesuffix("while")
-    json_module, definitions = sys.modules["json"], DEFINITIONS.read()
-    namespaces = Namespaces().read()
-    load_plugins()
-    assert states() == before
-    assert [*Namespaces().changes(namespaces, Namespaces().read())] == []
-    assert [each.what for each in DEFINITIONS.changes(definitions, DEFINITIONS.read())] == []
+    words = SET_BACK[change].removesuffix("while")
+    json_module = sys.modules["json"]
+    with comparing(change):
+        before = look()
+        load_plugins()
+        assert [each.what for each in changes_between(before, look())] == []
     assert sys.modules["json"] is json_module
     assert not logging.getLogger("asyncio").disabled
     acme, brix = host_state().plugins["acme"], host_state().plugins["brix"]
@@ -116,7 +101,8 @@ def test_what_cannot_be_compared_is_set_back_too(site, kind: str) -> None:
         list(logging.getLogger().handlers),
     )
     try:
-        load_plugins()
+        with thorough():
+            load_plugins()
         assert os.environ["TAKEN"] == "as it was"
         assert (sys.stdout is before, sys.excepthook.__name__ != "Odd") == (True, True)
         assert not any(type(each).__name__ == "Odd" for each in sys.meta_path)
@@ -203,7 +189,8 @@ def test_what_a_plugin_adds_stays_as_long_as_it_does(
     words, there = ADDED[addition]
     path, finders = list(sys.path), list(sys.meta_path)
     try:
-        load_plugins()
+        with thorough():
+            load_plugins()
         record = host_state().plugins["acme"]
         assert record.notes == (
             f"changed {words} while it was loaded: it stays as long as the plugin does",
@@ -331,7 +318,8 @@ def test_a_kernel_of_an_operator_of_torch(site) -> None:
         f"library.impl('special_i0e', lambda x: x, '{key}')\n" for key in ("CPU", "PrivateUse1")
     )
     site.plugin("acme", IMPORTS + source + PLUGIN.format("pass"))
-    load_plugins()
+    with thorough():
+        load_plugins()
     (finding,) = host_state().plugins["acme"].findings
     said = "changed the kernel of torch's operator special_i0e for CPU while it was loaded: it cannot be set back: "
     assert said in finding.message
@@ -352,6 +340,7 @@ def test_a_handler_of_others_that_is_turned_down(site, caplog) -> None:
     finally:
         logging.getLogger().removeHandler(handler)
     (finding,) = host_state().plugins["acme"].findings
+    assert "the root logger: handlers from " in finding.message
     assert "StreamHandler at WARNING to " in finding.message
     assert "StreamHandler at CRITICAL while it was loaded: it was set back" in finding.message
 

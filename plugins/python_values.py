@@ -1,0 +1,265 @@
+"""Values of Python that everybody shares: how each is read, set and shown."""
+
+from __future__ import annotations
+
+import gc
+import io
+import logging
+import multiprocessing
+import random
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from operator import is_
+from typing import Any
+
+from opgraft.base.text import described
+from opgraft.config import Scope
+from opgraft.plugins.changes import (
+    STAYS,
+    Addition,
+    Item,
+    Row,
+    attribute,
+    equal,
+    value,
+    very_same,
+)
+from opgraft.plugins.definitions import is_of_running_plugin, modules_of_plugins
+
+_NOBODYS = "opgraft_asks_for_no_module"
+"""A module that no finder has."""
+
+_STREAMS: Mapping[str, int] = {"stdin": 0, "stdout": 1, "stderr": 2}
+"""The standard streams with their file descriptors."""
+
+
+def only_drawn(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
+    """Return True if drawing some thousand numbers leads from one state to the other.
+
+    Libraries draw numbers when they are imported. Python's generator makes 624 words of 32 bits at once.
+    """
+    words = 624
+    numbers = random.Random()  # noqa: S311 - nothing is kept secret
+    numbers.setstate(before)
+    begun = (after[1][-1] - before[1][-1]) % words
+    for count in (begun, *[words] * 16):
+        numbers.getrandbits(32 * count)
+        if numbers.getstate()[1] == after[1]:
+            return True
+    return False
+
+
+def signal_handlers() -> dict[str, Any]:
+    return {number.name: signal.getsignal(number) for number in signal.Signals}
+
+
+def set_signal_handler(name: str, handler: Any) -> None:
+    signal.signal(signal.Signals[name], handler)
+
+
+def filters() -> list[Any]:
+    return list(warnings.filters)
+
+
+def only_certain(before: list[Any], after: list[Any]) -> bool:
+    """Return True if the only change is new filters for certain warnings."""
+    if very_same(before, after):
+        return True
+    added = _added(before, after)
+    kept = all(any(equal(row, each) for each in after) for row in before)
+    return kept and not any(map(_meets_all, added))
+
+
+def set_filters(before: list[Any]) -> None:
+    """Set filters of warnings, behind new filters for certain warnings."""
+    certain = [row for row in _added(before, warnings.filters) if not _meets_all(row)]
+    warnings.filters[:] = [*certain, *before]  # type: ignore[index]  # a list, whatever its stub says
+    with warnings.catch_warnings():  # Python looks at the filters anew
+        pass
+
+
+def _added(before: list[Any], after: Iterable[Any]) -> list[Any]:
+    return [row for row in after if not any(equal(row, known) for known in before)]
+
+
+def _meets_all(row: Any) -> bool:
+    _, message, category, module, _ = row
+    return message is None and module is None and category.__module__ == "builtins"
+
+
+def awaited_threads() -> dict[Item, threading.Thread]:
+    """Return the threads that the end of the process waits for."""
+    awaited = (thread for thread in threading.enumerate() if not thread.daemon)
+    return {Item(f"{thread.name!r} to end", id(thread)): thread for thread in awaited}
+
+
+def end_thread(key: Item, former: object) -> None:
+    raise RuntimeError("nobody can end the thread of somebody else")
+
+
+def stand_in(name: str, module: Any) -> Addition | None:
+    """Judge a new module: ``None``, or a module of a plugin without a source, keeps others from importing."""
+    is_empty = module is None
+    if not is_empty and name not in modules_of_plugins():
+        return None
+    if getattr(module, "__spec__", None) is not None or is_of_running_plugin(name):
+        return None
+    words = "nothing" if is_empty else f"a {type_of(module)} without a source"
+    return Addition(f" to {words}", stays=False)
+
+
+def finder(key: Item, found: Any) -> Addition:
+    """Judge a new finder on ``sys.meta_path``: ask for a module that is not there."""
+    find = getattr(found, "find_spec", None)  # a finder of distributions alone has none
+    try:
+        if find is not None:
+            find(_NOBODYS, None, None)
+    except ImportError:  # the module is not there
+        return STAYS
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # somebody's code
+        words = f", which raises {described(error)} when it is asked for a module"
+        return Addition(words, stays=False)
+    return STAYS
+
+
+def streams() -> Iterator[Row]:
+    """Yield rows of the standard streams: the object, and whether the object was closed."""
+    for name in _STREAMS:
+        yield attribute(sys, name, type_of, is_)
+        closed = f"whether sys.{name} is closed"
+        yield value(closed, partial(_is_closed, name), partial(_reopen, name), same=_is_not_closed)
+
+
+def _is_not_closed(before: bool, after: bool) -> bool:
+    return before or not after
+
+
+def _is_closed(name: str) -> bool:
+    stream = getattr(sys, name)
+    try:
+        return stream is not None and bool(stream.closed)
+    except ValueError:  # the buffer was taken away
+        return True
+
+
+def _reopen(name: str, former: bool) -> None:
+    """Open the file of a standard stream again, and hand the new stream to handlers of logs.
+
+    Raises:
+        OSError: the file itself was closed.
+    """
+    number, closed = _STREAMS[name], getattr(sys, name)
+    mode = "w" if number else "r"
+    stream = open(  # noqa: SIM115  # it stays
+        number, mode, encoding="utf-8", errors="backslashreplace", closefd=False
+    )
+    if isinstance(stream, io.TextIOWrapper) and number:
+        stream.reconfigure(line_buffering=number == 2 or stream.isatty())
+    setattr(sys, name, stream)
+    if getattr(sys, f"__{name}__") is closed:
+        setattr(sys, f"__{name}__", stream)
+    for handler in (*logging.getLogger().handlers, *logging.getLogger("opgraft").handlers):
+        if isinstance(handler, logging.StreamHandler) and handler.stream is closed:
+            handler.setStream(stream)
+
+
+def logger_row(name: str, log: logging.Logger) -> Row:
+    """Return the row of a logger: its level, switches, filters and handlers."""
+
+    def values() -> dict[str, Any]:
+        handlers = [(each, getattr(each, "level", None)) for each in log.handlers]
+        switches = {"level": log.level, "disabled": log.disabled, "propagate": log.propagate}
+        return {**switches, "filters": [*log.filters], "handlers": handlers}
+
+    def write(key: str, former: Any) -> None:
+        if key == "level":
+            log.setLevel(former)  # which empties caches too
+        elif key == "filters":
+            log.filters[:] = former
+        elif key == "handlers":
+            _set_handlers(log, former)
+        else:
+            setattr(log, key, former)
+
+    return Row(name, values, write, _of_logger, equal)
+
+
+def _set_handlers(log: logging.Logger, former: list[tuple[Any, int | None]]) -> None:
+    log.handlers[:] = [handler for handler, _ in former]
+    for handler, level in former:
+        if level is not None:
+            handler.setLevel(level)
+
+
+def _of_logger(setting: Any) -> str:
+    """Return words for a switch, a level, or a list of filters or handlers."""
+    if isinstance(setting, bool):
+        return str(setting)
+    if isinstance(setting, int):
+        return str(logging.getLevelName(setting))
+    return ", ".join(map(_in_logger, setting)) or "none"
+
+
+def _in_logger(item: Any) -> str:
+    if not isinstance(item, tuple):
+        return type_of(item)
+    handler, level = item
+    return f"{type_of(handler)} at {logging.getLevelName(level or 0)}"
+
+
+def level_of_all() -> int:
+    return logging.root.manager.disable
+
+
+def enabled_loggers() -> list[logging.Logger]:
+    """Return the loggers that are switched on, those of opgraft aside."""
+    known = list(logging.root.manager.loggerDict.values())
+    loggers = [log for log in known if isinstance(log, logging.Logger)]
+    return [log for log in loggers if not log.disabled and log.name != "opgraft"]
+
+
+def none_is_disabled(before: list[logging.Logger], after: object) -> bool:
+    return not any(log.disabled for log in before)
+
+
+def enable(loggers: list[logging.Logger]) -> None:
+    for log in loggers:
+        log.disabled = False
+
+
+def type_of(thing: Any) -> str:
+    return type(thing).__name__
+
+
+def name_of(kind: Any) -> str:
+    return str(getattr(kind, "__name__", type_of(kind)))
+
+
+def types_of(items: list[Any]) -> str:
+    return ", ".join(map(type_of, items)) or "none"
+
+
+def scope_in_words(scope: Scope | None) -> str:
+    return f"{len(scope.layers)} scopes" if scope else "none"
+
+
+def collect_garbage(enabled: bool) -> None:
+    (gc.enable if enabled else gc.disable)()
+
+
+def set_thresholds(thresholds: tuple[int, int, int]) -> None:
+    gc.set_threshold(*thresholds)
+
+
+def start_method() -> str | None:
+    return multiprocessing.get_start_method(allow_none=True)
+
+
+def set_start_method(method: str | None) -> None:
+    multiprocessing.set_start_method(method, force=True)

@@ -1,0 +1,122 @@
+"""Values of torch by which everybody computes: how each is read, set and shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+
+import torch
+from opgraft.compat import intervening
+from opgraft.compat.content import content_of
+from opgraft.plugins.changes import Row, attribute, value
+from opgraft.registry.state import host_state
+
+
+def set_default_device(device: torch.device) -> None:
+    # Any other value than None enters a mode of torch, and the mode slows each call down.
+    torch.set_default_device(None if device == torch.device("cpu") else device)
+
+
+def deterministic() -> tuple[bool, bool]:
+    enabled = torch.are_deterministic_algorithms_enabled()
+    return enabled, torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def set_deterministic(state: tuple[bool, bool]) -> None:
+    enabled, warn_only = state
+    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
+_ENTERED: list[torch.inference_mode] = []
+"""Modes that last as long as the process: each ends with its object."""
+
+
+def set_inference_mode(enabled: bool) -> None:
+    """Enter the mode or its opposite within the mode that a plugin has entered and not left."""
+    recorded = torch.is_grad_enabled()
+    mode = torch.inference_mode(enabled)
+    mode.__enter__()
+    _ENTERED.append(mode)
+    torch.set_grad_enabled(recorded)
+
+
+def automatic_dtypes() -> dict[str, bool]:
+    """Return the device types in use, and whether autocast is on for each."""
+    devices = dict.fromkeys(("cpu", _device_type()))
+    return {each: torch.is_autocast_enabled(each) for each in devices if _has_autocast(each)}
+
+
+def _device_type() -> str:
+    selection = host_state().selection
+    return selection.platform.device_type if selection else "cpu"
+
+
+def _has_autocast(device: str) -> bool:
+    try:
+        return torch.amp.is_autocast_available(device)
+    except RuntimeError:  # torch does not know the type, as the doctor says
+        return False
+
+
+def set_automatic_dtypes(enabled: Mapping[str, bool]) -> None:
+    for device, on in enabled.items():
+        torch.set_autocast_enabled(device, on)
+
+
+def enabled_devices(enabled: Mapping[str, bool]) -> str:
+    return ", ".join(device for device, on in enabled.items() if on) or "no device"
+
+
+def random_state() -> bytearray:
+    return content_of(torch.get_rng_state())
+
+
+def set_random_state(state: bytearray) -> None:
+    torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8))
+
+
+def flags() -> Iterator[Row]:
+    """Yield the flags of the libraries that torch computes with."""
+    for backend in _backends():
+        for name in ("enabled", "benchmark", "deterministic"):
+            if isinstance(getattr(backend, name, None), bool):
+                yield attribute(backend, name)
+
+
+def ways_of_attention() -> Iterator[Row]:
+    """Yield the switches of ``scaled_dot_product_attention``."""
+    for backend in _backends():
+        for name in vars(backend):
+            way, found, _ = name.partition("_sdp_enabled")
+            if found:
+                write = getattr(backend, f"enable_{way}_sdp")
+                label = f"whether attention may be computed by {way}"
+                yield value(label, getattr(backend, name), write)
+
+
+def _backends() -> list[ModuleType]:
+    return [each for each in vars(torch.backends).values() if isinstance(each, ModuleType)]
+
+
+def kernels() -> dict[str, str]:
+    """Return kernels of torch's own operators that Python code has registered for the devices in use.
+
+    torch and plugins register further kernels as they are imported: for other devices, and for shapes alone.
+    """
+    devices = {"CPU", _device_type().upper()}
+    keys = {"Autograd", *devices, *(f"Autograd{device}" for device in devices)}
+    found = {}
+    for kernel in sorted(intervening.registered_kernels()):
+        namespace, _, rest = kernel.partition("/")
+        name, _, key = rest.rpartition("/")
+        if namespace == "aten" and key in keys:
+            found[f"{name} for {key}"] = kernel
+    return found
+
+
+def remove_kernel(key: str, former: object) -> None:
+    raise RuntimeError("it lasts as long as the library object that has registered it")
+
+
+def number_of_hooks(hooks: list[dict[int, object]]) -> str:
+    return str(sum(map(len, hooks)))
