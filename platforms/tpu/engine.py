@@ -96,7 +96,7 @@ class TpuWorker(Worker):
             )
 
     def claim_devices(self) -> None:
-        """Set the process up for its chips, which the runtime takes at the first question.
+        """Set the process up for its chips, before the runtime takes them.
 
         Raises:
             PlatformError: the package cannot do so.
