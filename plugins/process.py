@@ -119,7 +119,7 @@ AT_EVERY_LOAD: tuple[Aspect, ...] = (
         python.awaited_threads,
         python.end_thread,
         same=lambda before, after: True,
-        added=_stays,
+        added=python.awaited,
     ),
     *python.streams(),
     value("the filters of warnings", python.filters, python.set_filters, None, python.only_certain),

@@ -97,6 +97,10 @@ def awaited_threads() -> dict[Item, threading.Thread]:
     return {Item(f"{thread.name!r} to end", id(thread)): thread for thread in awaited}
 
 
+def awaited(key: Item, thread: threading.Thread) -> Addition:
+    return Addition("", stays=True)
+
+
 def end_thread(key: Item, former: object) -> None:
     raise RuntimeError("nobody can end the thread of somebody else")
 
