@@ -9,6 +9,7 @@ import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from opgraft.base.files import without_waiting
 from opgraft.base.text import described
@@ -42,14 +43,20 @@ def difference(place: Path, path: str, digest: str, size: str) -> str | None:
                 return f"{path} is not the file that RECORD lists: it has {state.st_size} bytes, listed are {listed}"
             if path.startswith(("..", "/")) and state.st_size > _LARGEST:
                 return f"{path}, which lies elsewhere, has more than {_LARGEST:,} bytes"
-            found = hashlib.new(kind)
-            while piece := file.read(_PIECE):
-                found.update(piece)
+            found = digest_of(file, kind)
     except FileNotFoundError:
         # Scripts lie outside of what can be imported, where installing into a folder by --target does not put them.
         return None if path.startswith(("..", "/")) else f"{path}, which RECORD lists, is missing"
     except (OSError, ValueError) as error:
         return f"{path} cannot be read: {described(error)}"
-    if base64.urlsafe_b64encode(found.digest()).rstrip(b"=").decode() != expected.rstrip("="):
+    if base64.urlsafe_b64encode(found).rstrip(b"=").decode() != expected.rstrip("="):
         return f"{path} is not the file that RECORD lists: its {kind} differs"
     return None
+
+
+def digest_of(file: BinaryIO, kind: str = "sha256") -> bytes:
+    """Return the digest of the rest of a file."""
+    found = hashlib.new(kind)
+    while piece := file.read(_PIECE):
+        found.update(piece)
+    return found.digest()

@@ -1,6 +1,6 @@
-"""Results of the doctor, kept for as long as nothing has changed that they depend on.
+"""Results of the doctor, kept until something changes that they depend on.
 
-Each lies in a file of its own in the user's folder of states, whose name is a digest of all that it depends on.
+The name of each file is a digest of everything that the result depends on.
 """
 
 from __future__ import annotations
@@ -11,34 +11,32 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from importlib_metadata import Distribution
 from opgraft import version
-from opgraft.base.files import read_regular, replace_file
 from opgraft.base.text import described, printable
-from opgraft.config.environment import lasting_variables, state_home
+from opgraft.config.environment import lasting_variables
 from opgraft.errors import OpgraftError
 from opgraft.logger import logger
 from opgraft.machine.machine import Machine
 from opgraft.plugins.admission import objection
 from opgraft.plugins.discovery import discover, is_editable
+from opgraft.plugins.memory import Memory, files_of, states_of
 from opgraft.plugins.metadata import text_of
 from opgraft.plugins.selection import decide_platform
 from opgraft.registry.state import host_state
 
-_LARGEST = 1 << 24  # bytes of a file
-_MOST = 16  # files, of which the oldest go
+_MEMORY = Memory("doctor", most=16)
 _OF_DISTRIBUTIONS = (".dist-info", ".egg-info", ".pth")
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A result, and when it was found out, in UTC."""
+    """A result, and the time in UTC."""
 
     since: str
     report: Mapping[str, Any]
@@ -47,83 +45,54 @@ class Kept:
 def key() -> str | None:
     """Return a digest of all that a result depends on: versions, files, settings, variables, drivers and devices.
 
-    ``None`` where something may change without a trace: the source of an editable install, or metadata that cannot be
+    ``None`` if something may change without a trace: the source of an editable install, or metadata that cannot be
     read.
     """
     try:
         settings = host_state().settings()
+        lockfile = settings.config.lockfile
         parts = {
             "python": [sys.version, sys.executable, sys.path],
             "installed": sorted(_installed()),
-            "opgraft": sorted(_states(_own_files())),
-            "offers": [
-                _described(distribution) for distribution in discover().distributions.values()
-            ],
+            "opgraft": sorted(states_of(_own_files())),
+            "offers": list(map(_described, discover().distributions.values())),
             "problems": list(map(str, discover().problems)),
             "objections": [objection(offer, settings) for offer in discover().offers],
             "settings": list(settings.rows()),
-            "lockfile": list(_states(filter(None, [settings.config.lockfile]))),
+            "lockfile": states_of([lockfile] if lockfile else []),
             "variables": lasting_variables(),
             "platform": decide_platform(settings, Machine())[1].to_dict(),
         }
     except (OpgraftError, OSError, ValueError, csv.Error) as error:
         logger.debug("no result of the doctor is kept: %s", described(error))
         return None
-    return _digest(json.dumps(parts).encode())
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def look_up(key: str) -> Kept | None:
-    """Return the result of that key; one that cannot be used does not count."""
-    path = _path(key)
-    if path is None:
-        return None
+    """Return the result of a key; one that cannot be used does not count."""
     try:
-        digest, _, text = read_regular(path, _LARGEST).partition(b"\n")
-        if digest.decode() != _digest(text):
-            raise ValueError("it is not as it was written")
-        return Kept(**json.loads(text))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+        data = _MEMORY.read(key)
+        return Kept(**data) if data is not None else None
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        logger.warning(
-            "%s",
-            printable(
-                f"the kept result {path} cannot be used and is made anew: {described(error)}"
-            ),
-        )
+        path = _MEMORY.path(key)
+        words = f"the kept result {path} cannot be used and is made anew: {described(error)}"
+        logger.warning("%s", printable(words))
         return None
 
 
 def keep(key: str, report: Mapping[str, Any]) -> None:
-    """Keep a result where that is possible, and the newest of others."""
-    path = _path(key)
-    if path is None:
-        return
-    text = json.dumps(asdict(Kept(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), report)))
+    """Keep a result, if that is possible, and the newest of the others."""
+    since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        replace_file(path, f"{_digest(text.encode())}\n{text}", 0o600)
-        for old in sorted(path.parent.iterdir(), key=os.path.getmtime, reverse=True)[_MOST:]:
-            old.unlink()
-    except OSError as error:
-        logger.info(
-            "%s",
-            printable(f"the result is not kept, as {path} cannot be written: {described(error)}"),
-        )
-
-
-def _path(key: str) -> Path | None:
-    with suppress(RuntimeError):  # nobody knows where the home folder is
-        return state_home() / "opgraft" / "doctor" / f"{key}.json"
-    return None
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+        _MEMORY.write(key, asdict(Kept(since, report)))
+    except (OSError, RuntimeError) as error:
+        words = f"the result is not kept, as its file cannot be written: {described(error)}"
+        logger.info("%s", printable(words))
 
 
 def _installed() -> Iterator[str]:
-    """Yield the metadata of what is installed, by whose names versions are told."""
+    """Yield the names of the metadata of everything that is installed, which tell versions."""
     for folder in sys.path:
         with suppress(OSError):
             yield from (name for name in os.listdir(folder) if name.endswith(_OF_DISTRIBUTIONS))
@@ -135,25 +104,12 @@ def _own_files() -> Iterator[str]:
 
 
 def _described(distribution: Distribution) -> list[Any]:
-    """Describe what is installed of a distribution: its RECORD, and the state of the files that are listed there.
+    """Return the RECORD of a distribution, and the states of its files.
 
     Raises:
-        ValueError: they may change without a trace.
+        ValueError: the files may change without a trace.
     """
     record = text_of(distribution, "RECORD")
     if record is None or is_editable(distribution):
         raise ValueError(f"nothing tells when {distribution.name} changes")
-    files = (
-        str(distribution.locate_file(row[0])) for row in csv.reader(record.splitlines()) if row
-    )
-    return [_digest(record.encode()), list(_states(files))]
-
-
-def _states(files: Iterable[str]) -> Iterator[tuple[str, int, int]]:
-    """Yield files with their size and the time of their last change; those that are not there have none."""
-    for file in files:
-        try:
-            state = os.stat(file)
-            yield file, state.st_size, state.st_mtime_ns
-        except FileNotFoundError:
-            yield file, -1, 0
+    return [record, states_of(files_of(distribution))]

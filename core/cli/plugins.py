@@ -18,7 +18,6 @@ _COMMANDS = {
         "opgraft.cli.plugins_lock",
         "Write down what is installed, so that nothing else is imported.",
     ),
-    "release": ("opgraft.cli.plugins_release", "Have a plugin that is in quarantine tried again."),
     "check": (
         "opgraft.cli.plugins_check",
         "Put a plugin before the checks that tell most, in less than a minute.",

@@ -21,6 +21,7 @@ from opgraft.cli.output import (
     print_wrapped,
     with_settings,
 )
+from opgraft.plugins import quarantine
 from opgraft.plugins.metadata import Problem
 from opgraft.plugins.outcomes import end_of, findings_of
 from opgraft.plugins.remarks import PLATFORM_FINDINGS, PLATFORM_NOTES
@@ -33,7 +34,9 @@ _FAILED = 4
 
 
 @click.command("doctor", cls=SettingsCommand)
-@click.option("--no-cache", is_flag=True, help="Load everything, whatever is known from before.")
+@click.option(
+    "--no-cache", is_flag=True, help="Forget kept results and quarantine, and load everything."
+)
 @click.option(
     "--time-limit",
     type=click.FloatRange(min=1),
@@ -55,6 +58,8 @@ def command(no_cache: bool, time_limit: float, memory_limit: float | None, as_js
     a child process, so that a plugin that ends or crashes its process is reported, too. Where no plugin failed, and
     neither plugins nor drivers, devices and settings have changed since, the last result is told again.
     """
+    if no_cache:
+        quarantine.forget_all()
     key = kept_results.key()
     kept = kept_results.look_up(key) if key and not no_cache else None
     limits = (

@@ -89,7 +89,6 @@ def test_the_schemas_are_schemas() -> None:
         (("plugins", "show", "broken", "--load"), 4),
         (("plugins", "doctor"), 4),
         (("plugins", "lock"), 0),
-        (("plugins", "release", "quarantined"), 0),
         (("ops", "list"), 0),
         (("ops", "explain", "rotary_embedding"), 0),
         (("ops", "explain", "nonsense"), 2),

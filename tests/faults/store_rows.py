@@ -52,11 +52,11 @@ SIGNED: dict[str, tuple[Callable[[Path], object], str]] = {
         "it is not as it was written",
     ),
     "of another time": (with_digest(b'{"results": []}'), "unexpected keyword argument"),
-    "a list with its digest": (with_digest(b"[]"), "must be a mapping"),
+    "a list with its digest": (with_digest(b"[]"), "it holds a list"),
     "no JSON with its digest": (with_digest(b"{"), "JSONDecodeError"),
     "nested, with its digest": (with_digest(b"[" * 100_000), "RecursionError"),
 }
-"""Likewise of a kept result of the doctor, which begins with a digest."""
+"""Likewise of a file that begins with a digest: a record of a quarantine, or a result of the doctor."""
 
 WRITERS: dict[str, tuple[str, str]] = {
     "a lockfile": (

@@ -60,7 +60,7 @@ def elsewhere(site: Site) -> dict[str, object]:
 WAYS: dict[Callable[[Site], dict[str, object]], str] = {
     locked_out: r"rejected: locked out by lockfile .*it is not in .*empty\.lock: 'opgraft plugins lock' adds it",
     denied: r"rejected: on the deny list plugins_disable \(a block\)",
-    quarantined: r"rejected: in quarantine since .*it crashed; 'opgraft plugins release acme-dist' has it tried again",
+    quarantined: r"rejected: in quarantine since .*it crashed; 'opgraft plugins doctor --no-cache' tries it again",
     unfit: r"rejected: it requires 'opgraft>=99', this is opgraft",
     failing: r"failed: while it was loaded: OSError: no\\x1b\[31mdriver",
     elsewhere: r"rejected: applies on tpu only, this process runs on cpu",
