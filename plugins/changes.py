@@ -137,24 +137,38 @@ class Row:
             new = after.get(key, ABSENT)
             if new is old or self.same(old, new):
                 continue
-            undo = partial(self.write, key, old)
-            harmless = self.harmless(old, new)
-            yield Change(self._words(key, old, new), undo, patch=self.patch, harmless=harmless)
+            yield Change(
+                self._words(key, old, new),
+                partial(self.write, key, old),
+                patch=self.patch,
+                harmless=self.harmless(old, new),
+            )
         for key, value in after.items():
-            addition = None if key in before else self.added(key, value)
-            if addition is None:
+            if key in before:
                 continue
-            what = f"{self.name} {key}{addition.words}"
-            undo = partial(self.write, key, ABSENT)
-            thread = value if isinstance(value, threading.Thread) else None
-            yield Change(what, undo, addition.stays, self.patch, thread=thread)
+            addition = self.added(key, value)
+            if addition is not None:
+                yield self._addition(key, value, addition)
+
+    def _addition(self, key: Any, value: Any, addition: Addition) -> Change:
+        return Change(
+            f"{self.name} {key}{addition.words}",
+            partial(self.write, key, ABSENT),
+            stays=addition.stays,
+            patch=self.patch,
+            thread=value if isinstance(value, threading.Thread) else None,
+        )
 
     def _words(self, key: Any, old: Any, new: Any) -> str:
         subject = f"{self.name} {key}".rstrip()
         if self.shown is None:
             return subject
-        was, now = ("nothing" if each is ABSENT else self.shown(each) for each in (old, new))
-        return f"{subject} from {was} to {now}"
+        return f"{subject} from {self._quoted(old)} to {self._quoted(new)}"
+
+    def _quoted(self, value: Any) -> str:
+        if self.shown is None or value is ABSENT:
+            return "nothing"
+        return self.shown(value)
 
 
 def value(

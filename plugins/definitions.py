@@ -204,27 +204,49 @@ class _Reader(MetaPathFinder):
 
 
 def _changes_of(owner: _Owner) -> Iterator[Change]:
-    thing, was = owner.thing, owner.names
-    now = _names_of(thing)
-    patch = owner.is_of_torch
-    missing = {name: value for name, value in was.items() if name not in now}
+    yield from _missing(owner)
+    yield from _replaced(owner)
+    if isinstance(owner.thing, type):
+        yield from _hiding(owner)
+
+
+def _missing(owner: _Owner) -> Iterator[Change]:
+    """Yield one change for all names that were removed."""
+    now = _names_of(owner.thing)
+    missing = {}
+    for name, value in owner.names.items():
+        if name not in now:
+            missing[name] = value
     if missing:
         what = f"{owner.place}, taking {_some(missing)} away"
-        yield Change(what, partial(_put, thing, missing), patch=patch)
-    for name, value in was.items():
+        undo = partial(_put, owner.thing, missing)
+        yield Change(what, undo, patch=owner.is_of_torch)
+
+
+def _replaced(owner: _Owner) -> Iterator[Change]:
+    """Yield the names that have another value."""
+    now = _names_of(owner.thing)
+    for name, value in owner.names.items():
         new = now.get(name, value)
+        if new is value:
+            continue
         # By type, as a proxy gives the class of another object.
         is_code = issubclass(type(value), _CODE)
-        if new is value or not (is_code or owner.is_checked_in_full):
+        if not is_code and not owner.is_checked_in_full:
             continue
         if not _is_own_doing(owner, new):
-            undo = partial(setattr, thing, name, value)
-            yield Change(f"{owner.place}.{name}", undo, patch=patch)
-    if not isinstance(thing, type):
-        return
-    for name in sorted(now.keys() - was.keys()):
-        if _counts(owner, name):
-            yield Change(f"{owner.place}.{name} (new)", partial(delattr, thing, name), patch=patch)
+            undo = partial(setattr, owner.thing, name, value)
+            yield Change(f"{owner.place}.{name}", undo, patch=owner.is_of_torch)
+
+
+def _hiding(owner: _Owner) -> Iterator[Change]:
+    """Yield the new names of a class that change calls by others."""
+    new = _names_of(owner.thing).keys() - owner.names.keys()
+    for name in sorted(new):
+        if not _counts(owner, name):
+            continue
+        undo = partial(delattr, owner.thing, name)
+        yield Change(f"{owner.place}.{name} (new)", undo, patch=owner.is_of_torch)
 
 
 def _some(names: Mapping[str, Any]) -> str:

@@ -49,6 +49,7 @@ def key() -> str | None:
     read.
     """
     try:
+        # Any part may raise. Without one of them, a change of it would go unnoticed.
         settings = host_state().settings()
         lockfile = settings.config.lockfile
         parts = {
@@ -75,6 +76,7 @@ def look_up(key: str) -> Kept | None:
         data = _MEMORY.read(key)
         return Kept(**data) if data is not None else None
     except (OSError, ValueError, TypeError, RecursionError) as error:
+        # A file may have been written by another version, or torn by a full disk.
         path = _MEMORY.path(key)
         words = f"the kept result {path} cannot be used and is made anew: {described(error)}"
         logger.warning("%s", printable(words))
@@ -94,6 +96,7 @@ def keep(key: str, report: Mapping[str, Any]) -> None:
 def _installed() -> Iterator[str]:
     """Yield the names of the metadata of everything that is installed, which tell versions."""
     for folder in sys.path:
+        # Not every entry is a folder.
         with suppress(OSError):
             yield from (name for name in os.listdir(folder) if name.endswith(_OF_DISTRIBUTIONS))
 

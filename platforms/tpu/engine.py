@@ -28,7 +28,7 @@ from torch import Tensor, nn
 HEADS = 2
 """The dimension of the heads in a cache."""
 PRIORITY = -1
-"""Below that of a plugin that says nothing of it, such as one with a kernel for attention."""
+"""Below the default, which plugins with a kernel for attention have."""
 
 
 class TpuModelRunner(BucketedModelRunner):
