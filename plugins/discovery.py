@@ -1,4 +1,4 @@
-"""Discovery of installed platforms and plugins. Reads metadata only; imports nothing of theirs."""
+"""Discovery of installed platforms and plugins by their metadata. Nothing of a plugin is imported."""
 
 from __future__ import annotations
 
@@ -39,16 +39,25 @@ PLATFORM_GROUP = "opgraft.platforms"
 PLUGIN_GROUP = "opgraft.plugins"
 PLATFORM_BRIDGES = "opgraft.platform_bridges"
 BRIDGE_GROUPS = {PLATFORM_BRIDGES: PLATFORM_GROUP, "opgraft.plugin_bridges": PLUGIN_GROUP}
-"""Groups of bridges, each with the group of what its bridges make. The name of a bridge's entry point is a group of
-another host, and its function makes of an ``Offer`` that stands in that group a ``PlatformSpec`` or a plugin."""
+"""Groups of bridges, each with the group of the result.
+
+The name of a bridge's entry point is a group of another host. Its function turns an ``Offer`` in that group into a
+``PlatformSpec`` or a plugin.
+"""
+
 PORTERS = "opgraft.porters"
-"""The group of functions that rewrite a plugin of another host. The name of an entry point is that host's; the function
-takes a folder and returns an ``opgraft.hosts.Ported``."""
+"""The group of functions that rewrite a plugin of another host.
+
+The name of an entry point is the other host's. The function takes a folder and returns an ``opgraft.hosts.Ported``.
+"""
+
 FOR_OTHER_HOSTS = (*BRIDGE_GROUPS, PORTERS)
-"""Groups of helpers that no allow list needs to name: they run only for a plugin, or a folder, that the user names."""
+"""Groups of helpers that no allow list needs to name: they run for a plugin or a folder that the user names."""
+
 HOST_DISTRIBUTION = "opgraft"
 CHECKED = (HOST_DISTRIBUTION, "torch")
-"""The distributions whose versions a plugin must fit."""
+"""The distributions that a plugin must fit in their version."""
+
 _OWN = (PLATFORM_GROUP, PLUGIN_GROUP, *FOR_OTHER_HOSTS)
 _MOST = 1000  # entry points of a distribution
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -64,9 +73,12 @@ class Offer:
     """One entry point of a distribution.
 
     Attributes:
-        group: that of opgraft, which tells what it is.
+        group: the group of opgraft, which tells platforms from plugins.
+        name: the name of the entry point.
+        value: the object, such as ``acme.plugin:SPEC``.
+        provider: the distribution.
         requires: requirements of the distribution on opgraft and on torch.
-        bridge: makes it a platform or plugin of opgraft, where it stands in a group of another host.
+        bridge: makes a platform or plugin of opgraft from an entry point of another host.
     """
 
     group: str
@@ -82,26 +94,35 @@ class Offer:
         return self.value.partition(":")[0].partition("[")[0].strip()
 
     @property
+    def package(self) -> str:
+        """The top-level package of that module."""
+        return self.module.partition(".")[0]
+
+    @property
     def built_in(self) -> bool:
-        """Return True for one of opgraft's own platforms, beside which others may lay modules of theirs."""
-        own = self.group == PLATFORM_GROUP and _is_host(self.provider.name)
-        return own and f"{self.module}.".startswith((f"{_BUILT_IN}.", f"{_SIMULATED}."))
+        """True for opgraft's own platforms. Other distributions may lay modules beside theirs."""
+        if self.group != PLATFORM_GROUP or not _is_host(self.provider.name):
+            return False
+        return f"{self.module}.".startswith((f"{_BUILT_IN}.", f"{_SIMULATED}."))
 
     @property
     def stands_in(self) -> str:
-        """The group of the entry point, which is another host's where there is a bridge."""
+        """The group in the metadata: with a bridge, a group of another host."""
         return self.bridge.name if self.bridge else self.group
 
+    def is_above(self, module: str) -> bool:
+        """Return True if a module is the module of the entry point, or lies below."""
+        return f"{module}.".startswith(f"{self.module}.")
+
     def load(self) -> Any:
-        """Import what the entry point names; with a bridge, have that make what opgraft expects."""
+        """Import the object of the entry point; a bridge turns the object into opgraft's own."""
         if self.bridge is not None:
             return self.bridge.load()(self)
-        return importlib_metadata.EntryPoint(
-            name=self.name, value=self.value, group=self.group
-        ).load()
+        point = importlib_metadata.EntryPoint(name=self.name, value=self.value, group=self.group)
+        return point.load()
 
     def answers_to(self, name: str) -> bool:
-        """Tell whether a setting means this offer by ``name``: its entry-point name or its distribution's name."""
+        """Return True if a setting names the entry point or the distribution."""
         return normalized(name) in (normalized(self.name), normalized(self.provider.name))
 
 
@@ -109,8 +130,12 @@ class Offer:
 class Discovery:
     """The result of one scan of the installed distributions.
 
-    ``distributions`` has those that offer something, opgraft itself aside. ``groups`` has for each group of entry
-    points, whoever reads it, the distributions with that group. ``providers`` keeps the answers of ``provider_of``.
+    Attributes:
+        offers: the entry points for opgraft.
+        problems: metadata that cannot be used.
+        distributions: the distributions with offers, without opgraft itself.
+        groups: every group of entry points with its distributions, for any host.
+        providers: the answers of ``provider_of``.
     """
 
     offers: list[Offer] = field(default_factory=list)
@@ -123,50 +148,55 @@ class Discovery:
         return [offer for offer in self.offers if offer.group == group]
 
     def provider_of(self, module: str) -> Provider:
-        """Return the distribution of a module, which opgraft and plugins have; else the top-level package itself."""
+        """Return the distribution of a module of opgraft or of a plugin; else the top-level package."""
         known = self.providers.get(module)
         if known is None:
-            known = self.providers[module] = self._provider_of(module)
+            known = self._provider_of(module)
+            self.providers[module] = known
         return known
 
     def _provider_of(self, module: str) -> Provider:
         package = module.partition(".")[0]
         if package == HOST_DISTRIBUTION:
             return Provider(HOST_DISTRIBUTION, __version__)
-        offers = [offer for offer in self.offers if offer.module.partition(".")[0] == package]
-        above = [offer for offer in offers if f"{module}.".startswith(f"{offer.module}.")]
+        offers = [offer for offer in self.offers if offer.package == package]
+        nearest = _nearest(offers, module)
+        if nearest is not None:
+            return nearest.provider
         owners = list(dict.fromkeys(offer.provider for offer in offers))
-        if above:
-            return max(above, key=lambda offer: len(offer.module)).provider
-        if len(owners) > 1:  # of a namespace that they share
-            owners = [
-                each for each in owners if _lists(self.distributions.get(each), module)
-            ] or owners
-        if (
-            not owners
-        ):  # a distribution may have more top-level packages than those of its entry points
+        if len(owners) > 1:  # they share a namespace
+            listing = [each for each in owners if _lists(self.distributions.get(each), module)]
+            owners = listing or owners
+        if not owners:
+            # The entry points of a distribution may name some of its top-level packages only.
             owners = [each for each, found in self.distributions.items() if _has(found, module)]
         return owners[0] if owners else Provider(package)
 
     def has_plugin(self, provider: Provider) -> bool:
-        """Return True if a distribution offers plugins, on whose activation what its modules declare depends."""
+        """Return True if a distribution offers plugins. Then plugins decide about its replacements."""
         return any(offer.provider == provider for offer in self.of_group(PLUGIN_GROUP))
 
     def platforms_of(self, provider: Provider) -> list[str]:
-        """Return the names of the platforms that a distribution offers, those of opgraft itself aside."""
+        """Return the names of the platforms that a distribution offers, without opgraft's own."""
         offers = self.of_group(PLATFORM_GROUP)
         return [each.name for each in offers if each.provider == provider and not each.built_in]
 
     def plugin_of(self, module: str, provider: Provider) -> str | None:
-        """Return the plugin of a module of ``provider``: the nearest entry point above it, or the only one.
+        """Return the plugin of a module: the nearest entry point above, or the only one.
 
-        ``None`` where its distribution has several and no name decides.
+        ``None`` if the distribution has several plugins and no name decides.
         """
         offers = [offer for offer in self.of_group(PLUGIN_GROUP) if offer.provider == provider]
-        above = [offer for offer in offers if f"{module}.".startswith(f"{offer.module}.")]
-        if above:
-            return max(above, key=lambda offer: len(offer.module)).name
+        nearest = _nearest(offers, module)
+        if nearest is not None:
+            return nearest.name
         return offers[0].name if len(offers) == 1 else None
+
+
+def _nearest(offers: Sequence[Offer], module: str) -> Offer | None:
+    """Return the offer with the longest module above a module."""
+    above = [offer for offer in offers if offer.is_above(module)]
+    return max(above, key=lambda offer: len(offer.module), default=None)
 
 
 _DISCOVERY = StateValue[Discovery](lambda: scan())  # defined below
@@ -179,20 +209,8 @@ def discover() -> Discovery:
         return _DISCOVERY.of(state)
 
 
-def _lists(distribution: importlib_metadata.Distribution | None, module: str) -> bool:
-    """Return True if the RECORD of a distribution has the file of a module."""
-    if distribution is None:
-        return False
-    try:
-        record = text_of(distribution, "RECORD") or ""
-    except (ValueError, OSError):
-        return False
-    path = re.escape(module.replace(".", "/"))
-    return re.search(rf"^{path}(/__init__)?\.[^/,]+,", record, re.M) is not None
-
-
 def names_of(plugin: str) -> tuple[str, list[str], list[str]]:
-    """Return the distribution that a name means, with the names of the plugins and of the platforms that it offers.
+    """Return the distribution that a name means, its plugins and its platforms.
 
     A built-in platform stands for itself alone.
 
@@ -205,114 +223,250 @@ def names_of(plugin: str) -> tuple[str, list[str], list[str]]:
     offers = [offer for offer in discover().offers if not offer.built_in]
     meant = next((offer.provider for offer in offers if offer.answers_to(plugin)), None)
     if meant is None:
-        known = (
-            built_in | {offer.name for offer in offers} | {offer.provider.name for offer in offers}
-        )
-        raise ConfigError(
-            f"no plugin or platform {plugin!r} is installed: {close_matches(plugin, known)}"
-        )
+        names = {offer.name for offer in offers} | {offer.provider.name for offer in offers}
+        near = close_matches(plugin, built_in | names)
+        raise ConfigError(f"no plugin or platform {plugin!r} is installed: {near}")
     own = [offer for offer in offers if offer.provider == meant]
     plugins = [offer.name for offer in own if offer.group == PLUGIN_GROUP]
-    return meant.name, plugins, [offer.name for offer in own if offer.group == PLATFORM_GROUP]
+    platforms = [offer.name for offer in own if offer.group == PLATFORM_GROUP]
+    return meant.name, plugins, platforms
 
 
 def scan() -> Discovery:
-    """Read the entry points of every distribution that can be found.
+    """Read the entry points of every installed distribution.
 
-    Of several distributions of one name, the first on ``sys.path`` counts; of several in one folder, the installed
-    one. The platform of the simulated device is offered if the environment names one.
+    If several distributions have one name, the first on ``sys.path`` counts; in one folder, the installed one. The
+    platform of the simulated device is offered if the environment names a device.
     """
-    discovery = Discovery()
-    seen: dict[str, Provider] = {}
-    offered: list[Offer] = []
-    own = _of_opgraft(discovery)
-    outdated = _outdated([found for found, _ in own], discovery)
-    for found, text in own:
-        if found in outdated:
-            continue
-        try:
-            offered = _read(found, text, discovery, seen, offered)
-        except Exception as error:  # likewise
-            discovery.problems.append(_malformed(found, error))
-    for bridge in [offer for offer in offered if offer.group in BRIDGE_GROUPS]:
-        bridged = discovery.groups.get(bridge.name, [])
-        outdated = _outdated(bridged, discovery)
-        for found in bridged:
+    scanned = _Scan()
+    scanned.read_own()
+    scanned.read_bridged()
+    return scanned.finished()
+
+
+class _Scan:
+    """One scan, while it goes on.
+
+    Attributes:
+        discovery: the result.
+        offered: the entry points, before names that are taken are left out.
+    """
+
+    def __init__(self) -> None:
+        self.discovery = Discovery()
+        self.offered: list[Offer] = []
+        self._seen: dict[str, Provider] = {}
+
+    def read_own(self) -> None:
+        """Read the entry points in groups of opgraft."""
+        own = self._naming_opgraft()
+        outdated = self._outdated([found for found, _ in own])
+        for found, text in own:
             if found in outdated:
                 continue
             try:
-                offered += _bridged(found, bridge, discovery, seen)
-            except Exception as error:  # likewise
-                discovery.problems.append(_malformed(found, error))
-    discovery.problems = list(dict.fromkeys(discovery.problems))
-    if read_simulated():
-        host = Provider(HOST_DISTRIBUTION, __version__)
-        offered.append(Offer(PLATFORM_GROUP, "simulated", f"{_SIMULATED}:SPEC", host))
-    known: dict[tuple[str, str], Offer] = {}
-    for offer in sorted(offered, key=lambda offer: not offer.built_in):  # ours keep their names
-        _admit(offer, known, discovery)
-    for problem in discovery.problems:
-        words = "plugin metadata of %s is ignored: %s"
-        logger.warning(
-            words, problem.provider, printable(problem.reason), extra=problem.provider.attributes()
+                self._read(found, text)
+            except Exception as error:  # of metadata that may be anything
+                self._report(_malformed(found, error))
+
+    def read_bridged(self) -> None:
+        """Read the entry points of other hosts for which there is a bridge."""
+        for bridge in [offer for offer in self.offered if offer.group in BRIDGE_GROUPS]:
+            bridged = self.discovery.groups.get(bridge.name, [])
+            outdated = self._outdated(bridged)
+            for found in bridged:
+                if found in outdated:
+                    continue
+                try:
+                    self.offered += self._bridged(found, bridge)
+                except Exception as error:  # likewise
+                    self._report(_malformed(found, error))
+
+    def finished(self) -> Discovery:
+        """Admit the offers, log the problems, and return the result."""
+        discovery = self.discovery
+        if read_simulated():
+            host = Provider(HOST_DISTRIBUTION, __version__)
+            value = f"{_SIMULATED}:SPEC"
+            self.offered.append(Offer(PLATFORM_GROUP, "simulated", value, host))
+        known: dict[tuple[str, str], Offer] = {}
+        # Built-in platforms come first, so that they keep their names.
+        for offer in sorted(self.offered, key=lambda offer: not offer.built_in):
+            reason = self._refusal(offer, known)
+            if reason:
+                self._report(Problem(offer.provider, reason))
+        discovery.problems = list(dict.fromkeys(discovery.problems))
+        for problem in discovery.problems:
+            provider, reason = problem.provider, printable(problem.reason)
+            words = "plugin metadata of %s is ignored: %s"
+            logger.warning(words, provider, reason, extra=provider.attributes())
+        return discovery
+
+    def _report(self, problem: Problem) -> None:
+        self.discovery.problems.append(problem)
+
+    def _naming_opgraft(self) -> list[tuple[importlib_metadata.Distribution, str]]:
+        """Return the distributions with entry points for opgraft, with the text of the entry points.
+
+        The groups of all distributions are noted on the way.
+        """
+        own: list[tuple[importlib_metadata.Distribution, str]] = []
+        for found in distributions():
+            if isinstance(found, Problem):
+                self._report(found)
+                continue
+            try:
+                # Most distributions end here, before anything is parsed: start-up waits for this loop.
+                text = text_of(found, "entry_points.txt") or ""
+                for group in groups_in(text):
+                    self.discovery.groups.setdefault(group, []).append(found)
+                if "opgraft." in text:
+                    own.append((found, text))
+            except Exception as error:  # metadata may be anything, and finders are somebody's code
+                self._report(_malformed(found, error))
+        return own
+
+    def _outdated(
+        self, several: Sequence[importlib_metadata.Distribution]
+    ) -> list[importlib_metadata.Distribution]:
+        """Return the distributions that lie beside the installed version of the same one.
+
+        An upgrade that did not end leaves the metadata of the former version in its folder.
+        """
+        outdated = []
+        for namesakes in _namesakes(several):
+            rows = list(namesakes.values())
+            chosen, why = installed([found for found, _ in rows])
+            best, counting = rows[chosen]
+            outdated += [found for found, _ in rows if found is not best]
+            for place, (found, provider) in namesakes.items():
+                if provider == counting:
+                    continue
+                reason = (
+                    f"its metadata is left beside that of {counting} in one folder, which counts, "
+                    f"as {why}: remove {place}, or install the one that you want again"
+                )
+                self._report(Problem(provider, reason, _version_line(found, place)))
+        return outdated
+
+    def _read(self, found: importlib_metadata.Distribution, text: str) -> None:
+        """Add the offers of a distribution; ``text`` has its entry points."""
+        fields = fields_of(found)
+        provider = _provider(fields)
+        _check(text, _OWN)
+        if not _is_host(provider.name):
+            if self._counts(found, provider):
+                self.offered += _offers(found, provider, fields.get("requires-dist", []))
+            return
+        own = self._own_offers(found)
+        # An egg-info in the working folder may be of another time: the installed one comes first.
+        is_installed = text_of(found, "METADATA") is not None
+        self.offered = own + self.offered if is_installed else self.offered + own
+
+    def _bridged(self, found: importlib_metadata.Distribution, bridge: Offer) -> list[Offer]:
+        """Return the offers of a distribution through a bridge.
+
+        There are none if the distribution has offers for opgraft itself, or is the other host. The name of a host
+        begins the name of its groups.
+        """
+        text = text_of(found, "entry_points.txt") or ""
+        fields = fields_of(found)
+        provider = _provider(fields)
+        offers_itself = {PLATFORM_GROUP, PLUGIN_GROUP} & set(groups_in(text))
+        if offers_itself or normalized(provider.name) == bridge.name.split(".")[0]:
+            return []
+        _check(text, (bridge.name,))
+        if not self._counts(found, provider):
+            return []
+        requires = _checked(fields.get("requires-dist", []))
+        group = BRIDGE_GROUPS[bridge.group]
+        return [
+            Offer(group, point.name, point.value, provider, requires, bridge)
+            for point in found.entry_points
+            if point.group == bridge.name
+        ]
+
+    def _counts(self, found: importlib_metadata.Distribution, provider: Provider) -> bool:
+        """Return True if a distribution is the first of its name. A later one of another version is a problem.
+
+        Raises:
+            ValueError: a build left the distribution in the working folder.
+        """
+        if is_stray(found):
+            raise ValueError(
+                "a build left it in the working folder, and nothing has installed it: remove it"
+            )
+        first = self._seen.setdefault(normalized(provider.name), provider)
+        if first != provider:
+            reason = (
+                f"it is another installation of {first}, which comes first on sys.path: "
+                f"uninstall one of them ({place_of(found)})"
+            )
+            self._report(Problem(provider, reason))
+            return False
+        return self.discovery.distributions.setdefault(provider, found) is found
+
+    def _own_offers(self, distribution: importlib_metadata.Distribution) -> list[Offer]:
+        """Return the offers of a distribution with opgraft's name, as far as they are opgraft's.
+
+        There may be several such distributions: beside the installed one an ``opgraft.egg-info`` of another time in
+        the working folder, or an impostor. An offer of any of them counts if its module is opgraft's and exists.
+        """
+        offers = list(_offers(distribution, Provider(HOST_DISTRIBUTION, __version__), []))
+        foreign = [offer.value for offer in offers if not offer.built_in]
+        if foreign:
+            place = str(place_of(distribution) or type(distribution).__qualname__)
+            reason = (
+                f"it calls itself {HOST_DISTRIBUTION} and offers {', '.join(foreign)}, which is no "
+                "part of opgraft: uninstall it, or give it a name of its own"
+            )
+            self._report(Problem(Provider(place), reason))
+        return [offer for offer in offers if offer.built_in and _exists(offer.module)]
+
+    def _refusal(self, offer: Offer, known: dict[tuple[str, str], Offer]) -> str:
+        """Admit an offer, or return the reason why the offer does not count. Of equal offers the first counts."""
+        entry = f"its entry point {offer.name!r} in {offer.group}"
+        if (offer.group, offer.name) == (PLUGIN_GROUP, NATIVE_CHOICE):
+            return (
+                f"{entry} could not be chosen by the setting providers, where that name means an "
+                "op's native definition: give it another name"
+            )
+        namesake = self._namesake(offer)
+        if namesake is not None:
+            return (
+                f"{entry} has the name of the distribution {namesake}, which a setting with that "
+                "name means: give it another name, or uninstall one of the two"
+            )
+        rival = known.setdefault((offer.group, offer.name), offer)
+        if rival is offer:
+            self.discovery.offers.append(offer)
+            return ""
+        if rival.built_in and offer.built_in:
+            return ""
+        if rival.provider == offer.provider and not offer.built_in:
+            return f"{entry} is there twice: {rival.value} counts"
+        return (
+            f"{entry} is already provided by {rival.provider}: uninstall one of the two "
+            "distributions"
         )
-    return discovery
 
-
-def _of_opgraft(discovery: Discovery) -> list[tuple[importlib_metadata.Distribution, str]]:
-    """Return the distributions with entry points for opgraft, and the text of these.
-
-    ``discovery`` is given the groups of all distributions, and the problems of reading them.
-    """
-    own: list[tuple[importlib_metadata.Distribution, str]] = []
-    for found in distributions():
-        if isinstance(found, Problem):
-            discovery.problems.append(found)
-            continue
-        try:
-            # Most distributions end here, before anything is parsed: start-up waits for this loop.
-            text = text_of(found, "entry_points.txt") or ""
-            for group in groups_in(text):
-                discovery.groups.setdefault(group, []).append(found)
-            if "opgraft." in text:
-                own.append((found, text))
-        except (
-            Exception
-        ) as error:  # of metadata that may be anything, and finders that are somebody's code
-            discovery.problems.append(_malformed(found, error))
-    return own
+    def _namesake(self, offer: Offer) -> str | None:
+        """Return another distribution that has the name of an entry point."""
+        if offer.built_in or normalized(offer.name) == normalized(offer.provider.name):
+            return None
+        others = (provider.name for provider in self.discovery.distributions)
+        for name in (HOST_DISTRIBUTION, *others):
+            if normalized(name) == normalized(offer.name):
+                return name
+        return None
 
 
 _Namesakes = dict[str, tuple[importlib_metadata.Distribution, Provider]]
-"""By the folder of its metadata: a distribution, and what it is."""
-
-
-def _outdated(
-    several: Sequence[importlib_metadata.Distribution], discovery: Discovery
-) -> list[importlib_metadata.Distribution]:
-    """Return distributions beside the installed version of the same one, and list the problems.
-
-    An upgrade that did not end leaves the metadata of the former version in its folder.
-    """
-    outdated = []
-    for namesakes in _namesakes(several):
-        rows = list(namesakes.values())
-        chosen, why = installed([found for found, _ in rows])
-        best, counting = rows[chosen]
-        outdated += [found for found, _ in rows if found is not best]
-        for place, (found, provider) in namesakes.items():
-            if provider == counting:
-                continue
-            reason = (
-                f"its metadata is left beside that of {counting} in one folder, which counts, as "
-                f"{why}: remove {place}, or install the one that you want again"
-            )
-            discovery.problems.append(Problem(provider, reason, _version_line(found, place)))
-    return outdated
+"""Distributions of one name, by the folder of the metadata."""
 
 
 def _namesakes(several: Sequence[importlib_metadata.Distribution]) -> list[_Namesakes]:
-    """Return the distributions of one name in one folder, of every name with more than one."""
+    """Return the distributions that share a name and a folder with another one, by name."""
     places: dict[tuple[str, str], _Namesakes] = {}
     for found in several:
         with suppress(Exception):  # metadata that cannot be read is a problem of its own
@@ -327,139 +481,88 @@ def _namesakes(several: Sequence[importlib_metadata.Distribution]) -> list[_Name
 def _version_line(found: importlib_metadata.Distribution, place: str) -> str:
     """Return ``file:line`` of the version in a distribution's metadata."""
     name = "METADATA" if text_of(found, "METADATA") else "PKG-INFO"
+    path = os.path.join(place, name)
     lines = (text_of(found, name) or "").splitlines()
-    number = next(
-        (count for count, line in enumerate(lines, 1) if line.lower().startswith("version:")), 1
-    )
-    return f"{os.path.join(place, name)}:{number}"
+    for number, line in enumerate(lines, 1):
+        if line.lower().startswith("version:"):
+            return f"{path}:{number}"
+    return f"{path}:1"
 
 
 def _malformed(found: importlib_metadata.Distribution, error: Exception) -> Problem:
-    """Describe a distribution whose metadata cannot be read, by its name where at least that can."""
-    provider = Provider(str(place_of(found) or type(found).__qualname__))
+    """Describe a distribution with unreadable metadata, by its name if the name can be read."""
+    place = place_of(found)
+    provider = Provider(str(place or type(found).__qualname__))
     with suppress(Exception):
         provider = _provider(fields_of(found))
-    place = f" ({place_of(found)})" if place_of(found) else ""
-    return Problem(provider, f"its plugin metadata is malformed: {described(error)}{place}")
+    where = f" ({place})" if place else ""
+    return Problem(provider, f"its plugin metadata is malformed: {described(error)}{where}")
 
 
 def _provider(fields: Mapping[str, list[str]]) -> Provider:
     return Provider(fields["name"][0], fields["version"][0])
 
 
-def _read(
-    found: importlib_metadata.Distribution,
-    text: str,
-    discovery: Discovery,
-    seen: dict[str, Provider],
-    offered: list[Offer],
-) -> list[Offer]:
-    """Return what is ``offered`` with a distribution that names opgraft among its entry points, the ``text``."""
-    fields = fields_of(found)
-    provider = _provider(fields)
-    _check(text, _OWN)
-    if _is_host(provider.name):
-        own = _own_offers(found, discovery)
-        is_installed = text_of(found, "METADATA") is not None  # an egg-info may be of another time
-        return own + offered if is_installed else offered + own
-    counts = _counts(found, provider, discovery, seen)
-    return (
-        offered + list(_offers(found, provider, fields.get("requires-dist", [])))
-        if counts
-        else offered
-    )
-
-
-def _bridged(
-    found: importlib_metadata.Distribution,
-    bridge: Offer,
-    discovery: Discovery,
-    seen: dict[str, Provider],
-) -> list[Offer]:
-    """Return what a distribution offers through a bridge: nothing where it offers something to opgraft itself.
-
-    Neither does the host count to which the group belongs, whose name begins the group's.
-    """
-    text = text_of(found, "entry_points.txt") or ""
-    fields = fields_of(found)
-    provider = _provider(fields)
-    if {PLATFORM_GROUP, PLUGIN_GROUP} & set(groups_in(text)) or normalized(
-        provider.name
-    ) == bridge.name.split(".")[0]:
-        return []
-    _check(text, (bridge.name,))
-    if not _counts(found, provider, discovery, seen):
-        return []
-    checked = _checked(fields.get("requires-dist", []))
-    points = [point for point in found.entry_points if point.group == bridge.name]
-    group = BRIDGE_GROUPS[bridge.group]
-    return [Offer(group, point.name, point.value, provider, checked, bridge) for point in points]
-
-
-def _counts(
-    found: importlib_metadata.Distribution,
-    provider: Provider,
-    discovery: Discovery,
-    seen: dict[str, Provider],
-) -> bool:
-    """Return True if a distribution is the first of its name; a later one of another version is a problem."""
-    if is_stray(found):
-        raise ValueError(
-            "a build left it in the working folder, and nothing has installed it: remove it"
-        )
-    first = seen.setdefault(normalized(provider.name), provider)
-    if first != provider:
-        reason = f"it is another installation of {first}, which comes first on sys.path: uninstall one of them"
-        discovery.problems.append(Problem(provider, f"{reason} ({place_of(found)})"))
-        return False
-    return discovery.distributions.setdefault(provider, found) is found
-
-
 def _check(text: str, groups: Collection[str]) -> None:
-    """Reject entry points in ``groups`` that are none.
+    """Reject malformed entry points in ``groups``.
 
     Raises:
-        ValueError: one is there.
+        ValueError: one is there, or there are too many.
     """
     rows = list(entry_point_rows(text))
     if len(rows) > _MOST:
         raise ValueError(f"it has more than {_MOST:,} entry points")
     for group, row in rows:
+        if group not in groups:
+            continue
         name, _, value = (part.strip() for part in row.partition("="))
         module = value.partition(":")[0].partition(".")[0].strip()
-        fits = _NAME.fullmatch(name) and _VALUE.fullmatch(value) and module != _NO_MODULE
-        if group in groups and not fits:
-            told = (
-                "" if _NAME.fullmatch(name) or not name else f": the name {name!r} has {_FOREIGN}"
-            )
-            raise ValueError(f"{row!r} in {group}, expected 'name = package.module:object'{told}")
+        if _NAME.fullmatch(name) and _VALUE.fullmatch(value) and module != _NO_MODULE:
+            continue
+        foreign = f": the name {name!r} has {_FOREIGN}"
+        told = "" if _NAME.fullmatch(name) or not name else foreign
+        raise ValueError(f"{row!r} in {group}, expected 'name = package.module:object'{told}")
 
 
 def is_editable(distribution: importlib_metadata.Distribution | None) -> bool:
-    """Tell whether a distribution is an editable install: its source lies elsewhere, where no RECORD lists it."""
+    """Return True for an editable install: its source lies elsewhere, and no RECORD lists the source."""
     return _editable_source(distribution) is not None
 
 
 def _editable_source(distribution: importlib_metadata.Distribution | None) -> str | None:
     """Return the URL of the source of an editable install, ``None`` for any other distribution."""
+    if distribution is None:
+        return None
     try:
-        origin = json.loads((distribution and text_of(distribution, "direct_url.json")) or "{}")
-        editable = origin.get("dir_info", {}).get("editable") is True
-        return str(origin.get("url", "")) if editable else None
+        origin = json.loads(text_of(distribution, "direct_url.json") or "{}")
+        is_editable_install = origin.get("dir_info", {}).get("editable") is True
+        return str(origin.get("url", "")) if is_editable_install else None
     except (ValueError, AttributeError, RecursionError):  # of another form than installers write
         return None
 
 
 def _has(distribution: importlib_metadata.Distribution, module: str) -> bool:
-    """Tell whether an imported module is of a distribution: in its RECORD, or in the source of an editable install."""
+    """Return True if the RECORD of a distribution lists a module, or its editable source has the module."""
     if _lists(distribution, module):
         return True
     source = _editable_source(distribution)
     file = getattr(sys.modules.get(module), "__file__", None)
     if not source or not file:
         return False
-    # As addresses: parsing one needs a module that start-up does without.
+    # Compared as addresses: parsing one needs a module that start-up does without.
     return Path(file).resolve().as_uri().startswith(f"{source.rstrip('/')}/")
+
+
+def _lists(distribution: importlib_metadata.Distribution | None, module: str) -> bool:
+    """Return True if the RECORD of a distribution has the file of a module."""
+    if distribution is None:
+        return False
+    try:
+        record = text_of(distribution, "RECORD") or ""
+    except (ValueError, OSError):
+        return False
+    path = re.escape(module.replace(".", "/"))
+    return re.search(rf"^{path}(/__init__)?\.[^/,]+,", record, re.M) is not None
 
 
 def _offers(
@@ -473,33 +576,18 @@ def _offers(
 
 def _checked(requires: list[str]) -> tuple[str, ...]:
     """Return the requirements on distributions whose versions are checked."""
-    names = (
-        normalized((re.match(r"\s*([\w.-]*\w)", line) or [""])[0].strip()) for line in requires
-    )
-    return tuple(line for name, line in zip(names, requires, strict=True) if name in CHECKED)
-
-
-def _own_offers(distribution: importlib_metadata.Distribution, discovery: Discovery) -> list[Offer]:
-    """Return what a distribution of opgraft's own name offers, as far as it is opgraft's.
-
-    There may be several: beside the installed one an ``opgraft.egg-info`` of another time in the working folder, or an
-    impostor. What any of them names counts if it is ours and there.
-    """
-    offers = list(_offers(distribution, Provider(HOST_DISTRIBUTION, __version__), []))
-    foreign = [offer.value for offer in offers if not offer.built_in]
-    if foreign:
-        reason = f"it calls itself {HOST_DISTRIBUTION} and offers {', '.join(foreign)}, which is no part of opgraft"
-        place = Provider(str(place_of(distribution) or type(distribution).__qualname__))
-        discovery.problems.append(
-            Problem(place, f"{reason}: uninstall it, or give it a name of its own")
-        )
-    return [offer for offer in offers if offer.built_in and _exists(offer.module)]
+    checked = []
+    for line in requires:
+        name = re.match(r"\s*([\w.-]*\w)", line)
+        if name is not None and normalized(name[0].strip()) in CHECKED:
+            checked.append(line)
+    return tuple(checked)
 
 
 def _exists(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a package above it
+    except ModuleNotFoundError:  # a package above the module is missing
         return False
 
 
@@ -507,39 +595,8 @@ def _is_host(name: str) -> bool:
     return normalized(name.strip()) == HOST_DISTRIBUTION
 
 
-def _admit(offer: Offer, known: dict[tuple[str, str], Offer], discovery: Discovery) -> None:
-    """Add an offer, or the reason why it is none."""
-    if (offer.group, offer.name) == (PLUGIN_GROUP, NATIVE_CHOICE):
-        reason = f"its entry point {offer.name!r} in {offer.group} could not be chosen by the setting providers"
-        means = "where that name means an op's native definition: give it another name"
-        discovery.problems.append(Problem(offer.provider, f"{reason}, {means}"))
-        return
-    owners = {
-        normalized(name): name
-        for name in (HOST_DISTRIBUTION, *(p.name for p in discovery.distributions))
-    }
-    namesake = owners.get(normalized(offer.name), offer.provider.name)
-    if not offer.built_in and normalized(namesake) != normalized(offer.provider.name):
-        reason = f"its entry point {offer.name!r} in {offer.group} has the name of the distribution {namesake}"
-        means = "which a setting with that name means: give it another name, or uninstall one of the two"
-        discovery.problems.append(Problem(offer.provider, f"{reason}, {means}"))
-        return
-    rival = known.setdefault((offer.group, offer.name), offer)
-    if rival is offer:
-        discovery.offers.append(offer)
-    elif rival.provider == offer.provider and not offer.built_in:
-        reason = (
-            f"its entry point {offer.name!r} in {offer.group} is there twice: {rival.value} counts"
-        )
-        discovery.problems.append(Problem(offer.provider, reason))
-    elif not (rival.built_in and offer.built_in):
-        reason = f"its entry point {offer.name!r} in {offer.group} is already provided by {rival.provider}"
-        discovery.problems.append(
-            Problem(offer.provider, f"{reason}: uninstall one of the two distributions")
-        )
-
-
-@functools.lru_cache(maxsize=4096)  # each name is compared with many others
+# The names of distributions are compared again and again.
+@functools.lru_cache(maxsize=4096)
 def normalized(name: str) -> str:
     """Return a distribution's name in the one spelling that all its spellings share."""
     return re.sub(r"[-_.]+", "-", name).lower()

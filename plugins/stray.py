@@ -1,0 +1,176 @@
+"""Modules that an import would find, and that the RECORD of the distribution does not list."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from importlib.machinery import all_suffixes
+from pathlib import Path
+
+import importlib_metadata
+from opgraft.plugins.discovery import discover
+from opgraft.plugins.metadata import Problem, distributions, is_namespace, specs_of, text_of
+from opgraft.plugins.records import difference
+from opgraft.registry.decision import Provider
+
+_SUFFIXES = tuple(all_suffixes())
+"""The ends of the names of files that can be imported."""
+
+_LIBRARY = re.compile(r"\.(so(\.\d+)*|dylib|dll)$")
+"""The end of the name of a library, which the system's loader may find beside another one."""
+
+_UNLISTED = "which its RECORD does not list"
+
+
+def stray_code(
+    provider: Provider, distribution: importlib_metadata.Distribution, listed: set[str]
+) -> str | None:
+    """Return a sentence about a module that is not listed and would be imported, or ``None``.
+
+    Such a module lies earlier on the path, or was put into a package of the distribution.
+
+    Args:
+        provider: the name and version of the distribution.
+        distribution: the installed distribution.
+        listed: the paths in its RECORD.
+    """
+    root = os.path.abspath(str(distribution.locate_file("")))
+    files = {os.path.normpath(os.path.join(root, path)) for path in listed}
+    modules = [each.module for each in discover().offers if each.provider == provider]
+    for module in modules:
+        found = list(_files_of(module)) or ["elsewhere"]
+        for file in found:
+            if file not in files:
+                return _imported_from(module, file)
+    for module in sorted(set(_outermost(listed))):
+        for file in _files_of(module):
+            if file not in files:
+                return _imported_from(module, file)
+    tops = {module.partition(".")[0] for module in modules}
+    packages = _packages(files)
+    names = {_imported_as(file) for file in files if file.endswith(_SUFFIXES)}
+    for file in _added(root, files):
+        # Of two modules with one name, one hides the other.
+        hides = file.endswith(_SUFFIXES) and _imported_as(file) in names
+        if hides or not _is_of_another(file, root, packages, tops):
+            return f"{file} lies in a package of its own, and its RECORD does not list it"
+    return None
+
+
+def _imported_from(module: str, file: str) -> str:
+    return f"its module {module} would be imported from {file}, {_UNLISTED}"
+
+
+def _packages(files: Iterable[str]) -> set[str]:
+    """Return the folders that have a module of their own."""
+    own = set()
+    for file in files:
+        folder, name = os.path.split(file)
+        if name.startswith("__init__."):
+            own.add(folder)
+    return own
+
+
+def _outermost(listed: Iterable[str]) -> Iterator[str]:
+    """Yield the modules and packages that lie in no package of the distribution.
+
+    Such a name may be brought by another distribution, too.
+    """
+    modules = [path for path in listed if path.endswith(_SUFFIXES)]
+    packages = set()
+    for path in modules:
+        folder, _, name = path.rpartition("/")
+        if _stem(name) == "__init__":
+            packages.add(folder)
+    for path in modules:
+        outermost = _first_package(path, packages) or path.rpartition(".")[0]
+        parts = [_stem(part) for part in outermost.split("/")]
+        if all(map(str.isidentifier, parts)):
+            yield ".".join(parts)
+
+
+def _first_package(path: str, packages: Collection[str]) -> str | None:
+    """Return the outermost folder above a module that is a package."""
+    parts = path.split("/")
+    for depth in range(1, len(parts)):
+        folder = "/".join(parts[:depth])
+        if folder in packages:
+            return folder
+    return None
+
+
+def _stem(name: str) -> str:
+    """Return the name of a file without any suffix, as an import has it."""
+    return name.partition(".")[0]
+
+
+def _imported_as(file: str) -> str:
+    """Return the path of a module without suffixes; for the module of a package, the path of the folder."""
+    folder, name = os.path.split(file)
+    return folder if _stem(name) == "__init__" else os.path.join(folder, _stem(name))
+
+
+def _is_of_another(file: str, root: str, own: Collection[str], tops: Collection[str]) -> bool:
+    """Return True if a module is listed in the RECORD of another distribution.
+
+    Two distributions may have a folder in common: a namespace, as vendors divide among distributions, or a folder
+    without a plugin, such as the ``tests`` that many install by mistake.
+    """
+    path = os.path.relpath(file, root)
+    is_below = any(file.startswith(f"{folder}{os.sep}") for folder in own)
+    if is_below and path.partition(os.sep)[0] in tops:
+        return False
+    for found in distributions():
+        # The problem of another distribution is told elsewhere.
+        with suppress(ValueError, OSError, csv.Error):
+            if not isinstance(found, Problem) and _lists_as_it_is(found, path, file):
+                return True
+    return False
+
+
+def _lists_as_it_is(found: importlib_metadata.Distribution, path: str, file: str) -> bool:
+    """Return True if the RECORD of a distribution lists a file with its hash."""
+    text = text_of(found, "RECORD") or ""
+    if path not in text:
+        return False
+    for row in csv.reader(text.splitlines()):
+        if row[:1] == [path] and row[1] and difference(Path(file), *row) is None:
+            return True
+    return False
+
+
+def _added(root: str, listed: set[str]) -> Iterator[str]:
+    """Yield code below the packages of a distribution that is not listed. An import may prefer such code."""
+    packages = set()
+    for file in listed:
+        if _is_code(file) and file.startswith(root + os.sep):
+            packages.add(os.path.dirname(file))
+    packages.discard(root)  # where other distributions lie too
+    for package in sorted(packages):
+        for folder, folders, names in os.walk(package):
+            below = {name: os.path.join(folder, name) for name in folders}
+            # os.walk does not follow a link to a folder, and an import does. No wheel has such a link.
+            yield from (path for path in below.values() if os.path.islink(path))
+            folders[:] = [name for name, path in below.items() if path not in packages]
+            if os.path.basename(folder) == "__pycache__":
+                continue
+            for name in filter(_is_code, names):
+                file = os.path.join(folder, name)
+                if file not in listed:
+                    yield file
+
+
+def _is_code(name: str) -> bool:
+    return name.endswith(_SUFFIXES) or _LIBRARY.search(name) is not None
+
+
+def _files_of(module: str) -> Iterator[str]:
+    """Yield the files that the import of a module would run, first those of the packages above."""
+    for spec in specs_of(module):
+        if spec.has_location and spec.origin is not None:
+            yield os.path.abspath(spec.origin)
+        elif not is_namespace(spec):
+            yield f"{spec.origin or type(spec.loader).__qualname__}, which is no file"
