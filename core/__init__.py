@@ -96,6 +96,8 @@ if TYPE_CHECKING:
     from opgraft.plugins.host import load_plugins as load_plugins
     from opgraft.plugins.selection import current_platform as current_platform
     from opgraft.registry.adapter import Adapter as Adapter
+    from opgraft.registry.adapter import CallAdapter as CallAdapter
+    from opgraft.registry.adapter import FunctionCall as FunctionCall
     from opgraft.registry.adapter import LeaveAlone as LeaveAlone
     from opgraft.registry.conditions import When as When
     from opgraft.registry.decision import Candidate as Candidate
@@ -114,7 +116,7 @@ if TYPE_CHECKING:
     from opgraft.torch_library import direct_register_custom_op as direct_register_custom_op
 
 _HOME = {
-    "opgraft.registry.adapter": ("Adapter", "LeaveAlone"),
+    "opgraft.registry.adapter": ("Adapter", "CallAdapter", "FunctionCall", "LeaveAlone"),
     "opgraft.binding.derivation": ("NATIVE", "FunctionalKernels", "calls_functional"),
     "opgraft.binding.functional": ("register_functional",),
     "opgraft.binding.marks": ("inference_only", "needs"),

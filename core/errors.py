@@ -14,7 +14,7 @@ MOST_LISTED = 20
 """Problems that an error names one by one."""
 
 _FARTHER = 0.05
-"""The share of its letters by which a name may be farther than the nearest, to be worth a mention."""
+"""A name is mentioned if its distance exceeds the least distance by at most this share of letters."""
 
 _MOST_KNOWN = 40
 """Names that an error lists of those which are known."""
@@ -140,7 +140,7 @@ class ConstructionError(OpgraftError):
 
 
 class PackError(OpgraftError):
-    """The weights of a model cannot be packed as it stands, or something needs the plain ones that were dropped."""
+    """Weights cannot be packed, or a call needs plain weights that were dropped."""
 
 
 class CompilationError(OpgraftError):
@@ -156,7 +156,7 @@ class RecompilationError(OpgraftError):
 
 
 class DistributedError(OpgraftError):
-    """The ranks of a job cannot be put in groups, or a group was asked for that there is none of."""
+    """The ranks of a job cannot be put in groups, or a group does not exist."""
 
 
 class StageError(DistributedError):

@@ -85,7 +85,7 @@ def write_json() -> None:
 
 
 def writes_json() -> bool:
-    """Tell whether ``write_json`` was called."""
+    """Return True after a call of ``write_json``."""
     return isinstance(_stderr.formatter, _Json)
 
 

@@ -16,7 +16,7 @@ from opgraft.errors import close_matches, near_matches
 from opgraft.platform import Platform
 
 if TYPE_CHECKING:
-    from opgraft.registry.adapter import Adapter
+    from opgraft.registry.adapter import Adapter, CallAdapter
 
 PROJECT = "opgraft"
 
@@ -40,10 +40,13 @@ def opgraft_register_ops(platform: Platform) -> None:
 
 
 @hookspec
-def opgraft_graft_adapters() -> Iterable[Adapter]:  # type: ignore[empty-body]  # a specification has no body
-    """Return rows for the table by which ``opgraft.graft`` recognises modules; they are tried before built-in rows.
-    A module whose children become ops is shown as a copy that has those ops; what ``recognise`` raises leaves the
-    module alone, with the reason.
+def opgraft_graft_adapters() -> Iterable[Adapter | CallAdapter]:  # type: ignore[empty-body]  # a specification has no body
+    """Return rows for the tables of ``opgraft.graft``; rows of plugins are tried before built-in rows.
+
+    An ``Adapter`` recognises modules that become an op. A ``CallAdapter`` recognises calls of functions
+    in the forward of a module that stays. If children of a module become ops, ``Adapter.recognise``
+    sees a copy of the module with these ops. An exception of ``recognise`` leaves the module or the
+    call alone, and the report shows the exception.
     """
 
 

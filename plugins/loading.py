@@ -25,7 +25,7 @@ from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, disco
 from opgraft.plugins.outcomes import failure_of, rejection_of, replacements_of
 from opgraft.plugins.remarks import STARTED_THREADS
 from opgraft.plugins.requirements import FAULTS, asked_for, check_adjustment
-from opgraft.registry.adapter import Adapter
+from opgraft.registry.adapter import Adapter, CallAdapter
 from opgraft.registry.declarations import ANY_PLATFORM, Owner
 from opgraft.registry.finding import Finding
 from opgraft.registry.op_classes import location_of
@@ -197,15 +197,16 @@ class Loading:
     def _expect_nothing(self, name: str, result: None) -> None:
         """Ignore the result: registering ops has none, and its effects are in the registry."""
 
-    def _add_adapters(self, name: str, adapters: Iterable[Adapter]) -> None:
+    def _add_adapters(self, name: str, adapters: Iterable[Adapter | CallAdapter]) -> None:
         for number, adapter in enumerate(adapters):
             if number == _MOST_ADAPTERS:
                 raise PluginError(
                     f"opgraft_graft_adapters returned more than {_MOST_ADAPTERS:,} of them"
                 )
-            if not isinstance(adapter, Adapter):
+            if not isinstance(adapter, Adapter | CallAdapter):
                 raise PluginError(
-                    f"opgraft_graft_adapters returned a {type(adapter).__name__} among its opgraft.Adapter"
+                    f"opgraft_graft_adapters returned a {type(adapter).__name__}, expected an "
+                    "opgraft.Adapter or an opgraft.CallAdapter"
                 )
             self._append(name, PLUGIN_ADAPTERS.get(), (self.transactions[name].provider, adapter))
 

@@ -1,4 +1,4 @@
-"""Grafting: replacing the modules of an existing model by ops, in place, and taking it back."""
+"""Grafting: ops take the place of modules in a model, and ungrafting puts the modules back."""
 
 from opgraft.grafting.replace import graft, ungraft
 from opgraft.grafting.report import GraftReport

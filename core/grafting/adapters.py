@@ -1,7 +1,8 @@
-"""The built-in rows of the table by which ``graft`` recognises modules.
+"""The built-in rows of the tables of ``graft``.
 
-torch's own classes are recognised by their exact type, other modules by what they compute: a module without children
-is traced, and compared with the forms below; modules that combine such are in ``composites``.
+torch's own classes are recognised by exact type, and other modules by their computation: a module
+without children is traced, and the expression is compared with the forms below. ``composites`` has
+the rows for modules with children.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from opgraft.binding.custom_op import CustomOp
+from opgraft.grafting import attention, direct_attention, rotary, scans
 from opgraft.grafting.composites import composite_adapters
 from opgraft.grafting.experts import experts_adapter
 from opgraft.grafting.expressions import (
@@ -71,10 +73,14 @@ _ACTIVATIONS: tuple[
 )
 
 
-def builtin_adapters(dtypes: Dtypes = UNKNOWN) -> tuple[Adapter, ...]:
-    """Return the built-in rows, in the order in which they are tried. The last one says why a module is not recognised.
+CALL_ADAPTERS = (attention.ADAPTER, direct_attention.ADAPTER, rotary.ADAPTER, *scans.ADAPTERS)
 
-    The rows remember what they traced: use them for one walk over a model, whose parameters have the ``dtypes``.
+
+def builtin_adapters(dtypes: Dtypes = UNKNOWN) -> tuple[Adapter, ...]:
+    """Return the built-in rows for modules, in the order of the trials.
+
+    The last row refuses modules with a reason. The rows keep traces: use the rows for one walk
+    over a model, with the ``dtypes`` of the model's parameters.
     """
     leaves = _Leaves(dtypes)
     return (
@@ -122,8 +128,10 @@ def _layer_norm(module: nn.Module) -> Mapping[str, Any] | None:
 def _rms_norm(dtypes: Dtypes, module: nn.Module) -> Mapping[str, Any] | None:
     if type(module) is not nn.RMSNorm:
         return None
+    # The op has one hidden size.
     if len(module.normalized_shape) != 1:
         raise LeaveAlone("RMSNorm takes the mean over one dimension, this module over several")
+
     check_dtypes(module, RMSNorm, dtypes)
     return {
         "hidden_size": module.normalized_shape[0],
@@ -142,7 +150,7 @@ def _elementwise(cls: type[nn.Module], module: nn.Module) -> Mapping[str, Any] |
 
 
 class _Leaves:
-    """Recognises modules without children by their expressions; each kind of module is traced once."""
+    """Recognises modules without children by expressions. Each kind of module is traced once."""
 
     def __init__(self, dtypes: Dtypes) -> None:
         self._dtypes = dtypes
@@ -158,41 +166,38 @@ class _Leaves:
 
     def norm(self, norm: Norm, module: nn.Module) -> Mapping[str, Any] | None:
         expression = self._expression(module)
-        found = (
-            None if isinstance(expression, NotExpressible) else norm.settings(module, expression)
-        )
-        if found is None:
+        if isinstance(expression, NotExpressible):
+            return None
+        settings = norm.settings(module, expression)
+        if settings is None:
             return None
         check_interface(type(module))
         check_dtypes(module, norm.op, self._dtypes)
-        return found
+        return settings
 
     def refuse(self, module: nn.Module) -> None:
-        if not module._modules or module._parameters:
-            expression = self._expression(module)
-            why = (
-                f": {expression}"
-                if isinstance(expression, NotExpressible) and str(expression)
-                else ""
-            )
-            raise LeaveAlone(f"no adapter recognises it{why}")
+        if module._modules and not module._parameters:
+            return
+        expression = self._expression(module)
+        if isinstance(expression, NotExpressible) and str(expression):
+            raise LeaveAlone(f"no adapter recognises it: {expression}")
+        raise LeaveAlone("no adapter recognises it")
 
 
 def _attempt(module: nn.Module) -> Expression | NotExpressible:
-    tensors = {
-        name
-        for name, value in (*module._parameters.items(), *module._buffers.items())
-        if value is not None
-    }
     if type(module).__module__.startswith("torch.") or module._modules:
         return NotExpressible()
+
+    held = (*module._parameters.items(), *module._buffers.items())
+    tensors = {name for name, value in held if value is not None}
+    # Expressions know these two names only.
     if tensors - {"weight", "bias"} or module._buffers:
         return NotExpressible("it has other tensors than a weight and a bias")
+
     try:
         return expression_of(module)
     except NotExpressible as verdict:
         return verdict
-    except Exception as error:  # whatever code of the model's author raises when it is traced
-        return NotExpressible(
-            f"tracing it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        )
+    except Exception as error:  # code of the model's author may raise anything
+        first_line = str(error).partition("\n")[0]
+        return NotExpressible(f"tracing it raised {type(error).__name__}: {first_line}")

@@ -1,7 +1,9 @@
-"""The built-in rows for modules that combine linear layers with an activation, a residual or a norm.
+"""The built-in rows for modules that combine linear layers with an activation, a residual or a
+norm.
 
-They are recognised by what their forward makes of their children, whatever the children are called. By then the
-children are ops themselves, where adapters recognised them, and the composite takes them over.
+Such a module is recognised by the calls in the forward, whatever names the children have. The
+children are planned first, so recognised children are ops by then, and the composite receives the
+ops.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from opgraft.ops.composites.composite import epilogue_of
 from opgraft.registry.adapter import Adapter, LeaveAlone
 from torch import nn
 
-_MOST_CHILDREN = 6  # all orders of three of them are tried
+_MOST_CHILDREN = 6  # every order of three children is tried
 
 
 def composite_adapters() -> tuple[Adapter, ...]:
-    """Return the rows, which remember what they traced: use them for one walk over a model."""
+    """Return the rows. The rows keep traces: use the rows for one walk over a model."""
     composites = _Composites()
     return (
         Adapter("gated MLP", GatedMLP, composites.gated_mlp),
@@ -41,7 +43,7 @@ def composite_adapters() -> tuple[Adapter, ...]:
 
 
 class _Composites:
-    """Recognises modules by what they make of their children; each is traced once."""
+    """Recognises modules by an expression over the children. Each module is traced once."""
 
     def __init__(self) -> None:
         self._seen: dict[nn.Module, Expression | None] = {}
@@ -51,8 +53,9 @@ class _Composites:
         if expression is None:
             return None
         for gate, up, down in permutations(_layers(module), 3):
+            upward = child_form(up, "x")
             for activation, act, gated in _activations(module, child_form(gate, "x")):
-                if expression == child_form(down, product_form(gated, child_form(up, "x"))):
+                if expression == child_form(down, product_form(gated, upward)):
                     return _gated_mlp_arguments(module, (gate, up, down), activation, act)
         return None
 
@@ -61,13 +64,7 @@ class _Composites:
         for up, down in permutations(_linear_ops(module), 2):
             for act, activated in _activation_children(module, child_form(up, "x")):
                 if expression == child_form(down, activated):
-                    check_interface(type(module))
-                    layers = {
-                        "up": getattr(module, up),
-                        "act": getattr(module, act),
-                        "down": getattr(module, down),
-                    }
-                    return {**layers, "names": (up, act, down)}
+                    return _parts(module, {"up": up, "act": act, "down": down})
         return None
 
     def linear_act(self, module: nn.Module) -> Mapping[str, Any] | None:
@@ -75,30 +72,31 @@ class _Composites:
         for linear in _linear_ops(module):
             for act, activated in _activation_children(module, child_form(linear, "x")):
                 if expression == activated:
-                    check_interface(type(module))
-                    layers = {"linear": getattr(module, linear), "act": getattr(module, act)}
-                    return {**layers, "names": (linear, act)}
+                    return _parts(module, {"linear": linear, "act": act})
         return None
 
     def linear_add_norm(self, module: nn.Module) -> Mapping[str, Any] | None:
         expression = self._expression(module)
-        if expression is None or len(arguments_of(module)) != 2:
+        arguments = arguments_of(module)
+        if expression is None or len(arguments) != 2:
             return None
-        residual = arguments_of(module)[1]
-        dropouts = [name for name, child in module.named_children() if type(child) is nn.Dropout]
-        for linear, norm in product(_linear_ops(module), dict(module.named_children())):
+
+        # The first argument goes through the linear layer.
+        residual = arguments[1]
+        children = dict(module.named_children())
+        dropouts = [name for name, child in children.items() if type(child) is nn.Dropout]
+
+        for linear, norm in product(_linear_ops(module), children):
+            mapped = child_form(linear, "x")
             for dropout in (None, *dropouts):
-                mapped = child_form(linear, "x")
-                mapped = mapped if dropout is None else child_form(dropout, mapped)
-                if expression == child_form(norm, sum_form(mapped, residual)):
-                    check_interface(type(module))
-                    layers = {"linear": getattr(module, linear), "norm": getattr(module, norm)}
-                    names = (linear, norm, dropout or "dropout")
-                    return {
-                        **layers,
-                        "dropout": dropout and getattr(module, dropout),
-                        "names": names,
-                    }
+                dropped = mapped if dropout is None else child_form(dropout, mapped)
+                if expression != child_form(norm, sum_form(dropped, residual)):
+                    continue
+                parts = _parts(module, {"linear": linear, "norm": norm})
+                names = (linear, norm, dropout or "dropout")
+                child = None if dropout is None else children[dropout]
+                return {**parts, "dropout": child, "names": names}
+
         return None
 
     def _expression(self, module: nn.Module) -> Expression | None:
@@ -107,15 +105,24 @@ class _Composites:
         return self._seen[module]
 
 
+def _parts(module: nn.Module, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the children by parts of a composite, and the names of the children in order."""
+    check_interface(type(module))
+    children = {part: getattr(module, name) for part, name in names.items()}
+    return {**children, "names": tuple(names.values())}
+
+
 def _gated_mlp_arguments(
     module: nn.Module, names: tuple[str, str, str], activation: str, act: str | None
 ) -> Mapping[str, Any] | None:
     check_interface(type(module))
     gate, up, down = (_linear(module, name) for name in names)
+    # One call computes gate and up, so both need the same form.
     if (gate.bias is None) != (up.bias is None):
         raise LeaveAlone(f"one of {names[0]} and {names[1]} has a bias, the other has none")
     if gate.weight.shape != up.weight.shape or down.weight.shape != gate.weight.shape[::-1]:
         raise LeaveAlone(f"the sizes of {', '.join(names)} are not those of one gated MLP")
+
     intermediate_size, hidden_size = gate.weight.shape
     return {
         "hidden_size": hidden_size,
@@ -133,38 +140,41 @@ def _attempt(module: nn.Module) -> Expression | None:
         return None
     try:
         return composition_of(module)
-    except (
-        Exception
-    ):  # that it is no composite, or whatever code of the model's author raises when it is traced
+    except Exception:  # code of the model's author may raise anything
         return None
 
 
 def _is_candidate(module: nn.Module) -> bool:
-    """Tell whether a module is small enough, and plain enough in what it takes, for its forward to be traced."""
-    children = list(module.children())
-    tensors = [
-        t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None
-    ]
-    if (
-        type(module).__module__.startswith("torch.")
-        or tensors
-        or not 0 < len(children) <= _MOST_CHILDREN
-    ):
+    """Return True if a module has few children, a linear op among them, and no tensors."""
+    if type(module).__module__.startswith("torch."):
         return False
-    return len(arguments_of(module)) in (1, 2) and any(
-        isinstance(child, Linear) for child in children
-    )
+
+    # No composite has tensors of its own.
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    if any(tensor is not None for tensor in tensors):
+        return False
+
+    children = list(module.children())
+    if len(children) > _MOST_CHILDREN:
+        return False
+
+    has_linear_op = any(isinstance(child, Linear) for child in children)
+    return has_linear_op and len(arguments_of(module)) in (1, 2)
 
 
 def arguments_of(module: nn.Module) -> list[str]:
-    """Return the names of a forward's arguments; none if it takes any but plain ones without defaults."""
+    """Return the names of a forward's arguments; none if one has a default or is special."""
+    # Without self.
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     plain = all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in parameters)
     return [p.name for p in parameters] if plain else []
 
 
 def _layers(module: nn.Module) -> list[str]:
-    """Return the children that are linear ops, or may be what other code put in the place of linear layers."""
+    """Return the linear ops among the children, and children other than ops.
+
+    Other code may have put a layer of its own in the place of a linear layer.
+    """
     return [
         name
         for name, child in module.named_children()
@@ -179,14 +189,14 @@ def _linear_ops(module: nn.Module) -> list[str]:
 def _linear(module: nn.Module, name: str) -> Linear:
     child = module.get_submodule(name)
     if not isinstance(child, Linear):
-        raise LeaveAlone(f"its {name} stayed what it was, a {type(child).__name__}")
+        raise LeaveAlone(f"its {name} is still a {type(child).__name__}")
     return child
 
 
 def _activations(
     module: nn.Module, argument: Expression
 ) -> Iterator[tuple[str, str | None, Expression]]:
-    """Yield each activation of an argument: what it is, by which child if it is one, and its form."""
+    """Yield each activation of an argument: the name, the child if there is one, and the form."""
     for activation, form in activated_form(argument).items():
         yield activation, None, form
     for name, form in _activation_children(module, argument):
@@ -196,7 +206,7 @@ def _activations(
 def _activation_children(
     module: nn.Module, argument: Expression
 ) -> Iterator[tuple[str, Expression]]:
-    """Yield the form that each child that is an activation makes of an argument, with the name of the child."""
+    """Yield the name of each activation child, and the form of the child's result."""
     for name, child in module.named_children():
         if epilogue_of(child) is not None:
             yield name, child_form(name, argument)

@@ -1,4 +1,4 @@
-"""Building an op around a module's parameters, putting it in the module's place, and handing the parameters back."""
+"""Build an op around the tensors of a module, exchange the two, and give the tensors back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from opgraft.errors import GraftError, PackError
 from opgraft.ops.freezing import restore_linear_layers
 from opgraft.ops.weights import ReleasesWeights, call_post_load_hook, has_post_load_hook
 from opgraft.registry.adapter import LeaveAlone
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 _KEPT = "_opgraft_original"
@@ -24,13 +24,13 @@ _PLAIN = (nn.Parameter, type(None))
 
 @dataclass(frozen=True)
 class Shared:
-    """One dictionary of parameters or buffers that a module and the op in its place have in common.
+    """One dictionary of parameters or buffers, common to a module and an op.
 
     Attributes:
         path: of the part, below the op and below the module.
         owner: the part of the module.
-        registry: which of its dictionaries.
-        names: what the part had in it, and whether that was a tensor.
+        registry: the attribute with the dictionary.
+        names: the names in the dictionary of the module → True for a tensor, False for ``None``.
     """
 
     path: str
@@ -39,21 +39,22 @@ class Shared:
     names: Mapping[str, bool]
 
     def tensors(self) -> list[str]:
-        """Return the full names of what was a tensor."""
+        """Return the full names of the tensors."""
         return [_join(self.path, name) for name, present in self.names.items() if present]
 
 
 @dataclass(frozen=True)
 class Original:
-    """The module that an op stands for, kept out of the op's submodules: its tensors would be listed twice.
+    """The module that an op stands for. No submodule of the op, as tensors would be listed twice.
 
-    The two share their dictionaries of parameters and buffers, so that a weight exchanged in the op is not kept alive
-    here, and other code that holds the module computes with what the op has.
+    The module and the op share their dictionaries of parameters and buffers. So a weight that is
+    exchanged in the op is not kept alive here, and other code that holds the module computes with
+    the tensors of the op.
 
     Attributes:
         module: the module.
-        shared: the dictionaries that they share.
-        attributes: the module's public attributes, with the values that the op had when it took the place.
+        shared: the common dictionaries.
+        attributes: public attributes of the module, with the values of the op at the exchange.
     """
 
     module: nn.Module
@@ -64,118 +65,140 @@ class Original:
 def build_op(
     op_class: type[nn.Module], arguments: Mapping[str, Any], module: nn.Module, device: torch.device
 ) -> nn.Module:
-    """Construct an op with the module's parameters, buffers, children, training flag and public attributes.
+    """Construct an op with the tensors, children, training flag and public attributes of a module.
 
-    The module is not changed. The op is constructed without memory first, and once more if it has tensors of its own:
-    on the device of the module's, or on ``device`` where the module has none.
+    The module is not changed. The op is constructed without memory first. An op with tensors of its
+    own is constructed again on the device of the module's tensors, or on ``device``.
 
     Raises:
-        LeaveAlone: the op's parameters are not those of the module, or would not become those again.
+        LeaveAlone: the op has other parameters than the module, or cannot give the parameters back.
     """
     op = _constructed(op_class, arguments, module, torch.device("meta"))
     if has_post_load_hook(op) and not isinstance(op, ReleasesWeights):
         raise LeaveAlone(
-            f"{type(op).__qualname__} defines process_weights_after_loading, and no release_weights that takes it back"
+            f"{type(op).__qualname__} defines process_weights_after_loading, and no "
+            "release_weights that takes it back"
         )
-    real = next((t.device for t in _tensors(module).values()), device)
-    # What an op computes for itself, such as a table of cosines, must be there in numbers.
-    if real.type != "meta" and any(tensor.is_meta for tensor in _all_tensors(op)):
-        op = _constructed(op_class, arguments, module, real)
+
+    own_device = next((tensor.device for tensor in _tensors(module).values()), device)
+    # A tensor that the op computes, such as a table of cosines, needs memory.
+    if own_device.type != "meta" and any(tensor.is_meta for tensor in _all_tensors(op)):
+        op = _constructed(op_class, arguments, module, own_device)
+
+    # Children that the op shares with the module keep their own flags.
     for part in set(op.modules()) - set(module.modules()):
         part.training = module.training
+
     _take_children(op, module)
     _copy_attributes(op, module)
     return op
 
 
 def install(op: nn.Module, module: nn.Module, path: str) -> None:
-    """Let an op of ``build_op`` share the module's dictionaries of tensors, and remember the module at ``path``.
+    """Let an op of ``build_op`` share the tensors of the module at ``path``, and keep the module.
 
     Raises:
-        WeightError: the op has a hook for weights that are loaded, which raised.
+        WeightError: the op has a hook for loaded weights, and the hook raised.
     """
-    attributes = {
-        name: getattr(op, name, value) for name, value in _public_attributes(module).items()
-    }
+    # ``put_back`` compares: only settings that were written to later go back to the module.
+    public = _public_attributes(module)
+    attributes = {name: getattr(op, name, value) for name, value in public.items()}
     op.__dict__[_KEPT] = Original(module, tuple(_share(op, module)), attributes)
     if has_post_load_hook(op):
         call_post_load_hook(path, op)
 
 
 def original_of(module: nn.Module) -> nn.Module | None:
-    """Return the module that an op stands for, ``None`` for any other module."""
+    """Return the module that an op stands for; ``None`` for any other module."""
     kept = module.__dict__.get(_KEPT)
     return kept.module if isinstance(kept, Original) else None
 
 
 def check_restorable(op: nn.Module) -> None:
-    """Raise ``GraftError`` if other code has changed an op so that its module would not be what the op is now."""
+    """Raise ``GraftError`` if the module cannot take over a change of the op by other code."""
+    # ``put_back`` reports the parameters that a parametrization has taken away.
     if original_of(op) is None or parametrize.is_parametrized(op):
         return
+
     name = op.op_class.__name__ if isinstance(op, CustomOp) else type(op).__name__
     if isinstance(op, CustomOp) and type(op) is not op.binding.specialisation:
         raise GraftError(
-            f"{name} was given the class {type(op).__name__} by other code, such as fully_shard, which stays with the "
-            "op: take that back first, or ungraft before it"
+            f"{name} was given the class {type(op).__name__} by other code, such as fully_shard, "
+            "which stays with the op: take that back first, or ungraft before it"
         )
-    foreign = [
-        f"{key} is a {type(p).__name__}"
-        for key, p in op._parameters.items()
-        if type(p) not in _PLAIN
-    ]
-    if foreign and (op._forward_hooks or op._forward_pre_hooks):
-        raise GraftError(
-            f"the {foreign[0]} of {name}, whose hooks stay with the op: it was parallelized while grafted, as by "
-            "parallelize_module. Ungraft before that"
-        )
+    if not op._forward_hooks and not op._forward_pre_hooks:
+        return
+
+    for key, parameter in op._parameters.items():
+        if type(parameter) not in _PLAIN:
+            raise GraftError(
+                f"the {key} is a {type(parameter).__name__} of {name}, whose hooks stay with the "
+                "op: it was parallelized while grafted, as by parallelize_module. Ungraft before "
+                "that"
+            )
 
 
 def put_back(op: nn.Module, sharing: bool = False) -> nn.Module:
-    """Return the module that an op stands for, with the op's tensors, training flag and changed settings.
+    """Return the module that an op stands for, with the op's tensors and changed settings.
 
-    Weights are plain. Any other module is returned unchanged.
+    Weights are plain, and the training flag is that of the op. Any other module is returned
+    unchanged.
 
     Args:
         op: the op.
-        sharing: let the module keep the dictionaries of tensors that it shares with the op, where they have the same
-            names. What shards parameters knows the op and exchanges them there.
+        sharing: let the module keep the common dictionaries, if they have the same names. Code that
+            shards parameters knows the op, and exchanges the parameters there.
 
     Raises:
-        GraftError: the op lacks a parameter or buffer of the module, or its packed weights cannot be put back.
+        GraftError: the op lacks a tensor of the module, or packed weights cannot be put back.
     """
     kept = op.__dict__.get(_KEPT)
     if not isinstance(kept, Original):
         return op
-    _restore(op)
+
+    _make_plain(op)
     if isinstance(op, ReleasesWeights):
         op.release_weights()
-    original, held = kept.module, _tensors(op)
+
+    original = kept.module
+    held = _tensors(op)
     lost = sorted({name for row in kept.shared for name in row.tensors()} - held.keys())
     if lost:
         raise GraftError(
-            f"{type(op).__name__} no longer has {', '.join(lost)} of the {type(original).__name__} in whose place it "
-            "stands: take back what changed it, such as a parametrization, before ungrafting"
+            f"{type(op).__name__} no longer has {', '.join(lost)} of the {type(original).__name__} "
+            "in whose place it stands: take back what changed it, such as a parametrization, "
+            "before ungrafting"
         )
+
     for row in kept.shared:
-        present = {
-            name: tensor is not None for name, tensor in getattr(row.owner, row.registry).items()
-        }
-        if not sharing or present != row.names:
-            row.owner.__dict__[row.registry] = {
-                name: held[_join(row.path, name)] if present else None
-                for name, present in row.names.items()
-            }
-    for name, before in kept.attributes.items():
-        now = getattr(op, name, before)
-        if isinstance(now, _SETTING) and isinstance(before, _SETTING) and now != before:
-            setattr(original, name, now)
+        tensors = getattr(row.owner, row.registry)
+        present = {name: tensor is not None for name, tensor in tensors.items()}
+        if sharing and present == row.names:
+            continue
+        own: dict[str, Tensor | None] = dict.fromkeys(row.names)
+        for name, is_tensor in row.names.items():
+            if is_tensor:
+                own[name] = held[_join(row.path, name)]
+        row.owner.__dict__[row.registry] = own
+
+    _put_settings_back(op, original, kept.attributes)
+
     for part in set(original.modules()) - set(op.modules()):
         part.training = op.training
+
     del op.__dict__[_KEPT]
     return original
 
 
-def _restore(op: nn.Module) -> None:
+def _put_settings_back(op: nn.Module, original: nn.Module, attributes: Mapping[str, Any]) -> None:
+    """Give a module the numbers and strings from changed attributes of the op."""
+    for name, before in attributes.items():
+        now = getattr(op, name, before)
+        if isinstance(now, _SETTING) and isinstance(before, _SETTING) and now != before:
+            setattr(original, name, now)
+
+
+def _make_plain(op: nn.Module) -> None:
     try:
         restore_linear_layers(op)
     except PackError as error:
@@ -183,67 +206,67 @@ def _restore(op: nn.Module) -> None:
 
 
 def _take_children(op: nn.Module, module: nn.Module) -> None:
-    """Give an op the module's children that it lacks, and those that are what it would construct itself.
+    """Give an op the children of the module, except where the op has a child of another class.
 
-    Hooks on them, and what other code holds of them, then outlive ``graft`` and ``ungraft``. They come in the order
-    that they have in the module, by which optimizers number parameters.
+    Hooks on these children outlive ``graft`` and ``ungraft``, and so do references of other code.
+    The children keep the order of the module, because optimizers number parameters by that order.
     """
     own = dict(op._modules)
     op._modules.clear()
     for name, child in module._modules.items():
+        # The op would construct a child of the same class itself.
         mine = own.pop(name, child)
         op._modules[name] = child if type(mine) is type(child) else mine
     op._modules.update(own)
 
 
 def _copy_attributes(op: nn.Module, module: nn.Module) -> None:
-    """Give the op the module's public attributes that it lacks, for code that reads them."""
+    """Give an op the public attributes of the module that the op lacks."""
     present = set(dir(op))
-    op.__dict__.update(
-        {name: value for name, value in _public_attributes(module).items() if name not in present}
-    )
+    for name, value in _public_attributes(module).items():
+        if name not in present:
+            op.__dict__[name] = value
 
 
 def _public_attributes(module: nn.Module) -> dict[str, Any]:
-    """Collect what a module and its classes define under public names, methods and properties apart."""
+    """Return the public attributes of a module and its classes, without methods and properties."""
     values: dict[str, Any] = {}
-    for cls in [cls for cls in reversed(type(module).__mro__) if cls not in nn.Module.__mro__]:
-        members = vars(cls).items()
-        values |= {
-            name: value
-            for name, value in members
-            if not (isroutine(value) or isdatadescriptor(value))
-        }
+    for cls in reversed(type(module).__mro__):
+        if cls in nn.Module.__mro__:
+            continue
+        for name, value in vars(cls).items():
+            if not isroutine(value) and not isdatadescriptor(value):
+                values[name] = value
+
     values |= vars(module)
-    return {
-        name: value
-        for name, value in values.items()
-        if not name.startswith("_") and name != "training"
-    }
+    private = {name for name in values if name.startswith("_")} | {"training"}
+    return {name: value for name, value in values.items() if name not in private}
 
 
 def _share(op: nn.Module, module: nn.Module) -> Iterator[Shared]:
-    """Make the module's dictionaries of tensors the op's too, with what the op has of its own added."""
+    """Make the module's dictionaries of tensors the op's too, with the op's own tensors added."""
     parts = dict(op.named_modules(remove_duplicate=False))
     for path, owner in module.named_modules():
-        for registry in _REGISTRIES if path in parts else ():
-            part, tensors = parts[path], getattr(owner, registry)
+        if path not in parts:
+            continue
+        part = parts[path]
+        for registry in _REGISTRIES:
+            tensors = getattr(owner, registry)
             names = {name: tensor is not None for name, tensor in tensors.items()}
             if not any(names.values()):
                 continue
             yield Shared(path, owner, registry, names)
+            # Both sides must leave the same buffers out of a state_dict.
             owner._non_persistent_buffers_set |= part._non_persistent_buffers_set
             part._non_persistent_buffers_set = owner._non_persistent_buffers_set
-            own = {
-                name: tensor for kind in _REGISTRIES for name, tensor in getattr(part, kind).items()
-            }
-            for name in [
-                name for name, present in names.items() if not present and own.get(name) is not None
-            ]:
-                del tensors[name]  # it would hide what the op has under that name
-            tensors.update(
-                {n: t for n, t in getattr(part, registry).items() if tensors.get(n) is None}
-            )
+            # A ``None`` of the module would hide a tensor of the op.
+            own = {**part._parameters, **part._buffers}
+            for name, present in names.items():
+                if not present and own.get(name) is not None:
+                    del tensors[name]
+            for name, tensor in getattr(part, registry).items():
+                if tensors.get(name) is None:
+                    tensors[name] = tensor
             part.__dict__[registry] = tensors
 
 
@@ -254,6 +277,7 @@ def _join(path: str, name: str) -> str:
 def _constructed(
     op_class: type[nn.Module], arguments: Mapping[str, Any], module: nn.Module, device: torch.device
 ) -> nn.Module:
+    # Tensors of the op are replaced below, so on "meta" they take no memory.
     with device:
         op = op_class(**arguments)
     _check_fit(op, module)
@@ -262,42 +286,42 @@ def _constructed(
 
 
 def _check_fit(op: nn.Module, module: nn.Module) -> None:
-    ours, theirs = _persistent(op), _persistent(module)
+    ours = _persistent(op)
+    theirs = _persistent(module)
+    kind = type(op).__name__
     if ours.keys() != theirs.keys():
         differing = ", ".join(sorted(ours.keys() ^ theirs.keys()))
-        raise LeaveAlone(
-            f"{type(op).__name__} does not have the same parameters: they differ in {differing}"
-        )
+        raise LeaveAlone(f"{kind} does not have the same parameters: they differ in {differing}")
+
     for name, tensor in theirs.items():
-        if ours[name].shape != tensor.shape:
-            shapes = f"{tuple(ours[name].shape)} instead of {tuple(tensor.shape)}"
-            raise LeaveAlone(f"{type(op).__name__} has {name} of shape {shapes}")
+        shape = ours[name].shape
+        if shape != tensor.shape:
+            shapes = f"{tuple(shape)} instead of {tuple(tensor.shape)}"
+            raise LeaveAlone(f"{kind} has {name} of shape {shapes}")
 
 
-def _persistent(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors that a checkpoint holds of a module, read without its hooks."""
-    transient = {
-        _join(path, name)
-        for path, owner in module.named_modules(remove_duplicate=False)
-        for name in owner._non_persistent_buffers_set
-    }
+def _persistent(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's tensors in a checkpoint, without calling hooks."""
+    transient: set[str] = set()
+    for path, owner in module.named_modules(remove_duplicate=False):
+        transient.update(_join(path, name) for name in owner._non_persistent_buffers_set)
     return {name: tensor for name, tensor in _tensors(module).items() if name not in transient}
 
 
-def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
     parameters = dict(module.named_parameters(remove_duplicate=False))
     return {**parameters, **dict(module.named_buffers(remove_duplicate=False))}
 
 
-def _all_tensors(op: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield parameters, buffers and tensors that are plain attributes."""
+def _all_tensors(op: nn.Module) -> Iterator[Tensor]:
+    """Yield parameters, buffers and tensors among plain attributes."""
     yield from _tensors(op).values()
     for part in op.modules():
-        yield from (value for value in vars(part).values() if isinstance(value, torch.Tensor))
+        yield from (value for value in vars(part).values() if isinstance(value, Tensor))
 
 
-def _put(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Make ``tensors`` the parameters and buffers of those names, the same objects, where the module has such."""
+def _put(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Replace the parameters and buffers of a module by the tensors of the same names."""
     for path, owner in module.named_modules(remove_duplicate=False):
         for registry in (owner._parameters, owner._buffers):
             for name, present in registry.items():

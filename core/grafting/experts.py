@@ -1,7 +1,8 @@
-"""Recognises experts whose weights stand in two parameters, as those of transformers' models.
+"""Recognise experts with all weights in two parameters, such as those of transformers' models.
 
-Which experts compute depends on the values of their input, which no trace follows. So they are recognised by running
-them on random tokens, with small random weights of the same layout, in each precision.
+The values of the input choose the experts, and no trace follows such a choice. So experts are
+recognised by trials on random tokens, with small random weights of the same layout, in each
+precision.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _WEIGHTS = ("gate_up_proj", "down_proj")
 _BIASES = tuple(f"{name}_bias" for name in _WEIGHTS)
 _REGISTRY = "ALL_EXPERTS_FUNCTIONS"
 _ACTIVATION = "act_fn"
-_OF_WEIGHTS = ("create_weights", "process_weights_after_loading")
+_WEIGHT_HOOKS = ("create_weights", "process_weights_after_loading")
+
+_SMALL_EXPERTS, _SMALL_HIDDEN, _SMALL_INTERMEDIATE = 3, 16, 24
 
 
 class _Sizes(NamedTuple):
@@ -36,46 +39,46 @@ class _Sizes(NamedTuple):
     intermediate: int
 
     def small(self) -> _Sizes:
-        """Return small sizes of which those are equal that are equal here, rows of gate and up among them."""
-        intermediate = 24
-        hidden = {self.intermediate: intermediate, 2 * self.intermediate: 2 * intermediate}.get(
-            self.hidden, 16
-        )
-        of_others = {
-            self.hidden: hidden,
-            self.intermediate: intermediate,
-            2 * self.intermediate: 2 * intermediate,
+        """Return small sizes, equal to each other if the true sizes and rows are equal."""
+        known = {
+            self.intermediate: _SMALL_INTERMEDIATE,
+            2 * self.intermediate: 2 * _SMALL_INTERMEDIATE,
         }
-        return _Sizes(of_others.get(self.experts, 3), hidden, intermediate)
+        hidden = known.get(self.hidden, _SMALL_HIDDEN)
+        known.setdefault(self.hidden, hidden)
+        experts = known.get(self.experts, _SMALL_EXPERTS)
+        return _Sizes(experts, hidden, _SMALL_INTERMEDIATE)
 
     def numbers(self) -> tuple[int, ...]:
-        """Return the numbers that a module may keep of them."""
+        """Return the numbers that a module may keep as attributes."""
         return *self, 2 * self.intermediate
 
 
 class _Layout(NamedTuple):
-    """The sizes of experts, and whether the last two dimensions of their weights are exchanged."""
+    """The sizes of experts, and whether the last two dimensions of the weights are exchanged."""
 
     sizes: _Sizes
     transposed: bool
 
 
 def experts_adapter() -> Adapter:
-    """Return the row, which remembers what it ran: use it for one walk over a model."""
+    """Return the row. The row keeps results of trials: use the row for one walk over a model."""
     return Adapter("experts", Experts, partial(_experts, once_per_kind(_activation_of, _kind_of)))
 
 
 def _experts(
     activation_of: Callable[[nn.Module], str | None], module: nn.Module
 ) -> Mapping[str, Any] | None:
-    """Return the arguments for ``Experts`` if a module computes them.
+    """Return the arguments for ``Experts`` if a module computes experts.
 
     Raises:
-        LeaveAlone: it has such parameters and computes something else, or other code has a part in it.
+        LeaveAlone: the module has such parameters and computes something else, or other code takes
+            part in the computation.
     """
     layout = _layout_of(module)
     if layout is None:
         return None
+
     _check_implementation(module)
     check_interface(type(module))
     _check_method()
@@ -84,6 +87,7 @@ def _experts(
         raise LeaveAlone(
             f"it computes something else than fused_experts with {', '.join(ACTIVATIONS)}"
         )
+
     return {
         "num_experts": layout.sizes.experts,
         "hidden_size": layout.sizes.hidden,
@@ -96,14 +100,17 @@ def _experts(
 
 
 def _activation_of(module: nn.Module) -> str | None:
-    """Find the activation with which the functional form computes what a module of a known layout does."""
-    act, layout = module._modules.get(_ACTIVATION), _layout_of(module)
+    """Return the activation for which the functional form computes the same as a module."""
+    layout = _layout_of(module)
+    if layout is None:
+        return None
+    act = module._modules.get(_ACTIVATION)
     candidates = [each for each in ACTIVATIONS if act is None or each == epilogue_of(act)]
-    return next((each for each in candidates if layout and _computes(module, layout, each)), None)
+    return next((each for each in candidates if _computes(module, layout, each)), None)
 
 
 def _kind_of(module: nn.Module) -> Hashable:
-    """Tell modules apart by what they have, but their activations by what these compute."""
+    """Return a different key for each kind of module and of activation."""
     alone = copy.copy(module)
     alone.__dict__["_modules"] = {}
     act = module._modules.get(_ACTIVATION)
@@ -111,28 +118,33 @@ def _kind_of(module: nn.Module) -> Hashable:
 
 
 def _layout_of(module: nn.Module) -> _Layout | None:
-    """Read the layout off the shapes of the parameters, ``None`` if they are not those of experts."""
+    """Read the layout off the shapes of the parameters; ``None`` for other modules."""
     held = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
-    children = {name for name, child in module._modules.items() if child is not None}
-    if (
-        held.keys() not in ({*_WEIGHTS}, {*_WEIGHTS, *_BIASES})
-        or children - {_ACTIVATION}
-        or module._buffers
-    ):
+    if held.keys() not in ({*_WEIGHTS}, {*_WEIGHTS, *_BIASES}):
         return None
+
+    children = {name for name, child in module._modules.items() if child is not None}
+    if children - {_ACTIVATION} or module._buffers:
+        return None
+
     up, down = (held[name].shape for name in _WEIGHTS)
     if len(up) != 3 or len(down) != 3:
         return None
+
+    experts = up[0]
     for transposed in (False, True):
-        rows, hidden = (up[2], up[1]) if transposed else (up[1], up[2])
-        expected = (up[0], rows // 2, hidden) if transposed else (up[0], hidden, rows // 2)
-        if tuple(down) == expected and rows % 2 == 0:
-            return _Layout(_Sizes(up[0], hidden, rows // 2), transposed)
+        hidden, rows = up[1:] if transposed else reversed(up[1:])
+        # Gate and up have half of the rows each.
+        intermediate = rows // 2
+        expected = (intermediate, hidden) if transposed else (hidden, intermediate)
+        if tuple(down) == (experts, *expected) and rows % 2 == 0:
+            return _Layout(_Sizes(experts, hidden, intermediate), transposed)
+
     return None
 
 
 def _check_implementation(module: nn.Module) -> None:
-    """Raise ``LeaveAlone`` where experts are spread over ranks, or where other code has registered their function."""
+    """Raise ``LeaveAlone`` if experts are spread over ranks, or computed by other code."""
     if getattr(module, "_is_expert_parallel", False):
         raise LeaveAlone("its experts are spread over ranks")
     name = getattr(getattr(module, "config", None), "_experts_implementation", None)
@@ -143,26 +155,32 @@ def _check_implementation(module: nn.Module) -> None:
 
 
 def _check_method() -> None:
-    """Raise ``LeaveAlone`` where the weight method that is active may look for weights that a model does not have."""
+    """Raise ``LeaveAlone`` if the active weight method may look for other weights."""
     method = maybe_get_oot_by_class(UnquantizedFusedMoEMethod)
-    own = [
-        name
-        for name in _OF_WEIGHTS
-        if getattr(method, name) is not getattr(UnquantizedFusedMoEMethod, name)
-    ]
-    if own:
-        raise LeaveAlone(
-            f"{method.__qualname__} defines {own[0]}, and may keep weights in a form of its own"
-        )
+    for name in _WEIGHT_HOOKS:
+        if getattr(method, name) is not getattr(UnquantizedFusedMoEMethod, name):
+            raise LeaveAlone(
+                f"{method.__qualname__} defines {name}, and may keep weights in a form of its own"
+            )
 
 
 class _Trial(NamedTuple):
-    """Random tokens: how many, experts of each, and the size of elements, large enough for limits to be reached."""
+    """One call with random tokens.
+
+    Attributes:
+        dtype: of tokens and weights.
+        tokens: number of tokens.
+        top_k: experts of each token.
+        scale: of the elements, large enough to reach the limits of an activation.
+    """
 
     dtype: torch.dtype
     tokens: int = 5
     top_k: int = 2
     scale: float = 3
+
+    def tolerance(self) -> float:
+        return 0.05 if self.dtype in (torch.bfloat16, torch.float16) else 1e-5
 
 
 _TRIALS = (
@@ -177,37 +195,38 @@ _TRIALS = (
 
 
 def _computes(module: nn.Module, layout: _Layout, activation: str) -> bool:
-    """Return whether a module computes on random tokens what the functional form does, in training too."""
+    """Return True if a module agrees with the functional form on random tokens, in training too."""
     generator = torch.Generator().manual_seed(0)
-    return all(
-        _agrees(
-            _small(module, layout.sizes, trial.dtype, generator, training),
-            trial,
-            layout,
-            activation,
-            generator,
-        )
-        for training, trial in product((False, True), _TRIALS)
-    )
+    for training, trial in product((False, True), _TRIALS):
+        small = _small(module, layout.sizes, trial.dtype, generator, training)
+        if not _agrees(small, trial, layout, activation, generator):
+            return False
+    return True
 
 
 def _small(
     module: nn.Module, sizes: _Sizes, dtype: torch.dtype, generator: torch.Generator, training: bool
 ) -> nn.Module:
-    """Copy a module with random weights of small sizes, and those sizes where it has the true ones as attributes."""
+    """Copy a module with small random weights, and with small sizes in place of the true ones."""
+    # The true weights would take much memory in every dtype.
     smaller = dict(zip(sizes.numbers(), sizes.small().numbers(), strict=True))
     twin = detached(module)
     held = vars(twin)
-    held.update(
-        {k: smaller[v] for k, v in held.items() if type(v) is int and v in smaller},
-        training=training,
-    )
-    held["_parameters"] = {
-        name: tensor
-        if tensor is None
-        else _random(generator, dtype, *(smaller[size] for size in tensor.shape)) / 2
-        for name, tensor in module._parameters.items()
-    }
+    held["training"] = training
+
+    for name, value in held.items():
+        if type(value) is int and value in smaller:
+            held[name] = smaller[value]
+
+    parameters: dict[str, Tensor | None] = {}
+
+    for name, tensor in module._parameters.items():
+        parameters[name] = None
+        if tensor is not None:
+            shape = [smaller[size] for size in tensor.shape]
+            parameters[name] = _random(generator, dtype, *shape) / 2
+
+    held["_parameters"] = parameters
     return twin
 
 
@@ -216,27 +235,34 @@ def _random(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tens
 
 
 def _agrees(
-    module: nn.Module, trial: _Trial, layout: _Layout, activation: str, generator: torch.Generator
+    module: Any, trial: _Trial, layout: _Layout, activation: str, generator: torch.Generator
 ) -> bool:
-    weights = [module._parameters[name] for name in _WEIGHTS]
-    w13, w2 = (
-        weight.mT if layout.transposed else weight for weight in weights if weight is not None
-    )
+    w13, w2 = (module._parameters[name] for name in _WEIGHTS)
+    if layout.transposed:
+        w13 = w13.mT
+        w2 = w2.mT
     biases = [module._parameters.get(name) for name in _BIASES]
-    x = _random(generator, w13.dtype, trial.tokens, w13.shape[2]) * trial.scale
-    shares, ids = torch.rand(trial.tokens, len(w13), generator=generator).topk(trial.top_k)
+
+    experts, _, hidden = w13.shape
+    x = _random(generator, w13.dtype, trial.tokens, hidden) * trial.scale
+    scores = torch.rand(trial.tokens, experts, generator=generator)
+    shares, ids = scores.topk(trial.top_k)
     before = detached(module)
+
     try:
         with torch.no_grad():
-            found = module(x.clone(), ids.clone(), shares.to(w13.dtype))
-    except Exception:  # whatever code of the model's author raises
-        return w13.dtype is torch.float64  # which kernels that models are made for may not take
-    wanted = fused_experts.native(x, w13, w2, shares, ids, activation, *biases)
-    tolerance = 0.05 if w13.dtype in (torch.bfloat16, torch.float16) else 1e-5
-    alike = isinstance(found, Tensor) and (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
-    scale = float(wanted.abs().max())
-    return (
-        alike
-        and not changed_attribute(module, before)
-        and bool(((found - wanted).abs() <= tolerance * scale).all())
-    )
+            # Copies, as a module may write to its arguments.
+            result = module(x.clone(), ids.clone(), shares.to(w13.dtype))
+    except Exception:  # code of the model's author may raise anything
+        # Kernels for models need not take float64.
+        return w13.dtype is torch.float64
+
+    expected = fused_experts.native(x, w13, w2, shares, ids, activation, *biases)
+    if not isinstance(result, Tensor) or changed_attribute(module, before):
+        return False
+    if (result.shape, result.dtype) != (expected.shape, expected.dtype):
+        return False
+
+    difference = (result - expected).abs()
+    most = trial.tolerance() * float(expected.abs().max())
+    return bool((difference <= most).all())

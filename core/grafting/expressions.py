@@ -1,12 +1,18 @@
-"""The computation of a leaf module, as a normal form that can be compared.
+"""The computation of a leaf module, as a normal form for comparisons.
 
-``torch.fx`` traces the module; the graph becomes one expression over its input ``"x"`` and its parameters ``"weight"``
-and ``"bias"``, in which the order of factors and terms, the spelling (``square``, ``pow``, ``x * x``) and casts to
-float32 and back no longer matter. Two modules with equal expressions compute the same in float32, up to rounding.
+``torch.fx`` traces the module. The graph becomes one expression over the input ``"x"`` and the
+parameters ``"weight"`` and ``"bias"``. The order of factors and terms, the spelling (``square``,
+``pow``, ``x * x``) and casts to float32 and back do not matter in an expression. Two modules with
+equal expressions compute the same in float32, up to rounding.
 
-Expressions: a float; ``"x"``, ``"weight"`` or ``"bias"``; ``("product", coefficient, ((base, exponent), ...))``;
-``("sum", constant, (term, ...))``; ``(function name, argument)``; ``("child", name, argument)`` for what a child makes
-of an argument; ``("rows", size, argument)`` for what takes rows of that size only.
+An expression is one of
+
+- a float, or ``"x"``, ``"weight"`` or ``"bias"``;
+- ``("product", coefficient, ((base, exponent), ...))``;
+- ``("sum", constant, (term, ...))``;
+- ``(function name, argument)``;
+- ``("child", name, argument)``, the result of a child;
+- ``("rows", size, argument)``, an expression over rows of that size only.
 """
 
 from __future__ import annotations
@@ -37,28 +43,33 @@ def expression_of(module: nn.Module) -> Expression:
     """Return the expression of a leaf module's forward, the same in training and in evaluation.
 
     Raises:
-        NotExpressible: it has another signature, depends on values or on the mode, or uses other operations.
+        NotExpressible: the forward has another signature, depends on values or on the mode, or uses
+            other operations.
     """
-    in_eval, in_training = (_expression(_in_mode(module, training)) for training in (False, True))
-    if in_eval != in_training:
+    in_eval = _expression(_in_mode(module, training=False))
+    if in_eval != _expression(_in_mode(module, training=True)):
         raise NotExpressible("it computes something else in training mode")
-    width = in_eval[1] if isinstance(in_eval, tuple) and in_eval[0] == "rows" else None
+    # A norm without parameters refuses other widths.
+    takes_one_width = isinstance(in_eval, tuple) and in_eval[0] == "rows"
+    width = in_eval[1] if takes_one_width else None
     if result_dtype(module, torch.bfloat16, torch.bfloat16, width) != torch.bfloat16:
         raise NotExpressible("it returns another dtype than its input's")
     return in_eval
 
 
 def composition_of(module: nn.Module) -> Expression:
-    """Return the expression of a forward that combines calls of its children, the same in training and in evaluation.
+    """Return the expression of a forward over calls of children.
 
-    Its first argument is ``"x"``, the others have their own names. Children are not looked into, and casts are not
-    taken for nothing, as they may change what a child gets.
+    The expression is the same in training and in evaluation. The first argument is ``"x"``, other
+    arguments have their own names. Children are not traced. Casts are refused, because a cast may
+    change the input of a child.
 
     Raises:
-        NotExpressible: it depends on values or on the mode, or does more than call, add, multiply and activate.
+        NotExpressible: the forward depends on values or on the mode, or does more than call, add,
+            multiply and activate.
     """
-    in_eval, in_training = (_composition(_in_mode(module, training)) for training in (False, True))
-    if in_eval != in_training:
+    in_eval = _composition(_in_mode(module, training=False))
+    if in_eval != _composition(_in_mode(module, training=True)):
         raise NotExpressible("it computes something else in training mode")
     return in_eval
 
@@ -71,12 +82,12 @@ def activation_form(form: Callable[[torch.Tensor], torch.Tensor]) -> Expression:
 
 @functools.cache
 def norm_form(form: Callable[..., torch.Tensor], eps: float) -> Expression:
-    """Return the expression of a function of ``x``, ``weight``, ``bias`` and ``eps``, with that ``eps``."""
+    """Return the expression of a function of ``x``, ``weight``, ``bias`` and a fixed ``eps``."""
     return _expression(lambda x, weight, bias: form(x, weight, bias, eps))
 
 
 def child_form(name: str, argument: Expression) -> Expression:
-    """Return the expression that the child of that name makes of the argument."""
+    """Return the expression of a child's result for an argument."""
     return ("child", name, argument)
 
 
@@ -91,7 +102,7 @@ def sum_form(*terms: Expression) -> Expression:
 
 
 def activated_form(argument: Expression) -> dict[str, Expression]:
-    """Return an expression under each activation that an epilogue may have, by the name of the activation."""
+    """Map the name of each activation of an epilogue to the activation of an expression."""
     return {"silu": _silu(argument), "gelu": _gelu(argument), "gelu_tanh": _gelu(argument, "tanh")}
 
 
@@ -105,7 +116,7 @@ def constants_of(expression: Expression) -> Iterator[float]:
 
 
 def _in_mode(module: nn.Module, training: bool) -> nn.Module:
-    twin = detached(module)  # what tracing sets on the module stays off the model
+    twin = detached(module)  # tracing may set attributes
     twin.__dict__["training"] = training
     return twin
 
@@ -113,21 +124,33 @@ def _in_mode(module: nn.Module, training: bool) -> nn.Module:
 def result_dtype(
     module: nn.Module, dtype: torch.dtype, weight_dtype: torch.dtype, width: int | None = None
 ) -> torch.dtype | None:
-    """Return the dtype of the result for input and parameters of these dtypes; ``None`` if it has another shape.
+    """Return the dtype of the result for input and parameters of these dtypes.
 
-    The input's rows have the size ``width``, or that of the first parameter.
+    Args:
+        module: to call.
+        dtype: of the input.
+        weight_dtype: of the parameters.
+        width: elements of a row; those of the first parameter if not given.
+
+    Returns:
+        The dtype; ``None`` if the result has another shape than the input.
     """
     shapes = [parameter.shape for parameter in module.parameters()]
     width = width or (shapes[0][-1] if shapes else 8)
     x = torch.empty(2, 3, width, dtype=dtype, device="meta")
-    weights = {
-        name: torch.empty(p.shape, dtype=weight_dtype, device="meta")
-        for name, p in module.named_parameters()
-    }
+    weights = {}
+
+    for name, parameter in module.named_parameters():
+        weights[name] = torch.empty(parameter.shape, dtype=weight_dtype, device="meta")
+
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of dtypes that differ
         out = torch.func.functional_call(_in_mode(module, False), weights, (x,))
-    return out.dtype if isinstance(out, torch.Tensor) and out.shape == x.shape else None
+
+    if not isinstance(out, torch.Tensor) or out.shape != x.shape:
+        return None
+
+    return out.dtype
 
 
 def _expression(root: nn.Module | Callable[..., Any]) -> Expression:
@@ -139,28 +162,40 @@ def _expression(root: nn.Module | Callable[..., Any]) -> Expression:
 
 
 class _TestsOfDtypes(fx.Tracer):
-    """Decides what a forward asks of the dtype of its parameters, as norms do before they cast."""
+    """Answers comparisons with the dtype of a parameter, which norms make before a cast."""
 
     def __init__(self, root: Any) -> None:
         super().__init__()
         self._parameters = dict(root.named_parameters()) if isinstance(root, nn.Module) else {}
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        target, args = obj.node.target, obj.node.args
-        if target not in (operator.eq, operator.ne) or len(args) != 2:
+        answer = self._answer(obj.node)
+        if answer is None:
             return super().to_bool(obj)
-        asked, dtype = sorted(args, key=lambda part: isinstance(part, torch.dtype))
-        if (
-            not isinstance(dtype, torch.dtype)
-            or not isinstance(asked, fx.Node)
-            or asked.args[1:] != ("dtype",)
-        ):
-            return super().to_bool(obj)
+        # The comparison is no part of the computation.
+        obj.node.graph.erase_node(obj.node)
+        return answer
+
+    def _answer(self, comparison: fx.Node) -> bool | None:
+        compare = comparison.target
+        if compare not in (operator.eq, operator.ne) or len(comparison.args) != 2:
+            return None
+
+        # A dtype may stand on either side.
+        is_dtype = [isinstance(side, torch.dtype) for side in comparison.args]
+        if sum(is_dtype) != 1:
+            return None
+
+        dtype = comparison.args[is_dtype.index(True)]
+        asked = comparison.args[is_dtype.index(False)]
+        if not isinstance(asked, fx.Node) or asked.args[1:] != ("dtype",):
+            return None
+
         parameter = self._parameters.get(str(asked.args[0]))
         if parameter is None:
-            return super().to_bool(obj)
-        obj.node.graph.erase_node(obj.node)
-        return bool(target(parameter.dtype, dtype))
+            return None
+
+        return bool(compare(parameter.dtype, dtype))
 
 
 class _ChildrenAreLeaves(fx.Tracer):
@@ -177,16 +212,26 @@ def _composition(module: nn.Module) -> Expression:
 
 
 def _graph(tracer: fx.Tracer, root: nn.Module | Callable[..., Any]) -> fx.Graph:
-    before = detached(root) if isinstance(root, nn.Module) else None
-    effect = side_effect_of(before) if before is not None else ""
+    if not isinstance(root, nn.Module):
+        return _traced(tracer, root)
+
+    before = detached(root)
+    effect = side_effect_of(before)
     if effect:
         raise NotExpressible(effect)
+
+    graph = _traced(tracer, root)
+    changed = changed_attribute(root, before)
+    if changed:
+        raise NotExpressible(f"its forward changes {changed}")
+
+    return graph
+
+
+def _traced(tracer: fx.Tracer, root: nn.Module | Callable[..., Any]) -> fx.Graph:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        graph = tracer.trace(root)
-    if isinstance(root, nn.Module) and before is not None and changed_attribute(root, before):
-        raise NotExpressible(f"its forward changes {changed_attribute(root, before)}")
-    return graph
+        return tracer.trace(root)
 
 
 def _result(graph: fx.Graph) -> Expression:
@@ -203,23 +248,26 @@ def _value(node: fx.Node, values: dict[fx.Node, Expression], symbol: str) -> Exp
     if node.op in ("placeholder", "get_attr"):
         return symbol
     if node.op == "call_module":
-        (argument,) = node.args if len(node.args) == 1 and not node.kwargs else (None,)
+        argument = node.args[0] if len(node.args) == 1 and not node.kwargs else None
         if not isinstance(argument, fx.Node):
             raise NotExpressible(f"it calls {symbol} with more than one argument")
         return child_form(symbol, values[argument])
-    rule = METHODS.get(symbol) if node.op == "call_method" else _FUNCTIONS.get(node.target)  # type: ignore[arg-type]
+
+    target: Any = node.target
+    rule = METHODS.get(symbol) if node.op == "call_method" else _FUNCTIONS.get(target)
     if rule is None:
         raise NotExpressible(f"it uses {getattr(node.target, '__name__', node.target)}")
+
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
     return rule(*args, **kwargs)
 
 
 def _rounded(constant: float) -> float:
-    return float(f"{constant:.9g}")  # as many digits as tell float32 numbers apart
+    return float(f"{constant:.9g}")  # nine digits tell float32 numbers apart
 
 
 def _factors(e: Expression) -> list[tuple[Expression, float]]:
-    if isinstance(e, (int, float)):
+    if isinstance(e, int | float):
         return [(float(e), 1)]
     if e[0] == "product":
         return [(e[1], 1), *e[2]]
@@ -229,19 +277,22 @@ def _factors(e: Expression) -> list[tuple[Expression, float]]:
 def _product(*factors: tuple[Expression, float]) -> Expression:
     coefficient = 1.0
     exponents: Counter[Expression] = Counter()
+
     for base, exponent in factors:
         if isinstance(base, float):
             coefficient *= base**exponent
         else:
             exponents[base] += exponent  # type: ignore[assignment]  # halves, from square roots
-    # By text, as floats, strings and tuples have no order among them.
-    rest = tuple(sorted(((base, float(n)) for base, n in exponents.items() if n), key=repr))
+
+    powers = [(base, float(exponent)) for base, exponent in exponents.items() if exponent]
     coefficient = _rounded(coefficient)
-    if not rest:
+    if not powers:
         return coefficient
-    if coefficient == 1 and len(rest) == 1 and rest[0][1] == 1:
-        return rest[0][0]
-    return ("product", coefficient, rest)
+    if coefficient == 1 and len(powers) == 1 and powers[0][1] == 1:
+        return powers[0][0]
+
+    # By text, because floats, strings and tuples have no common order.
+    return ("product", coefficient, tuple(sorted(powers, key=repr)))
 
 
 def _mul(a: Expression, other: Expression) -> Expression:
@@ -249,16 +300,13 @@ def _mul(a: Expression, other: Expression) -> Expression:
 
 
 def _pow(a: Expression, exponent: float) -> Expression:
-    """Raise ``a`` to a constant power. Fractional powers of products stay as they are: √(x²) is not x."""
-    if not isinstance(exponent, (int, float)):
+    """Raise ``a`` to a constant power. A fractional power of a product stays: √(x²) is not x."""
+    if not isinstance(exponent, int | float):
         raise NotExpressible("it raises to a power that is no constant")
     factors = _factors(a)
-    whole = float(exponent).is_integer() or len(factors) == 1
-    return (
-        _product(*((base, n * exponent) for base, n in factors))
-        if whole
-        else _product((a, exponent))
-    )
+    if not float(exponent).is_integer() and len(factors) > 1:
+        return _product((a, exponent))
+    return _product(*((base, n * exponent) for base, n in factors))
 
 
 def _div(a: Expression, other: Expression) -> Expression:
@@ -266,23 +314,26 @@ def _div(a: Expression, other: Expression) -> Expression:
 
 
 def _add(a: Expression, other: Expression) -> Expression:
-    constant, terms = 0.0, []
+    constant = 0.0
+    terms: list[Expression] = []
+
     for e in (a, other):
-        if isinstance(e, (int, float)):
+        if isinstance(e, int | float):
             constant += e
         elif e[0] == "sum":
             constant += e[1]
             terms += e[2]
         else:
             terms.append(e)
+
     if not terms:
         return constant
+
     constant = _rounded(constant)
-    return (
-        terms[0]
-        if len(terms) == 1 and not constant
-        else ("sum", constant, tuple(sorted(terms, key=repr)))
-    )
+    if len(terms) == 1 and not constant:
+        return terms[0]
+
+    return ("sum", constant, tuple(sorted(terms, key=repr)))
 
 
 def _sub(a: Expression, other: Expression) -> Expression:
@@ -303,9 +354,10 @@ def _var(
     *,
     correction: int | None = None,
 ) -> Expression:
-    if (correction if correction is not None else unbiased) != 0:
+    if (unbiased if correction is None else correction) != 0:
         raise NotExpressible("it takes the unbiased variance")
-    return _mean(_pow(_sub(a, _mean(a, dim, keepdim)), 2), dim, keepdim)
+    centred = _sub(a, _mean(a, dim, keepdim))
+    return _mean(_pow(centred, 2), dim, keepdim)
 
 
 def _layer_norm(
@@ -317,17 +369,22 @@ def _layer_norm(
 ) -> Expression:
     if len(normalized_shape) != 1:
         raise NotExpressible(f"it normalises over {len(normalized_shape)} dimensions")
+
     centred = _sub(input, ("mean", input))
-    normed = _mul(centred, _pow(_add(("mean", _pow(centred, 2)), eps), -0.5))
-    normed = normed if weight is None else _mul(normed, weight)
-    normed = normed if bias is None else _add(normed, bias)
-    return (
-        normed if weight is not None or bias is not None else ("rows", normalized_shape[0], normed)
-    )
+    variance = ("mean", _pow(centred, 2))
+    normed = _mul(centred, _pow(_add(variance, eps), -0.5))
+    if weight is None and bias is None:
+        # No parameter fixes the size of a row.
+        return ("rows", normalized_shape[0], normed)
+
+    if weight is not None:
+        normed = _mul(normed, weight)
+
+    return normed if bias is None else _add(normed, bias)
 
 
 def _to(a: Expression, dtype: Any = None, other: Any = None) -> Expression:
-    """Drop casts to float32 and to the dtype of the input or weight: in float32 they do nothing."""
+    """Drop casts to float32 and to the dtype of the input or weight: no-ops in float32."""
     target = dtype if other is None else _DTYPE
     if target not in (torch.float32, _DTYPE, *_SYMBOLS):
         raise NotExpressible(f"it casts to {target}")
@@ -393,6 +450,6 @@ _RULES: list[tuple[Callable[..., Expression], tuple[str, ...], tuple[Callable[..
 ]
 _CASTS = ("to", "type_as", "float")
 METHODS = {name: rule for rule, names, _ in _RULES for name in names}
-"""The rule for each method of tensors, which have the names of torch's own operations."""
+"""The rule for each method of tensors, by the name of torch's operation."""
 
 _FUNCTIONS = {function: rule for rule, _, functions in _RULES for function in functions}

@@ -1,9 +1,10 @@
-"""The forward of one instance, with other objects under some of the names that its file defines.
+"""The forward of one instance, with other objects under some names of the file.
 
-A forward finds functions in the namespace of its file. Exchanging one there would change every model of the process.
-Instead the instance gets a class of its own, derived from the former one, whose ``forward`` is the same code in a
-namespace in which those names lead to ops, which are children of the instance. The rest of that namespace is what the
-file held when the model was grafted.
+A forward finds functions in the namespace of its file. An exchange in that namespace would change
+every model of the process. Instead the instance gets a class of its own, derived from the former
+class. The ``forward`` of the new class has the same code and a namespace of its own. In that
+namespace some names lead to ops, which are children of the instance. All other names keep the
+objects that the file had when the model was grafted.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 from opgraft.errors import GraftError
 from opgraft.grafting.side_effects import written_global
+from opgraft.registry.adapter import LeaveAlone
 from torch import nn
 
 _FORWARD = "_opgraft_forward"
@@ -26,14 +28,14 @@ _EMPTY = CellType()
 
 @dataclass(frozen=True)
 class Substitution:
-    """One name of a file that means something else in the forward of one instance.
+    """One name of a file with another object in the forward of one instance.
 
     Attributes:
         name: the name.
-        child: what the op is called among the children of the instance.
-        substitute: makes of that op, and of what the file has under the name, what the forward finds. A function of a
-            module, so that it can be pickled.
-        permanent: the model is made with it, and ``ungraft`` leaves it.
+        child: the name of the op among the children of the instance.
+        substitute: receives the op and the object of the file, and returns the object for the
+            forward. A function of a module, so that models can be pickled.
+        permanent: the model was constructed with the substitution, and ``ungraft`` keeps it.
     """
 
     name: str
@@ -43,7 +45,7 @@ class Substitution:
 
 
 def plain_forward(module: nn.Module) -> Any:
-    """Return the forward that the class of a module defines, before any substitution, without its decorators."""
+    """Return the forward of a module's class, before any substitution, without decorators."""
     return inspect.unwrap(_decorated_forward(module))
 
 
@@ -52,7 +54,7 @@ def _decorated_forward(module: nn.Module) -> Any:
 
 
 def check_forward(module: nn.Module) -> str:
-    """Say why the forward of an instance cannot get a namespace of its own, "" if it can."""
+    """Return the reason why the forward of an instance cannot get a namespace of its own, or ""."""
     if "forward" in vars(module):
         return "its forward was set on the instance"
     if not _can_be_made_anew(_decorated_forward(module)):
@@ -61,18 +63,26 @@ def check_forward(module: nn.Module) -> str:
     return f"its forward writes to {written}" if written else ""
 
 
+def expect_plain_forward(module: nn.Module) -> None:
+    """Raise ``LeaveAlone`` if the forward of an instance cannot get a namespace of its own."""
+    obstacle = check_forward(module)
+    if obstacle:
+        raise LeaveAlone(obstacle)
+
+
 def substitutions_of(module: nn.Module) -> tuple[Substitution, ...]:
-    """Return what the forward of a module finds otherwise than its file says."""
+    """Return the substitutions in the forward of a module."""
     return module.opgraft_substitutions if isinstance(module, _Substituted) else ()
 
 
 def permanent_substitutions(module: nn.Module) -> tuple[Substitution, ...]:
-    """Return those of them that the model is made with."""
+    """Return the substitutions from the construction of the model."""
     return tuple(each for each in substitutions_of(module) if each.permanent)
 
 
 def substitute(module: nn.Module, op: nn.Module, substitution: Substitution) -> None:
-    """Make ``op`` a child of ``module`` whose forward finds it, as ``substitution`` says."""
+    """Make ``op`` a child of ``module``, and let the forward find the op."""
+    # The op is new, so the mode of the module has never reached the op.
     op.train(module.training)
     present = substitutions_of(module)
     original = _original_class(module)
@@ -82,17 +92,17 @@ def substitute(module: nn.Module, op: nn.Module, substitution: Substitution) -> 
 
 
 def check_restorable(module: nn.Module) -> None:
-    """Raise ``GraftError`` if other code has derived a class from the one that grafting gave the instance."""
+    """Raise ``GraftError`` if other code has derived a class from the class of a substitution."""
     grafted = substitutions_of(module) != permanent_substitutions(module)
     if grafted and type(module) is not _derived_class(module):
         raise GraftError(
-            f"{type(module).__name__} was derived by other code, such as fully_shard, from the class that grafting "
-            "gave the instance: take that back first, or ungraft before it"
+            f"{type(module).__name__} was derived by other code, such as fully_shard, from the "
+            "class that grafting gave the instance: take that back first, or ungraft before it"
         )
 
 
 def restore_forward(module: nn.Module, keep: tuple[Substitution, ...] = ()) -> None:
-    """Take every substitution but those to ``keep`` back, and with the last one the class."""
+    """Take back every substitution except those to ``keep``, and with the last one the class."""
     if not isinstance(module, _Substituted) or module.opgraft_substitutions == keep:
         return
     for substitution in set(module.opgraft_substitutions) - set(keep):
@@ -105,33 +115,37 @@ def restore_forward(module: nn.Module, keep: tuple[Substitution, ...] = ()) -> N
 
 
 class _Substituted:
-    """Marks the derived classes; what they have in common is set on each, before the methods of the model's class."""
+    """Marks the derived classes.
+
+    Each derived class has the common methods itself, so that they come before those of the model.
+    """
 
     opgraft_substitutions: tuple[Substitution, ...]
 
 
 def _derived_class(module: nn.Module) -> Any:
-    """Find the class that a substitution gave a module, from which other code may have derived its own."""
+    """Return the class from a substitution, or ``None``.
+
+    Other code may have derived a further class.
+    """
     return next((cls for cls in type(module).__mro__ if "opgraft_substitutions" in vars(cls)), None)
 
 
 def _original_class(module: nn.Module) -> Any:
-    """Find the class that a module had before any substitution."""
+    """Return the class of a module before any substitution."""
     derived = _derived_class(module)
     return type(module) if derived is None else derived.__mro__[1]
 
 
 def _derived(cls: Any, substitutions: tuple[Substitution, ...]) -> Any:
-    """Return a class that is ``cls`` by all appearances, whose forward is the one that each instance carries.
+    """Return a class with the looks of ``cls`` and a forward for each instance.
 
-    There is one for all instances, for as long as there are some.
+    All instances with the same substitutions share one class, as long as an instance lives.
     """
-    present = (
-        each
-        for each in type.__subclasses__(cls)
-        if vars(each).get("opgraft_substitutions") == substitutions
-    )
-    return next(present, None) or _derive(cls, substitutions)
+    for each in type.__subclasses__(cls):
+        if vars(each).get("opgraft_substitutions") == substitutions:
+            return each
+    return _derive(cls, substitutions)
 
 
 def _derive(cls: Any, substitutions: tuple[Substitution, ...]) -> Any:
@@ -152,10 +166,14 @@ def _derive(cls: Any, substitutions: tuple[Substitution, ...]) -> Any:
 
 
 def _reduce(self: Any, protocol: Any) -> Any:
-    """Reduce copies and pickles to the class that can be found by its name, and to no function of ours."""
+    """Reduce an instance to the class of the model, as a reader finds classes by name.
+
+    The forward is left out: the reader makes a forward of its own.
+    """
     reduced = super(_derived_class(self), self).__reduce_ex__(protocol)
     state = {name: value for name, value in reduced[2].items() if name != _FORWARD}
-    return (_recreate, (_original_class(self), self.opgraft_substitutions), state, *reduced[3:])
+    arguments = (_original_class(self), self.opgraft_substitutions)
+    return (_recreate, arguments, state, *reduced[3:])
 
 
 def _set_state(self: Any, state: dict[str, Any]) -> None:
@@ -169,19 +187,21 @@ def _recreate(cls: Any, substitutions: tuple[Substitution, ...]) -> Any:
 
 
 def _bind_forward(module: Any) -> None:
-    """Give an instance its forward: the code of its class, with a namespace of its own, in the same decorators."""
+    """Give an instance the forward of the class, with another namespace."""
     forward = plain_forward(module)
-    wanted, namespace = set(_names(forward.__code__)), forward.__globals__
-    own: dict[str, Any] = {
-        key: value for key, value in namespace.items() if key in wanted or key == "__builtins__"
-    }
+    namespace = forward.__globals__
+    # A copy of the whole namespace would keep every object of the file alive.
+    names = {*_names(forward.__code__), "__builtins__"}
+    own: dict[str, Any] = {key: value for key, value in namespace.items() if key in names}
     for row in module.opgraft_substitutions:
-        own[row.name] = row.substitute(module._modules[row.child], namespace[row.name])
+        op = module._modules[row.child]
+        own[row.name] = row.substitute(op, namespace[row.name])
     module.__dict__[_FORWARD] = _made_anew(_decorated_forward(module), own)
 
 
 def _can_be_made_anew(forward: Any) -> bool:
-    """Tell whether each decorator of a forward is a function around what it decorates."""
+    """Return True if each decorator is a function around the decorated function."""
+    # From the outermost decorator inwards.
     while isinstance(forward, FunctionType):
         if _WRAPPED not in vars(forward):
             return True
@@ -193,22 +213,28 @@ def _can_be_made_anew(forward: Any) -> bool:
 
 
 def _made_anew(function: FunctionType, namespace: dict[str, Any]) -> FunctionType:
-    """Copy a function, or what it decorates, into a namespace."""
-    inner, closure = vars(function).get(_WRAPPED), function.__closure__
+    """Copy a function into a namespace; of a decorator, copy the decorated function there."""
+    inner = vars(function).get(_WRAPPED)
+    closure = function.__closure__
     if inner is not None:
-        copied, namespace = CellType(_made_anew(inner, namespace)), function.__globals__
+        copied = CellType(_made_anew(inner, namespace))
+        # The decorator keeps the namespace of its own file.
+        namespace = function.__globals__
         cells = zip(closure or (), _enclosed(function), strict=True)
         closure = tuple(copied if content is inner else cell for cell, content in cells)
+
     made = FunctionType(
         function.__code__, namespace, function.__name__, function.__defaults__, closure
     )
+    # The constructor of functions has no argument for these defaults.
     made.__kwdefaults__ = function.__kwdefaults__
     return made
 
 
 def _enclosed(function: FunctionType) -> list[Any]:
-    """Return what a function has of the function around it; ``None`` for what is not set yet."""
-    return [None if cell == _EMPTY else cell.cell_contents for cell in function.__closure__ or ()]
+    """Return the objects from functions around a function; ``None`` if not set yet."""
+    cells = function.__closure__ or ()
+    return [None if cell == _EMPTY else cell.cell_contents for cell in cells]
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Recognises RMS norms that take a gate beside their input, as state-space models have them."""
+"""Recognise RMS norms with a gate beside the input, such as those of state-space models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from opgraft.grafting.expressions import Expression, constants_of
@@ -18,105 +18,131 @@ from opgraft.registry.adapter import LeaveAlone
 from torch import Tensor, nn
 from torch.func import functional_call
 
+_PARAMETERS = ("weight",)
+
+
+class _Call(NamedTuple):
+    """One call of a norm: the input's shape before the last dimension, and the use of a gate."""
+
+    rows: Shape
+    gated: bool
+
+    def inputs(self, size: int) -> list[Shape]:
+        """Return the shapes of the input and, if there is one, of the gate."""
+        return [(*self.rows, size)] * (2 if self.gated else 1)
+
+
+class _Settings(NamedTuple):
+    """The settings of ``RMSNormGated`` beside the size."""
+
+    eps: float
+    group_size: int | None
+    norm_before_gate: bool
+    activation: str
+
 
 def gated_norm(dtype: torch.dtype | None, module: nn.Module) -> Mapping[str, Any] | None:
-    """Give the arguments for ``RMSNormGated`` if a module computes it, in a model with activations of the ``dtype``."""
+    """Return the arguments for ``RMSNormGated`` if a module computes the same, else ``None``.
+
+    Args:
+        dtype: of the activations in the model.
+        module: to recognise.
+    """
     arguments = _arguments(module)
     if not arguments:
         return None
+
     size = len(module.get_parameter("weight"))
-    calls = [
-        (rows, gated)
-        for rows in SHAPES
-        for gated in (True, False)
-        if gated or arguments[1].default is None
-    ]
-    first = traced_module(module, ("weight",), *_inputs(size, *calls[0]))
-    if first is None:
+    expressions = _expressions(module, size, gate_is_optional=arguments[1].default is None)
+    if not expressions:
         return None
-    found = {
-        call: traced_module(module, ("weight",), *_inputs(size, *call)) for call in calls[1:]
-    } | {calls[0]: first}
-    for call in [call for call, expression in found.items() if expression is None]:
-        if not refuses(module, ("weight",), *_inputs(size, *call)):
-            return None
-        del found[call]
-    for settings in _settings(first, size):
-        if all(expression == _form(size, call, *settings) for call, expression in found.items()):
+
+    # The constants and views of one call name all candidates.
+    first = next(iter(expressions.values()))
+
+    for settings in _candidates(first, size):
+        # One call at a time, as the first one rules most settings out.
+        if all(expressions[call] == _form(size, call, settings) for call in expressions):
             check_interface(type(module))
             _check_dtype(module, dtype)
-            names = ("eps", "group_size", "norm_before_gate", "activation")
-            return {"hidden_size": size, **dict(zip(names, settings, strict=True))}
+            return {"hidden_size": size, **settings._asdict()}
+
     return None
 
 
+def _expressions(module: nn.Module, size: int, gate_is_optional: bool) -> dict[_Call, Expression]:
+    """Trace every possible call of a module; nothing if one call has no expression."""
+    expressions: dict[_Call, Expression] = {}
+    for rows, gated in product(SHAPES, (True, False)):
+        if not gated and not gate_is_optional:
+            continue
+        call = _Call(rows, gated)
+        inputs = call.inputs(size)
+        expression = traced_module(module, _PARAMETERS, *inputs)
+        if expression is not None:
+            expressions[call] = expression
+        elif not expressions or not refuses(module, _PARAMETERS, *inputs):
+            # Every norm takes the first shape.
+            return {}
+
+    return expressions
+
+
 def _arguments(module: nn.Module) -> list[inspect.Parameter]:
-    """Return the arguments of a forward that takes an input and a gate, if the module has one weight only."""
+    """Return the two arguments of a forward with an input and a gate.
+
+    Empty for other forwards, and for modules with more than one weight.
+    """
     weight = module._parameters.get("weight")
-    tensors = [
-        t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None
-    ]
-    if (
-        weight is None
-        or len(tensors) != 1
-        or module._modules
-        or weight.dim() != 1
-        or len(weight) == 1
-    ):
+    if weight is None or weight.dim() != 1 or len(weight) == 1 or module._modules:
         return []
+
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    if sum(tensor is not None for tensor in tensors) != 1:
+        return []
+
     arguments = list(inspect.signature(type(module).forward).parameters.values())[1:]
     if len(arguments) != 2 or any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in arguments):
         return []
+
     first, second = (p.default for p in arguments)
-    return (
-        arguments
-        if first is inspect.Parameter.empty and second in (None, inspect.Parameter.empty)
-        else []
-    )
+    if first is not inspect.Parameter.empty:
+        return []
+
+    return arguments if second in (None, inspect.Parameter.empty) else []
 
 
-def _inputs(size: int, rows: Shape, gated: bool) -> list[Shape]:
-    return [(*rows, size)] * (1 + gated)
-
-
-def _settings(expression: Expression, size: int) -> Iterator[tuple[float, int | None, bool, str]]:
-    """Yield every eps, group size, place of the gate and activation that the expression may have."""
+def _candidates(expression: Expression, size: int) -> Iterator[_Settings]:
+    """Yield all settings of norms that fit an expression."""
+    # By order, as a set would make the choice among equal candidates random.
     epsilons = dict.fromkeys(c for c in constants_of(expression) if 0 < c < 1)
-    groups = [
-        None,
-        *dict.fromkeys(shape[-1] for shape in _views(expression) if size % shape[-1] == 0),
-    ]
-    yield from product(epsilons, groups, (False, True), ("silu", "sigmoid"))
+    groups = dict.fromkeys(shape[-1] for shape in _views(expression) if size % shape[-1] == 0)
+    values = product(epsilons, [None, *groups], (False, True), ("silu", "sigmoid"))
+    yield from map(_Settings._make, values)
 
 
 def _views(expression: Expression) -> Iterator[tuple[int, ...]]:
-    if isinstance(expression, tuple):
-        if expression[:1] == ("view",):
-            yield expression[1]
-        for part in expression:
-            yield from _views(part)
+    """Yield the shape of every view in an expression."""
+    if not isinstance(expression, tuple):
+        return
+    if expression[:1] == ("view",):
+        yield expression[1]
+    for part in expression:
+        yield from _views(part)
 
 
 @functools.lru_cache(maxsize=256)
-def _form(
-    size: int,
-    call: tuple[Shape, bool],
-    eps: float,
-    group_size: int | None,
-    before: bool,
-    activation: str,
-) -> Expression:
+def _form(size: int, call: _Call, settings: _Settings) -> Expression:
     def form(parameters: Mapping[str, Tensor], x: Tensor, z: Tensor | None = None) -> Tensor:
-        return rms_norm_gated.native(
-            x, parameters["weight"], z, eps, group_size, before, activation
-        )
+        return rms_norm_gated.native(x, parameters["weight"], z, *settings)
 
-    return traced_function(form, {"weight": (size,)}, *_inputs(size, *call))
+    return traced_function(form, {"weight": (size,)}, *call.inputs(size))
 
 
 def _check_dtype(module: nn.Module, dtype: torch.dtype | None) -> None:
-    """Raise ``LeaveAlone`` if the norm would return another dtype than its input's, which the op returns."""
+    """Raise ``LeaveAlone`` if the norm returns another dtype than the input's; the op does not."""
     weight = module.get_parameter("weight")
+    # The activations of the model, and inputs in the dtype of the weight.
     for given in dict.fromkeys((dtype or weight.dtype, weight.dtype)):
         x = torch.empty(*USUAL, len(weight), dtype=given, device="meta")
         parameters = {"weight": torch.empty_like(weight, device="meta")}

@@ -1,8 +1,9 @@
-"""The interface that a class may offer to other code for an op to take the place of its instance."""
+"""The interface of a class to other code. An op has no such interface."""
 
 from __future__ import annotations
 
 from inspect import isdatadescriptor, isroutine
+from typing import Any
 
 from opgraft.registry.adapter import LeaveAlone
 from torch import nn
@@ -15,25 +16,26 @@ _REPLACEABLE = (
     "__repr__",
     "__annotate_func__",
 )
-"""The names that a class may define without another module noticing when an op takes the place of its instance."""
+"""Names that a class may define. No other module notices if an op does not have these."""
 
 
 def check_interface(cls: type[nn.Module]) -> None:
-    """Raise ``LeaveAlone`` if a class offers more than its forward, or changes what ``nn.Module`` does."""
-    members = {
-        name: value
-        for base in cls.__mro__
-        if base not in nn.Module.__mro__
-        for name, value in vars(base).items()
-    }
-    further = sorted(
-        name
-        for name, value in members.items()
-        if (isroutine(value) or isdatadescriptor(value))
-        and (name in vars(nn.Module) or not name.startswith("_"))
-        and name not in _REPLACEABLE
-    )
+    """Raise ``LeaveAlone`` if a class offers more than a forward, or overrides ``nn.Module``."""
+    members: dict[str, Any] = {}
+    for base in cls.__mro__:
+        if base not in nn.Module.__mro__:
+            members.update(vars(base))
+
+    further = [name for name, value in members.items() if _is_offered(name, value)]
     if further:
         raise LeaveAlone(
-            f"its class defines more than its forward, which an op does not have: {', '.join(further)}"
+            "its class defines more than its forward, which an op does not have: "
+            f"{', '.join(sorted(further))}"
         )
+
+
+def _is_offered(name: str, value: Any) -> bool:
+    if name in _REPLACEABLE or not (isroutine(value) or isdatadescriptor(value)):
+        return False
+    # A private name is offered only if ``nn.Module`` calls the name.
+    return name in vars(nn.Module) or not name.startswith("_")

@@ -20,10 +20,10 @@ class Norm:
     """One formula of a norm.
 
     Attributes:
-        name: what the report calls it.
-        op: the op class that computes it.
+        name: of the row in the report.
+        op: the op class that computes the formula.
         formula: of the input, the weight, the bias and eps.
-        parameters: those of weight and bias that it uses.
+        parameters: the names, among weight and bias, of the parameters in the formula.
     """
 
     name: str
@@ -32,42 +32,51 @@ class Norm:
     parameters: tuple[str, ...] = ("weight",)
 
     def settings(self, module: nn.Module, expression: Expression) -> Mapping[str, Any] | None:
-        """Give the arguments for ``op`` if the expression is this formula with some eps over a module's parameters."""
-        if (
-            tuple(name for name in ("weight", "bias") if module._parameters.get(name) is not None)
-            != self.parameters
-        ):
+        """Return the arguments for ``op`` if the expression is this formula for some eps."""
+        names = ("weight", "bias")
+        present = [name for name in names if module._parameters.get(name) is not None]
+        if tuple(present) != self.parameters:
             return None
+
         size, expression = _size_of(module, expression)
-        eps = next(
-            (
-                c
-                for c in constants_of(expression)
-                if c > 0 and norm_form(self.formula, c) == expression
-            ),
-            None,
-        )
-        if eps is not None and self.op is UnscaledRMSNorm:
-            return {"eps": eps}
-        if eps is None or size is None:
+        eps = self._eps_of(expression)
+        if eps is None:
             return None
-        if self.op is LayerNorm:
-            affine = {
-                "elementwise_affine": bool(self.parameters),
-                "bias": "bias" in self.parameters,
-            }
-            return {"normalized_shape": (size,), "eps": eps, **affine}
-        return {"hidden_size": size, "eps": eps}
+        # Without a weight nothing depends on the size.
+        if self.op is UnscaledRMSNorm:
+            return {"eps": eps}
+        if size is None:
+            return None
+        if self.op is not LayerNorm:
+            return {"hidden_size": size, "eps": eps}
+
+        return {
+            "normalized_shape": (size,),
+            "eps": eps,
+            "elementwise_affine": bool(self.parameters),
+            "bias": "bias" in self.parameters,
+        }
+
+    def _eps_of(self, expression: Expression) -> float | None:
+        """Return the eps for equal expressions of the formula and the module."""
+        for constant in constants_of(expression):
+            if constant > 0 and norm_form(self.formula, constant) == expression:
+                return constant
+        return None
 
 
 def _size_of(module: nn.Module, expression: Expression) -> tuple[int | None, Expression]:
-    """Return the size of a module's rows, ``None`` if it takes several, and its expression without that size."""
+    """Return the size of a module's rows, and the expression without the size.
+
+    The size is ``None`` if the module takes rows of several sizes.
+    """
     if isinstance(expression, tuple) and expression[0] == "rows":
         return expression[1], expression[2]
     shapes = {tuple(p.shape) for p in module._parameters.values() if p is not None}
-    (shape,) = shapes if len(shapes) == 1 else ((),)
+    shape = shapes.pop() if len(shapes) == 1 else ()
     # One number may scale an input of any width.
-    return (shape[0] if len(shape) == 1 and shape[0] > 1 else None), expression
+    fixes_size = len(shape) == 1 and shape[0] > 1
+    return shape[0] if fixes_size else None, expression
 
 
 def _rms(x: Tensor, eps: float) -> Tensor:
@@ -102,8 +111,8 @@ class Dtypes(NamedTuple):
     """The floating-point dtypes of a model's parameters.
 
     Attributes:
-        usual: that of most elements, which activations are taken to have.
-        widest: that to which all promote.
+        usual: dtype of most elements; activations are assumed to have the same.
+        widest: all dtypes promote to this one.
     """
 
     usual: torch.dtype | None = None
@@ -114,27 +123,29 @@ UNKNOWN = Dtypes()
 
 
 def check_dtypes(module: nn.Module, op: type[nn.Module], dtypes: Dtypes) -> None:
-    """Raise ``LeaveAlone`` if a norm may round or promote otherwise than the op on input of another dtype.
+    """Raise ``LeaveAlone`` if a norm may round or promote another dtype unlike the op.
 
-    The op multiplies in the weight's dtype and returns the input's. Many norms promote: with a float32 weight they
-    make float32 of bfloat16 input. T5's makes bfloat16 of float32 input, if that is the dtype of its weight.
+    The op multiplies in the weight's dtype and returns the input's. Many norms promote: a float32
+    weight makes float32 of bfloat16 input. T5's norm makes bfloat16 of float32 input if the weight
+    is bfloat16.
     """
-    weight, usual = module._parameters.get("weight"), dtypes.usual
+    weight = module._parameters.get("weight")
     if weight is None:
         return
-    given = f"its weight is {weight.dtype} in a model of"
-    if usual not in (None, weight.dtype):
-        narrower = torch.promote_types(weight.dtype, usual) != weight.dtype
-        if narrower or result_dtype(module, usual, weight.dtype) != usual:
+
+    own = weight.dtype
+    given = f"its weight is {own} in a model of"
+    usual = dtypes.usual
+    if usual is not None and usual != own:
+        # The op multiplies in the weight's dtype, and would round where the norm does not.
+        narrower = torch.promote_types(own, usual) != own
+        if narrower or result_dtype(module, usual, own) != usual:
             raise LeaveAlone(
                 f"{given} {usual}: the op would return another dtype, or round otherwise"
             )
-    widest = dtypes.widest or weight.dtype
-    if torch.promote_types(widest, weight.dtype) == weight.dtype or type(
-        module
-    ).__module__.startswith("torch."):
+
+    widest = dtypes.widest or own
+    if torch.promote_types(widest, own) == own or type(module).__module__.startswith("torch."):
         return
-    if op is LayerNorm or result_dtype(module, widest, weight.dtype) != widest:
-        raise LeaveAlone(
-            f"{given} {widest} too, which the op may not take, or not turn into {weight.dtype}"
-        )
+    if op is LayerNorm or result_dtype(module, widest, own) != widest:
+        raise LeaveAlone(f"{given} {widest} too, which the op may not take, or not turn into {own}")

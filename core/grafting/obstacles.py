@@ -1,4 +1,4 @@
-"""Reasons why a module must stay, whatever it computes."""
+"""Reasons for a module to stay, whatever the module computes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 def read_by_parents(model: nn.Module) -> dict[nn.Module, str]:
-    """Find the modules whose parent reads their weights instead of calling them, with the reason to leave them."""
+    """Map modules to the reason to stay, if a parent reads their weights instead of a call."""
     reasons = {}
     for parent in model.modules():
         if isinstance(parent, _READ_THEIR_CHILDREN):
@@ -36,7 +36,7 @@ def read_by_parents(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def obstacle_of(module: nn.Module) -> str | None:
-    """Say why a module of whatever class must stay, ``None`` if nothing forbids to replace it."""
+    """Return the reason why a module of any class must stay, or ``None``."""
     if isinstance(module, torch.jit.ScriptModule):
         return "it is compiled by TorchScript"
     if parametrize.is_parametrized(module):
@@ -45,19 +45,22 @@ def obstacle_of(module: nn.Module) -> str | None:
         return "its forward was set on the instance"
     if vars(module).get("_compiled_call_impl"):
         return "it was compiled in place"
-    foreign = [
-        f"{name} is a {type(p).__name__}"
-        for name, p in module._parameters.items()
-        if type(p) not in _PLAIN
-    ]
-    if foreign:
-        return f"its {foreign[0]}, which kernels may not take"
-    hooks = [name for name in _HOOKS if vars(module).get(name)]
-    return f"it has hooks ({hooks[0].strip('_').replace('_', ' ')})" if hooks else None
+
+    for name, parameter in module._parameters.items():
+        if type(parameter) not in _PLAIN:
+            kind = type(parameter).__name__
+            return f"its {name} is a {kind}, which kernels may not take"
+
+    for name in _HOOKS:
+        if vars(module).get(name):
+            return f"it has hooks ({name.strip('_').replace('_', ' ')})"
+
+    return None
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether ``fully_shard`` was applied to a model or to something below it."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # who never imported it has sharded nothing
+    """Return True if ``fully_shard`` was applied to a model, or to a part of the model."""
+    # Nothing is sharded in a process that never imported the module.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(fsdp, "FSDPModule", ())
     return any(isinstance(module, kind) for module in model.modules())

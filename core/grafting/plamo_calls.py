@@ -1,7 +1,9 @@
-"""The calls by which mixers of PLaMo 2 convolve and scan, in the code that its checkpoints bring (arXiv:2509.04897).
+"""Convolutions and scans of PLaMo 2, as the code of the checkpoints calls them (arXiv:2509.04897).
 
-The order of arguments is that code's own: states come first, weights of convolutions have a dimension more, and the
-scan is given the gate. A function here returns ``None`` for a call that its op was not made for.
+The order of arguments differs from other models: states come first, weights of convolutions have
+    one
+dimension more, and the scan receives the gate. A function of this module returns ``None`` if the
+op was not made for a call.
 """
 
 from __future__ import annotations
@@ -10,7 +12,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from opgraft.grafting.scan_calls import CHUNK, bounds, convolved_step, rows, scanned_step
+from opgraft.grafting.scan_calls import (
+    CHANNELS,
+    CHUNK,
+    GROUPS,
+    HEADS,
+    SIZE,
+    STATES,
+    WIDTH,
+    bounds,
+    convolved_step,
+    rows,
+    scanned_step,
+)
 from opgraft.grafting.scan_forms import Arguments, Form, Options, Random
 from opgraft.ops import CausalConv1d, CausalConv1dUpdate, MambaChunkScan, SelectiveStateUpdate
 from torch import Tensor
@@ -21,11 +35,17 @@ def _convolved(
 ) -> tuple[Tensor, Tensor | None] | None:
     if seq_idx is not None:
         return None
+
     batch, channels, tokens = x.shape
-    before = x.new_zeros(batch, channels, weight.shape[2] - 1) if conv_state is None else conv_state
+    before = conv_state
+    if before is None:
+        before = x.new_zeros(batch, channels, weight.shape[2] - 1)
+
+    # The code of the checkpoints computes in the dtype of the state.
     x = x.to(before.dtype)
     y, last = op(rows(x), weight[:, 0].to(x.dtype), bounds(x, batch, tokens), before)
-    return y.view(batch, tokens, channels).mT, None if conv_state is None else last
+    y = y.view(batch, tokens, channels).mT
+    return y, None if conv_state is None else last
 
 
 def _convolved_step(
@@ -34,9 +54,8 @@ def _convolved_step(
     weight: Tensor,
     xBC: Tensor,  # noqa: N803  # the letters of the paper
 ) -> tuple[Tensor, Tensor] | None:
-    y = convolved_step(
-        op, xBC.to(conv_state.dtype), conv_state, weight[:, 0].to(conv_state.dtype), None, "silu"
-    )
+    dtype = conv_state.dtype
+    y = convolved_step(op, xBC.to(dtype), conv_state, weight[:, 0].to(dtype), None, "silu")
     return None if y is None else (y, conv_state)
 
 
@@ -57,22 +76,33 @@ def _scanned(
     ssm_state: Tensor | None,
     writes: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor] | None:
-    """Scan from ``ssm_state``, which functions of some devices write to and others do not: ``writes`` says which."""
+    """Scan from ``ssm_state``; with ``writes``, the function writes the last states there.
+
+    The functions for some devices write, and the functions for others do not.
+    """
     if not dt_softplus or seq_idx is not None:
         return None
+
     batch, tokens, heads, size = x.shape
-    before = (
-        x.new_zeros(batch, heads, size, B.shape[-1], dtype=torch.float32)
-        if ssm_state is None
-        else ssm_state
-    )
-    by_token = (each.flatten(0, 1) for each in (B, C))
-    where = bounds(x, batch, tokens)
+    before = ssm_state
+    if before is None:
+        before = x.new_zeros(batch, heads, size, B.shape[-1], dtype=torch.float32)
+
     y, last = op(
-        x.flatten(0, 1), dt.flatten(0, 1), A, *by_token, where, before, D, z.flatten(0, 1), dt_bias
+        x.flatten(0, 1),
+        dt.flatten(0, 1),
+        A,
+        B.flatten(0, 1),
+        C.flatten(0, 1),
+        bounds(x, batch, tokens),
+        before,
+        D,
+        z.flatten(0, 1),
+        dt_bias,
     )
     if writes and ssm_state is not None:
         last = ssm_state.copy_(last)
+
     y = y.view(x.shape)
     return (y, last) if return_final_states else y
 
@@ -90,59 +120,75 @@ def _scanned_step(
     dt_bias: Tensor,
     dt_softplus: bool,
 ) -> Tensor | None:
-    """Scan one token, of which ``dt``, ``A``, ``D`` and ``dt_bias`` have one number for each head."""
-    size, states = x.shape[-1], B.shape[-1]
-    step, weight, bias = (each[..., None].expand(*each.shape, size) for each in (dt, D, dt_bias))
-    decay = A[:, None, None].expand(-1, size, states)
-    y = scanned_step(op, ssm_state, x, step, decay, B, C, weight, bias, dt_softplus, z)
+    """Scan one token; ``dt``, ``A``, ``D`` and ``dt_bias`` have one number for each head."""
+    size = x.shape[-1]
+    y = scanned_step(
+        op,
+        ssm_state,
+        x,
+        _for_each_element(dt, size),
+        _for_each_element(_for_each_element(A, size), B.shape[-1]),
+        B,
+        C,
+        _for_each_element(D, size),
+        _for_each_element(dt_bias, size),
+        dt_softplus,
+        z,
+    )
     return None if y is None else y[:, None]
 
 
+def _for_each_element(numbers: Tensor, size: int) -> Tensor:
+    """Repeat the number of a head for each element of the head, without a copy."""
+    return numbers[..., None].expand(*numbers.shape, size)
+
+
 def _for_convolution(random: Random, options: Options, batch: int, tokens: int) -> Arguments:
-    state = random.tokens(batch, 6, 3) if options["state"] else None
-    return [state, random.tokens(6, 1, 4), random.tokens(batch, tokens, 6).mT, None], {}
+    state = random.tokens(batch, CHANNELS, WIDTH - 1) if options["state"] else None
+    weight = random.tokens(CHANNELS, 1, WIDTH)
+    x = random.tokens(batch, tokens, CHANNELS).mT
+    return [state, weight, x, None], {}
 
 
 def _for_step_of_convolution(
     random: Random, options: Options, batch: int, tokens: int
 ) -> Arguments:
-    return [random.tokens(batch, 6, 3), random.tokens(6, 1, 4), random.tokens(batch, 6, 1)], {}
+    state = random.tokens(batch, CHANNELS, WIDTH - 1)
+    weight = random.tokens(CHANNELS, 1, WIDTH)
+    return [state, weight, random.tokens(batch, CHANNELS, 1)], {}
 
 
-HEADS, GROUPS, SIZE, STATES = 4, 2, 5, 3
+def _weights(random: Random, z: Tensor) -> dict[str, Any]:
+    bias = random.weights(HEADS)
+    return {"D": random.weights(HEADS), "z": z, "dt_bias": bias, "dt_softplus": True}
 
 
 def _for_scan(random: Random, options: Options, batch: int, tokens: int) -> Arguments:
-    x, z = (random.tokens(batch, tokens, HEADS, SIZE) for _ in range(2))
-    b, c = (random.tokens(batch, tokens, GROUPS, STATES) for _ in range(2))
-    args = [x, random.tokens(batch, tokens, HEADS), -random.weights(HEADS).exp(), b, c]
-    weights = {
-        "D": random.weights(HEADS),
-        "z": z,
-        "dt_bias": random.weights(HEADS),
-        "dt_softplus": True,
-    }
+    x = random.tokens(batch, tokens, HEADS, SIZE)
+    z = random.tokens(batch, tokens, HEADS, SIZE)
+    dt = random.tokens(batch, tokens, HEADS)
+    b = random.tokens(batch, tokens, GROUPS, STATES)
+    c = random.tokens(batch, tokens, GROUPS, STATES)
+    decay = -random.weights(HEADS).exp()
     state = random.weights(batch, HEADS, SIZE, STATES) if options["state"] else None
-    final = {"return_final_states": options["final"], "seq_idx": None, "ssm_state": state}
-    return args, {"chunk_size": 16, **weights, **final}
+    return [x, dt, decay, b, c], {
+        "chunk_size": 16,
+        **_weights(random, z),
+        "return_final_states": options["final"],
+        "seq_idx": None,
+        "ssm_state": state,
+    }
 
 
 def _for_step(random: Random, options: Options, batch: int, tokens: int) -> Arguments:
-    x, z = (random.tokens(batch, HEADS, SIZE) for _ in range(2))
-    b, c = (random.tokens(batch, GROUPS, STATES) for _ in range(2))
-    args = [
-        random.weights(batch, HEADS, SIZE, STATES),
-        x,
-        random.tokens(batch, HEADS),
-        -random.weights(HEADS).exp(),
-    ]
-    weights = {
-        "D": random.weights(HEADS),
-        "z": z,
-        "dt_bias": random.weights(HEADS),
-        "dt_softplus": True,
-    }
-    return [*args, b, c], weights
+    state = random.weights(batch, HEADS, SIZE, STATES)
+    x = random.tokens(batch, HEADS, SIZE)
+    z = random.tokens(batch, HEADS, SIZE)
+    dt = random.tokens(batch, HEADS)
+    b = random.tokens(batch, GROUPS, STATES)
+    c = random.tokens(batch, GROUPS, STATES)
+    decay = -random.weights(HEADS).exp()
+    return [state, x, dt, decay, b, c], _weights(random, z)
 
 
 def _silu(options: Options) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Notices what code asks of tensors besides computing with them, and might take another way by the answer.
+"""Notice questions of code to tensors, as the code might take another way for another answer.
 
-One trace shows one way. So a forward that is recognised by its trace may pass the sizes of a tensor on, to ``view``
-say, but not look at them, and ask nothing else than its dtype and its number of dimensions, of which few exist: those
-are traced one by one.
+One trace shows one way. So a forward that is recognised by a trace may pass the sizes of a tensor
+on, to ``view`` for example, and may not look at the sizes. A forward may ask for the dtype and for
+the number of dimensions. Few of each exist, and a trace is made for each.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ _RANK = (Tensor.ndim.__get__, Tensor.dim)  # type: ignore[attr-defined]
 
 
 class NoQuestions(TorchFunctionMode):
-    """Refuses questions to tensors while it is entered, but for those in the module's docstring.
+    """Refuses questions to tensors inside the block, except those in the module's docstring.
 
-    The last dimension is free: it follows from the parameters of a module. torch's own functions may ask anything.
+    The last dimension is free, as the parameters of a module fix the last dimension. torch's own
+    functions may ask anything.
 
     Attributes:
-        dtype_asked: code has asked for a dtype.
+        dtype_asked: True if code has asked for a dtype.
 
     Raises:
-        NotExpressible: code asked; on leaving, if the code has caught that.
+        NotExpressible: code asked; at the end of the block if the code caught the error.
     """
 
     def __init__(self) -> None:
@@ -43,50 +44,56 @@ class NoQuestions(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
+        answer = func(*args, **(kwargs or {}))
         if func in _SIZES:
-            return self._sizes(args[0].dim(), found, *args[1:], **(kwargs or {}))
-        self.dtype_asked = self.dtype_asked or func == _DTYPE
-        if func == _DTYPE or func in _RANK or _only_tensors(found):
-            return found
-        raise self._refusal(f"asks {getattr(func, '__name__', func)} of a tensor")
+            return self._sizes(args[0].dim(), answer, *args[1:], **(kwargs or {}))
+        if func == _DTYPE:
+            self.dtype_asked = True
+            return answer
+        if func in _RANK or _only_tensors(answer):
+            return answer
+        raise self.refusal(f"asks {getattr(func, '__name__', func)} of a tensor")
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         super().__exit__(exc_type, exc_val, exc_tb)  # type: ignore[no-untyped-call]
+        # Code may have caught the error and gone another way.
         if self._asked and exc_type is None:
             raise NotExpressible(self._asked)
 
-    def _sizes(self, rank: int, found: Any, dim: int | None = None) -> Any:
-        if dim is not None:
-            return found if dim in (-1, rank - 1) else _Unknown(self, found)
-        return (*(_Unknown(self, size) for size in found[:-1]), *found[-1:])
+    def _sizes(self, rank: int, answer: Any, dim: int | None = None) -> Any:
+        """Hide every size except the last one."""
+        if dim is None:
+            return (*(_Size(self, size) for size in answer[:-1]), *answer[-1:])
+        return answer if dim in (-1, rank - 1) else _Size(self, answer)
 
-    def _refusal(self, what: str) -> NotExpressible:
-        self._asked = f"it {what}"
+    def refusal(self, question: str) -> NotExpressible:
+        """Return the error for a question, and raise the error again at the end of the block."""
+        self._asked = f"it {question}"
         return NotExpressible(self._asked)
 
 
-def _only_tensors(found: Any) -> bool:
-    return isinstance(found, Tensor) or (
-        isinstance(found, (tuple, list)) and all(isinstance(t, Tensor) for t in found)
-    )
+def _only_tensors(answer: Any) -> bool:
+    if isinstance(answer, tuple | list):
+        return all(isinstance(each, Tensor) for each in answer)
+    return isinstance(answer, Tensor)
 
 
-def _refused(size: Any, *args: Any) -> Any:
-    raise size.questions._refusal("looks at a size of its input")
+def _refuse(size: Any, *args: Any) -> Any:
+    raise size.questions.refusal("looks at a size of its input")
 
 
-def _passed_on(name: str) -> Callable[..., Any]:
+def _hidden(name: str) -> Callable[..., Any]:
+    """Make a method of ``int`` that returns a hidden size."""
     compute = getattr(int, name)
 
-    def passed_on(self: Any, *args: Any) -> Any:
-        found = compute(self, *args)
-        return found if found is NotImplemented else _Unknown(self.questions, found)
+    def method(self: Any, *args: Any) -> Any:
+        result = compute(self, *args)
+        return result if result is NotImplemented else _Size(self.questions, result)
 
-    return passed_on
+    return method
 
 
-def _made(cls: type[int], questions: NoQuestions, size: int) -> Any:
+def _new_size(cls: type[int], questions: NoQuestions, size: int) -> Any:
     made: Any = int.__new__(cls, size)
     made.questions = questions
     return made
@@ -97,13 +104,13 @@ _ARITHMETIC = {
 }
 _KEPT = {"__getattribute__", "__doc__", "__sizeof__"}
 _ASKING = {name for name, value in vars(int).items() if callable(value)} - _ARITHMETIC - _KEPT
-_Unknown: Any = type(
-    "_Unknown",
+_Size: Any = type(
+    "_Size",
     (int,),
     {
-        "__doc__": "A size that torch can read, and Python code only compute with.",
-        **dict.fromkeys(_ASKING, _refused),
-        **{name: _passed_on(name) for name in _ARITHMETIC},
-        "__new__": _made,
+        "__doc__": "A size for torch to read. Python code may only compute with a size.",
+        **dict.fromkeys(_ASKING, _refuse),
+        **{name: _hidden(name) for name in _ARITHMETIC},
+        "__new__": _new_size,
     },
 )

@@ -1,4 +1,4 @@
-"""The report of ``graft``: rows for what was replaced and for what was left alone."""
+"""The report of ``graft``: rows for replaced modules and for all others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Part:
-    """An op inside a composite, under its path there, or the paths of layers in one call."""
+    """An op inside a composite: the path there, or the paths of all layers in one call."""
 
     path: str
     op: str
@@ -31,7 +31,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Replaced:
-    """One module that became an op: the kernel that serves it, who provides that, and the ops that it is made of."""
+    """One replaced module: the op, the kernel, the kernel's provider, and the ops inside."""
 
     path: str
     source: str
@@ -44,7 +44,7 @@ class Replaced:
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """One module that stayed as it was, and why."""
+    """One unchanged module, and the reason."""
 
     path: str
     source: str
@@ -53,7 +53,7 @@ class LeftAlone:
 
 @dataclass(frozen=True)
 class Count:
-    """The number of ops that one implementation serves."""
+    """The number of ops of one implementation."""
 
     op: str
     implementation: str
@@ -63,20 +63,21 @@ class Count:
 
 @dataclass(frozen=True)
 class GraftReport:
-    """The modules that were replaced, by which implementation of which provider, and those left alone, and why.
+    """The replaced modules with implementation and provider, and the other modules with a reason.
 
     Attributes:
-        replaced: one row per module that became an op, in the model's order, then one per function that a forward
-            leaves to an op. A module that stands in several places has one row, under its first path.
-            A composite stands for the modules that it replaced, and names the ops that run when it is called without a
-            gradient: an activation that a linear kernel computes on its way is not among them, nor are
-            ops that stand by for training. Linear layers in one call, such as gate and up of an MLP,
-            are one op.
-            Attention has the path of its module, a rotary function its name below that.
-        left_alone: one row per module that stayed as it was although it has no children or has parameters of its own,
-            is attention, or is known to an adapter.
-        notes: surprises for code that works on the model afterwards, and the next step that makes it faster.
-        applied: ``False`` for a dry run, which has replaced nothing.
+        replaced: one row per replaced module, in the model's order, then one row per
+            function that a forward leaves to an op. A module in several places has one row, under
+            the first path. A composite has one row for all modules inside. The row names the ops
+            that run in a call without a gradient. An activation that a linear kernel computes has
+            no part in the row, and neither have ops for training only. Linear layers in one call,
+            such as gate and up of an MLP, are one op. Attention has the path of the module; a
+            rotary function has a name below that path.
+        left_alone: one row per unchanged module without children, with parameters of its own, of
+            attention, or known to an adapter.
+        notes: surprises for code that works on the model later, and the next step to a faster
+            model.
+        applied: False for a dry run, which replaces nothing.
     """
 
     replaced: tuple[Replaced, ...] = ()
@@ -85,13 +86,12 @@ class GraftReport:
     applied: bool = True
 
     def counts(self) -> tuple[Count, ...]:
-        """Count the ops that each implementation serves, those inside composites too, the most frequent first."""
-        counter = Counter((row.op, row.implementation, row.provider) for row in self.replaced)
-        counter.update(
-            (part.op, part.implementation, part.provider)
-            for row in self.replaced
-            for part in row.parts
-        )
+        """Count the ops of each implementation, also inside composites, the most frequent first."""
+        counter: Counter[tuple[str, str, Provider]] = Counter()
+        # Ops before parts: equal counts keep the order of their first op.
+        counter.update(map(_implementation, self.replaced))
+        for row in self.replaced:
+            counter.update(map(_implementation, row.parts))
         return tuple(Count(*key, count) for key, count in counter.most_common())
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,9 +104,8 @@ class GraftReport:
         }
 
     def __str__(self) -> str:
-        return "\n".join(
-            [self.tables(), *("\n" + textwrap.fill(note, WIDTH) for note in self.notes)]
-        )
+        notes = ["\n" + textwrap.fill(note, WIDTH) for note in self.notes]
+        return "\n".join([self.tables(), *notes])
 
     def __repr__(self) -> str:
         return f"<GraftReport: {self._head()}>"
@@ -117,7 +116,11 @@ class GraftReport:
         return "".join([html_text(self._head()), *tables, *map(html_text, self.notes)])
 
     def tables(self, width: int | None = WIDTH) -> str:
-        """Return the report as text, without the notes, in tables that fit ``width``; ``None``: a line per row."""
+        """Return the report as text without the notes.
+
+        Args:
+            width: of the tables; with ``None``, each row has one line.
+        """
         lines = [self._head()]
         for rows in self._tables():
             lines += ["", *table(rows, width)]
@@ -128,62 +131,70 @@ class GraftReport:
         return f"{len(self.replaced)} modules {verb}, {len(self.left_alone)} left alone"
 
     def _tables(self) -> Iterator[list[tuple[str, ...]]]:
-        """Yield the tables that have rows, each with its header first."""
-        served = [
-            (str(row.count), row.op, f"{row.implementation} of {row.provider}")
-            for row in self.counts()
-        ]
-        if served:
-            yield [("count", "op", "implementation"), *served]
-        stayed = Counter((row.source, row.reason) for row in self.left_alone).most_common()
-        if stayed:
-            rows = [(str(count), source, reason) for (source, reason), count in stayed]
-            yield [("count", "left alone", "reason"), *rows]
+        """Yield the tables with rows, each with a header first."""
+        served: list[tuple[str, ...]] = [("count", "op", "implementation")]
+        for row in self.counts():
+            implementation = f"{row.implementation} of {row.provider}"
+            served.append((str(row.count), row.op, implementation))
+
+        stayed: list[tuple[str, ...]] = [("count", "left alone", "reason")]
+        counter = Counter((row.source, row.reason) for row in self.left_alone)
+        for (source, reason), count in counter.most_common():
+            stayed.append((str(count), source, reason))
+
+        yield from (rows for rows in (served, stayed) if len(rows) > 1)
+
+
+def _implementation(row: Replaced | Part) -> tuple[str, str, Provider]:
+    return row.op, row.implementation, row.provider
 
 
 def replaced_by(
     op: nn.Module, path: str, source: str, adapter: str, provider: Provider
 ) -> Replaced:
-    """Describe an op in the place of a ``source``; ``provider`` answers for what is no ``CustomOp``."""
-    idle = {
-        layer.get_submodule(name)
-        for layer in op.modules()
-        if isinstance(layer, Composite)
-        for name in idle_children(layer)
-    }
-    inside = [
-        (name, part)
-        for name, part in op.named_modules()
-        if part is not op and isinstance(part, CustomOp)
-    ]
+    """Describe an op in place of a ``source``; ``provider`` is for an op without a binding."""
+    parts = tuple(_parts(op))
+    if isinstance(op, CustomOp):
+        return Replaced(path, source, adapter, *_served(op), parts)
+    cls = type(op)
+    implementation = f"{cls.__qualname__}.forward"
+    return Replaced(path, source, adapter, cls.__name__, implementation, provider, parts)
+
+
+def _parts(op: nn.Module) -> Iterator[Part]:
+    """Yield the ops inside an op for calls without a gradient."""
+    idle: set[nn.Module] = set()
+    for layer in op.modules():
+        if isinstance(layer, Composite):
+            idle.update(layer.get_submodule(name) for name in idle_children(layer))
+
     joint = _computed_at_once(op)
-    parts = tuple(
-        Part(joint.get(name, name), *_served(part))
-        for name, part in inside
-        if part not in idle and joint.get(name) != ""
-    )
-    if not isinstance(op, CustomOp):
-        name = type(op).__name__
-        return Replaced(
-            path, source, adapter, name, f"{type(op).__qualname__}.forward", provider, parts
-        )
-    return Replaced(path, source, adapter, *_served(op), parts)
+
+    # Layers in one call but the first have an empty path.
+    for name, part in op.named_modules():
+        if part is op or part in idle or not isinstance(part, CustomOp):
+            continue
+        path = joint.get(name, name)
+        if path:
+            yield Part(path, *_served(part))
 
 
 def _computed_at_once(op: nn.Module) -> dict[str, str]:
-    """Return the paths of layers in one call: the first has all paths, others none."""
-    found: dict[str, str] = {}
+    """Map the paths of layers in one call: the first one to all paths, the others to ""."""
+    joined: dict[str, str] = {}
     for path, layer in op.named_modules():
         if not isinstance(layer, JointLayer) or not reaches(layer, "joint_op"):
             continue
         paths = [f"{path}.{name}".lstrip(".") for name in layer.computed_at_once()]
-        found |= dict.fromkeys(paths, "")
-        if paths:
-            found[paths[0]] = " and ".join(paths)
-    return found
+        if not paths:
+            continue
+        # One row for the call, so the other layers have no path.
+        joined |= dict.fromkeys(paths, "")
+        joined[paths[0]] = " and ".join(paths)
+    return joined
 
 
 def _served(op: CustomOp) -> tuple[str, str, Provider]:
-    """Give the name of an op, its kernel, and who provides that."""
+    """Return the name of an op, the kernel, and the provider of the kernel."""
     name = op_name_of(op.op_class, host_state()) or op.op_class.__name__
     return name, str(op.binding.kernel.winner), served_by(op)

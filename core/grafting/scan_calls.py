@@ -1,7 +1,7 @@
-"""The calls by which mixers convolve and scan, each as a call of an op: the same arguments, results and writes.
+"""Convolutions and scans of mixers, each as a call of an op with the same results and writes.
 
-The names and orders of arguments are those that the packages ``causal-conv1d`` and ``mamba-ssm`` have, which models
-follow. A function here returns ``None`` for a call that its op was not made for.
+Names and order of the arguments are those of the packages ``causal-conv1d`` and ``mamba-ssm``. A
+function of this module returns ``None`` if the op was not made for a call.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from opgraft.ops.state_space.selective_scan import step_sizes
 from torch import Tensor
 
 CHUNK = 128
-"""Tokens of a chunk, which a native scan takes 128 of sooner than 256; the result is the same for any number."""
+"""Tokens of a chunk: a native scan is faster with 128 than with 256."""
 
 IMPLEMENTATIONS = frozenset(("use_mambapy", "use_associative_scan"))
-"""Arguments that choose among ways to compute the same."""
+"""Arguments for a choice among ways to compute the same result."""
 
-_PACKED = ("cu_seqlens", "seq_idx")
+_SEQUENCES = ("cu_seqlens", "seq_idx")
 
 
-def _is_packed(others: Mapping[str, Any]) -> bool:
-    """Tell whether rows hold several sequences, which functions of models refuse, or keep apart in a way of their own.
+def _has_several_sequences(others: Mapping[str, Any]) -> bool:
+    """Return True if a row holds several sequences.
 
-    What else callers pass on, functions without an argument of that name do not see.
+    Functions of models refuse such rows, or keep the sequences apart in a way of their own.
+    Functions ignore every other argument without a name of its own.
     """
-    return any(others.get(name) is not None for name in _PACKED)
+    return any(others.get(name) is not None for name in _SEQUENCES)
 
 
 def rows(x: Tensor) -> Tensor:
@@ -46,12 +47,12 @@ def rows(x: Tensor) -> Tensor:
 
 
 def bounds(x: Tensor, batch: int, tokens: int) -> Tensor:
-    """Return where such rows begin and end, on the device of ``x``."""
+    """Return the first row of each sequence, and the number of rows, on the device of ``x``."""
     return torch.arange(batch + 1, device=x.device) * tokens
 
 
 def slots(x: Tensor) -> Tensor:
-    """Return the slots of states that lie as the rows of ``x`` do."""
+    """Return the slots of states in the order of the rows of ``x``."""
     return torch.arange(x.shape[0], device=x.device)
 
 
@@ -63,12 +64,16 @@ def _convolved(
     activation: Any = None,
     **others: Any,
 ) -> Tensor | None:
-    if activation != op.activation or _is_packed(others):
+    if activation != op.activation or _has_several_sequences(others):
         return None
     batch, channels, tokens = hidden_states.shape
-    states = hidden_states.new_zeros(batch, channels, weight.shape[1] - 1)
-    y, _ = op(rows(hidden_states), weight, bounds(hidden_states, batch, tokens), states, bias)
-    return y.view(batch, tokens, channels).mT  # type: ignore[no-any-return]
+    # A call starts from an empty state, and nobody sees the last one.
+    before = weight.shape[1] - 1
+    states = hidden_states.new_zeros(batch, channels, before)
+    where = bounds(hidden_states, batch, tokens)
+    y, _ = op(rows(hidden_states), weight, where, states, bias)
+    convolved: Tensor = y.view(batch, tokens, channels)
+    return convolved.mT
 
 
 def convolved_step(
@@ -80,19 +85,19 @@ def convolved_step(
     activation: Any = None,
     **others: Any,
 ) -> Tensor | None:
-    """Convolve one token; the state may have one input more than the convolution looks back to."""
+    """Convolve one token. The state may have one input more than the convolution looks back to."""
     more = conv_state.shape[-1] - weight.shape[1] + 1
-    if (
-        hidden_states.shape[-1] != 1
-        or more not in (0, 1)
-        or activation != op.activation
-        or _is_packed(others)
-    ):
+    if hidden_states.shape[-1] != 1 or more not in (0, 1):
         return None
+    if activation != op.activation or _has_several_sequences(others):
+        return None
+
     x = hidden_states[..., 0]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if more:
+        # The op shifts the rest of the state, and the first input belongs to the function.
         conv_state[..., 0] = conv_state[..., 1]
+
     op(x, conv_state[..., more:], weight, slots(x), out, bias)
     return out[..., None]
 
@@ -111,15 +116,31 @@ def _scanned(
     return_last_state: bool = False,
     **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor] | None:
-    if not delta_softplus or _is_packed(others):
+    if not delta_softplus or _has_several_sequences(others):
         return None
+
     batch, channels, tokens = hidden_states.shape
     x = rows(hidden_states)
-    states = A.new_zeros(batch, channels, A.shape[1], dtype=torch.promote_types(x.dtype, A.dtype))
-    where, gate = bounds(x, batch, tokens), None if z is None else rows(z)
-    y, final = op(x, rows(dt), A, rows(B), rows(C), where, states, D, gate, delta_bias)
+    dtype = torch.promote_types(x.dtype, A.dtype)
+    states = A.new_zeros(batch, channels, A.shape[1], dtype=dtype)
+    where = bounds(x, batch, tokens)
+    gate = None if z is None else rows(z)
+    y, final = op(
+        x,
+        rows(dt),
+        A,
+        rows(B),
+        rows(C),
+        where,
+        states,
+        D,
+        gate,
+        delta_bias,
+    )
+    # The functions of models promote, and the op returns the dtype of its input.
     dtypes = [each.dtype for each in (hidden_states, D, z) if each is not None]
-    y = y.to(functools.reduce(torch.promote_types, dtypes)).view(batch, tokens, channels).mT
+    promoted = functools.reduce(torch.promote_types, dtypes)
+    y = y.to(promoted).view(batch, tokens, channels).mT
     return (y, final) if return_last_state else y
 
 
@@ -137,18 +158,30 @@ def scanned_step(
     z: Tensor | None = None,
     **others: Any,
 ) -> Tensor | None:
-    """Scan one token, of channels ``[batch, channels]`` or of heads ``[batch, heads, head_size]``."""
-    if not dt_softplus or _is_packed(others):
+    """Scan one token, of channels ``[batch, channels]`` or heads ``[batch, heads, head_size]``."""
+    if not dt_softplus or _has_several_sequences(others):
         return None
+
     out = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
-    by_token, by_head = (state, hidden_states, dt), (D, z, dt_bias)
+    where = slots(state)
     if hidden_states.dim() == 3:
-        op(*by_token, A, B, C, slots(state), out, *by_head)
+        op(state, hidden_states, dt, A, B, C, where, out, D, z, dt_bias)
         return out
-    one_head = (each[:, None] for each in by_token)
-    weight, bias = (None if each is None else each[None] for each in (D, dt_bias))
-    gate = None if z is None else z[:, None]
-    op(*one_head, A[None], B[:, None], C[:, None], slots(state), out[:, None], weight, gate, bias)
+
+    # Channels are one head of the op.
+    op(
+        state[:, None],
+        hidden_states[:, None],
+        dt[:, None],
+        A[None],
+        B[:, None],
+        C[:, None],
+        where,
+        out[:, None],
+        None if D is None else D[None],
+        None if z is None else z[:, None],
+        None if dt_bias is None else dt_bias[None],
+    )
     return out
 
 
@@ -168,81 +201,118 @@ def _scanned_chunks(
     return_final_states: bool = False,
     **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor] | None:
-    """Scan in float32, which the norm that follows takes; the size of chunks is the op's own."""
-    if _is_packed(others):
+    """Scan in float32, the dtype for the norm that follows. The op has a chunk size of its own."""
+    if _has_several_sequences(others):
         return None
+
     batch, tokens, heads, size = hidden_states.shape
     x = hidden_states.float().flatten(0, 1)
-    steps = step_sizes(dt.float(), dt_bias, dt_softplus).clamp(*dt_limit).flatten(0, 1)
-    given = (
-        x.new_zeros(batch, heads, size, B.shape[-1])
-        if initial_states is None
-        else initial_states.float()
+    steps = step_sizes(dt.float(), dt_bias, dt_softplus)
+    # The op has no limits of its own.
+    steps = steps.clamp(*dt_limit).flatten(0, 1)
+    before = initial_states
+    if before is None:
+        before = x.new_zeros(batch, heads, size, B.shape[-1])
+
+    where = bounds(x, batch, tokens)
+    y, final = op(
+        x,
+        steps,
+        A,
+        B.flatten(0, 1),
+        C.flatten(0, 1),
+        where,
+        before.float(),
+        D,
     )
-    y, final = op(x, steps, A, B.flatten(0, 1), C.flatten(0, 1), bounds(x, batch, tokens), given, D)
     y = y.view(hidden_states.shape)
     return (y, final) if return_final_states else y
 
 
+CHANNELS, WIDTH, STATES = 6, 4, 3
+HEADS, GROUPS, SIZE = 4, 2, 5
+"""The sizes of trials."""
+
+
 def _for_convolution(random: Random, options: Options, batch: int, tokens: int) -> Arguments:
-    x = random.tokens(batch, tokens, 6).mT
-    return [x, random.tokens(6, 4)], {"bias": random.tokens(6), "activation": options["activation"]}
+    x = random.tokens(batch, tokens, CHANNELS).mT
+    weight = random.tokens(CHANNELS, WIDTH)
+    bias = random.tokens(CHANNELS)
+    return [x, weight], {"bias": bias, "activation": options["activation"]}
 
 
 def _for_step_of_convolution(
     random: Random, options: Options, batch: int, tokens: int
 ) -> Arguments:
     (_, weight), kwargs = _for_convolution(random, options, batch, 1)
-    return [random.tokens(batch, 6, 1), random.tokens(batch, 6, options["state"]), weight], kwargs
+    x = random.tokens(batch, CHANNELS, 1)
+    state = random.tokens(batch, CHANNELS, options["state"])
+    return [x, state, weight], kwargs
 
 
 def _for_scan(random: Random, options: Options, batch: int, tokens: int) -> Arguments:
-    x, dt, z = (random.tokens(batch, tokens, 6).mT for _ in range(3))
-    b, c = (random.tokens(batch, tokens, 3).mT for _ in range(2))
-    settings = {
+    x = random.tokens(batch, tokens, CHANNELS).mT
+    dt = random.tokens(batch, tokens, CHANNELS).mT
+    z = random.tokens(batch, tokens, CHANNELS).mT
+    b = random.tokens(batch, tokens, STATES).mT
+    c = random.tokens(batch, tokens, STATES).mT
+    delta_bias = random.weights(CHANNELS)
+    decay = -random.weights(CHANNELS, STATES).exp()
+    weight = random.weights(CHANNELS)
+    return [x, dt, decay, b, c], {
+        "D": weight,
         "z": z,
-        "delta_bias": random.weights(6),
+        "delta_bias": delta_bias,
         "delta_softplus": True,
         "return_last_state": True,
     }
-    return [x, dt, -random.weights(6, 3).exp(), b, c], {"D": random.weights(6), **settings}
 
 
 def _for_step(random: Random, options: Options, batch: int, tokens: int) -> Arguments:
-    x, dt, z = (random.tokens(batch, 6) for _ in range(3))
-    b, c = (random.tokens(batch, 3) for _ in range(2))
-    args = [random.weights(batch, 6, 3), x, dt, -random.weights(6, 3).exp(), b, c]
-    return args, {"D": random.weights(6), "z": z, "dt_bias": random.weights(6), "dt_softplus": True}
+    x = random.tokens(batch, CHANNELS)
+    dt = random.tokens(batch, CHANNELS)
+    z = random.tokens(batch, CHANNELS)
+    b = random.tokens(batch, STATES)
+    c = random.tokens(batch, STATES)
+    state = random.weights(batch, CHANNELS, STATES)
+    decay = -random.weights(CHANNELS, STATES).exp()
+    weight = random.weights(CHANNELS)
+    bias = random.weights(CHANNELS)
+    settings = {"D": weight, "z": z, "dt_bias": bias, "dt_softplus": True}
+    return [state, x, dt, decay, b, c], settings
 
 
 def _for_step_of_heads(random: Random, options: Options, batch: int, tokens: int) -> Arguments:
-    """Draw ``dt``, ``A``, ``D`` and the bias as one number of each head."""
-    heads, groups, size, n = 4, 2, 5, 3
-    x, z = (random.tokens(batch, heads, size) for _ in range(2))
-    dt = random.tokens(batch, heads, 1).expand(-1, -1, size)
-    b, c = (random.tokens(batch, groups, n) for _ in range(2))
-    d, bias = (random.weights(heads, 1).expand(-1, size) for _ in range(2))
-    decay = -random.weights(heads, 1, 1).exp().expand(-1, size, n)
-    settings = {"D": d, "dt_bias": bias, "dt_softplus": True, "z": z}
-    return [random.weights(batch, heads, size, n), x, dt, decay, b, c], settings
+    """Draw ``dt``, ``A``, ``D`` and the bias as one number for each head."""
+    x = random.tokens(batch, HEADS, SIZE)
+    z = random.tokens(batch, HEADS, SIZE)
+    dt = random.tokens(batch, HEADS, 1).expand(-1, -1, SIZE)
+    b = random.tokens(batch, GROUPS, STATES)
+    c = random.tokens(batch, GROUPS, STATES)
+    weight = random.weights(HEADS, 1).expand(-1, SIZE)
+    bias = random.weights(HEADS, 1).expand(-1, SIZE)
+    rates = random.weights(HEADS, 1, 1).exp()
+    decay = -rates.expand(-1, SIZE, STATES)
+    state = random.weights(batch, HEADS, SIZE, STATES)
+    settings = {"D": weight, "dt_bias": bias, "dt_softplus": True, "z": z}
+    return [state, x, dt, decay, b, c], settings
 
 
 def _for_scan_of_chunks(random: Random, options: Options, batch: int, tokens: int) -> Arguments:
-    heads, groups, size, n = 4, 2, 5, 3
-    x, dt = random.tokens(batch, tokens, heads, size), random.tokens(batch, tokens, heads)
-    b, c = (random.tokens(batch, tokens, groups, n) for _ in range(2))
-    args = [x, dt, -random.weights(heads).exp(), b, c]
-    weights = {
-        "D": random.weights(heads),
-        "dt_bias": random.weights(heads),
+    x = random.tokens(batch, tokens, HEADS, SIZE)
+    dt = random.tokens(batch, tokens, HEADS)
+    b = random.tokens(batch, tokens, GROUPS, STATES)
+    c = random.tokens(batch, tokens, GROUPS, STATES)
+    decay = -random.weights(HEADS).exp()
+    weight = random.weights(HEADS)
+    bias = random.weights(HEADS)
+    return [x, dt, decay, b, c], {
+        "chunk_size": 16,
+        "D": weight,
+        "dt_bias": bias,
         "dt_softplus": True,
         "dt_limit": (0.1, 0.7),
-    }
-    states = random.weights(batch, heads, size, n)
-    return args, {
-        "chunk_size": 16,
-        **weights,
-        "initial_states": states,
+        "initial_states": random.weights(batch, HEADS, SIZE, STATES),
         "return_final_states": True,
     }
 
@@ -250,6 +320,10 @@ def _for_scan_of_chunks(random: Random, options: Options, batch: int, tokens: in
 def _activation(options: Options) -> dict[str, Any]:
     activation = options.get("activation")
     return {"activation": activation if activation in ACTIVATIONS else None}
+
+
+def _softplus(options: Options) -> dict[str, Any]:
+    return {"dt_softplus": True}
 
 
 _CONVOLUTION = {"activation": (None, "silu")}
@@ -272,14 +346,14 @@ FORMS = (
         _activation,
         convolved_step,
         _for_step_of_convolution,
-        {**_CONVOLUTION, "state": (3, 4)},
+        {**_CONVOLUTION, "state": (WIDTH - 1, WIDTH)},
         ("bias",),
     ),
     Form(
         "selective_scan",
         "selective_scan",
         SelectiveScan,
-        lambda options: {"dt_softplus": True},
+        _softplus,
         _scanned,
         _for_scan,
         {},
@@ -290,7 +364,7 @@ FORMS = (
             "selective_state_update",
             "state_update",
             SelectiveStateUpdate,
-            lambda options: {"dt_softplus": True},
+            _softplus,
             scanned_step,
             arguments,
             {},

@@ -1,4 +1,4 @@
-"""The forms of calls by which mixers convolve and scan: the op of each, how it is called, and what is tried."""
+"""A form of calls in mixers: the op, the call of the op, and the trials of functions."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any, TypeAlias
 
 import torch
 from opgraft.binding.custom_op import CustomOp
-from torch import Tensor, nn
+from torch import Tensor
 
 Options: TypeAlias = Mapping[str, Any]
 
 
 class Random:
-    """Draws tensors of a dtype, always the same ones.
+    """Draws tensors of a dtype. Two objects of the same dtype draw the same tensors.
 
     Args:
-        dtype: of what a model computes; weights of its state space are float32.
+        dtype: of a model's tokens; weights of the state space are float32.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -31,7 +31,7 @@ class Random:
         return torch.randn(*shape, dtype=torch.float32, device="cpu", generator=self._generator)
 
     def tokens(self, *shape: int) -> Tensor:
-        """Draw in the dtype."""
+        """Draw in the dtype of tokens."""
         return self.weights(*shape).to(self._dtype)
 
 
@@ -43,15 +43,15 @@ class Form:
     """The computation of functions of one kind.
 
     Attributes:
-        op_name: the op.
-        hint: a part of the names that models have for the function.
+        op_name: name of the op.
+        hint: a part of the function's names in models.
         op: the class of the op.
-        settings: what the op is made with, of what a mixer has.
-        call: calls the op as the function is called.
+        settings: returns arguments for ``op``, from the attributes of a mixer.
+        call: calls the op with the arguments of the function.
         arguments: draws the arguments of a call.
-        options: the options that are tried.
-        optional: the arguments that calls may leave out.
-        native_gains: the native definition too is faster than the functions of models.
+        options: name of an option → the values to try.
+        optional: names of optional arguments.
+        native_gains: the native definition is faster than the functions of models, too.
     """
 
     op_name: str
@@ -64,41 +64,46 @@ class Form:
     optional: tuple[str, ...]
     native_gains: bool = False
 
-    def make(self, module: nn.Module) -> CustomOp:
-        """Construct the op for a mixer."""
-        return self.op(**self.settings(vars(module)))
-
     def trials(self, function: Callable[..., Any]) -> list[Options]:
-        """Return every combination of options, and under the name of each optional argument whether it is given.
+        """Return every combination of options for ``function``.
 
-        It is if ``function`` requires it, not if it has no such argument, and otherwise both.
+        An option with the name of an optional argument is True if the call gives the argument:
+            always
+        if ``function`` requires the argument, never if ``function`` has no such argument, and both
+        otherwise.
         """
         parameters = inspect.signature(function).parameters
         choices = dict(self.options)
+
         for name in self.optional:
             parameter = parameters.get(name)
-            optional = parameter is not None and parameter.default is not parameter.empty
-            choices[name] = (False, True) if optional else (parameter is not None,)
+            if parameter is None:
+                choices[name] = (False,)
+            elif parameter.default is parameter.empty:
+                choices[name] = (True,)
+            else:
+                choices[name] = (False, True)
+
         return [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
 
     def draw(self, dtype: torch.dtype, options: Options, batch: int, tokens: int) -> Arguments:
-        """Draw the arguments of a call with such options, always the same ones."""
+        """Draw the arguments of a call, the same ones each time."""
         args, kwargs = self.arguments(Random(dtype), options, batch, tokens)
-        return args, {
-            name: value for name, value in kwargs.items() if options.get(name) is not False
-        }
+        given = {name: value for name, value in kwargs.items() if options.get(name) is not False}
+        return args, given
 
     def native(self, options: Options) -> Any:
-        """Return the native definition with such options, whatever kernels are bound here."""
+        """Return the native definition with these options, whatever kernels are bound here."""
         return _Native(self.op, self.settings(options))
 
 
 class _Native:
-    """An op as its native definition, with its settings as attributes."""
+    """The native definition of an op, with the ``activation`` of the op as an attribute."""
 
     def __init__(self, cls: Any, settings: dict[str, Any]) -> None:
         self.activation = settings.get("activation")
-        self._op, self._forward = cls(**settings), cls.forward_native
+        self._op = cls(**settings)
+        self._forward = cls.forward_native
 
     def __call__(self, *args: Any) -> Any:
         return self._forward(self._op, *args)

@@ -1,4 +1,4 @@
-"""Finds what a forward does besides returning a result, which an op in its place would not do."""
+"""Find effects of a forward besides the result. An op would not have these effects."""
 
 from __future__ import annotations
 
@@ -38,14 +38,17 @@ _WRITES = frozenset(
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 _CONTAINERS = (list, dict, set, deque)
-_OF_DICTIONARIES = frozenset(("clear", "pop", "popitem", "setdefault", "update"))
-_OF_CONTAINERS = (_OF_DICTIONARIES | {"append", "appendleft", "extend", "extendleft", "insert"}) - {
-    *dir(Tensor)
-}
+_DICTIONARY_METHODS = frozenset(("clear", "pop", "popitem", "setdefault", "update"))
+_CONTAINER_METHODS = (
+    _DICTIONARY_METHODS | {"append", "appendleft", "extend", "extendleft", "insert"}
+) - {*dir(Tensor)}
 _IN_PLACE = frozenset(
     name for name in dir(Tensor) if name.endswith("_") and not name.endswith("__")
 )
 _SPECIAL = frozenset(f"__{what}{of}__" for what in ("set", "del") for of in ("attr", "item"))
+_CHANGING = _CONTAINER_METHODS | _IN_PLACE | _SPECIAL
+"""Names of methods that change an object."""
+
 _ACTING = (
     print,
     setattr,
@@ -62,7 +65,7 @@ _ACTING = (
 """Builtins that act, or run code that cannot be read here."""
 
 _IMPORTABLE = frozenset(("torch", "math", "typing"))
-"""Modules whose import in a function tells nothing. What others give it cannot be looked up in its file."""
+"""Modules with imports that have no effect. Names from other modules cannot be looked up here."""
 
 _HARMLESS = (
     *(type(None), int, float, complex, str, bytes, tuple, frozenset, range, Enum, MappingProxyType),
@@ -78,13 +81,19 @@ _HARMLESS = (
         partial,
     ),
 )
-"""Types of what does not change, or is looked into."""
+"""Types of objects that never change, or that this module looks into."""
 
 _EMPTY = CellType()
 
 
 class _Reference(NamedTuple):
-    """One object that a function finds outside of its arguments, and the class in whose methods names are looked up."""
+    """An object outside of the arguments of a function.
+
+    Attributes:
+        name: of the object.
+        found: the object.
+        scope: the class for names in the code of the object, if the object is a method.
+    """
 
     name: str
     found: Any
@@ -92,15 +101,14 @@ class _Reference(NamedTuple):
 
 
 def side_effect_of(module: nn.Module) -> str:
-    """Say what the code of a forward does besides returning a result, "" if nothing can be seen."""
-    forward = inspect.getattr_static(type(module), "forward")
-    return _first(
-        "its forward", _effects(_Reference("forward", forward, type(module)), vars(module), set())
-    )
+    """Return an effect of a forward besides the result, or "" if none can be seen."""
+    cls = type(module)
+    forward = _Reference("forward", inspect.getattr_static(cls, "forward"), cls)
+    return _first("its forward", _effects(forward, vars(module), set()))
 
 
 def side_effect_of_function(function: FunctionType) -> str:
-    """Say what a function does besides returning a result, "" if nothing can be seen."""
+    """Return an effect of a function besides the result, or "" if none can be seen."""
     name = function.__name__
     return _first(name, _effects(_Reference(name, function, None), {}, set()))
 
@@ -110,36 +118,38 @@ def _first(subject: str, effects: Iterator[str]) -> str:
 
 
 def _effects(reference: _Reference, attributes: Mapping[str, Any], seen: set[Any]) -> Iterator[str]:
-    """Walk over a function, and those that it names; torch's own are taken for what their documentation says."""
+    """Walk over a function and the functions in the names of the code.
+
+    torch's own functions have documented effects only.
+    """
     function = _plain(reference.found)
     if not isinstance(function, FunctionType) or function in seen:
         return
+
     seen.add(function)
-    of_torch = _is_torchs(function)
-    further = (
-        [*_enclosed(function)]
-        if of_torch
-        else [*_references(function, reference.scope, attributes)]
-    )
-    if not of_torch:
+    if _is_torchs(function):
+        further = list(_enclosed(function))
+    else:
+        further = list(_references(function, reference.scope, attributes))
         for name, found, _ in further:
             if any(found is each for each in _ACTING) or _keeps(found, function):
                 yield f"uses {name}, and whoever reads that would miss its calls"
         yield from _writes(function)
+
     for each in further:
         yield from _effects(each, attributes, seen)
 
 
 def _writes(function: FunctionType) -> Iterator[str]:
+    # Variables of functions around outlive the call.
     enclosed = {*function.__code__.co_freevars}
     last = "an element"
+
     for instruction in _instructions(function.__code__):
         name, opname = instruction.argval, instruction.opname
         if opname in _WRITES or (opname == "STORE_DEREF" and name in enclosed):
             yield f"writes to {name if isinstance(name, str) else 'an element'}"
-        if opname in _ATTRIBUTE and (
-            name in _OF_CONTAINERS or name in _IN_PLACE or name in _SPECIAL
-        ):
+        if opname in _ATTRIBUTE and name in _CHANGING:
             yield f"changes {last}"
         if opname == "IMPORT_NAME" and name.partition(".")[0] not in _IMPORTABLE:
             yield f"imports {name} when it runs, and may do anything with it"
@@ -148,55 +158,65 @@ def _writes(function: FunctionType) -> Iterator[str]:
 
 
 def _keeps(found: Any, function: FunctionType) -> bool:
-    """Tell whether an object may remember that a function has used it."""
-    if isinstance(found, (MethodType, BuiltinFunctionType)):
+    """Return True if an object may remember a use by a function."""
+    if isinstance(found, MethodType | BuiltinFunctionType):
         return _keeps(found.__self__, function)
+    # Reading a plain dictionary changes nothing, reading a defaultdict may.
     if isinstance(found, dict) and not isinstance(found, defaultdict):
-        return not _OF_DICTIONARIES.isdisjoint(_names(function))
-    return isinstance(found, Tensor) or not (
-        isinstance(found, _HARMLESS) or _is_torchs(type(found))
-    )
+        return not _DICTIONARY_METHODS.isdisjoint(_names(function))
+    # An operation in place has no instruction of its own.
+    if isinstance(found, Tensor):
+        return True
+    return not isinstance(found, _HARMLESS) and not _is_torchs(type(found))
 
 
 def _references(
     function: FunctionType, scope: type | None, attributes: Mapping[str, Any]
 ) -> Iterator[_Reference]:
-    """Find what a function refers to: in its file, around it, in its defaults, its class and its instance."""
+    """Yield the objects in the names of a function.
+
+    A name may belong to the file, to a function around, to a default, to the class, or to the
+    instance.
+    """
     yield from _globals(function)
     yield from _enclosed(function)
-    names = inspect.signature(function, follow_wrapped=False).parameters.values()
-    yield from (_Reference(p.name, p.default, None) for p in names if p.default is not p.empty)
-    for name in _names(function):
-        if (
-            name in attributes
-        ):  # what an instance has besides functions is compared, before and after
-            yield from (
-                [_Reference(name, attributes[name], None)] if _plain(attributes[name]) else []
-            )
+
+    for parameter in inspect.signature(function, follow_wrapped=False).parameters.values():
+        if parameter.default is not parameter.empty:
+            yield _Reference(parameter.name, parameter.default, None)
+
+    names = list(_names(function))
+
+    for name in names:
+        if name in attributes:
+            # Other attributes of an instance are compared, before and after.
+            if _plain(attributes[name]):
+                yield _Reference(name, attributes[name], None)
         elif scope is not None:
             own = [base for base in scope.__mro__ if name in vars(base) and not _is_torchs(base)]
-            own = own if "super" in _names(function) else own[:1]
-            yield from (_Reference(name, vars(base)[name], scope) for base in own)
+            # The bases behind the first one are reached by ``super`` only.
+            for base in own if "super" in names else own[:1]:
+                yield _Reference(name, vars(base)[name], scope)
 
 
 def _globals(function: FunctionType) -> Iterator[_Reference]:
-    """Find what a function refers to in its file, through the modules and classes that it names there."""
-    found, scope = None, None
+    """Yield the objects of the file, and the attributes of modules and classes of the file."""
+    found: Any = None
     for instruction in _instructions(function.__code__):
         name, opname = instruction.argval, instruction.opname
         if opname in _GLOBAL:
-            found, scope = function.__globals__.get(name, _builtin(name)), None
-        elif (
-            opname in _ATTRIBUTE and isinstance(found, (ModuleType, type)) and not _is_torchs(found)
-        ):
-            found, scope = (
-                inspect.getattr_static(found, name, None),
-                found if isinstance(found, type) else None,
-            )
+            found = function.__globals__.get(name, _builtin(name))
+            yield _Reference(name, found, None)
+        elif opname in _ATTRIBUTE and _is_looked_into(found):
+            scope = found if isinstance(found, type) else None
+            found = inspect.getattr_static(found, name, None)
+            yield _Reference(name, found, scope)
         else:
             found = None
-            continue
-        yield _Reference(name, found, scope)
+
+
+def _is_looked_into(found: Any) -> bool:
+    return isinstance(found, ModuleType | type) and not _is_torchs(found)
 
 
 def _builtin(name: str) -> Any:
@@ -205,12 +225,12 @@ def _builtin(name: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Give the function behind what wraps one, ``None`` if there is none."""
+    """Return the function inside a wrapper, or ``None``."""
     if isinstance(value, property):
         return value.fget
     if isinstance(value, partial):
         return _plain(value.func)
-    if isinstance(value, (staticmethod, classmethod, MethodType)):
+    if isinstance(value, staticmethod | classmethod | MethodType):
         return _plain(value.__func__)
     return value if isinstance(value, FunctionType) else None
 
@@ -226,30 +246,27 @@ def _names(function: FunctionType) -> Iterator[str]:
 
 
 def written_global(function: FunctionType) -> str:
-    """Name what a function writes to in the namespace of its file, "" if there is nothing."""
-    written = (
-        i.argval
-        for i in _instructions(function.__code__)
-        if i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")
-    )
-    return next(written, "")
+    """Return the name of a global that a function writes to, or ""."""
+    for instruction in _instructions(function.__code__):
+        if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            return str(instruction.argval)
+    return ""
 
 
 def detached(module: nn.Module) -> nn.Module:
-    """Copy a module with the containers that it holds, so that running the copy leaves the module as it is."""
+    """Copy a module with its containers, so that a call of the copy leaves the module unchanged."""
     twin = copy.copy(module)
     twin.__dict__.update({name: _copied(value) for name, value in vars(twin).items()})
     return twin
 
 
 def changed_attribute(module: nn.Module, since: nn.Module) -> str:
-    """Name an attribute of ``module`` that differs from that of the copy ``since``, "" if there is none."""
-    names = sorted(vars(module).keys() | vars(since).keys())
-    # `_copied` stands for a missing attribute, as no module holds it.
-    return next(
-        (n for n in names if not _same(vars(module).get(n, _copied), vars(since).get(n, _copied))),
-        "",
-    )
+    """Return the name of an attribute that differs from the copy ``since``, or ""."""
+    # `_copied` stands for a missing attribute, as no module holds `_copied`.
+    for name in sorted(vars(module).keys() | vars(since).keys()):
+        if not _same(vars(module).get(name, _copied), vars(since).get(name, _copied)):
+            return name
+    return ""
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -265,7 +282,7 @@ def _instructions(code: CodeType) -> Iterator[dis.Instruction]:
 
 
 def _enclosed(function: FunctionType) -> Iterator[_Reference]:
-    """Find what a function has of the functions around it."""
+    """Yield the objects from functions around a function."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if cell != _EMPTY:
             yield _Reference(name, cell.cell_contents, None)
@@ -282,26 +299,27 @@ def _copied(value: Any) -> Any:
 
 
 def _copied_object(value: Any) -> Any:
-    """Copy an object and the containers that it holds, no deeper, as it may lead back to itself."""
+    """Copy an object and its containers, and nothing deeper: an object may lead back to itself."""
     try:
         twin = copy.copy(value)
-    except Exception:  # a lock, perhaps, which nobody can copy
+    except Exception:  # a lock, for example, cannot be copied
         return value
-    if twin is not value:
-        held = {
-            name: copy.copy(part)
-            for name, part in vars(value).items()
-            if isinstance(part, _CONTAINERS)
-        }
-        twin.__dict__.update(held)
+
+    if twin is value:
+        return twin
+
+    for name, part in vars(value).items():
+        if isinstance(part, _CONTAINERS):
+            twin.__dict__[name] = copy.copy(part)
+
     return twin
 
 
 def _is_object(value: Any) -> bool:
-    """Return whether a value is an object with attributes that is neither a tensor nor a module."""
-    return isinstance(getattr(value, "__dict__", None), dict) and not isinstance(
-        value, (nn.Module, Tensor)
-    )
+    """Return True for an object with attributes, except tensors and modules."""
+    if isinstance(value, nn.Module | Tensor):
+        return False
+    return isinstance(getattr(value, "__dict__", None), dict)
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -315,4 +333,5 @@ def _same(value: Any, other: Any) -> bool:
         return value.keys() == other.keys() and all(_same(value[key], other[key]) for key in value)
     if isinstance(value, set):
         return bool(value == other)
-    return len(value) == len(other) and all(_same(a, b) for a, b in zip(value, other, strict=True))
+
+    return len(value) == len(other) and all(map(_same, value, other))

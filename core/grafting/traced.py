@@ -1,8 +1,9 @@
 """The computation of a module on tensors of given shapes, as an expression.
 
-Some forwards take the shape of their input apart, which symbolic tracing cannot follow. So ``make_fx`` traces them with
-tensors of every number of dimensions and dtype that models have, down to torch's own operations, and an op that they
-may be is traced with the same. A forward that looks at anything else, such as a size, is refused.
+Symbolic tracing cannot follow a forward that takes the shape of its input apart. ``make_fx`` can:
+the forward runs on tensors of every number of dimensions and dtype that models have, and the trace
+consists of torch's own operations. A candidate op is traced with the same
+tensors. A forward that looks at anything else, such as a size, is refused.
 """
 
 from __future__ import annotations
@@ -22,17 +23,20 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 Shape = tuple[int, ...]
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _SETTING = (int, float, str, type(None))
 _OWN = vars(nn.Module()).keys() - {"training"}
 
 USUAL = (2, 3)
-"""Shape of an input before its last dimension, which every module takes."""
+"""Shape of an input before the last dimension. Every module takes this shape."""
 
 SHAPES = (USUAL, (), (6,), (1, 1), (2, 3, 4), (2, 3, 4, 5), (2, 3, 4, 5, 6))
-"""Shapes of one to six dimensions, which a forward may count, and with dimensions of one element, which torch drops."""
+"""Shapes of one to six dimensions, as a forward may count dimensions.
+
+torch drops dimensions of one element, so one shape has such dimensions.
+"""
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float64)
 """Dtypes beside float32 on which a forward might branch."""
@@ -43,99 +47,113 @@ _FEW = 4
 def traced_module(
     module: nn.Module, parameters: tuple[str, ...], *arguments: Shape
 ) -> Expression | None:
-    """Return the expression of a forward; ``None`` if it has none, another one in training, or does more than compute.
+    """Return the expression of a forward for arguments of the given shapes.
 
-    The arguments, of the given shapes, are ``"argument 0"`` and so on; the parameters have their names. The expression
-    is the same in all ``DTYPES`` and in float32; the others are tried if the forward asks for a dtype.
+    The arguments are ``"argument 0"`` and so on; the parameters have their names. If the forward
+    asks for a dtype, all ``DTYPES`` are tried, too.
+
+    Returns:
+        The expression, the same in training and for every dtype. ``None`` if there is no such
+        expression, or if the forward does more than compute.
     """
-    found: list[Expression] = []
     if side_effect_of(module):
         return None
+
     shapes = {name: module.get_parameter(name).shape for name in parameters}
     questions = NoQuestions()
     trials = [(training, torch.float32) for training in (False, True)]
+    first: Expression = None
+
     for training, dtype in trials:
-        twin = detached(module)  # what tracing sets on the module stays off the model
+        twin = detached(module)  # the forward may set attributes
         twin.__dict__["training"] = training
         before = detached(twin)
         call = functools.partial(_watched_call, questions, twin)
         try:
-            found.append(traced_function(call, shapes, *arguments, dtype=dtype))
-        except Exception:  # that it has no expression, or whatever code of the model's author raises when it is traced
+            expression = traced_function(call, shapes, *arguments, dtype=dtype)
+        except Exception:  # code of the model's author may raise anything
             return None
-        if changed_attribute(twin, before) or found[-1] != found[0]:
+        first = expression if first is None else first
+        if changed_attribute(twin, before) or expression != first:
             return None
         if questions.dtype_asked and len(trials) == 2:
             trials += product((False, True), DTYPES)
-    return found[0]
+
+    return first
 
 
 def kind_of(module: nn.Module) -> Hashable:
-    """Describe all that the result of a forward without children may depend on, save for numbers in tensors.
+    """Return a key that is equal for modules whose forwards differ in numbers of tensors only.
 
-    For as long as the module and its attributes live.
+    For modules without children. The key is valid as long as the module and the attributes live.
     """
     settings = [
-        (k, type(v), v if isinstance(v, _SETTING) else id(v))
-        for k, v in vars(module).items()
-        if k not in _OWN
+        (name, type(value), value if isinstance(value, _SETTING) else id(value))
+        for name, value in vars(module).items()
+        if name not in _OWN
     ]
     tensors = [
-        (
-            name,
-            None if tensor is None else (type(tensor), tensor.shape, tensor.dtype, tensor.device),
-        )
+        (name, None if tensor is None else _kind_of_tensor(tensor))
         for name, tensor in (*module._parameters.items(), *module._buffers.items())
     ]
     return type(module), *settings, *tensors, *module._modules.items()
 
 
-def once_per_kind(
-    recognise: Callable[[nn.Module], Found], kind_of: Callable[[nn.Module], Hashable] = kind_of
-) -> Callable[[nn.Module], Found]:
-    """Make a recogniser that is asked once for modules of a kind. For use in one walk over a model."""
-    found: dict[Hashable, Found] = {}
+def _kind_of_tensor(tensor: Tensor) -> Hashable:
+    return type(tensor), tensor.shape, tensor.dtype, tensor.device
 
-    def recognised(module: nn.Module) -> Found:
+
+def once_per_kind(
+    recognise: Callable[[nn.Module], Result], kind_of: Callable[[nn.Module], Hashable] = kind_of
+) -> Callable[[nn.Module], Result]:
+    """Ask a recogniser once for modules of a kind. For use in one walk over a model."""
+    known: dict[Hashable, Result] = {}
+
+    def recognised(module: nn.Module) -> Result:
         kind = kind_of(module)
-        if kind not in found:
-            found[kind] = recognise(module)
-        return found[kind]
+        if kind not in known:
+            known[kind] = recognise(module)
+        return known[kind]
 
     return recognised
 
 
-def once_per_function(recognise: Callable[[Function], Found]) -> Callable[[Function], Found]:
-    """Make a recogniser that is asked once for each function, as long as that lives: what it computes does not change.
+def once_per_function(recognise: Callable[[Function], Result]) -> Callable[[Function], Result]:
+    """Ask a recogniser once for each function, as long as the function lives.
 
-    Nothing that is selected or activated has a part in it, so that nothing resets it.
+    The answer depends on the function only, and on no selection or activation, so ``reset`` keeps
+    the answers.
     """
-    found: weakref.WeakKeyDictionary[Function, Found] = weakref.WeakKeyDictionary()
+    known: weakref.WeakKeyDictionary[Function, Result] = weakref.WeakKeyDictionary()
 
     @functools.wraps(recognise)
-    def recognised(function: Function) -> Found:
-        if function not in found:
-            found[function] = recognise(function)
-        return found[function]
+    def recognised(function: Function) -> Result:
+        if function not in known:
+            known[function] = recognise(function)
+        return known[function]
 
     return recognised
 
 
 def refuses(module: nn.Module, parameters: tuple[str, ...], *arguments: Shape) -> bool:
-    """Return whether a forward raises on such arguments, of which an op may take more than the module.
+    """Return True if a forward raises on arguments of these shapes.
 
-    A forward that takes few rows takes many too, so it is not run on many.
+    An op may take more shapes than the module. A forward that takes few rows takes many rows too,
+    so this call has few.
     """
     zeros = {name: torch.zeros(module.get_parameter(name).shape) for name in parameters}
+    inputs = []
+
+    for *rows, size in arguments:
+        few = [min(count, _FEW) for count in rows]
+        inputs.append(torch.zeros(*few, size))
+
     try:
         with torch.no_grad():
-            _call(
-                detached(module),
-                zeros,
-                *(torch.zeros(*(min(n, _FEW) for n in rows), n) for *rows, n in arguments),
-            )
-    except Exception:  # whatever code of the model's author raises
+            _call(detached(module), zeros, *inputs)
+    except Exception:  # code of the model's author may raise anything
         return True
+
     return False
 
 
@@ -145,33 +163,43 @@ def traced_function(
     *arguments: Shape,
     dtype: torch.dtype = torch.float32,
 ) -> Expression:
-    """Return the expression of a function of named parameters, given as a mapping, and of arguments, all of a dtype.
+    """Return the expression of a function of a mapping of parameters, and of arguments.
+
+    Args:
+        function: to trace.
+        shapes: of the parameters, by name.
+        *arguments: the shapes of the arguments.
+        dtype: of all tensors.
 
     Raises:
-        NotExpressible: it uses other operations, or returns no tensor.
+        NotExpressible: the function uses other operations, or returns no tensor.
     """
-    names = [*shapes, *(f"argument {i}" for i in range(len(arguments)))]
+    names = [*shapes]
+    names += [f"argument {number}" for number in range(len(arguments))]
+    sizes = (*shapes.values(), *arguments)
 
     def of_seeds(*seeds: Tensor) -> Tensor:
-        # Made while it is traced, tensors of any size take no memory.
-        tensors = [
-            seed.new_empty(shape)
-            for seed, shape in zip(seeds, (*shapes.values(), *arguments), strict=True)
-        ]
-        return function(dict(zip(shapes, tensors, strict=False)), *tensors[len(shapes) :])
+        # Tensors that are made while tracing take no memory, whatever their size.
+        tensors = [seed.new_empty(shape) for seed, shape in zip(seeds, sizes, strict=True)]
+        parameters = dict(zip(shapes, tensors, strict=False))
+        return function(parameters, *tensors[len(shapes) :])
 
-    graph = make_fx(of_seeds, tracing_mode="fake")(
-        *(torch.empty(0, dtype=dtype) for _ in names)
-    ).graph
+    seeds = [torch.empty(0, dtype=dtype) for _ in names]
+    graph = make_fx(of_seeds, tracing_mode="fake")(*seeds).graph
+    inputs = graph.find_nodes(op="placeholder")
     values: dict[fx.Node, Expression] = {}
-    for seed, name in zip(graph.find_nodes(op="placeholder"), names, strict=True):
+
+    for seed, name in zip(inputs, names, strict=True):
+        # The users of a seed are the tensors that ``of_seeds`` makes.
         values.update(dict.fromkeys((seed, *seed.users), name))
+
     for node in graph.nodes:
         if node.op == "output":
             result: Any = node.args[0]
             return tuple(result.meta["val"].shape), values[result]
         if node not in values:
             values[node] = _value(node, values, dtype)
+
     raise NotExpressible("it returns nothing")
 
 
@@ -192,44 +220,60 @@ def _value(node: fx.Node, values: dict[fx.Node, Expression], dtype: torch.dtype)
     args: Any
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
     if name in _VIEWS:
-        source: Any = node.args[0]
-        former, shape = source.meta["val"].shape, node.meta["val"].shape
-        if name == "squeeze" and shape[-1:] == former[-1:]:  # over which means are taken
-            return args[0]
-        return _view(args[0], _grouped(former), _grouped(shape))
-    if (
-        name == "_to_copy"
-        and kwargs.keys() == {"dtype"}
-        and kwargs["dtype"] in (torch.float32, dtype)
-    ):
-        return args[0]  # as in ``expressions``, casts to float32 and back do nothing
+        return _value_of_view(node, args[0])
+
+    # As in ``expressions``, casts to float32 and back do nothing.
+    casts = name == "_to_copy" and kwargs.keys() == {"dtype"}
+    if casts and kwargs["dtype"] in (torch.float32, dtype):
+        return args[0]
     if name in _MATRICES:
         return _MATRICES[name](*args, **kwargs)
     if name not in METHODS:
         raise NotExpressible(f"it uses {name}")
+
     return METHODS[name](*args, **kwargs)
 
 
+def _value_of_view(node: fx.Node, viewed: Expression) -> Expression:
+    source: Any = node.args[0]
+    former = source.meta["val"].shape
+    shape = node.meta["val"].shape
+    squeezed = node.target.overloadpacket.__name__ == "squeeze"  # type: ignore[union-attr]
+    # Means are taken over the last dimension, so a squeeze of any other one changes nothing.
+    if squeezed and shape[-1:] == former[-1:]:
+        return viewed
+    return _view(viewed, _grouped(former), _grouped(shape))
+
+
 def _grouped(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape without dimensions of one element, but for the last two, which may be groups and their elements."""
+    """Return a shape without dimensions of one element, but with the last two dimensions.
+
+    The last two dimensions may be groups, and the elements of a group.
+    """
     return (*(size for size in shape[:-2] if size != 1), *shape[-2:])
 
 
 def _view(a: Expression, former: tuple[int, ...], shape: tuple[int, ...]) -> Expression:
-    """View an expression. On a product of elements and what groups have in common, a view back undoes others."""
+    """Return the expression of a view.
+
+    If an expression is a product of a view and factors that groups have in common, then a view back
+    undoes the former view.
+    """
     if shape == former:
         return a
     if len(shape) > len(former) or a[0] not in ("view", "product"):
         return ("view", shape, a)
-    factors = (
-        [a]
-        if a[0] == "view"
-        else [base for base, exponent in a[2] if exponent == 1 and base[0] == "view"]
-    )
-    if not factors:
+
+    factors = [(a, 1)] if a[0] == "view" else a[2]
+    views = [base for base, exponent in factors if exponent == 1 and base[0] == "view"]
+    if not views:
         return ("view", shape, a)
-    rest = METHODS["mul"](a, product_form(*(METHODS["pow"](factor, -1) for factor in factors)))
-    return product_form(rest, *(factor[2] for factor in factors))
+
+    # Take the views out of the product, and put the viewed expressions in.
+    inverses = [METHODS["pow"](view, -1) for view in views]
+    rest = METHODS["mul"](a, product_form(*inverses))
+    viewed = [view[2] for view in views]
+    return product_form(rest, *viewed)
 
 
 def _transposed(a: Expression) -> Expression:

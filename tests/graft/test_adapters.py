@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import re
+import sys
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ from opgraft import (
     ungraft,
 )
 from opgraft.errors import ConfigError, ConflictError, GraftError
-from opgraft.grafting.adapters import builtin_adapters
+from opgraft.grafting.adapters import CALL_ADAPTERS, builtin_adapters
 from opgraft.ops import Linear, SiluAndMul
 from opgraft.ops.composites.composite import Composite
 from opgraft.registry.plugin_adapters import PLUGIN_ADAPTERS
@@ -124,6 +127,22 @@ def test_the_documentation_lists_every_built_in_row() -> None:
     assert documented == [
         row for row in rows if not issubclass(CustomOp.op_registry[row[1]], Composite)
     ]
+
+
+def test_the_documentation_lists_every_built_in_row_of_calls() -> None:
+    """The table of calls has the names and ops of the code, in their order."""
+    text = (Path(__file__).parents[2] / "docs/explanation/grafting.md").read_text(encoding="utf-8")
+    table = text.partition("| what calls it |")[2].partition("\n\n")[0]
+    documented = {
+        name: re.findall(r"`(\w+)`", ops)
+        for name, ops in re.findall(r"^\| .+ \| (.+) \| (`.+`) \|$", table, flags=re.M)
+    }
+    names = {cls: name for name, cls in CustomOp.op_registry.items()}
+    rows: dict[str, list[str]] = {}
+    for adapter in CALL_ADAPTERS:
+        if adapter.op in names and names[adapter.op] not in rows.setdefault(adapter.name, []):
+            rows[adapter.name].append(names[adapter.op])
+    assert documented == rows
 
 
 def test_an_op_that_does_not_fit_is_not_used() -> None:
@@ -308,6 +327,113 @@ def test_a_plugin_brings_adapters_through_its_hook(site) -> None:
     )
     (row,) = graft(nn.Sequential(nn.Bilinear(2, 2, 2))).left_alone
     assert row.reason == "acme will do this one later"
+
+
+ACME_CALLS = """
+import functools
+import opgraft
+from opgraft import CustomOp
+from opgraft.ops import SiluAndMul
+
+platforms = ("any",)
+
+@CustomOp.register("acme_gate")
+class AcmeGate(CustomOp):
+    def forward_native(self, gate, up):
+        return gate.sigmoid() * gate * up
+
+@CustomOp.register_oot("AcmeGate")
+class FastAcmeGate(AcmeGate):
+    def forward_oot(self, gate, up):
+        calls.append(tuple(gate.shape))
+        return self.forward_native(gate, up)
+
+calls = []
+
+def recognise(call):
+    if call.name != "gated":
+        return None
+    if call.found is None:
+        raise opgraft.LeaveAlone("acme finds no function of this name in the file")
+    return {}
+
+def with_op(op, function):
+    return functools.partial(by_op, op, function)
+
+def by_op(op, function, gate, up, scale=1.0):
+    # A call with a scale is none for the op.
+    return op(gate, up) if scale == 1.0 else function(gate, up, scale)
+
+@opgraft.hookimpl
+def opgraft_graft_adapters():
+    return [opgraft.CallAdapter("gate of acme", AcmeGate, recognise, with_op)]
+"""
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """The function of some model's file."""
+    return scale * torch.nn.functional.silu(gate) * up
+
+
+class GatedUnit(nn.Module):
+    """A module that calls the function of its file."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return gated(x[..., :4], x[..., 4:], self.scale)
+
+
+class Unresolved(nn.Module):
+    """A module with an attribute of the same name."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.sizes.gated(x)
+
+
+Unresolved.forward = types.FunctionType(  # type: ignore[method-assign]
+    Unresolved.forward.__code__, {"__name__": __name__}
+)
+
+
+def test_a_plugin_brings_an_adapter_of_calls(site) -> None:
+    """A CallAdapter of an installed plugin has a forward call its op, survives copies, and is undone."""
+    site.plugin("acme-ops", ACME_CALLS)
+    x = torch.randn(3, 8)
+    model = nn.Sequential(GatedUnit(), GatedUnit(2.0), Unresolved())
+    with torch.no_grad():
+        expected = [model[0](x), model[1](x)]
+    report = graft(model)
+    rows = [(row.path, row.source, row.adapter, row.op) for row in report.replaced]
+    assert rows == [
+        ("0.gated", "gated", "gate of acme", "acme_gate"),
+        ("1.gated", "gated", "gate of acme", "acme_gate"),
+    ]
+    assert {str(row.provider) for row in report.replaced} == {"acme-ops 1.0"}
+    assert [(row.path, row.reason) for row in report.left_alone if "acme" in row.reason] == [
+        ("2.gated", "acme finds no function of this name in the file")
+    ]
+    calls = sys.modules["acme_ops"].calls  # type: ignore[attr-defined]
+    copied = copy.deepcopy(model)
+    for each in (model, copied):
+        torch.testing.assert_close(each[0](x), expected[0])
+        torch.testing.assert_close(each[1](x), expected[1])
+    assert calls == [(3, 4)] * 2
+    ungraft(model)
+    assert torch.equal(model[0](x), expected[0])
+    assert list(model[0].children()) == []
+    assert len(calls) == 2
+
+
+def test_a_call_is_left_alone_without_a_kernel(site) -> None:
+    """An op without a kernel leaves the function, unless the adapter says that the definition gains."""
+    plain = ACME_CALLS.replace('@CustomOp.register_oot("AcmeGate")\n', "")
+    site.plugin("acme-ops", plain)
+    model = nn.Sequential(GatedUnit())
+    (row,) = [row for row in graft(model).left_alone if row.source == "gated"]
+    assert row.reason == "here acme_gate is its native definition, which is no faster"
 
 
 def test_the_reference_plugin_serves_a_grafted_model(toy_npu, mlp, x) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from opgraft import graft, ungraft
 from opgraft.grafting import attention
-from opgraft.grafting.attention import SUBSTITUTION
+from opgraft.grafting.attention import ADAPTER
 from opgraft.ops import ScaledDotProductAttention
 from torch import nn
 
@@ -256,7 +256,7 @@ def test_features_of_transformers_function_are_left_to_it() -> None:
             raise AssertionError("the op was called")
 
     plain = transformers.AttentionInterface()
-    interface = SUBSTITUTION.substitute(Refusing(), plain)
+    interface = ADAPTER.substitute(Refusing(), plain)
     module = nn.Module()
     query, key, value = (torch.randn(2, 4, 3, 8) for _ in range(3))
     bias = torch.randn(1, 4, 3, 3)
@@ -278,7 +278,7 @@ def test_the_attention_function_agrees_with_transformers(
 ) -> None:
     """Over masks, lengths, shared heads and head sizes, causal or not, both functions return the same."""
     plain = transformers.AttentionInterface()
-    interface = SUBSTITUTION.substitute(ScaledDotProductAttention(), plain)
+    interface = ADAPTER.substitute(ScaledDotProductAttention(), plain)
     module = nn.Module()
     module.num_key_value_groups = groups
     query, key = torch.randn(2, 4, queries, 8), torch.randn(2, 4 // groups, keys, 8)

@@ -172,7 +172,7 @@ def test_without_a_kernel_the_function_stays() -> None:
     model = build()
     reasons = {row.reason for row in graft(model).left_alone if row.source == "Attention"}
     assert reasons == {
-        "here scaled_dot_product_attention is its native definition, which is torch's function"
+        "here scaled_dot_product_attention is its native definition, which is no faster"
     }
     assert type(model[1]) is Attention
 

@@ -141,10 +141,10 @@ def parametrized(module: Gated) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (hooked, "its up_proj stayed what it was, a Linear"),
-        (parametrized, "its up_proj stayed what it was, a ParametrizedLinear"),
+        (hooked, "its up_proj is still a Linear"),
+        (parametrized, "its up_proj is still a ParametrizedLinear"),
         (one_bias, "one of gate_proj and up_proj has a bias, the other has none"),
-        (wrapped, "its gate_proj stayed what it was, a Sequential"),
+        (wrapped, "its gate_proj is still a Sequential"),
         (narrow, "the sizes of gate_proj, up_proj, down_proj are not those of one gated MLP"),
     ],
 )

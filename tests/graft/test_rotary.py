@@ -9,9 +9,11 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
+import opgraft
 import pytest
 import torch
 from opgraft import graft, ungraft
+from opgraft.grafting.rotary import ADAPTER
 from opgraft.ops import ApplyRotaryEmb, CustomOp
 from torch import nn
 
@@ -148,8 +150,8 @@ def test_a_pickle_is_read_in_another_process(tmp_path, warm_python) -> None:
     """A saved model finds its class again where it is loaded, and an op that is bound there."""
     program = (
         "import sys, torch, opgraft, transformers\n"
-        "from opgraft.grafting.forwards import substitute\n"
-        "from opgraft.grafting.rotary import substitution_of\n"
+        "from opgraft.grafting.forwards import Substitution, substitute\n"
+        "from opgraft.grafting.rotary import ADAPTER\n"
         "from opgraft.ops import ApplyRotaryEmb\n"
         "config = transformers.LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, "
         "num_key_value_heads=2, intermediate_size=8, vocab_size=9)\n"
@@ -157,7 +159,8 @@ def test_a_pickle_is_read_in_another_process(tmp_path, warm_python) -> None:
         "if sys.argv[1] == 'save':\n"
         "    model = transformers.AutoModelForCausalLM.from_config(config).eval()\n"
         "    layer = model.model.layers[0].self_attn\n"
-        "    substitute(layer, ApplyRotaryEmb(), substitution_of('apply_rotary_pos_emb'))\n"
+        "    row = Substitution('apply_rotary_pos_emb', ADAPTER.child, ADAPTER.substitute)\n"
+        "    substitute(layer, ApplyRotaryEmb(), row)\n"
         "    torch.save((model, model(input_ids=ids).logits), sys.argv[2])\n"
         "else:\n"
         "    model, expected = torch.load(sys.argv[2], weights_only=False)\n"
@@ -377,7 +380,10 @@ OfLength.__module__ = Raising.__module__ = modeling_llama.__name__
     ("embedding", "reason"),
     [
         (OfLength, "nothing in the model shows that its cosines and sines have each number twice"),
-        (Raising, "transformers rotary function raised SystemExit: no such device"),
+        (
+            Raising,
+            f"adapter {ADAPTER.name!r} of opgraft {opgraft.__version__} raised SystemExit: no such device",
+        ),
     ],
 )
 def test_what_recognition_of_tables_raises(

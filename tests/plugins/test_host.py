@@ -128,7 +128,7 @@ FAILING = {
     ),
     "gives a wrong adapter": (
         GOOD + "\n@opgraft.hookimpl\ndef opgraft_graft_adapters():\n    return [1]\n",
-        "returned a int among its opgraft.Adapter",
+        "returned a int, expected an opgraft.Adapter or an opgraft.CallAdapter",
     ),
 }
 
