@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 
 import click
@@ -19,10 +20,11 @@ from opgraft.errors import RequestError
 from opgraft.planning.splits import expect_split
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.selection import current_platform, selected_platform
-from opgraft.serving.interrupts import interrupts_noted
-from opgraft.serving.llm import LLM, Interrupted, engine_config
+from opgraft.serving.engine_settings import engine_config
+from opgraft.serving.llm import LLM, Interrupted
+from opgraft.serving.open_request import OpenRequest
 from opgraft.serving.outputs import RequestOutput
-from opgraft.serving.text_engine import TextEngine
+from opgraft.text import printable
 
 
 def open_llm(model: str) -> LLM:
@@ -30,7 +32,7 @@ def open_llm(model: str) -> LLM:
     expect_split(engine_config(model, None, {}).resolved())
     llm = LLM(model)
     if not llm.embeds:
-        click.echo(llm.engine.capacity(), err=True)
+        click.echo(llm.capacity(), err=True)
     return llm
 
 
@@ -99,10 +101,9 @@ def answer_prompts(
 
 def _streamed(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
     chats = llm.chats
-    text = llm.engine.chat_template.render([_message(prompt)]) if chats else prompt
-    output = llm.engine.add("0", text, params, add_special_tokens=not chats)
-    show_stream(llm, output)
-    return output
+    inputs = llm.engine.inputs
+    text = inputs.chat_template.render([_message(prompt)]) if chats else prompt
+    return show_stream(llm, inputs.prepare("0", text, params, add_special_tokens=not chats))
 
 
 def _at_once(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[RequestOutput]:
@@ -132,7 +133,7 @@ def expect_answers(llm: LLM, outputs: Sequence[RequestOutput]) -> None:
     ]
     if not failed:
         return
-    failure = llm.engine.core.step_failure if isinstance(llm.engine, TextEngine) else None
+    failure = llm.engine.core.step_failure
     if failure is not None:
         raise failure
     raise RequestError(f"{len(failed)} of {len(outputs)} prompts failed: {failed[0]}")
@@ -142,23 +143,26 @@ def _message(prompt: str) -> dict[str, str]:
     return {"role": "user", "content": prompt}
 
 
-def show_stream(llm: LLM, output: RequestOutput) -> None:
-    """Show an answer on stdout as it grows, and a line break after it; an interrupt ends the answer."""
+def show_stream(llm: LLM, request: OpenRequest) -> RequestOutput:
+    """Show an answer on stdout as it grows, and a line break after it; an interrupt ends the answer.
+
+    Args:
+        llm: computes the answer.
+        request: with one answer.
+
+    Returns:
+        The answer, so far as it was computed.
+    """
     shown = 0
-    answer = output.outputs[0]
-    with interrupts_noted() as interrupted:
-        try:
-            while not (
-                output.finished or interrupted()
-            ):  # asked in each step, those without a token too
-                llm.engine.step()
-                _show(answer.text[shown:])
-                shown = len(answer.text)
-        finally:
-            if not output.finished:
-                llm.engine.abort(output.request_id)
+    with closing(llm.answers([request], grows=True)) as news, suppress(Interrupted):
+        for output in news:
+            text = output.outputs[0].text
+            _show(text[shown:])
+            shown = len(text)
+    answer = request.output.outputs[0]
     if answer.text or answer.error is None:
         _show(f"{answer.text[shown:]}\n")
+    return request.output
 
 
 def _show(piece: str) -> None:
@@ -239,7 +243,7 @@ def _print_as_json(
             "model": model,
             "platform": current_platform().name,
             "decision": selected_platform().decision.to_dict(),
-            "cache_tokens": llm.engine.cache_tokens,
+            "cache_tokens": llm.replicas.cache_tokens,
             "answers": answers,
             "seconds": seconds,
             "tokens_per_second": _tokens(outputs) / seconds,

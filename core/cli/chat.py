@@ -19,6 +19,7 @@ from opgraft.registry.state import host_state
 
 if TYPE_CHECKING:
     from opgraft.serving.llm import LLM
+    from opgraft.serving.open_request import OpenRequest
     from opgraft.serving.outputs import RequestOutput
 
 _MOST_TOKENS = 512
@@ -80,7 +81,7 @@ class _Chat:
         llm: LLM,
         params: SamplingParams,
         system: str | None,
-        show: Callable[[LLM, RequestOutput], None],
+        show: Callable[[LLM, OpenRequest], RequestOutput],
     ) -> None:
         self.llm = llm
         self.show = show
@@ -120,11 +121,12 @@ class _Chat:
             RequestError: the chat has become too long, the template refuses it, or the answer failed.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
-        engine = self.llm.engine
-        prompt = engine.chat_template.render(messages)
-        output = engine.add(str(next(self.numbers)), prompt, self.params, add_special_tokens=False)
-        self.show(self.llm, output)
-        (answer,) = output.outputs
+        inputs = self.llm.engine.inputs
+        prompt = inputs.chat_template.render(messages)
+        request = inputs.prepare(
+            str(next(self.numbers)), prompt, self.params, add_special_tokens=False
+        )
+        (answer,) = self.show(self.llm, request).outputs
         if answer.error is not None:
             raise RequestError(f"the answer failed: {answer.error}")
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]

@@ -101,7 +101,7 @@ def command(
     figures = device_of(device, given)
     # These import torch, which --help does without.
     from opgraft.planning.splits import Planner, PlanRequest
-    from opgraft.serving.llm import engine_config
+    from opgraft.serving.engine_settings import engine_config
 
     fixed = {name: options[name] for name in _SIZES if options[name] is not None}
     wanted = PlanRequest(devices, batch, context, fixed)

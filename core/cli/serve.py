@@ -60,7 +60,7 @@ def command(model: str, api_keys: tuple[str, ...]) -> None:
         raise click.UsageError("--api-key is empty: give a key, or leave the option out")
     # These import torch, which --help does without.
     from opgraft.planning.splits import expect_split
-    from opgraft.serving.llm import engine_config
+    from opgraft.serving.engine_settings import engine_config
 
     write_json()
     logging.getLogger("opgraft.serving.server").setLevel(logging.INFO)

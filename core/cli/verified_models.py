@@ -28,7 +28,7 @@ from opgraft.ops.attention.batch import AttentionBatch, LayerStates
 from opgraft.ops.attention.decoder import attention_layers
 from opgraft.ops.state_space.layer import state_layers
 from opgraft.plugins.host import load_plugins
-from opgraft.serving.llm import engine_config
+from opgraft.serving.engine_settings import engine_config
 from opgraft.serving.tokenizer import find_tokenizer
 from opgraft.testing.verification import Step, Steps
 from torch import Tensor, nn

@@ -1,10 +1,9 @@
-"""``AsyncLLM``: a model that streams answers into an event loop, to as many readers as there are."""
+"""``AsyncLLM``: a model that answers many readers in event loops."""
 
 from __future__ import annotations
 
 import asyncio
-import weakref
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -14,21 +13,19 @@ from uuid import uuid4
 
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
-from opgraft.engine.executor import Executor
 from opgraft.engine.sampling_params import SamplingParams
-from opgraft.engine.stats import EngineStats
 from opgraft.errors import EngineError, RequestError
-from opgraft.serving.arguments import expect_params, text_messages
+from opgraft.serving.arguments import expect_params, placed, text_messages
+from opgraft.serving.embedding_engine import EmbeddingRequest
 from opgraft.serving.engine_thread import Mailbox, Stream
-from opgraft.serving.llm import Message, engine_config
+from opgraft.serving.front_end import FrontEnd
+from opgraft.serving.llm import Message
 from opgraft.serving.open_request import OpenRequest
-from opgraft.serving.outputs import RequestOutput
+from opgraft.serving.outputs import EmbeddingOutput, RequestOutput
 from opgraft.serving.pools import called_in
 from opgraft.serving.prompts import Prompt
-from opgraft.serving.replica import Replica
-from opgraft.serving.replicas import Replicas
+from opgraft.serving.replicas import Replica
 from opgraft.serving.step_reports import OnStep
-from opgraft.serving.text_engine import TextEngine
 from opgraft.serving.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
@@ -36,8 +33,8 @@ _PREPARING = 2
 """Threads that prepare requests, so that one long template or prompt does not hold up all others."""
 
 
-class AsyncLLM:
-    """A language model whose engine runs in a thread of its own and sleeps while nothing is asked.
+class AsyncLLM(FrontEnd):
+    """A language model or an encoder whose engine runs in a thread of its own and sleeps while nothing is asked.
 
     Prompts are tokenized in threads beside it, and grammars compiled in another, so that neither steps nor event loops
     wait.
@@ -48,7 +45,7 @@ class AsyncLLM:
 
     Raises:
         ConfigError: a setting that there is not, or a value that it does not take; a cache too small for one request.
-        ModelError: no model is named, or it is no decoder: ``LLM`` takes encoders.
+        ModelError: no model is named, or none is registered for its architecture.
         CheckpointError: the checkpoint cannot be read.
     """
 
@@ -60,30 +57,11 @@ class AsyncLLM:
         on_step: OnStep | None = None,
         **settings: Any,
     ) -> None:
-        config = engine_config(model, opgraft_config, settings)
-        self._replicas = Replicas(config, on_step)
-        self._engine = self._replicas.first
+        super().__init__(model, opgraft_config=opgraft_config, on_step=on_step, **settings)
         self._preparing = ThreadPoolExecutor(_PREPARING, thread_name_prefix="opgraft-prepare")
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="opgraft-compile")
+        self._pools += self._preparing, self._compiling
         self._mailbox: Mailbox | None = None
-        self._finalizer = weakref.finalize(
-            self, _shutdown, self._replicas, self._preparing, self._compiling
-        )
-
-    @property
-    def engine(self) -> TextEngine:
-        """The engine, or the first of several, of which other threads than its own may call what changes nothing."""
-        return self._engine
-
-    @property
-    def executor(self) -> Executor:
-        """The way to the workers, or to those of the first of several engines."""
-        return self._engine.core.executor
-
-    @property
-    def replicas(self) -> Replicas:
-        """The engines that share the requests: one, or as many as ``parallel.data`` says."""
-        return self._replicas
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -92,33 +70,32 @@ class AsyncLLM:
         Raises:
             InputError: it has none.
         """
-        return self._engine.expect_tokenizer()
+        return self.encoder.tokenizer if self.embeds else self.engine.inputs.expect_tokenizer()
 
     @property
     def vocab_size(self) -> int:
         """The number of tokens that the model knows."""
-        return self._engine.vocab_size
+        return self.encoder.vocab_size if self.embeds else self.engine.inputs.vocab_size
 
     @property
     def max_model_len(self) -> int:
         """The longest sequence, in tokens."""
-        return self._engine.core.max_model_len
-
-    def capacity(self) -> str:
-        """Say in words what the cache can hold."""
-        return self._replicas.capacity()
+        return self.encoder.max_model_len if self.embeds else self.engine.core.max_model_len
 
     async def warm_up(self) -> None:
-        """Generate a token in each engine.
+        """Generate a token in each engine, or embed one.
 
         Raises:
-            RequestError: one could not, as where the weights are damaged.
-            EngineError: one has stopped.
+            RequestError: an engine could not, as with damaged weights.
+            EngineError: an engine has stopped.
         """
+        if self.embeds:
+            await self.embed([[0]])
+            return
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
         for replica in self._replicas.each:
             name = uuid4().hex
-            prepare = partial(self._engine.prepare, name, [0], params)
+            prepare = partial(self.engine.inputs.prepare, name, [0], params)
             async for output in self._answer(name, params, prepare, replica):
                 failed = output.outputs[0].error
             if failed is not None:
@@ -140,8 +117,11 @@ class AsyncLLM:
             ChildError: no process can be started to try it.
             EngineError: the engine was shut down.
         """
-        if params.structured_output is not None and self._engine.grammars.find(params) is None:
-            await called_in(self._compiling, self._engine.grammars.compile_safely, params)
+        if params.structured_output is None:
+            return
+        grammars = self.engine.inputs.grammars
+        if grammars.find(params) is None:
+            await called_in(self._compiling, grammars.compile_safely, params)
 
     def generate(
         self,
@@ -177,7 +157,7 @@ class AsyncLLM:
         name = request_id or uuid4().hex
         wanted = SamplingParams() if sampling_params is None else sampling_params
         prepare = partial(
-            self._engine.prepare,
+            self.engine.inputs.prepare,
             name,
             prompt,
             wanted,
@@ -212,9 +192,10 @@ class AsyncLLM:
         wanted = SamplingParams() if sampling_params is None else sampling_params
 
         def prepare() -> OpenRequest:
-            return self._engine.prepare(
+            inputs = self.engine.inputs
+            return inputs.prepare(
                 name,
-                self._engine.chat_template.render(text_messages(messages), tools=tools),
+                inputs.chat_template.render(text_messages(messages), tools=tools),
                 wanted,
                 priority=priority,
                 cache_salt=cache_salt,
@@ -237,26 +218,76 @@ class AsyncLLM:
         stream = Stream(request_id, self._mailbox_of(asyncio.get_running_loop()))
         finished = False
         try:
-            await self._open(stream, prepared, only)
+            (opened,) = self._replicas.open([(stream, prepared)], only)
+            await asyncio.wrap_future(opened)
             while not finished:
                 output = await stream.next()
                 finished = output.finished
                 yield output
         finally:
             if not finished:
-                with suppress(EngineError):  # then it has ended already
-                    self._replicas.close(stream)
+                self._leave([stream])
 
-    async def _open(self, stream: Stream, prepared: OpenRequest, only: Replica | None) -> None:
-        """Have a replica begin with a request: another one, where the first turns out to be lost."""
-        for replica in self._replicas.choices(prepared, only):
-            try:
-                await asyncio.wrap_future(replica.open(stream, prepared))
-            except EngineError:
-                if len(self._replicas.each) == 1:
-                    raise
-            else:
-                return
+    async def encode(self, texts: Sequence[Prompt]) -> list[list[int]]:
+        """Return the token ids of texts for an encoder.
+
+        Raises:
+            ModelError: the model generates text.
+            RequestError: a text cannot be taken.
+        """
+        requests = await self._prepared(texts, truncate=False)
+        return [request.ids for request in requests]
+
+    async def embed(
+        self, texts: Sequence[Prompt], *, truncate: bool = False
+    ) -> list[EmbeddingOutput]:
+        """Return the embeddings of texts, in their order, as ``LLM.embed`` does.
+
+        Texts of several calls share batches. If the call is cancelled, the texts leave the queue.
+
+        Args:
+            texts: each as text or token ids.
+            truncate: cut texts that are longer than the model takes, instead of refusing them.
+
+        Raises:
+            ModelError: the model generates text.
+            RequestError: a text cannot be taken.
+            CheckpointError, PluginError: a vector has NaN or infinity.
+            EngineError: the engine has ended.
+        """
+        requests = await self._prepared(texts, truncate)
+        mailbox = self._mailbox_of(asyncio.get_running_loop())
+        streams = [Stream(request.output.request_id, mailbox) for request in requests]
+        waiting = dict(zip(streams, requests, strict=True))
+        try:
+            for opened in self._replicas.open(list(waiting.items())):
+                await asyncio.wrap_future(opened)
+            for stream in streams:
+                await stream.next()
+                del waiting[stream]
+        finally:
+            self._leave(waiting)
+        return self.encoder.results(requests)
+
+    async def _prepared(self, texts: Sequence[Prompt], truncate: bool) -> list[EmbeddingRequest]:
+        encoder = self.encoder
+        self._replicas.check()
+
+        def prepare() -> list[EmbeddingRequest]:
+            return [
+                encoder.prepare(
+                    uuid4().hex, text, placed("text", number, len(texts)), truncate=truncate
+                )
+                for number, text in enumerate(texts)
+            ]
+
+        return await self.prepare(prepare)
+
+    def _leave(self, streams: Iterable[Stream]) -> None:
+        """Have requests aborted that nobody reads any more."""
+        for stream in streams:
+            with suppress(EngineError):  # then the engine has ended, and so has the request
+                self._replicas.close(stream)
 
     def _mailbox_of(self, loop: asyncio.AbstractEventLoop) -> Mailbox:
         if self._mailbox is None or self._mailbox.loop is not loop:
@@ -301,29 +332,15 @@ class AsyncLLM:
         self._replicas.kill()
 
     async def explain(self) -> Explanation:
-        """Tell which kernel of which provider runs each op of the model, and which classes are in use, and why.
+        """Return which kernel of which provider runs each op of the model, the classes in use, and the reasons.
 
         Raises:
             EngineError: the engine has ended.
         """
         return await asyncio.wrap_future(self._replicas.explain())
 
-    def stats(self) -> EngineStats:
-        """Return what runs, and totals since the model was loaded."""
-        return self._replicas.stats()
-
-    def shutdown(self) -> None:
-        """Abort what runs and let go of the model, after the current step. Open iterators end with what they have."""
-        self._finalizer()
-
     async def __aenter__(self) -> AsyncLLM:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.shutdown)
-
-
-def _shutdown(replicas: Replicas, *pools: ThreadPoolExecutor) -> None:
-    for pool in pools:
-        pool.shutdown(wait=False)
-    replicas.shutdown()

@@ -1,4 +1,4 @@
-"""An engine in a thread of its own, and the streams by which it reaches event loops."""
+"""An engine in a thread of its own, and the readers of its news."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from opgraft.base.text import described
-from opgraft.engine.rounds import Rounds
+from opgraft.engine.executor import HUNG
 from opgraft.errors import EngineError
 from opgraft.logger import logger
 from opgraft.serving.open_request import OpenRequest
 from opgraft.serving.outputs import RequestOutput
-from opgraft.serving.text_engine import TextEngine
+from opgraft.serving.request_engine import RequestEngine
+from opgraft.text import described
 
 _T = TypeVar("_T")
-OnSurrender: TypeAlias = "Callable[[Reader, OpenRequest, str], bool]"
-"""Called with a request whose engine is lost, with who reads it, and with the reason; tells whether it goes on."""
-
 News: TypeAlias = "Callable[[], RequestOutput] | BaseException"
 
 
@@ -72,8 +71,16 @@ class Reader(ABC):
         self.left = False
 
     @abstractmethod
-    def put(self, news: News) -> bool:
-        """Leave news, from the engine's thread, and tell whether somebody may read them."""
+    def put(self, output: RequestOutput) -> bool:
+        """Leave news, from the engine's thread, and return whether somebody may read them.
+
+        Args:
+            output: of the request. It may grow later.
+        """
+
+    @abstractmethod
+    def fail(self, error: BaseException) -> None:
+        """Leave an error that ends the request, from the engine's thread."""
 
 
 class Stream(Reader):
@@ -90,9 +97,12 @@ class Stream(Reader):
         self._news = news
         self._arrived.set()
 
-    def put(self, news: News) -> bool:
-        """Leave news, from the engine's thread, and tell whether the loop is still open."""
-        return self.mailbox.put(self, news)
+    def put(self, output: RequestOutput) -> bool:
+        """Leave news, from the engine's thread, and return whether the loop is still open."""
+        return self.mailbox.put(self, output.deferred_snapshot())
+
+    def fail(self, error: BaseException) -> None:
+        self.mailbox.put(self, error)
 
     async def next(self) -> RequestOutput:
         """Wait for news, and return the newest, or raise the error that it is."""
@@ -106,19 +116,51 @@ class Stream(Reader):
         return news()
 
 
+class QueuedReader(Reader):
+    """The news of one request, in a queue of a thread that waits for several.
+
+    Args:
+        request_id: of the request.
+        queue: takes the news.
+        grows: put each output, and not the last one alone.
+
+    Attributes:
+        ended: whether the last news came.
+    """
+
+    def __init__(self, request_id: str, queue: SimpleQueue[News | None], grows: bool) -> None:
+        super().__init__(request_id)
+        self.ended = False
+        self._queue = queue
+        self._grows = grows
+
+    def put(self, output: RequestOutput) -> bool:
+        if self.left:
+            return False
+        self.ended = output.finished
+        if self._grows or output.finished:
+            self._queue.put(output.deferred_snapshot())
+        return True
+
+    def fail(self, error: BaseException) -> None:
+        self.ended = True
+        self._queue.put(error)
+
+
 class _Call(Generic[_T]):
     """A function that the engine's thread is to call."""
 
     def __init__(self, function: Callable[..., _T], *args: object) -> None:
         self.future: Future[_T] = Future()
-        self._function = partial(function, *args)
+        self._function: Callable[[], _T] | None = partial(function, *args)
 
     def make(self) -> None:
         """Call the function, unless nobody waits for it any more; what it raises goes to who waits."""
         if not self.future.set_running_or_notify_cancel():
             return
+        function, self._function = self._function, None  # which may hold what calls it
         try:
-            result = self._function()
+            result = function()  # type: ignore[misc]
         except BaseException as error:
             self.future.set_exception(error)
         else:
@@ -137,26 +179,17 @@ class EngineThread:
 
     Args:
         make: makes the engine, in the thread and in a copy of the caller's context.
-        rounds: in which the engine steps together with others.
-        on_surrender: called in the thread with each open request when the engine is lost; without it they fail.
-        on_loss: called in the thread with the reason when the engine is lost, before that.
 
     Attributes:
         engine: once it is made.
     """
 
-    def __init__(
-        self,
-        make: Callable[[], TextEngine],
-        on_surrender: OnSurrender | None = None,
-        on_loss: Callable[[str], None] | None = None,
-        rounds: Rounds | None = None,
-    ) -> None:
+    engine: RequestEngine
+
+    def __init__(self, make: Callable[[], RequestEngine]) -> None:
         self._wake = threading.Condition()
         self._calls: list[_Call[Any]] = []
         self._streams: dict[str, Reader] = {}
-        self._on_surrender, self._on_loss = on_surrender, on_loss
-        self._place = None if rounds is None else rounds.place(self.look)
         self._stopping = self._looks = False
         self._ended: EngineError | None = None
         self._busy_since: float | None = None
@@ -165,13 +198,17 @@ class EngineThread:
         self._thread = threading.Thread(target=run, name="opgraft-engine", daemon=True)
         self._thread.start()
 
-    def wait(self) -> TextEngine:
-        """Wait until the engine is made, and return it, or raise what was raised."""
+    def wait(self) -> None:
+        """Wait until the engine is made, or raise what was raised."""
         try:
-            return self._making.future.result()
+            self._making.future.result()
         except BaseException:
             self._stopping = True
             raise
+
+    def together(self) -> AbstractContextManager[object]:
+        """Return a context in which calls are added, with no step between them."""
+        return self._wake
 
     @property
     def has_engine(self) -> bool:
@@ -197,7 +234,7 @@ class EngineThread:
         since = self._busy_since
         if since is None:
             return 0.0
-        return max(0.0, time.monotonic() - max(since, self.engine.core.executor.ready_since))
+        return max(0.0, time.monotonic() - max(since, self.engine.executor.ready_since))
 
     def check(self) -> None:
         """Raise if the thread has ended.
@@ -240,12 +277,17 @@ class EngineThread:
     def shutdown(self) -> None:
         """Abort what runs, let go of the engine, and wait until the thread has ended. Further calls do nothing."""
         self.stop()
-        self._thread.join()
+        self.join()
 
-    def kill(self, reason: str) -> None:
+    def join(self, seconds: float | None = None) -> None:
+        """Wait until the thread has ended, for so many seconds at most."""
+        if threading.current_thread() is not self._thread:  # which may collect who owns the thread
+            self._thread.join(seconds)
+
+    def kill(self, reason: str = HUNG) -> None:
         """End the workers of the engine, if it is made, for a reason that it tells."""
         if self.has_engine:
-            self.engine.core.executor.kill(reason)
+            self.engine.executor.kill(reason)
 
     def look(self) -> None:
         """Have the thread see whether the engine has lost its workers, also while there is nothing to do."""
@@ -253,16 +295,13 @@ class EngineThread:
             self._looks = True
             self._wake.notify()
 
-    def _make(self, make: Callable[[], TextEngine]) -> TextEngine:
-        self.engine = make()  # before anybody is told that it is made
-        return self.engine
+    def _make(self, make: Callable[[], RequestEngine]) -> None:
+        self.engine = make()
 
     def _run(self) -> None:
         self._making.make()
         if not self.has_engine:
             return
-        if self._place is not None:
-            self.engine.core.executor.before_submit = self._place.enter
         cause: BaseException | None = None
         why = "the engine was shut down"
         try:
@@ -286,31 +325,38 @@ class EngineThread:
     def _serve(self) -> None:
         while self._wait():
             if self.engine.is_lost:
-                self._surrender(self.engine.core.executor.loss)
+                self._surrender(self.engine.executor.loss)
                 self._busy_since = None
                 self.engine.restart()
             elif self.engine.has_work:
                 self._send(self.engine.step())
             elif self._is_behind():
-                self.engine.take_part()
+                self._take_part()
             else:
-                self.engine.core.restart()
+                self.engine.revive()
 
     def _leave(self, cause: BaseException | None) -> None:
-        """Abort the requests that are open, or surrender them where an error ends the thread."""
+        """Abort the open requests, or surrender them if an error ends the thread."""
         if cause is None:
             self._send([self.engine.abort(request_id) for request_id in list(self._streams)])
         else:
             self._surrender(f"its thread has ended by an error ({described(cause)})")
 
     def _is_behind(self) -> bool:
-        return self._place is not None and self._place.is_behind
+        """Return True if other engines wait for a step of this one."""
+        return False
+
+    def _take_part(self) -> None:
+        """Compute a step of no requests, as engines that share the experts of the model compute one."""
+
+    def _surrender(self, reason: str) -> None:
+        """Give the open requests to other engines, if there are any."""
 
     def _has_work(self) -> bool:
         return self.engine.has_work or self._is_behind()
 
     def _wait(self) -> bool:
-        """Sleep until there is something to do, make the calls, and tell whether to go on."""
+        """Sleep until there is something to do, make the calls, and return whether to go on."""
         self._busy_since = None
         with self._wake:
             self._wake.wait_for(
@@ -323,29 +369,12 @@ class EngineThread:
             call.make()
         return not self._stopping
 
-    def _surrender(self, reason: str) -> None:
-        if self._on_surrender is None:
-            return
-        if self._on_loss is not None:
-            self._on_loss(reason)
-        for reader in list(self._streams.values()):
-            if reader.left:
-                self.close(reader)
-        failed, answers = [], 0
-        for opened in self.engine.surrender():
-            growing = len(opened.growing)
-            if not self._on_surrender(self._streams[opened.output.request_id], opened, reason):
-                failed.append(opened.output)
-                answers += growing
-            del self._streams[opened.output.request_id]
-        self.engine.report_failed(failed, answers)
-
     def _send(self, outputs: Iterable[RequestOutput]) -> None:
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:
                 continue
-            there = stream.put(output.deferred_snapshot())
+            there = stream.put(output)
             if output.finished:
                 del self._streams[output.request_id]
             elif not there:
@@ -359,7 +388,7 @@ class EngineThread:
             self._ended = error
             calls, self._calls = self._calls, []
         for stream in self._streams.values():
-            stream.put(_again(error))
+            stream.fail(_again(error))
         self._streams.clear()
         for call in calls:
             call.refuse(_again(error))

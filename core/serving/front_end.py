@@ -1,161 +1,117 @@
-"""``FrontEnd``: what is asked of an engine of texts, be it one engine or several."""
+"""``FrontEnd``: what ``LLM`` and ``AsyncLLM`` share, a model whose engines run in threads of their own."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Generator
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from opgraft.binding.explaining import Explanation
-from opgraft.engine.sampling_params import SamplingParams
+from opgraft.config import OpgraftConfig
+from opgraft.engine.executor import Executor
 from opgraft.engine.stats import EngineStats
-from opgraft.serving.chat_template import ChatTemplate
-from opgraft.serving.grammars import Grammars
-from opgraft.serving.input_processor import InputProcessor
-from opgraft.serving.open_request import OpenRequest
-from opgraft.serving.outputs import RequestOutput
-from opgraft.serving.prompts import Prompt
-from opgraft.serving.tokenizer import Tokenizer
+from opgraft.errors import ModelError
+from opgraft.serving.embedding_engine import EmbeddingEngine
+from opgraft.serving.engine_settings import engine_config
+from opgraft.serving.replicas import Replicas
+from opgraft.serving.request_engine import RequestEngine
+from opgraft.serving.step_reports import OnStep
+from opgraft.serving.text_engine import TextEngine
+
+_END_SECONDS = 2.0
+"""The longest wait for a step that runs when nobody has the model any more, or when the process ends."""
 
 
-class FrontEnd(ABC):
-    """Prompts in, texts out, for one caller.
+class FrontEnd:
+    """A model, and the engines that share the requests.
 
-    Attributes:
-        inputs: makes requests of prompts.
+    Args:
+        model, opgraft_config, on_step, **settings: as for ``LLM``.
     """
 
-    inputs: InputProcessor
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        opgraft_config: OpgraftConfig | None = None,
+        on_step: OnStep | None = None,
+        **settings: Any,
+    ) -> None:
+        self.opgraft_config = engine_config(model, opgraft_config, settings).resolved()
+        self._replicas = Replicas(self.opgraft_config, on_step)
+        self._first: RequestEngine = self._replicas.first
+        self._pools: list[ThreadPoolExecutor] = []
+        self._finalizer = weakref.finalize(
+            self, _shutdown, self._replicas, self._pools, _END_SECONDS
+        )
 
     @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of the model, if it has one."""
-        return self.inputs.tokenizer
+    def engine(self) -> TextEngine:
+        """The engine of a model that generates, or the first of several.
 
-    def expect_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer.
+        Other threads than the engine's own may call what changes nothing.
 
         Raises:
-            InputError: the model has none.
+            ModelError: the model is an encoder.
         """
-        return self.inputs.expect_tokenizer()
+        if isinstance(self._first, TextEngine):
+            return self._first
+        raise ModelError(
+            f"{self.opgraft_config.model.name} is an encoder, which answers no prompt: LLM.embed gives the vectors of "
+            "texts"
+        )
 
     @property
-    def chat_template(self) -> ChatTemplate:
-        """The chat template of the model."""
-        return self.inputs.chat_template
+    def encoder(self) -> EmbeddingEngine:
+        """The engine of an encoder.
+
+        Raises:
+            ModelError: the model generates text.
+        """
+        if isinstance(self._first, EmbeddingEngine):
+            return self._first
+        raise ModelError(
+            f"{self.opgraft_config.model.name} generates text, and has no embeddings of texts: give an encoder, such "
+            "as minilm"
+        )
 
     @property
-    def grammars(self) -> Grammars:
-        """The grammars of structured outputs."""
-        return self.inputs.grammars
+    def embeds(self) -> bool:
+        """Whether the model is an encoder."""
+        return isinstance(self._first, EmbeddingEngine)
 
     @property
-    def vocab_size(self) -> int:
-        """The number of tokens that the model knows."""
-        return self.inputs.vocab_size
-
-    def encode(self, prompt: Prompt, **options: Any) -> tuple[str | None, list[int]]:
-        """Return the text and the token ids of a prompt, as ``InputProcessor.encode`` does."""
-        return self.inputs.encode(prompt, **options)
-
-    def prepare(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, **options: Any
-    ) -> OpenRequest:
-        """Check a request and make it ready for ``submit``, as ``InputProcessor.prepare`` does; from any thread."""
-        return self.inputs.prepare(request_id, prompt, params, **options)
-
-    def expect_priority(self, priority: int) -> None:
-        """Refuse a priority where the order is that of arrival.
-
-        Raises:
-            RequestError: there is one.
-        """
-        self.inputs.expect_priority(priority)
-
-    def add(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, **options: Any
-    ) -> RequestOutput:
-        """Prepare a request and submit it; arguments and errors are those of ``prepare`` and ``submit``."""
-        return self.submit(self.prepare(request_id, prompt, params, **options))
+    def replicas(self) -> Replicas:
+        """The engines that share the requests: one, or as many as ``parallel.data`` says."""
+        return self._replicas
 
     @property
-    @abstractmethod
-    def has_work(self) -> bool:
-        """Return True if a request has not ended."""
+    def executor(self) -> Executor:
+        """The way to the workers, or to those of the first of several engines."""
+        return self._first.executor
 
-    @abstractmethod
-    def submit(self, prepared: OpenRequest) -> RequestOutput:
-        """Have a request wait for its turn, and return its output, which grows with the steps.
-
-        Raises:
-            RequestError: one of its id runs, or it could never be served.
-            EngineError: the engine has stopped.
-        """
-
-    @abstractmethod
-    def abort(self, request_id: str) -> RequestOutput:
-        """End a request now, and return what it has so far.
-
-        Raises:
-            RequestError: none of that id runs or waits.
-        """
-
-    @abstractmethod
-    def step(self) -> list[RequestOutput]:
-        """Return the requests that have news, once there are some.
-
-        Raises:
-            EngineError: the engine has stopped.
-        """
-
-    @abstractmethod
-    def is_open(self, output: RequestOutput) -> bool:
-        """Tell whether the request of an output that ``submit`` returned may still have news."""
-
-    @abstractmethod
-    def output_of(self, request_id: str) -> RequestOutput:
-        """Return the output of a request that has not ended.
-
-        Raises:
-            RequestError: none of that id runs or waits.
-        """
-
-    def stream(self, request_id: str) -> Generator[RequestOutput, None, None]:
-        """Compute steps until a request ends, and yield its output whenever it has grown.
-
-        A request whose iterator is closed before is aborted.
-
-        Raises:
-            RequestError: none of that id runs or waits.
-        """
-        output = self.output_of(request_id)
-        try:
-            while self.is_open(output):
-                for changed in self.step():
-                    if changed.request_id == request_id:
-                        yield changed
-        finally:
-            if self.is_open(output):
-                self.abort(request_id)
-
-    @abstractmethod
-    def stats(self) -> EngineStats:
-        """Return what runs, and totals since the model was loaded; from any thread."""
-
-    @abstractmethod
-    def explain(self) -> Explanation:
-        """Tell which kernel runs each op of the model, and of which classes the parts of the engine are, and why."""
-
-    @abstractmethod
     def capacity(self) -> str:
-        """Say in words what the cache holds."""
+        """Return in words how much the cache holds."""
+        return self._replicas.capacity()
 
-    @property
-    @abstractmethod
-    def cache_tokens(self) -> int:
-        """The tokens of long sequences that the cache holds."""
+    def stats(self) -> EngineStats:
+        """Return what runs, and totals since the model was loaded; from any thread, also while requests run.
 
-    @abstractmethod
+        For an encoder they count batches and texts; see ``EngineStats``.
+        """
+        return self._replicas.stats()
+
     def shutdown(self) -> None:
-        """Let go of the model and its cache."""
+        """Abort what runs and let go of the model and the cache, after the current step.
+
+        Later requests are refused. A ``with`` block ends with it.
+        """
+        self._finalizer.detach()
+        _shutdown(self._replicas, self._pools)
+
+
+def _shutdown(
+    replicas: Replicas, pools: list[ThreadPoolExecutor], patience: float | None = None
+) -> None:
+    for pool in pools:
+        pool.shutdown(wait=False)
+    replicas.shutdown(patience)

@@ -10,8 +10,15 @@ from typing import Any
 
 
 @contextmanager
-def interrupts_noted() -> Iterator[Callable[[], bool]]:
-    """Take note of an interrupt, for who asks what is yielded between steps; a second one is raised at once."""
+def interrupts_noted(wake: Callable[[], None]) -> Iterator[Callable[[], bool]]:
+    """Take note of a first interrupt, and raise a second one at once.
+
+    Args:
+        wake: called by the handler of the first interrupt.
+
+    Yields:
+        A function that returns True after an interrupt.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False  # signals come to the main thread alone
         return
@@ -21,6 +28,7 @@ def interrupts_noted() -> Iterator[Callable[[], bool]]:
     def note(number: int, frame: Any) -> None:
         signal.signal(signal.SIGINT, former)
         noted.set()
+        wake()
 
     signal.signal(signal.SIGINT, note)
     try:

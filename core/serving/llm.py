@@ -1,24 +1,21 @@
-"""``LLM``: a model that answers many prompts at once, in this process."""
+"""``LLM``: a model that answers many prompts at once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import closing, suppress
 from itertools import count
+from queue import SimpleQueue
 from threading import RLock
 from typing import Any, TypeAlias
 
 from opgraft.base.progress import progress_bar
 from opgraft.base.text import html_table, printable
 from opgraft.binding.explaining import Explanation
-from opgraft.config import OpgraftConfig, set_config
-from opgraft.config.whole import config_from_fields, resolve
+from opgraft.config import OpgraftConfig
 from opgraft.engine.sampling_params import SamplingParams
-from opgraft.engine.stats import EngineStats
-from opgraft.errors import ConfigError, ModelError, RequestError, close_matches
-from opgraft.models.build import generates
-from opgraft.models.files import opened_once
-from opgraft.plugins.host import load_plugins
+from opgraft.errors import EngineError, RequestError
 from opgraft.plugins.selection import current_platform
 from opgraft.registry.state import host_state
 from opgraft.serving.arguments import (
@@ -29,32 +26,19 @@ from opgraft.serving.arguments import (
     priorities_for,
     text_messages,
 )
-from opgraft.serving.embedder import Embedder
+from opgraft.serving.engine_thread import News, QueuedReader
+from opgraft.serving.front_end import FrontEnd
 from opgraft.serving.interrupts import interrupts_noted
+from opgraft.serving.open_request import OpenRequest
 from opgraft.serving.outputs import EmbeddingOutput, RequestOutput
 from opgraft.serving.prompts import Prompt
-from opgraft.serving.replicas import is_replicated
-from opgraft.serving.replicated_engine import ReplicatedEngine
 from opgraft.serving.step_reports import OnStep
-from opgraft.serving.text_engine import TextEngine
+from opgraft.text import html_table, printable
 
 Message: TypeAlias = Mapping[str, Any]
 
-SHORT_NAMES: Mapping[str, str] = {
-    "dtype": "model.dtype",
-    "max_model_len": "model.max_model_len",
-    "seed": "model.seed",
-    "quantization": "quantization.method",
-    "tensor_parallel_size": "parallel.tensor",
-    "data_parallel_size": "parallel.data",
-    "block_size": "cache.block_size",
-    "kv_cache_dtype": "cache.dtype",
-    "enable_prefix_caching": "cache.prefix_reuse",
-    "max_num_seqs": "scheduler.max_num_seqs",
-    "max_num_batched_tokens": "scheduler.max_num_batched_tokens",
-    "enable_chunked_prefill": "scheduler.chunked_prefill",
-}
-"""Keyword arguments of ``LLM``, by the names of vLLM, to the settings that they stand for."""
+_PATIENCE = 0.5
+"""Seconds in which a step may end after a second interrupt; then workers with processes of their own are ended."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -65,17 +49,17 @@ class Interrupted(KeyboardInterrupt):
     """
 
     def __init__(self, outputs: Sequence[RequestOutput]) -> None:
-        done = sum(
-            all(answer.finish_reason != "abort" for answer in output.outputs) for output in outputs
-        )
+        done = 0
+        for output in outputs:
+            done += all(answer.finish_reason != "abort" for answer in output.outputs)
         super().__init__(
             f"{done} of {len(outputs)} prompts were answered; the exception's outputs has them all"
         )
         self.outputs = list(outputs)
 
 
-class LLM:
-    """A language model with an engine of its own.
+class LLM(FrontEnd):
+    """A language model with an engine of its own, in a thread of its own.
 
     Prompts of one call are answered together. Calls from several threads are answered one after the other; for many
     readers at once there is ``AsyncLLM``.
@@ -85,7 +69,8 @@ class LLM:
             in the local Hugging Face cache; ``model.name`` of the settings if not given.
         opgraft_config: settings in place of the process's.
         on_step: called after each step with its ``EngineStats``, a change since the last call, and the requests that
-            have news; see ``PrometheusExporter``. An encoder calls it after each batch, without requests.
+            have news; see ``PrometheusExporter``. An encoder calls it after each batch, without requests. The thread
+            of the engine makes the calls.
         **settings: single settings, which go before those: by the names in ``SHORT_NAMES``, or by dotted names as in
             ``**{"cache.memory_bytes": 1 << 30}``.
 
@@ -103,38 +88,11 @@ class LLM:
         on_step: OnStep | None = None,
         **settings: Any,
     ) -> None:
-        self.opgraft_config = engine_config(model, opgraft_config, settings).resolved()
-        self._engine: TextEngine | ReplicatedEngine | None = None
-        self._embedder: Embedder | None = None
-        with opened_once():
-            if generates(self.opgraft_config):
-                several = is_replicated(self.opgraft_config.parallel)
-                self._engine = (ReplicatedEngine if several else TextEngine)(
-                    self.opgraft_config, on_step
-                )
-            else:
-                self._embedder = Embedder(self.opgraft_config, on_step)
+        super().__init__(model, opgraft_config=opgraft_config, on_step=on_step, **settings)
         self._numbers = count()
         self._answering = RLock()
-
-    @property
-    def engine(self) -> TextEngine | ReplicatedEngine:
-        """The engine of a model that generates; where ``parallel.data`` is above 1, all of them.
-
-        Raises:
-            ModelError: the model is an encoder.
-        """
-        if self._engine is None:
-            name = self.opgraft_config.model.name
-            raise ModelError(
-                f"{name} is an encoder, which answers no prompt: LLM.embed gives the vectors of texts"
-            )
-        return self._engine
-
-    @property
-    def embeds(self) -> bool:
-        """Tell whether the model is an encoder."""
-        return self._embedder is not None
+        self._readers: list[QueuedReader] = []
+        self._leaving: list[Future[None]] = []
 
     def generate(
         self,
@@ -197,7 +155,7 @@ class LLM:
         self, chat: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, name: str
     ) -> str:
         try:
-            return self.engine.chat_template.render(text_messages(chat), tools=tools)
+            return self.engine.inputs.chat_template.render(text_messages(chat), tools=tools)
         except RequestError as error:
             raise RequestError(f"{name}: {error.message}", error.field, code=error.code) from error
 
@@ -222,40 +180,39 @@ class LLM:
             RequestError: a text cannot be taken.
             CheckpointError: the model computes no numbers for a text.
         """
-        if self._embedder is None:
-            name = self.opgraft_config.model.name
-            raise ModelError(
-                f"{name} generates text, and has no embeddings of texts: give an encoder, such as minilm"
-            )
+        encoder = self.encoder
         listed = listed_prompts(texts, "texts")
-        with self._answering, progress_bar("prompts answered", len(listed), progress) as ended:
-            return self._embedder.embed(listed, truncate=truncate, ended=ended)
+        with encoder.counters.timed("text"):
+            requests = [
+                encoder.prepare(
+                    str(next(self._numbers)),
+                    text,
+                    placed("text", number, len(listed)),
+                    truncate=truncate,
+                )
+                for number, text in enumerate(listed)
+            ]
+        try:
+            self._answer_all(requests, progress)
+        except Interrupted:
+            raise KeyboardInterrupt from None  # a part of the vectors is of no use
+        return encoder.results(requests)
 
     @property
     def chats(self) -> bool:
-        """Tell whether the model has a chat template."""
-        return self.engine.tokenizer is not None and bool(self.engine.tokenizer.chat_templates)
+        """Whether the model has a chat template."""
+        tokenizer = self.engine.inputs.tokenizer
+        return tokenizer is not None and bool(tokenizer.chat_templates)
 
     def explain(self) -> Explanation:
-        """Tell which kernel of which provider runs each op of the model, and which classes of whom are in use, and why.
+        """Return which kernel of which provider runs each op of the model, the classes in use, and the reasons.
 
-        What some of them say of what they did is as of now: after requests were answered it tells more.
+        Some parts tell about their work so far: after requests were answered there is more.
+
+        Raises:
+            EngineError: the engine has ended.
         """
-        return self._embedder.explain() if self._embedder is not None else self.engine.explain()
-
-    def stats(self) -> EngineStats:
-        """Return what runs, and totals since the model was loaded; also from another thread, while prompts run.
-
-        Of an encoder they count batches and texts; see ``EngineStats``.
-        """
-        return self._embedder.stats() if self._embedder is not None else self.engine.stats()
-
-    def shutdown(self) -> None:
-        """Let go of the model and its cache; what is asked for afterwards is refused. A ``with`` block ends with it."""
-        if self._embedder is not None:
-            self._embedder.shutdown()
-        else:
-            self.engine.shutdown()
+        return self._replicas.explain().result()
 
     def __repr__(self) -> str:
         return f"<LLM {self.opgraft_config.model.name!r}: {self._kind()}>"
@@ -266,8 +223,8 @@ class LLM:
         return html_table([("model", "on", ""), (name, current_platform().name, self._kind())])
 
     def _kind(self) -> str:
-        """Say in words what the model is for, or what its cache holds."""
-        return "an encoder, see embed()" if self._engine is None else self._engine.capacity()
+        """Return in words what the model is for, or how much the cache holds."""
+        return "an encoder, see embed()" if self.embeds else self.capacity()
 
     def __enter__(self) -> LLM:
         return self
@@ -284,78 +241,87 @@ class LLM:
         *,
         chat: bool = False,
     ) -> list[RequestOutput]:
-        each = zip(
-            prompts,
-            params_for(params, len(prompts)),
-            priorities_for(priority, len(prompts)),
-            strict=True,
-        )
-        ids = [str(next(self._numbers)) for _ in prompts]
-        outputs: dict[str, RequestOutput] = {}
-        with self._answering, interrupts_noted() as interrupted:
-            try:
-                for index, (prompt, its_params, its_priority) in enumerate(each):
-                    outputs[ids[index]] = self.engine.add(
-                        ids[index],
-                        prompt,
-                        its_params,
-                        priority=its_priority,
-                        add_special_tokens=not chat,
-                        name=placed("chat" if chat else "prompt", index, len(ids)),
-                    )
-                with progress_bar("prompts answered", len(prompts), progress) as ended:
-                    while self.engine.has_work and not interrupted():
-                        ended(sum(output.finished for output in self.engine.step()))
-            finally:
-                for request_id in ids:
-                    with suppress(RequestError):  # it has finished, or was never added
-                        self.engine.abort(request_id)
-        if interrupted():
-            raise Interrupted(list(outputs.values()))
-        return list(outputs.values())
-
-
-def engine_config(
-    model: str | None, opgraft_config: OpgraftConfig | None, settings: Mapping[str, Any]
-) -> OpgraftConfig:
-    """Return the settings of an engine as ``LLM`` takes them.
-
-    Raises:
-        ConfigError: a setting that there is not, or a value that it does not take.
-    """
-    load_plugins()  # which may have settings to add
-    named = {"model.name": model} if model is not None else {}
-    arguments = config_from_fields({**_by_dotted_names(settings), **named})
-    if opgraft_config is None:
-        with set_config(arguments, origin="the arguments of LLM"):
-            return host_state().settings().handed_down()
-    whole = "the opgraft_config of LLM"
-    layers = [(whole, opgraft_config), ("the arguments of LLM", arguments)]
-    return resolve((), layers).handed_down(whole)
-
-
-def _by_dotted_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, tuple[str, Any]] = {}
-    for name, value in settings.items():
-        dotted = SHORT_NAMES.get(name, _dotted(name))
-        if dotted in found:
-            raise ConfigError(
-                f"{found[dotted][0]} is {found[dotted][1]!r:.80} and {name} {value!r:.80}, and both stand for "
-                f"{dotted}: leave one out"
+        engine = self.engine
+        each_params = params_for(params, len(prompts))
+        priorities = priorities_for(priority, len(prompts))
+        requests = []
+        for index, prompt in enumerate(prompts):
+            prepared = engine.inputs.prepare(
+                str(next(self._numbers)),
+                prompt,
+                each_params[index],
+                priority=priorities[index],
+                add_special_tokens=not chat,
+                name=placed("chat" if chat else "prompt", index, len(prompts)),
             )
-        found[dotted] = name, value
-    return {dotted: value for dotted, (_, value) in found.items()}
+            requests.append(prepared)
+        self._answer_all(requests, progress)
+        return [request.output for request in requests]
 
+    def _answer_all(self, requests: Sequence[OpenRequest], progress: bool | None) -> None:
+        with (
+            progress_bar("prompts answered", len(requests), progress) as ended,
+            closing(self.answers(requests)) as news,
+        ):
+            for _ in news:
+                ended(1)
 
-def _dotted(name: str) -> str:
-    if name == "gpu_memory_utilization":
-        raise ConfigError(
-            "gpu_memory_utilization is vLLM's share of all memory, for weights and cache: set cache.memory_share, the "
-            "cache's share of what is free when the model has been loaded, as in **{'cache.memory_share': 0.9}"
-        )
-    if "." not in name and name not in SHORT_NAMES:
-        raise ConfigError(
-            f"LLM has no argument {name!r}: {close_matches(name, SHORT_NAMES)} Every setting is taken by its dotted "
-            "name, as in **{'cache.memory_bytes': 1 << 30}"
-        )
-    return name
+    def answers(
+        self, requests: Sequence[OpenRequest], *, grows: bool = False
+    ) -> Generator[RequestOutput, None, None]:
+        """Compute prepared requests together, and yield the output of each once the request has ended.
+
+        After an interrupt, and if the iterator is closed, requests that have not ended are aborted.
+
+        Args:
+            requests: made by ``engine.inputs.prepare`` or ``encoder.prepare``, with ids that are new.
+            grows: yield each output whenever there is more of the answer.
+
+        Raises:
+            RequestError: a request can never be served; then none is computed.
+            EngineError: the engine has stopped, or was shut down.
+            Interrupted: after an interrupt and the end of the step.
+            KeyboardInterrupt: after a second interrupt, which does not wait for the end of the step.
+        """
+        queue: SimpleQueue[News | None] = SimpleQueue()
+        with self._answering, interrupts_noted(lambda: queue.put(None)) as interrupted:
+            self._leave()  # requests of a call that a second interrupt has cut short
+            self._readers = [
+                QueuedReader(request.output.request_id, queue, grows) for request in requests
+            ]
+            try:
+                for opened in self._replicas.open(list(zip(self._readers, requests, strict=True))):
+                    opened.result()
+                left = len(requests)
+                while left and not interrupted():
+                    news = queue.get()
+                    if news is None:  # an interrupt was noted
+                        continue
+                    if isinstance(news, BaseException):
+                        raise news
+                    output = news()
+                    left -= output.finished
+                    yield output
+                wait(self._leave())
+            except KeyboardInterrupt:
+                if wait(self._leave(), _PATIENCE).not_done:
+                    self._replicas.kill("an interrupt came in the middle of a step")
+                raise
+            except BaseException:
+                wait(self._leave())
+                raise
+        if interrupted():
+            raise Interrupted([request.output for request in requests])
+
+    def _leave(self) -> list[Future[None]]:
+        """Have requests aborted that nobody reads any more, and return the aborts that are not done."""
+        for reader in self._readers:
+            if reader.ended:
+                continue
+            with suppress(EngineError):  # then the engine has ended, and so have the requests
+                closing = self._replicas.close(reader)
+                if closing is not None:
+                    self._leaving.append(closing)
+        self._readers = []
+        self._leaving = [closing for closing in self._leaving if not closing.done()]
+        return self._leaving

@@ -74,9 +74,16 @@ class OpenRequest:
         return prompt + sum(max(min(most, expected) - length, 1) for most, length in lengths)
 
 
-def none_open(request_id: str, what: str) -> RequestError:
-    """Return the error of who asks for a request that there is not; ``what`` is to be done with it."""
+def none_open(request_id: str) -> RequestError:
+    """Return the error for an abort of a request that does not exist."""
     return RequestError(
-        f"request {request_id!r} cannot be {what}, as none of that id runs or waits: it has finished, or was never "
+        f"request {request_id!r} cannot be aborted, as none of that id runs or waits: it has finished, or was never "
         "added; see that the id is the one that it was added by"
+    )
+
+
+def id_in_use(request_id: str) -> RequestError:
+    """Return the error for a new request with the id of one that runs or waits."""
+    return RequestError(
+        f"request {request_id!r} is added, and one of that id runs: give each an id of its own"
     )

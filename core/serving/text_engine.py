@@ -10,23 +10,26 @@ from typing import TypeAlias
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
 from opgraft.engine.engine_core import EngineCore, EngineOutput, Starting
+from opgraft.engine.request import FinishReason
 from opgraft.engine.sampling import TokenLogprobs
 from opgraft.engine.stats import EngineStats
 from opgraft.engine.step import Step
 from opgraft.errors import EngineError, RequestError
+from opgraft.logger import logger
 from opgraft.models.files import opened_once
-from opgraft.serving.front_end import FrontEnd
 from opgraft.serving.input_processor import InputProcessor
-from opgraft.serving.open_request import Answer, OpenRequest, none_open
+from opgraft.serving.open_request import Answer, OpenRequest, id_in_use, none_open
 from opgraft.serving.outputs import Logprob, RequestOutput
+from opgraft.serving.request_engine import RequestEngine
 from opgraft.serving.step_reports import OnStep, StepReports
+from opgraft.text import described
 
 _NOTHING = Step((), (), (), ())
 
 MakeInputs: TypeAlias = Callable[[OpgraftConfig, int], InputProcessor]
 
 
-class TextEngine(FrontEnd):
+class TextEngine(RequestEngine):
     """The engine with the tokenizer of its model.
 
     Args:
@@ -55,7 +58,8 @@ class TextEngine(FrontEnd):
             undo.callback(self.core.shutdown)
             self.inputs = make_inputs(self.core.opgraft_config, self.core.max_model_len)
             undo.pop_all()  # nothing raised: the engine stays
-        self.inputs.share_with(self.core.executor)
+        self.executor = self.core.executor
+        self.inputs.share_with(self.executor)
         self._hands_over = self.core.hands_over = hands_over
         self._open: dict[str, OpenRequest] = {}
         self._owner: dict[str, OpenRequest] = {}
@@ -64,104 +68,86 @@ class TextEngine(FrontEnd):
 
     @property
     def has_work(self) -> bool:
-        """Tell whether a request has not ended."""
         return bool(self._open)
 
     def submit(self, prepared: OpenRequest) -> RequestOutput:
-        """Have a request wait for its turn, and return its output, which grows with the steps.
-
-        Raises:
-            RequestError: one of its id runs, or it could never be served.
-            EngineError: the engine has stopped.
-        """
         request_id = prepared.output.request_id
-        self._expect_new(request_id)
+        if request_id in self._open:
+            raise id_in_use(request_id)
         requests = [answer.request for answer in prepared.growing.values()]
-        try:
-            self.core.add(requests)
-            self._open[request_id] = prepared
-            self._owner.update(dict.fromkeys(prepared.growing, prepared))
-        except BaseException:
-            self.core.withdraw(requests)
-            self._open.pop(request_id, None)
-            self._owner = {
-                child: owner for child, owner in self._owner.items() if owner is not prepared
-            }
-            raise
+        self.core.add(requests)
+        self._open[request_id] = prepared
+        self._owner.update(dict.fromkeys(prepared.growing, prepared))
         return prepared.output
 
-    def _expect_new(self, request_id: str) -> None:
-        if request_id in self._open:
-            raise RequestError(
-                f"request {request_id!r} is added, and one of that id runs: give each an id of its own"
-            )
-
     def abort(self, request_id: str) -> RequestOutput:
-        """End a request now, and return what it has so far.
-
-        Raises:
-            RequestError: none of that id runs or waits.
-        """
-        opened = self._opened(request_id, "aborted")
-        for child in list(opened.growing):
-            with suppress(
-                RequestError
-            ):  # the core has ended it, if an error cut short the step that it ended in
-                self.core.abort(child)
-            self._end(opened, child, "abort")
-        self._close(opened)
+        opened = self._open.get(request_id)
+        if opened is None:
+            raise none_open(request_id)
+        self._end_all(opened, "abort")
         self._reports.send([opened.output])
         return opened.output
 
     def step(self) -> list[RequestOutput]:
         """Compute a step, and return the requests that have news.
 
-        Requests whose news an interrupt keeps from being taken are aborted, as they cannot go on without them.
+        If the news of a request cannot be taken, the request ends with that error, and the others go on.
 
         Raises:
             EngineError: the engine has stopped.
         """
-        found: list[EngineOutput] = []
-        taken = 0
         changed: dict[str, RequestOutput] = {}
-        try:
-            found = self.core.step()
-            with self.core.counters.timed("text"):
-                now = time.monotonic()
-                for news in found:
-                    opened = self._owner[news.request_id]
+        found = self.core.step()
+        with self.core.counters.timed("text"):
+            now = time.monotonic()
+            for news in found:
+                opened = self._owner.get(news.request_id)
+                if opened is None:  # an answer beside this one has failed
+                    continue
+                try:
                     self._take(opened, news, now)
-                    changed[opened.output.request_id] = opened.output
-                    taken += 1
-        except BaseException:
-            self._give_up(found[taken:])
-            raise
+                except Exception as error:
+                    self._fail(opened, error)
+                changed[opened.output.request_id] = opened.output
         outputs = list(changed.values())
         self._reports.send(outputs)
         return outputs
 
+    def _fail(self, opened: OpenRequest, error: Exception) -> None:
+        """End a request after an error that concerns no other request."""
+        message = f"the news of request {opened.output.request_id!r} could not be taken: "
+        message += described(error)
+        logger.error("%s", message)
+        for answer in opened.growing.values():
+            answer.output.error = message
+        self._end_all(opened, "error")
+
+    def _end_all(self, opened: OpenRequest, reason: FinishReason) -> None:
+        """End all answers of a request now."""
+        for child in list(opened.growing):
+            with suppress(RequestError):  # the core may have ended this answer already
+                self.core.abort(child, reason)
+            self._end(opened, child, reason)
+        self._close(opened)
+
     @property
     def is_lost(self) -> bool:
-        """Tell whether the workers are lost, and the requests that are open are to be surrendered."""
-        return self._hands_over and self.core.executor.is_lost
+        return self._hands_over and self.executor.is_lost
 
     def take_part(self) -> None:
-        """Compute a step of no requests, as others that share the model's experts compute one."""
+        """Compute a step of no requests, as engines that share the experts of the model compute one."""
         with suppress(EngineError):  # then the workers are lost
-            self.core.executor.submit(_NOTHING)
-            self.core.executor.result()
+            self.executor.submit(_NOTHING)
+            self.executor.result()
 
-    def restart(self) -> None:
-        """Start the workers again, if that is allowed.
-
-        Raises:
-            EngineError: it is not, or they are lost again.
-        """
+    def revive(self) -> None:
         self.core.restart()
+
+    def check_health(self) -> None:
         self.core.check_health()
 
     def surrender(self) -> list[OpenRequest]:
-        """Forget all requests, and return them as another engine can go on with them: they have what was computed."""
+        """Forget the open requests, and return them. Another engine goes on after the tokens so far."""
         given = list(self._open.values())
         self.core.surrender()
         self._open, self._owner = {}, {}
@@ -171,28 +157,9 @@ class TextEngine(FrontEnd):
         return given
 
     def report_failed(self, outputs: Sequence[RequestOutput], answers: int) -> None:
-        """Count and report requests that were surrendered and failed, with so many answers that had not ended."""
+        """Count and report surrendered requests that failed, with the number of answers that had not ended."""
         self.core.counters.finished["error"] += answers
         self._reports.send(outputs)
-
-    def is_open(self, output: RequestOutput) -> bool:
-        return not output.finished
-
-    def output_of(self, request_id: str) -> RequestOutput:
-        return self._opened(request_id, "streamed").output
-
-    def _opened(self, request_id: str, what: str) -> OpenRequest:
-        if request_id not in self._open:
-            raise none_open(request_id, what)
-        return self._open[request_id]
-
-    def _give_up(self, lost: Sequence[EngineOutput]) -> None:
-        """Abort the requests of news that were not taken, or not to their end."""
-        for news in lost:
-            owner = self._owner.get(news.request_id)
-            if owner is not None and owner.output.request_id in self._open:
-                self.abort(owner.output.request_id)
-            self._owner.pop(news.request_id, None)
 
     def _take(self, opened: OpenRequest, news: EngineOutput, now: float) -> None:
         request_id, token, reason, error, logprobs, prompt_logprobs, refused = news
@@ -249,11 +216,12 @@ class TextEngine(FrontEnd):
         }
 
     def _text(self, token: int) -> str | None:
-        if self.tokenizer is None:
+        tokenizer = self.inputs.tokenizer
+        if tokenizer is None:
             return None
         text = self._texts.get(token)
         if text is None:
-            text = self._texts[token] = self.tokenizer.decode([token], skip_special_tokens=False)
+            text = self._texts[token] = tokenizer.decode([token], skip_special_tokens=False)
         return text
 
     def stats(self) -> EngineStats:

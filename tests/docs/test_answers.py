@@ -13,7 +13,7 @@ import pytest
 from docs.test_reference import code, rows_of
 from opgraft import LLM, AsyncLLM, SamplingParams
 from opgraft.errors import ConfigError, RequestError
-from opgraft.serving.llm import engine_config
+from opgraft.serving.engine_settings import engine_config
 
 
 def documented(header: str) -> list[str]:

@@ -16,8 +16,9 @@ from opgraft import SamplingParams
 from opgraft.engine.process_executor import LocalProcess
 from opgraft.errors import EngineError, RequestError
 from opgraft.serving.async_llm import AsyncLLM
+from opgraft.serving.engine_settings import engine_config
 from opgraft.serving.engine_thread import EngineThread
-from opgraft.serving.llm import LLM, engine_config
+from opgraft.serving.llm import LLM
 from opgraft.serving.outputs import RequestOutput
 from opgraft.serving.prometheus import PrometheusExporter
 from opgraft.serving.replica import Replica

@@ -26,8 +26,8 @@ class Chat(Generating[ChatRequest]):
 
     def __init__(self, service: Service, body: ChatRequest, passing: Passing) -> None:
         super().__init__(service, body, passing)
-        self.tools = Tools(body, service.llm.engine.chat_template.source)
-        self._held = self.tools.grammar(service.llm.engine.expect_tokenizer().special_token)
+        self.tools = Tools(body, service.llm.engine.inputs.chat_template.source)
+        self._held = self.tools.grammar(service.llm.engine.inputs.expect_tokenizer().special_token)
         if self.tools.forced is not None:
             self.grammar_field = self.tools.forced_field
         elif self._held is not None:
@@ -40,14 +40,14 @@ class Chat(Generating[ChatRequest]):
         return [await self.service.llm.prepare(self._rendered)]
 
     def _rendered(self) -> list[int]:
-        engine = self.service.llm.engine
-        text = engine.chat_template.render(
+        inputs = self.service.llm.engine.inputs
+        text = inputs.chat_template.render(
             for_template(self.body.messages),
             tools=self.tools.functions,
             values=template_values(self.body.chat_template_kwargs),
         )
         self.service.expect_characters(text, "messages")
-        return engine.encode(text, add_special_tokens=False, name="the chat")[1]
+        return inputs.encode(text, add_special_tokens=False, name="the chat")[1]
 
     def structured(self) -> dict[str, Any]:
         """Return the sampling of an answer that must be a call, and of one that may be."""

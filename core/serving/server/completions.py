@@ -36,7 +36,7 @@ class Completion(Generating[CompletionRequest]):
         return await self.service.llm.prepare(self._encoded, prompts)
 
     def _encoded(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        encode = self.service.llm.engine.encode
+        encode = self.service.llm.engine.inputs.encode
         for prompt in prompts:
             self.service.expect_characters(prompt if isinstance(prompt, str) else "", "prompt")
         names = (
@@ -92,7 +92,7 @@ class Completion(Generating[CompletionRequest]):
         }
 
     def _prompt_text(self, prompt: Sequence[int]) -> str:
-        tokenizer = self.service.llm.engine.tokenizer
+        tokenizer = self.service.llm.engine.inputs.tokenizer
         return "" if tokenizer is None else tokenizer.decode(prompt, skip_special_tokens=False)
 
     def _logprobs(

@@ -87,7 +87,7 @@ class Generating(ABC, Generic[_B]):
         """
         self.service.expect_model(self.body.model)
         expect_no_contradiction(self.body)
-        self.service.llm.engine.expect_priority(self.body.priority or 0)
+        self.service.llm.engine.inputs.expect_priority(self.body.priority or 0)
         await self.service.check()
         news = self._answers()
         if self.body.stream:

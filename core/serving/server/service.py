@@ -16,9 +16,9 @@ from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import EngineError, HTTPError
-from opgraft.models.build import generates
 from opgraft.plugins.selection import current_platform, selected_platform
-from opgraft.serving.async_embedder import AsyncEmbedder
+from opgraft.server.admission import Admission, Slot
+from opgraft.server.http_metrics import HTTPMetrics
 from opgraft.serving.async_llm import AsyncLLM
 from opgraft.serving.outputs import RequestOutput
 from opgraft.serving.prometheus import PrometheusExporter
@@ -92,17 +92,14 @@ class Service:
         self._exporter = PrometheusExporter(self.name, self.registry)
         self.admission = Admission(self.settings)
         self.http_metrics = HTTPMetrics(self.name, self.registry, self.admission)
-        self._model: AsyncLLM | AsyncEmbedder
-        if generates(opgraft_config):
-            self._model = AsyncLLM(opgraft_config=opgraft_config, on_step=self._exporter)
-            engine = self._model.engine
+        self._model = AsyncLLM(opgraft_config=opgraft_config, on_step=self._exporter)
+        if not self._model.embeds:
+            inputs = self._model.engine.inputs
             self.http_metrics.show(
                 "grammars_kept",
                 "Compiled grammars of structured outputs that are kept.",
-                lambda: 0 if engine.tokenizer is None else len(engine.grammars),
+                lambda: 0 if inputs.tokenizer is None else len(inputs.grammars),
             )
-        else:
-            self._model = AsyncEmbedder(opgraft_config, self._exporter)
         self.created = int(time.time())
         self.draining = False
         self.flights: set[Flight] = set()
@@ -116,7 +113,7 @@ class Service:
         Raises:
             HTTPError: the model is an encoder.
         """
-        if isinstance(self._model, AsyncLLM):
+        if not self._model.embeds:
             return self._model
         raise HTTPError(
             400,
@@ -126,13 +123,13 @@ class Service:
         )
 
     @property
-    def encoder(self) -> AsyncEmbedder:
+    def encoder(self) -> AsyncLLM:
         """The encoder.
 
         Raises:
             HTTPError: the model is none.
         """
-        if isinstance(self._model, AsyncEmbedder):
+        if self._model.embeds:
             return self._model
         raise HTTPError(
             400,
@@ -195,7 +192,7 @@ class Service:
             "object": "model",
             "created": self.created,
             "owned_by": "opgraft",
-            "task": "generate" if isinstance(self._model, AsyncLLM) else "embed",
+            "task": "embed" if self._model.embeds else "generate",
             "max_model_len": self.max_model_len,
         }
 

@@ -36,7 +36,7 @@ def _encoded(service: Service, body: TokenizeRequest) -> list[int]:
     text, special = body.prompt, body.add_special_tokens is not False
     if body.messages is not None:
         special = bool(body.add_special_tokens)
-        text = service.llm.engine.chat_template.render(
+        text = service.llm.engine.inputs.chat_template.render(
             for_template(body.messages),
             tools=[tool.model_dump(exclude_none=True) for tool in body.tools]
             if body.tools

@@ -1,9 +1,9 @@
-"""``Embedder``: texts in, vectors out, with an encoder."""
+"""``EmbeddingEngine``: texts in, vectors out, a batch of an encoder at a time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -25,10 +25,10 @@ from opgraft.errors import (
 from opgraft.models.config import read_config
 from opgraft.models.files import open_weights, opened_once
 from opgraft.models.sentences import SentenceSettings
-from opgraft.serving.arguments import placed
-from opgraft.serving.outputs import EmbeddingOutput
+from opgraft.serving.open_request import OpenRequest, id_in_use, none_open
+from opgraft.serving.outputs import EmbeddingOutput, RequestOutput
 from opgraft.serving.prompts import Prompt, tokenized, unsalted
-from opgraft.serving.replicas import is_replicated
+from opgraft.serving.request_engine import RequestEngine
 from opgraft.serving.step_reports import OnStep, StepReports
 from opgraft.serving.tokenizer import Tokenizer, open_tokenizer
 
@@ -38,39 +38,47 @@ _NAMED = 3
 """Texts that an error names, at most."""
 
 
-@dataclass(frozen=True)
-class Embedded:
-    """The vector of a text, and what is wrong if it has NaN or infinity.
+@dataclass
+class EmbeddingRequest(OpenRequest):
+    """A request for the vector of a text, which has no answers.
 
     Attributes:
-        vector: the numbers.
-        fault: the kernel that is to blame; ``"unexplained"`` if none is, with a replaced class if one is in use.
+        name: of the text, for errors.
+        vector: the numbers, once computed.
+        fault: the kernel to blame if the vector has NaN or infinity. If no kernel is to blame, ``"unexplained"``,
+            followed by a replaced class if one is in use.
+        error: raised by the batch of the text.
     """
 
-    vector: list[float]
+    name: str = ""
+    vector: Sequence[float] = ()
     fault: str = ""
+    error: Exception | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        """The token ids of the text."""
+        return self.output.prompt_token_ids
 
 
-class Embedder:
+class EmbeddingEngine(RequestEngine):
     """An encoder with its tokenizer.
+
+    Each batch has the text that has waited longest, and texts of like length.
 
     Args:
         opgraft_config: ``scheduler`` says how many texts and tokens a batch has at most.
         on_step: see ``OnStep``; called after each batch.
 
-    Attributes:
-        waiting: texts that are in no batch yet, which statistics show.
-
     Raises:
         ModelError: no model is named, or it cannot be made.
-        ConfigError: ``parallel.data`` is above 1, ``model.max_model_len`` is more than there are positions, the devices
-            cannot compute the split, or the encoder cannot be compiled as ``compilation_config`` says.
+        ConfigError: ``model.max_model_len`` is more than there are positions, the devices cannot compute the split, or
+            the encoder cannot be compiled as ``compilation_config`` says.
         CheckpointError: the checkpoint cannot be read.
     """
 
     def __init__(self, opgraft_config: OpgraftConfig, on_step: OnStep | None = None) -> None:
         self.opgraft_config = opgraft_config.resolved()
-        _expect_one(self.opgraft_config)
         worker: type[Worker] = choose_class(Worker).cls
         worker.expect_split(self.opgraft_config.parallel)
         expect_compilable(self.opgraft_config)
@@ -85,11 +93,12 @@ class Embedder:
             if self.settings.lower_case:
                 self.tokenizer.lower_case()
             self.vocab_size = int(read_config(weights).get_text_config().vocab_size)
-            self.max_tokens = self._longest()
+            self.max_model_len = self._longest()
             undo.pop_all()  # nothing raised: the worker stays
         self.counters = Counters()
         self._shut_down = False
-        self._running = self.waiting = 0
+        self._running = 0
+        self._waiting: dict[str, EmbeddingRequest] = {}
         self._reports = StepReports(self.stats, on_step)
 
     def _longest(self) -> int:
@@ -108,113 +117,161 @@ class Embedder:
         return asked
 
     def stats(self) -> EngineStats:
-        """Return a snapshot of what runs and of the counters, from any thread; there is no cache."""
         return EngineStats(
             running=self._running,
-            waiting=self.waiting,
+            waiting=len(self._waiting),
             blocks_used=0,
             num_blocks=0,
             counters=copied(self.counters),
         )
 
     def explain(self) -> Explanation:
-        """Tell which kernel runs each op of the model, and of which classes the parts around it are, and why."""
         explained: Explanation = self.executor.call("explain")
         return explained.within(executor=self.executor)
 
-    def embed(
-        self,
-        texts: Sequence[Prompt],
-        *,
-        truncate: bool,
-        ended: Callable[[int], None] = lambda more: None,
-    ) -> list[EmbeddingOutput]:
-        """Return the vector of each text, in their order; texts of like length share a batch.
+    def capacity(self) -> str:
+        return f"none, as it is an encoder; the longest text has {self.max_model_len:,} tokens"
+
+    def prepare(
+        self, request_id: str, text: Prompt, name: str, *, truncate: bool = False
+    ) -> EmbeddingRequest:
+        """Check a text and make it ready for ``submit``, from any thread.
 
         Args:
-            texts: each as text or token ids.
-            truncate: cut texts that are too long, instead of refusing them.
-            ended: called with the number of texts that a batch has had.
+            request_id: unique among open requests.
+            text: text or token ids.
+            name: of the text, for errors.
+            truncate: cut a text that is too long, instead of refusing it.
 
         Raises:
-            RequestError: a text cannot be taken.
-            CheckpointError, PluginError: vectors of texts have NaN or infinity.
+            RequestError: the text cannot be taken.
         """
-        with self.counters.timed("text"):
-            names = [placed("text", index, len(texts)) for index in range(len(texts))]
-            given = [self._tokenized(*named, truncate) for named in zip(texts, names, strict=True)]
-        found: dict[int, Embedded] = {}
-        left = len(given)
-        try:
-            for batch in self.batches([len(ids) for _, ids in given]):
-                left -= len(batch)
-                self.waiting = left
-                sequences = [given[index][1] for index in batch]
-                found.update(zip(batch, self.vectors(sequences), strict=True))
-                ended(len(batch))
-        finally:
-            self.waiting = 0
-        faults = {names[i]: each.fault for i, each in sorted(found.items()) if each.fault}
+        shown, ids = self._tokenized(text, name, truncate)
+        return EmbeddingRequest(RequestOutput(request_id, shown, ids, []), {}, name=name)
+
+    def results(self, requests: Sequence[EmbeddingRequest]) -> list[EmbeddingOutput]:
+        """Return the vectors of requests that have ended.
+
+        Raises:
+            CheckpointError, PluginError: vectors have NaN or infinity.
+            Exception: raised by the batch of a text.
+        """
+        for request in requests:
+            if request.error is not None:
+                raise request.error
+        faults = {request.name: request.fault for request in requests if request.fault}
         if faults:
-            raise self.refusal(faults)
+            raise self._refusal(faults)
         return [
-            EmbeddingOutput(str(i), text, ids, found[i].vector)
-            for i, (text, ids) in enumerate(given)
+            EmbeddingOutput(str(number), request.output.prompt, request.ids, list(request.vector))
+            for number, request in enumerate(requests)
         ]
 
-    def encode(self, text: Prompt, name: str) -> list[int]:
-        """Return the token ids of a text, from any thread; ``name`` is what errors call it.
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting)
 
-        Raises:
-            RequestError: it cannot be taken.
+    def submit(self, prepared: OpenRequest) -> RequestOutput:
+        request_id = prepared.output.request_id
+        self._expect_going()
+        if request_id in self._waiting:
+            raise id_in_use(request_id)
+        if not isinstance(prepared, EmbeddingRequest):
+            raise EngineError(f"request {request_id!r} asks an encoder for text: use LLM.embed")
+        self._waiting[request_id] = prepared
+        return prepared.output
+
+    def abort(self, request_id: str) -> RequestOutput:
+        if request_id not in self._waiting:
+            raise none_open(request_id)
+        request = self._waiting.pop(request_id)
+        request.error = EngineError(f"{request.name} was aborted before it was in a batch")
+        request.output.finished = True
+        return request.output
+
+    def step(self) -> list[RequestOutput]:
+        """Compute the next batch, and return the outputs of the texts, all of which have ended.
+
+        If a batch of several texts raises an error, each is computed alone, so that the others have vectors.
         """
-        return self._tokenized(text, name, truncate=False)[1]
+        batch = self._next()
+        self._settle(batch)
+        for request in batch:
+            request.output.finished = True
+        return [request.output for request in batch]
 
-    def restart(self) -> None:
-        """Start workers that are lost again, as often as that is allowed."""
-        if self.executor.can_restart:
-            self.executor.restart(lambda: self.executor.call("load_encoder"))
+    def _next(self) -> list[EmbeddingRequest]:
+        """Take the batch of the text that has waited longest."""
+        waiting = list(self._waiting.values())
+        batches = self._batches([len(request.ids) for request in waiting])
+        chosen = next((batch for batch in batches if 0 in batch), [])
+        batch = [waiting[index] for index in sorted(chosen)]
+        for request in batch:
+            del self._waiting[request.output.request_id]
+        return batch
 
-    def vectors(self, sequences: Sequence[Sequence[int]]) -> list[Embedded]:
-        """Compute the vectors of a batch of token ids, check them, and count the batch.
+    def _settle(self, batch: Sequence[EmbeddingRequest]) -> None:
+        """Give each text of a batch a vector or an error."""
+        try:
+            self._compute(batch)
+        except Exception as error:
+            if len(batch) == 1:
+                batch[0].error = error
+                self.counters.finished["error"] += 1
+                return
+            for request in batch:
+                self._settle([request])
 
-        Raises:
-            EngineError: the encoder was shut down.
-        """
-        if self._shut_down:
-            raise EngineError("the encoder was shut down: make a new one")
-        self.restart()
+    def _compute(self, batch: Sequence[EmbeddingRequest]) -> None:
+        """Compute the vectors of a batch, check them, and count the batch."""
+        self._expect_going()
+        self.revive()
         self.counters.steps += 1
-        self._running, reason = len(sequences), "error"
+        self._running = len(batch)
+        failed = True
         try:
             with self.counters.timed("model"):
                 vectors: list[list[float]] = self.executor.call(
-                    "embed", sequences, self.settings.pooling, self.settings.normalize
+                    "embed",
+                    [request.ids for request in batch],
+                    self.settings.pooling,
+                    self.settings.normalize,
                 )
-                size = self.settings.size
-                embedded = self._checked(sequences, [vector[:size] for vector in vectors])
-            reason = "stop"
-            self.counters.prompt_tokens += sum(map(len, sequences))
+                self._take(batch, vectors)
+            failed = False
         finally:
             self._running = 0
-            self.counters.failed_steps += reason == "error"
-            self.counters.finished[reason] += len(sequences)
+            if failed:
+                self.counters.failed_steps += 1
+            else:
+                self.counters.prompt_tokens += sum(len(request.ids) for request in batch)
+                self.counters.finished["stop"] += len(batch)
             self._reports.send()
-        return embedded
 
-    def _checked(
-        self, sequences: Sequence[Sequence[int]], vectors: Sequence[list[float]]
-    ) -> list[Embedded]:
-        """Return the vectors of a batch, with the fault of each that has NaN or infinity."""
+    def revive(self) -> None:
+        if self.executor.can_restart:
+            self.executor.restart(lambda: self.executor.call("load_encoder"))
+
+    def check_health(self) -> None:
+        self._expect_going()
+        self.executor.check_health()
+
+    def _expect_going(self) -> None:
+        if self._shut_down:
+            raise EngineError("the encoder was shut down: make a new one")
+
+    def _take(self, batch: Sequence[EmbeddingRequest], vectors: Sequence[list[float]]) -> None:
+        """Give each text of a batch the vector, and the fault if the vector has NaN or infinity."""
         wrong = []
-        for number, vector in enumerate(vectors):
-            if not all(map(math.isfinite, vector)):
-                wrong.append(number)
-        faults = [""] * len(vectors)
-        verdicts = self._verdicts([sequences[number] for number in wrong], sequences)
-        for number, verdict in zip(wrong, verdicts, strict=True):
-            faults[number] = verdict
-        return [Embedded(*row) for row in zip(vectors, faults, strict=True)]
+        for request, vector in zip(batch, vectors, strict=True):
+            request.vector = vector[: self.settings.size]
+            if not all(map(math.isfinite, request.vector)):
+                wrong.append(request)
+        verdicts = self._verdicts(
+            [request.ids for request in wrong], [request.ids for request in batch]
+        )
+        for request, verdict in zip(wrong, verdicts, strict=True):
+            request.fault = verdict
 
     def _verdicts(
         self, wrong: Sequence[Sequence[int]], batch: Sequence[Sequence[int]]
@@ -242,7 +299,7 @@ class Embedder:
             prompted,
             self.tokenizer,
             vocab_size=self.vocab_size,
-            max_model_len=self.max_tokens,
+            max_model_len=self.max_model_len,
             room=0,
             name=name,
             truncate=truncate,
@@ -251,11 +308,10 @@ class Embedder:
         return shown, ids
 
     def shutdown(self) -> None:
-        """Let go of the model; texts that are given afterwards are refused."""
         self._shut_down = True
         self.executor.shutdown()
 
-    def batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+    def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Yield the indices of texts in batches, the shortest first."""
         scheduler = self.opgraft_config.scheduler
         batch: list[int] = []
@@ -273,7 +329,7 @@ class Embedder:
         if batch:
             yield batch
 
-    def refusal(self, faults: Mapping[str, str]) -> OpgraftError:
+    def _refusal(self, faults: Mapping[str, str]) -> OpgraftError:
         """Return the error of texts that have no embedding.
 
         Args:
@@ -316,12 +372,3 @@ def _listed(names: Sequence[str]) -> str:
         return ", ".join(names)
     shown = ", ".join(names[: _NAMED - 1])
     return f"{shown} and {len(names) - _NAMED + 1} more"
-
-
-def _expect_one(opgraft_config: OpgraftConfig) -> None:
-    replicas, name = opgraft_config.parallel.data, opgraft_config.model.name
-    if is_replicated(opgraft_config.parallel):
-        raise ConfigError(
-            f"parallel.data is {replicas}, and {name} is an encoder, which runs as one engine: leave it out, and start "
-            "a server for each device"
-        )
