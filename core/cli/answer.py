@@ -24,7 +24,6 @@ from opgraft.serving.engine_settings import engine_config
 from opgraft.serving.llm import LLM, Interrupted
 from opgraft.serving.open_request import OpenRequest
 from opgraft.serving.outputs import RequestOutput
-from opgraft.text import printable
 
 
 def open_llm(model: str) -> LLM:

@@ -13,9 +13,9 @@ from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import InputError
 from opgraft.models.build import generates
 from opgraft.plugins.selection import current_platform
+from opgraft.registry.state import host_state
 from opgraft.serving.engine_settings import engine_config
 from opgraft.serving.llm import LLM
-from opgraft.state import host_state
 
 _SAMPLE = (
     "The cat sleeps on the warm windowsill.",

@@ -9,7 +9,7 @@ from opgraft.config import OpgraftConfig, set_config
 from opgraft.config.whole import config_from_fields, resolve
 from opgraft.errors import ConfigError, close_matches
 from opgraft.plugins.host import load_plugins
-from opgraft.state import host_state
+from opgraft.registry.state import host_state
 
 SHORT_NAMES: Mapping[str, str] = {
     "dtype": "model.dtype",

@@ -14,13 +14,13 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar
 
+from opgraft.base.text import described
 from opgraft.engine.executor import HUNG
 from opgraft.errors import EngineError
 from opgraft.logger import logger
 from opgraft.serving.open_request import OpenRequest
 from opgraft.serving.outputs import RequestOutput
 from opgraft.serving.request_engine import RequestEngine
-from opgraft.text import described
 
 _T = TypeVar("_T")
 News: TypeAlias = "Callable[[], RequestOutput] | BaseException"

@@ -17,7 +17,6 @@ from opgraft.config import OpgraftConfig
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import EngineError, RequestError
 from opgraft.plugins.selection import current_platform
-from opgraft.registry.state import host_state
 from opgraft.serving.arguments import (
     listed_chats,
     listed_prompts,
@@ -33,7 +32,6 @@ from opgraft.serving.open_request import OpenRequest
 from opgraft.serving.outputs import EmbeddingOutput, RequestOutput
 from opgraft.serving.prompts import Prompt
 from opgraft.serving.step_reports import OnStep
-from opgraft.text import html_table, printable
 
 Message: TypeAlias = Mapping[str, Any]
 

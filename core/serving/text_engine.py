@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from typing import TypeAlias
 
+from opgraft.base.text import described
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
 from opgraft.engine.engine_core import EngineCore, EngineOutput, Starting
@@ -22,7 +23,6 @@ from opgraft.serving.open_request import Answer, OpenRequest, id_in_use, none_op
 from opgraft.serving.outputs import Logprob, RequestOutput
 from opgraft.serving.request_engine import RequestEngine
 from opgraft.serving.step_reports import OnStep, StepReports
-from opgraft.text import described
 
 _NOTHING = Step((), (), (), ())
 

@@ -13,8 +13,8 @@ from opgraft.config import OpgraftConfig
 from opgraft.engine.executor import Executor
 from opgraft.engine.process_executor import LocalProcess, ProcessExecutor
 from opgraft.errors import EngineError, HTTPError
-from opgraft.server.service import Service
 from opgraft.serving.engine_settings import engine_config
+from opgraft.serving.server.service import Service
 from warm.interpreter import process_of
 
 pytestmark = pytest.mark.usefixtures("warm_workers")

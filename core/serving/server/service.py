@@ -17,8 +17,6 @@ from opgraft.config import OpgraftConfig
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import EngineError, HTTPError
 from opgraft.plugins.selection import current_platform, selected_platform
-from opgraft.server.admission import Admission, Slot
-from opgraft.server.http_metrics import HTTPMetrics
 from opgraft.serving.async_llm import AsyncLLM
 from opgraft.serving.outputs import RequestOutput
 from opgraft.serving.prometheus import PrometheusExporter
