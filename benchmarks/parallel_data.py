@@ -12,8 +12,7 @@ from typing import Any
 
 from engine_rows import Finding
 from opgraft import LLM, SamplingParams
-from opgraft.serving.replicated_engine import ReplicatedEngine
-from opgraft.serving.router import RequestRouter
+from opgraft.serving.replicas import RequestRouter
 
 REQUESTS, TOKENS = 32, 24
 """At once, of both replicas together, and of an answer."""
@@ -43,9 +42,8 @@ def data(arguments: argparse.Namespace) -> Iterator[Finding]:
         yield Finding(
             "two replicas over one", statistics.median(b / a for a, b in pairs), detail, least=1.5
         )
-        assert isinstance(two.engine, ReplicatedEngine)  # noqa: S101 - of what was asked for
         knowing = _hit_rate(two, seed=1)
-        two.engine.replicas.router = RequestRouter([0, 0])  # which remembers nothing
+        two.replicas.router = RequestRouter([0, 0])  # which remembers nothing
         plain = _hit_rate(two, seed=2)
         detail = (
             f"{knowing:.3f} over {plain:.3f} of prompts' tokens, {SESSIONS} chats of {TURNS} turns"

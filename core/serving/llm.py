@@ -49,7 +49,8 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, outputs: Sequence[RequestOutput]) -> None:
         done = 0
         for output in outputs:
-            done += all(answer.finish_reason != "abort" for answer in output.outputs)
+            reasons = {answer.finish_reason for answer in output.outputs}
+            done += output.finished and "abort" not in reasons
         super().__init__(
             f"{done} of {len(outputs)} prompts were answered; the exception's outputs has them all"
         )
@@ -190,10 +191,16 @@ class LLM(FrontEnd):
                 )
                 for number, text in enumerate(listed)
             ]
-        try:
-            self._answer_all(requests, progress)
-        except Interrupted:
-            raise KeyboardInterrupt from None  # a part of the vectors is of no use
+        by_id = {request.output.request_id: request for request in requests}
+        with (
+            progress_bar("prompts answered", len(requests), progress) as ended,
+            closing(self.answers(requests)) as news,
+        ):
+            for output in news:
+                ended(1)
+                error = by_id[output.request_id].error
+                if error is not None:
+                    raise error
         return encoder.results(requests)
 
     @property
@@ -253,16 +260,13 @@ class LLM(FrontEnd):
                 name=placed("chat" if chat else "prompt", index, len(prompts)),
             )
             requests.append(prepared)
-        self._answer_all(requests, progress)
-        return [request.output for request in requests]
-
-    def _answer_all(self, requests: Sequence[OpenRequest], progress: bool | None) -> None:
         with (
             progress_bar("prompts answered", len(requests), progress) as ended,
             closing(self.answers(requests)) as news,
         ):
             for _ in news:
                 ended(1)
+        return [request.output for request in requests]
 
     def answers(
         self, requests: Sequence[OpenRequest], *, grows: bool = False

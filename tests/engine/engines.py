@@ -13,6 +13,7 @@ from opgraft.config import CacheConfig, LoadConfig, ModelConfig, OpgraftConfig, 
 from opgraft.engine.engine_core import EngineCore, EngineOutput
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
+from opgraft.serving.text_engine import TextEngine
 from torch import Tensor
 
 BLOCK = 4
@@ -124,3 +125,8 @@ def expect_empty(core: EngineCore) -> None:
     assert not any((core.cache._tables, core.scheduler._requests, core.scheduler.steps.removed))
     assert not any((runner.batch._sequences, runner.sampling._all, runner._prompt_logprobs))
     assert sorted(runner.batch._rows) == list(range(core.scheduler.config.max_num_seqs))
+
+
+def add(engine: TextEngine, name: str, prompt: Any, params: SamplingParams, **options: Any) -> Any:
+    """Have a request wait in an engine that no thread steps, and return its output."""
+    return engine.submit(engine.inputs.prepare(name, prompt, params, **options))

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 import pytest
-from engine.engines import expect_empty, settings
+from engine.engines import add, expect_empty, settings
 from held import ROUNDS, rounds
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.engine.stats import FINISH_REASONS
@@ -69,7 +69,7 @@ class Visitors:
         )  # fmt: skip
         self.number += 1
         try:
-            self.engine.add(name, prompt, params, cache_salt=draw.choice((None, None, name)))
+            add(self.engine, name, prompt, params, cache_salt=draw.choice((None, None, name)))
         except OpgraftError:
             assert len(prompt) == 64
             self.refused += 1

@@ -12,7 +12,6 @@ from engine.engines import prompts
 from opgraft import LLM, SamplingParams
 from opgraft.engine.engine_core import EngineCore
 from opgraft.engine.step import Step
-from opgraft.serving.text_engine import TextEngine
 from random_decoders import written
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
@@ -86,12 +85,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Right:
 
 
 def cores(llm: LLM) -> list[EngineCore]:
-    engine = llm.engine
-    return (
-        [engine.core]
-        if isinstance(engine, TextEngine)
-        else [each.engine.core for each in engine.replicas.each]
-    )
+    return [replica.engine.core for replica in llm.replicas.each]
 
 
 def watch(core: EngineCore, chunks: Counter[int]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine.engines import add
 from engine.simulated import make_scheduler
 from opgraft import SamplingParams
 from opgraft.engine.kv_cache import LayerKind
@@ -118,7 +119,7 @@ def test_stop_strings_aborts_and_one_report_each(checkpoint: Path) -> None:
     """An abort between steps is reported at once, with no step, so that nothing seems to run that does not."""
     llm, watcher = opened(checkpoint)
     engine = llm.engine
-    engine.add("a", [5, 6], SamplingParams(max_tokens=9))
+    add(engine, "a", [5, 6], SamplingParams(max_tokens=9))
     engine.step()
     engine.abort("a")
     assert [report.running for report in watcher.reports] == [1, 0]

@@ -92,7 +92,7 @@ def test_grammars_are_compiled_there_once_and_forgotten(llm: LLM) -> None:
     shared = len(process.workers.grammars.shared)
     llm.generate("c", params)
     assert len(process.workers.grammars.shared) == shared
-    llm.engine.grammars._kept.clear()
+    llm.engine.inputs.grammars._kept.clear()
     llm.generate("d")  # whose step takes the place of the last one, which has a grammar
     gc.collect()
     assert len(process.workers.grammars.shared) == 0
@@ -107,7 +107,7 @@ def test_a_step_does_not_wait_for_a_grammar_that_it_has_not(
     """While the worker compiles a grammar for long, steps with others go on."""
     known = SamplingParams(temperature=0, max_tokens=4, structured_output={"choice": ["yes", "no"]})
     expected = llm.generate("a", known)[0].outputs
-    slow = Grammar({"choice": ["slow"]}, llm.engine.grammars._tokens)
+    slow = Grammar({"choice": ["slow"]}, llm.engine.inputs.grammars._tokens)
     ours, theirs = map(Channel, socket.socketpair())
     with monkeypatch.context() as patched, ThreadPoolExecutor(2) as threads:
         patched.setattr(executor(llm).workers.links[0], "beside", ours)
@@ -129,7 +129,8 @@ def test_grammars_are_compiled_while_steps_run(llm: LLM) -> None:
     plain = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     expected = llm.generate("a", plain)[0].outputs
     grammars = [
-        Grammar({"choice": [f"{number}"]}, llm.engine.grammars._tokens) for number in range(50)
+        Grammar({"choice": [f"{number}"]}, llm.engine.inputs.grammars._tokens)
+        for number in range(50)
     ]
     with ThreadPoolExecutor(1) as threads:
         sharing = threads.submit(lambda: [executor(llm).share(grammar) for grammar in grammars])
@@ -137,7 +138,7 @@ def test_grammars_are_compiled_while_steps_run(llm: LLM) -> None:
             assert llm.generate("a", plain)[0].outputs == expected
         sharing.result(60)
     assert all(grammar in executor(llm).workers.grammars.shared for grammar in grammars)
-    impossible = Grammar({"choice": ["x"]}, llm.engine.grammars._tokens)
+    impossible = Grammar({"choice": ["x"]}, llm.engine.inputs.grammars._tokens)
     impossible.spec = {"json": {"type": "integer", "minimum": 5, "maximum": 3}}
     with pytest.raises(InputError, match="Unsatisfiable schema"):
         executor(llm).share(impossible)
@@ -393,9 +394,7 @@ def test_a_second_interrupt_is_told_to_later_prompts(folder: Path) -> None:
         llm.generate(["a", "b"], SamplingParams(max_tokens=9))
     for timer in timers:
         timer.join()
-    with pytest.raises(
-        EngineError, match="an interrupt came while the process of the worker was asked"
-    ):
+    with pytest.raises(EngineError, match="an interrupt came in the middle of a step"):
         llm.generate("a")
     assert not llm.engine.has_work
     llm.shutdown()
@@ -406,7 +405,7 @@ def test_an_interrupt_in_the_middle_of_a_call_ends_the_process(
     folder: Path, llm: LLM, interrupted: str
 ) -> None:
     """How much of a message has come is not known then, so nothing goes on with the rest of it."""
-    grammar = Grammar({"choice": ["yes", "no"]}, llm.engine.grammars._tokens)
+    grammar = Grammar({"choice": ["yes", "no"]}, llm.engine.inputs.grammars._tokens)
     process = executor_of(replaced(settings(folder), parallel={"executor": "processes"}).resolved())
     process.start()
     assert isinstance(process, ProcessExecutor)

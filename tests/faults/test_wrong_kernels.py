@@ -219,8 +219,7 @@ def nan_if(rows: str) -> str:
 def damaged(encoder: Path, token: int, **settings: Any) -> LLM:
     """An encoder whose weights for a token are NaN."""
     llm = LLM(str(encoder), **{"load.progress": False, **settings})
-    assert llm._embedder is not None
-    words = llm._embedder.executor.worker.runner.model.embeddings.word_embeddings
+    words = llm.encoder.executor.worker.runner.model.embeddings.word_embeddings
     words.weight.data[token] = torch.nan
     return llm
 
@@ -378,8 +377,7 @@ def test_each_request_has_its_own_reason(
 def test_many_texts_without_numbers(encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few of the texts of a batch are computed again, and the error counts the texts instead of naming all."""
     llm = damaged(encoder, 7)
-    assert llm._embedder is not None
-    runner = llm._embedder.executor.worker.runner
+    runner = llm.encoder.executor.worker.runner
     search = runner.wrong_kernel
     searched = []
 
@@ -390,7 +388,7 @@ def test_many_texts_without_numbers(encoder: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(runner, "wrong_kernel", counted)
     with pytest.raises(CheckpointError) as error:
         llm.embed([[4, 7, 5, 6]] * 400)
-    batches = llm._embedder.counters.steps
+    batches = llm.encoder.counters.steps
     assert len(searched) <= 2 * batches
     assert "for text 1 of 400, text 2 of 400 and 398 more: its weights" in str(error.value)
 

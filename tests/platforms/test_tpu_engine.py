@@ -19,7 +19,7 @@ from opgraft.platforms.tpu import engine
 from opgraft.platforms.tpu.chips import one_chip
 from opgraft.platforms.tpu.platform import TpuPlatform
 from opgraft.platforms.tpu.runtime import Runtime
-from opgraft.serving.embedder import Embedder
+from opgraft.serving.embedding_engine import EmbeddingEngine
 from torch import nn
 
 ALONE = {"TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1", "TPU_PROCESS_BOUNDS": "1,1,1"}
@@ -87,7 +87,7 @@ def test_several_chips_are_one_device(runtime: Mock) -> None:
 def test_elsewhere_a_process_has_one_device() -> None:
     """A platform that knows no better refuses several devices for a rank, and says what does the same."""
     config = OpgraftConfig(parallel=ParallelConfig(devices_per_rank=2))
-    for start in (EngineCore, Embedder):
+    for start in (EngineCore, EmbeddingEngine):
         with pytest.raises(
             ConfigError, match=r"parallel.devices_per_rank is 2, .* set parallel.tensor"
         ):

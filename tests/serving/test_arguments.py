@@ -108,7 +108,7 @@ def test_params_of_another_form(llm: LLM, params: Any, message: str) -> None:
 
 
 async def first_of(llm: LLM, params: Any) -> None:
-    llm.engine.prepare("x", PROMPT, params)
+    llm.engine.inputs.prepare("x", PROMPT, params)
 
 
 @pytest.mark.parametrize(
@@ -183,17 +183,17 @@ def test_prompts_with_a_salt_share_nothing(llm: LLM) -> None:
 def test_two_salts(llm: LLM) -> None:
     """The argument's salt is as good as the prompt's; where both are given and differ, neither wins."""
     prompt = {"prompt": "a cat", "cache_salt": "a"}
-    both = llm.engine.prepare("x", prompt, GREEDY, cache_salt="a")
+    both = llm.engine.inputs.prepare("x", prompt, GREEDY, cache_salt="a")
     alone = [
-        llm.engine.prepare("x", "a cat", GREEDY, cache_salt="a"),
-        llm.engine.prepare("x", prompt, GREEDY),
+        llm.engine.inputs.prepare("x", "a cat", GREEDY, cache_salt="a"),
+        llm.engine.inputs.prepare("x", prompt, GREEDY),
     ]
     assert {each.growing["x"].request.cache_salt for each in (both, *alone)} == {"a"}
     with pytest.raises(
         RequestError,
         match=r"has the cache_salt 'a', and the argument of that name is 'b': leave one out",
     ) as raised:
-        llm.engine.prepare("x", prompt, GREEDY, cache_salt="b")
+        llm.engine.inputs.prepare("x", prompt, GREEDY, cache_salt="b")
     assert raised.value.field == "cache_salt"
 
 

@@ -280,7 +280,7 @@ def test_an_engine_that_stops_says_so(checkpoint: Path) -> None:
 
 def break_model(llm: AsyncLLM, after: int, error: type[BaseException] = RuntimeError) -> None:
     """Have the model raise in one step, ``after`` so many."""
-    model = llm._engine.core.executor.worker.runner.model
+    model = llm.engine.core.executor.worker.runner.model
     counted = iter(range(10**6))
 
     def fail(*_: object) -> None:
@@ -298,7 +298,7 @@ def test_an_engine_that_dies_raises_everywhere(checkpoint: Path) -> None:
         tasks = [asyncio.create_task(last(stream)) for stream in streams]
         while llm.stats().counters.steps < 3:
             await asyncio.sleep(0)
-        llm._engine.core.scheduler.schedule = None  # type: ignore[assignment, method-assign]
+        llm.engine.core.scheduler.schedule = None  # type: ignore[assignment, method-assign]
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(result, EngineError) for result in results)
         assert "TypeError" in str(results[0])

@@ -72,11 +72,11 @@ class Readers:
         while self.llm.engine.has_work:
             await asyncio.sleep(0.001)
         await asyncio.wrap_future(
-            self.llm.replicas.each[0].thread.call(expect_empty, self.llm.engine.core)
+            self.llm.replicas.each[0].call(expect_empty, self.llm.engine.core)
         )
         assert not any(
             (
-                self.llm.replicas.each[0].thread._streams,
+                self.llm.replicas.each[0]._streams,
                 self.llm.engine._open,
                 self.llm.engine._owner,
             )

@@ -124,8 +124,7 @@ def test_what_cannot_be_embedded(tmp_path: Path) -> None:
 def test_numbers_that_are_none_are_an_error() -> None:
     """A vector with NaN is refused with its text."""
     llm = LLM("minilm", **QUIET)
-    assert llm._embedder is not None
-    next(llm._embedder.executor.worker.runner.model.parameters()).data.fill_(torch.nan)
+    next(llm.encoder.executor.worker.runner.model.parameters()).data.fill_(torch.nan)
     with pytest.raises(CheckpointError, match=r"no embedding \(NaN or infinity\) for the text"):
         llm.embed("A cat.")
 
@@ -152,23 +151,22 @@ def test_stats_count_batches_and_texts() -> None:
 
 
 def test_a_batch_that_fails_is_counted() -> None:
-    """A fault goes through, is counted, and leaves no text that waits."""
+    """A fault of each text goes through, is counted, and leaves no text that waits."""
     llm = LLM("minilm", **QUIET, **{"scheduler.max_num_seqs": 2})
-    llm._embedder.executor.worker.runner.model.forward = lambda *_: 1 / 0
+    llm.encoder.executor.worker.runner.model.forward = lambda *_: 1 / 0
     with pytest.raises(ZeroDivisionError):
         llm.embed(TEXTS)
     stats = llm.stats()
-    assert (stats.counters.failed_steps, stats.counters.finished["error"], stats.waiting) == (
-        1,
-        2,
-        0,
-    )
+    counted = stats.counters
+    assert counted.failed_steps >= 3, "a batch, then each of the two texts alone"
+    assert counted.finished["error"] >= 2
+    assert stats.waiting == 0
 
 
 def test_lost_workers_are_started_again_before_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is loaded in them, and the texts get the vectors that they had."""
     llm = LLM("minilm", **QUIET)
-    executor, expected = llm._embedder.executor, llm.embed(TEXTS)
+    executor, expected = llm.encoder.executor, llm.embed(TEXTS)
     monkeypatch.setattr(type(executor), "can_restart", property(lambda self: self.worker is None))
     monkeypatch.setattr(type(executor), "restart", lambda self, prepare: (self.start(), prepare()))
     executor.worker = None
@@ -220,8 +218,7 @@ def test_texts_beside_each_other_keep_their_vectors(kind: str, tmp_path: Path) -
     alone, batch = embedded(llm, rows)
     torch.testing.assert_close(alone, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(batch, expected, rtol=0, atol=1e-5)
-    assert llm._embedder is not None
-    loaded = llm._embedder.executor.worker.runner.model
+    loaded = llm.encoder.executor.worker.runner.model
     told = [row.reason for row in loaded.report.kept if row.path == ""]
     assert loaded.packs is not bool(reason)
     assert any(reason in each for each in told) if reason else not told

@@ -10,14 +10,14 @@ from typing import Any
 import opgraft
 import pytest
 import torch
+from engine.engines import add
 from opgraft import LLM, SamplingParams
 from opgraft.config import LoadConfig, OpgraftConfig
 from opgraft.engine.model_runner import ModelRunner
 from opgraft.engine.worker import DEVICE_SHARE, HOST_SHARE, Worker
-from opgraft.errors import ConfigError, RequestError
+from opgraft.errors import ConfigError
 from opgraft.platform import DeviceMemory
 from opgraft.platforms.cpu.platform import CpuPlatform
-from opgraft.serving.outputs import RequestOutput
 from small_words import word_llama
 
 transformers = pytest.importorskip("transformers")
@@ -71,27 +71,30 @@ def test_a_chat_is_put_into_the_template(llm: LLM) -> None:
     assert llm.chats
 
 
-def test_a_stream_grows_and_ends(llm: LLM) -> None:
-    """Each news of a stream has more of the answer; one that is left is aborted, and its blocks are free."""
-    pool = llm.engine.core.cache.pool
+def test_answers_grow_and_end(llm: LLM) -> None:
+    """Each news of an answer has more of it; if the iterator is closed, the request is aborted, and blocks are free."""
+    pool, inputs = llm.engine.core.cache.pool, llm.engine.inputs
     (whole,) = llm.generate("the cat", GREEDY)
-    output = llm.engine.add("a", "the cat", GREEDY)
-    assert [len(each.outputs[0].token_ids) for each in llm.engine.stream("a")] == [1, 2, 3, 4, 5, 6]
-    assert output.outputs == whole.outputs
-    left: RequestOutput = llm.engine.add("b", "the cat", GREEDY)
-    news = llm.engine.stream("b")
+    request = inputs.prepare("a", "the cat", GREEDY)
+    seen = list(llm.answers([request], grows=True))
+    assert [len(each.outputs[0].token_ids) for each in seen] == [1, 2, 3, 4, 5, 6]
+    assert request.output.outputs == seen[-1].outputs == whole.outputs
+    left = inputs.prepare("b", "the cat", SamplingParams(max_tokens=100, ignore_eos=True))
+    news = llm.answers([left], grows=True)
     next(news)
     news.close()
-    assert left.outputs[0].finish_reason == "abort"
+    assert left.output.outputs[0].finish_reason == "abort"
     assert pool.num_free == pool.num_blocks
-    with pytest.raises(RequestError, match="'b' cannot be streamed, as none of that id runs"):
-        next(llm.engine.stream("b"))
+    assert len(llm.generate("the cat", GREEDY)[0].outputs[0].token_ids) == 6
 
 
 def test_logprobs_grow_in_place(llm: LLM) -> None:
     """A token adds to the list of log-probabilities, whatever its length; a snapshot keeps what it had."""
-    output = llm.engine.add(
-        "a", "the cat", SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
+    output = add(
+        llm.engine,
+        "a",
+        "the cat",
+        SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1),
     )
     lists, snapshots = [], []
     while llm.engine.has_work:

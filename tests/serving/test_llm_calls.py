@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.engines import expect_empty
+from engine.engines import add, expect_empty
 from opgraft import SamplingParams
 from opgraft.errors import RequestError
 from opgraft.serving.llm import LLM
@@ -62,9 +62,9 @@ def test_calls_of_several_threads_take_turns(llm: LLM, monkeypatch: pytest.Monke
 def test_refused_requests_do_not_count_as_ended(llm: LLM) -> None:
     """Of several completions of which one has an id that is in use, none was ever there."""
     before = llm.stats().counters.finished
-    llm.engine.add("x/1", PROMPT, GREEDY)
+    add(llm.engine, "x/1", PROMPT, GREEDY)
     with pytest.raises(RequestError, match="'x/1' is added, and one of that id runs"):
-        llm.engine.add("x", PROMPT, SamplingParams(n=3))
+        add(llm.engine, "x", PROMPT, SamplingParams(n=3))
     assert llm.stats().counters.finished == before
     assert llm.stats().waiting == 1
     llm.engine.abort("x/1")

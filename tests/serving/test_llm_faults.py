@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.engines import expect_empty
+from engine.engines import add, expect_empty
 from opgraft import SamplingParams
 from opgraft.engine.memory_query import MemoryQuery
 from opgraft.errors import ConfigError, InputError, ModelError, OpgraftError, RequestError
@@ -176,16 +177,16 @@ def test_tokens_beyond_the_vocabulary(llm: LLM, field: str, value: Any) -> None:
 def test_ids_are_used_once(llm: LLM) -> None:
     """An id is refused while its request runs; afterwards it is free. The request goes on."""
     engine = llm.engine
-    first = engine.add("a", PROMPT, SamplingParams(n=2, max_tokens=3, seed=1))
+    first = add(engine, "a", PROMPT, SamplingParams(n=2, max_tokens=3, seed=1))
     for name in ("a", "a/0"):
         with pytest.raises(
             RequestError, match=f"request '{name}' is added, and one of that id runs"
         ):
-            engine.add(name, PROMPT, GREEDY)
+            add(engine, name, PROMPT, GREEDY)
     while engine.has_work:
         engine.step()
     assert [len(answer.token_ids) for answer in first.outputs] == [3, 3]
-    engine.add("a", PROMPT, GREEDY)
+    add(engine, "a", PROMPT, GREEDY)
     engine.abort("a")
     expect_nothing_held(llm)
 
@@ -193,7 +194,7 @@ def test_ids_are_used_once(llm: LLM) -> None:
 def test_aborting_the_unknown(llm: LLM) -> None:
     """An id that was never added, or whose request has ended, is an error; others go on."""
     engine = llm.engine
-    going = engine.add("going", PROMPT, GREEDY)
+    going = add(engine, "going", PROMPT, GREEDY)
     with pytest.raises(
         RequestError, match="request 'ghost' cannot be aborted, as none of that id runs or waits"
     ):
@@ -361,15 +362,18 @@ def test_unknown_arguments(folder: Path, name: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("call", [5, 18])
-def test_an_exception_in_the_middle_leaves_nothing(
+def test_news_that_cannot_be_taken_fail_alone(
     llm: LLM, call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is raised while prompts are answered, ends them all, at a last token too; the next ones are answered."""
+    """An error about the news of one prompt ends that prompt, at a last token too; the others are answered."""
     expected = tokens(llm, PROMPT, [5] * 9)
     with monkeypatch.context() as patched:
         patched.setattr(llm.engine, "_take", before_call(call, llm.engine._take, fault))
-        with pytest.raises(RuntimeError, match="a fault"):
-            llm.generate([PROMPT] * 9, GREEDY)
+        answers = [output.outputs[0] for output in llm.generate([PROMPT] * 9, GREEDY)]
+    failed = [answer for answer in answers if answer.finish_reason == "error"]
+    assert len(failed) == 1
+    assert "could not be taken: RuntimeError: a fault" in str(failed[0].error)
+    assert all(answer.token_ids == expected[0] for answer in answers if answer not in failed)
     expect_nothing_held(llm)
     assert tokens(llm, PROMPT, [5] * 9) == expected
 
@@ -379,7 +383,9 @@ def fault() -> None:
 
 
 def interrupt() -> None:
-    signal.raise_signal(signal.SIGINT)
+    """Interrupt the process from the thread of an engine, and wait until the main thread has taken note."""
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.3)
 
 
 def before_call(
@@ -399,8 +405,8 @@ def before_call(
 @pytest.mark.parametrize(
     ("part", "call", "ended"),
     [
-        ("add", 1, 0),
-        ("add", 3, 0),
+        ("submit", 1, 0),
+        ("submit", 3, 0),
         ("step", 1, 0),
         ("step", 3, 0),
         ("step", 6, 4),

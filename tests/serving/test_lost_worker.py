@@ -22,7 +22,7 @@ def test_a_worker_that_is_killed_is_told_to_every_reader(checkpoint: Path) -> No
         tasks = [asyncio.create_task(last(llm.generate(prompt, LONG))) for prompt in prompts(20)]
         while llm.stats().counters.decode_tokens < 9:
             await asyncio.sleep(0)
-        process_of(llm._engine.core.executor).kill()  # type: ignore[arg-type]
+        process_of(llm.engine.core.executor).kill()  # type: ignore[arg-type]
         found = [(await task).outputs[0] for task in tasks]
         assert {output.finish_reason for output in found} == {"error"}
         assert all(

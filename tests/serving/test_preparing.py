@@ -36,7 +36,9 @@ def test_grammars_are_kept_within_bounds(llm: AsyncLLM, monkeypatch: pytest.Monk
     )
     for params in (first, second, first, third):
         asyncio.run(llm.compile(params))
-    kept = [llm.engine.grammars.find(params) is not None for params in (first, second, third)]
+    kept = [
+        llm.engine.inputs.grammars.find(params) is not None for params in (first, second, third)
+    ]
     assert kept == [True, False, True]
 
 
@@ -45,8 +47,8 @@ def test_a_spec_that_is_no_json_gets_its_own_grammar(llm: AsyncLLM) -> None:
     pytest.importorskip("llguidance")
     for text in ("cat", "mat"):
         params = SamplingParams(structured_output=MappingProxyType({"choice": [text]}))
-        assert llm.engine.grammars.of(params).spec == {"choice": [text]}
-        assert llm.engine.grammars.find(params) is None
+        assert llm.engine.inputs.grammars.of(params).spec == {"choice": [text]}
+        assert llm.engine.inputs.grammars.find(params) is None
 
 
 def test_requests_are_prepared_beside_each_other(llm: AsyncLLM) -> None:

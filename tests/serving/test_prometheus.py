@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine.engines import add
 from opgraft import SamplingParams
 from opgraft.serving.llm import LLM
 from opgraft.serving.prometheus import PrometheusExporter
@@ -33,7 +34,7 @@ def served(tmp_path: Path) -> tuple[LLM, Any]:
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     llm.generate([[5] * 4, [6] * 12], params)
     llm.generate([6] * 12, params)
-    llm.engine.add("a", [5, 6], params)
+    add(llm.engine, "a", [5, 6], params)
     llm.engine.step()
     llm.engine.abort("a")
     exporter.show_kernels(llm.explain())

@@ -17,12 +17,10 @@ from opgraft.engine.process_executor import LocalProcess
 from opgraft.errors import EngineError, RequestError
 from opgraft.serving.async_llm import AsyncLLM
 from opgraft.serving.engine_settings import engine_config
-from opgraft.serving.engine_thread import EngineThread
 from opgraft.serving.llm import LLM
 from opgraft.serving.outputs import RequestOutput
 from opgraft.serving.prometheus import PrometheusExporter
-from opgraft.serving.replica import Replica
-from opgraft.serving.replicas import Replicas
+from opgraft.serving.replicas import Replica, Replicas
 from opgraft.serving.text_engine import TextEngine
 from random_decoders import written
 from small_tokenizers import trained_tokenizer
@@ -82,9 +80,7 @@ def test_two_engines_answer_as_one(checkpoint: Path, alone: LLM) -> None:
     with LLM(str(checkpoint), **TWO, on_step=PrometheusExporter("two", registry)) as llm:
         found = llm.generate(prompts(9), given)
         assert [output.outputs for output in found] == [output.outputs for output in expected]
-        each = [
-            replica.engine.stats().counters.sampled_tokens for replica in llm.engine.replicas.each
-        ]
+        each = [replica.engine.stats().counters.sampled_tokens for replica in llm.replicas.each]
         assert min(each) > 0.3 * sum(each)
         for number, tokens in enumerate(each):
             labels = {"model_name": "two", "engine": str(number)}
@@ -93,10 +89,10 @@ def test_two_engines_answer_as_one(checkpoint: Path, alone: LLM) -> None:
         assert stats.counters.sampled_tokens == sum(each)
         assert (stats.running, stats.blocks_used, stats.num_blocks) == (0, 0, 320)
         assert llm.explain().to_dict()
-        assert "2 replicas" in llm.engine.capacity()
+        assert "2 replicas" in llm.capacity()
         with pytest.raises(RequestError, match="has no tokens"):
             llm.generate([[]])
-        assert not llm.engine.has_work
+        assert not any(replica.engine.has_work for replica in llm.replicas.each)
 
 
 async def ended(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
@@ -262,12 +258,12 @@ def test_a_replica_is_lost_while_another_starts(
 
     replicas = Replicas(config)
     try:
-        replicas.each.append(Replica(1, EngineThread(make)))
+        replicas.each.append(Replica(1, make))
         assert replicas.states() == ["ready", "starting"]
-        replicas._lost(0, "planted")
+        replicas.forget_cache(replicas.each[0], "planted")
         assert "replica 0 is lost: 0 of 2 are ready" in caplog.messages
         made.set()
-        replicas.each[1].thread.wait()
+        replicas.each[1].wait()
         assert replicas.states() == ["ready", "ready"]
     finally:
         made.set()

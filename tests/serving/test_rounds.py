@@ -12,10 +12,10 @@ import pytest
 from conftest import Site
 from opgraft import SamplingParams
 from opgraft.config import ParallelConfig
-from opgraft.engine.rounds import Rounds, expect_rounds
 from opgraft.errors import ConfigError, EngineError
 from opgraft.serving.async_llm import AsyncLLM
 from opgraft.serving.llm import LLM
+from opgraft.serving.replicas import Rounds, expect_rounds
 from random_decoders import written
 from serving.test_replicas import ended, holder, kill, last, prompts
 from warm.interpreter import process_of
@@ -49,7 +49,7 @@ def worked(pids: list[int]) -> float:
 
 def rounds_of(llm: AsyncLLM) -> list[int]:
     """The rounds that each replica has made."""
-    return [each.thread._place.made for each in llm.replicas.each if each.thread._place is not None]
+    return [each.rounds_made for each in llm.replicas.each]
 
 
 def test_replicas_share_experts(checkpoint: Path) -> None:
@@ -146,24 +146,32 @@ def test_a_replica_that_does_not_start_ends_the_others(
     assert "did not come to the end of a call" not in caplog.text
 
 
+class Member:
+    """One of those that make rounds, which notes when it is woken."""
+
+    def __init__(self, name: str, woken: list[str]) -> None:
+        self.rounds_made = 0
+        self.look = lambda: woken.append(name)
+
+
 def test_everyone_makes_each_round_once() -> None:
     """Who has work opens rounds, the others are woken for each that they have not made, and then nobody is behind."""
     woken: list[str] = []
     rounds = Rounds()
-    first, second, third = (rounds.place(lambda name=name: woken.append(name)) for name in "abc")
-    first.enter()
-    first.enter()
+    first, second, third = rounds.members = [Member(name, woken) for name in "abc"]
+    rounds.enter(first)
+    rounds.enter(first)
     assert woken == ["b", "c"] * 2
-    assert not first.is_behind
-    for place in (second, third):
-        place.enter()
-        assert place.is_behind
-        place.enter()
-        assert not place.is_behind
+    assert not rounds.is_behind(first)
+    for member in (second, third):
+        rounds.enter(member)
+        assert rounds.is_behind(member)
+        rounds.enter(member)
+        assert not rounds.is_behind(member)
     assert len(woken) == 4
-    third.enter()
+    rounds.enter(third)
     assert woken[4:] == ["a", "b"]
-    assert first.is_behind
+    assert rounds.is_behind(first)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 from opgraft import CustomOp
-from opgraft.serving.router import BLOCK, WORTH, RequestRouter, choose_replica
+from opgraft.serving.replicas import BLOCK, WORTH, RequestRouter, choose_replica
 
 LOADS = st.dictionaries(st.integers(0, 7), st.integers(0, 10_000), min_size=1)
 HELD = st.dictionaries(st.integers(0, 7), st.integers(0, 4_000))
