@@ -36,8 +36,8 @@ def test_every_field_of_an_answer_is_a_row(name: str) -> None:
 def test_methods_are_awaited_as_listed() -> None:
     """Each public method of AsyncLLM is in the table, under how it is used."""
     found: dict[str, list[str]] = {"async for": [], "await": [], "called": []}
-    for name, method in vars(AsyncLLM).items():
-        if inspect.isfunction(method) and not name.startswith("_"):
+    for name, method in inspect.getmembers(AsyncLLM, inspect.isfunction):
+        if not name.startswith("_"):
             streams = "AsyncGenerator" in str(inspect.signature(method).return_annotation)
             how = (
                 "async for"

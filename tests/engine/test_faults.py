@@ -14,7 +14,6 @@ from opgraft.engine.engine_core import EngineCore, EngineOutput
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import EngineError, RequestError
-from opgraft.serving.llm import LLM
 from random_decoders import written
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -352,26 +351,3 @@ def test_a_foreign_message_is_one_harmless_line(checkpoint: Path) -> None:
     core.executor.worker.runner.model.forward = fail
     _, errors = served(core, requests(1))
     assert errors["r0"].endswith(r"failed: ValueError: a b\x1b[2J")
-
-
-def test_a_model_goes_on_after_a_second_interrupt(checkpoint: Path) -> None:
-    """Who interrupts twice leaves the step in the middle; the next prompts are answered, and nothing of the others."""
-    llm = LLM(
-        str(checkpoint),
-        max_model_len=64,
-        block_size=4,
-        **{"cache.num_blocks": 50, "load.progress": False},
-    )
-    expected = llm.generate([[5, 6], [7, 8]], GREEDY)
-    Fault(
-        llm.engine.core.executor.worker.runner.model,
-        "forward",
-        lambda call: call == 4,
-        KeyboardInterrupt,
-    )
-    with pytest.raises(KeyboardInterrupt, match="kernel trouble"):
-        llm.generate([[9] * 5] * 9, GREEDY)
-    assert not llm.engine.has_work
-    assert [output.outputs for output in llm.generate([[5, 6], [7, 8]], GREEDY)] == [
-        each.outputs for each in expected
-    ]

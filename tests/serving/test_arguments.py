@@ -238,7 +238,7 @@ def test_an_encoder(tmp_path: Path) -> None:
         with pytest.raises(RequestError, match=r"or have LLM\.embed cut it with truncate=True"):
             encoder.embed("cat " * 600)
         assert len(encoder.embed({"prompt": "cat " * 600}, truncate=True)[0].prompt_token_ids) > 100
-    with pytest.raises(EngineError, match="the encoder was shut down"):
+    with pytest.raises(EngineError, match="the engine was shut down"):
         encoder.embed("a cat")
     with pytest.raises(ModelError, match=r"LLM\.embed gives the vectors of texts"):
         AsyncLLM("minilm", **{"load.progress": False})
