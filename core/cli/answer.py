@@ -27,7 +27,7 @@ from opgraft.serving.outputs import RequestOutput
 
 
 def open_llm(model: str) -> LLM:
-    """Load a model, and tell on stderr what its cache holds, if it has one."""
+    """Load a model, and print on stderr how much the cache holds, if there is one."""
     expect_split(engine_config(model, None, {}).resolved())
     llm = LLM(model)
     if not llm.embeds:
@@ -156,6 +156,7 @@ def show_stream(llm: LLM, request: OpenRequest) -> RequestOutput:
     with closing(llm.answers([request], grows=True)) as news, suppress(Interrupted):
         for output in news:
             text = output.outputs[0].text
+            # A terminal shows a token at once, and not the whole answer again.
             _show(text[shown:])
             shown = len(text)
     answer = request.output.outputs[0]

@@ -11,8 +11,8 @@ from opgraft.errors import RequestError
 class BlockPool:
     """Blocks by number, each in use by some sequences or free. Every operation takes O(1) per block.
 
-    A free block keeps its content, under the key that it was kept by, until it is allocated again. Those without
-    content go first, then the one that was freed first.
+    A free block keeps its content, under the key that it was kept by, until it is allocated again.
+    Those without content go first, then the one that was freed first.
 
     Attributes:
         revived: how often a free block came into use again for its content.

@@ -47,12 +47,13 @@ def _as_compiled(method: _Function) -> _Function:
 class BucketedModelRunner(ModelRunner):
     """Computes steps by programs that are compiled before the first request, for devices that need one for each shape.
 
-    Any step can be computed: its prompts, or the chunks of these, one after another, each padded to the next length of
-    ``prompts``; then its single tokens together, padded to the next number of sequences of ``decodes``. Padding writes
-    to a block of the cache that the engine does not know of.
+    Any step can be computed: its prompts, or the chunks of these, one after another, each padded to
+    the next length of ``prompts``; then its single tokens together, padded to the next number of
+    sequences of ``decodes``. Padding writes to a block of the cache that the engine does not know
+    of.
 
-    The likeliest tokens are found on the device. Where a request of the step asks for anything else, the logits of the
-    step come to the host, and the sampler works there.
+    The likeliest tokens are found on the device. Where a request of the step asks for anything
+    else, the logits of the step come to the host, and the sampler works there.
     """
 
     samples_on_first_rank = False
@@ -140,8 +141,8 @@ class BucketedModelRunner(ModelRunner):
     ) -> int:
         """Return a bound on the bytes that the largest programs take beside weights and cache.
 
-        It counts what their operators return, as if each did so in memory of its own: between the operators of a
-        program nobody can look at the device.
+        It counts what their operators return, as if each did so in memory of its own: between the
+        operators of a program nobody can look at the device.
 
         Args:
             free: not asked.

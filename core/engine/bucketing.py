@@ -114,8 +114,8 @@ def prefill_buckets(max_length: int, smallest: int = 8) -> Buckets:
 def no_recompilation(compilations: Callable[[], int], allowed: int = 0) -> Iterator[None]:
     """Allow a block to compile at most ``allowed`` programs, as ``compilations`` counts them.
 
-    On TPUs ``compilations`` is ``current_platform().compilations``. Counting starts when the block is entered, after
-    a warm-up that has met every bucket.
+    On TPUs ``compilations`` is ``current_platform().compilations``. Counting starts when the block
+    is entered, after a warm-up that has met every bucket.
 
     Raises:
         RecompilationError: more were compiled; only raised where the block itself raised nothing.

@@ -71,13 +71,15 @@ class CacheSizes:
 class CacheLayout:
     """Groups of attention layers, each with a table of blocks of its own.
 
-    A block of the pool belongs to one group at a time. So layers of different groups, whose blocks have one shape,
-    share a tensor: the first of each group the first, the second the second. Groups have as many layers as the rarest
-    kind, so that hardly a tensor has blocks that a group cannot use.
+    A block of the pool belongs to one group at a time. So layers of different groups, whose blocks
+    have one shape, share a tensor: the first of each group the first, the second the second. Groups
+    have as many layers as the rarest kind, so that hardly a tensor has blocks that a group cannot
+    use.
 
     Attributes:
         layers: prefix → layer.
-        groups: prefixes of the layers of each group. A stage of a pipeline may have no layer of one that others have.
+        groups: prefixes of the layers of each group. A stage of a pipeline may have no layer of one
+            that others have.
         windows: the sliding window of each group.
         block_size: tokens in a block.
         dtype: of the cache.
@@ -102,7 +104,8 @@ class CacheLayout:
         """Group layers by their windows.
 
         Raises:
-            ConfigError: a layer has a layout of its own without a place for codes, which ``dtype`` is of.
+            ConfigError: a layer has a layout of its own without a place for codes, which ``dtype``
+                is of.
         """
         if dtype in CODES.values():
             _expect_codes(layers)

@@ -32,7 +32,8 @@ def smallest_room(
     Args:
         ranks: of each rank.
         config: resolved.
-        cache_bytes: returns the bytes that the cache of each rank may take; not called where settings say all.
+        cache_bytes: returns the bytes that the cache of each rank may take; not called where
+            settings say all.
 
     Raises:
         ConfigError: as of ``room_for``.

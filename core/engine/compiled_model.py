@@ -74,7 +74,8 @@ class CompiledModel:
 
         Args:
             device: of the model.
-            empty: returns what the model is called with besides ids and positions of so many tokens.
+            empty: returns what the model is called with besides ids and positions of so many
+                tokens.
 
         Raises:
             ConfigError: the model cannot be traced, or the backend does not compile here.

@@ -11,8 +11,8 @@ class ContextFit:
 
     Attributes:
         trained: positions of that context.
-        gradual: the rotation changes with each further position. Otherwise there is one way more, for the whole of a
-            sequence that is longer.
+        gradual: the rotation changes with each further position. Otherwise there is one way more,
+            for the whole of a sequence that is longer.
     """
 
     trained: int

@@ -17,7 +17,8 @@ class Draft:
         places: sequences of those that run, at most.
 
     Attributes:
-        kept: of the tokens that are left, those for a request that waits, which others of a worse priority leave alone.
+        kept: of the tokens that are left, those for a request that waits, which others of a worse
+            priority leave alone.
         kept_for: the priority of that request.
         prompt_tokens: that it computes of prompts, or anew.
         batch: the requests of ``sequences``; ``None`` in the place of each that has left since.

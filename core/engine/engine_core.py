@@ -73,13 +73,15 @@ class EngineCore:
         starting: called with the executor, for a context in which the workers start and prepare.
 
     Attributes:
-        hands_over: whether requests stay when the workers are lost, for ``surrender``, instead of failing.
+        hands_over: whether requests stay when the workers are lost, for ``surrender``, instead of
+            failing.
         step_failure: the exception of the last failed step, if a plugin raised it.
 
     Raises:
         ModelError: no model is named, or it has no attention layers and so is no decoder.
-        ConfigError: the cache is too small for one request of the longest context, or too large for the memory, or
-            the context is longer than the model was made for, or the devices cannot compute the split.
+        ConfigError: the cache is too small for one request of the longest context, or too large for
+            the memory, or the context is longer than the model was made for, or the devices cannot
+            compute the split.
     """
 
     def __init__(
@@ -110,13 +112,15 @@ class EngineCore:
             ranks, self.opgraft_config, lambda: self.executor.call_all("cache_bytes")
         )
         self.executor.call_all("expect_memory", *room)
-        reuse, kinds = self.opgraft_config.cache.prefix_reuse, ranks[0].kinds
+        first = ranks[0]
+        reuse = self.opgraft_config.cache.prefix_reuse
         self.cache = KVCacheManager(
-            kinds, room.num_blocks, ranks[0].block_size, reuse, room.num_states
+            first.kinds, room.num_blocks, first.block_size, reuse, room.num_states
         )
         self._expect_room(max(sizes.bytes_per_block for sizes in ranks))
         self.executor.call_all("allocate_cache", *room)
-        fits, depth = self.executor.call("context_fits"), self.executor.depth
+        fits = self.executor.call("context_fits")
+        depth = self.executor.depth
         self.scheduler = Scheduler(
             self.opgraft_config.scheduler, self.cache, self.max_model_len, fits, depth
         )
@@ -137,10 +141,8 @@ class EngineCore:
         return ranks
 
     def _context(self) -> int:
-        asked, trained = (
-            self.opgraft_config.model.max_model_len,
-            self.executor.call("trained_context"),
-        )
+        asked = self.opgraft_config.model.max_model_len
+        trained = self.executor.call("trained_context")
         if asked is not None and trained is not None and asked > trained:
             raise ConfigError(
                 f"model.max_model_len is {asked}, and {self.opgraft_config.model.name} was made for contexts of up to "
@@ -169,20 +171,17 @@ class EngineCore:
     @property
     def cache_tokens(self) -> int:
         """Return how many tokens of long sequences the cache holds."""
-        full = (
-            sum(kind.sliding_window is None for kind in self.cache.kinds)
-            or len(self.cache.kinds)
-            or 1
-        )
-        return self.cache.pool.num_blocks // full * self.cache.block_size
+        kinds = self.cache.kinds
+        full = sum(kind.sliding_window is None for kind in kinds)
+        blocks_of_a_place = full or len(kinds) or 1
+        return self.cache.pool.num_blocks // blocks_of_a_place * self.cache.block_size
 
     def capacity(self) -> str:
         """Say in words what the cache holds."""
         states = f"{self.cache.num_states:,} states and " if self.cache.states else ""
-        return (
-            f"the cache holds {states}{self.cache_tokens:,} tokens in {self.cache.pool.num_blocks:,} blocks of "
-            f"{self.cache.block_size}; the longest context has {self.max_model_len:,}"
-        )
+        blocks = f"{self.cache.pool.num_blocks:,} blocks of {self.cache.block_size}"
+        held = f"the cache holds {states}{self.cache_tokens:,} tokens in {blocks}"
+        return f"{held}; the longest context has {self.max_model_len:,}"
 
     @property
     def has_work(self) -> bool:
@@ -245,9 +244,9 @@ class EngineCore:
     def step(self) -> list[EngineOutput]:
         """Compute a step and return the news of its requests; steps behind it may be computed beside it.
 
-        If an error is raised in the middle of it, its requests end with that error and the others go on, those of steps
-        behind it anew; under ``scheduler.on_step_error=stop`` all requests end, and the engine stops. After an
-        interrupt requests are computed anew.
+        If an error is raised in the middle of it, its requests end with that error and the others
+        go on, those of steps behind it anew; under ``scheduler.on_step_error=stop`` all requests
+        end, and the engine stops. After an interrupt requests are computed anew.
 
         Raises:
             EngineError: the engine has stopped.
@@ -333,9 +332,9 @@ class EngineCore:
         # Any other exception would keep the tensors of the step alive through its frames.
         of_plugin = isinstance(error, PluginError) or (told is not None and told.of_plugin)
         self.step_failure = error if of_plugin else None
-        message = (
-            f"the step of {_named(batch)} failed: {described(error)}{f' ({told})' if told else ''}"
-        )
+        message = f"the step of {_named(batch)} failed: {described(error)}"
+        if told:
+            message += f" ({told})"
         if self.opgraft_config.scheduler.on_step_error == "stop":
             self._stopped = error
             message += "; the engine stops"
@@ -358,12 +357,14 @@ class EngineCore:
         """
         _expect_result_of(step, result)
         with self.counters.timed("schedule"):
-            left, errors = self.scheduler.steps.first.left, result.errors
+            left = self.scheduler.steps.first.left
+            errors = result.errors
             if left:
                 errors = {name: error for name, error in errors.items() if name not in left}
             ended = self.scheduler.update(step, result.tokens, errors)
             finished = {each.request_id: each.finish_reason for each in ended}
-            logprobs, prompt_logprobs = result.logprobs, result.prompt_logprobs
+            logprobs = result.logprobs
+            prompt_logprobs = result.prompt_logprobs
             tokens = result.tokens
             if errors or left:
                 tokens = {
@@ -426,5 +427,7 @@ def _named(requests: Sequence[Request]) -> str:
     if not requests:
         return "no request"
     names = ", ".join(repr(request.request_id) for request in requests[:MOST_LISTED])
-    more = f" and {len(requests) - MOST_LISTED} more" if len(requests) > MOST_LISTED else ""
-    return f"request{'s' * (len(requests) != 1)} {names}{more}"
+    if len(requests) > MOST_LISTED:
+        names += f" and {len(requests) - MOST_LISTED} more"
+    noun = "request" if len(requests) == 1 else "requests"
+    return f"{noun} {names}"

@@ -28,7 +28,8 @@ class Executor(PluggableClass, ABC):
 
     Attributes:
         before_submit: called before each step that is submitted.
-        ready_since: when workers were last started again, in seconds of ``time.monotonic``; infinite meanwhile.
+        ready_since: when workers were last started again, in seconds of ``time.monotonic``;
+            infinite meanwhile.
     """
 
     ready_since = 0.0
@@ -46,7 +47,8 @@ class Executor(PluggableClass, ABC):
         """Return what a method of one worker returns, once all have made the call.
 
         Raises:
-            EngineError: there is no worker, before the start, after the shutdown, or as they are lost.
+            EngineError: there is no worker, before the start, after the shutdown, or as they are
+                lost.
         """
 
     @abstractmethod

@@ -27,8 +27,8 @@ def executor_of(opgraft_config: OpgraftConfig) -> Executor:
         opgraft_config: resolved.
 
     Raises:
-        DistributedError: it asks for processes of their own, which would not be in the groups of this one, or for those
-            of a launcher, which has started none, or another number.
+        DistributedError: it asks for processes of their own, which would not be in the groups of
+            this one, or for those of a launcher, which has started none, or another number.
     """
     parallel = opgraft_config.parallel
     name = parallel.executor or _fitting(parallel)

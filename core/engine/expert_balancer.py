@@ -25,12 +25,14 @@ SHORT, LONG = 0.2, 0.4
 class ExpertBalancer:
     """Places the experts of each layer anew after so many steps, where that takes load from the busiest rank.
 
-    Every rank of the expert group calls ``after_step`` behind each step. Each pause sends a part of the weights, small
-    beside a step, and experts change their places when they are there as a whole.
+    Every rank of the expert group calls ``after_step`` behind each step. Each pause sends a part of
+    the weights, small beside a step, and experts change their places when they are there as a
+    whole.
 
     Args:
         model: with layers of experts that are shared by ranks and record their loads.
-        every: steps between two placements; experts that are still to be moved then are moved first.
+        every: steps between two placements; experts that are still to be moved then are moved
+            first.
         most: experts that change their place in one call, at least 2.
 
     Attributes:
@@ -67,8 +69,9 @@ class ExpertBalancer:
         """Move experts that wait for it, else place them anew if it is time to; return how many were moved.
 
         Args:
-            started: when the step began, by ``time.perf_counter``: a pause is to be short beside it. The end of the
-                last call if not given, where idle time counts as a part of a step.
+            started: when the step began, by ``time.perf_counter``: a pause is to be short beside
+                it. The end of the last call if not given, where idle time counts as a part of a
+                step.
         """
         self._steps += 1
         moved = 0

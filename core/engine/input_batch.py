@@ -74,7 +74,8 @@ class _Memory:
 
     Attributes:
         shape: of the steps.
-        sent: token ids, positions, sampled rows, contexts and slots of each group one after another, for the device.
+        sent: token ids, positions, sampled rows, contexts and slots of each group one after
+            another, for the device.
         bounds: ``query_start_loc`` and ``seq_lens`` one after the other, for the device.
         rows: of each sequence in the tables.
         tables: of each group, for the device.

@@ -1,6 +1,7 @@
 """The cache of keys and values, as tables of blocks: one table per sequence and kind of layers.
 
-Nothing here touches a tensor: a block is a number, and what lies in it is the runner's and the attention's matter.
+Nothing here touches a tensor: a block is a number, and what lies in it is the runner's and the
+attention's matter.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ class Prefix(NamedTuple):
 
     Attributes:
         num_tokens: its length.
-        blocks: for each kind the full blocks that the next token attends to; those before it are not needed.
-        partial: for each kind the block whose first tokens are to be copied; empty where all blocks are full. With a
-            state it is free, and taken over as it is.
+        blocks: for each kind the full blocks that the next token attends to; those before it are
+            not needed.
+        partial: for each kind the block whose first tokens are to be copied; empty where all blocks
+            are full. With a state it is free, and taken over as it is.
         state: slot of the state after it, where layers keep states.
     """
 
@@ -61,8 +63,10 @@ class _Lack(NamedTuple):
     Attributes:
         request: of the sequence.
         needed: blocks that it takes of the free ones, those aside that others used already.
-        revived: of the pool at that moment. Each block that came into use since may be one that it needs no more.
-        absent: keys of the blocks that would make its prefix longer, as far as the pool had none of them.
+        revived: of the pool at that moment. Each block that came into use since may be one that it
+            needs no more.
+        absent: keys of the blocks that would make its prefix longer, as far as the pool had none of
+            them.
     """
 
     request: Request
@@ -88,17 +92,17 @@ class _Table:
 class KVCacheManager(PluggableClass):
     """Tables of blocks from one pool, and the beginnings of sequences that are found in it again.
 
-    A full block is known by a hash of its tokens and of everything before them, chained from block to block, of the
-    request's salt, and of the ways in which its keys are rotated. It is SHA-256: whoever could make two beginnings
-    collide could read another tenant's.
+    A full block is known by a hash of its tokens and of everything before them, chained from block
+    to block, of the request's salt, and of the ways in which its keys are rotated. It is SHA-256:
+    whoever could make two beginnings collide could read another tenant's.
 
     Args:
         kinds: of the model's layers; each has a table, and blocks of its own in it.
         num_blocks: blocks of the pool, which all kinds draw from.
         block_size: tokens in a block.
         prefix_reuse: find blocks of earlier sequences that begin alike.
-        num_states: slots for states, one for each sequence that runs and the others for copies; 0 for models whose
-            layers keep none.
+        num_states: slots for states, one for each sequence that runs and the others for copies; 0
+            for models whose layers keep none.
 
     Attributes:
         states: the slots; ``None`` for such models.
@@ -141,8 +145,8 @@ class KVCacheManager(PluggableClass):
     def longest_prefix(self, request: Request) -> Prefix:
         """Find the longest beginning of a sequence that is in the cache, short of its last token.
 
-        Of a kind with a sliding window only the blocks in the window need to be there. Where layers keep states, that
-        of its end does.
+        Of a kind with a sliding window only the blocks in the window need to be there. Where layers
+        keep states, that of its end does.
         """
         if not self.prefix_reuse:
             return self.no_prefix
@@ -166,8 +170,8 @@ class KVCacheManager(PluggableClass):
     def leave(self, request: Request) -> None:
         """Have a sequence that is preempted find all that it has computed when it comes back, if it is still there.
 
-        At the end of a block that would be so without this. Its state, and what it has of a block that is not full, are
-        kept under the hash of all its tokens.
+        At the end of a block that would be so without this. Its state, and what it has of a block
+        that is not full, are kept under the hash of all its tokens.
         """
         full, rest = divmod(request.num_computed, self.block_size)
         if not (self.states and self.prefix_reuse and request.num_computed):
@@ -236,7 +240,8 @@ class KVCacheManager(PluggableClass):
     def common_prefix(self, request: Request, parent: Request) -> Prefix | None:
         """Return the prompt short of its last token as the blocks of a ``parent`` that has computed the same prompt.
 
-        ``None`` where the parent holds a part of it no longer, as a window has slid or a state has gone on.
+        ``None`` where the parent holds a part of it no longer, as a window has slid or a state has
+        gone on.
         """
         if self.states:
             return None
@@ -391,7 +396,8 @@ class KVCacheManager(PluggableClass):
 def _root(request: Request) -> bytes:
     """Return what the first block's hash begins with, as long as a hash.
 
-    Hashes of salts, rotations and blocks begin differently, so that no salt that somebody makes up is a block's.
+    Hashes of salts, rotations and blocks begin differently, so that no salt that somebody makes up
+    is a block's.
     """
     salt = request.cache_salt
     root = bytes(sha256().digest_size)

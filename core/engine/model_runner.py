@@ -219,7 +219,8 @@ class ModelRunner(PluggableClass):
         """Run the model on the sequences of a step and, on the last stage, sample; a subclass may do so in another way.
 
         Args:
-            sequences: all are known to ``self.batch`` and, where they are sampled here, to ``self.sampling``.
+            sequences: all are known to ``self.batch`` and, where they are sampled here, to
+                ``self.sampling``.
             started: when the step did, which the first of ``StepResult.seconds`` counts from.
             continues: as of ``AttentionBatch``.
         """

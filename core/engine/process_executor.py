@@ -45,8 +45,8 @@ main(*map(int, sys.argv[2:]))
 class ProcessExecutor(RemoteExecutor):
     """Workers in processes of their own, which have the settings of this one and the same plugins.
 
-    They are started at once. It refuses to start where they compute ops otherwise than this process would, as where a
-    script has registered replacements.
+    They are started at once. It refuses to start where they compute ops otherwise than this process
+    would, as where a script has registered replacements.
 
     Args:
         opgraft_config: resolved.
@@ -69,7 +69,8 @@ class ProcessExecutor(RemoteExecutor):
     def _meeting(self, release: ExitStack) -> str | None:
         """Return the file by which the ranks meet; that of all replicas is of these.
 
-        It stays while they run: backends such as NCCL connect the ranks of a group at its first collective.
+        It stays while they run: backends such as NCCL connect the ranks of a group at its first
+        collective.
         """
         given = self.opgraft_config.parallel.meeting if self.in_rounds else None
         if given is not None or self.layout.world == 1:

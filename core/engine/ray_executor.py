@@ -39,8 +39,9 @@ _ANSWER_SECONDS = 2.0
 class RayExecutor(RemoteExecutor):
     """Workers that Ray places on the devices of its hosts.
 
-    Ray places and watches. Steps, results and tensors take the way that they take between processes of one host: each
-    worker connects to the engine, which knows it by a secret that went through Ray.
+    Ray places and watches. Steps, results and tensors take the way that they take between processes
+    of one host: each worker connects to the engine, which knows it by a secret that went through
+    Ray.
 
     Args:
         opgraft_config: resolved.

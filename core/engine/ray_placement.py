@@ -142,11 +142,13 @@ class Membership:
     def enter(self, ray: Any, processors: int) -> None:
         """Join the cluster of Ray that is there, or start one of this host alone, unless this process has joined one.
 
-        The cluster is the one that ``RAY_ADDRESS`` names, or that ``ray start`` has started on this host.
+        The cluster is the one that ``RAY_ADDRESS`` names, or that ``ray start`` has started on this
+        host.
 
         Args:
             ray: the module.
-            processors: that all workers of this process reserve, for a cluster that is started here.
+            processors: that all workers of this process reserve, for a cluster that is started
+                here.
         """
         with self._lock:
             if not ray.is_initialized():

@@ -127,7 +127,8 @@ def connected(engine: tuple[str, int], seconds: float) -> socket.socket:
 def watch(connection: socket.socket) -> None:
     """Have a connection send at once, and fail within seconds where the other host is gone without a word.
 
-    What is sent and not acknowledged counts as silence, and so does what the other process does not read.
+    What is sent and not acknowledged counts as silence, and so does what the other process does not
+    read.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -43,11 +43,11 @@ Replies = dict[int, tuple[bool, Any]]
 class RemoteExecutor(Executor):
     """Workers in other processes, one for each rank.
 
-    All ranks make every call. The result of a step comes from the output rank alone, that which is the first of the
-    last stage; the others tell only what fails.
+    All ranks make every call. The result of a step comes from the output rank alone, that which is
+    the first of the last stage; the others tell only what fails.
 
-    It is asked by one thread. Grammars cross by second channels, from any thread: workers compile them beside their
-    steps, which name them.
+    It is asked by one thread. Grammars cross by second channels, from any thread: workers compile
+    them beside their steps, which name them.
 
     Args:
         opgraft_config: resolved.
@@ -76,7 +76,8 @@ class RemoteExecutor(Executor):
         """Start the processes, their workers, and the devices of those.
 
         Raises:
-            EngineError: a process computes ops otherwise than this one would, or has other versions.
+            EngineError: a process computes ops otherwise than this one would, or has other
+                versions.
         """
         self._start(self.opgraft_config.parallel.restart_workers)
 
@@ -146,7 +147,8 @@ class RemoteExecutor(Executor):
         """Return what a method of the worker of the output rank returns, once all have made the call.
 
         Raises:
-            EngineError: there is no worker: before the start, after the shutdown, or when a process has ended.
+            EngineError: there is no worker: before the start, after the shutdown, or when a process
+                has ended.
         """
         return self.call_all(method, *args)[self.output_rank]
 
@@ -154,7 +156,8 @@ class RemoteExecutor(Executor):
         """Return what a method of each worker returns, in the order of ranks, or raise what one raises.
 
         Raises:
-            EngineError: there is no worker: before the start, after the shutdown, or when a process has ended.
+            EngineError: there is no worker: before the start, after the shutdown, or when a process
+                has ended.
         """
         with self.workers.or_interrupted():
             number = self._post(method, args, everyone=True)
@@ -187,8 +190,8 @@ class RemoteExecutor(Executor):
     def result(self) -> StepResult:
         """Return the result of the oldest step that was submitted and not asked for yet, or raise what failed in it.
 
-        Where some ranks have failed and the others are in the middle of it, they would wait for each other for ever:
-        then all are ended.
+        Where some ranks have failed and the others are in the middle of it, they would wait for
+        each other for ever: then all are ended.
 
         Raises:
             EngineError: a process has ended, or ranks were out of step.

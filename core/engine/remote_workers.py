@@ -37,8 +37,8 @@ class Started(NamedTuple):
         local_ranks: the local rank of each, and the number of workers of its host.
         meeting: where they find each other, as long as they run; ``None`` for one that is alone.
         release: gives back what they share, once they have ended.
-        share: writes a call of a number to memory that all of them have, and returns its token; ``None`` where there is
-            no such memory, and each is sent the call.
+        share: writes a call of a number to memory that all of them have, and returns its token;
+            ``None`` where there is no such memory, and each is sent the call.
     """
 
     links: Sequence[WorkerLink] = ()
@@ -54,8 +54,8 @@ _NONE = Started()
 class RemoteWorkers:
     """The workers of one start, who run until there is a reason why they do not.
 
-    Others that start in their place are another object: a thread that still has this one reaches none of them. One
-    thread calls; any may look, ask beside, kill and end.
+    Others that start in their place are another object: a thread that still has this one reaches
+    none of them. One thread calls; any may look, ask beside, kill and end.
 
     Args:
         started: their processes.

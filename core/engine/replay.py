@@ -22,8 +22,8 @@ def steps_again(
 ) -> Iterator[Step]:
     """Yield steps that compute sequences as prompts, then the last token of each as one of an answer.
 
-    Kernels may compute prompts in one way and single tokens in another. Each step asks for the logits
-    of its last tokens.
+    Kernels may compute prompts in one way and single tokens in another. Each step asks for the
+    logits of its last tokens.
 
     Args:
         sequences: token ids of each.

@@ -25,15 +25,18 @@ class Request:
         num_least: tokens of prompt and output before which nothing ends it.
         num_most: tokens of prompt and output that it has at most, as far as ``params`` say.
         priority: under the policy "priority" lower ones come first.
-        cache_salt: requests with different salts never share blocks of the cache, such as those of two tenants.
+        cache_salt: requests with different salts never share blocks of the cache, such as those of
+            two tenants.
         bad_words: ``params.bad_words`` as tokens.
         grammar: compiled from ``params.structured_output``.
         parent: the request whose prompt's blocks this one shares, for ``n > 1``.
-        context: length of the context that its first tokens are rotated for, by ropes that depend on it: its prompt's,
-            or the length that it had when it was rotated anew; see ``Scheduler``.
-        rotation: names the ways in which ropes rotate its keys; sequences share blocks only where these are the same.
-        arrival: its number in the order of arrival; the scheduler gives one where it is below zero, and to replicas
-            of an engine requests come with one.
+        context: length of the context that its first tokens are rotated for, by ropes that depend
+            on it: its prompt's, or the length that it had when it was rotated anew; see
+            ``Scheduler``.
+        rotation: names the ways in which ropes rotate its keys; sequences share blocks only where
+            these are the same.
+        arrival: its number in the order of arrival; the scheduler gives one where it is below zero,
+            and to replicas of an engine requests come with one.
         rank: its place in the scheduler's order.
         admitted: when it was scheduled first, in seconds of ``time.monotonic()``; ``None`` before.
         num_tokens: tokens of prompt and output.
@@ -41,7 +44,8 @@ class Request:
         num_computed: tokens whose keys and values are in the cache.
         num_cached: tokens that were found there when it was last admitted.
         num_preemptions: how often it gave its blocks to others.
-        computing: the step that computes some of its tokens now, as the scheduler keeps it; ``None`` if none does.
+        computing: the step that computes some of its tokens now, as the scheduler keeps it;
+            ``None`` if none does.
         block_hashes: those of its full blocks so far, which the cache manager keeps.
 
     Raises:

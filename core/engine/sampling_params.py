@@ -139,8 +139,10 @@ class SamplingParams:
         top_k: the likeliest tokens that are kept, 0 or -1 for all.
         top_p: probability that the kept tokens, the likeliest first, reach together.
         min_p: least probability of a kept token, as a share of the likeliest one's.
-        presence_penalty, frequency_penalty: taken off the logits of tokens in the output: once, and per occurrence.
-        repetition_penalty: divides the logits of tokens in prompt and output, or multiplies those below 0.
+        presence_penalty, frequency_penalty: taken off the logits of tokens in the output: once, and
+            per occurrence.
+        repetition_penalty: divides the logits of tokens in prompt and output, or multiplies those
+            below 0.
         seed: of the request's own random numbers.
         stop: strings that end the output; a single string is a list of one.
         stop_token_ids: tokens that end the output.
@@ -150,12 +152,12 @@ class SamplingParams:
         min_tokens: tokens before which nothing ends the output.
         max_tokens: tokens of the output, at most; ``None`` for as many as the context holds.
         ignore_eos: go on after the model's end of sequence.
-        logprobs, prompt_logprobs: the likeliest tokens whose log-probabilities are given, at each token; -1 for all,
-            kept as ``sys.maxsize``.
+        logprobs, prompt_logprobs: the likeliest tokens whose log-probabilities are given, at each
+            token; -1 for all, kept as ``sys.maxsize``.
         logits_processors: called with the output so far and the logits; each returns logits.
         structured_output: the form that the output has, such as ``{"json": schema}``.
-        structured_outputs: vLLM's name for the same, a mapping or an object with these attributes; kept as
-            ``structured_output``.
+        structured_outputs: vLLM's name for the same, a mapping or an object with these attributes;
+            kept as ``structured_output``.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: leave the string of ``stop`` that ended the output in the text.
 

@@ -1,7 +1,8 @@
 """The choice of what the next step computes: continuous batching without phases.
 
-A request's computed tokens catch up with its tokens. A prompt, a chunk of it, a decode and a sequence that starts anew
-after it gave its blocks away differ in nothing but the number of tokens that are missing.
+A request's computed tokens catch up with its tokens. A prompt, a chunk of it, a decode and a
+sequence that starts anew after it gave its blocks away differ in nothing but the number of tokens
+that are missing.
 """
 
 from __future__ import annotations
@@ -31,21 +32,24 @@ _rank = attrgetter("rank")
 class Scheduler(PluggableClass):
     """Requests that run and requests that wait, each in order, and the step that comes next.
 
-    The order is that of arrival; under the policy "priority" that of priorities, and of arrival among equals. It holds
-    for who is scheduled first, who is admitted next and, from its end, who gives its blocks to others. So whoever is
-    first gets on, and among equals nobody starves. Those of a worse priority give place and blocks to a better one
-    that waits, if it can be admitted by that.
+    The order is that of arrival; under the policy "priority" that of priorities, and of arrival
+    among equals. It holds for who is scheduled first, who is admitted next and, from its end, who
+    gives its blocks to others. So whoever is first gets on, and among equals nobody starves. Those
+    of a worse priority give place and blocks to a better one that waits, if it can be admitted by
+    that.
 
     Args:
         config: the limits of a step, and the policy; every field is set.
         cache: the tables of blocks, which nobody else changes.
         max_model_len: tokens of prompt and output together, at most.
-        fits: the model's ropes that depend on the length of the context. They rotate tokens for the length of their own
-            sequence: those of a prompt for that of the prompt, later ones for the length that the sequence has with
-            them. A sequence that comes to where all its keys should have been rotated in another way is computed anew.
-        depth: steps that are computed at the same time, one behind the other, as by the stages of a pipeline. Each has
-            its part of the requests, and no request is in two. A step reads what those before it have written, so
-            blocks that are given away while one is computed may be in the next.
+        fits: the model's ropes that depend on the length of the context. They rotate tokens for the
+            length of their own sequence: those of a prompt for that of the prompt, later ones for
+            the length that the sequence has with them. A sequence that comes to where all its keys
+            should have been rotated in another way is computed anew.
+        depth: steps that are computed at the same time, one behind the other, as by the stages of a
+            pipeline. Each has its part of the requests, and no request is in two. A step reads what
+            those before it have written, so blocks that are given away while one is computed may be
+            in the next.
     """
 
     def __init__(
@@ -88,7 +92,8 @@ class Scheduler(PluggableClass):
         """Have a request wait for its turn.
 
         Raises:
-            RequestError: its id is in use, or it could never be served: prompt, cache and limits do not fit.
+            RequestError: its id is in use, or it could never be served: prompt, cache and limits do
+                not fit.
         """
         expect_servable(request, self._requests, self.config, self.cache, self.max_model_len)
         if request.arrival < 0:
@@ -161,7 +166,8 @@ class Scheduler(PluggableClass):
             failed: requests that end by an error of their own, and have no token.
 
         Raises:
-            RequestError: a sequence that samples, and has not left, has no token. ``recover`` is due then.
+            RequestError: a sequence that samples, and has not left, has no token. ``recover`` is
+                due then.
         """
         draft = self.steps.take_first()
         finished = []
@@ -189,8 +195,9 @@ class Scheduler(PluggableClass):
     def undo(self, step: Step | None = None) -> list[Request]:
         """Have all steps that are computed forgotten, as one was not computed to its end: that given, or the first.
 
-        Returns its requests. Those of all steps wait and are computed anew, unless they are aborted now. What the steps
-        were to remove is removed by the next one, together with what they were to compute.
+        Returns its requests. Those of all steps wait and are computed anew, unless they are aborted
+        now. What the steps were to remove is removed by the next one, together with what they were
+        to compute.
         """
         draft = self.steps.of(step) if step or not self.steps else self.steps.first
         failed = draft.requests() if draft else []
@@ -204,11 +211,12 @@ class Scheduler(PluggableClass):
     def recover(self, step: Step | None) -> list[Request]:
         """Have all requests wait, to be computed anew, after something was raised while queues or tables changed.
 
-        Nothing is presumed of these, so all that the cache holds is given up, and all steps that are computed.
+        Nothing is presumed of these, so all that the cache holds is given up, and all steps that
+        are computed.
 
         Args:
-            step: the one that was updated last, or is to be, if nobody has been told of its tokens: they are dropped,
-                and who ended by them goes on. ``None`` where there is none.
+            step: the one that was updated last, or is to be, if nobody has been told of its tokens:
+                they are dropped, and who ended by them goes on. ``None`` where there is none.
 
         Returns:
             The requests of the step.
@@ -237,7 +245,8 @@ class Scheduler(PluggableClass):
     def _schedule_running(self, draft: Draft) -> bool:
         """Schedule those that run, and tell whether there were blocks for all of them.
 
-        Where there are none, the last one gives its own up. If it is the last itself, it keeps them and waits.
+        Where there are none, the last one gives its own up. If it is the last itself, it keeps them
+        and waits.
         """
         had_blocks = True
         for request in self.running:  # which gets shorter at its end only
@@ -339,7 +348,8 @@ class Scheduler(PluggableClass):
     def _count(self, request: Request, start: int, missing: int, budget: int) -> int:
         """Return how many of the tokens that are missing from ``start`` on a step takes that has ``budget`` left.
 
-        Without chunks it takes all or none. A sequence that outgrew a whole step before it was preempted needs several.
+        Without chunks it takes all or none. A sequence that outgrew a whole step before it was
+        preempted needs several.
         """
         if self.config.chunked_prefill or missing > budget == self.config.max_num_batched_tokens:
             return self.cache.chunk(request, start, min(missing, budget)) if budget else 0

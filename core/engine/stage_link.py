@@ -19,8 +19,9 @@ _TEXT_BYTES = 1024
 class StageLink:
     """Passes what the stage before has computed in a step on to the next; each tensor rank to its counterpart.
 
-    Both ends know the size from the step. One more number tells whether the stage before has failed, after which its
-    error follows as text. So no stage waits for what does not come, and the last one raises the error.
+    Both ends know the size from the step. One more number tells whether the stage before has
+    failed, after which its error follows as text. So no stage waits for what does not come, and the
+    last one raises the error.
 
     Args:
         group: the pipeline, of at least two ranks.

@@ -39,8 +39,8 @@ class Staging:
 class Sender:
     """The way of tensors from the host to a device; on the host itself they stay what they are.
 
-    What is sent to a device goes through pinned memory where there is such, so that the host need not wait. torch keeps
-    that memory, and gives it out again once the copy is made.
+    What is sent to a device goes through pinned memory where there is such, so that the host need
+    not wait. torch keeps that memory, and gives it out again once the copy is made.
 
     Args:
         device: where they go.

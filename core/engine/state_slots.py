@@ -11,12 +11,12 @@ from opgraft.engine.step import StateMove
 class StateSlots:
     """Slots by number: one for each sequence that runs, and copies of what some of them had once.
 
-    A state cannot be cut off where another sequence goes its own way. So it is copied where one may: at the ends of
-    blocks, under the keys of these. A sequence that is preempted leaves its own behind. Copies make room for sequences,
-    the one first that was not used for longest.
+    A state cannot be cut off where another sequence goes its own way. So it is copied where one
+    may: at the ends of blocks, under the keys of these. A sequence that is preempted leaves its own
+    behind. Copies make room for sequences, the one first that was not used for longest.
 
-    Nothing here touches a tensor. What is to happen to them is noted in ``moves``, in order, for the next step: so a
-    slot may be given away before what it held has been copied.
+    Nothing here touches a tensor. What is to happen to them is noted in ``moves``, in order, for
+    the next step: so a slot may be given away before what it held has been copied.
 
     Args:
         count: of all slots.

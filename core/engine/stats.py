@@ -34,16 +34,17 @@ class Counters:
     Attributes:
         steps: that were computed, failed ones included. Of an encoder, batches.
         failed_steps: of these, those in which something was raised.
-        prompt_tokens: computed of prompts, and anew of sequences that had given their blocks away. Of an encoder, of
-            texts.
+        prompt_tokens: computed of prompts, and anew of sequences that had given their blocks away.
+            Of an encoder, of texts.
         decode_tokens: computed of outputs, one for each sequence and step.
         sampled_tokens: that came out.
         prefix_queries: tokens of the sequences that were admitted.
         prefix_hits: of these, those whose keys and values were found in the cache.
         preemptions: sequences that gave their blocks to others.
-        finished: requests that have ended, by ``finish_reason``. Of an encoder, texts, by "stop" or "error".
-        seconds: by part of the step. Host time: where a device computes behind the host's back, what it takes is
-            counted where the host waits for it, which is "sample".
+        finished: requests that have ended, by ``finish_reason``. Of an encoder, texts, by "stop" or
+            "error".
+        seconds: by part of the step. Host time: where a device computes behind the host's back,
+            what it takes is counted where the host waits for it, which is "sample".
     """
 
     steps: int = 0
@@ -77,13 +78,14 @@ class EngineStats:
     """State and counters of an engine at a moment: totals since it was made, or changes ``since`` another moment.
 
     Attributes:
-        running: requests that hold blocks of the cache; each of several completions counts as one. Of an encoder, the
-            texts of the batch that is computed.
+        running: requests that hold blocks of the cache; each of several completions counts as one.
+            Of an encoder, the texts of the batch that is computed.
         waiting: requests that hold none. Of an encoder, the texts of later batches.
         blocks_used: blocks of the cache that a request holds.
         num_blocks: blocks of the cache.
         counters: totals, or changes.
-        replica: the number of the engine among replicas; 0 for one that is alone, and for the sum of several.
+        replica: the number of the engine among replicas; 0 for one that is alone, and for the sum
+            of several.
     """
 
     running: int

@@ -23,9 +23,12 @@ class NewSequence:
     Attributes:
         tokens: prompt and outputs so far.
         prompt_length: tokens of the prompt.
-        context: length of the context that its first tokens are rotated for, by ropes that depend on it.
-        blocks: the whole table, with what this step writes to. Before a sliding window stand zeros, which nobody reads.
-        arrival: its number in the order of arrival, which seeds random numbers where ``params.seed`` is ``None``.
+        context: length of the context that its first tokens are rotated for, by ropes that depend
+            on it.
+        blocks: the whole table, with what this step writes to. Before a sliding window stand zeros,
+            which nobody reads.
+        arrival: its number in the order of arrival, which seeds random numbers where
+            ``params.seed`` is ``None``.
         eos: tokens that end it unless ``params.ignore_eos``.
         bad_words: ``params.bad_words`` as tokens.
         grammar: compiled from ``params.structured_output``.
@@ -51,8 +54,10 @@ class Scheduled(NamedTuple):
     Attributes:
         start: tokens computed before, those of a reused prefix included.
         count: tokens that the step computes.
-        new_blocks: appended to the tables since the last step; empty where the sequence is among the added.
-        samples: the logits of the last token are sampled. Otherwise it is a chunk after which known tokens follow.
+        new_blocks: appended to the tables since the last step; empty where the sequence is among
+            the added.
+        samples: the logits of the last token are sampled. Otherwise it is a chunk after which known
+            tokens follow.
         token: the one that the step computes, where it was sampled after the sequence was added.
     """
 
@@ -69,10 +74,11 @@ class Step:
     """Everything that changes for the runner, which goes through it in the order of the attributes.
 
     Attributes:
-        removed: sequences that have finished, or were aborted or preempted. An added one may have the same id. After a
-            step that was not computed to its end, the runner may not know one.
+        removed: sequences that have finished, or were aborted or preempted. An added one may have
+            the same id. After a step that was not computed to its end, the runner may not know one.
         added: sequences that are new to the runner.
-        copies: pairs of blocks; the first's content is copied to the second before anything is computed.
+        copies: pairs of blocks; the first's content is copied to the second before anything is
+            computed.
         sequences: the batch.
         states: what happens to the slots of states, in this order, before anything is computed.
     """
@@ -105,9 +111,12 @@ class StepResult:
         tokens: the token of each sequence that samples and did not fail.
         logprobs: the log-probabilities of those that ask for them.
         errors: the reason for each request that failed alone, such as logits that are NaN.
-        refused: those of them that failed by what they ask for, such as a grammar that leads nowhere.
-        prompt_logprobs: of the prompts that this step has come to the end of, for who asks for them.
-        seconds: time by part of the step; a runner names those of ``stats.PARTS`` that it knows, others do not count.
+        refused: those of them that failed by what they ask for, such as a grammar that leads
+            nowhere.
+        prompt_logprobs: of the prompts that this step has come to the end of, for who asks for
+            them.
+        seconds: time by part of the step; a runner names those of ``stats.PARTS`` that it knows,
+            others do not count.
     """
 
     tokens: Mapping[str, int]

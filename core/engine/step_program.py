@@ -127,8 +127,8 @@ class StepModule(nn.Module):
             *caches: in which new keys and values are written.
 
         Returns:
-            Tokens, int64 ``[sequences]``, -1 where the greatest logit is no finite number, and ``[sequences,
-            vocabulary]``.
+            Tokens, int64 ``[sequences]``, -1 where the greatest logit is no finite number, and
+            ``[sequences, vocabulary]``.
         """
         shape = self.shape
         ids, positions, slots, tables, bounds, lengths, sampled = packed.split_with_sizes(
@@ -174,7 +174,8 @@ class CopyModule(nn.Module):
 def exported(module: nn.Module, inputs: Tensor, caches: Sequence[Tensor]) -> GraphModule:
     """Return a module as a graph for arguments of these shapes.
 
-    Its Python is called once: the context that layers look their pages up in is nothing that a compiler follows.
+    Its Python is called once: the context that layers look their pages up in is nothing that a
+    compiler follows.
     """
     with torch.no_grad():
         graph_module: Any = torch.export.export(module, (inputs, *caches), strict=False).module()
@@ -188,7 +189,8 @@ class CacheOperators:
     """Operators by which a backend learns what becomes of a cache, each with its arguments behind the cache.
 
     Attributes:
-        donate: called before anything is written, so that the backend need not copy the cache to write to it.
+        donate: called before anything is written, so that the backend need not copy the cache to
+            write to it.
         place: called after that; what it returns is the cache where it is to be among the devices.
     """
 
@@ -208,8 +210,8 @@ def compiled(
         program: its first argument are the inputs, the others caches.
         backend: of ``torch.compile``.
         operators: for each cache.
-        whole: gives for a number of dimensions an operator, and its arguments behind a result, that brings the whole of
-            it to where the host reads; nothing where it is there.
+        whole: gives for a number of dimensions an operator, and its arguments behind a result, that
+            brings the whole of it to where the host reads; nothing where it is there.
     """
     graph = program.graph
     given = [node for node in graph.nodes if node.op == "placeholder"]
@@ -256,7 +258,8 @@ class StepGraph(PluggableClass):
 def peak_bytes(program: GraphModule) -> int:
     """Return the most bytes that results of operators take at once, each kept until its last use.
 
-    What an operator returns of its arguments, as views and what is written in place are, takes none.
+    What an operator returns of its arguments, as views and what is written in place are, takes
+    none.
     """
     last_use = {used: node for node in program.graph.nodes for used in node.all_input_nodes}
     ends: dict[Node, list[Node]] = {}

@@ -20,8 +20,8 @@ def expect_form(spec: Any) -> tuple[str, Any]:
     """Return the kind of a structured output, and what stands there.
 
     Args:
-        spec: a mapping with one key of ``KINDS``: a JSON schema as mapping or text, a list of texts for ``choice``, or
-            a text.
+        spec: a mapping with one key of ``KINDS``: a JSON schema as mapping or text, a list of texts
+            for ``choice``, or a text.
 
     Raises:
         InputError: it has another form.

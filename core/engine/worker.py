@@ -44,7 +44,8 @@ class Worker(PluggableClass):
 
     Args:
         opgraft_config: resolved.
-        local_rank: place among the workers of this host, which chooses the device where there are several.
+        local_rank: place among the workers of this host, which chooses the device where there are
+            several.
         local_size: the number of workers of this host.
     """
 
@@ -77,8 +78,8 @@ class Worker(PluggableClass):
         """Choose the device, and seed its random numbers.
 
         Raises:
-            ConfigError: there is no device for this worker, torch knows none of the name that is set, or one is set
-                for several ranks.
+            ConfigError: there is no device for this worker, torch knows none of the name that is
+                set, or one is set for several ranks.
         """
         self.claim_devices()
         platform, load = current_platform(), self.opgraft_config.load
@@ -156,11 +157,12 @@ class Worker(PluggableClass):
     def cache_bytes(self) -> int:
         """Return the bytes that the cache may take: as set, or a share of the memory that is free now.
 
-        On a device that is not the host, what the largest step takes at its peak is subtracted. The share of the host's
-        memory is small enough to leave room for every step.
+        On a device that is not the host, what the largest step takes at its peak is subtracted. The
+        share of the host's memory is small enough to leave room for every step.
 
         Raises:
-            ConfigError: the platform does not know the memory of the device, or the largest step fails there.
+            ConfigError: the platform does not know the memory of the device, or the largest step
+                fails there.
         """
         cache = self.opgraft_config.cache
         if cache.memory_bytes is not None:

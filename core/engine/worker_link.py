@@ -97,7 +97,8 @@ class WorkerLink(ABC):
             token: of the memory that it is in already, where the worker shares some.
 
         Raises:
-            OSError: the process has ended, or does not take calls any more: ``TimeoutError``, ``BlockingIOError``.
+            OSError: the process has ended, or does not take calls any more: ``TimeoutError``,
+                ``BlockingIOError``.
         """
         self.calls.send_encoded(data)
 

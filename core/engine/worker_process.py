@@ -60,7 +60,8 @@ class SharedGrammars:
         Args:
             name: of the grammar.
             spec: what it is compiled from.
-            tokens: arguments of the ``GrammarTokens`` of this grammar and those that follow; None for those of before.
+            tokens: arguments of the ``GrammarTokens`` of this grammar and those that follow; None
+                for those of before.
             forgotten: names that no step has any more.
 
         Raises:
@@ -106,7 +107,8 @@ def serve_calls(
         beside_file: socket by which grammars come.
         note: is told what the worker does.
         ends_process: end the process when the second is closed; else whoever has started it does.
-        shared: memory that calls are written to, and the pipe that tells of them; without it they come by the socket.
+        shared: memory that calls are written to, and the pipe that tells of them; without it they
+            come by the socket.
     """
     grammars = SharedGrammars()
     beside = Channel(socket.socket(fileno=beside_file))

@@ -36,15 +36,17 @@ _PREPARING = 2
 class AsyncLLM(FrontEnd):
     """A language model or an encoder whose engine runs in a thread of its own and sleeps while nothing is asked.
 
-    Prompts are tokenized in threads beside it, and grammars compiled in another, so that neither steps nor event loops
-    wait.
+    Prompts are tokenized in threads beside it, and grammars compiled in another, so that neither
+    steps nor event loops wait.
     It may be used from several event loops. ``async with`` shuts it down at the end.
 
     Args:
-        model, opgraft_config, on_step, **settings: as for ``LLM``. ``on_step`` is called in the engine's thread.
+        model, opgraft_config, on_step, **settings: as for ``LLM``. ``on_step`` is called in the
+            engine's thread.
 
     Raises:
-        ConfigError: a setting that there is not, or a value that it does not take; a cache too small for one request.
+        ConfigError: a setting that there is not, or a value that it does not take; a cache too
+            small for one request.
         ModelError: no model is named, or none is registered for its architecture.
         CheckpointError: the checkpoint cannot be read.
     """
@@ -135,20 +137,22 @@ class AsyncLLM(FrontEnd):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a prompt, and yield the answer so far whenever it has grown.
 
-        Each output is cumulative: it has the whole answer up to now, and does not change any more. A reader that is
-        slower than the engine gets the newest one, and misses those between. The last one is ``finished``. A request
-        that fails while it is computed ends with the ``finish_reason`` ``"error"``, one that is aborted with
-        ``"abort"``. Leaving the iterator, by ``break`` or by cancellation, aborts the request between two steps, before
-        the next that has not begun; who keeps a reference to the iterator closes it with ``aclose``.
+        Each output is cumulative: it has the whole answer up to now, and does not change any more.
+        A reader that is slower than the engine gets the newest one, and misses those between. The
+        last one is ``finished``. A request that fails while it is computed ends with the
+        ``finish_reason`` ``"error"``, one that is aborted with ``"abort"``. Leaving the iterator,
+        by ``break`` or by cancellation, aborts the request between two steps, before the next that
+        has not begun; who keeps a reference to the iterator closes it with ``aclose``.
 
         Args:
-            prompt: text, or token ids; or ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``, where
-                ``"cache_salt"`` may stand too.
+            prompt: text, or token ids; or ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``,
+                where ``"cache_salt"`` may stand too.
             sampling_params: ``SamplingParams()`` if not given.
             request_id: unique among those that run; made up if not given.
             priority: lower ones come first; it needs ``scheduler.policy=priority``.
             cache_salt: requests of different salts share nothing in the cache.
-            arrival: when the request came, in seconds of ``time.monotonic``, for its times; now if not given.
+            arrival: when the request came, in seconds of ``time.monotonic``, for its times; now if
+                not given.
 
         Raises:
             RequestError: the request cannot be taken; raised when the first output is asked for.
@@ -185,7 +189,8 @@ class AsyncLLM(FrontEnd):
             tools: JSON schemas of functions that the model may call.
 
         Raises:
-            RequestError: the model has no chat template, it refuses the messages, or the request cannot be taken.
+            RequestError: the model has no chat template, it refuses the messages, or the request
+                cannot be taken.
             EngineError: the engine has ended.
         """
         name = request_id or uuid4().hex
@@ -319,7 +324,8 @@ class AsyncLLM(FrontEnd):
     def busy_seconds(self) -> float:
         """The seconds that the step of this moment has taken: of one that hangs they grow.
 
-        Of several engines, of that which has begun with a step last: where one hangs, the others go on.
+        Of several engines, of that which has begun with a step last: where one hangs, the others go
+        on.
         """
         return self._replicas.busy_seconds
 

@@ -39,7 +39,8 @@ class ChatTemplate:
         """Return the text of a chat.
 
         Args:
-            messages: plain data, usually with ``role`` and ``content``. Keys whose value is None are left out.
+            messages: plain data, usually with ``role`` and ``content``. Keys whose value is None
+                are left out.
             tools: JSON schemas of functions that the model may call.
             documents: texts that the model may quote.
             add_generation_prompt: end with the text before an answer.
@@ -47,8 +48,8 @@ class ChatTemplate:
             values: further values for the template, by name, such as ``enable_thinking``.
 
         Raises:
-            RequestError: the model has no chat template or none of the name, or the template refuses the messages,
-                fails, or exceeds a limit of time, memory or characters.
+            RequestError: the model has no chat template or none of the name, or the template
+                refuses the messages, fails, or exceeds a limit of time, memory or characters.
             CheckpointError: the template's source is no template.
             ChildError: the helper process could not be started.
         """

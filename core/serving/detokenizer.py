@@ -22,8 +22,9 @@ _BROKEN = "\ufffd"
 class Detokenizer:
     """The text of one request.
 
-    An unfinished last character is held back. The text of a token may depend on earlier tokens, so the end of the
-    prompt is decoded with the first tokens. Without stop strings, tokens are decoded when the text is read.
+    An unfinished last character is held back. The text of a token may depend on earlier tokens, so
+    the end of the prompt is decoded with the first tokens. Without stop strings, tokens are decoded
+    when the text is read.
 
     Args:
         tokenizer: the model's.

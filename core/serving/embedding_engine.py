@@ -45,8 +45,8 @@ class EmbeddingRequest(OpenRequest):
     Attributes:
         name: of the text, for errors.
         vector: the numbers, once computed.
-        fault: the kernel to blame if the vector has NaN or infinity. If no kernel is to blame, ``"unexplained"``,
-            followed by a replaced class if one is in use.
+        fault: the kernel to blame if the vector has NaN or infinity. If no kernel is to blame,
+            ``"unexplained"``, followed by a replaced class if one is in use.
         error: raised by the batch of the text.
     """
 
@@ -72,8 +72,8 @@ class EmbeddingEngine(RequestEngine):
 
     Raises:
         ModelError: no model is named, or it cannot be made.
-        ConfigError: ``model.max_model_len`` is more than there are positions, the devices cannot compute the split, or
-            the encoder cannot be compiled as ``compilation_config`` says.
+        ConfigError: ``model.max_model_len`` is more than there are positions, the devices cannot
+            compute the split, or the encoder cannot be compiled as ``compilation_config`` says.
         CheckpointError: the checkpoint cannot be read.
     """
 
@@ -192,7 +192,8 @@ class EmbeddingEngine(RequestEngine):
     def step(self) -> list[RequestOutput]:
         """Compute the next batch, and return the outputs of the texts, all of which have ended.
 
-        If a batch of several texts raises an error, each is computed alone, so that the others have vectors.
+        If a batch of several texts raises an error, each is computed alone, so that the others have
+        vectors.
         """
         batch = self._next()
         self._settle(batch)
@@ -336,7 +337,8 @@ class EmbeddingEngine(RequestEngine):
             faults: what is wrong, by the names of the texts.
 
         Returns:
-            A ``PluginError`` if the kernel of a plugin is to blame for a text, else a ``CheckpointError``.
+            A ``PluginError`` if the kernel of a plugin is to blame for a text, else a
+            ``CheckpointError``.
         """
         model = self.opgraft_config.model
         texts: dict[str, list[str]] = {}

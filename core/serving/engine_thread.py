@@ -29,8 +29,8 @@ News: TypeAlias = "Callable[[], RequestOutput] | BaseException"
 class Mailbox:
     """News for the streams of one event loop, which is woken once, however many streams have some.
 
-    A stream whose news has not been fetched yet gets the newer in its place, so nothing piles up behind a slow loop.
-    News that come to nobody are never put together.
+    A stream whose news has not been fetched yet gets the newer in its place, so nothing piles up
+    behind a slow loop. News that come to nobody are never put together.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -175,7 +175,8 @@ class _Call(Generic[_T]):
 class EngineThread:
     """A thread that makes an engine, runs its steps while there is work, and sleeps while there is none.
 
-    Nothing else touches the engine: what others want of it is a call that the thread makes between two steps.
+    Nothing else touches the engine: what others want of it is a call that the thread makes between
+    two steps.
 
     Args:
         make: makes the engine, in the thread and in a copy of the caller's context.

@@ -76,7 +76,7 @@ class FrontEnd:
 
     @property
     def embeds(self) -> bool:
-        """Whether the model is an encoder."""
+        """True if the model is an encoder."""
         return isinstance(self._first, EmbeddingEngine)
 
     @property

@@ -143,10 +143,10 @@ class InputProcessor:
             name: the prompt's, for errors; by default after the request.
 
         Raises:
-            RequestError: the prompt cannot be taken, an argument has the wrong type or contradicts the prompt, or a
-                setting names a token beyond the vocabulary.
-            InputError: the model has no tokenizer for text, stop strings or bad words, or cannot give the structured
-                output.
+            RequestError: the prompt cannot be taken, an argument has the wrong type or contradicts
+                the prompt, or a setting names a token beyond the vocabulary.
+            InputError: the model has no tokenizer for text, stop strings or bad words, or cannot
+                give the structured output.
         """
         expect_params(params)
         self._expect_in_vocabulary(params)

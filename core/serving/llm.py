@@ -43,7 +43,8 @@ class Interrupted(KeyboardInterrupt):
     """An interrupt while prompts were answered.
 
     Attributes:
-        outputs: of every prompt, in order; what had not ended has the ``finish_reason`` ``"abort"``.
+        outputs: of every prompt, in order; what had not ended has the ``finish_reason``
+            ``"abort"``.
     """
 
     def __init__(self, outputs: Sequence[RequestOutput]) -> None:
@@ -60,21 +61,23 @@ class Interrupted(KeyboardInterrupt):
 class LLM(FrontEnd):
     """A language model with an engine of its own, in a thread of its own.
 
-    Prompts of one call are answered together. Calls from several threads are answered one after the other; for many
-    readers at once there is ``AsyncLLM``.
+    Prompts of one call are answered together. Calls from several threads are answered one after the
+    other; for many readers at once there is ``AsyncLLM``.
 
     Args:
-        model: a checkpoint's folder or file, the name of a packaged model, or a name such as ``org/name`` of a model
-            in the local Hugging Face cache; ``model.name`` of the settings if not given.
+        model: a checkpoint's folder or file, the name of a packaged model, or a name such as
+            ``org/name`` of a model in the local Hugging Face cache; ``model.name`` of the settings
+            if not given.
         opgraft_config: settings in place of the process's.
-        on_step: called after each step with its ``EngineStats``, a change since the last call, and the requests that
-            have news; see ``PrometheusExporter``. An encoder calls it after each batch, without requests. The thread
-            of the engine makes the calls.
-        **settings: single settings, which go before those: by the names in ``SHORT_NAMES``, or by dotted names as in
-            ``**{"cache.memory_bytes": 1 << 30}``.
+        on_step: called after each step with its ``EngineStats``, a change since the last call, and
+            the requests that have news; see ``PrometheusExporter``. An encoder calls it after each
+            batch, without requests. The thread of the engine makes the calls.
+        **settings: single settings, which go before those: by the names in ``SHORT_NAMES``, or by
+            dotted names as in ``**{"cache.memory_bytes": 1 << 30}``.
 
     Raises:
-        ConfigError: a setting that there is not, or a value that it does not take; a cache too small for one request.
+        ConfigError: a setting that there is not, or a value that it does not take; a cache too
+            small for one request.
         ModelError: no model is named, or none is registered for its architecture.
         CheckpointError: the checkpoint cannot be read.
     """
@@ -106,10 +109,12 @@ class LLM(FrontEnd):
         A prompt that fails while others are computed has the ``finish_reason`` ``"error"``.
 
         Args:
-            prompts: one, or several: text, or token ids; or ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``,
-                where ``"cache_salt"`` may stand too: prompts of different salts share nothing in the cache.
+            prompts: one, or several: text, or token ids; or ``{"prompt": text}`` or
+                ``{"prompt_token_ids": [...]}``, where ``"cache_salt"`` may stand too: prompts of
+                different salts share nothing in the cache.
             sampling_params: for all, or one for each; ``SamplingParams()`` if not given.
-            priority: for all, or one for each: lower ones come first. It needs ``scheduler.policy=priority``.
+            priority: for all, or one for each: lower ones come first. It needs
+                ``scheduler.policy=priority``.
             progress: show a bar on stderr; by default where that is a terminal.
 
         Raises:
@@ -132,8 +137,9 @@ class LLM(FrontEnd):
         """Answer chats by the chat template of the model.
 
         Args:
-            messages: of one chat, or of several: ``{"role": "user", "content": "…"}``. The content may be a list of
-                parts, ``{"type": "text", "text": "…"}``, which become lines of one text.
+            messages: of one chat, or of several: ``{"role": "user", "content": "…"}``. The content
+                may be a list of parts, ``{"type": "text", "text": "…"}``, which become lines of one
+                text.
             sampling_params: for all, or one for each chat.
             tools: JSON schemas of functions that the model may call.
             priority, progress: as for ``generate``.
@@ -168,10 +174,10 @@ class LLM(FrontEnd):
         """Return the embeddings of texts, in their order, pooled and normalised as the checkpoint says.
 
         Args:
-            texts: one, or several: text, or token ids. The default prompt of the checkpoint, if it has one, is put
-                before a text, and not before token ids.
-            truncate: cut texts that are longer than the model takes, instead of refusing them. The checkpoint's
-                ``truncation_side`` says at which end.
+            texts: one, or several: text, or token ids. The default prompt of the checkpoint, if it
+                has one, is put before a text, and not before token ids.
+            truncate: cut texts that are longer than the model takes, instead of refusing them. The
+                checkpoint's ``truncation_side`` says at which end.
             progress: as for ``generate``.
 
         Raises:
@@ -205,7 +211,7 @@ class LLM(FrontEnd):
 
     @property
     def chats(self) -> bool:
-        """Whether the model has a chat template."""
+        """True if the model has a chat template."""
         tokenizer = self.engine.inputs.tokenizer
         return tokenizer is not None and bool(tokenizer.chat_templates)
 
@@ -276,14 +282,16 @@ class LLM(FrontEnd):
         After an interrupt, and if the iterator is closed, requests that have not ended are aborted.
 
         Args:
-            requests: made by ``engine.inputs.prepare`` or ``encoder.prepare``, with ids that are new.
+            requests: made by ``engine.inputs.prepare`` or ``encoder.prepare``, with ids that are
+                new.
             grows: yield each output whenever there is more of the answer.
 
         Raises:
             RequestError: a request can never be served; then none is computed.
             EngineError: the engine has stopped, or was shut down.
             Interrupted: after an interrupt and the end of the step.
-            KeyboardInterrupt: after a second interrupt, which does not wait for the end of the step.
+            KeyboardInterrupt: after a second interrupt, which does not wait for the end of the
+                step.
         """
         queue: SimpleQueue[News | None] = SimpleQueue()
         with self._answering, interrupts_noted(lambda: queue.put(None)) as interrupted:

@@ -64,7 +64,8 @@ class OpenRequest:
         """Return the tokens that are to be computed: the prompt until something came of it, and of the answers.
 
         Args:
-            expected: tokens that an answer has unless it is limited to fewer; at least one is outstanding of each.
+            expected: tokens that an answer has unless it is limited to fewer; at least one is
+                outstanding of each.
         """
         answers = list(self.growing.values())  # in one go, as the engine's thread takes some out
         lengths = [

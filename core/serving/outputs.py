@@ -57,7 +57,8 @@ class CompletionOutput:
         finish_reason: ``stop``, ``length``, ``abort`` or ``error``; None while it goes on.
         stop_reason: the stop string or the stop token; None for the model's own end.
         error: what failed, where ``finish_reason`` is ``error``.
-        refused: whether it failed by what the request asks for, such as a grammar that leads nowhere.
+        refused: whether it failed by what the request asks for, such as a grammar that leads
+            nowhere.
     """
 
     index: int
@@ -146,7 +147,8 @@ class RequestOutput:
 
     Attributes:
         prompt: None where it was given as token ids.
-        prompt_logprobs: at each place, where they were asked for; the first is None, for nothing comes before it.
+        prompt_logprobs: at each place, where they were asked for; the first is None, for nothing
+            comes before it.
         finished: whether all answers are.
     """
 

@@ -44,9 +44,9 @@ TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 class PrometheusExporter:
     """Metrics in a registry of ``prometheus_client``, to be passed as ``on_step``.
 
-    Names and labels are vLLM's with another prefix, ``opgraft:``; there are fewer of them. The label ``engine`` is the
-    number of a replica, 0 where there is one engine; ``kernel_info``, which is of all, has none. The extra ``metrics``
-    brings the library.
+    Names and labels are vLLM's with another prefix, ``opgraft:``; there are fewer of them. The
+    label ``engine`` is the number of a replica, 0 where there is one engine; ``kernel_info``, which
+    is of all, has none. The extra ``metrics`` brings the library.
 
     Args:
         model_name: value of the label ``model_name``, which every metric has.

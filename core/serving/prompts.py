@@ -22,7 +22,8 @@ def unsalted(
     The salt comes with the prompt or as the argument.
 
     Raises:
-        RequestError: a mapping has other keys, or both text and token ids, or another salt than the argument.
+        RequestError: a mapping has other keys, or both text and token ids, or another salt than the
+            argument.
     """
     if not isinstance(prompt, Mapping):
         return prompt, cache_salt
@@ -78,7 +79,8 @@ def tokenized(
         truncate: cut a long text instead of refusing it.
 
     Raises:
-        RequestError: the prompt is of another kind, empty, too long, or has unknown ids or characters.
+        RequestError: the prompt is of another kind, empty, too long, or has unknown ids or
+            characters.
     """
     prompt, _ = unsalted(prompt, name)
     text = prompt if isinstance(prompt, str) else None

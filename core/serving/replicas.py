@@ -45,15 +45,16 @@ BLOCK = 16
 WORTH = 4
 """Outstanding tokens that are worth waiting for, rather than to compute one of a prompt anew.
 
-A token that is outstanding shares its step with a newcomer's; one that is computed anew is work for nothing.
+A token that is outstanding shares its step with a newcomer's; one that is computed anew is work for
+nothing.
 """
 
 
 def choose_replica(loads: Mapping[int, int], held: Mapping[int, int]) -> int:
     """Return the replica with the least load, after a deduction for the cached part of the prompt.
 
-    A session's next turn goes to the replica that holds the chat, unless the queue there costs more than computing
-    the chat anew. Among equal replicas the first is taken.
+    A session's next turn goes to the replica that holds the chat, unless the queue there costs more
+    than computing the chat anew. Among equal replicas the first is taken.
 
     Args:
         loads: outstanding tokens of each replica that can take a request.
@@ -73,8 +74,8 @@ def choose_replica(loads: Mapping[int, int], held: Mapping[int, int]) -> int:
 class RequestRouter(PluggableClass):
     """Routes a request to the least loaded replica, or to one that holds the beginning of its prompt.
 
-    It remembers the prompts that went to each replica by hashes of their blocks, as many as that replica's cache has
-    room for. It is asked by one thread at a time.
+    It remembers the prompts that went to each replica by hashes of their blocks, as many as that
+    replica's cache has room for. It is asked by one thread at a time.
 
     Args:
         capacities: tokens that the cache of each replica holds; 0 where it reuses none.
@@ -90,7 +91,8 @@ class RequestRouter(PluggableClass):
         Args:
             tokens: of the prompt, and of the output so far where the request has moved.
             cache_salt: requests of different salts share nothing in the cache.
-            loads: tokens that are outstanding at each replica that can take a request; at least one.
+            loads: tokens that are outstanding at each replica that can take a request; at least
+                one.
         """
         hashes = _hashes(tokens, cache_salt) if any(self._most) else []
         chosen = choose_replica(loads, {replica: self._held(replica, hashes) for replica in loads})
@@ -144,9 +146,10 @@ class Member(Protocol):
 class Rounds:
     """Counts rounds, in each of which every engine makes one step: of its requests, or of none.
 
-    An engine with work makes the next step when it likes, and opens a round if it is the first. The other engines are
-    woken, and make a step in the round too, with or without work. Nobody waits for an agreement on a round, as
-    collectives of the model bring the steps together. Without work no round is opened, and all engines sleep.
+    An engine with work makes the next step when it likes, and opens a round if it is the first. The
+    other engines are woken, and make a step in the round too, with or without work. Nobody waits
+    for an agreement on a round, as collectives of the model bring the steps together. Without work
+    no round is opened, and all engines sleep.
     """
 
     def __init__(self) -> None:
@@ -181,7 +184,8 @@ class Replica(EngineThread):
         rounds: in which the engine steps together with the others.
 
     Attributes:
-        requests: those that went to the engine and have not ended, by id, if there are other replicas.
+        requests: those that went to the engine and have not ended, by id, if there are other
+            replicas.
         rounds_made: rounds that the engine has taken part in.
     """
 
@@ -283,8 +287,8 @@ class Replica(EngineThread):
 class Replicas:
     """``parallel.data`` engines, which start at once.
 
-    Requests are numbered in the order of their arrival at all replicas, so that a request without a seed has the same
-    random numbers in each replica.
+    Requests are numbered in the order of their arrival at all replicas, so that a request without a
+    seed has the same random numbers in each replica.
 
     Args:
         opgraft_config: the engines' settings.
@@ -392,9 +396,10 @@ class Replicas:
     ) -> list[Future[None]]:
         """Have replicas begin with requests. All requests of a replica begin with the same step.
 
-        If a replica is lost before it begins with a request, another one does. Each result is None once a replica has
-        begun, or the error that keeps all of them from it: a ``RequestError`` if a request of the id runs, or if the
-        request could never be served; an ``EngineError`` if no replica is left.
+        If a replica is lost before it begins with a request, another one does. Each result is None
+        once a replica has begun, or the error that keeps all of them from it: a ``RequestError`` if
+        a request of the id runs, or if the request could never be served; an ``EngineError`` if no
+        replica is left.
 
         Args:
             asked: each request, with the reader of its news.
@@ -736,8 +741,8 @@ def expect_rounds(parallel: ParallelConfig) -> None:
     """Refuse settings under which replicas cannot share experts, or which promise what those that do cannot keep.
 
     Raises:
-        ConfigError: workers are no processes, replicas have several stages, workers are to start again, or requests to
-            move.
+        ConfigError: workers are no processes, replicas have several stages, workers are to start
+            again, or requests to move.
     """
     shared = f"parallel.expert is {parallel.expert}, so that replicas share experts"
     if parallel.restart_workers:

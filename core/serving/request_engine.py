@@ -23,7 +23,7 @@ class RequestEngine(ABC):
     @property
     @abstractmethod
     def has_work(self) -> bool:
-        """Whether a request has not ended."""
+        """True if a request has not ended."""
 
     @abstractmethod
     def submit(self, prepared: OpenRequest) -> RequestOutput:
@@ -85,7 +85,7 @@ class RequestEngine(ABC):
 
     @property
     def is_lost(self) -> bool:
-        """Whether the workers are lost and the open requests are to be surrendered."""
+        """True if the workers are lost and the open requests are to be surrendered."""
         return False
 
     def restart(self) -> None:

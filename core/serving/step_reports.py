@@ -22,7 +22,8 @@ class StepReports:
 
     Args:
         stats: gives the state and the totals of now.
-        on_step: the watcher, if there is one. If it raises, that is logged, and it is not called again.
+        on_step: the watcher, if there is one. If it raises, that is logged, and it is not called
+            again.
     """
 
     def __init__(self, stats: Callable[[], EngineStats], on_step: OnStep | None) -> None:

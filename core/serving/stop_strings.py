@@ -8,9 +8,9 @@ from collections.abc import Sequence
 class StopStrings:
     """A search for the first stop string that the pieces of a text complete.
 
-    The result is that of a search after every single character, so it does not depend on where the pieces end. Text
-    that could be the beginning of a stop string is held back. Of stop strings that end at the same place the longest
-    counts.
+    The result is that of a search after every single character, so it does not depend on where the
+    pieces end. Text that could be the beginning of a stop string is held back. Of stop strings that
+    end at the same place the longest counts.
 
     Attributes:
         found: the stop string, once there is one.

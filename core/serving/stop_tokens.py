@@ -17,11 +17,12 @@ SUPPRESSED = "tokenizer.ggml.suppress_tokens"
 def stop_tokens(tokenizer: Any, config: Any, weights: Weights, vocab_size: int) -> frozenset[int]:
     """Return the ids that end an answer, as the tokenizer, the model's config and its checkpoint tell.
 
-    Models that were trained to chat often end a turn with a token that only the checkpoint names: in
-    ``generation_config.json``, or under keys such as ``eot_token_id`` in a GGUF file.
+    Models that were trained to chat often end a turn with a token that only the checkpoint names:
+    in ``generation_config.json``, or under keys such as ``eot_token_id`` in a GGUF file.
 
     Raises:
-        CheckpointError: ``generation_config.json`` cannot be read, or has other than ids of the model's tokens.
+        CheckpointError: ``generation_config.json`` cannot be read, or has other than ids of the
+            model's tokens.
     """
     ends = _ends_of_turns(weights, vocab_size)
     given = (getattr(tokenizer, "eos_token_id", None), getattr(config, "eos_token_id", None), ends)

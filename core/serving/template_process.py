@@ -1,8 +1,8 @@
 """The helper process that renders chat templates, in jinja2's sandbox.
 
-A template comes with a checkpoint and is code. The sandbox keeps a template from Python's internals, this process has
-a limit of memory, and ``TemplateRenderer`` ends the process after a limit of time. No module here imports torch, so
-that the process starts fast.
+A template comes with a checkpoint and is code. The sandbox keeps a template from Python's
+internals, this process has a limit of memory, and ``TemplateRenderer`` ends the process after a
+limit of time. No module here imports torch, so that the process starts fast.
 """
 
 from __future__ import annotations

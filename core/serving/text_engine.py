@@ -36,7 +36,8 @@ class TextEngine(RequestEngine):
         opgraft_config: of the engine.
         on_step: see ``OnStep``. If it raises, that is logged, and it is not called again.
         make_inputs: returns the ``InputProcessor`` for a config and the longest context.
-        hands_over: whether requests stay open when the workers are lost, for ``surrender``, instead of failing.
+        hands_over: whether requests stay open when the workers are lost, for ``surrender``, instead
+            of failing.
         starting: see ``EngineCore``.
 
     Raises:
@@ -91,7 +92,8 @@ class TextEngine(RequestEngine):
     def step(self) -> list[RequestOutput]:
         """Compute a step, and return the requests that have news.
 
-        If the news of a request cannot be taken, the request ends with that error, and the others go on.
+        If the news of a request cannot be taken, the request ends with that error, and the others
+        go on.
 
         Raises:
             EngineError: the engine has stopped.

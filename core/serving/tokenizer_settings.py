@@ -47,7 +47,8 @@ _EVEN_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_ou
 def read_settings(folder: Path) -> dict[str, Any]:
     """Return the settings of a folder's tokenizer.
 
-    Files of older versions count if ``tokenizer_config.json`` has no ``added_tokens_decoder``, as in transformers.
+    Files of older versions count if ``tokenizer_config.json`` has no ``added_tokens_decoder``, as
+    in transformers.
 
     Raises:
         CheckpointError: a file is damaged.
