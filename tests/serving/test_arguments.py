@@ -240,8 +240,27 @@ def test_an_encoder(tmp_path: Path) -> None:
         assert len(encoder.embed({"prompt": "cat " * 600}, truncate=True)[0].prompt_token_ids) > 100
     with pytest.raises(EngineError, match="the engine was shut down"):
         encoder.embed("a cat")
-    with pytest.raises(ModelError, match=r"LLM\.embed gives the vectors of texts"):
-        AsyncLLM("minilm", **{"load.progress": False})
+
+
+def test_an_encoder_in_an_event_loop() -> None:
+    """AsyncLLM embeds what LLM embeds, also beside each other and after a cancelled call; it answers no prompt."""
+    texts = ["a cat", "the train to the coast", "bread"]
+    with LLM("minilm", **{"load.progress": False}) as llm:
+        expected = [output.embedding for output in llm.embed(texts)]
+
+    async def use() -> None:
+        async with AsyncLLM("minilm", **{"load.progress": False}) as encoder:
+            cancelled = asyncio.create_task(encoder.embed(texts * 20))
+            await asyncio.sleep(0)
+            cancelled.cancel()
+            each = await asyncio.gather(*(encoder.embed([text]) for text in texts))
+            for (found,), wanted in zip(each, expected, strict=True):
+                assert found.embedding == pytest.approx(wanted, abs=1e-5)
+            with pytest.raises(ModelError, match=r"LLM\.embed gives the vectors of texts"):
+                encoder.generate("a cat")
+            assert (encoder.stats().running, encoder.stats().waiting) == (0, 0)
+
+    asyncio.run(use())
 
 
 def test_names_and_values_of_vllm(llm: LLM) -> None:
