@@ -224,7 +224,8 @@ def sentence_modules(folder: Path) -> list[dict[str, str]]:
     """Return the modules that sentence-transformers lists for a folder, if there is a list.
 
     Returns:
-        The ``type`` of each, the bare name of its class, and its ``path`` within the folder.
+        The ``type`` and the ``path`` of each module. The type of a module of sentence-transformers
+        is the bare name of its class. The type of another module is the full name.
 
     Raises:
         CheckpointError: the list is damaged, or a path leads out of the folder.
@@ -242,7 +243,10 @@ def _sentence_module(file: Path, row: Mapping[str, Any]) -> dict[str, str]:
         raise CheckpointError(
             f"{file} has the path {path!r:.80}, which leads out of the checkpoint"
         )
-    return {"type": str(row.get("type", "")).rpartition(".")[2], "path": path}
+    kind = str(row.get("type", ""))
+    if kind.startswith("sentence_transformers."):
+        kind = kind.rpartition(".")[2]
+    return {"type": kind, "path": path}
 
 
 def _gguf_weights(listed: list[Path]) -> Weights:

@@ -12,6 +12,7 @@ from opgraft.models.files import MODULES, Weights, read_json, sentence_modules
 from opgraft.models.pooling import pooling_modes
 from opgraft.models.settings_keys import (
     CONFIG_SENTENCE_TRANSFORMERS,
+    NORMALIZE_CONFIG,
     SENTENCE_BERT_CONFIG,
     Key,
     refusals,
@@ -61,27 +62,57 @@ class SentenceSettings:
         """
         folder = weights.path if weights.path.is_dir() else weights.path.parent
         outer = weights.outer or folder
-        rows = sentence_modules(outer)
-        kinds = [row["type"] for row in rows]
-        others = [kind for kind in kinds if kind not in _KINDS]
-        if others:
-            raise CheckpointError(
-                f"{outer / MODULES} lists a module {others[0]!r:.80}, which cannot be applied: use "
-                "sentence-transformers, or graft the model in a program of your own"
-            )
-        given = _transformer_settings(folder) if rows else {}
+        listed = (outer / MODULES).is_file()
+        pooling_folder, normalize = _steps(outer) if listed else ("1_Pooling", True)
+        given = _transformer_settings(folder) if listed else {}
         general = (
-            _settings_of_module(outer / _GENERAL_FILE, CONFIG_SENTENCE_TRANSFORMERS) if rows else {}
+            _settings_of_module(outer / _GENERAL_FILE, CONFIG_SENTENCE_TRANSFORMERS)
+            if listed
+            else {}
         )
         prompt = _prompt(outer / _GENERAL_FILE, general)
         return cls(
-            _pooling(outer, rows, prompt),
-            not rows or "Normalize" in kinds,
+            _pooling(outer / pooling_folder / "config.json", listed, prompt),
+            normalize,
             _max_tokens(folder, given),
             bool(given.get("do_lower_case")),
             prompt,
             _size(outer / _GENERAL_FILE, general),
         )
+
+
+def _steps(outer: Path) -> tuple[str, bool]:
+    """Return the folder of the pooling, and whether a later module makes vectors of unit length.
+
+    sentence-transformers applies the modules in the order of the list. A ``Normalize`` before the
+    pooling finds no vector and changes nothing.
+
+    Raises:
+        CheckpointError: the list has a module that opgraft does not know, or an order that gives
+            no vector.
+    """
+    file = outer / MODULES
+    rows = sentence_modules(outer)
+    kinds = [row["type"] for row in rows]
+    for kind in kinds:
+        if kind not in _KINDS:
+            raise CheckpointError(
+                f"{file} lists a module {kind!r:.80}, which cannot be applied: use "
+                "sentence-transformers, or graft the model in a program of your own"
+            )
+    others = [kind for kind in kinds if kind != "Normalize"]
+    if others != ["Transformer", "Pooling"] or kinds[0] != "Transformer":
+        raise CheckpointError(
+            f"{file} lists {', '.join(kinds) or 'no module'}, expected a Transformer first, "
+            "then one Pooling: use sentence-transformers, or correct the list"
+        )
+    pooling = kinds.index("Pooling")
+    normalizes = False
+    for place, row in enumerate(rows):
+        if row["type"] == "Normalize":
+            _settings_of_module(outer / row["path"] / "config.json", NORMALIZE_CONFIG)
+            normalizes = normalizes or place > pooling
+    return rows[pooling]["path"], normalizes
 
 
 def _settings_of_module(file: Path, keys: Sequence[Key]) -> dict[str, Any]:
@@ -135,9 +166,11 @@ def _size(file: Path, general: Mapping[str, Any]) -> int | None:
     return size
 
 
-def _pooling(outer: Path, rows: Sequence[Mapping[str, str]], prompt: str) -> tuple[str, ...]:
-    found = [row["path"] for row in rows if row["type"] == "Pooling"]
-    file = outer / (found[0] if found else "1_Pooling") / "config.json"
+def _pooling(file: Path, listed: bool, prompt: str) -> tuple[str, ...]:
+    if listed and not file.is_file():
+        raise CheckpointError(
+            f"{file} is missing, and {MODULES} names its folder: download the checkpoint again"
+        )
     settings = read_json(file) if file.is_file() else {}
     if prompt and settings.get("include_prompt") is False:
         raise CheckpointError(

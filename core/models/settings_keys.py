@@ -255,6 +255,16 @@ SENTENCE_BERT_CONFIG: tuple[Key, ...] = (
 )
 """Of ``sentence_bert_config.json``, and of the files that older versions had in its place."""
 
+NORMALIZE_CONFIG: tuple[Key, ...] = (
+    *_refused(
+        "opgraft normalizes the vector of a text and nothing else",
+        "module_input_name",
+        "module_output_name",
+        harmless=(None, "sentence_embedding"),
+    ),
+)
+"""Of ``config.json`` in the folder of a module ``Normalize``."""
+
 CONFIG_SENTENCE_TRANSFORMERS: tuple[Key, ...] = (
     *_keys("texts that are put before a text, by name", "prompts"),
     *_keys("the prompt that is put before a text", "default_prompt_name"),

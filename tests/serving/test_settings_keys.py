@@ -308,11 +308,15 @@ def write(file: Path, content: Any) -> None:
 
 def write_modules(folder: Path, path: str) -> None:
     rows = (("Transformer", path), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize"))
-    kinds = [
+    write(folder / "modules.json", modules(*rows))
+
+
+def modules(*rows: tuple[str, str]) -> list[dict[str, Any]]:
+    """Return the rows of ``modules.json`` for classes and folders."""
+    return [
         {"idx": i, "name": str(i), "path": where, "type": f"sentence_transformers.models.{kind}"}
         for i, (kind, where) in enumerate(rows)
     ]
-    write(folder / "modules.json", kinds)
 
 
 PROMPTS = {"prompts": {"query": "w30 w31 ", "none": None}}
@@ -435,6 +439,66 @@ def test_the_model_in_a_folder_of_its_own(sentence_encoder: Path, tmp_path: Path
     write_modules(tmp_path, "../0_BERT")
     with pytest.raises(CheckpointError, match="leads out of the checkpoint"):
         embedded(tmp_path)
+
+
+ENCODER, POOLING, UNIT = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "9")
+MODULE_LISTS: dict[str, list[dict[str, Any]]] = {
+    "no normalization": modules(ENCODER, POOLING),
+    "normalization before the pooling": modules(ENCODER, UNIT, POOLING),
+    "normalization before and after": modules(ENCODER, UNIT, POOLING, UNIT),
+    "normalization twice": modules(ENCODER, POOLING, UNIT, UNIT),
+}
+NO_VECTOR: dict[str, list[dict[str, Any]]] = {
+    "lists Transformer, expected": modules(ENCODER),
+    "lists Transformer, Normalize, expected": modules(ENCODER, UNIT),
+    "lists Pooling, Transformer, expected": modules(POOLING, ENCODER),
+    "lists Pooling, expected": modules(POOLING),
+    "lists Normalize, Transformer, Pooling, expected": modules(UNIT, ENCODER, POOLING),
+    "lists no module, expected": [],
+}
+OTHER_VECTORS = {
+    "lists Transformer, Pooling, Pooling, expected": modules(ENCODER, POOLING, POOLING),
+    "lists Transformer, Transformer, Pooling, expected": modules(ENCODER, ENCODER, POOLING),
+    "a module 'my_code.Pooling'": [*modules(ENCODER), {"type": "my_code.Pooling", "path": ""}],
+    "a module 'my_code.Transformer'": [{"type": "my_code.Transformer"}, *modules(POOLING)],
+    "missing/config.json is missing": modules(ENCODER, ("Pooling", "missing")),
+}
+
+
+@pytest.mark.parametrize("row", MODULE_LISTS)
+@pytest.mark.filterwarnings("ignore")
+def test_the_order_of_modules(row: str, sentence_encoder: Path, tmp_path: Path) -> None:
+    """The vector is that of sentence-transformers, which applies the modules one after the other."""
+    folder = with_files(sentence_encoder, tmp_path, {})
+    write(folder / "9/config.json", {})
+    write(folder / "modules.json", MODULE_LISTS[row])
+    torch.testing.assert_close(embedded(folder), reference(folder), rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lists_of_modules_without_a_vector(sentence_encoder: Path, tmp_path: Path) -> None:
+    """If sentence-transformers fails with a list of modules, opgraft refuses the list by name."""
+    folder = with_files(sentence_encoder, tmp_path, {})
+    write(folder / "9/config.json", {})
+    for words, rows in NO_VECTOR.items():
+        write(folder / "modules.json", rows)
+        with pytest.raises((KeyError, TypeError, ValueError, IndexError, AttributeError)):
+            reference(folder)
+        with pytest.raises(CheckpointError, match=words):
+            embedded(folder)
+    for words, rows in OTHER_VECTORS.items():
+        write(folder / "modules.json", rows)
+        with pytest.raises(CheckpointError, match=words):
+            embedded(folder)
+
+
+def test_a_normalization_of_tokens(sentence_encoder: Path, tmp_path: Path) -> None:
+    """A Normalize whose file names another tensor is refused with the key."""
+    for number, key in enumerate(("module_input_name", "module_output_name")):
+        folder = with_files(sentence_encoder, tmp_path / str(number), {})
+        write(folder / "2_Normalize/config.json", {key: "token_embeddings"})
+        with pytest.raises(CheckpointError, match=rf"2_Normalize/config\.json .*{key}"):
+            embedded(folder)
 
 
 REFUSED = {
