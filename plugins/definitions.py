@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from opgraft.plugins.changes import Change
 from opgraft.plugins.discovery import discover
+from opgraft.plugins.function_code import Code, CodeReader, changes_of_code, code_of
 from opgraft.registry.state import ACTIVATING
 
 _OPGRAFT = "opgraft"
@@ -85,10 +86,14 @@ class _Seen:
     Attributes:
         now: the definitions.
         imported: the definitions at the end of each import since the look before.
+        code: the code of the functions among ``now``.
+        imported_code: the code of the functions among ``imported``.
     """
 
     now: _Owners
     imported: _Owners
+    code: Code
+    imported_code: Code
 
 
 class Definitions:
@@ -109,9 +114,13 @@ class Definitions:
         self._things: tuple[Any, ...] = ()
         self._known: _Owners = {}
         self._imported: _Owners = {}
+        self._code = CodeReader()
+        self._names: tuple[Mapping[str, Any], ...] = ()
+        self._imported_code: Code = {}
 
     def read(self) -> _Seen:
         imported, self._imported = self._imported, {}
+        imported_code, self._imported_code = self._imported_code, {}
         modules = tuple(name for name in sys.modules if name.startswith(self._prefixes))
         if modules != self._modules:
             self._modules = modules
@@ -122,7 +131,9 @@ class Definitions:
         known = [owner.names for owner in self._known.values()]
         if not _alike(known, now):
             self._known = {id(thing): self._owner(thing) for thing in self._things}
-        return _Seen(self._known, imported)
+            self._names = tuple(owner.names for owner in self._known.values())
+        code = self._code.read(self._names)
+        return _Seen(self._known, imported, code, imported_code)
 
     def _owner(self, thing: Any) -> _Owner:
         known, names = self._known.get(id(thing)), _names_of(thing)
@@ -136,6 +147,11 @@ class Definitions:
                 continue
             if owner.is_checked_in_full or not is_of_running_plugin(owner.home):
                 yield from _changes_of(owner)
+        if after.code is before.code:
+            return
+        for module, change in changes_of_code({**after.imported_code, **before.code}):
+            if not is_of_running_plugin(module):
+                yield change
 
     @contextmanager
     def imports_read(self) -> Iterator[None]:
@@ -151,6 +167,8 @@ class Definitions:
     def _note(self, modules: Iterable[ModuleType]) -> None:
         found = {id(thing): self._owner(thing) for thing in _things_of(modules)}
         self._imported = {**found, **self._imported}
+        code = code_of(owner.names for owner in found.values())
+        self._imported_code = {**code, **self._imported_code}
 
 
 class _Reader(MetaPathFinder):

@@ -58,6 +58,31 @@ FIRST_IMPORTS = {
         "import torch; torch.nn.GELU.__call__ = print",
         "torch's GELU.__call__ (new)",
     ),
+    "k_code": (
+        "from opgraft.ops import RMSNorm as R, SiluAndMul as S; "
+        "R.forward_native.__code__ = S.forward_native.__code__",
+        "opgraft.ops.layernorm.modules.RMSNorm.forward_native.__code__",
+    ),
+    "l_defaults": (
+        "from opgraft.ops import RMSNorm as R; R.__init__.__defaults__ = (1.0,)",
+        "opgraft.ops.layernorm.modules.RMSNorm.__init__.__defaults__",
+    ),
+    "m_keyword": (
+        "import opgraft.grafting as g; g.graft.__kwdefaults__['dry_run'] = True",
+        "opgraft.grafting.replace.graft.__kwdefaults__",
+    ),
+    "n_class_method": (
+        "from opgraft import CustomOp as C; C.enabled.__func__.__code__ = (lambda cls: 0).__code__",
+        "opgraft.binding.custom_op.CustomOp.enabled.__code__",
+    ),
+    "o_property": (
+        "from opgraft import CustomOp as C; C.binding.fget.__code__ = (lambda self: 0).__code__",
+        "opgraft.binding.custom_op.CustomOp.binding.__code__",
+    ),
+    "p_of_torch": (
+        "import torch; torch.nn.functional.silu.__defaults__ = (1,)",
+        "torch.nn.functional.silu.__defaults__",
+    ),
 }
 """By plugin: what it does, as the first to import the module, and what the finding names."""
 

@@ -1,0 +1,104 @@
+"""The code and the default values of functions, which a plugin can replace while the function stays.
+
+An assignment to ``f.__code__`` or ``f.__defaults__`` changes each call of ``f``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+from opgraft.plugins.changes import Change, equal
+
+_CODE = operator.attrgetter("__code__")
+_DEFAULTS = operator.attrgetter("__defaults__")
+_Parts = Mapping[str, Any]
+
+Code = dict[FunctionType, _Parts]
+"""By function: the values of the attributes that hold the code and the defaults."""
+
+
+class CodeReader:
+    """Reads the code of functions again and again, and copies it only if some code has changed."""
+
+    def __init__(self) -> None:
+        self._names: tuple[Mapping[str, Any], ...] = ()
+        self._functions: tuple[FunctionType, ...] = ()
+        self._with_keywords: tuple[FunctionType, ...] = ()
+        self._columns: list[list[Any]] = []
+        self._code: Code = {}
+
+    def read(self, names: tuple[Mapping[str, Any], ...]) -> Code:
+        """Return the code of all functions among definitions by name."""
+        if names is not self._names:
+            self._names = names
+            self._functions = tuple(_functions_of(names))
+            self._with_keywords = tuple(filter(_takes_keywords, self._functions))
+        # Lists are compared without a loop of Python's: there are 6,000 functions and more.
+        codes = [*map(_CODE, self._functions)]
+        defaults = [*map(_DEFAULTS, self._functions)]
+        keywords = [*map(_keywords_of, self._with_keywords)]
+        columns = [codes, defaults, keywords]
+        if not equal(columns, self._columns):
+            self._columns = columns
+            self._code = code_of(names)
+        return self._code
+
+
+def code_of(names: Iterable[Mapping[str, Any]]) -> Code:
+    """Return the code of all functions among definitions by name."""
+    return {function: _parts_of(function) for function in _functions_of(names)}
+
+
+def changes_of_code(before: Code) -> Iterator[tuple[str, Change]]:
+    """Yield the changes since, each with the module of the function."""
+    for function, was in before.items():
+        module = str(function.__module__)
+        for name, value in _parts_of(function).items():
+            if equal(was[name], value):
+                continue
+            undo = partial(setattr, function, name, was[name])
+            what = f"{module}.{function.__qualname__}.{name}"
+            yield module, Change(what, undo, patch=module.startswith("torch"))
+
+
+def _takes_keywords(function: FunctionType) -> bool:
+    return function.__code__.co_kwonlyargcount > 0
+
+
+def _keywords_of(function: FunctionType) -> dict[str, Any] | None:
+    """Return a copy of the defaults of keywords, since a plugin can write into the dictionary."""
+    keywords = function.__kwdefaults__
+    return None if keywords is None else dict(keywords)
+
+
+def _parts_of(function: FunctionType) -> _Parts:
+    return {
+        "__code__": function.__code__,
+        "__defaults__": function.__defaults__,
+        "__kwdefaults__": _keywords_of(function),
+    }
+
+
+def _functions_of(names: Iterable[Mapping[str, Any]]) -> Iterator[FunctionType]:
+    """Yield each function once, also the methods of properties and what a decorator has wrapped."""
+    found = dict[FunctionType, None]()
+    for each in names:
+        for value in each.values():
+            found.update(dict.fromkeys(_inner(value)))
+    yield from found
+
+
+def _inner(value: Any) -> Iterator[FunctionType]:
+    kind = type(value)
+    if kind is property:
+        yield from _inner(value.fget)
+        yield from _inner(value.fset)
+    elif kind in (staticmethod, classmethod):
+        yield from _inner(value.__func__)
+    elif kind is FunctionType:
+        yield value
+        yield from _inner(vars(value).get("__wrapped__"))
