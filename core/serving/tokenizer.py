@@ -11,7 +11,7 @@ from opgraft.base.text import described
 from opgraft.errors import CheckpointError
 from opgraft.models.config import load_tokenizer
 from opgraft.models.extras import import_extra
-from opgraft.models.files import Weights
+from opgraft.models.files import Weights, read_json
 from opgraft.models.gguf_tokenizer import (
     NO_TOKENIZER,
     chat_templates,
@@ -19,9 +19,11 @@ from opgraft.models.gguf_tokenizer import (
     special_tokens,
 )
 from opgraft.models.settings_keys import TOKENIZER_CONFIG, refusals
+from opgraft.serving.tokenizer_classes import adds_more, usual_tokens
 from opgraft.serving.tokenizer_settings import (
     add_tokens,
     clean_spaces,
+    is_of_bytes,
     lowers,
     needs_transformers,
     read_settings,
@@ -163,8 +165,8 @@ def _from_folder(folder: Path) -> Tokenizer | None:
     """Open a ``tokenizer.json``, unless the settings beside it ask for another tokenizer than it describes."""
     file = folder / "tokenizer.json"
     library = import_extra("tokenizers")
-    settings = read_settings(folder)
-    problems = refusals(TOKENIZER_CONFIG, settings)
+    stated = read_settings(folder)
+    problems = refusals(TOKENIZER_CONFIG, stated)
     if problems:
         raise CheckpointError.listing(
             f"{folder / 'tokenizer_config.json'} has settings that are not read here",
@@ -173,7 +175,9 @@ def _from_folder(folder: Path) -> Tokenizer | None:
         )
     try:
         backend = library.Tokenizer.from_file(str(file))
-        if needs_transformers(backend, settings):
+        config = _config(folder)
+        settings = {**usual_tokens(stated, config, is_of_bytes(backend)), **stated}
+        if adds_more(stated, config) or needs_transformers(backend, settings):
             return None
         cut = backend.truncation or {}
         side = settings.get("truncation_side") or cut.get("direction") or "right"
@@ -189,6 +193,11 @@ def _from_folder(folder: Path) -> Tokenizer | None:
             "save_pretrained."
         ) from error
     return _opened(folder, backend, special, templates, side)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    return read_json(file) if file.is_file() else {}
 
 
 def _opened(

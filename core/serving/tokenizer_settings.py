@@ -144,6 +144,11 @@ def lowers(backend: Any) -> bool:
     return _has(list(_components(backend)), "lowercase", "Lowercase")
 
 
+def is_of_bytes(backend: Any) -> bool:
+    """Return True if a ``tokenizers.Tokenizer`` takes texts apart into bytes."""
+    return any(part.get("type") == "ByteLevel" for part in _components(backend))
+
+
 def _has(parts: list[dict[str, Any]], field: str, kind: str) -> bool:
     return any(part.get(field) or part.get("type") == kind for part in parts)
 

@@ -21,7 +21,10 @@ from opgraft.models.settings_keys import (
     TOKENIZER_CONFIG,
     row_of,
 )
+from opgraft.serving import tokenizer_classes
 from opgraft.serving.tokenizer import open_tokenizer
+from opgraft.serving.tokenizer_classes import usual_tokens
+from record_tokenizer_classes import recorded, written
 from small_tokenizers import trained_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -188,6 +191,85 @@ def test_keys_beside_a_vocabulary_of_bert(row: str, tmp_path: Path) -> None:
 def test_keys_beside_a_vocabulary_of_llama(row: str, tmp_path: Path) -> None:
     """The space before a text is put where the class of transformers puts it."""
     assert_as_transformers(folder_with(tmp_path, llama_tokenizer(), "llama", dict(LLAMA[row])))
+
+
+def made_by(cls: Any, tokens: dict[str, str]) -> dict[str, Any] | None:
+    """Return the ``tokenizer.json`` of a class with a small vocabulary, if the class takes one."""
+    special = [*dict.fromkeys(tokens.values())]
+    letters = sorted(set("thecatTsbxaokm\u2581\u0120<>|[]/_") - set(special))
+    words = [*special, *letters, *(f"##{each}" for each in letters)]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    scored = [(word, -float(index + 1)) for word, index in vocabulary.items()]
+    for arguments in (
+        {"vocab": vocabulary, "merges": []},
+        {"vocab": vocabulary},
+        {"vocab": scored},
+    ):
+        try:
+            made = cls(**arguments)
+            made("the cat")
+        except Exception:  # noqa: S112  # the class takes another kind of vocabulary
+            continue
+        content: dict[str, Any] = json.loads(made.backend_tokenizer.to_str())
+        return content | {"added_tokens": []}
+    return None
+
+
+ROBERTA_LIKE = {
+    "BartTokenizer",
+    "BertTokenizer",
+    "CamembertTokenizer",
+    "DebertaTokenizer",
+    "DebertaV2Tokenizer",
+    "FNetTokenizer",
+    "GPT2Tokenizer",
+    "GemmaTokenizer",
+    "LlamaTokenizer",
+    "MBartTokenizer",
+    "MPNetTokenizer",
+    "Qwen2Tokenizer",
+    "RemBertTokenizer",
+    "RobertaTokenizer",
+    "XLMRobertaTokenizer",
+    "XLNetTokenizer",
+}
+
+
+AT_EACH_CALL = {"SeamlessM4TTokenizer"}
+"""Classes that put tokens around a text at each call, by the language that the call names."""
+
+
+def test_tokens_that_a_class_adds(tmp_path: Path) -> None:
+    """If settings leave a special token out, the class of transformers adds it, and so does opgraft.
+
+    The class is the one that the settings name, or for encoders the one of the model's type.
+    """
+    auto = transformers.models.auto.tokenization_auto
+    compared = set()
+    for name, row in json.loads(tokenizer_classes.FILE.read_text()).items():
+        kind = next(iter(row["kinds"]), "unknown")
+        cls = auto.tokenizer_class_from_name(name)
+        if cls is None or not issubclass(cls, transformers.PreTrainedTokenizerFast):
+            continue
+        content = made_by(cls, row["tokens"])
+        if content is None or name in AT_EACH_CALL:
+            continue
+        stated = [{"tokenizer_class": name}, {"tokenizer_class": f"{name}Fast"}]
+        if "mask_token" in usual_tokens({}, {"model_type": kind}, of_bytes=False):
+            stated.append({})
+        for number, settings in enumerate(stated):
+            folder = folder_with(tmp_path / f"{name}{number}", json.dumps(content), kind, settings)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                assert_as_transformers(folder)
+        compared.add(name)
+    assert compared >= ROBERTA_LIKE
+
+
+def test_the_recorded_classes_are_those_of_transformers() -> None:
+    """Each class has a row with its tokens: ``tools/record_tokenizer_classes.py`` writes the file."""
+    expected = tokenizer_classes.FILE.read_text()
+    assert written(recorded()) == expected
 
 
 def test_harmless_keys_change_nothing(byte_level: str, tmp_path: Path) -> None:

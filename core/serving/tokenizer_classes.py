@@ -1,0 +1,94 @@
+"""Special tokens that tokenizer classes of transformers add, if the settings of a checkpoint leave them out.
+
+``tokenizer_classes.json`` has the classes, their tokens and their model types.
+``tools/record_tokenizer_classes.py`` writes the file.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).with_name("tokenizer_classes.json")
+_PLAIN = ("TokenizersBackend", "PythonBackend", "PreTrainedTokenizer", "MistralCommonBackend")
+"""Classes that read ``tokenizer.json`` as it is."""
+
+_LLAMA = "LlamaTokenizer"
+_WITH_MORE = (
+    "BlenderbotTokenizer",
+    "CamembertTokenizer",
+    "EsmcTokenizer",
+    "LasrTokenizer",
+    "RemBertTokenizer",
+    "SeamlessM4TTokenizer",
+    "T5Tokenizer",
+    "VideoPrismTokenizer",
+    "XGLMTokenizer",
+    "XLNetTokenizer",
+)
+"""Classes that add more than the tokens of their arguments, unless the settings list the added tokens."""
+
+
+def usual_tokens(
+    settings: Mapping[str, Any], config: Mapping[str, Any], of_bytes: bool
+) -> dict[str, str]:
+    """Return the special tokens that the class of a tokenizer adds.
+
+    Args:
+        settings: of the tokenizer.
+        config: the content of ``config.json``.
+        of_bytes: the vocabulary is one of bytes.
+    """
+    tokens = _tokens_of(_class_of(settings, config, of_bytes))
+    if _stated(settings, config) is None and "mask_token" not in tokens:
+        # Decoders without settings are read as they are: most have no such token in their files.
+        return {}
+    return tokens
+
+
+def adds_more(settings: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Return True if only the class of a tokenizer itself knows the tokens that the class adds."""
+    name = _class_of(settings, config, of_bytes=False)
+    return name in _WITH_MORE and "added_tokens_decoder" not in settings
+
+
+def _stated(settings: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    return settings.get("tokenizer_class") or config.get("tokenizer_class")
+
+
+def _class_of(settings: Mapping[str, Any], config: Mapping[str, Any], of_bytes: bool) -> str:
+    """Return the name of the class that transformers takes, without "Fast"."""
+    known, always = _by_kind()
+    kind = config.get("model_type")
+    registered = known.get(kind, "")
+    stated = _stated(settings, config)
+    if stated is None or kind in always:
+        return registered
+    name = str(stated).removesuffix("Fast")
+    if registered in _PLAIN or (name == _LLAMA and of_bytes):
+        return _PLAIN[0]
+    return name
+
+
+def _tokens_of(name: str) -> dict[str, str]:
+    tokens: dict[str, str] = _classes().get(name.removesuffix("Fast"), {}).get("tokens", {})
+    return tokens
+
+
+@functools.cache
+def _classes() -> Mapping[str, Any]:
+    classes: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    return classes
+
+
+@functools.cache
+def _by_kind() -> tuple[dict[Any, str], frozenset[str]]:
+    """Return the classes by model type, and the types for which the class of the type counts alone."""
+    known, always = {}, set[str]()
+    for name, row in _classes().items():
+        known.update(dict.fromkeys(row["kinds"], name.removesuffix("Fast")))
+        always.update(row["always"])
+    return known, frozenset(always)
