@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import importlib_metadata
@@ -38,7 +39,9 @@ from opgraft.version import __version__
 PLATFORM_GROUP = "opgraft.platforms"
 PLUGIN_GROUP = "opgraft.plugins"
 PLATFORM_BRIDGES = "opgraft.platform_bridges"
-BRIDGE_GROUPS = {PLATFORM_BRIDGES: PLATFORM_GROUP, "opgraft.plugin_bridges": PLUGIN_GROUP}
+BRIDGE_GROUPS = MappingProxyType(
+    {PLATFORM_BRIDGES: PLATFORM_GROUP, "opgraft.plugin_bridges": PLUGIN_GROUP}
+)
 """Groups of bridges, each with the group of the result.
 
 The name of a bridge's entry point is a group of another host. Its function turns an ``Offer`` in that group into a

@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from opgraft.base.text import described, printable
@@ -171,13 +172,15 @@ def _shown(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-CHECKS: Mapping[str, Callable[[Any], None]] = {
-    "device_count": _count,
-    "capability": _capability,
-    "memory": _memory,
-    "synchronize": _anything,
-    "manual_seed": _anything,
-}
+CHECKS: Mapping[str, Callable[[Any], None]] = MappingProxyType(
+    {
+        "device_count": _count,
+        "capability": _capability,
+        "memory": _memory,
+        "synchronize": _anything,
+        "manual_seed": _anything,
+    }
+)
 """The methods that opgraft calls while a model runs, each with a function that refuses a wrong result.
 
 ``default_config`` and ``prepare`` are called once, while a platform is loaded, and are checked there.

@@ -6,9 +6,17 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from opgraft.base.text import printable
+from opgraft.logger import logger
 from opgraft.plugins.changes import Change
 from opgraft.plugins.definitions import DEFINITIONS
+from opgraft.plugins.discovery import discover
 from opgraft.plugins.process import Look, changes_between, look
+from opgraft.registry import watching
+from opgraft.registry.decision import Provider
+from opgraft.registry.finding import Finding
+from opgraft.registry.op_classes import location_of
+from opgraft.registry.state import host_state
 
 
 class Guard:
@@ -60,3 +68,48 @@ class Guard:
                 if not change.harmless:
                     told.append(f"changed {change.what} {when}: {undone}")
             report(kept, told)
+
+
+@contextmanager
+def definitions_kept(what: str, provider: Provider, code: object) -> Iterator[list[str]]:
+    """Put back what a plugin replaces in opgraft and torch while a step runs, which may raise.
+
+    A patch of torch stays if the distribution of the plugin offers a platform.
+
+    Yields:
+        A list that has what was put back, in words, once the step has ended.
+    """
+    told = list[str]()
+    brings_platform = bool(discover().platforms_of(provider))
+    if not (brings_platform or discover().has_plugin(provider)):
+        yield told
+        return
+    before = DEFINITIONS.read()
+    try:
+        with DEFINITIONS.imports_read():
+            yield told
+    finally:
+        for change in DEFINITIONS.changes(before, DEFINITIONS.read()):
+            if not (change.patch and brings_platform):
+                told.append(f"{what} changed {change.what}: {change.set_back()}")
+        for words in told:
+            _tell(Finding(words, provider, location_of(code)))
+
+
+def _tell(finding: Finding) -> None:
+    """Log a finding once, and keep it with the records of the plugins of its distribution."""
+    state = host_state()
+    records = [each for each in state.plugins.values() if each.provider == finding.provider]
+    known = [*state.platform_findings]
+    for record in records:
+        known += record.findings
+    if finding in known:
+        return
+    logger.warning("%s", printable(str(finding)))
+    for record in records:
+        record.findings += (finding,)
+    if not records:
+        state.platform_findings.append(finding)
+
+
+watching.KEEPERS.append(definitions_kept)

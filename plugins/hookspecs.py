@@ -7,7 +7,8 @@ A plugin of a distribution that offers no platform also states where its kernels
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -50,12 +51,14 @@ def opgraft_graft_adapters() -> Iterable[Adapter | CallAdapter]:  # type: ignore
     """
 
 
-RESULT_TYPES: dict[str, tuple[type, ...]] = {
-    "opgraft_veto": (str, type(None)),
-    "opgraft_config": (OpgraftConfig, type(None)),
-    "opgraft_register_ops": (type(None),),
-    "opgraft_graft_adapters": (Iterable,),
-}
+RESULT_TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
+    {
+        "opgraft_veto": (str, type(None)),
+        "opgraft_config": (OpgraftConfig, type(None)),
+        "opgraft_register_ops": (type(None),),
+        "opgraft_graft_adapters": (Iterable,),
+    }
+)
 """The types that each hook may return; checked, as a wrong type would fail far from the plugin that returned it."""
 
 _HOOK_CUTOFF = 0.8

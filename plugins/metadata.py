@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from itertools import groupby, islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import importlib_metadata
@@ -19,7 +20,7 @@ from opgraft.base.text import described
 from opgraft.errors import PluginError
 from opgraft.registry.decision import Provider
 
-LARGEST = {"entry_points.txt": 1 << 20, "RECORD": 1 << 26}
+LARGEST = MappingProxyType({"entry_points.txt": 1 << 20, "RECORD": 1 << 26})
 """Bytes of a file; of others ``_LARGEST``."""
 
 _LARGEST = 1 << 22

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -428,7 +429,8 @@ def _says(cls: Any, owner: type) -> tuple[bool, str]:
     """Ask a class whether it is enabled; where that raises it is not."""
     provider = discover().provider_of(owner.__module__)
     try:
-        with watching.watched(f"{owner.__qualname__}.enabled() of {provider}", provider):
+        what = f"{owner.__qualname__}.enabled() of {provider}"
+        with watching.watched(what, provider), watching.kept(what, provider, owner):
             enabled = bool(cls.enabled())
         return enabled, f"{owner.__qualname__}.enabled() says so"
     except KeyboardInterrupt:
@@ -459,19 +461,30 @@ def specialise(choice: KernelChoice) -> Any:
 def _checked_constructor(op_class: Any, owner: type) -> Callable[..., None]:
     """Return the constructor of an op class with a check: ``owner`` must call its base's constructor."""
     construct = op_class.__init__
+    provider = discover().provider_of(owner.__module__)
+    own = vars(owner)[_INIT]
+    what = f"{owner.__qualname__}.__init__ of {provider}"
+    # A look at all definitions takes milliseconds. After one constructor that changed none, nobody looks.
+    is_clean = False
 
     @functools.wraps(construct)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807  # its frame says so
+        nonlocal is_clean
+        looking: AbstractContextManager[list[list[str]]] = nullcontext([])
+        if not is_clean:
+            looking = watching.kept(what, provider, own)
         cause = None
         try:
-            construct(self, *args, **kwargs)
+            with looking as found:
+                construct(self, *args, **kwargs)
+            is_clean = not any(found)
         except AttributeError as error:
             if _ASSIGNED_TOO_EARLY not in str(error):
                 raise
             cause = error
         if not _of_modules(self):
             raise ConstructionError(
-                f"{owner.__qualname__}.__init__ at {location_of(vars(owner)[_INIT])} does not call "
+                f"{owner.__qualname__}.__init__ at {location_of(own)} does not call "
                 f"super().__init__(), so the {op_class.__qualname__} has neither parameters nor children: call it first"
             ) from cause
 

@@ -7,18 +7,21 @@ Where torch lacks one, or was built without oneDNN, ``missing`` says so, and cal
 from __future__ import annotations
 
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from opgraft.compat import tracing
 from torch import Tensor
 
-POST_OPS = {
-    "none": ("none", ""),
-    "silu": ("swish", ""),
-    "gelu": ("gelu", "none"),
-    "gelu_tanh": ("gelu", "tanh"),
-}
+POST_OPS = MappingProxyType(
+    {
+        "none": ("none", ""),
+        "silu": ("swish", ""),
+        "gelu": ("gelu", "none"),
+        "gelu_tanh": ("gelu", "tanh"),
+    }
+)
 """Activation → what the operator calls it, and which algorithm of it. Not relu: oneDNN's makes 0 of NaN."""
 
 version_of = attrgetter("_version")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,14 +12,16 @@ from opgraft.compilation.inputs import Expected
 from opgraft.errors import CompilationError, OpgraftError
 from torch import Tensor, nn
 
-TOLERANCE = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-3,
-    torch.bfloat16: 6e-2,
-    torch.float16: 1e-2,
-    **dict.fromkeys((torch.float8_e4m3fn, torch.float8_e4m3fnuz), 8e-2),
-    **dict.fromkeys((torch.float8_e5m2, torch.float8_e5m2fnuz), 0.15),
-}
+TOLERANCE = MappingProxyType(
+    {
+        torch.float64: 1e-9,
+        torch.float32: 1e-3,
+        torch.bfloat16: 6e-2,
+        torch.float16: 1e-2,
+        **dict.fromkeys((torch.float8_e4m3fn, torch.float8_e4m3fnuz), 8e-2),
+        **dict.fromkeys((torch.float8_e5m2, torch.float8_e5m2fnuz), 0.15),
+    }
+)
 """By dtype, the largest difference that counts as rounding, over the largest value of the result."""
 
 

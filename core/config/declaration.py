@@ -15,10 +15,12 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from opgraft.errors import ConfigError, close_matches
 
-FLAG_WORDS = {
-    **dict.fromkeys(("1", "true", "yes", "on"), True),
-    **dict.fromkeys(("0", "false", "no", "off"), False),
-}
+FLAG_WORDS = MappingProxyType(
+    {
+        **dict.fromkeys(("1", "true", "yes", "on"), True),
+        **dict.fromkeys(("0", "false", "no", "off"), False),
+    }
+)
 """The spellings of a flag."""
 
 _DECLARED = "opgraft_setting"

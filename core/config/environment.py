@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from opgraft.config import FIELDS, ConfigFile, Layers, config_from_fields, parse_text, read_file
 from opgraft.errors import ConfigError, close_matches
@@ -24,14 +25,16 @@ LOG = "OPGRAFT_LOG"
 DECISION = "OPGRAFT_DECISION"
 SIMULATED_DEVICE = "OPGRAFT_SIMULATED_DEVICE"
 
-VARIABLES: Mapping[str, str] = {
-    **{field.variable: field.help for field in FIELDS.values()},
-    CONFIG: "a JSON or TOML file of settings, which stand below the environment's own",
-    DECISION: "what the process that started this one has decided, which must be decided alike; see "
-    "opgraft.share_decisions",
-    LOG: "what is logged on stderr: debug, info, warning (default) or error",
-    SIMULATED_DEVICE: "an accelerator to simulate, such as name=Acme X1,memory=64MiB, or default",
-}
+VARIABLES: Mapping[str, str] = MappingProxyType(
+    {
+        **{field.variable: field.help for field in FIELDS.values()},
+        CONFIG: "a JSON or TOML file of settings, which stand below the environment's own",
+        DECISION: "what the process that started this one has decided, which must be decided alike; see "
+        "opgraft.share_decisions",
+        LOG: "what is logged on stderr: debug, info, warning (default) or error",
+        SIMULATED_DEVICE: "an accelerator to simulate, such as name=Acme X1,memory=64MiB, or default",
+    }
+)
 """Every variable with its meaning: one for each setting, and those of the process as a whole."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from opgraft.errors import InputError, close_matches
 
-KINDS = {
-    "json": "JSON schema",
-    "regex": "regular expression",
-    "choice": "list of choices",
-    "grammar": "grammar",
-}
+KINDS = MappingProxyType(
+    {
+        "json": "JSON schema",
+        "regex": "regular expression",
+        "choice": "list of choices",
+        "grammar": "grammar",
+    }
+)
 """Keys of a structured output, and words for what stands there."""
 
 

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar, TypeAlias
 
 import torch
@@ -34,12 +35,14 @@ END_SECONDS = 2.0
 _MOST_SHOWN = 200
 """Bytes of a greeting that a message has."""
 
-STAGES_OF_START = {
-    "init_device": "preparing the device",
-    "load_model": "loading the model",
-    "cache_bytes": "measuring memory",
-    "allocate_cache": "making the cache",
-}
+STAGES_OF_START = MappingProxyType(
+    {
+        "init_device": "preparing the device",
+        "load_model": "loading the model",
+        "cache_bytes": "measuring memory",
+        "allocate_cache": "making the cache",
+    }
+)
 """Method of a worker that has the time limit of the start → the stage that it is at."""
 
 

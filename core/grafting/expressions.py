@@ -22,6 +22,7 @@ import operator
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -449,7 +450,7 @@ _RULES: list[tuple[Callable[..., Expression], tuple[str, ...], tuple[Callable[..
     ),
 ]
 _CASTS = ("to", "type_as", "float")
-METHODS = {name: rule for rule, names, _ in _RULES for name in names}
+METHODS = MappingProxyType({name: rule for rule, names, _ in _RULES for name in names})
 """The rule for each method of tensors, by the name of torch's operation."""
 
 _FUNCTIONS = {function: rule for rule, _, functions in _RULES for function in functions}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from opgraft.base.text import described
@@ -14,7 +15,9 @@ from opgraft.models.files import Weights, read_json
 from opgraft.models.gguf_names import config_values
 from opgraft.models.plain_config import own_config, plain_config
 
-LOCAL_ONLY: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+LOCAL_ONLY: Mapping[str, Any] = MappingProxyType(
+    {"local_files_only": True, "trust_remote_code": False}
+)
 """Arguments under which transformers asks no hub and runs no code of a checkpoint."""
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -39,10 +40,12 @@ from opgraft.ops.rotary import (
 )
 from torch import Tensor, nn
 
-PACKED_MODULES: Mapping[str, Mapping[str, ShardId]] = {
-    "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
-    "gate_up_proj": {"gate_proj": 0, "up_proj": 1},
-}
+PACKED_MODULES: Mapping[str, Mapping[str, ShardId]] = MappingProxyType(
+    {
+        "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
+        "gate_up_proj": {"gate_proj": 0, "up_proj": 1},
+    }
+)
 """Layers of a decoder, to those of a checkpoint that they hold one after another."""
 
 _FITTED = (DynamicNTKScalingRotaryEmbedding, Phi3LongRoPEScaledRotaryEmbedding)

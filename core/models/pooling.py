@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -44,14 +45,16 @@ def _sum(states: Tensor, weights: Tensor) -> Tensor:
     return (states * weights.unsqueeze(-1)).sum(1)
 
 
-POOLINGS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "cls": _first,
-    "max": _max,
-    "mean": _mean,
-    "mean_sqrt_len_tokens": _mean_by_root,
-    "weightedmean": _weighted_mean,
-    "lasttoken": _last,
-}
+POOLINGS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = MappingProxyType(
+    {
+        "cls": _first,
+        "max": _max,
+        "mean": _mean,
+        "mean_sqrt_len_tokens": _mean_by_root,
+        "weightedmean": _weighted_mean,
+        "lasttoken": _last,
+    }
+)
 """By mode: a function of states ``[batch, tokens, size]`` and a mask ``[batch, tokens]``, both float32."""
 
 _FLAGS = {

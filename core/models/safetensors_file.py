@@ -11,6 +11,7 @@ import os
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,9 +43,9 @@ _NAMES = {
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
 }
-DTYPES: Mapping[str, torch.dtype] = {
-    key: getattr(torch, name) for key, name in _NAMES.items() if hasattr(torch, name)
-}
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {key: getattr(torch, name) for key, name in _NAMES.items() if hasattr(torch, name)}
+)
 
 
 class SafetensorsFile:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any
 
 
@@ -352,13 +353,15 @@ _PROJECTOR = (
 )
 _STATISTICS = ("statistics for quantizing", "Load the model that the statistics are about")
 _CONTROL = ("control vectors", "Load the model that the vectors are made for")
-GGUF_NO_MODELS: Mapping[str, tuple[str, str]] = {
-    "adapter": _ADAPTER,
-    "mmproj": _PROJECTOR,
-    "clip": _PROJECTOR,
-    "imatrix": _STATISTICS,
-    "controlvector": _CONTROL,
-}
+GGUF_NO_MODELS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "adapter": _ADAPTER,
+        "mmproj": _PROJECTOR,
+        "clip": _PROJECTOR,
+        "imatrix": _STATISTICS,
+        "controlvector": _CONTROL,
+    }
+)
 """By ``general.type``, ``general.architecture`` or the beginning of keys: contents, and the next step."""
 
 GGUF_GENERAL: tuple[Key, ...] = (

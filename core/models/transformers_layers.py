@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,14 +21,16 @@ from torch.overrides import TorchFunctionMode
 
 _GATHERED = (ColumnParallelLinear, {"gather_output": True})
 _SPLITTING = (RowParallelLinear, {"input_is_parallel": False})
-STYLES: Mapping[str, tuple[type[nn.Module], Mapping[str, Any]]] = {
-    "colwise": (ColumnParallelLinear, {}),
-    "colwise_gather_output": _GATHERED,
-    "colwise_rep": _GATHERED,
-    "rowwise": (RowParallelLinear, {}),
-    "rowwise_split_input": _SPLITTING,
-    "rowwise_rep": _SPLITTING,
-}
+STYLES: Mapping[str, tuple[type[nn.Module], Mapping[str, Any]]] = MappingProxyType(
+    {
+        "colwise": (ColumnParallelLinear, {}),
+        "colwise_gather_output": _GATHERED,
+        "colwise_rep": _GATHERED,
+        "rowwise": (RowParallelLinear, {}),
+        "rowwise_split_input": _SPLITTING,
+        "rowwise_rep": _SPLITTING,
+    }
+)
 """Styles of linear layers in the plans of transformers, with the layers that do the same."""
 
 WHOLE = ("replicate", "replicated_with_grad_allreduce", "sequence_parallel")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from opgraft.quantization.codes import Codes
@@ -107,14 +108,16 @@ def _q6_k(blocks: Tensor) -> Codes:
     return Codes((codes.to(torch.int8) - 32).flatten(1), scales.flatten(1))
 
 
-FORMATS: Mapping[str, BlockFormat] = {
-    "Q4_0": BlockFormat(32, 18, _q4_0),
-    "Q4_1": BlockFormat(32, 20, _q4_1),
-    "Q5_0": BlockFormat(32, 22, _q5_0),
-    "Q5_1": BlockFormat(32, 24, _q5_1),
-    "Q8_0": BlockFormat(32, 34, _q8_0),
-    "Q4_K": BlockFormat(256, 144, _q4_k),
-    "Q5_K": BlockFormat(256, 176, _q5_k),
-    "Q6_K": BlockFormat(256, 210, _q6_k),
-}
+FORMATS: Mapping[str, BlockFormat] = MappingProxyType(
+    {
+        "Q4_0": BlockFormat(32, 18, _q4_0),
+        "Q4_1": BlockFormat(32, 20, _q4_1),
+        "Q5_0": BlockFormat(32, 22, _q5_0),
+        "Q5_1": BlockFormat(32, 24, _q5_1),
+        "Q8_0": BlockFormat(32, 34, _q8_0),
+        "Q4_K": BlockFormat(256, 144, _q4_k),
+        "Q5_K": BlockFormat(256, 176, _q5_k),
+        "Q6_K": BlockFormat(256, 210, _q6_k),
+    }
+)
 """Types that layers can hold, by their names in GGUF."""

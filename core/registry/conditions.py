@@ -13,7 +13,7 @@ from opgraft.base.text import described
 from opgraft.errors import RegistrationError, close_matches
 from opgraft.platform import DeviceCapability, Platform
 from opgraft.registry.decision import Provider
-from opgraft.registry.watching import watched
+from opgraft.registry.watching import kept, watched
 
 _LEVEL = re.compile(r"sm_(\d+)(\d)")
 """A feature that is a compute level, such as ``sm_90``."""
@@ -124,7 +124,7 @@ def objection_of(
         if isinstance(condition, When):
             against = condition.against(platform)
             return against and f"its when= condition is false here: {against}"
-        with watched(what, provider):
+        with watched(what, provider), kept(what, provider, condition):
             holds = condition(platform)
         return None if holds else "its when= condition is false here"
     except KeyboardInterrupt:

@@ -244,10 +244,12 @@ def own_classes(cls: type) -> list[type]:
 def location_of(thing: object) -> str:
     """Give ``file:line`` of a class or function, below its decorators, or its module where there is no source."""
     source: Any = thing
-    return _location(source)
+    try:
+        return _kept_location(source)
+    except TypeError:  # a callable object of a plugin that has no hash
+        return _location(source)
 
 
-@functools.lru_cache(maxsize=1024)  # finding a class parses its whole file
 def _location(thing: Any) -> str:
     if isinstance(thing, (staticmethod, classmethod)):
         thing = thing.__func__
@@ -259,6 +261,10 @@ def _location(thing: Any) -> str:
         return f"{file}:{_line_of_name(file, inspect.getsourcelines(thing)[1], thing.__name__)}"
     except (OSError, TypeError):
         return str(getattr(thing, "__module__", "unknown"))
+
+
+_kept_location = functools.lru_cache(maxsize=1024)(_location)
+"""Finding a class parses its whole file."""
 
 
 def _line_of_name(file: str, first: int, name: str) -> int:

@@ -8,7 +8,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
@@ -38,6 +44,13 @@ class Listener(Protocol):
 LISTENERS: list[Listener] = []
 """Told directly, as the log is something that a plugin can switch off with one call, often by mistake."""
 
+KEEPERS: list[Callable[[str, Provider, object], AbstractContextManager[list[str]]]] = []
+"""Functions that put back, at the end of a scope, what code of others replaces in opgraft and torch.
+
+The arguments are the code and the occasion in words, the distribution of the code, and the code itself.
+The list has what was put back, once the scope has ended.
+"""
+
 
 @contextmanager
 def watched(what: str, provider: Provider | None) -> Iterator[None]:
@@ -59,6 +72,17 @@ def watched(what: str, provider: Provider | None) -> Iterator[None]:
         for listener in LISTENERS:
             listener.ends()
         logger.debug("%s: ends", printable(what))
+
+
+@contextmanager
+def kept(what: str, provider: Provider, code: object) -> Iterator[list[list[str]]]:
+    """Put back what a short step of others replaces in opgraft and torch. The finding names ``what``.
+
+    Yields:
+        Lists that have what was put back, once the scope has ended.
+    """
+    with ExitStack() as stack:
+        yield [stack.enter_context(keeper(what, provider, code)) for keeper in KEEPERS]
 
 
 @contextmanager

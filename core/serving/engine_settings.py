@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from opgraft.config import OpgraftConfig, set_config
@@ -11,20 +12,22 @@ from opgraft.errors import ConfigError, close_matches
 from opgraft.plugins.host import load_plugins
 from opgraft.registry.state import host_state
 
-SHORT_NAMES: Mapping[str, str] = {
-    "dtype": "model.dtype",
-    "max_model_len": "model.max_model_len",
-    "seed": "model.seed",
-    "quantization": "quantization.method",
-    "tensor_parallel_size": "parallel.tensor",
-    "data_parallel_size": "parallel.data",
-    "block_size": "cache.block_size",
-    "kv_cache_dtype": "cache.dtype",
-    "enable_prefix_caching": "cache.prefix_reuse",
-    "max_num_seqs": "scheduler.max_num_seqs",
-    "max_num_batched_tokens": "scheduler.max_num_batched_tokens",
-    "enable_chunked_prefill": "scheduler.chunked_prefill",
-}
+SHORT_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "dtype": "model.dtype",
+        "max_model_len": "model.max_model_len",
+        "seed": "model.seed",
+        "quantization": "quantization.method",
+        "tensor_parallel_size": "parallel.tensor",
+        "data_parallel_size": "parallel.data",
+        "block_size": "cache.block_size",
+        "kv_cache_dtype": "cache.dtype",
+        "enable_prefix_caching": "cache.prefix_reuse",
+        "max_num_seqs": "scheduler.max_num_seqs",
+        "max_num_batched_tokens": "scheduler.max_num_batched_tokens",
+        "enable_chunked_prefill": "scheduler.chunked_prefill",
+    }
+)
 """Keyword arguments of ``LLM``, by the names of vLLM, to the settings that they stand for."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from opgraft.binding.explaining import Explanation
@@ -10,31 +11,37 @@ from opgraft.engine.stats import FINISH_REASONS, PARTS, EngineStats
 from opgraft.models.extras import import_extra
 from opgraft.serving.outputs import RequestMetrics, RequestOutput
 
-COUNTERS = {
-    "prompt_tokens": "Tokens computed of prompts, also anew after a preemption; those found in the cache are none.",
-    "generation_tokens": "Tokens that were sampled.",
-    "prefix_cache_queries": "Tokens of admitted sequences, each looked up in the cache.",
-    "prefix_cache_hits": "Tokens of admitted sequences that were found in the cache.",
-    "num_preemptions": "Sequences that gave their blocks of the cache to others.",
-    "engine_steps": "Steps that the engine computed.",
-    "engine_step_errors": "Steps that failed.",
-}
-GAUGES = {
-    "num_requests_running": "Sequences that hold blocks of the cache.",
-    "num_requests_waiting": "Sequences that wait.",
-    "kv_cache_usage_perc": "Share of the cache's blocks that are in use, 0 to 1.",
-}
-HISTOGRAMS = {
-    "time_to_first_token_seconds": "From the arrival of a request to its first token.",
-    "request_queue_time_seconds": "From the arrival of a request to its first step.",
-    "request_time_per_output_token_seconds": "Of a finished request: per token after the first.",
-    "e2e_request_latency_seconds": "From the arrival of a request to its last token.",
-    "request_prefill_time_seconds": "From the first step of a request to its first token.",
-    "request_decode_time_seconds": "From the first token of a request to its last.",
-    "request_prompt_tokens": "Tokens of the prompt of a finished request.",
-    "request_generation_tokens": "Tokens of the longest answer of a finished request.",
-    "iteration_tokens_total": "Tokens of a step.",
-}
+COUNTERS = MappingProxyType(
+    {
+        "prompt_tokens": "Tokens computed of prompts, also anew after a preemption; those found in the cache are none.",
+        "generation_tokens": "Tokens that were sampled.",
+        "prefix_cache_queries": "Tokens of admitted sequences, each looked up in the cache.",
+        "prefix_cache_hits": "Tokens of admitted sequences that were found in the cache.",
+        "num_preemptions": "Sequences that gave their blocks of the cache to others.",
+        "engine_steps": "Steps that the engine computed.",
+        "engine_step_errors": "Steps that failed.",
+    }
+)
+GAUGES = MappingProxyType(
+    {
+        "num_requests_running": "Sequences that hold blocks of the cache.",
+        "num_requests_waiting": "Sequences that wait.",
+        "kv_cache_usage_perc": "Share of the cache's blocks that are in use, 0 to 1.",
+    }
+)
+HISTOGRAMS = MappingProxyType(
+    {
+        "time_to_first_token_seconds": "From the arrival of a request to its first token.",
+        "request_queue_time_seconds": "From the arrival of a request to its first step.",
+        "request_time_per_output_token_seconds": "Of a finished request: per token after the first.",
+        "e2e_request_latency_seconds": "From the arrival of a request to its last token.",
+        "request_prefill_time_seconds": "From the first step of a request to its first token.",
+        "request_decode_time_seconds": "From the first token of a request to its last.",
+        "request_prompt_tokens": "Tokens of the prompt of a finished request.",
+        "request_generation_tokens": "Tokens of the longest answer of a finished request.",
+        "iteration_tokens_total": "Tokens of a step.",
+    }
+)
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 _ENDED = "Ended sequences, by reason."
 _SECONDS = "Time of steps, by part."

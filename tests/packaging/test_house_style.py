@@ -459,6 +459,27 @@ def test_the_environment_is_read_in_one_place() -> None:
     assert users - {ENVIRONMENT} == BESIDE_THE_ENVIRONMENT.keys()
 
 
+WRITABLE = re.compile(r"opgraft\.(cli|ops|testing|platforms)\b")
+"""Parts whose tables are of commands, op settings, tests and chips."""
+
+FILLED_LATER = {"opgraft.config.declaration.KINDS"}
+
+
+def test_tables_are_read_only() -> None:
+    """A plugin cannot write into a public table of a module, such as that of the poolings."""
+    found = []
+    for module, path in MODULES.items():
+        if WRITABLE.match(module):
+            continue
+        for node in tree_of(path).body:
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                name = dotted(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+                if name.isupper() and isinstance(node.value, ast.Dict | ast.DictComp):
+                    found.append(f"{module}.{name}")
+    public = [name for name in found if not name.rpartition(".")[2].startswith("_")]
+    assert sorted({*public} - FILLED_LATER) == [], "wrap them in types.MappingProxyType"
+
+
 def test_errors_live_in_one_module() -> None:
     """Every error is defined in opgraft.errors."""
     known = {name for name, value in vars(builtins).items() if _is_exception(value)}

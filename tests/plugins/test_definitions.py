@@ -143,6 +143,63 @@ def test_a_platform_is_looked_at_as_it_imports(site: Site) -> None:
         assert run(site, program) == [f"{name} 4 memory", "True"]
 
 
+AT_WORK = {
+    "a_when": """
+@SiluAndMul.register_oot(when=lambda platform: setattr(RMSNorm, "forward_native", print) or True)
+class Silu(SiluAndMul):
+    def forward_oot(self, x): return self.forward_native(x)
+""",
+    "b_enabled": """
+@GeluAndMul.register_oot
+class Gelu(GeluAndMul):
+    @classmethod
+    def enabled(cls):
+        RMSNorm.__init__.__defaults__ = (1.0,)
+        return True
+    def forward_oot(self, x): return self.forward_native(x)
+""",
+    "c_init": """
+@MulAndSilu.register_oot
+class Mul(MulAndSilu):
+    def __init__(self):
+        super().__init__()
+        RMSNorm.forward_native.__code__ = (lambda self, x, residual=None: x * 0).__code__
+    def forward_oot(self, x): return self.forward_native(x)
+""",
+}
+"""By plugin: a condition, a switch and a constructor that patch opgraft."""
+
+WORKING = """
+import torch, opgraft
+from opgraft.ops import GeluAndMul, MulAndSilu, RMSNorm, SiluAndMul
+from opgraft.registry.state import host_state
+for op in (SiluAndMul, GeluAndMul, MulAndSilu):
+    op(), op()
+    print(RMSNorm(4)(torch.ones(4)).sum().round().item(), RMSNorm.__init__.__defaults__[0])
+for name, record in host_state().plugins.items():
+    for finding in record.findings:
+        print(name, finding.message, finding.location.rpartition("/")[2], sep=": ")
+"""
+
+
+def test_a_patch_by_a_condition_a_switch_and_a_constructor(site: Site) -> None:
+    """Each is put back at once, and the plugin's finding names the code that did it."""
+    imports = "from opgraft.ops import GeluAndMul, MulAndSilu, RMSNorm, SiluAndMul\n"
+    for name, code in AT_WORK.items():
+        site.plugin(name, f"{imports}platforms = 'any'\n{code}")
+    norm = "opgraft.ops.layernorm.modules.RMSNorm"
+    told = (
+        ("a_when", "the when= condition of Silu", "opgraft's RMSNorm.forward_native", 4),
+        ("b_enabled", "Gelu.enabled()", f"{norm}.__init__.__defaults__", 5),
+        ("c_init", "Mul.__init__", f"{norm}.forward_native.__code__", 6),
+    )
+    findings = []
+    for name, code, what, line in told:
+        words = f"{code} of {name} 1.0 changed {what}: it was set back"
+        findings.append(f"{name}: {words}: {name}.py:{line}")
+    assert run(site, WORKING) == ["4.0 1e-06"] * 3 + findings
+
+
 def run(site: Site, program: str) -> list[str]:
     """Run a program in an interpreter that has imported nothing; returns the lines that it prints."""
     environ = {**os.environ, "PYTHONPATH": str(site.folder), "OPGRAFT_LOG": "error"}
