@@ -12,6 +12,7 @@ from opgraft.plugins.changes import Change
 from opgraft.plugins.definitions import DEFINITIONS
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.process import Look, changes_between, look
+from opgraft.plugins.remarks import PLATFORM_FINDINGS
 from opgraft.registry import watching
 from opgraft.registry.decision import Provider
 from opgraft.registry.finding import Finding
@@ -98,18 +99,15 @@ def definitions_kept(what: str, provider: Provider, code: object) -> Iterator[li
 
 def _tell(finding: Finding) -> None:
     """Log a finding once, and keep it with the records of the plugins of its distribution."""
-    state = host_state()
-    records = [each for each in state.plugins.values() if each.provider == finding.provider]
-    known = [*state.platform_findings]
-    for record in records:
-        known += record.findings
-    if finding in known:
+    findings = PLATFORM_FINDINGS.get()
+    records = [each for each in host_state().plugins.values() if each.provider == finding.provider]
+    if finding in findings or any(finding in record.findings for record in records):
         return
     logger.warning("%s", printable(str(finding)))
     for record in records:
         record.findings += (finding,)
     if not records:
-        state.platform_findings.append(finding)
+        findings.append(finding)
 
 
 watching.KEEPERS.append(definitions_kept)

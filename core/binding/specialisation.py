@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -463,21 +462,14 @@ def _checked_constructor(op_class: Any, owner: type) -> Callable[..., None]:
     construct = op_class.__init__
     provider = discover().provider_of(owner.__module__)
     own = vars(owner)[_INIT]
-    what = f"{owner.__qualname__}.__init__ of {provider}"
-    # A look at all definitions takes milliseconds. After one constructor that changed none, nobody looks.
-    is_clean = False
+    keeping = watching.Keeping(f"{owner.__qualname__}.__init__ of {provider}", provider, own)
 
     @functools.wraps(construct)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807  # its frame says so
-        nonlocal is_clean
-        looking: AbstractContextManager[list[list[str]]] = nullcontext([])
-        if not is_clean:
-            looking = watching.kept(what, provider, own)
         cause = None
         try:
-            with looking as found:
+            with keeping.step():
                 construct(self, *args, **kwargs)
-            is_clean = not any(found)
         except AttributeError as error:
             if _ASSIGNED_TOO_EARLY not in str(error):
                 raise
