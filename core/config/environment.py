@@ -29,10 +29,10 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
     {
         **{field.variable: field.help for field in FIELDS.values()},
         CONFIG: "a JSON or TOML file of settings, which stand below the environment's own",
-        DECISION: "what the process that started this one has decided, which must be decided alike; see "
+        DECISION: "what the process that started this one has decided, to be decided alike; see "
         "opgraft.share_decisions",
         LOG: "what is logged on stderr: debug, info, warning (default) or error",
-        SIMULATED_DEVICE: "an accelerator to simulate, such as name=Acme X1,memory=64MiB, or default",
+        SIMULATED_DEVICE: "an accelerator to simulate: name=Acme X1,memory=64MiB, or default",
     }
 )
 """Every variable with its meaning: one for each setting, and those of the process as a whole."""

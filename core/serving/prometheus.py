@@ -13,7 +13,7 @@ from opgraft.serving.outputs import RequestMetrics, RequestOutput
 
 COUNTERS = MappingProxyType(
     {
-        "prompt_tokens": "Tokens computed of prompts, also anew after a preemption; those found in the cache are none.",
+        "prompt_tokens": "Tokens computed of prompts, also anew after a preemption, without tokens of the cache.",
         "generation_tokens": "Tokens that were sampled.",
         "prefix_cache_queries": "Tokens of admitted sequences, each looked up in the cache.",
         "prefix_cache_hits": "Tokens of admitted sequences that were found in the cache.",

@@ -207,7 +207,8 @@ def _opened(
     templates: Mapping[str, str],
     truncation_side: str = "right",
 ) -> Tokenizer:
-    backend.no_truncation()  # a file may ask for both, as sentence encoders' do; prompts are neither cut nor filled
+    # Files of sentence encoders may ask for both. Prompts are neither cut nor filled.
+    backend.no_truncation()
     backend.no_padding()
     return Tokenizer(path, backend, dict(special), dict(templates), truncation_side)
 

@@ -1,4 +1,4 @@
-"""Special tokens that tokenizer classes of transformers add, if the settings of a checkpoint leave them out.
+"""Special tokens that a class of transformers adds if the settings of a checkpoint leave them out.
 
 ``tokenizer_classes.json`` has the classes, their tokens and their model types.
 ``tools/record_tokenizer_classes.py`` writes the file.
@@ -29,7 +29,7 @@ _WITH_MORE = (
     "XGLMTokenizer",
     "XLNetTokenizer",
 )
-"""Classes that add more than the tokens of their arguments, unless the settings list the added tokens."""
+"""Classes that add more than the tokens of their arguments. Saved settings list such tokens."""
 
 
 def usual_tokens(
@@ -86,7 +86,7 @@ def _classes() -> Mapping[str, Any]:
 
 @functools.cache
 def _by_kind() -> tuple[dict[Any, str], frozenset[str]]:
-    """Return the classes by model type, and the types for which the class of the type counts alone."""
+    """Return the classes by model type, and the types for which only this class counts."""
     known, always = {}, set[str]()
     for name, row in _classes().items():
         known.update(dict.fromkeys(row["kinds"], name.removesuffix("Fast")))
