@@ -33,7 +33,7 @@ class CodeReader:
 
     def read(self, names: tuple[Mapping[str, Any], ...]) -> Code:
         """Return the code of all functions among definitions by name."""
-        if names is not self._names:
+        if names is not self._names:  # a definition was added, removed or replaced
             self._names = names
             self._functions = tuple(_functions_of(names))
             self._with_keywords = tuple(filter(_takes_keywords, self._functions))
@@ -56,8 +56,9 @@ def code_of(names: Iterable[Mapping[str, Any]]) -> Code:
 def changes_of_code(before: Code) -> Iterator[tuple[str, Change]]:
     """Yield the changes since, each with the module of the function."""
     for function, was in before.items():
-        module = str(function.__module__)
+        module = str(function.__module__)  # None of a function that torch compiles
         for name, value in _parts_of(function).items():
+            # Equal code does the same, whoever has put it there.
             if equal(was[name], value):
                 continue
             undo = partial(setattr, function, name, was[name])
@@ -93,7 +94,7 @@ def _functions_of(names: Iterable[Mapping[str, Any]]) -> Iterator[FunctionType]:
 
 
 def _inner(value: Any) -> Iterator[FunctionType]:
-    kind = type(value)
+    kind = type(value)  # not isinstance, which asks a proxy of a plugin
     if kind is property:
         yield from _inner(value.fget)
         yield from _inner(value.fset)

@@ -38,7 +38,7 @@ _FILES = (
     "vocab.txt",
 )
 _LONG = 4096
-"""Characters or ids from which on the library's functions for several texts are called, which let other threads run."""
+"""Characters or ids. From there on the library's functions for several texts are called: other threads run then."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Tokenizer:
         return list(encoding.ids)
 
     def lower_case(self) -> None:
-        """Put every text in lower case before anything else is done, unless that is done already."""
+        """Put every text in lower case first, unless the tokenizer has such a step."""
         if lowers(self.backend):
             return
         normalizers = import_extra("tokenizers").normalizers
@@ -162,7 +162,7 @@ def _through_transformers(weights: Weights) -> Tokenizer:
 
 
 def _from_folder(folder: Path) -> Tokenizer | None:
-    """Open a ``tokenizer.json``, unless the settings beside it ask for another tokenizer than it describes."""
+    """Open a ``tokenizer.json``, unless the settings ask for another tokenizer: then return None."""
     file = folder / "tokenizer.json"
     library = import_extra("tokenizers")
     stated = read_settings(folder)
@@ -207,7 +207,7 @@ def _opened(
     templates: Mapping[str, str],
     truncation_side: str = "right",
 ) -> Tokenizer:
-    # Files of sentence encoders may ask for both. Prompts are neither cut nor filled.
+    # Files of sentence encoders may ask for cutting and filling. Prompts are neither cut nor filled.
     backend.no_truncation()
     backend.no_padding()
     return Tokenizer(path, backend, dict(special), dict(templates), truncation_side)

@@ -50,7 +50,7 @@ def usual_tokens(
 
 
 def adds_more(settings: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Return True if only the class of a tokenizer itself knows the tokens that the class adds."""
+    """Return True if only the class of a tokenizer knows all tokens that the class adds."""
     name = _class_of(settings, config, of_bytes=False)
     return name in _WITH_MORE and "added_tokens_decoder" not in settings
 

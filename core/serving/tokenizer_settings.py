@@ -79,7 +79,7 @@ def needs_transformers(backend: Any, settings: Mapping[str, Any]) -> bool:
 
 
 def _has_old_prefix(backend: Any, settings: Mapping[str, Any]) -> bool:
-    """Return True for the normalizer of an older Llama, where the class of today decides on the spaces."""
+    """Return True for the normalizer of an older Llama: today's class decides on the spaces."""
     if settings.get("tokenizer_class") not in _OF_LLAMA or settings.get("legacy") is not None:
         return False
     return _scheme(list(_components(backend))) == "each"

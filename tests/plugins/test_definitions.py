@@ -32,7 +32,7 @@ FIRST_IMPORTS = {
     ),
     "d_removed": (
         "from opgraft.quantization.awq import AWQConfig as C; del C.get_name",
-        "opgraft's AWQConfig.get_name",
+        "opgraft's AWQConfig, taking get_name away",
     ),
     "e_by_attribute": (
         "import opgraft; type.__setattr__(opgraft.Compiled, '__call__', print)",
