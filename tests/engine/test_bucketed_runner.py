@@ -76,17 +76,21 @@ def tokens(core: EngineCore) -> dict[str, list[int]]:
     return {each.request_id: each.output for each in asked}
 
 
-FAMILIES = ["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)]
-"""Plain; two tables, windows, sinks and experts."""
+FAMILIES = [("llama", 1), pytest.param("gpt_oss", 2, marks=pytest.mark.slow)]
+"""Plain; two tables, windows, sinks and experts. How many layers have one of each."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "layers"), FAMILIES)
 def test_the_tokens_are_those_of_any_shape(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    family: str,
+    layers: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     """Prompts in chunks, batches and siblings run in few programs, and nothing is compiled while they do."""
     name, values = DECODERS[family]
-    written(name, tmp_path, **{**values, "num_hidden_layers": 2})
+    written(name, tmp_path, **{**values, "num_hidden_layers": layers})
     expected = tokens(engine(tmp_path, **LIMITS))
     request.getfixturevalue("fixed_shapes")
     core = EngineCore(fixed(tmp_path))
