@@ -21,8 +21,8 @@ import hypothesis
 import pytest
 from opgraft.plugins import discovery
 from opgraft.testing.isolation import isolated_host
-from slow_variants import mark_slow
-from warm.interpreter import warm_interpreter
+from support.slow_variants import mark_slow
+from support.warm.interpreter import warm_interpreter
 
 os.environ["HF_HUB_OFFLINE"] = (
     "1"  # which its library reads when it is imported, here and in processes to come
@@ -242,14 +242,14 @@ Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture(scope="session")
 def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """An interpreter that has torch imported when it starts; see ``warm/interpreter.py``."""
+    """An interpreter that has torch imported when it starts; see ``support/warm/interpreter.py``."""
     with warm_interpreter(tmp_path_factory.mktemp("warm")) as interpreter:
         yield str(interpreter)
 
 
 @pytest.fixture(scope="module")
 def warm_workers(warm_python: str) -> Iterator[None]:
-    """Processes of workers start with torch imported; ``warm.interpreter.process_of`` tells which one works."""
+    """Processes of workers start with torch imported; ``interpreter.process_of`` tells which one works."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sys, "executable", warm_python)
         yield

@@ -13,7 +13,7 @@ sys.path.insert(0, str(REPOSITORY / "tests"))  # whose small models make the cal
 
 from opgraft import OpgraftConfig, set_config  # noqa: E402  # after the path
 from opgraft.registry import recorded_calls  # noqa: E402
-from recording import record_all  # noqa: E402
+from support.recording import record_all  # noqa: E402
 
 
 def main() -> None:

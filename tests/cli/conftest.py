@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from small_words import word_llama, word_tokenizer
+from support.small_words import word_llama, word_tokenizer
 
 Terminal = Callable[..., list[str]]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from small_words import WORDS, word_llama
+from support.small_words import WORDS, word_llama
 
 SETTINGS = ("--cache.num_blocks", "200", "--load.progress", "false")
 

@@ -16,7 +16,7 @@ from opgraft.cli import evidence, plugins_show
 from opgraft.cli.conformance import Run, report
 from opgraft.errors import InputError
 from opgraft.registry.decision import Provider
-from warm.interpreter import process_of
+from support.warm.interpreter import process_of
 
 PLUGIN = """
 import os

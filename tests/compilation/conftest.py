@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from compilation.blocks import WIDTH, Block
-from ranks import Ranks
+from support.ranks import Ranks
 from torch import fx
 
 

@@ -27,7 +27,7 @@ from opgraft.ops import (
     RowParallelLinear,
 )
 from opgraft.ops.quantization.fp4 import fp4_numbers
-from ranks import Ranks
+from support.ranks import Ranks
 from torch import Tensor, nn
 
 WIDTH = 16

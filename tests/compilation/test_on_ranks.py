@@ -13,8 +13,8 @@ from compilation.exchanges import names
 from opgraft import CompilationConfig
 from opgraft.config import ModelConfig, OpgraftConfig
 from opgraft.models import load_model
-from random_decoders import DECODERS, written
-from ranks import Ranks
+from support.random_decoders import DECODERS, written
+from support.ranks import Ranks
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")

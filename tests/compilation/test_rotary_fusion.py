@@ -16,7 +16,7 @@ from opgraft import CompilationConfig
 from opgraft.compilation.compiled import compile
 from opgraft.engine.engine_core import EngineCore
 from opgraft.ops import ApplyRotaryEmb, RMSNorm, RotaryEmbedding
-from random_decoders import DECODERS, written
+from support.random_decoders import DECODERS, written
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")

@@ -19,7 +19,7 @@ from opgraft.registry.op_classes import method_signature, reference_method
 from opgraft.registry.recorded_calls import FORWARD, FUNCTIONAL
 from opgraft.registry.signatures import bound_call
 from opgraft.registry.state import host_state
-from recording import record, record_all
+from support.recording import record, record_all
 
 SOME = ("decoder gemma2", "transformers cohere2", "graft bert", "encoder Bert")
 """A scene of each kind."""

@@ -14,7 +14,7 @@ from opgraft.engine.engine_core import EngineCore
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import ConfigError
-from random_decoders import THROUGH_TRANSFORMERS, through_transformers, written
+from support.random_decoders import THROUGH_TRANSFORMERS, through_transformers, written
 
 FAMILIES = {"Llama": {"tie_word_embeddings": True}, "Gemma3": {"sliding_window": 20}, "smollm3": {}}
 SHAPE = {

@@ -16,7 +16,7 @@ from engine.engines import prompts, recorded, serve, settings
 from opgraft.config import CacheConfig, CompilationConfig, QuantizationSettings
 from opgraft.engine.engine_core import EngineCore
 from opgraft.ops.decoder_plan import DecoderPlan
-from random_decoders import LLAMA3, written
+from support.random_decoders import LLAMA3, written
 from torch import Tensor, nn
 
 SHAPE = {

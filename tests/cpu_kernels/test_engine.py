@@ -12,7 +12,7 @@ from engine.engines import copies_of, plain_logits, prompts, recorded, serve, se
 from opgraft.config import CacheConfig
 from opgraft.engine.engine_core import EngineCore
 from opgraft.engine.request import Request
-from random_decoders import written
+from support.random_decoders import written
 
 BLOCK, LONGEST, NEW = 16, 96, 16
 LAYERS = {

@@ -11,7 +11,7 @@ from engine.engines import prompts, replaced, settings
 from opgraft import SamplingParams
 from opgraft.engine.engine_core import EngineCore
 from opgraft.engine.request import Request
-from random_decoders import written
+from support.random_decoders import written
 
 HANGING = """
 import time

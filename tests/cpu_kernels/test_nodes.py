@@ -15,7 +15,7 @@ from opgraft.engine.engine_core import EngineCore
 from opgraft.ops import RMSNorm
 from opgraft.ops.attention.decoder import attention_layers
 from opgraft.ops.composites.composite import call_uncompiled
-from random_decoders import written
+from support.random_decoders import written
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

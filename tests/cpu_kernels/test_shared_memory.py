@@ -17,8 +17,8 @@ from opgraft import distributed
 from opgraft.distributed.communicator import Communicator
 from opgraft.engine.engine_core import EngineCore
 from opgraft.testing.contracts import check_attention_layout, check_communicator
-from random_decoders import written
-from ranks import Ranks
+from support.random_decoders import written
+from support.ranks import Ranks
 
 SUMMED = (
     torch.float32,

@@ -11,7 +11,7 @@ import torch
 from opgraft import distributed
 from opgraft.distributed.groups import parallelism
 from opgraft.errors import DistributedError
-from ranks import Ranks
+from support.ranks import Ranks
 from torch import distributed as dist
 
 

@@ -21,7 +21,7 @@ from opgraft.engine.step_program import StepGraph, exported
 from opgraft.errors import ConfigError
 from opgraft.ops.attention import Attention
 from opgraft.ops.attention.padded import PaddedAttention
-from random_decoders import DECODERS, hybrid, written
+from support.random_decoders import DECODERS, hybrid, written
 
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_blocks": 40}
 

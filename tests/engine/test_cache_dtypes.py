@@ -15,7 +15,7 @@ from opgraft.engine.cache_layout import CacheLayout
 from opgraft.engine.engine_core import EngineCore
 from opgraft.errors import ConfigError
 from opgraft.ops.attention import Attention
-from random_decoders import DECODERS, written
+from support.random_decoders import DECODERS, written
 
 ERRORS = {"int8": 0.02, "fp8": 0.1}
 """Bounds on the error of logits, in standard deviations of logits."""

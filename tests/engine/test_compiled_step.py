@@ -16,7 +16,7 @@ from opgraft.engine.engine_core import EngineCore
 from opgraft.errors import ConfigError, LayerError
 from opgraft.ops.attention import Attention
 from opgraft.ops.attention.node import AttentionNodes
-from random_decoders import DECODERS, THROUGH_TRANSFORMERS, through_transformers, written
+from support.random_decoders import DECODERS, THROUGH_TRANSFORMERS, through_transformers, written
 
 FAMILIES = (
     "llama 3, with biases, tied",

@@ -14,8 +14,8 @@ from opgraft import distributed
 from opgraft.distributed.communicator import Communicator
 from opgraft.ops.attention import Attention
 from opgraft.testing.contracts import check_attention_layout, check_communicator, check_engine
-from random_decoders import written
-from ranks import Ranks
+from support.random_decoders import written
+from support.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 

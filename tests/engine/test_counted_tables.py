@@ -9,18 +9,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import counting_plugin
 import opgraft
 import pytest
 import torch
 from graft.test_transformers import build, inputs
-from random_decoders import DECODERS, written
 from server.processes import serving
-from small_words import word_llama, word_tokenizer
+from support import counting_plugin
+from support.random_decoders import DECODERS, written
+from support.small_words import word_llama, word_tokenizer
 
 transformers = pytest.importorskip("transformers")
 
-PLUGIN = (Path(__file__).parents[1] / "counting_plugin.py").read_text(encoding="utf-8")
+PLUGIN = (Path(__file__).parents[1] / "support" / "counting_plugin.py").read_text(encoding="utf-8")
 OPTIONS = ("--load.progress", "false", "--parallel.executor", "in_process")
 TEXT = "the cat sleeps on a mat"
 

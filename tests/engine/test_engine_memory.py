@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from engine.engines import add, expect_empty, settings
-from held import ROUNDS, rounds
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.engine.stats import FINISH_REASONS
 from opgraft.errors import OpgraftError
 from opgraft.serving.outputs import RequestOutput
 from opgraft.serving.text_engine import TextEngine
-from random_decoders import written
+from support.held import ROUNDS, rounds
+from support.random_decoders import written
 
 SMALLEST = {
     "hidden_size": 8,

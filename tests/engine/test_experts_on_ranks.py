@@ -14,8 +14,8 @@ from opgraft.distributed import get_ep_group
 from opgraft.engine.engine_core import EngineCore
 from opgraft.errors import ConfigError
 from opgraft.ops import FusedMoE
-from random_decoders import written
-from ranks import Ranks
+from support.random_decoders import written
+from support.ranks import Ranks
 
 EXPERTS = 8
 

@@ -16,7 +16,7 @@ from opgraft.binding.explaining import Explanation
 from opgraft.engine.engine_core import EngineCore
 from opgraft.engine.sampling import Sampler
 from opgraft.ops.attention import Attention
-from random_decoders import DECODERS, THROUGH_TRANSFORMERS, through_transformers, written
+from support.random_decoders import DECODERS, THROUGH_TRANSFORMERS, through_transformers, written
 from torch import nn
 
 

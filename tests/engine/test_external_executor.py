@@ -19,7 +19,7 @@ from opgraft.engine.engine_core import EngineCore
 from opgraft.engine.request import Request
 from opgraft.errors import ConfigError, DistributedError, EngineError
 from opgraft.ops import RMSNorm
-from ranks import Ranks
+from support.ranks import Ranks
 
 __all__ = ["folder"]
 

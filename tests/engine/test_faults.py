@@ -14,7 +14,7 @@ from opgraft.engine.engine_core import EngineCore, EngineOutput
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import EngineError, RequestError
-from random_decoders import written
+from support.random_decoders import written
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 

@@ -11,7 +11,7 @@ import torch
 from engine.engines import engine, prompts, recorded, serve
 from opgraft.engine.request import Request
 from opgraft.errors import ModelError
-from random_decoders import through_transformers, written
+from support.random_decoders import through_transformers, written
 
 LONGROPE = {
     "rope_type": "longrope",

@@ -19,9 +19,9 @@ from opgraft.engine.largest_step import largest_step
 from opgraft.engine.worker import DEVICE_SHARE
 from opgraft.errors import ConfigError
 from opgraft.ops.attention import paged
-from quantized_files import write_layers
-from quantized_formats import FORMATS
-from random_decoders import DECODERS, written
+from support.quantized_files import write_layers
+from support.quantized_formats import FORMATS
+from support.random_decoders import DECODERS, written
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import profile
 

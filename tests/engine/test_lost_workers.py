@@ -14,7 +14,6 @@ from typing import Any
 
 import opgraft
 import pytest
-import warm.interpreter
 from conftest import Site
 from engine.engines import replaced
 from engine.test_worker_process import IN_ITS_PROCESS, executor, folder, process_of
@@ -24,6 +23,7 @@ from opgraft.engine.process_executor import LocalProcess
 from opgraft.errors import EngineError
 from opgraft.plugins.locking import write_rows
 from plugins.locks import PLUGIN, lock
+from support.warm import interpreter
 
 __all__ = ["folder"]
 
@@ -183,7 +183,7 @@ def test_a_lost_rank_ends_all_requests_and_starts_again(
     """Every open request, also one that waits, ends with an error that names the rank; the next ones are answered."""
     executor(planted).call_all("plant", ranks, fault)
     processes = [process_of(executor(planted), rank) for rank in range(2)]
-    files = shared([warm.interpreter.process_of(process.pid) for process in processes])
+    files = shared([interpreter.process_of(process.pid) for process in processes])
     started = time.monotonic()
     outputs = planted.generate(["a", "b", "c"], GREEDY)
     took = time.monotonic() - started

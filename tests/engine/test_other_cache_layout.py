@@ -8,7 +8,7 @@ import pytest
 from engine.engines import engine, expect_right, prompts, recorded, serve
 from opgraft import current_platform
 from opgraft.ops.attention import Attention
-from random_decoders import DECODERS, written
+from support.random_decoders import DECODERS, written
 
 
 @pytest.mark.parametrize(("name", "num_blocks"), [("llama", 12), ("gemma3", 24)])

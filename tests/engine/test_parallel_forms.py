@@ -12,7 +12,7 @@ from engine.engines import prompts
 from opgraft import LLM, SamplingParams
 from opgraft.engine.engine_core import EngineCore
 from opgraft.engine.step import Step
-from random_decoders import written
+from support.random_decoders import written
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 

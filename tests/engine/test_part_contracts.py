@@ -29,7 +29,7 @@ from opgraft.testing.part_contracts import (
     check_step_graph,
     check_worker,
 )
-from random_decoders import hybrid, written
+from support.random_decoders import hybrid, written
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from engine.engines import engine, news, prompts, replaced, settings
 from opgraft.engine.engine_core import EngineCore, EngineOutput
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
-from random_decoders import written
+from support.random_decoders import written
 
 SIZES: dict[str, Any] = {
     "num_blocks": 13,

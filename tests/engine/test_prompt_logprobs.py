@@ -14,7 +14,7 @@ from opgraft.engine.request import Request
 from opgraft.engine.sampling import TokenLogprobs
 from opgraft.engine.sampling.logprobs import ROWS_AT_ONCE, token_logprobs
 from opgraft.engine.sampling_params import SamplingParams
-from random_decoders import written
+from support.random_decoders import written
 from torch.utils._python_dispatch import TorchDispatchMode
 
 VOCABULARY = 4000

@@ -19,8 +19,8 @@ from opgraft.engine.ray_worker import STACK, Teller, Where, connected
 from opgraft.engine.worker_progress import Progress
 from opgraft.machine.channel import Channel
 from opgraft.machine.interfaces import interface_of
-from random_decoders import written
-from small_tokenizers import trained_tokenizer
+from support.random_decoders import written
+from support.small_tokenizers import trained_tokenizer
 
 PATIENCE = 240
 

@@ -27,8 +27,8 @@ from opgraft.engine.remote_workers import RemoteWorkers, Started
 from opgraft.engine.sampling import Grammar, GrammarTokens
 from opgraft.errors import ConfigError, EngineError
 from opgraft.machine.channel import Channel, encoded
-from small_tokenizers import trained_tokenizer
-from warm.interpreter import process_of
+from support.small_tokenizers import trained_tokenizer
+from support.warm.interpreter import process_of
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 

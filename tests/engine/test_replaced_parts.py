@@ -14,7 +14,7 @@ from opgraft.engine.engine_core import EngineCore
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.engine.step import StepResult
-from random_decoders import written
+from support.random_decoders import written
 
 LENGTHS = (3, 9, 1, 6, 12, 4, 2, 7)
 

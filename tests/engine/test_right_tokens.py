@@ -22,7 +22,7 @@ from engine.engines import (
 from opgraft.engine.engine_core import EngineCore
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
-from random_decoders import DECODERS, THROUGH_TRANSFORMERS, through_transformers, written
+from support.random_decoders import DECODERS, THROUGH_TRANSFORMERS, through_transformers, written
 
 FAMILIES = (*DECODERS, *THROUGH_TRANSFORMERS)
 

@@ -18,7 +18,7 @@ from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import DistributedError
 from opgraft.models import load_model
 from opgraft.models.stages import evenly
-from random_decoders import (
+from support.random_decoders import (
     DECODERS,
     HYBRIDS,
     THROUGH_TRANSFORMERS,
@@ -26,7 +26,7 @@ from random_decoders import (
     through_transformers,
     written,
 )
-from ranks import Ranks
+from support.ranks import Ranks
 
 QUICK = (
     "llama 3, with biases, tied",

@@ -18,7 +18,7 @@ from opgraft.models import load_model
 from opgraft.ops.attention import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
 from opgraft.ops.state_space.layer import state_layers
-from random_decoders import HYBRIDS, hybrid
+from support.random_decoders import HYBRIDS, hybrid
 
 
 @pytest.fixture(params=list(HYBRIDS))

@@ -11,8 +11,8 @@ import torch
 from engine.engines import engine, prompts, recorded, serve, settings
 from opgraft.errors import LayerError
 from opgraft.models import load_model
-from random_decoders import HYBRIDS, hybrid
-from ranks import Ranks
+from support.random_decoders import HYBRIDS, hybrid
+from support.ranks import Ranks
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in HYBRIDS},

@@ -16,7 +16,7 @@ from opgraft.engine.request import Request
 from opgraft.engine.stats import PARTS, Counters, EngineStats
 from opgraft.serving.llm import LLM
 from opgraft.serving.outputs import RequestOutput
-from random_decoders import written
+from support.random_decoders import written
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 64, "block_size": 4, "cache.num_blocks": 40, "load.progress": False,

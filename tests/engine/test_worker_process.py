@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import warm.interpreter
 from engine.engines import prompts, replaced, settings
 from opgraft import LLM, SamplingParams
 from opgraft.engine.engine_core import EngineCore
@@ -35,9 +34,10 @@ from opgraft.errors import (
 )
 from opgraft.machine.channel import Channel, encoded
 from opgraft.ops import RMSNorm
-from random_decoders import written
-from ranks import Ranks
-from small_tokenizers import trained_tokenizer
+from support.random_decoders import written
+from support.ranks import Ranks
+from support.small_tokenizers import trained_tokenizer
+from support.warm import interpreter
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 
@@ -383,7 +383,7 @@ def test_a_lost_worker_takes_no_more_prompts(folder: Path) -> None:
 def test_a_second_interrupt_is_told_to_later_prompts(folder: Path) -> None:
     """It ends the worker in the middle of a step: later prompts are refused with the reason, not answered by errors."""
     llm = LLM(str(folder), **IN_ITS_PROCESS)
-    os.kill(warm.interpreter.process_of(pid(executor(llm))), signal.SIGSTOP)
+    os.kill(interpreter.process_of(pid(executor(llm))), signal.SIGSTOP)
     main = threading.get_ident()
     timers = [
         threading.Timer(after, signal.pthread_kill, (main, signal.SIGINT)) for after in (0.5, 1.0)
@@ -411,7 +411,7 @@ def test_an_interrupt_in_the_middle_of_a_call_ends_the_process(
     assert isinstance(process, ProcessExecutor)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
-        os.kill(warm.interpreter.process_of(pid(process)), signal.SIGSTOP)
+        os.kill(interpreter.process_of(pid(process)), signal.SIGSTOP)
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(KeyboardInterrupt):
             process.call("max_context") if interrupted == "a call" else process.share(grammar)

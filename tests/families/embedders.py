@@ -12,7 +12,7 @@ from families.registry import model_class
 from families.shrink import VOCABULARY, WAYS, tiny
 from families.sweep import MOST_PARAMETERS, NotRun
 from opgraft import LLM
-from small_tokenizers import trained_tokenizer
+from support.small_tokenizers import trained_tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.auto import modeling_auto

@@ -9,7 +9,7 @@ import opgraft
 import pytest
 from conftest import Site
 from faults.planting import GOOD, of_brix
-from small_words import word_tokenizer
+from support.small_words import word_tokenizer
 
 _seen: dict[str, Any] = {}
 

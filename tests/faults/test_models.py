@@ -30,7 +30,7 @@ from faults.planting import in_time
 from opgraft.base.text import printable
 from opgraft.cli import chat, plan, run, verify
 from opgraft.errors import OpgraftError
-from small_words import word_llama
+from support.small_words import word_llama
 
 COMMANDS = {
     "chat": chat.command,

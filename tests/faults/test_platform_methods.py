@@ -13,7 +13,7 @@ from faults.platform_rows import METHODS, NEVER_CALLED, method, stated
 from opgraft import LLM, cli, current_platform
 from opgraft.plugins import guarded_methods
 from opgraft.testing import diagnosis
-from small_words import word_llama
+from support.small_words import word_llama
 
 FEW = ("--max-tokens", "1", "--cache.num_blocks", "300")
 

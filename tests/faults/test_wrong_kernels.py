@@ -22,7 +22,7 @@ from opgraft.ops import GELU, Linear, LinearAct, RMSNorm
 from opgraft.plugins.host import load_plugins
 from opgraft.testing.diagnosis import lost_gradients, wrong_results
 from safetensors.torch import load_file, save_file
-from small_words import word_llama
+from support.small_words import word_llama
 from torch import nn
 
 transformers = pytest.importorskip("transformers")

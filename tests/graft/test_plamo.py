@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import plamo2
 import pytest
 import torch
 from opgraft import CustomOp, graft, ops, ungraft
+from support import plamo2
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -23,7 +23,7 @@ from opgraft.ops.attention.codes import dequantize_rows
 from opgraft.ops.on_triton import on_triton, triton_kernels
 from opgraft.testing import checks
 from opgraft.testing.catalogue import SPECS
-from random_decoders import DECODERS, written
+from support.random_decoders import DECODERS, written
 from torch import Tensor
 
 pytest.importorskip(

@@ -18,7 +18,7 @@ from opgraft.engine.engine_core import EngineCore
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.ops.attention.padded import PaddedAttention
-from random_decoders import written
+from support.random_decoders import written
 
 if os.environ.get("PJRT_DEVICE") != "CPU":
     pytest.skip(

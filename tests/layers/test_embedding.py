@@ -12,7 +12,7 @@ from opgraft.errors import LayerError, QuantizationError, WeightError
 from opgraft.ops.embedding.ranges import Vocabulary
 from opgraft.ops.linear.methods import UnquantizedLinearMethod
 from opgraft.ops.linear.quantization_config import QuantizationConfig
-from ranks import Ranks
+from support.ranks import Ranks
 from torch import nn
 from torch.nn import functional as F
 

@@ -16,7 +16,7 @@ from opgraft.errors import LayerError, WeightError
 from opgraft.models.load import load_weights
 from opgraft.ops.moe.fused.modular import FusedMoEModularKernel
 from opgraft.testing.catalogue import SPECS
-from ranks import Ranks
+from support.ranks import Ranks
 from torch import nn
 from torch.nn import functional as F
 

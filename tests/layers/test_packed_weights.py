@@ -15,7 +15,7 @@ from opgraft.errors import WeightError
 from opgraft.ops.linear import packed as packed_linear
 from opgraft.ops.linear.methods import UnquantizedLinearMethod
 from opgraft.ops.weights import process_weights_after_loading
-from ranks import Ranks
+from support.ranks import Ranks
 from torch import nn
 from torch.nn import functional as F
 

@@ -12,7 +12,7 @@ from opgraft.errors import LayerError, WeightError
 from opgraft.models.lazy import Bounds, LazyTensor, StoredTensor
 from opgraft.ops.linear import LinearBase
 from opgraft.ops.weights import LoadedTensor, process_weights_after_loading
-from ranks import Ranks
+from support.ranks import Ranks
 from torch import nn
 from torch.nn import functional as F
 

@@ -14,7 +14,7 @@ from opgraft.distributed.communicator import Communicator
 from opgraft.errors import ConflictError, RegistrationError
 from opgraft.ops.linear.methods import UnquantizedLinearMethod
 from opgraft.ops.moe.fused.modular import MoEPrepare
-from ranks import Ranks
+from support.ranks import Ranks
 from torch.nn import functional as F
 
 PLUGIN = """

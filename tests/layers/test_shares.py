@@ -10,7 +10,7 @@ import torch
 from opgraft import distributed, ops
 from opgraft.errors import DistributedError, WeightError
 from opgraft.ops.weights import process_weights_after_loading, set_weight_attrs
-from ranks import Ranks
+from support.ranks import Ranks
 from torch import nn
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 512, 1536, 4096

@@ -28,8 +28,8 @@ from opgraft.ops import FusedMoE, UnquantizedFusedMoEMethod
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.moe.fused.balance import heaviest_rank, moves, nearest, place_by_load
 from opgraft.ops.moe.fused.placement import ExpertPlacement
-from random_decoders import written
-from ranks import Ranks
+from support.random_decoders import written
+from support.ranks import Ranks
 
 transformers = pytest.importorskip("transformers")
 

@@ -16,8 +16,8 @@ from opgraft.distributed import get_dp_group, get_ep_group
 from opgraft.errors import LayerError
 from opgraft.models import load_model
 from opgraft.ops import FusedMoE, TransformersFusedMoE
-from random_decoders import DEEPSEEK_EXPERTS, LATENT, ROUTED, written
-from ranks import Ranks
+from support.random_decoders import DEEPSEEK_EXPERTS, LATENT, ROUTED, written
+from support.ranks import Ranks
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf_vocabularies import (
+from opgraft.errors import CheckpointError, VocabularyError
+from opgraft.models.files import open_weights
+from opgraft.models.gguf_splits import REFUSED, VOCABULARIES
+from opgraft.models.gguf_tokenizer import gguf_tokenizer
+from opgraft.models.settings_keys import GGUF_TOKENIZER
+from opgraft.serving.tokenizer import Tokenizer, find_tokenizer, open_tokenizer
+from support.gguf_vocabularies import (
     BYTE,
     CONTROL,
     NORMAL,
@@ -18,13 +24,7 @@ from gguf_vocabularies import (
     byte_spelled,
     write_vocabulary,
 )
-from opgraft.errors import CheckpointError, VocabularyError
-from opgraft.models.files import open_weights
-from opgraft.models.gguf_splits import REFUSED, VOCABULARIES
-from opgraft.models.gguf_tokenizer import gguf_tokenizer
-from opgraft.models.settings_keys import GGUF_TOKENIZER
-from opgraft.serving.tokenizer import Tokenizer, find_tokenizer, open_tokenizer
-from small_tokenizers import trained_tokenizer
+from support.small_tokenizers import trained_tokenizer
 
 gguf = pytest.importorskip("gguf")
 tokenizers = pytest.importorskip("tokenizers")

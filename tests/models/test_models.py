@@ -24,9 +24,9 @@ from opgraft.errors import (
 from opgraft.models import LlamaForCausalLM, load_model, model_class, model_classes
 from opgraft.ops.attention import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
-from random_decoders import DECODERS, HYBRIDS, SIZES, hybrid, saved, written
-from ranks import Ranks
 from safetensors.torch import load_file, save_file
+from support.random_decoders import DECODERS, HYBRIDS, SIZES, hybrid, saved, written
+from support.ranks import Ranks
 
 transformers = pytest.importorskip("transformers")
 

@@ -14,9 +14,9 @@ from opgraft.errors import CheckpointError, ModelError
 from opgraft.models import load_model, open_weights, read_config
 from opgraft.models.decoder_config import DecoderFamily, DecoderShape
 from opgraft.models.plain_config import PlainConfig, plain_config
-from plamo2 import plamo2
-from random_decoders import written
 from safetensors.torch import save_file
+from support.plamo2 import plamo2
+from support.random_decoders import written
 
 transformers = pytest.importorskip("transformers")
 SIZES = {

@@ -15,8 +15,8 @@ from opgraft.config import LoadConfig, ModelConfig, OpgraftConfig, QuantizationS
 from opgraft.errors import CheckpointError, ConfigError, QuantizationError
 from opgraft.models import load_model
 from opgraft.ops.state_space.layer import StateLayer
-from random_decoders import HYBRIDS, hybrid
-from ranks import Ranks
+from support.random_decoders import HYBRIDS, hybrid
+from support.ranks import Ranks
 from torch import Tensor
 
 from .conftest import write_gguf

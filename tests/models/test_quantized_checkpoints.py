@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from opgraft.errors import OpgraftError, QuantizationError
-from quantized_files import TOKENS, held, logits_of, model_of, write
-from quantized_formats import FORMATS, GROUP, INT4, compressed
-from ranks import Ranks
+from support.quantized_files import TOKENS, held, logits_of, model_of, write
+from support.quantized_formats import FORMATS, GROUP, INT4, compressed
+from support.ranks import Ranks
 
 ROUNDS_INPUTS = ("fp8", "integers", "floats")
 ON_RANKS = (

@@ -23,10 +23,10 @@ from opgraft.errors import QuantizationError
 from opgraft.models import load_model
 from opgraft.ops import FusedMoE, QuantizedFusedMoEMethod
 from opgraft.ops.moe.quantized.storage import dequantize_expert
-from quantized_formats import FORMATS, Written
-from random_decoders import DEEPSEEK_EXPERTS, LATENT, saved
-from ranks import Ranks
 from safetensors.torch import load_file, save_file
+from support.quantized_formats import FORMATS, Written
+from support.random_decoders import DEEPSEEK_EXPERTS, LATENT, saved
+from support.ranks import Ranks
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers")

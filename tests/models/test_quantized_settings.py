@@ -11,8 +11,27 @@ import pytest
 import torch
 from opgraft.errors import CheckpointError, QuantizationError
 from opgraft.models.build import describe_model
-from quantized_files import TOKENS, config_of, held, is_quantized, model_of, write, write_layers
-from quantized_formats import FORMATS, GPTQ, GROUP, INT4, Written, awq, gptq, packed, rounded, words
+from support.quantized_files import (
+    TOKENS,
+    config_of,
+    held,
+    is_quantized,
+    model_of,
+    write,
+    write_layers,
+)
+from support.quantized_formats import (
+    FORMATS,
+    GPTQ,
+    GROUP,
+    INT4,
+    Written,
+    awq,
+    gptq,
+    packed,
+    rounded,
+    words,
+)
 from torch import Tensor
 
 Form = Callable[[Tensor], Written]

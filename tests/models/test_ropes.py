@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from greedy import greedy_tokens
 from opgraft.config import ModelConfig, OpgraftConfig
 from opgraft.errors import ModelError
 from opgraft.models import load_model
 from opgraft.ops.attention import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
-from ranks import Ranks
+from support.greedy import greedy_tokens
+from support.ranks import Ranks
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,7 +12,6 @@ import opgraft
 import pytest
 import torch
 import transformers
-from greedy import greedy_tokens
 from opgraft import OpgraftConfig
 from opgraft.config import ModelConfig
 from opgraft.errors import CheckpointError, ModelError
@@ -27,7 +26,8 @@ from opgraft.models.transformers_layers import Replacer
 from opgraft.ops.attention import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
 from opgraft.ops.linear.quantization_config import QuantizationConfig
-from ranks import Ranks
+from support.greedy import greedy_tokens
+from support.ranks import Ranks
 from torch import Tensor
 
 SMALL = {

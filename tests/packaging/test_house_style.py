@@ -14,7 +14,7 @@ import legibility
 import pytest
 from opgraft import errors
 from opgraft.platform import DISPATCH_KEYS
-from source_trees import (
+from support.source_trees import (
     MODULES,
     OURS,
     REPOSITORY,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from docs.test_reference import names
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP
-from source_trees import MODULES, REPOSITORY, texts
+from support.source_trees import MODULES, REPOSITORY, texts
 
 pytestmark = pytest.mark.source
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from slow_variants import EVERY, HELD_BY, mark_slow
+from support.slow_variants import EVERY, HELD_BY, mark_slow
 
 TESTS = Path(__file__).parents[1]
 

@@ -15,8 +15,15 @@ from opgraft.engine.engine_core import EngineCore
 from opgraft.models.decoder import DecoderAttention
 from opgraft.ops import Attention
 from opgraft.planning.shard import Shard
-from random_decoders import DEEPSEEK_EXPERTS, LATENT, ROUTED, hybrid, through_transformers, written
-from ranks import Ranks
+from support.random_decoders import (
+    DEEPSEEK_EXPERTS,
+    LATENT,
+    ROUTED,
+    hybrid,
+    through_transformers,
+    written,
+)
+from support.ranks import Ranks
 
 OPERATIONS = (
     "all_reduce",

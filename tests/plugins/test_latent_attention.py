@@ -9,7 +9,7 @@ import pytest
 from conftest import Site
 from engine.engines import engine, expect_right, prompts, recorded, serve
 from opgraft import current_platform
-from random_decoders import DECODERS, written
+from support.random_decoders import DECODERS, written
 
 HEAD = """
 import opgraft

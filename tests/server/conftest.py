@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from server.processes import PYTHON, Server, serving, write_model
-from small_tokenizers import trained_tokenizer
+from support.small_tokenizers import trained_tokenizer
 
 pytest.importorskip("fastapi")
 pytest.importorskip("openai")

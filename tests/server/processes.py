@@ -19,8 +19,8 @@ from typing import Any
 
 import httpx
 import openai
-from random_decoders import written
-from warm.interpreter import process_of
+from support.random_decoders import written
+from support.warm.interpreter import process_of
 
 START_SECONDS = 120
 FAULTY = str(Path(__file__).with_name("faulty.py"))

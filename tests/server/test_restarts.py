@@ -15,7 +15,7 @@ from opgraft.engine.process_executor import LocalProcess, ProcessExecutor
 from opgraft.errors import EngineError, HTTPError
 from opgraft.serving.engine_settings import engine_config
 from opgraft.serving.server.service import Service
-from warm.interpreter import process_of
+from support.warm.interpreter import process_of
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 

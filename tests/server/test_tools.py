@@ -12,7 +12,7 @@ from opgraft.errors import HTTPError, RequestError
 from opgraft.serving.server.protocol import ChatRequest
 from opgraft.serving.server.tools import Call, Tools
 from opgraft.serving.tokenizer import Tokenizer
-from small_tokenizers import trained_tokenizer
+from support.small_tokenizers import trained_tokenizer
 
 HERMES = "{{ tools }} <tool_call>"
 MISTRAL = "{{ tools }} [TOOL_CALLS]"

@@ -8,7 +8,7 @@ import pytest
 from opgraft.models.config import load_tokenizer
 from opgraft.models.files import Weights, open_weights
 from opgraft.serving.tokenizer import Tokenizer, open_tokenizer
-from small_tokenizers import trained_tokenizer
+from support.small_tokenizers import trained_tokenizer
 
 gguf = pytest.importorskip("gguf")
 tokenizers = pytest.importorskip("tokenizers")

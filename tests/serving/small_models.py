@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from opgraft.serving.llm import LLM
-from random_decoders import written
+from support.random_decoders import written
 
 VOCABULARY = 400
 CONTEXT = 64

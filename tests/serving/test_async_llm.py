@@ -21,7 +21,7 @@ from opgraft.errors import ConfigError, EngineError, InputError, RequestError
 from opgraft.serving.async_llm import AsyncLLM
 from opgraft.serving.llm import LLM
 from opgraft.serving.outputs import RequestOutput
-from random_decoders import written
+from support.random_decoders import written
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",

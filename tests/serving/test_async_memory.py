@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 from engine.engines import expect_empty
-from held import ROUNDS, rounds
 from opgraft import SamplingParams
 from opgraft.errors import RequestError
 from opgraft.serving.async_llm import AsyncLLM
-from random_decoders import written
+from support.held import ROUNDS, rounds
+from support.random_decoders import written
 
 SMALLEST = {
     "hidden_size": 8,

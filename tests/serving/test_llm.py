@@ -18,7 +18,7 @@ from opgraft.engine.worker import DEVICE_SHARE, HOST_SHARE, Worker
 from opgraft.errors import ConfigError
 from opgraft.platform import DeviceMemory
 from opgraft.platforms.cpu.platform import CpuPlatform
-from small_words import word_llama
+from support.small_words import word_llama
 
 transformers = pytest.importorskip("transformers")
 

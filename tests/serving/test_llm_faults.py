@@ -20,8 +20,8 @@ from opgraft import SamplingParams
 from opgraft.engine.memory_query import MemoryQuery
 from opgraft.errors import ConfigError, InputError, ModelError, OpgraftError, RequestError
 from opgraft.serving.llm import LLM, Interrupted
-from random_decoders import saved, transformers
 from serving.small_models import CONTEXT, VOCABULARY, open_llm, write_model
+from support.random_decoders import saved, transformers
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 PROMPT = [9, 8, 7, 6, 5]

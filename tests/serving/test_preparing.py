@@ -12,7 +12,7 @@ import pytest
 from opgraft import SamplingParams
 from opgraft.serving import grammars
 from opgraft.serving.async_llm import AsyncLLM
-from random_decoders import written
+from support.random_decoders import written
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from engine.engines import add
 from opgraft import SamplingParams
 from opgraft.serving.llm import LLM
 from opgraft.serving.prometheus import PrometheusExporter
-from random_decoders import written
+from support.random_decoders import written
 
 prometheus = pytest.importorskip("prometheus_client")
 

@@ -22,8 +22,8 @@ from opgraft.serving.outputs import RequestOutput
 from opgraft.serving.prometheus import PrometheusExporter
 from opgraft.serving.replicas import Replica, Replicas
 from opgraft.serving.text_engine import TextEngine
-from random_decoders import written
-from small_tokenizers import trained_tokenizer
+from support.random_decoders import written
+from support.small_tokenizers import trained_tokenizer
 
 prometheus = pytest.importorskip("prometheus_client")
 

@@ -18,8 +18,8 @@ from opgraft.serving.engine_thread import QueuedReader, Reader
 from opgraft.serving.llm import LLM
 from opgraft.serving.open_request import OpenRequest
 from opgraft.serving.replicas import Replica
-from random_decoders import written
 from serving.test_replicas import TWO
+from support.random_decoders import written
 
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

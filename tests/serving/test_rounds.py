@@ -16,9 +16,9 @@ from opgraft.errors import ConfigError, EngineError
 from opgraft.serving.async_llm import AsyncLLM
 from opgraft.serving.llm import LLM
 from opgraft.serving.replicas import Rounds, expect_rounds
-from random_decoders import written
 from serving.test_replicas import ended, holder, kill, last, prompts
-from warm.interpreter import process_of
+from support.random_decoders import written
+from support.warm.interpreter import process_of
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 

@@ -25,7 +25,7 @@ from opgraft.serving import tokenizer_classes
 from opgraft.serving.tokenizer import open_tokenizer
 from opgraft.serving.tokenizer_classes import usual_tokens
 from record_tokenizer_classes import recorded, written
-from small_tokenizers import trained_tokenizer
+from support.small_tokenizers import trained_tokenizer
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")

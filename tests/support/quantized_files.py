@@ -12,8 +12,8 @@ import torch
 from opgraft.config import LoadConfig, ModelConfig, OpgraftConfig, QuantizationSettings
 from opgraft.models import load_model
 from opgraft.ops.linear.quantized.storage import dequantize
-from quantized_formats import FORMATS, FP8, Written
 from safetensors.torch import save_file
+from support.quantized_formats import FORMATS, FP8, Written
 from torch import Tensor
 
 TOKENS = torch.tensor([1, 5, 9, 33, 2, 71, 8])

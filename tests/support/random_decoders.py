@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from plamo2 import plamo2
+from support.plamo2 import plamo2
 
 transformers = pytest.importorskip("transformers")
 

@@ -1,7 +1,7 @@
 """Write ``models/llama_cpp.json``: what llama.cpp makes of texts, for each name of ``tokenizer.ggml.pre``.
 
 Run it in an environment of ``benchmarks/peers/llama_cpp.txt`` that has opgraft[demo] too:
-``python tests/record_llama_cpp.py``.
+``python tests/support/record_llama_cpp.py``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 
 import llama_cpp
-from gguf_vocabularies import TEXTS, write_pieces
 from opgraft.models.gguf_splits import REFUSED
+from support.gguf_vocabularies import TEXTS, write_pieces
 
 NAMES = [
     "default",
@@ -130,7 +130,7 @@ def main() -> None:
     groups = itertools.groupby(sorted(rows, key=rows.__getitem__), rows.__getitem__)
     pieces = [{"names": list(names), "texts": row} for row, names in groups]
     content = {"names": NAMES, "flags": flags, "pieces": pieces}
-    target = Path(__file__).parent / "models" / "llama_cpp.json"
+    target = Path(__file__).parents[1] / "models" / "llama_cpp.json"
     target.write_text(json.dumps(content, indent=1, ensure_ascii=True) + "\n", encoding="utf-8")
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import counting_plugin
 import opgraft
 import torch
 from engine.engines import engine, prompts, recorded, serve
@@ -18,9 +17,10 @@ from opgraft.registry.recorded_calls import FORWARD, RecordedCall
 from opgraft.registry.state import host_state
 from opgraft.testing import checks
 from opgraft.testing.catalogue import SPECS
-from quantized_files import logits_of, write
-from quantized_formats import FORMATS
-from random_decoders import (
+from support import counting_plugin
+from support.quantized_files import logits_of, write
+from support.quantized_formats import FORMATS
+from support.random_decoders import (
     DECODERS,
     HYBRIDS,
     THROUGH_TRANSFORMERS,
@@ -28,7 +28,7 @@ from random_decoders import (
     through_transformers,
     written,
 )
-from small_words import word_tokenizer
+from support.small_words import word_tokenizer
 
 Scene = Callable[[Path], None]
 """Runs a model, whose checkpoint goes to the folder."""
