@@ -35,6 +35,7 @@ def specs_of(target: type) -> list[OpSpec]:
     """Return the specs of the forms of an op class, including forms of the bases."""
     registry = host_state().registry
     found = []
+    # A variant serves the forms of the op, too.
     for spec in SPECS.values():
         if registry.find_target(spec.functional.op) in target.__mro__:
             found.append(spec)
@@ -54,4 +55,5 @@ def tolerance_of(targets: Iterable[type], dtypes: Iterable[torch.dtype]) -> Tole
         known = {**TOLERANCES, **table}
         pairs += [known[dtype] for dtype in kinds if dtype in known]
     absolute, relative = map(max, zip(*pairs, strict=True))
+    # Both implementations may be off, in opposite directions.
     return 2 * absolute, 2 * relative

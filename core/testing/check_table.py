@@ -45,6 +45,7 @@ def together(answers: Sequence[Answer]) -> Answer:
     errors = [each.error for each in answers if each.error is not None]
     speeds = [each.speed for each in answers if each.speed is not None]
     reasons = [each.skipped for each in answers]
+    # The check applies if it applies to one variant.
     skipped = reasons[0] if reasons and all(reasons) else ""
     return Answer(max(errors, default=None), max(speeds, default=None), skipped)
 

@@ -101,6 +101,7 @@ def alone(plugin: str) -> AbstractContextManager[None]:
     Raises:
         ConfigError: no installed plugin has the name.
     """
+    # A user may want to judge a plugin beside others.
     listed = host_state().settings().config.plugins
     provider, _, platforms = names_of(plugin)
     # A built-in platform has no plugin to admit.
@@ -199,6 +200,7 @@ class Conformance:
             status = SKIPPED if answer.skipped else PASSED
             reason = answer.skipped
         except AssertionError as failure:
+            # The text of a plugin may hold control characters.
             reason = printable(" ".join(str(failure).split()))
         # A kernel may call sys.exit.
         except (Exception, SystemExit) as failure:
@@ -246,6 +248,7 @@ def _answer_of(subject: Subject, check: Check, named: str | None) -> Answer:
         missing = [_text(dtype) for dtype in dtypes if dtype not in subject.dtypes]
         if missing:
             return Answer(skipped=f"platform or form takes no {' or '.join(missing)}")
+    # A part without a form has one trial without a variant.
     trials = [Trial(subject, variant, dtypes[0]) for variant in check.variants(subject)]
     return together([_tried(check, trial) for trial in trials])
 

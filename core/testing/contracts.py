@@ -107,14 +107,21 @@ def _check_collectives(communicator: Communicator, given: Sequence[Tensor]) -> N
         check("gather", gathered, own, other)
         check("broadcast", given[other], own, other)
 
-    # Each rank sends its rows once to the first rank, twice to the second, and so on.
+    _check_all_to_all(communicator, given)
+
+
+def _check_all_to_all(communicator: Communicator, given: Sequence[Tensor]) -> None:
+    """Send the rows of each rank once to the first rank, twice to the second, and so on."""
+    ranks = communicator.world_size
+    times = communicator.rank + 1
+    own = given[communicator.rank]
     rows = own.shape[0]
     copies = ranks * (ranks + 1) // 2
     repeated = torch.cat([own] * copies)
-    received = [rows * (rank + 1)] * ranks
-    expected = torch.cat([each for each in given for _ in range(rank + 1)])
     sent = [rows * (other + 1) for other in range(ranks)]
-    check("all_to_all", expected, repeated, sent, received)
+    received = [rows * times] * ranks
+    expected = torch.cat([each for each in given for _ in range(times)])
+    _check_collective(communicator, "all_to_all", expected, repeated, sent, received)
 
 
 def _check_collective(
@@ -198,18 +205,24 @@ def check_attention_layout(
             )
         # NaN shows any read of a slot that was never written.
         cache = torch.full(shape, torch.nan, dtype=dtype, device=device)
-        generator = torch.Generator().manual_seed(heads)
-        sequences = []
-        for tokens in LENGTHS:
-            parts = []
-            for size in (heads * 16, kv_heads * 16, kv_heads * 16):
-                x = torch.randn(tokens, size, generator=generator)
-                parts.append(x.to(device, dtype))
-            sequences.append(parts)
+        sequences = _sequences(heads, kv_heads, cache)
         found = _in_chunks(layer, cache, sequences)
         for result, given in zip(found, sequences, strict=True):
             expected = _attended(layer, *given)
             torch.testing.assert_close(result.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+def _sequences(heads: int, kv_heads: int, cache: Tensor) -> list[list[Tensor]]:
+    """Draw query, key and value of each sequence, in the dtype of a cache."""
+    generator = torch.Generator().manual_seed(heads)
+    sequences = []
+    for tokens in LENGTHS:
+        parts = []
+        for size in (heads * 16, kv_heads * 16, kv_heads * 16):
+            x = torch.randn(tokens, size, generator=generator)
+            parts.append(x.to(cache.device, cache.dtype))
+        sequences.append(parts)
+    return sequences
 
 
 def _in_chunks(

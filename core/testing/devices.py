@@ -85,6 +85,7 @@ def _calls(text: str) -> int:
 
 def _dtypes(text: str) -> tuple[str, ...]:
     names = tuple(text.split())
+    # float64 is allowed, as some real devices have float64.
     if not names or not set(names) <= set(_DTYPES):
         raise InputError(
             f"dtypes of {SIMULATED_DEVICE} is {text!r:.80}: give some of {' '.join(_DTYPES)}"
@@ -114,6 +115,7 @@ def simulated_device(machine: Machine) -> SimulatedDevice | None:
 
 def probe(machine: Machine) -> Evidence:
     """Look for the simulated device of a machine."""
+    # The value of the variable explains the verdict.
     facts = (Fact(SIMULATED_DEVICE, machine.environ.get(SIMULATED_DEVICE, "")),)
     try:
         device = simulated_device(machine)

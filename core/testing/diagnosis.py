@@ -46,6 +46,7 @@ _TABLE = "functional_"
 def diagnose() -> list[Finding]:
     """Find everything wrong with loaded plugins. A check that crashes is a finding, not an end."""
     found: list[Finding] = []
+    # One faulty plugin must not hide the faults of others.
     for check in CHECKS:
         try:
             found += check()
@@ -221,6 +222,7 @@ def uncalled_kernels() -> Iterator[Finding]:
         for name, base in defined.items():
             if not name.startswith("forward_") or name in known or hasattr(target, name):
                 continue
+            # A plugin may have a dispatch of its own.
             if may_call(replacement.cls, name):
                 continue
             key = name.removeprefix("forward_")
@@ -238,6 +240,7 @@ def unconstructed_targets() -> Iterator[Finding]:
         variants = [cls for cls in target.__subclasses__() if _is_variant(cls)]
         # A class of a plugin is in no record, and so are the classes derived from it.
         derived = [cls.__qualname__ for cls in variants if is_constructed(cls)]
+        # A replacement may construct the target itself.
         if not derived or is_constructed(target) or may_construct(replacement.cls, target):
             continue
         message = (
@@ -493,6 +496,7 @@ def _choose(cls: type) -> ReplacementChoice:
     """Choose the class as constructing does, which calls conditions and checks of plugins."""
     providers = _providers_of(cls)
     names = " and ".join(map(str, providers)) or "opgraft"
+    # With several providers none is to blame alone.
     only = providers[0] if len(providers) == 1 else None
     with watched(f"a check of {names} for {cls.__qualname__}", only):
         return inventory.choice_here(cls)

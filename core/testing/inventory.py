@@ -137,6 +137,7 @@ def _declared_replacements() -> list[Replacement]:
         # Replacements of a failed plugin were taken back.
         if record and record.status in (PluginStatus.FAILED, PluginStatus.VETOED):
             continue
+        # A plugin may be limited to platforms as a whole.
         platforms = record.platforms if record else replacement.platforms
         declared.append(dataclasses.replace(replacement, when=None, platforms=platforms))
     return declared
@@ -168,6 +169,7 @@ def _key(
     except (ConflictError, ConfigError):
         # A ConfigError: providers asks for a replacement of another platform.
         return CONFLICT
+    # The most derived kernel of the chain comes first.
     kernels = declared_kernels(choice.cls, chain)
     return kernels[0].key if kernels else None
 
@@ -341,6 +343,7 @@ def proofs_of(forms: Sequence[Functional[..., Any]]) -> dict[str, dict[str, Any]
 
 def proofs_in_words(cls: type, proved: dict[str, dict[str, Any]]) -> str:
     """Return the result of ``proofs_of`` in one sentence, with the checks of all forms together."""
+    # Ops made of other ops have no form of their own.
     if not proved:
         return "made of other ops" if issubclass(cls, PluggableLayer) else "no functional form"
     parts = []

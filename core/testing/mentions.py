@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FunctionType
+from typing import Any
 
 _OURS = frozenset({"opgraft", "torch"})
 _MOST_FILES = 2000
@@ -35,11 +36,7 @@ def may_call(cls: type, name: str) -> bool:
     source is missing.
     """
     owner = next(base for base in cls.__mro__ if name in vars(base))
-    method = vars(owner)[name]
-    with suppress(ValueError):  # of functions that wrap each other
-        method = inspect.unwrap(method)
-    # Another name is that of a function which a decorator has put in place of the method.
-    if not isinstance(method, FunctionType) or method.__code__.co_name != name:
+    if _is_replaced(vars(owner)[name], name):
         return True
     of_plugin = [base for base in cls.__mro__ if not _is_known(base.__module__)]
     if any(map(_has_hooks, of_plugin)):
@@ -57,6 +54,13 @@ def may_call(cls: type, name: str) -> bool:
     if any(_is_decorated(*each) for each in decorated.items()):
         return True
     return _is_used(name, _loaded_files())
+
+
+def _is_replaced(method: Any, name: str) -> bool:
+    """Return True if a decorator has put another object in place of a method."""
+    with suppress(ValueError):  # of functions that wrap each other
+        method = inspect.unwrap(method)
+    return not isinstance(method, FunctionType) or method.__code__.co_name != name
 
 
 def may_construct(cls: type, target: type) -> bool:

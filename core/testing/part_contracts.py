@@ -104,7 +104,7 @@ def _check_logprobs(found: Sampled, logits: Tensor) -> None:
 
 
 def _check_draws(sampler: Sampler, logits: Tensor) -> None:
-    """Check the distribution of draws, the filters, and that requests do not affect each other."""
+    """Check the distribution of draws, and that a request has the same draws in any batch."""
     params = [SamplingParams(temperature=0.7, seed=seed) for seed in range(DRAWS)]
     repeated = logits.expand(DRAWS, -1)
     tokens = _sampled(sampler, repeated, params).tokens
@@ -122,6 +122,11 @@ def _check_draws(sampler: Sampler, logits: Tensor) -> None:
     _expect(
         tokens[:20].tolist() == alone, "a seeded request has other tokens beside others than alone"
     )
+    _check_filter(sampler, logits)
+
+
+def _check_filter(sampler: Sampler, logits: Tensor) -> None:
+    # A high temperature makes tokens beyond the filter likely.
     few = [SamplingParams(temperature=2.0, top_k=2, seed=seed) for seed in range(50)]
     kept = set(_sampled(sampler, logits.expand(50, -1), few).tokens.tolist())
     allowed = set(logits[0].topk(2).indices.tolist())
@@ -250,16 +255,10 @@ class _Hand:
         while any(len(tokens) < NEW for tokens in outputs.values()):
             batch = []
             for name, prompt in prompts.items():
-                if len(outputs[name]) == NEW:
-                    continue
-                start = done[name]
-                # Behind the prompt, a step computes the token of the step before.
-                left = max(1, len(prompt) - start)
-                count = min(chunk, left)
-                done[name] += count
-                token = outputs[name][-1] if outputs[name] else None
-                samples = done[name] >= len(prompt)
-                batch.append(self._scheduled(name, start, count, samples, token))
+                if len(outputs[name]) < NEW:
+                    part = self._part(name, len(prompt), done[name], chunk, outputs[name])
+                    done[name] += part.count
+                    batch.append(part)
             step = Step((), added, (), tuple(batch), states)
             for name, token in self._computed(step).items():
                 outputs[name].append(token)
@@ -269,29 +268,48 @@ class _Hand:
         self._execute(Step(tuple(prompts), (), (), ()))
         return outputs
 
+    def _part(
+        self, name: str, prompt: int, done: int, chunk: int, output: Sequence[int]
+    ) -> Scheduled:
+        """Schedule the next chunk of a prompt, or the last token of the output."""
+        # Behind the prompt, a step computes the token of the step before.
+        left = max(1, prompt - done)
+        count = min(chunk, left)
+        samples = done + count >= prompt
+        token = output[-1] if output else None
+        return self._scheduled(name, done, count, samples, token)
+
     def answer_behind_copy(self, prompt: Sequence[int]) -> list[int]:
         """Compute a prompt, copy the first blocks to another sequence, and answer from there."""
+        length = len(prompt)
         first = self._new("first", prompt, 0)
         second = self._new("second", prompt, 1)
-        length = len(prompt)
         whole = self._scheduled("first", 0, length)
         self._computed(Step((), (first,), (), (whole,)))
         # The last token is computed anew, for the logits.
         shared = (length - 1) // self._size
-        copies: list[tuple[int, int]] = []
-        for ours, theirs in zip(first.blocks, second.blocks, strict=True):
-            copies += zip(ours[:shared], theirs[:shared], strict=True)
+        copies = _copies_of(first, second, shared)
         start = shared * self._size
         rest = self._scheduled("second", start, length - start)
         # The same step removes the first sequence: its blocks must be copied before.
-        step = Step(("first",), (second,), tuple(copies), (rest,))
-        found = [self._computed(step)["second"]]
+        found = [self._only_token(Step(("first",), (second,), copies, (rest,)))]
         for number in range(NEW - 1):
             following = self._scheduled("second", length + number, 1, token=found[-1])
-            step = Step((), (), (), (following,))
-            found.append(self._computed(step)["second"])
+            found.append(self._only_token(Step((), (), (), (following,))))
         self._execute(Step(("second",), (), (), ()))
         return found
+
+    def _only_token(self, step: Step) -> int:
+        (token,) = self._computed(step).values()
+        return token
+
+
+def _copies_of(first: NewSequence, second: NewSequence, count: int) -> tuple[tuple[int, int], ...]:
+    """Return pairs of blocks to copy, for some first blocks of each table of a sequence."""
+    copies: list[tuple[int, int]] = []
+    for ours, theirs in zip(first.blocks, second.blocks, strict=True):
+        copies += zip(ours[:count], theirs[:count], strict=True)
+    return tuple(copies)
 
 
 def check_worker(given: OpgraftConfig) -> None:
@@ -329,14 +347,7 @@ def check_worker(given: OpgraftConfig) -> None:
         fault = f"expect_memory took a cache of {1 << 50} blocks"
         raise AssertionError(f"{fault}: that is a ConfigError")
     worker.allocate_cache(BLOCKS, STATES if sizes.bytes_per_state else 0)
-    hand = _Hand(worker.execute, len(sizes.windows), sizes.block_size)
-    # A step may return before the device is done.
-    tokens = hand.answer(PROMPTS)
-    worker.synchronize()
-    _expect(
-        all(len(each) == NEW for each in tokens.values()),
-        f"answers have the tokens {tokens}, expected {NEW} each",
-    )
+    _check_steps(worker, sizes)
     told = (
         worker.max_context(),
         worker.trained_context(),
@@ -347,6 +358,18 @@ def check_worker(given: OpgraftConfig) -> None:
     _expect(
         pickle.loads(pickle.dumps(told)) == told,  # noqa: S301
         "what the worker tells is another thing once it was sent",
+    )
+
+
+def _check_steps(worker: Worker, sizes: CacheSizes) -> None:
+    """Check that a worker computes an answer of the right length to each prompt."""
+    hand = _Hand(worker.execute, len(sizes.windows), sizes.block_size)
+    tokens = hand.answer(PROMPTS)
+    # A step may return before the device is done.
+    worker.synchronize()
+    _expect(
+        all(len(each) == NEW for each in tokens.values()),
+        f"answers have the tokens {tokens}, expected {NEW} each",
     )
 
 

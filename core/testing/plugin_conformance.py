@@ -25,6 +25,7 @@ class PluginConformance:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Make a test for each question."""
         if "case" in metafunc.fixturenames:
+            # Loading for the list of questions must leave nothing behind.
             with isolated_host(), alone(self.plugin):
                 brief = metafunc.config.getoption(BRIEF)
                 cases = Conformance(self.plugin, brief=brief).cases
@@ -36,4 +37,5 @@ class PluginConformance:
         if outcome.status == SKIPPED:
             pytest.skip(outcome.reason)
         if outcome.status == FAILED:
+            # The trace of the kit would hide the reason.
             pytest.fail(outcome.reason, pytrace=False)

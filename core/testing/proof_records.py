@@ -100,6 +100,7 @@ def file_of(module: str) -> Path:
 def state_of(form: str) -> State:
     """Compare the record of a form with the installed source."""
     record = recorded().get(form)
+    # A form of a plugin has no record.
     if record is None:
         return State.MISSING
     is_current = digest_of(record.sources) == record.digest

@@ -31,6 +31,7 @@ def pytest_runtest_makereport(
     """Add a section to the report of a failed test: op, provider, and the setting to go without."""
     report = yield
     if report.failed and call.excinfo is not None:
+        # A failed test of another project may have nothing to do with opgraft.
         raised = importlib.import_module("opgraft.binding.raised")
         told = raised.provenance_of(call.excinfo.value)
         if told:

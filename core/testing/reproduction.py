@@ -75,6 +75,7 @@ def write_case(departure: Departure, folder: Path, model: str, paths: list[str])
             f"{place.path} cannot be saved, so there is no script: {described(error)}. "
             "Its class must be one of a module that can be imported"
         ) from error
+    # A fused module may hold several ops.
     told = [f"{each.op} by {each.kernel} of {each.provider}" for each in place.served]
     script = _SCRIPT.format(
         model=_quoted(model),

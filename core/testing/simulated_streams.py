@@ -39,6 +39,7 @@ class Stream:
     def synchronize(self) -> None:
         """Do all queued work; exceptions of the work pass through."""
         with _lock:
+            # Work may wait for another stream, and so queue or run more.
             while self._queue:
                 self._queue.popleft()()
             _busy.pop(self, None)

@@ -185,26 +185,26 @@ def compute(operator: Any, *args: Any, **kwargs: Any) -> Any:
         torch.OutOfMemoryError: a result does not fit.
     """
     name = operator.name().partition(".")[0]
-    given = list(_tensors((args, tuple(kwargs.values()))))
+    values = args, tuple(kwargs.values())
+    given = list(_tensors(values))
     ours = [each for each in given if isinstance(each, SimulatedTensor)]
     _expect_one_device(name, given, ours)
     stream = current_stream()
     is_on_device = ours and len(ours) == len(given)
+    run = functools.partial(_run, operator, name, _on_host(args), _on_host(kwargs))
     if is_on_device and ours[0] is args[0] and _only_writes(operator):
-        stream.put(functools.partial(_run, operator, name, _on_host(args), _on_host(kwargs)))
+        stream.put(run)
         return ours[0]
     # An operator that makes tensors, or takes those of the host, waits for queued work.
     stream.synchronize()
     # An operator that returns an argument must return the same object.
     known = {id(_on_host(each)): each for each in given}
-    before = []
-    for each in ours:
-        numbers = each.numbers
-        before.append((each, numbers, _form(numbers), numbers.untyped_storage()))
-    result = _run(operator, name, _on_host(args), _on_host(kwargs))
-    for each, numbers, form, memory in before:
-        if _form(numbers) != form:
-            _follow(each, numbers, form, memory)
+    before = [(each, _form(each.numbers), each.numbers.untyped_storage()) for each in ours]
+    result = run()
+    # An operator such as resize_ changes a tensor in place.
+    for each, form, memory in before:
+        if _form(each.numbers) != form:
+            _follow(each, form, memory)
     # A copy to another device leaves this one.
     target = kwargs.get("device")
     if target is not None and torch.device(target).type != DEVICE_TYPE:
@@ -237,8 +237,9 @@ def _only_writes(operator: Any) -> bool:
     return seen.isdisjoint(operator.tags)
 
 
-def _follow(tensor: SimulatedTensor, numbers: Tensor, form: tuple[Any, ...], memory: Any) -> None:
+def _follow(tensor: SimulatedTensor, form: tuple[Any, ...], memory: Any) -> None:
     """Give a tensor the new shape and memory of the numbers, or undo the change."""
+    numbers = tensor.numbers
     try:
         tensor.data = SimulatedTensor(numbers)
     except torch.OutOfMemoryError:

@@ -248,6 +248,7 @@ def _subject_of_form(
     if spec is None or replacement.target is not host_state().registry.find_target(form.op):
         return None
     function = binding_of(form).kernel.winner.functional(form.name)
+    # Inputs must be where the kernel runs.
     placed = dataclasses.replace(spec, device=current_platform().device_type)
     return Subject(form.name, op, replacement, placed, function).with_variants()
 

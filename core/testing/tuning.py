@@ -194,11 +194,17 @@ def run(race: Race, dtypes: Iterable[torch.dtype], seconds: float) -> Outcome:
             form = "x".join(map(str, (*lead, size)))
             case = f"{spec.functional.name} {form} {_words(dtype)}"
             _time(trials, case, (spec, dtype, lead, size), seconds)
+    return _outcome(race, trials)
+
+
+def _outcome(race: Race, trials: Sequence[_Candidate]) -> Outcome:
+    """Return the result of a race after all rounds."""
     left_out = {}
     times = {}
     for candidate in trials:
         if candidate.fault:
             left_out[candidate.choice] = candidate.fault
+        # Without inputs in any dtype there are no times.
         elif candidate.times:
             times[candidate.choice] = candidate.times
     measured = best_of(race, times, left_out) if times else None

@@ -221,8 +221,25 @@ def _places(
     is the model itself.
     """
     ops = {path: op for path, op in grafted.named_modules() if isinstance(op, CustomOp)}
+    called, failure = _called(grafted, ops, steps)
+    if failure:
+        # Comparing finds the op that raises.
+        logger.debug("the model raised %s, so all of its ops are compared", described(failure))
+        called = ops
+    if not called:
+        raise InputError("the model calls no op of opgraft, so there is nothing to compare")
+    known = {path for path, _ in native.named_modules()}
+    served: dict[str, list[Served]] = {"": []}
+    for path, op in called.items():
+        served.setdefault(_nearest(path, known), []).append(_served(op))
+    return {path: Place(path, tuple(ops)) for path, ops in served.items()}, failure
+
+
+def _called(
+    model: nn.Module, ops: Mapping[str, CustomOp], steps: Steps
+) -> tuple[dict[str, CustomOp], Exception | None]:
+    """Run a model; return the called ops by path, and the exception of the model."""
     called: dict[str, CustomOp] = {}
-    failure = None
 
     def note(path: str) -> Callable[..., None]:
         def hook(module: CustomOp, *_: Any) -> None:
@@ -234,21 +251,12 @@ def _places(
         for path, op in ops.items():
             undo.callback(op.register_forward_hook(note(path)).remove)
         try:
-            for step in steps(grafted):
+            for step in steps(model):
                 with step.attending():
-                    step.call(grafted)
+                    step.call(model)
         except Exception as error:
-            # Comparing finds the op that raises.
-            logger.debug("the model raised %s, so all of its ops are compared", described(error))
-            failure = error
-            called = ops
-    if not called:
-        raise InputError("the model calls no op of opgraft, so there is nothing to compare")
-    known = {path for path, _ in native.named_modules()}
-    served: dict[str, list[Served]] = {"": []}
-    for path, op in called.items():
-        served.setdefault(_nearest(path, known), []).append(_served(op))
-    return {path: Place(path, tuple(ops)) for path, ops in served.items()}, failure
+            return called, error
+    return called, None
 
 
 def _nearest(path: str, known: set[str]) -> str:
