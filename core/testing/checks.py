@@ -38,6 +38,31 @@ def by_module(spec: OpSpec) -> Implementation:
     return call
 
 
+def small_arguments(spec: OpSpec, variant: str, dtype: torch.dtype = torch.float32) -> Arguments:
+    """Draw small arguments of a form."""
+    return spec.arguments(variant, dtype, spec.leads[1], max(spec.sizes[:2]))
+
+
+def growing_arguments(spec: OpSpec, variant: str) -> list[Arguments]:
+    """Draw arguments of three sizes, for a compiler that must not compile for each size."""
+    # Sizes 0 and 1 are compiled apart by torch.
+    lead = next(lead for lead in spec.leads if min(lead) > 1)
+    size = max(spec.sizes[:2])
+    drawn = []
+    for factor in (1, 2, 3):
+        scaled = tuple(n * factor for n in lead)
+        drawn.append(spec.arguments(variant, torch.float32, scaled, size))
+    return drawn
+
+
+def smallest_arguments(spec: OpSpec, variant: str) -> Arguments:
+    """Draw the smallest arguments in float64: finite differences take two calls for each number."""
+    size = min((size for size in spec.sizes if size > 1), default=1)
+    leads = [lead for lead in spec.leads if min(lead) > 0]
+    smallest = min(leads, key=lambda lead: (len(lead), max(lead)))
+    return spec.arguments(variant, torch.float64, smallest, min(size, 4))
+
+
 def check_values(
     spec: OpSpec, variant: str, dtype: torch.dtype, call: Implementation, *, brief: bool = False
 ) -> float:
@@ -92,15 +117,10 @@ def _tensors_of(arguments: Arguments) -> dict[str, Tensor]:
     return {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
 
 
-def _small(spec: OpSpec, variant: str, dtype: torch.dtype = torch.float32) -> Arguments:
-    """Draw small arguments."""
-    return spec.arguments(variant, dtype, spec.leads[1], max(spec.sizes[:2]))
-
-
 def check_effects(spec: OpSpec, variant: str, dtype: torch.dtype, call: Implementation) -> None:
     """Only declared arguments are written to, and no result shares memory with another tensor."""
     name = spec.functional.name
-    arguments = _small(spec, variant, dtype)
+    arguments = small_arguments(spec, variant, dtype)
     taken = _tensors_of(arguments)
     before = {name: value.clone() for name, value in taken.items()}
     with torch.no_grad():
@@ -120,7 +140,7 @@ def check_effects(spec: OpSpec, variant: str, dtype: torch.dtype, call: Implemen
 
 def check_registration(spec: OpSpec, variant: str) -> None:
     """``torch.library.opcheck`` accepts the registered op, with dynamic sizes."""
-    arguments = _small(spec, variant)
+    arguments = small_arguments(spec, variant)
     if spec.differentiable and not spec.functional.mutates:
         arguments = with_gradients(arguments)
     ordered = inspect.signature(spec.functional.native).bind(**arguments)
@@ -141,7 +161,7 @@ def check_refusal(spec: OpSpec, variant: str, call: Implementation) -> None:
     An op that writes to arguments must refuse an argument with a gradient, and write nothing.
     """
     form = spec.functional.name
-    drawn = _small(spec, variant)
+    drawn = small_arguments(spec, variant)
     required = with_gradients(drawn)
     if not spec.functional.mutates:
         if any(result.requires_grad for result in tensors(call(**required))):
@@ -189,14 +209,8 @@ def _form(x: Tensor, numbers: int) -> tuple[Any, ...]:
 
 def check_compilation(spec: OpSpec, variant: str, call: Implementation) -> None:
     """The call compiles without a graph break, once for all sizes, to the same results."""
-    # Sizes 0 and 1 are compiled apart by torch.
-    lead = next(lead for lead in spec.leads if min(lead) > 1)
-    size = max(spec.sizes[:2])
-    runs = []
-    for factor in (1, 2, 3):
-        scaled = tuple(n * factor for n in lead)
-        arguments = spec.arguments(variant, torch.float32, scaled, size)
-        runs.append(functools.partial(results_of, spec, arguments=arguments))
+    drawn = growing_arguments(spec, variant)
+    runs = [functools.partial(results_of, spec, arguments=arguments) for arguments in drawn]
     expect_one_graph(spec.functional.name, call, runs)
 
 
@@ -228,22 +242,29 @@ def expect_one_graph(
 
 def check_gradients(spec: OpSpec, variant: str, call: Implementation) -> None:
     """In float64 the gradients by all tensors equal finite differences."""
-    size = min((size for size in spec.sizes if size > 1), default=1)
-    leads = [lead for lead in spec.leads if min(lead) > 0]
-    # Finite differences take two calls for each number.
-    smallest = min(leads, key=lambda lead: (len(lead), max(lead)))
-    arguments = spec.arguments(variant, torch.float64, smallest, min(size, 4))
+    arguments = smallest_arguments(spec, variant)
     floating = {
         name: value for name, value in _tensors_of(arguments).items() if value.is_floating_point()
     }
 
     def by_tensors(*values: Tensor) -> Any:
         given = dict(zip(floating, values, strict=True))
-        return tuple(tensors(call(**{**arguments, **given})))
+        return call(**{**arguments, **given})
 
-    required = [value.requires_grad_() for value in floating.values()]
-    if not torch.autograd.gradcheck(by_tensors, required):
-        raise AssertionError(f"{spec.functional.name}: gradients differ from finite differences")
+    expect_gradients(spec.functional.name, by_tensors, list(floating.values()))
+
+
+def expect_gradients(name: str, call: Callable[..., Any], values: Sequence[Tensor]) -> None:
+    """Check the gradients of a call by finite differences.
+
+    Args:
+        name: of the callable in messages.
+        call: takes the values.
+        values: float64.
+    """
+    required = [value.requires_grad_() for value in values]
+    if not torch.autograd.gradcheck(lambda *given: tuple(tensors(call(*given))), required):
+        raise AssertionError(f"{name}: gradients differ from finite differences")
 
 
 def check_outside(spec: OpSpec, variant: str, call: Implementation) -> list[str]:
@@ -265,7 +286,7 @@ def _with_gradients_of(
     spec: OpSpec, variant: str, call: Implementation
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return the results of a call, and the gradients by all arguments."""
-    arguments = _small(spec, variant)
+    arguments = small_arguments(spec, variant)
     if spec.differentiable:
         arguments = with_gradients(arguments)
     results = tensors(call(**arguments))

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -82,11 +82,6 @@ class Outcome:
     def case(self) -> Case:
         """The question."""
         return Case(self.op, self.check, self.dtype)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Outcome:
-        """Return the outcome of plain data, as ``to_dict`` returns."""
-        return cls(**data)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the same as plain data."""

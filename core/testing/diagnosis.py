@@ -373,8 +373,8 @@ def _wrong_results(spec: OpSpec, kernel: Kernel) -> Iterator[str]:
 
 
 def _small(spec: OpSpec, dtype: torch.dtype) -> Arguments:
-    """Draw small arguments of a form."""
-    return spec.arguments(next(iter(spec.variants)), dtype, spec.leads[1], max(spec.sizes[:2]))
+    """Draw small arguments of a form in its first variant."""
+    return checks.small_arguments(spec, next(iter(spec.variants)), dtype)
 
 
 def _own_words(error: Exception) -> str:

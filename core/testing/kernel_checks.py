@@ -251,7 +251,7 @@ def _storages(results: Sequence[Tensor]) -> set[int]:
 def check_reentrancy(trial: Trial) -> None:
     """Threads that call at once, each with inputs of its own, get the results of lone calls."""
     leads = [lead for lead in trial.spec.leads if min(lead) > 0]
-    drawn = [trial.arguments(lead, trial.small_size) for lead in leads[:THREADS]]
+    drawn = [trial.arguments(lead, max(trial.spec.sizes[:2])) for lead in leads[:THREADS]]
     # Each thread calls several times, as a race may go well once.
     for call in trial.calls:
         run = functools.partial(checks.results_of, trial.spec, call)
@@ -314,13 +314,8 @@ def check_compilation(trial: Trial) -> None:
     if trial.subject.function is not None:
         checks.check_compilation(trial.spec, trial.variant, trial.form)
         return
-    # Sizes 0 and 1 are compiled apart by torch.
-    lead = next(lead for lead in trial.spec.leads if min(lead) > 1)
-    built = []
-    for factor in (1, 2, 3):
-        scaled = tuple(n * factor for n in lead)
-        arguments = trial.arguments(scaled, trial.small_size)
-        built.append(trial.subject.build(arguments))
+    drawn = checks.growing_arguments(trial.spec, trial.variant)
+    built = [trial.subject.build(arguments) for arguments in drawn]
     runs = [functools.partial(_run, inputs=inputs) for _, inputs in built]
     checks.expect_one_graph(trial.form.name, built[0][0], runs)
 
@@ -351,13 +346,7 @@ def check_gradients(trial: Trial) -> None:
 
 def _check_module_gradients(trial: Trial) -> None:
     """Check the gradients by the inputs of a module; parameters belong to the module."""
-    spec = trial.spec
-    sizes = [size for size in spec.sizes if size > 1]
-    size = min(sizes, default=1)
-    leads = [lead for lead in spec.leads if min(lead) > 0]
-    # Finite differences take two calls for each number.
-    smallest = min(leads, key=lambda lead: (len(lead), max(lead)))
-    arguments = trial.arguments(smallest, min(size, 4), torch.float64)
+    arguments = checks.smallest_arguments(trial.spec, trial.variant)
     op, inputs = trial.subject.build(arguments)
     # Integers have no gradient.
     places = [place for place, value in enumerate(inputs) if _is_floating(value)]
@@ -366,11 +355,10 @@ def _check_module_gradients(trial: Trial) -> None:
         given = list(inputs)
         for place, value in zip(places, values, strict=True):
             given[place] = value
-        return tuple(tensors(op(*given)))
+        return op(*given)
 
-    required = [inputs[place].requires_grad_() for place in places]
-    if not torch.autograd.gradcheck(by_tensors, required):
-        raise AssertionError(f"{trial.subject.name}: gradients differ from finite differences")
+    values = [inputs[place] for place in places]
+    checks.expect_gradients(trial.subject.name, by_tensors, values)
 
 
 def check_operators(trial: Trial) -> str | None:
@@ -383,7 +371,7 @@ def check_operators(trial: Trial) -> str | None:
     if has_function:
         checks.check_registration(trial.spec, trial.variant)
     noted = _Operators()
-    for size in (trial.small_size, *trial.spec.sizes[2:]):
+    for size in (max(trial.spec.sizes[:2]), *trial.spec.sizes[2:]):
         for call in trial.calls:
             arguments = trial.arguments(trial.spec.leads[1], size, torch.float32)
             with torch.no_grad(), noted:

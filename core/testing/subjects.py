@@ -164,13 +164,8 @@ class Trial:
         return self.spec.arguments(self.variant, dtype or self.dtype, lead, size)
 
     def small(self, dtype: torch.dtype | None = None) -> Arguments:
-        """Draw small arguments."""
-        return self.arguments(self.spec.leads[1], self.small_size, dtype)
-
-    @property
-    def small_size(self) -> int:
-        """The size of small arguments."""
-        return max(self.spec.sizes[:2])
+        """Draw small arguments, by default in the dtype of the trial."""
+        return checks.small_arguments(self.spec, self.variant, dtype or self.dtype)
 
     def build_small(self) -> tuple[nn.Module, tuple[Any, ...]]:
         """Build the module for small arguments; return the module and the inputs of a call."""
