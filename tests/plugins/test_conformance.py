@@ -15,7 +15,7 @@ from opgraft.errors import ConfigError
 from opgraft.ops import GELU, RMSNorm
 from opgraft.registry.state import host_state
 from opgraft.testing import isolated_host
-from opgraft.testing.check_table import SUMMARIES
+from opgraft.testing.check_table import CHECKS, OP, PLATFORM, PLUGIN, SUMMARIES, Answer, together
 from opgraft.testing.conformance import Conformance, Outcome, alone
 from plugins.own_tests import PLUGINS, own_tests
 
@@ -294,6 +294,28 @@ def test_what_a_plugin_asserts_is_shown_harmlessly(site) -> None:
     told = judged("acme", "strides")["gelu-strides"]
     assert told.status == "failed"
     assert r"\u202edne\x1b[2J" in told.reason
+
+
+def test_the_table_of_checks() -> None:
+    """Each row has a name of its own, and the short form asks some checks of each kind."""
+    assert len({check.name for check in CHECKS}) == len(CHECKS)
+    for of in (PLUGIN, PLATFORM, OP):
+        assert [check for check in CHECKS if check.of == of and check.brief]
+    assert not [check.name for check in CHECKS if check.brief and check.timed]
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ([Answer(error=0.1), Answer(error=0.3)], Answer(error=0.3)),
+        ([Answer.of(None), Answer.of("no operator")], Answer()),
+        ([Answer.of("one reason"), Answer.of("another")], Answer(skipped="one reason")),
+        ([], Answer()),
+    ],
+)
+def test_variants_have_one_answer_together(answers: list[Answer], expected: Answer) -> None:
+    """The largest error counts, and a check is skipped if no variant can be asked."""
+    assert together(answers) == expected
 
 
 def test_the_page_lists_the_checks() -> None:
