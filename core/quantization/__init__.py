@@ -1,4 +1,4 @@
-"""Quantizations of a model's linear layers, by name: made while a plain checkpoint is loaded, or read from one."""
+"""Quantizations of a model's linear layers, by name."""
 
 from opgraft.quantization.awq import AWQConfig
 from opgraft.quantization.compressed_tensors import CompressedTensorsConfig

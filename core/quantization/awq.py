@@ -1,4 +1,4 @@
-"""Checkpoints that AWQ made (Lin et al., arXiv:2306.00978), in the layout of its ``gemm`` kernels."""
+"""Checkpoints of AWQ (Lin et al., arXiv:2306.00978), in the layout of its ``gemm`` kernels."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GROUP = 128
 """Inputs of a group if the checkpoint does not say."""
 IN_WORD = 32 // BITS
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The place in its word of each of eight outputs; a word has outputs 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits."""
+"""The place of eight outputs in a word. From the lowest bits: 0, 2, 4, 6, 1, 3, 5, 7."""
 
 
 @PluggableClass.register("awq")
@@ -41,8 +41,8 @@ class AWQConfig(CheckpointConfig):
 
     Args:
         group_size: inputs of a group, -1 for all.
-        ignore: patterns of layers that are plain in the checkpoint.
-        head: the settings say that the head is quantized.
+        ignore: patterns of plain layers in the checkpoint.
+        head: True if the settings quantize the head.
     """
 
     def __init__(self, group_size: int, ignore: Sequence[str] = (), *, head: bool = False) -> None:
@@ -58,9 +58,10 @@ class AWQConfig(CheckpointConfig):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
-        """Make it of a checkpoint's ``bits``, ``group_size``, layout and list of plain layers.
+        """Make the config from a checkpoint's ``bits``, ``group_size``, layout and list of plain
+        layers.
 
-        The layout is ``version``, or ``format``, its newer name.
+        The layout is ``version``, or ``format`` in newer checkpoints.
 
         Raises:
             QuantizationError: a setting cannot be read.
@@ -76,6 +77,7 @@ class AWQConfig(CheckpointConfig):
         # llm-awq packs words in another order
         if str(config.get("backend")).lower() == "llm-awq":
             setting("awq", config, "backend", ("auto", "autoawq"))
+
         inputs = group_size("awq", config, size, GROUP)
         return cls(
             inputs, parts_not_converted("awq", config), head=head_is_quantized("awq", config)
@@ -91,10 +93,10 @@ class AWQConfig(CheckpointConfig):
 
 @PluggableClass.register("awq_linear_method")
 class AWQLinearMethod(GroupLinearMethod):
-    """Holds ``weight``, ``scales`` and ``offsets`` as ``quantized_linear`` takes them.
+    """Holds ``weight``, ``scales`` and ``offsets`` for ``quantized_linear``.
 
-    A checkpoint has ``qweight`` ``[in_features, out_features / 8]`` and ``qzeros`` ``[groups, out_features / 8]`` in
-    ``int32``, and ``scales`` ``[groups, out_features]``.
+    A checkpoint has ``qweight`` ``[in_features, out_features / 8]`` and ``qzeros`` ``[groups,
+    out_features / 8]`` in ``int32``, and ``scales`` ``[groups, out_features]``.
     """
 
     def __init__(self, group_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Common ground of quantizations that checkpoints come in: their settings, their parameters, and packed words."""
+"""Common ground of quantized checkpoints: settings, parameters, and packed words."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from torch import Tensor, nn
 
 
 class CheckpointConfig(QuantizationConfig):
-    """A quantization of which a checkpoint has the settings and the weights.
+    """A quantization with settings and weights in a checkpoint.
 
-    The tensors of the checkpoint say which layers are quantized. The settings say it for a layer
-    whose tensors are not there, as in a folder that has a config and no weights.
+    The tensors of the checkpoint decide if a layer is quantized. The settings decide for a layer
+    without tensors, as in a folder with a config and no weights.
 
     Args:
-        ignore: patterns of layers that are plain in the checkpoint.
+        ignore: patterns of plain layers in the checkpoint.
 
     Attributes:
-        stored: name of a layer in the checkpoint, as the model has it → whether its weight is
-            quantized there. Empty if no weights are read.
+        stored: name of a layer in the checkpoint, as in the model → True if the weight is
+            quantized. Empty if no weights are read.
     """
 
     def __init__(self, ignore: Sequence[str] = ()) -> None:
@@ -47,21 +47,21 @@ class CheckpointConfig(QuantizationConfig):
 
     @abstractmethod
     def linear_method(self, prefix: str) -> QuantizeMethodBase | None:
-        """Make the weight method of a linear layer, or return ``None`` if it is plain."""
+        """Make the weight method of a linear layer; ``None`` for a plain layer."""
 
     def is_plain(self, prefix: str) -> bool:
-        """Return True if the settings say that the linear layer ``prefix`` is not quantized."""
+        """Return True if the settings leave the linear layer ``prefix`` plain."""
         return self.ignore.match(prefix, self.packed_modules_mapping)
 
     def quantizes_head(self, prefix: str) -> bool:
-        """Return True if the settings say that the head ``prefix`` is quantized."""
+        """Return True if the settings quantize the head ``prefix``."""
         return False
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         return [torch.float32, torch.bfloat16, torch.float16]
 
     def expert_weights(self, layer: FusedMoE) -> ExpertWeights | None:
-        """Return the format of a layer of experts, ``None`` if it is plain.
+        """Return the format of a layer of experts; ``None`` for a plain layer.
 
         Raises:
             QuantizationError: the checkpoint quantizes some experts of the layer, and not all.
@@ -71,10 +71,12 @@ class CheckpointConfig(QuantizationConfig):
         quantized = [self._of_linear(name) is not None for name in names]
         if any(quantized) and not all(quantized):
             raise QuantizationError(
-                f"{names[quantized.index(False)]} is plain in the checkpoint, and {names[quantized.index(True)]} is "
-                "quantized, but the experts of a layer are kept as one: take a checkpoint that has all or none of a "
-                "layer's experts among those that it does not quantize"
+                f"{names[quantized.index(False)]} is plain in the checkpoint, and "
+                f"{names[quantized.index(True)]} is quantized, but the experts of a layer are kept "
+                "as one: take a checkpoint that has all or none of a layer's experts among those "
+                "that it does not quantize"
             )
+
         return CheckpointExperts(self) if all(quantized) else None
 
     def get_quant_method(
@@ -102,11 +104,10 @@ class CheckpointConfig(QuantizationConfig):
         return self.linear_method(prefix) if quantized else None
 
     def _in_checkpoint(self, prefix: str) -> bool | None:
-        """Return whether the checkpoint quantizes a layer, ``None`` if it has no such layer.
+        """Return True if the checkpoint quantizes a layer; ``None`` without such a layer.
 
         Raises:
-            QuantizationError: it quantizes some of the layers that a merged layer stands for, and
-                not all.
+            QuantizationError: some layers inside a merged layer are quantized, and not all.
         """
         known = [name for name in self.checkpoint_names(prefix) if name in self.stored]
         quantized = [name for name in known if self.stored[name]]
@@ -117,10 +118,11 @@ class CheckpointConfig(QuantizationConfig):
                 f"quantized, but they are one layer here, {prefix}: take a checkpoint that "
                 "quantizes all of them or none"
             )
+
         return bool(quantized) if known else None
 
     def checkpoint_names(self, prefix: str) -> Sequence[str]:
-        """Return the names that a checkpoint has for a layer: several if the layer is merged."""
+        """Return the names of a layer in a checkpoint: several if the layer is merged."""
         if prefix in self.stored:
             return [prefix]
         parts = names_of(prefix, self.packed_modules_mapping)
@@ -130,18 +132,19 @@ class CheckpointConfig(QuantizationConfig):
 
 
 class GroupLinearMethod(LinearMethodBase):
-    """A weight method that brings the tensors of a checkpoint into the storage of ``quantized_linear``."""
+    """A weight method from tensors of a checkpoint to storage of ``quantized_linear``."""
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return functional.quantized_linear(x, layer.weight, layer.scales, layer.offsets, bias)
 
 
 def expect_settings(name: str, config: Mapping[str, Any]) -> None:
-    """Raise ``QuantizationError`` where there are no settings, as a checkpoint without this quantization has none."""
+    """Raise ``QuantizationError`` for a checkpoint without settings of the quantization."""
     if not config:
         raise QuantizationError(
-            f"the quantization {name} is read from checkpoints that have it, and this one has not: take one that has, "
-            "or a quantization that is made while loading, such as 'int8', 'int4' or 'fp8'"
+            f"the quantization {name} is read from checkpoints that have it, and this one has not: "
+            "take one that has, or a quantization that is made while loading, such as 'int8', "
+            "'int4' or 'fp8'"
         )
 
 
@@ -151,35 +154,40 @@ def setting(
     """Return a setting of a checkpoint, in small letters. Null counts as missing.
 
     Raises:
-        QuantizationError: it is none of the choices.
+        QuantizationError: the value is none of the choices.
     """
     value = config.get(key)
     if value is None:
         value = default
+
     if isinstance(value, str):
         value = value.lower()
+
     if value not in choices:
         raise QuantizationError(
             f"the checkpoint's quantization {name} has {key} {value!r:.80}, and "
-            f"{', '.join(map(repr, choices))} can be read: take a checkpoint in another quantization"
+            f"{', '.join(map(repr, choices))} can be read: take a checkpoint in another "
+            "quantization"
         )
+
     return value
 
 
 def group_size(
     name: str, config: Mapping[str, Any], key: str = "group_size", default: int | None = None
 ) -> int:
-    """Return the number of inputs that share a scale, -1 for all.
+    """Return the number of inputs with a common scale, -1 for all.
 
     Raises:
-        QuantizationError: it is no such number.
+        QuantizationError: the value is no such number.
     """
     value = config.get(key)
     if value is None:
         value = default
     if type(value) is not int or (value < 1 and value != -1):
         raise QuantizationError(
-            f"the checkpoint's quantization {name} has {key} {value!r:.80}, expected a number of inputs, or -1 for all"
+            f"the checkpoint's quantization {name} has {key} {value!r:.80}, expected a number of "
+            "inputs, or -1 for all"
         )
     return value
 
@@ -188,13 +196,13 @@ def name_list(name: str, config: Mapping[str, Any], key: str) -> list[str]:
     """Return a list of names of layers; an empty one where the checkpoint has none.
 
     Raises:
-        QuantizationError: it is no list of strings.
+        QuantizationError: the value is no list of strings.
     """
     value = config.get(key) or []
     if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
         raise QuantizationError(
-            f"the checkpoint's quantization {name} has {key} {value!r:.80}, expected a list of names of layers: "
-            "correct it in the checkpoint's config"
+            f"the checkpoint's quantization {name} has {key} {value!r:.80}, expected a list of "
+            "names of layers: correct it in the checkpoint's config"
         )
     return list(value)
 
@@ -202,18 +210,18 @@ def name_list(name: str, config: Mapping[str, Any], key: str) -> list[str]:
 def not_converted(
     name: str, config: Mapping[str, Any], key: str = "modules_to_not_convert"
 ) -> list[str]:
-    """Return patterns for names, or parts of names, of modules that were left plain, as transformers takes them.
+    """Return patterns for names, or parts of names, of plain modules, in the form of transformers.
 
     Raises:
-        QuantizationError: they are no list of strings.
+        QuantizationError: the value is no list of strings.
     """
     return [pattern for one in name_list(name, config, key) for pattern in (one, f"*.{one}")]
 
 
 def parts_not_converted(name: str, config: Mapping[str, Any]) -> list[str]:
-    """Return patterns for the names that contain an entry of ``modules_to_not_convert``.
+    """Return patterns for names with an entry of ``modules_to_not_convert`` inside.
 
-    AutoAWQ leaves a layer plain if any part of its name is an entry, such as ``"self_attn."``.
+    AutoAWQ leaves a layer plain if any part of the name is an entry, such as ``"self_attn."``.
 
     Raises:
         QuantizationError: the entries are no list of strings.
@@ -223,7 +231,7 @@ def parts_not_converted(name: str, config: Mapping[str, Any]) -> list[str]:
 
 
 def head_is_quantized(name: str, config: Mapping[str, Any]) -> bool:
-    """Return True if ``lm_head`` of the settings says that the head is quantized.
+    """Return True if ``lm_head`` of the settings quantizes the head.
 
     Raises:
         QuantizationError: ``lm_head`` is neither true nor false.
@@ -234,14 +242,14 @@ def head_is_quantized(name: str, config: Mapping[str, Any]) -> bool:
 def create_parameter(
     layer: nn.Module, name: str, shape: Sequence[int], dtype: torch.dtype, **attributes: Any
 ) -> None:
-    """Give ``layer`` an empty parameter, in the form in which a checkpoint has it."""
+    """Give ``layer`` an empty parameter, in the form of a checkpoint."""
     parameter = nn.Parameter(torch.empty(tuple(shape), dtype=dtype), requires_grad=False)
     set_weight_attrs(parameter, attributes)
     layer.register_parameter(name, parameter)
 
 
 def replace(layer: nn.Module, gone: Sequence[str], tensors: Mapping[str, Tensor | None]) -> None:
-    """Have ``layer`` hold ``tensors`` in place of the parameters that are ``gone``."""
+    """Let ``layer`` hold ``tensors`` in place of the ``gone`` parameters."""
     for name in gone:
         del layer._parameters[name]
     put(layer, tensors)
@@ -251,24 +259,24 @@ def expect_groups(layer: Any, inputs: int, size: int) -> int:
     """Return the number of groups of a rank.
 
     Raises:
-        QuantizationError: groups of that size do not divide the inputs.
+        QuantizationError: groups of this size do not divide the inputs.
     """
     if size == -1:
         return 1
     if inputs % size:
         raise QuantizationError(
-            f"{layer.prefix or type(layer).__name__} has {inputs} inputs on this rank, which the checkpoint's groups "
-            f"of {size} do not divide: take fewer ranks"
+            f"{layer.prefix or type(layer).__name__} has {inputs} inputs on this rank, which the "
+            f"checkpoint's groups of {size} do not divide: take fewer ranks"
         )
     return inputs // size
 
 
 def expect_words(layer: Any, sizes: Sequence[int], count: int, what: str) -> None:
-    """Raise ``QuantizationError`` where a part of a layer does not fill words of ``count`` numbers."""
+    """Raise ``QuantizationError`` if a part does not fill words of ``count`` numbers."""
     if any(size % count for size in sizes):
         raise QuantizationError(
-            f"{layer.prefix or type(layer).__name__} has {' + '.join(map(str, sizes))} {what} on this rank, and the "
-            f"checkpoint packs {count} of them into a word: take fewer ranks"
+            f"{layer.prefix or type(layer).__name__} has {' + '.join(map(str, sizes))} {what} on "
+            f"this rank, and the checkpoint packs {count} of them into a word: take fewer ranks"
         )
 
 
@@ -277,7 +285,7 @@ def unpack_words(words: Tensor, dim: int, bits: int) -> Tensor:
 
     Args:
         words: in ``int32``.
-        dim: the dimension along which numbers were packed.
+        dim: the dimension of the packed numbers.
         bits: 4 or 8.
     """
     data = words.movedim(dim, -1).contiguous().view(torch.uint8)
@@ -303,10 +311,11 @@ def codes_of(numbers: Tensor, zeros: Tensor | None, scales: Tensor, bits: int) -
 
 @dataclass(frozen=True)
 class Scales:
-    """The scales of a weight as a checkpoint has them.
+    """The scales of a weight, in the form of a checkpoint.
 
     Attributes:
-        block: outputs and inputs that share one, -1 for all; ``None`` for one of each layer that a merged one holds.
+        block: outputs and inputs with a common scale, -1 for all; ``None`` for one scale of each
+            layer inside a merged layer.
     """
 
     block: tuple[int, int] | None
@@ -325,6 +334,7 @@ class Scales:
                 layer, name, shape, torch.float32, needs_scalar_to_array=True, **attributes
             )
             return
+
         height, width = self.block
         whole, cut_outputs = inputs == layer.input_size, sum(outputs) != layer.output_size
         groups = (
@@ -332,9 +342,11 @@ class Scales:
         )
         if any(size % height for size in outputs[:-1]) or (cut_outputs and outputs[-1] % height):
             raise QuantizationError(
-                f"{layer.prefix or type(layer).__name__} has {' + '.join(map(str, outputs))} outputs on this rank, "
-                f"which the checkpoint's blocks of {height} do not divide: take fewer ranks"
+                f"{layer.prefix or type(layer).__name__} has {' + '.join(map(str, outputs))} "
+                f"outputs on this rank, which the checkpoint's blocks of {height} do not divide: "
+                "take fewer ranks"
             )
+
         cut = {} if width == -1 else {"input_dim": 1, "input_unit": width}
         shape = (-(-sum(outputs) // height), groups)
         create_parameter(
@@ -342,7 +354,7 @@ class Scales:
         )
 
     def by_output(self, scales: Tensor, outputs: Sequence[int]) -> Tensor:
-        """Return ``[outputs, groups]`` where no block has several outputs, else the scales as they are."""
+        """Return ``[outputs, groups]`` if no block has several outputs, else unchanged scales."""
         if self.block is not None:
             return scales
         return scales.repeat_interleave(torch.tensor(list(outputs), device=scales.device))[:, None]

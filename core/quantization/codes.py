@@ -1,4 +1,4 @@
-"""Codes of weights with their scales, as formats of checkpoints are read, and the storage that is made of them."""
+"""Codes of weights with scales, from formats of checkpoints, and their storage in layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class Codes:
     Attributes:
         codes: ``[rows, in_features]``, in ``int8``, or from 0 to 15 in ``uint8``.
         scales: ``[rows, groups]`` in a floating-point dtype.
-        offsets: as the scales. Without them, codes in ``uint8`` stand for ``(code - 8) · scale``.
+        offsets: as the scales. Without offsets, codes in ``uint8`` stand for ``(code - 8) ·
+            scale``.
     """
 
     codes: Tensor
@@ -45,21 +46,25 @@ class Codes:
         return Codes(self.codes, self.scales, self.scales * -middle)
 
     def regrouped(self, groups: int) -> Codes:
-        """Return the same weight with more groups, a multiple of those that there are."""
+        """Return the same weight with a multiple of the groups."""
         times = groups // self.scales.shape[1]
         offsets = None if self.offsets is None else self.offsets.repeat_interleave(times, 1)
         return Codes(self.codes, self.scales.repeat_interleave(times, 1), offsets)
 
 
 def stored(parts: Sequence[Codes]) -> Mapping[str, Tensor | None]:
-    """Return what a layer holds for rows one after another: ``weight``, ``scales`` and ``offsets``.
+    """Return the storage of a layer for rows one after another: ``weight``, ``scales`` and
+    ``offsets``.
 
-    Nothing is rounded. Parts of four and of eight bits, as one layer may have in a GGUF file, are all held in eight.
+    Nothing is rounded. Parts of four and of eight bits, as one layer may have in a GGUF file, are
+    all held in eight.
     """
     if len({part.is_packed for part in parts}) > 1:
         parts = [part.widened() for part in parts]
+
     if len({part.offsets is None for part in parts}) > 1:
         parts = [part.shifted() for part in parts]
+
     groups = math.lcm(*(part.scales.shape[1] for part in parts))
     parts = [part.regrouped(groups) for part in parts]
     rows = [pack_int4(part.codes) if part.is_packed else part.codes for part in parts]

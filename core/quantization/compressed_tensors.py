@@ -1,6 +1,8 @@
-"""Checkpoints in the format of compressed-tensors, which llm-compressor writes: several layouts, chosen by target.
+"""Checkpoints in the format of compressed-tensors, as llm-compressor writes: several layouts,
+chosen by target.
 
-Its configuration is read here: the library wants newer versions of torch and Python than opgraft does.
+This module reads the configuration: the library wants newer versions of torch and Python than
+    opgraft does.
 """
 
 from __future__ import annotations
@@ -36,9 +38,9 @@ from torch import Tensor
 
 NAME = "compressed-tensors"
 LINEAR = "Linear"
-"""The target that means every linear layer."""
+"""The target for every linear layer."""
 READ = {"quant_method", "format", "config_groups", "ignore", "sparsity_config"}
-"""Settings that are read."""
+"""Settings with an effect."""
 WITHOUT_EFFECT = {
     "quantization_status",
     "global_compression_ratio",
@@ -46,14 +48,14 @@ WITHOUT_EFFECT = {
     "run_compressed",
     "kv_cache_scheme",
 }
-"""Settings that change no number: what stands in the cache is for ``cache.dtype`` to say."""
+"""Settings without an effect on numbers: ``cache.dtype`` decides about the cache."""
 
 
 class Group:
-    """Layers that are quantized alike.
+    """Layers with the same quantization.
 
     Args:
-        targets: patterns of their names, or ``"Linear"`` for all.
+        targets: patterns of names, or ``"Linear"`` for all.
         scheme: the group's settings.
         layout: how weights lie in the checkpoint, if the group does not say.
 
@@ -79,7 +81,7 @@ class CompressedTensorsConfig(CheckpointConfig):
     Args:
         groups: a layer takes the one that lists its name; else the first with a regular expression
             for the name; else the first that stands for all.
-        ignore: patterns of layers that are plain in the checkpoint.
+        ignore: patterns of plain layers in the checkpoint.
     """
 
     def __init__(self, groups: Sequence[Group], ignore: Sequence[str] = ()) -> None:
@@ -91,7 +93,7 @@ class CompressedTensorsConfig(CheckpointConfig):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
-        """Make it of a checkpoint's ``config_groups``, ``format`` and ``ignore``.
+        """Make the config from a checkpoint's ``config_groups``, ``format`` and ``ignore``.
 
         Raises:
             QuantizationError: a setting cannot be read.
@@ -106,6 +108,7 @@ class CompressedTensorsConfig(CheckpointConfig):
             raise QuantizationError(
                 f"the checkpoint's quantization {NAME} has config_groups {given!r:.200}"
             )
+
         groups = [
             Group(name_list(NAME, one, "targets"), one, config.get("format"))
             for one in given.values()
@@ -123,10 +126,11 @@ class CompressedTensorsConfig(CheckpointConfig):
                 "with different settings, or some in none, but they are one layer here, "
                 f"{prefix}: take a checkpoint that quantizes all of them alike"
             )
+
         return methods[0]
 
     def _group_of_name(self, name: str) -> Group | None:
-        """Return the group that lists a name; else the first with a regular expression for it."""
+        """Return the group with a name; else the first with a matching regular expression."""
         for group in self.groups:
             if group.names.answered(name, {}):
                 return group
@@ -150,22 +154,24 @@ def _expect_known(config: Mapping[str, Any], known: Collection[str]) -> None:
     unknown = [f"{key!r:.80}" for key, value in config.items() if value and key not in known]
     if unknown:
         raise QuantizationError(
-            f"the checkpoint's quantization {NAME} sets {', '.join(unknown)}, which cannot be read and may change what "
-            "its weights mean: take a checkpoint without"
+            f"the checkpoint's quantization {NAME} sets {', '.join(unknown)}, which cannot be read "
+            "and may change what its weights mean: take a checkpoint without"
         )
 
 
 def _method_of(scheme: Mapping[str, Any], layout: object) -> Callable[[], Any]:
-    """Return what makes the weight method of a layer of a group."""
+    """Return the function for weight methods of a group."""
     layout = layout.lower() if isinstance(layout, str) else layout
     _expect_known(scheme, ("targets", "weights", "input_activations", "format"))
     weights, inputs = scheme.get("weights") or {}, scheme.get("input_activations")
+
     for key, value in (("weights", weights), ("input_activations", inputs or {})):
         if not isinstance(value, Mapping):
             raise QuantizationError(
-                f"the checkpoint's quantization {NAME} has {key} {value!r:.80}, expected settings: correct it in the "
-                "checkpoint's config"
+                f"the checkpoint's quantization {NAME} has {key} {value!r:.80}, expected settings: "
+                "correct it in the checkpoint's config"
             )
+
     kind = setting(NAME, weights, "type", ("int", "float"), "int")
     if layout == "pack-quantized" and kind == "int":
         return _packed(weights, inputs)
@@ -173,9 +179,11 @@ def _method_of(scheme: Mapping[str, Any], layout: object) -> Callable[[], Any]:
         return _integers(weights, inputs)
     if layout in ("float-quantized", "naive-quantized") and kind == "float":
         return _floats(weights, inputs)
+
     raise QuantizationError(
-        f"the checkpoint's quantization {NAME} has the format {layout!r:.80} with weights of type {kind}, and "
-        "pack-quantized, int-quantized and float-quantized can be read: take a checkpoint in another quantization"
+        f"the checkpoint's quantization {NAME} has the format {layout!r:.80} with weights of type "
+        f"{kind}, and pack-quantized, int-quantized and float-quantized can be read: take a "
+        "checkpoint in another quantization"
     )
 
 
@@ -206,6 +214,7 @@ def _integers(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> C
             "strategy": "token",
         }.items():
             setting(NAME, inputs, key, (value,))
+
     return lambda: IntegerLinearMethod(scales, inputs is not None)
 
 
@@ -218,10 +227,13 @@ def _floats(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Cal
     static = not setting(NAME, given, "dynamic", (True, False), False)
     if static:
         setting(NAME, given, "strategy", ("tensor",))
+
     if static and weights.get("strategy") == "block":
         raise QuantizationError(
-            f"the checkpoint's quantization {NAME} has blocks and static scales of inputs: no op does"
+            f"the checkpoint's quantization {NAME} has blocks and static scales of inputs: no op "
+            "does"
         )
+
     return lambda: Fp8LinearMethod(scales, static)
 
 
@@ -236,11 +248,12 @@ def _scales_of(weights: Mapping[str, Any], strategies: Sequence[str]) -> Scales:
 
 @PluggableClass.register("compressed_packed_linear_method")
 class PackedLinearMethod(GroupLinearMethod):
-    """Holds ``weight``, ``scales`` and ``offsets`` as ``quantized_linear`` takes them.
+    """Holds ``weight``, ``scales`` and ``offsets`` for ``quantized_linear``.
 
-    A checkpoint has ``weight_packed`` ``[out_features, in_features · bits / 32]`` in ``int32``, ``weight_scale``
-    ``[out_features, groups]``, ``weight_shape`` and, unless symmetric, ``weight_zero_point``
-    ``[out_features · bits / 32, groups]`` in ``int32``. Codes and zeros are stored from 0.
+    A checkpoint has ``weight_packed`` ``[out_features, in_features · bits / 32]`` in ``int32``,
+    ``weight_scale`` ``[out_features, groups]``, ``weight_shape`` and, unless symmetric,
+    ``weight_zero_point`` ``[out_features · bits / 32, groups]`` in ``int32``. Codes and zeros are
+    stored from 0.
     """
 
     def __init__(self, bits: int, group_size: int, symmetric: bool) -> None:

@@ -1,4 +1,4 @@
-"""Weights of experts in the quantizations of linear layers, each expert's matrices being such layers' weights."""
+"""Weights of experts in the quantizations of linear layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ Codes = tuple[Tensor, Tensor, Tensor | None]
 
 
 class OnlineExperts(ExpertWeights):
-    """Plain weights of a checkpoint, of which each expert's are quantized as soon as they are there, and released.
+    """Plain weights of a checkpoint. Each expert's weights are quantized and released once
+    complete.
 
     Args:
         method: quantizes a matrix.
@@ -36,6 +37,7 @@ class OnlineExperts(ExpertWeights):
     def create(self, layer: Any, sizes: tuple[int, int, int], params_dtype: torch.dtype) -> None:
         experts, hidden, intermediate = sizes
         shapes = {"w13": (experts, 2 * intermediate, hidden), "w2": (experts, hidden, intermediate)}
+
         for name, shape in shapes.items():
             self.method.expect_fits(f"{layer.prefix} ({name})", shape[2])
             weight = nn.Parameter(
@@ -53,7 +55,7 @@ class OnlineExperts(ExpertWeights):
 
 
 class _Loading:
-    """Loads a plain parameter of all experts, and quantizes the matrix of each when all parts of it are there."""
+    """Loads a plain parameter of all experts, and quantizes each expert's complete matrix."""
 
     def __init__(
         self, method: OnlineLinearMethod, loader: ExpertLoader, name: str, device: torch.device
@@ -80,7 +82,7 @@ class _Loading:
             del self.plain[place]
             made = self.method.quantize(plain[0])
             scales = made.get("scales", made.get("weight_scale"))
-            self.made[place] = made["weight"], scales, made.get("offsets")  # type: ignore[assignment]  # they are there
+            self.made[place] = made["weight"], scales, made.get("offsets")  # type: ignore[assignment]
 
     def finished(self) -> list[Codes]:
         """Return the codes of all experts.
@@ -93,19 +95,21 @@ class _Loading:
         ]
         if lacking:
             raise QuantizationError(
-                f"{self.loader.what}: weights of the experts {', '.join(map(str, lacking[:10]))}, which are quantized "
-                "as they are loaded, were not loaded, or not all of them: load them by the parameter's weight_loader"
+                f"{self.loader.what}: weights of the experts {', '.join(map(str, lacking[:10]))}, "
+                "which are quantized as they are loaded, were not loaded, or not all of them: "
+                "load them by the parameter's weight_loader"
             )
+
         return [self.made.pop(place) for place in range(len(self.loader.experts))]
 
 
 class CheckpointExperts(ExpertWeights):
-    """Quantized weights of a checkpoint, which has for each expert what it has for linear layers.
+    """Quantized weights of a checkpoint with the tensors of linear layers for each expert.
 
-    Until they are loaded, each expert is two linear layers below the layer of experts.
+    While loading, each expert is two linear layers below the layer of experts.
 
     Args:
-        config: gives linear layers their weight methods.
+        config: makes the weight methods of linear layers.
     """
 
     def __init__(self, config: QuantizationConfig) -> None:
@@ -114,15 +118,16 @@ class CheckpointExperts(ExpertWeights):
     def create(self, layer: Any, sizes: tuple[int, int, int], params_dtype: torch.dtype) -> None:
         if layer.loader.interleaved:
             raise QuantizationError(
-                f"{layer.prefix}: its activation {layer.moe_config.activation} takes rows of gate and up in turn, and "
-                f"{self.config.get_name()} is read for experts that have all of the gate first: take a checkpoint in "
-                "another quantization"
+                f"{layer.prefix}: its activation {layer.moe_config.activation} takes rows of gate "
+                f"and up in turn, and {self.config.get_name()} is read for experts that have all "
+                "of the gate first: take a checkpoint in another quantization"
             )
         if layer.moe_config.has_bias:
             raise QuantizationError(
-                f"{layer.prefix}: its experts have biases, and {self.config.get_name()} is read for experts without: "
-                "take a checkpoint in another quantization"
+                f"{layer.prefix}: its experts have biases, and {self.config.get_name()} is read "
+                "for experts without: take a checkpoint in another quantization"
             )
+
         hidden, whole = sizes[1], sizes[2] * layer.tp_size
         settings: dict[str, Any] = {
             "bias": False,
@@ -131,6 +136,7 @@ class CheckpointExperts(ExpertWeights):
             "return_bias": False,
             "disable_tp": layer.tp_size == 1,
         }
+
         for expert in sorted(set(layer.local_experts)):
             path = expert_path(layer, expert)
             holder = nn.Module()
@@ -159,20 +165,22 @@ def expert_path(layer: Any, expert: int) -> str:
 
 
 def codes_of(layer: Any) -> Codes:
-    """Return what a linear layer's weight method has made of a checkpoint.
+    """Return the codes of a linear layer, from a weight method.
 
     Raises:
-        QuantizationError: its inputs are in another order than the others' of a layer of experts.
+        QuantizationError: the order of inputs differs between experts.
     """
     weight = layer.weight.data
     if getattr(layer, "input_order", None) is not None:
         raise QuantizationError(
-            f"{layer.prefix}: its inputs are in groups by activation (desc_act), each expert's in an order of its own, "
-            "which is not read for experts: take a checkpoint without"
+            f"{layer.prefix}: its inputs are in groups by activation (desc_act), each expert's in "
+            "an order of its own, which is not read for experts: take a checkpoint without"
         )
+
     scale = layer._parameters.get("weight_scale")
     if scale is None:
         return weight, layer.scales.data, None if layer.offsets is None else layer.offsets.data
+
     block = layer.quant_method.scales.block
     by_row = block is None or block == (1, -1)
     scales = expand_weight_scale("quantized_experts", scale.data, weight, None if by_row else block)
@@ -183,11 +191,11 @@ def codes_of(layer: Any) -> Codes:
 
 
 def stacked(name: str, experts: Sequence[Codes]) -> Mapping[str, Tensor | None]:
-    """Return the parameters of a layer for the codes of each expert, of which some may have offsets.
+    """Return the parameters of a layer from the codes of each expert, some with offsets.
 
     Args:
         name: ``"w13"`` or ``"w2"``.
-        experts: in the order of their places.
+        experts: in the order of places.
     """
     codes, scales, offsets = zip(*experts, strict=True)
     both: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Weights in 8-bit floating point: made while a plain checkpoint is loaded, or read from one that has them."""
+"""Weights in 8-bit floating point, from plain checkpoints or checkpoints in fp8."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ from torch import Tensor
 
 @PluggableClass.register("fp8")
 class Fp8Config(OnlineConfig):
-    """Weights in ``float8_e4m3fn`` with a scale for each output; inputs are quantized to the same, row by row.
+    """Weights in ``float8_e4m3fn`` with a scale for each output; inputs are quantized to the same,
+    row by row.
 
-    ``from_config`` makes ``Fp8CheckpointConfig`` of the settings of a checkpoint that has such weights.
+    ``from_config`` makes ``Fp8CheckpointConfig`` from the settings of a checkpoint with fp8
+    weights.
     """
 
     def get_name(self) -> str:
@@ -37,7 +39,7 @@ class Fp8Config(OnlineConfig):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
-        """Make it of a checkpoint's settings, or of none for a plain checkpoint.
+        """Make the config from a checkpoint's settings; empty for a plain checkpoint.
 
         Raises:
             QuantizationError: a setting cannot be read.
@@ -64,12 +66,12 @@ class Fp8OnlineLinearMethod(OnlineLinearMethod):
 
 
 class Fp8CheckpointConfig(CheckpointConfig):
-    """Weights in fp8 as checkpoints have them, with a scale for each layer, or for each block of a weight.
+    """Weights in fp8 from checkpoints, with a scale for each layer, or for each block of a weight.
 
     Args:
-        static: inputs are divided by a scale of the checkpoint, in place of one that is computed for each row.
+        static: inputs are divided by a scale of the checkpoint, and not by a scale for each row.
         block: outputs and inputs of a block.
-        ignore: patterns of layers that are plain in the checkpoint.
+        ignore: patterns of plain layers in the checkpoint.
     """
 
     def __init__(
@@ -83,7 +85,8 @@ class Fp8CheckpointConfig(CheckpointConfig):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
-        """Make it of a checkpoint's ``activation_scheme``, ``weight_block_size`` and list of plain layers.
+        """Make the config from a checkpoint's ``activation_scheme``, ``weight_block_size`` and
+        list of plain layers.
 
         Raises:
             QuantizationError: a setting cannot be read.
@@ -95,8 +98,10 @@ class Fp8CheckpointConfig(CheckpointConfig):
         block = block_shape("fp8", config.get("weight_block_size"))
         if static and block is not None:
             raise QuantizationError(
-                "the checkpoint's quantization fp8 has blocks and static scales of inputs: no op does"
+                "the checkpoint's quantization fp8 has blocks and static scales of inputs: no op "
+                "does"
             )
+
         return cls(
             static,
             block,
@@ -110,10 +115,10 @@ class Fp8CheckpointConfig(CheckpointConfig):
 
 
 def block_shape(name: str, value: object) -> tuple[int, int] | None:
-    """Return the outputs and inputs of a block, as a checkpoint gives them.
+    """Return the outputs and inputs of a block, from a checkpoint.
 
     Raises:
-        QuantizationError: they are no two positive numbers.
+        QuantizationError: the value is not two positive numbers.
     """
     if value is None:
         return None
@@ -123,16 +128,18 @@ def block_shape(name: str, value: object) -> tuple[int, int] | None:
         or not all(type(one) is int and one > 0 for one in value)
     ):
         raise QuantizationError(
-            f"the checkpoint's quantization {name} has blocks of {value!r:.80}, expected two numbers"
+            f"the checkpoint's quantization {name} has blocks of {value!r:.80}, expected two "
+            "numbers"
         )
+
     return value[0], value[1]
 
 
 @PluggableClass.register("fp8_linear_method")
 class Fp8LinearMethod(LinearMethodBase):
-    """Holds ``weight`` in fp8, ``weight_scale``, and ``input_scale`` where it is static.
+    """Holds ``weight`` in fp8, ``weight_scale``, and a static ``input_scale`` if there is one.
 
-    A merged layer has one ``input_scale``, the largest of those of the layers that it stands for.
+    A merged layer has one ``input_scale``, the largest of the layers inside.
 
     Args:
         scales: how many scales a weight has.
@@ -169,7 +176,7 @@ class Fp8LinearMethod(LinearMethodBase):
             Scales(None).create(layer, "input_scale", *sizes, **extra_weight_attrs)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Give each output the scale of its layer, so that a merged layer keeps all of them."""
+        """Give each output the scale of the layer, so that a merged layer keeps all scales."""
         scale = self.scales.by_output(
             getattr(layer, self.scale_name).data, layer.output_partition_sizes
         )

@@ -1,4 +1,4 @@
-"""Blocks of GGUF files, kept as they are: the codes of a file are the codes that a layer holds."""
+"""Blocks of GGUF files, kept unchanged: a layer holds the codes of the file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 @runtime_checkable
 class BlockTensor(LoadedTensor, Protocol):
-    """A tensor of a file that has it in blocks."""
+    """A tensor in blocks of a file."""
 
     @property
     def quantization(self) -> str | None:
@@ -36,8 +36,8 @@ class BlockTensor(LoadedTensor, Protocol):
 
 @PluggableClass.register("gguf")
 class GGUFConfig(QuantizationConfig):
-    """Linear layers and embeddings hold the blocks of a GGUF file; those of types that they cannot hold are read as
-    numbers, and so are those of an embedding whose rows are filled up.
+    """Linear layers and embeddings hold the blocks of a GGUF file; blocks of other types are read
+    as numbers, and so are blocks of an embedding with padded rows.
 
     Args:
         types: the type of blocks by the name of each tensor.
@@ -55,15 +55,16 @@ class GGUFConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
-        """Make it of the types of a file.
+        """Make the config from the types of a file.
 
         Raises:
             QuantizationError: the checkpoint is no GGUF file.
         """
         if "types" not in config:
             raise QuantizationError(
-                "the quantization gguf keeps the blocks of a GGUF file, and this checkpoint is none: take a GGUF file, "
-                "or a quantization that is made while loading, such as 'int4'"
+                "the quantization gguf keeps the blocks of a GGUF file, and this checkpoint is "
+                "none: take a GGUF file, or a quantization that is made while loading, such as "
+                "'int4'"
             )
         return cls(config["types"])
 
@@ -72,22 +73,25 @@ class GGUFConfig(QuantizationConfig):
             isinstance(layer, VocabParallelEmbedding) and layer.is_unpadded
         ):
             return None
+
         names = [prefix, *names_of(prefix, self.packed_modules_mapping)]
         kinds = {
             self.types.get(f"{name}.weight") for name in names if f"{name}.weight" in self.types
         }
         if not kinds or not kinds <= set(FORMATS):
             return None
+
         method: QuantizeMethodBase = GGUFLinearMethod(sorted(map(str, kinds)))
         return method
 
 
 @PluggableClass.register("gguf_linear_method")
 class GGUFLinearMethod(LooksUpCodes, LinearMethodBase):
-    """Holds ``weight``, ``scales`` and ``offsets`` as ``quantized_linear`` takes them, all numbers as in the file.
+    """Holds ``weight``, ``scales`` and ``offsets`` for ``quantized_linear``, with the numbers of
+    the file.
 
     Args:
-        kinds: the types of the blocks of the layers that a merged one stands for.
+        kinds: the types of the blocks, for each layer inside a merged layer.
     """
 
     def __init__(self, kinds: Sequence[str]) -> None:
@@ -103,7 +107,7 @@ class GGUFLinearMethod(LooksUpCodes, LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Make a ``weight`` without memory, in whose place codes are put when all of it is loaded.
+        """Make a ``weight`` without memory; codes take its place after loading.
 
         Raises:
             QuantizationError: a rank's inputs cut blocks.
@@ -111,10 +115,12 @@ class GGUFLinearMethod(LooksUpCodes, LinearMethodBase):
         for kind in self.kinds:
             if input_size_per_partition % FORMATS[kind].values:
                 raise QuantizationError(
-                    f"{layer.prefix or type(layer).__name__} has {input_size_per_partition} inputs on this rank, which "
-                    f"blocks of {FORMATS[kind].values}, as {kind} has them, do not divide: take fewer ranks, or put "
-                    "the layer on the list quantization.skip, which reads its blocks as numbers"
+                    f"{layer.prefix or type(layer).__name__} has {input_size_per_partition} inputs "
+                    f"on this rank, which blocks of {FORMATS[kind].values}, as {kind} has them, do "
+                    "not divide: take fewer ranks, or put the layer on the list "
+                    "quantization.skip, which reads its blocks as numbers"
                 )
+
         shape = (sum(output_partition_sizes), input_size_per_partition)
         weight = nn.Parameter(
             torch.empty(shape, dtype=params_dtype, device="meta"), requires_grad=False
@@ -135,17 +141,17 @@ class GGUFLinearMethod(LooksUpCodes, LinearMethodBase):
         return functional.quantized_linear, (layer.weight, layer.scales, layer.offsets)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Check that the weight was loaded.
+        """Check for a complete weight.
 
         Raises:
-            QuantizationError: it was not, or in parts only.
+            QuantizationError: parts of the weight are missing.
         """
         if layer.weight.is_meta:
             raise QuantizationError(f"{layer.prefix}: its weight was not loaded, or not all of it")
 
 
 class _Loading:
-    """Reads the blocks of the parts of a weight, and has the layer hold their codes after the last."""
+    """Reads the blocks of a weight's parts. After the last, the layer gets the codes."""
 
     def __init__(self, layer: nn.Module, loader: Callable[..., None], device: torch.device) -> None:
         self.layer, self.loader, self.device = layer, loader, device
@@ -157,10 +163,13 @@ class _Loading:
             raise QuantizationError(
                 "this weight has no blocks, and its layer was made for a GGUF file that has them"
             )
+
         self.loader(param, _Recorder(loaded_weight, found), *shard)
+
         for rows, part in found:
             codes = FORMATS[str(part.quantization)].codes(part.blocks()[...])
             self.parts[rows.storage_offset() // rows.shape[1]] = codes
+
         if sum(part.codes.shape[0] for part in self.parts.values()) == param.shape[0]:
             tensors = stored([part for _, part in sorted(self.parts.items())])
             self.parts = {}
@@ -174,7 +183,7 @@ class _Loading:
 
 
 class _Recorder:
-    """A tensor of which is noted what would be copied where, so that the layer's own loader tells this rank's part."""
+    """A tensor that notes copies, so that the layer's own loader finds this rank's part."""
 
     def __init__(self, loaded: BlockTensor, found: list[tuple[Tensor, BlockTensor]]) -> None:
         self.loaded, self.found = loaded, found

@@ -1,7 +1,7 @@
 """Blocks of GGUF files, as codes with scales and offsets: nothing is rounded.
 
-The layouts are those of ``ggml-common.h`` of llama.cpp. Scales of 16 bits stay so; those of the K types are products of
-two numbers, and float32.
+The layouts are those of ``ggml-common.h`` of llama.cpp. Scales of 16 bits stay so; those of the K
+types are products of two numbers, and float32.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class BlockFormat:
     read: Callable[[Tensor], Codes]
 
     def codes(self, rows: Tensor) -> Codes:
-        """Return what the bytes ``[rows, bytes of a row]`` stand for."""
+        """Return the codes in the bytes ``[rows, bytes of a row]``."""
         return self.read(rows.reshape(rows.shape[0], -1, self.size))
 
 
@@ -43,7 +43,7 @@ def _half(blocks: Tensor, start: int) -> Tensor:
 
 
 def _nibbles(data: Tensor, width: int) -> Tensor:
-    """Return four-bit numbers: those in the low halves of ``width`` bytes, then those in the high halves, and so on."""
+    """Return four-bit numbers: the low halves of ``width`` bytes, then the high halves."""
     words = data.reshape(*data.shape[:-1], -1, width)
     return torch.stack((words & 15, words >> 4), -2).flatten(-3)
 
@@ -76,7 +76,7 @@ def _q8_0(blocks: Tensor) -> Codes:
 
 
 def _scales_of_k(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scales and offsets of the eight groups of a block, from 12 bytes of six-bit numbers."""
+    """Return scales and offsets of a block's eight groups, from 12 bytes of six-bit numbers."""
     low, high, rest = blocks[..., 4:16].reshape(*blocks.shape[:-1], 3, 4).unbind(-2)
     scales = torch.cat((low & 63, (rest & 15) | (low >> 2 & 48)), -1)
     offsets = torch.cat((high & 63, (rest >> 4) | (high >> 2 & 48)), -1)
@@ -120,4 +120,4 @@ FORMATS: Mapping[str, BlockFormat] = MappingProxyType(
         "Q6_K": BlockFormat(256, 210, _q6_k),
     }
 )
-"""Types that layers can hold, by their names in GGUF."""
+"""Types for layers, by name in GGUF."""

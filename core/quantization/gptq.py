@@ -1,4 +1,4 @@
-"""Checkpoints that GPTQ made (Frantar et al., arXiv:2210.17323), as AutoGPTQ and GPTQModel write them."""
+"""Checkpoints of GPTQ (Frantar et al., arXiv:2210.17323), from AutoGPTQ and GPTQModel."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Form:
     Attributes:
         bits: of a weight.
         group_size: inputs of a group, -1 for all.
-        by_activation: inputs are in groups in the order of their activations (``desc_act``), not in
-            their own.
-        first_zero: the zero that a stored 0 stands for: 1 in the format ``gptq``, 0 in ``gptq_v2``.
+        by_activation: the order of activations (``desc_act``) groups inputs, not the order of
+            inputs.
+        first_zero: the zero for a stored 0: 1 in the format ``gptq``, 0 in ``gptq_v2``.
         symmetric: every zero is ``2 ** (bits - 1)``; ``None`` if the checkpoint does not say.
     """
 
@@ -55,7 +55,7 @@ class Form:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Form:
-        """Read it from a checkpoint's settings.
+        """Read the form from a checkpoint's settings.
 
         Raises:
             QuantizationError: a setting cannot be read.
@@ -73,11 +73,11 @@ class Form:
 
 
 class Rules:
-    """The settings that say which layers are quantized, and which in another form.
+    """The settings with the form of each layer.
 
     Args:
         config: the checkpoint's settings. ``dynamic`` has regular expressions for names of layers:
-            the first that matches decides. One that begins with ``-:`` leaves the layer plain;
+            the first match decides. An expression with ``-:`` at the start leaves the layer plain;
             another has settings for the layer. ``modules_in_block_to_quantize`` lists names within
             a block, often in several lists.
 
@@ -116,10 +116,10 @@ def _dynamic(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _expression(pattern: str) -> re.Pattern[str]:
-    """Compile the pattern of ``dynamic`` without its sign.
+    """Compile the pattern of ``dynamic`` without the sign.
 
     Raises:
-        QuantizationError: it is no regular expression.
+        QuantizationError: the pattern is no regular expression.
     """
     try:
         return re.compile(pattern.removeprefix("-:").removeprefix("+:"))
@@ -131,7 +131,7 @@ def _expression(pattern: str) -> re.Pattern[str]:
 
 
 def _dynamic_form(config: Mapping[str, Any], pattern: str, settings: object) -> Form | None:
-    """Return the form that a pattern of ``dynamic`` gives, ``None`` for a plain layer."""
+    """Return the form from a pattern of ``dynamic``; ``None`` for a plain layer."""
     if pattern.startswith("-:"):
         return None
     others = settings if isinstance(settings, Mapping) else {}
@@ -142,7 +142,7 @@ def _names_in(listed: object) -> Iterator[str]:
     """Yield the names in nested lists.
 
     Raises:
-        QuantizationError: something else is in them.
+        QuantizationError: there is another value in the lists.
     """
     if isinstance(listed, str):
         yield listed
@@ -152,7 +152,8 @@ def _names_in(listed: object) -> Iterator[str]:
     else:
         raise QuantizationError(
             f"the checkpoint's quantization gptq has {listed!r:.80} in "
-            "modules_in_block_to_quantize, expected names of layers: correct it in the checkpoint's config"
+            "modules_in_block_to_quantize, expected names of layers: correct it in the "
+            "checkpoint's config"
         )
 
 
@@ -161,9 +162,9 @@ class GPTQConfig(CheckpointConfig):
     """Weights of 4 or 8 bits with a scale and a zero for each group of inputs.
 
     Args:
-        rules: give each layer its form.
-        ignore: patterns of layers that are plain in the checkpoint.
-        head: the settings say that the head is quantized.
+        rules: decide the form of each layer.
+        ignore: patterns of plain layers in the checkpoint.
+        head: True if the settings quantize the head.
     """
 
     def __init__(self, rules: Rules, ignore: Sequence[str] = (), *, head: bool = False) -> None:
@@ -179,7 +180,7 @@ class GPTQConfig(CheckpointConfig):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
-        """Make it of a checkpoint's settings, see ``Form`` and ``Rules``.
+        """Make the config from a checkpoint's settings, see ``Form`` and ``Rules``.
 
         Raises:
             QuantizationError: a setting cannot be read.
@@ -200,10 +201,10 @@ class GPTQConfig(CheckpointConfig):
         return method
 
     def _form(self, prefix: str) -> Form | None:
-        """Return the form of a layer, ``None`` if the settings leave it plain.
+        """Return the form of a layer; ``None`` for a plain layer.
 
         Raises:
-            QuantizationError: the layers that a merged layer stands for have different forms.
+            QuantizationError: the layers inside a merged layer have different forms.
         """
         forms = {name: self.rules.form_of(name) for name in self.checkpoint_names(prefix)}
         first, *others = forms.values()
@@ -218,11 +219,13 @@ class GPTQConfig(CheckpointConfig):
 
 @PluggableClass.register("gptq_linear_method")
 class GPTQLinearMethod(GroupLinearMethod):
-    """Holds ``weight``, ``scales`` and ``offsets`` as ``quantized_linear`` takes them, and the order of the inputs.
+    """Holds ``weight``, ``scales`` and ``offsets`` for ``quantized_linear``, and the order of
+    inputs.
 
-    A checkpoint has ``qweight`` ``[in_features · bits / 32, out_features]``, ``qzeros``
-    ``[groups, out_features · bits / 32]``, ``scales`` ``[groups, out_features]`` and ``g_idx`` ``[in_features]``, the
-    group of each input. ``input_order`` is ``None`` where inputs are in groups in their own order.
+    A checkpoint has ``qweight`` ``[in_features · bits / 32, out_features]``, ``qzeros`` ``[groups,
+    out_features · bits / 32]``, ``scales`` ``[groups, out_features]`` and ``g_idx``
+    ``[in_features]``, the group of each input. ``input_order`` is ``None`` for inputs in their own
+    order.
 
     Args:
         form: how the weight is quantized.
@@ -248,6 +251,7 @@ class GPTQLinearMethod(GroupLinearMethod):
             and input_size_per_partition != input_size
         ):
             raise _scattered(layer)
+
         groups = expect_groups(layer, input_size_per_partition, self.group_size)
         inputs, parts, rows = (
             input_size_per_partition,
@@ -295,11 +299,11 @@ class GPTQLinearMethod(GroupLinearMethod):
 
         Zeros are symmetric by definition if the checkpoint says so, whichever number is stored:
             some tools store 7
-        and others 8. A checkpoint that does not say so is symmetric if it stores nothing but one of
+        and others 8. A checkpoint without the setting is symmetric if all stored zeros are one of
         these two.
 
         Raises:
-            QuantizationError: the checkpoint says that it is symmetric, and stores different zeros.
+            QuantizationError: the checkpoint claims symmetry, and stores different zeros.
         """
         words = layer.qzeros.data
         numbers = unpack_words(words, 1, self.bits)
@@ -318,6 +322,7 @@ class GPTQLinearMethod(GroupLinearMethod):
             return None
         if self.form.first_zero == 0:
             return numbers.T
+
         # The writer has taken 1 from each zero by one subtraction from the word, which borrows
         # where a zero is 0.
         ones = 0x11111111 if self.bits == 4 else 0x01010101
@@ -328,29 +333,34 @@ class GPTQLinearMethod(GroupLinearMethod):
         return super().apply(layer, ordered, bias)
 
     def _order(self, layer: Any, groups: Tensor) -> Tensor | None:
-        """Return the inputs in the order of their groups, ``None`` where that is their own."""
+        """Return the inputs in the order of groups; ``None`` if the order is unchanged."""
         if self.group_size == -1:
             return None
+
         several = groups.reshape(-1, groups.shape[-1])
         if not bool((several == several[0]).all()):
             raise QuantizationError(
-                f"{layer.prefix} stands for layers of the checkpoint whose inputs are in groups in different orders "
-                "(desc_act), and holds one order: take a checkpoint without desc_act"
+                f"{layer.prefix} stands for layers of the checkpoint whose inputs are in groups in "
+                "different orders (desc_act), and holds one order: take a checkpoint without "
+                "desc_act"
             )
+
         index = several[0].long() - several[0].min().long()
         expected = torch.arange(len(index), device=index.device) // self.group_size
         if torch.equal(index, expected):
             return None
+
         order = index.argsort(stable=True)
         is_part = layer.input_size_per_partition != layer.input_size
         if is_part or not torch.equal(index[order], expected):
             raise _scattered(layer)
+
         return order
 
 
 def _scattered(layer: Any) -> QuantizationError:
     return QuantizationError(
-        f"{layer.prefix or type(layer).__name__} has inputs in groups in the order of their activations (desc_act), "
-        "which are scattered over the ranks that share the inputs, or not of one size: take one rank, or a checkpoint "
-        "without desc_act"
+        f"{layer.prefix or type(layer).__name__} has inputs in groups in the order of their "
+        "activations (desc_act), which are scattered over the ranks that share the inputs, or not "
+        "of one size: take one rank, or a checkpoint without desc_act"
     )

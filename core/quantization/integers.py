@@ -27,10 +27,11 @@ from torch import Tensor, nn
 
 
 class OnlineConfig(QuantizationConfig):
-    """A quantization of all linear layers but those that answer to a pattern, and of embeddings that are named in full.
+    """A quantization of all linear layers without a matching pattern, and of fully named
+    embeddings.
 
     Args:
-        ignore: patterns of layers that stay plain, see ``opgraft.quantization.patterns``.
+        ignore: patterns of plain layers, see ``opgraft.quantization.patterns``.
     """
 
     def __init__(self, ignore: Sequence[str] = ()) -> None:
@@ -46,17 +47,17 @@ class OnlineConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
-        """Make it of the constructor's arguments; ``quant_method`` is skipped.
+        """Make the config from the constructor's arguments; ``quant_method`` is skipped.
 
         Raises:
-            QuantizationError: there is no such argument, or it has another type.
+            QuantizationError: there is no such argument, or an argument of another type.
         """
         given = {name: value for name, value in config.items() if name != "quant_method"}
         known = inspect.signature(cls.__init__).parameters
         if unknown := [f"{name!r:.80}" for name in given if name not in known]:
             raise QuantizationError(
-                f"{cls.__qualname__} has no setting {', '.join(unknown)}, which the checkpoint's config sets: there "
-                f"are {', '.join(list(known)[1:])}"
+                f"{cls.__qualname__} has no setting {', '.join(unknown)}, which the checkpoint's "
+                f"config sets: there are {', '.join(list(known)[1:])}"
             )
         return cls(**given)
 
@@ -71,15 +72,17 @@ class OnlineConfig(QuantizationConfig):
         wanted = wanted or isinstance(layer, (LinearBase, FusedMoE))
         if not wanted or self.ignore.match(prefix, self.packed_modules_mapping):
             return None
+
         method = self.linear_method()
         if isinstance(layer, FusedMoE):
             return QuantizedFusedMoEMethod(layer.moe_config, OnlineExperts(method))
+
         return method
 
 
 @PluggableClass.register("int8")
 class Int8Config(OnlineConfig):
-    """Weights of 8 bits with a scale for each output; inputs stay as they are."""
+    """Weights of 8 bits with a scale for each output; inputs stay unchanged."""
 
     def get_name(self) -> str:
         return "int8"
@@ -106,8 +109,8 @@ class Int4Config(OnlineConfig):
     """Weights of 4 bits with a scale, and an offset unless ``symmetric``, for each group of inputs.
 
     Args:
-        ignore: patterns of layers that stay plain.
-        group_size: inputs of a group, which divides the inputs of every layer on every rank.
+        ignore: patterns of plain layers.
+        group_size: inputs of a group, a divisor of the inputs of every layer on every rank.
         symmetric: have no offsets.
 
     Raises:
@@ -149,7 +152,7 @@ class Int8LinearMethod(LooksUpCodes, OnlineLinearMethod):
 
 @PluggableClass.register("int8_dynamic_linear_method")
 class Int8DynamicLinearMethod(Int8LinearMethod):
-    """Holds what ``Int8LinearMethod`` holds, and quantizes inputs too."""
+    """Holds the storage of ``Int8LinearMethod``, and quantizes inputs too."""
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return functional.int8_dynamic_linear(x, layer.weight, layer.scales, bias)
@@ -160,7 +163,7 @@ class Int8DynamicLinearMethod(Int8LinearMethod):
 
 @PluggableClass.register("int4_linear_method")
 class Int4LinearMethod(LooksUpCodes, OnlineLinearMethod):
-    """Holds ``weight`` packed in ``uint8``, ``scales`` and ``offsets`` ``[out_features, groups]``."""
+    """Holds ``weight`` in ``uint8``, ``scales`` and ``offsets`` ``[out_features, groups]``."""
 
     def __init__(self, group_size: int, symmetric: bool) -> None:
         self.group_size, self.symmetric = group_size, symmetric
@@ -168,9 +171,10 @@ class Int4LinearMethod(LooksUpCodes, OnlineLinearMethod):
     def expect_fits(self, name: str, in_features: int) -> None:
         if self.group_size < 1 or in_features % self.group_size:
             raise QuantizationError(
-                f"{name} has {in_features} inputs on this rank, which groups of {self.group_size} do not divide: leave "
-                "the layer out by quantization.skip, or take another method or fewer ranks; where the checkpoint's own "
-                "quantization_config says so, another group_size, or its list 'ignore'"
+                f"{name} has {in_features} inputs on this rank, which groups of {self.group_size} "
+                "do not divide: leave the layer out by quantization.skip, or take another method "
+                "or fewer ranks; where the checkpoint's own quantization_config says so, another "
+                "group_size, or its list 'ignore'"
             )
 
     def quantize(self, weight: Tensor) -> Mapping[str, Tensor | None]:

@@ -1,4 +1,4 @@
-"""Checkpoints of gpt-oss, whose experts are in MXFP4 (OCP Microscaling Formats 1.0)."""
+"""Checkpoints of gpt-oss, with experts in MXFP4 (OCP Microscaling Formats 1.0)."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from torch import Tensor
 
 @PluggableClass.register("mxfp4")
 class Mxfp4Config(CheckpointConfig):
-    """Weights of experts in 4 bits, of which 32 inputs share a power of two; all linear layers are plain."""
+    """Weights of experts in 4 bits, with a power of two for each 32 inputs. Others are plain."""
 
     def get_name(self) -> str:
         return "mxfp4"
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
-        """Make it of a checkpoint's list of plain layers.
+        """Make the config from a checkpoint's list of plain layers.
 
         Raises:
             QuantizationError: a setting cannot be read.
@@ -50,10 +50,11 @@ class Mxfp4Config(CheckpointConfig):
 
 
 class Mxfp4Experts(ExpertWeights):
-    """Blocks and scales of all experts in one, kept as they are.
+    """Blocks and scales of all experts in one, kept unchanged.
 
-    A checkpoint has ``gate_up_proj_blocks`` ``[experts, 2 · intermediate, hidden / 32, 16]``, ``gate_up_proj_scales``
-    without the last dimension, and ``down_proj_…`` likewise, all in ``uint8``; a scale is ``2 ** (scale - 127)``.
+    A checkpoint has ``gate_up_proj_blocks`` ``[experts, 2 · intermediate, hidden / 32, 16]``,
+    ``gate_up_proj_scales`` without the last dimension, and ``down_proj_…`` likewise, all in
+    ``uint8``; a scale is ``2 ** (scale - 127)``.
     """
 
     def create(self, layer: Any, sizes: tuple[int, int, int], params_dtype: torch.dtype) -> None:
@@ -61,8 +62,9 @@ class Mxfp4Experts(ExpertWeights):
         for name, rows, inputs in (("w13", 2 * intermediate, hidden), ("w2", hidden, intermediate)):
             if inputs % MX_GROUP:
                 raise QuantizationError(
-                    f"{layer.prefix} has {inputs} inputs on this rank, which the checkpoint's blocks of {MX_GROUP} do "
-                    "not divide: take fewer tensor ranks, or have ranks share experts (parallel.expert)"
+                    f"{layer.prefix} has {inputs} inputs on this rank, which the checkpoint's "
+                    f"blocks of {MX_GROUP} do not divide: take fewer tensor ranks, or have ranks "
+                    "share experts (parallel.expert)"
                 )
             shape = (experts, rows, inputs // MX_GROUP)
             source = "gate_up_proj" if name == "w13" else "down_proj"

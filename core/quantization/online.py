@@ -1,4 +1,4 @@
-"""Quantizing while loading: a plain weight is quantized as soon as a layer has all of it, and released at once."""
+"""Quantizing while loading: a layer quantizes and releases each complete plain weight."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 
 class LooksUpCodes(QuantizeMethodBase):
-    """A way to hold ``weight``, ``scales`` and perhaps ``offsets`` as ``quantized_linear`` takes them, for embeddings
-    too: the head that is tied to one computes with the same codes."""
+    """Storage for ``quantized_linear``, for embeddings too: a tied head has the same codes."""
 
     def embedding(self, layer: Any, input_: Tensor) -> Tensor:
         """Look up rows, as plain numbers of the layer's dtype."""
@@ -31,17 +30,17 @@ class LooksUpCodes(QuantizeMethodBase):
 
 
 class OnlineLinearMethod(LinearMethodBase):
-    """A weight method that quantizes the plain weight of a checkpoint when a layer has all parts of it.
+    """A weight method that quantizes the complete plain weight of a checkpoint.
 
     Until then the layer's ``weight`` is on ``meta`` and takes no memory.
     """
 
     @abstractmethod
     def quantize(self, weight: Tensor) -> Mapping[str, Tensor | None]:
-        """Return what the layer holds in place of its plain weight ``[out_features, in_features]``, by name."""
+        """Return tensors, by name, in place of the plain weight ``[out_features, in_features]``."""
 
     def expect_fits(self, name: str, in_features: int) -> None:
-        """Raise ``QuantizationError`` where a layer with so many inputs on this rank cannot be quantized so."""
+        """Raise ``QuantizationError`` if a layer with so many inputs cannot be quantized."""
 
     def create_weights(
         self,
@@ -53,7 +52,7 @@ class OnlineLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Make a ``weight`` without memory, of which the layer's parts are loaded as of a plain one.
+        """Make a ``weight`` without memory, with the loader of a plain weight.
 
         Raises:
             QuantizationError: the layer cannot be quantized so.
@@ -74,20 +73,20 @@ class OnlineLinearMethod(LinearMethodBase):
         layer.register_parameter("weight", weight)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Check that the weight was loaded.
+        """Check for a complete weight.
 
         Raises:
-            QuantizationError: it was not, or in parts only.
+            QuantizationError: parts of the weight are missing.
         """
         if layer.weight.is_meta:
             raise QuantizationError(
-                f"{layer.prefix}: its weight, which is quantized as it is loaded, was not loaded, or not all of it: "
-                "load it by the parameter's weight_loader"
+                f"{layer.prefix}: its weight, which is quantized as it is loaded, was not loaded, "
+                "or not all of it: load it by the parameter's weight_loader"
             )
 
 
 class _Loading:
-    """Loads parts of a plain weight, and quantizes it after the last."""
+    """Loads parts of a plain weight, and quantizes the weight after the last part."""
 
     def __init__(
         self,
@@ -113,11 +112,13 @@ class _Loading:
                 torch.empty_like(param, device=self.device), requires_grad=False
             )
             set_weight_attrs(self.plain, {"input_dim": 1, "output_dim": 0})
+
         self.loader(self.plain, loaded_weight, *shard)
         given = [one for each in shard for one in (each if isinstance(each, tuple) else (each,))]
         self.loaded.update(given)
         if given and None not in given and len(self.loaded) < self.parts:
             return
+
         plain, self.plain = self.plain, None
         put(self.layer, self.method.quantize(plain.data))
 

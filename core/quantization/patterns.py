@@ -1,4 +1,4 @@
-"""Names of layers as settings give them: which layers a quantization leaves alone."""
+"""Names of layers in settings, such as the plain layers of a quantization."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from opgraft.errors import QuantizationError, QuantizationSettingError, near_mat
 
 
 class Patterns:
-    """Names of layers, or of modules that hold them; with ``*`` for anything, or ``re:`` and a regular expression.
+    """Names of layers, or of modules with layers; with ``*`` for anything, or ``re:`` and a
+    regular expression.
 
     Args:
         patterns: of names.
-        setting: which gives them, for errors; empty where a checkpoint does, or code.
+        setting: with the names, for errors; empty where a checkpoint does, or code.
 
     Attributes:
-        patterns: as they were given.
+        patterns: as given.
         setting: likewise.
-        used: those that a layer answered to so far.
-        asked: the names of the layers so far, those that merged layers stand for with them.
+        used: patterns with a matching layer so far.
+        asked: the names of the layers so far, also inside merged layers.
     """
 
     def __init__(self, patterns: Sequence[str], setting: str = "") -> None:
@@ -29,9 +30,11 @@ class Patterns:
             isinstance(pattern, str) for pattern in patterns
         ):
             raise self.error(f"patterns of layers are {patterns!r:.80}, expected a list of names")
+
         self.patterns = tuple(patterns)
         self.used: set[str] = set()
         self.asked: set[str] = set()
+
         for pattern in self.patterns:
             try:
                 _compiled(pattern)
@@ -39,7 +42,7 @@ class Patterns:
                 raise self.error(f"{pattern!r} is no regular expression: {error}") from error
 
     def error(self, message: str) -> QuantizationError:
-        """Make the error about these patterns, which names the setting that gives them."""
+        """Make the error about these patterns, with the name of the setting."""
         return (
             QuantizationSettingError(f"{self.setting}: {message}")
             if self.setting
@@ -50,11 +53,11 @@ class Patterns:
         """Say whether the layer ``prefix`` answers to a pattern.
 
         Args:
-            prefix: its name in the checkpoint.
-            merged: name of a merged layer → names of those that it stands for, by any of which it is called too.
+            prefix: the name in the checkpoint.
+            merged: name of a merged layer → names of the layers inside, which also match.
 
         Raises:
-            QuantizationError: only some of those that a merged layer stands for answer to a pattern.
+            QuantizationError: only some layers inside a merged layer match a pattern.
         """
         whole = self._matches(prefix)
         parts = names_of(prefix, merged)
@@ -62,20 +65,21 @@ class Patterns:
         found = [part for part in parts if self._matches(part)]
         if found and not whole and len(found) < len(parts):
             raise self.error(
-                f"{', '.join(found)} match a pattern and {', '.join(set(parts) - set(found))} none, but they are one "
-                f"layer here, {prefix}: name all of them or none"
+                f"{', '.join(found)} match a pattern and {', '.join(set(parts) - set(found))} "
+                f"none, but they are one layer here, {prefix}: name all of them or none"
             )
+
         return whole or bool(found)
 
     def answered(self, prefix: str, merged: Mapping[str, Sequence[str]]) -> set[str]:
-        """Return the patterns that the layer ``prefix``, or one that it stands for, answers to."""
+        """Return the patterns that match the layer ``prefix``, or a layer inside."""
         names = [prefix, *names_of(prefix, merged)]
         return {
             pattern for pattern in self.patterns for name in names if _compiled(pattern).match(name)
         }
 
     def expect_all_used(self) -> None:
-        """Raise ``QuantizationError`` unless every pattern was answered to, once all layers have been made."""
+        """Raise ``QuantizationError`` for a pattern without a layer, at the end."""
         expect_used([self])
 
     def _matches(self, name: str) -> bool:
@@ -85,16 +89,17 @@ class Patterns:
 
 
 def names_of(prefix: str, merged: Mapping[str, Iterable[str]]) -> list[str]:
-    """Return the names of the layers that a merged layer stands for; none for any other."""
+    """Return the names of the layers inside a merged layer; none for any other."""
     holder, _, name = prefix.rpartition(".")
     return [f"{holder}.{part}" if holder else part for part in merged.get(name, ())]
 
 
 def expect_used(several: Iterable[Patterns]) -> None:
-    """Raise ``QuantizationError`` for patterns that are used in none of several, as parts of a model have each."""
+    """Raise ``QuantizationError`` for patterns without a match in any part of a model."""
     known = list(several)
     used = {(patterns.setting, pattern) for patterns in known for pattern in patterns.used}
     names = {name for patterns in known for layer in patterns.asked for name in _spellings(layer)}
+
     for first in known:
         alike = [
             pattern
@@ -107,13 +112,15 @@ def expect_used(several: Iterable[Patterns]) -> None:
         ]
         if unused:
             raise first.error(
-                f"no layer of the model answers to {', '.join(repr(p) + _meant(p, names) for p in unused)}: give names "
-                "as in checkpoints, such as 'model.layers.0.mlp.down_proj' or '*.down_proj', or take these out"
+                "no layer of the model answers to "
+                f"{', '.join(repr(p) + _meant(p, names) for p in unused)}: give names as in "
+                "checkpoints, such as 'model.layers.0.mlp.down_proj' or '*.down_proj', or take "
+                "these out"
             )
 
 
 def _spellings(name: str) -> Iterator[str]:
-    """Yield the names of a layer and of all modules above it, and each of them with ``*`` for what is above it."""
+    """Yield the names of a layer and of all modules above, also with ``*`` for the parents."""
     parts = name.split(".")
     for end in range(1, len(parts) + 1):
         yield ".".join(parts[:end])
@@ -136,7 +143,7 @@ def _meant(pattern: str, names: Iterable[str]) -> str:
 
 
 class _Glob:
-    """A pattern with ``*``, which a name or that of a module above it answers to."""
+    """A pattern with ``*``, for names of layers or modules above."""
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern

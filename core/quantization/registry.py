@@ -1,4 +1,4 @@
-"""Quantizations by name. A plugin adds one by ``PluggableClass.register``, and replaces one by ``register_oot``."""
+"""Quantizations by name. Plugins add and replace quantizations as any pluggable class."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from opgraft.registry.state import host_state
 
 
 def quantizations() -> Mapping[str, type[QuantizationConfig]]:
-    """Return the config class of every quantization by its name, those of plugins too."""
+    """Return the config class of every quantization by name, also of plugins."""
     load_plugins()
     records = host_state().registry.classes.items()
     return {
@@ -20,19 +20,22 @@ def quantizations() -> Mapping[str, type[QuantizationConfig]]:
 
 
 def quantization_named(name: str) -> type[QuantizationConfig]:
-    """Return the config class of a quantization, which may be written ``FP8`` or ``int8-dynamic``.
+    """Return the config class of a quantization, for spellings such as ``FP8`` and
+    ``int8-dynamic``.
 
     Raises:
-        QuantizationError: there is none of that name.
+        QuantizationError: there is no such quantization.
     """
     known = quantizations()
     if name not in known:
         name = name.lower().replace("-", "_")
+
     if name not in known:
         near = near_matches(name, known)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise QuantizationError(
-            f"no quantization is called {name!r}: {hint}There are {', '.join(sorted(known))}; a plugin adds one by "
-            "PluggableClass.register"
+            f"no quantization is called {name!r}: {hint}There are {', '.join(sorted(known))}; a "
+            "plugin adds one by PluggableClass.register"
         )
+
     return known[name]

@@ -1,4 +1,4 @@
-"""The choice of a model's quantization: from the settings, and from what its checkpoint says of itself."""
+"""The choice of a model's quantization: from the settings, and from the checkpoint."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from opgraft.quantization.registry import quantization_named
 from torch import nn
 
 GGUF = "gguf"
-"""A quantization of checkpoints that is kept where it is asked for only: its blocks can be read as numbers."""
+"""Quantizations of checkpoints that stay on request only: the blocks can be read as numbers."""
 
 
 class SettingsConfig(QuantizationConfig):
-    """The quantization that settings describe: a method for all layers, none for some, others by pattern.
+    """The quantization from settings: a method for all layers, none for some, others by pattern.
 
     Args:
-        whole: for layers that no pattern names; ``None`` leaves them plain.
-        skip: patterns of layers that stay plain.
-        others: what layers take that answer to one of some patterns; the first that fits.
-        packed_modules_mapping: name of a merged layer → names of the layers that it stands for.
-        stored: name of a layer of the checkpoint → whether its weight is quantized there.
+        whole: for layers without a pattern; ``None`` for plain layers.
+        skip: patterns of plain layers.
+        others: the choice for layers with a matching pattern; the first match decides.
+        packed_modules_mapping: name of a merged layer → names of the layers inside.
+        stored: name of a layer of the checkpoint → True if the weight is quantized.
 
     Attributes:
-        taken: patterns of ``others`` by which a layer took its method.
-        refused: pattern of ``others`` → a layer that it names and the method, which that layer cannot take.
+        taken: patterns of ``others`` with a layer.
+        refused: pattern of ``others`` → a matching layer, and the method that the layer cannot
+            take.
     """
 
     def __init__(
@@ -51,40 +52,43 @@ class SettingsConfig(QuantizationConfig):
         self.taken: set[str] = set()
         self.refused: dict[str, str] = {}
         merged = {name: list(parts) for name, parts in packed_modules_mapping.items()}
+
         for config in self.configs:
             config.packed_modules_mapping = merged
             if isinstance(config, CheckpointConfig):
                 config.stored = stored or {}
+
         for config, patterns in others:
             config.embeddings = frozenset(patterns)
 
     @property
     def configs(self) -> list[QuantizationConfig]:
-        """This one, and those of which it chooses."""
+        """This one, and the ones to choose from."""
         return [self, *filter(None, [self.whole]), *(config for config, _ in self.others)]
 
     @property
     def patterns(self) -> list[Patterns]:
-        """Patterns of the settings, each of which a layer has to answer to."""
+        """Patterns of the settings. Each needs a matching layer."""
         return [self.skip, *(patterns for _, patterns in self.others)]
 
     def get_name(self) -> str:
         return "+".join(dict.fromkeys(config.get_name() for config in self.configs[1:]))
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Return the dtypes that all of its quantizations support."""
+        """Return the dtypes common to all quantizations."""
         supported = [config.get_supported_act_dtypes() for config in self.configs[1:]]
         return [dtype for dtype in supported[0] if all(dtype in others for others in supported)]
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
-        """Make it of the constructor's arguments."""
+        """Make the config from the constructor's arguments."""
         return cls(**config)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         merged = self.packed_modules_mapping
         if self.skip.match(prefix, merged):
             return None
+
         for config, patterns in self.others:
             if patterns.match(prefix, merged):
                 method = config.get_quant_method(layer, prefix)
@@ -96,6 +100,7 @@ class SettingsConfig(QuantizationConfig):
                 else:
                     self.taken |= answered
                 return method
+
         return None if self.whole is None else self.whole.get_quant_method(layer, prefix)
 
 
@@ -105,19 +110,21 @@ def choose_quantization(
     packed_modules_mapping: Mapping[str, Iterable[str]],
     stored: Mapping[str, bool] | None = None,
 ) -> QuantizationConfig | None:
-    """Return what the layers of a model are constructed with; ``None`` if all are plain.
+    """Return the quantization for the layers of a model; ``None`` if all are plain.
 
     Args:
         settings: the section ``quantization``, resolved.
-        own: what the checkpoint says of its quantization, with its name as ``quant_method``; empty where it is plain.
-        packed_modules_mapping: name of a merged layer → names of the layers that it stands for.
-        stored: name of a layer of the checkpoint, as the model has it → whether its weight is
-            quantized there.
+        own: the checkpoint's settings of the quantization, with the name as ``quant_method``;
+            empty for a plain checkpoint.
+        packed_modules_mapping: name of a merged layer → names of the layers inside.
+        stored: name of a layer of the checkpoint, as in the model → True if the weight is
+            quantized.
 
     Raises:
-        QuantizationSettingError: a setting names a quantization that there is none of, or contradicts the checkpoint.
-        QuantizationError: the checkpoint names one that there is none of, or the quantization does not support torch's
-            default dtype, in which the model is made.
+        QuantizationSettingError: a setting names an unknown quantization, or contradicts the
+            checkpoint.
+        QuantizationError: the checkpoint names an unknown one, or the quantization does not
+            support torch's default dtype.
     """
     _expect_no_contradiction(settings, own)
     name = settings.method or _kept(own)
@@ -133,24 +140,29 @@ def choose_quantization(
     if whole is None and not others:
         if settings.skip:
             raise QuantizationSettingError(
-                "quantization.skip is set and nothing is quantized: set quantization.method, or take it out"
+                "quantization.skip is set and nothing is quantized: set quantization.method, or "
+                "take it out"
             )
         return None
+
     config = SettingsConfig(whole, settings.skip, others, packed_modules_mapping, stored)
     dtype, supported = torch.get_default_dtype(), config.get_supported_act_dtypes()
     if dtype not in supported:
         raise QuantizationError(
             f"the quantization {config.get_name()} does not compute in {dtype}, but in "
-            f"{', '.join(map(str, supported)) or 'no dtype that all of it supports'}: set model.dtype"
+            f"{', '.join(map(str, supported)) or 'no dtype that all of it supports'}: set "
+            "model.dtype"
         )
+
     return config
 
 
 def expect_patterns_used(model: nn.Module) -> None:
-    """Check that a layer of the constructed model answered to each pattern of the settings.
+    """Check for a layer of the constructed model for each pattern of the settings.
 
     Raises:
-        QuantizationSettingError: none did to some, or only layers that cannot take the method.
+        QuantizationSettingError: a pattern has no layer, or only layers that cannot take the
+            method.
     """
     layers = [module for module in model.modules() if isinstance(module, LinearBase)]
     by_id = {id(layer.quant_config): layer.quant_config for layer in layers}
@@ -162,13 +174,14 @@ def expect_patterns_used(model: nn.Module) -> None:
     ]
     if refused:
         raise QuantizationSettingError(
-            f"quantization.by_prefix names what stays plain: {'; '.join(dict.fromkeys(refused))}: take these patterns "
-            "out, or name an embedding in full, with a method that it can take, such as int8"
+            f"quantization.by_prefix names what stays plain: {'; '.join(dict.fromkeys(refused))}: "
+            "take these patterns out, or name an embedding in full, with a method that it can "
+            "take, such as int8"
         )
 
 
 def _made(name: str, own: Mapping[str, Any], setting: str) -> QuantizationConfig:
-    """Make the config of a quantization that a setting names, or the checkpoint where that is empty."""
+    """Make the config of a quantization, named by a setting or by the checkpoint."""
     try:
         cls = quantization_named(name)
     except QuantizationError as error:
@@ -187,7 +200,7 @@ def _spelled(name: object) -> str:
 
 
 def _kept(own: Mapping[str, Any]) -> str | None:
-    """Return the quantization of a checkpoint that cannot be loaded otherwise."""
+    """Return the quantization of a checkpoint if no other can load the checkpoint."""
     name = own.get("quant_method")
     return None if name is None or _spelled(name) == GGUF else str(name)
 
@@ -196,6 +209,7 @@ def _expect_no_contradiction(settings: QuantizationSettings, own: Mapping[str, A
     name = _kept(own)
     if name is None:
         return
+
     others = {
         "quantization.method": settings.method and not _is_own(settings.method, own),
         "quantization.skip": settings.skip,
@@ -203,6 +217,7 @@ def _expect_no_contradiction(settings: QuantizationSettings, own: Mapping[str, A
     }
     if contradictions := [setting for setting, against in others.items() if against]:
         raise QuantizationSettingError(
-            f"the checkpoint is quantized already, by {name}, which {' and '.join(contradictions)} contradict: its "
-            "weights are loaded as they are. Take the setting out, or take a plain checkpoint of the model"
+            f"the checkpoint is quantized already, by {name}, which {' and '.join(contradictions)} "
+            "contradict: its weights are loaded as they are. Take the setting out, or take a "
+            "plain checkpoint of the model"
         )
