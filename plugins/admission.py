@@ -15,9 +15,9 @@ from opgraft.registry.decision import Provider
 
 
 def objection(offer: Offer, settings: Settings) -> str | None:
-    """Say why an offer is not used, or ``None``: ``unfit``, not as the lockfile has it, or in quarantine.
+    """Return the reason why an offer is not used, or ``None`` if the offer is used.
 
-    An offer that stands behind a bridge is not used without that, either.
+    The offer is ``unfit``, differs from the lockfile, or is in quarantine. An offer behind a bridge needs the bridge.
 
     Raises:
         ConfigError: the lockfile cannot be used.
@@ -29,25 +29,22 @@ def objection(offer: Offer, settings: Settings) -> str | None:
     if change:
         return f"{LOCKED_OUT}{settings.named('lockfile')}: {change}"
     bridge = offer.bridge
-    bridged = objection(bridge, settings) if bridge else None
-    return (
-        f"{bridged} (its bridge, {bridge.provider})"
-        if bridge and bridged
-        else quarantined(offer.provider)
-    )
+    if bridge is not None:
+        bridged = objection(bridge, settings)
+        if bridged:
+            return f"{bridged} (its bridge, {bridge.provider})"
+    return quarantined(offer.provider)
 
 
 def quarantined(provider: Provider) -> str | None:
-    """Say why a distribution is left alone for what it did before, or ``None``.
-
-    What reads records of that is imported where there is a distribution of others: start-up waits for imports.
-    """
-    reason: str | None = importlib.import_module("opgraft.plugins.quarantine").against(provider)
+    """Return the reason why a distribution is in quarantine, or ``None``."""
+    quarantine = importlib.import_module("opgraft.plugins.quarantine")
+    reason: str | None = quarantine.against(provider)
     return reason
 
 
 def change_since_locked(offer: Offer, settings: Settings) -> str | None:
-    """Say what the lockfile has against an offer, or ``None``, as where there is none and for what opgraft brings.
+    """Return how an offer differs from the lockfile; ``None`` for opgraft's own, or without a lockfile.
 
     Raises:
         ConfigError: the lockfile cannot be used.
@@ -59,10 +56,10 @@ def change_since_locked(offer: Offer, settings: Settings) -> str | None:
 
 
 def check_admission(settings: Settings) -> None:
-    """Reject an allow list that names a plugin which is not installed, and a lockfile that cannot be used.
+    """Check the allow list and the lockfile.
 
     Raises:
-        ConfigError: for an unknown name with close matches.
+        ConfigError: the allow list names a plugin that is not installed, or the lockfile cannot be used.
     """
     check_allow_list(settings)
     if settings.config.lockfile is not None:
@@ -70,12 +67,14 @@ def check_admission(settings: Settings) -> None:
 
 
 def lockfile_in_words(path: str | None) -> str:
-    """Tell lockfiles apart by what they hold, wherever they lie.
+    """Return words that are equal for lockfiles of equal content.
 
     Raises:
-        ConfigError: it cannot be used.
+        ConfigError: the lockfile cannot be used.
     """
-    return str(_read_lockfile(path, "the setting lockfile")) if path is not None else "none"
+    if path is None:
+        return "none"
+    return str(_read_lockfile(path, "the setting lockfile"))
 
 
 def _lockfile(settings: Settings) -> Any:
@@ -83,5 +82,4 @@ def _lockfile(settings: Settings) -> Any:
 
 
 def _read_lockfile(path: str | None, origin: str) -> Any:
-    """Return a lockfile. What reads it is imported with the first one: start-up waits for imports."""
     return importlib.import_module("opgraft.plugins.locking").lockfile(path, origin)

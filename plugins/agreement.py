@@ -1,4 +1,4 @@
-"""The agreement of processes: what a worker decides must be what the process that started it has decided."""
+"""The agreement of processes: a worker must decide as the process did that started the worker."""
 
 from __future__ import annotations
 
@@ -30,39 +30,43 @@ _CHOICES = ("kernel of ", "class of ")
 """Beginnings of rows that are compared when a choice is made, not when plugins are loaded."""
 
 _LOCKFILE = "lockfile"
-"""The row of the lockfile, by what it holds: a scope or a command may have set it, where no variable tells of it."""
+"""The row of the lockfile. A scope or a command may have set the lockfile, so the row of a variable is not enough."""
 
 
 def process_rows() -> dict[str, str]:
-    """Return versions, variables, lockfile, platform, plugins and replacements of this process, by what they are.
+    """Return versions, variables, lockfile, platform, plugins and replacements of this process.
 
-    Of the distributions that it uses, too, as the same version may be built of other files. Of plugins their order, as
-    the first adapter that takes a module grafts it, and defaults of the last one hold.
+    The files of distributions have rows too, as the same version may be built of other files. So has the order of
+    plugins: the first adapter that takes a module grafts the module, and the defaults of the last plugin hold.
 
     Raises:
         OpgraftError: the platform cannot be decided.
     """
     state, selection = host_state(), selected_platform()
-    rows = {"opgraft": __version__, "python": ".".join(python.python_version_tuple()[:2])}
-    rows |= {name: version_of(name) or "none" for name in _LIBRARIES} | {
-        "platform": selection.platform.name
-    }
-    rows |= {f"variable {name}": value for name, value in deciding_variables().items()}
+    major_and_minor = python.python_version_tuple()[:2]
+    rows = {"opgraft": __version__, "python": ".".join(major_and_minor)}
+    for name in _LIBRARIES:
+        rows[name] = version_of(name) or "none"
+    rows["platform"] = selection.platform.name
+    for name, value in deciding_variables().items():
+        rows[f"variable {name}"] = value
     rows[_LOCKFILE] = lockfile_in_words(state.settings().config.lockfile)
-    for plugin in state.plugins.values():
+    plugins = state.plugins.values()
+    for plugin in plugins:
         rows[f"plugin {plugin.name}"] = f"{plugin.provider}, {plugin.status.value}"
-    active = [
-        plugin for plugin in state.plugins.values() if plugin.status is PluginStatus.ACTIVATED
-    ]
+    active = [plugin for plugin in plugins if plugin.status is PluginStatus.ACTIVATED]
     rows["order of plugins"] = ", ".join(plugin.name for plugin in active) or "none"
     chosen = [each.provider for each in selection.decision.candidates if each.accepted]
-    used = dict.fromkeys([*filter(None, chosen), *(plugin.provider for plugin in active)])
-    rows |= {f"distribution {each.name}": _installation(each) for each in used}
-    return rows | {f"replacement {qualified(each.cls)}": "active" for each in state.active}
+    used = [*filter(None, chosen), *(plugin.provider for plugin in active)]
+    for provider in dict.fromkeys(used):
+        rows[f"distribution {provider.name}"] = _installation(provider)
+    for replacement in state.active:
+        rows[f"replacement {qualified(replacement.cls)}"] = "active"
+    return rows
 
 
 def _installation(provider: Provider) -> str:
-    """Tell a distribution from others of its name, by version and installed files, wherever these lie."""
+    """Return words for the version and the installed files of a distribution, in whichever folder."""
     distribution = discover().distributions.get(provider)
     if distribution is None:  # opgraft itself
         return str(provider.version)
@@ -70,83 +74,81 @@ def _installation(provider: Provider) -> str:
         record = text_of(distribution, "RECORD") or ""
     except (ValueError, OSError):
         record = ""
-    # Less scripts and what the installer says of itself, which differ between machines with the same wheels.
-    lines = (
-        line for line in record.splitlines() if ",sha" in line and not line.startswith(("..", "/"))
-    )
-    files = "\n".join(sorted(line for line in lines if ".dist-info/" not in line))
+    # Scripts, and remarks of the installer, differ between machines with the same wheels.
+    lines = []
+    for line in record.splitlines():
+        is_inside = not line.startswith(("..", "/")) and ".dist-info/" not in line
+        if ",sha" in line and is_inside:
+            lines.append(line)
+    files = "\n".join(sorted(lines))
+    digest = hashlib.sha256(files.encode()).hexdigest()
     editable = " (editable)" if is_editable(distribution) else ""
-    return f"{provider.version}{editable}, files with the SHA-256 {hashlib.sha256(files.encode()).hexdigest():.12}"
+    return f"{provider.version}{editable}, files with the SHA-256 {digest:.12}"
 
 
 def differences(theirs: Mapping[str, str], own: Mapping[str, str], other: str, this: str) -> str:
-    """Say in one line how two processes differ; empty where they do not."""
-    names = [name for name in {**theirs, **own} if theirs.get(name) != own.get(name)]
-    lines = [
-        f"{name} is {theirs.get(name, 'none')} for {other}, and {own.get(name, 'none')} for {this}"
-        for name in names
-    ]
-    more = f"; and {len(lines) - _MOST_SHOWN} more" if len(lines) > _MOST_SHOWN else ""
-    return printable("; ".join(lines[:_MOST_SHOWN])) + more
+    """Return one line about the differences of two processes; empty if there are none."""
+    lines = []
+    for name in {**theirs, **own}:
+        first, second = theirs.get(name, "none"), own.get(name, "none")
+        if theirs.get(name) != own.get(name):
+            lines.append(f"{name} is {first} for {other}, and {second} for {this}")
+    shown = printable("; ".join(lines[:_MOST_SHOWN]))
+    rest = len(lines) - _MOST_SHOWN
+    return f"{shown}; and {rest} more" if rest > 0 else shown
 
 
 def expect_lockfile_agrees() -> None:
-    """Refuse to probe and import what another lockfile admits than that of the process that shared its decisions.
+    """Check the lockfile of this process before anything is probed and imported.
 
     Raises:
-        AgreementError: what they hold differs, or one of the two processes has none.
-        ConfigError: that of this process cannot be used.
+        AgreementError: the process that shared its decisions has a lockfile of other content, or none.
+        ConfigError: the lockfile of this process cannot be used.
     """
     theirs = (_shared() or {}).get(_LOCKFILE)
-    if theirs is not None:
-        _expect(
-            {_LOCKFILE: theirs},
-            {_LOCKFILE: lockfile_in_words(host_state().settings().config.lockfile)},
-        )
+    if theirs is None:
+        return
+    own = lockfile_in_words(host_state().settings().config.lockfile)
+    _expect({_LOCKFILE: theirs}, {_LOCKFILE: own})
 
 
 def expect_process_agrees() -> None:
-    """Refuse to go on with other plugins, versions or another platform than the process that shared its decisions.
+    """Check plugins, versions and platform of this process.
 
     Raises:
-        AgreementError: they differ.
+        AgreementError: the process that shared its decisions has others.
     """
     shared = _shared()
-    if shared is not None:
-        _expect(
-            {name: value for name, value in shared.items() if not name.startswith(_CHOICES)},
-            process_rows(),
-        )
+    if shared is None:
+        return
+    theirs = {name: value for name, value in shared.items() if not name.startswith(_CHOICES)}
+    _expect(theirs, process_rows())
 
 
 def expect_choice_agrees(subject: str, choice: str) -> None:
-    """Refuse a kernel or class that the process that shared its decisions has chosen otherwise, where it has the op.
+    """Check the choice of a kernel or class.
 
     Args:
         subject: such as ``kernel of rms_norm``.
-        choice: what this process has chosen.
+        choice: the choice of this process.
 
     Raises:
-        AgreementError: that process has chosen another.
+        AgreementError: the process that shared its decisions has the op, and has chosen otherwise.
     """
     theirs = (_shared() or {}).get(subject, choice)
     _expect({subject: theirs}, {subject: choice})
 
 
 def _shared() -> Mapping[str, str] | None:
-    """Return what another process has shared with this one, if it did."""
-    environment = host_state().known_environment()
-    return (
-        None
-        if environment.decision is None
-        else environment.decision.rows_for(host_state().identity)
-    )
+    """Return the decisions that another process has shared with this one, if any."""
+    decision = host_state().known_environment().decision
+    return None if decision is None else decision.rows_for(host_state().identity)
 
 
 def _expect(theirs: Mapping[str, str], own: Mapping[str, str]) -> None:
     found = differences(theirs, own, "the process that started it", "this one")
     if found:
         raise AgreementError(
-            f"process {os.getpid()} would compute otherwise than the process that started it: {found}. Give both the "
-            f"same environment, packages and settings, or unset {DECISION}"
+            f"process {os.getpid()} would compute otherwise than the process that started it: "
+            f"{found}. Give both the same environment, packages and settings, or unset {DECISION}"
         )

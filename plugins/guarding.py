@@ -1,4 +1,4 @@
-"""Setting back what code of others changes in the process that it shares with everybody."""
+"""Setting back changes of the process by the code of plugins."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from opgraft.registry.state import host_state
 
 
 class Guard:
-    """Looks at the process before and after each of some steps, which follow each other.
+    """Compares the process before and after each step of a sequence.
 
-    Looking takes time. So what was seen after one step counts as what there is before the next, unless a module was
+    A look takes time. So the look after one step also serves as the look before the next, unless a module was
     imported or ``forget`` was called in between.
     """
 
@@ -32,7 +32,7 @@ class Guard:
         self._modules = 0
 
     def forget(self) -> None:
-        """Take note that the process has changed since the last step."""
+        """Look anew before the next step."""
         self._seen = None
 
     @contextmanager
@@ -42,13 +42,13 @@ class Guard:
         stays: Callable[[Change], bool],
         report: Callable[[Sequence[Change], Sequence[str]], None],
     ) -> Iterator[None]:
-        """Set back what a step, which may raise, changes in the process for others.
+        """Set back the changes that a step makes for others. The step may raise.
 
         Args:
             when: the step, in words.
-            stays: tells of a change that others would meet whether it stays all the same.
-            report: called once all is set back, the handlers of logs too, with the changes that stay, and of the
-                others with words about what was changed and what came of setting it back.
+            stays: returns True for a change that stays, although others meet the change.
+            report: receives the changes that stay, and sentences about the others. The call comes when everything is
+                set back, so that the handlers of logs are the former ones.
         """
         if self._seen is None or len(sys.modules) != self._modules:
             self._seen = look()

@@ -69,36 +69,43 @@ class Loading:
             self.state.plugins[name].reason = _as_activated(self.state.plugins[name])
 
     def _consider(self, offer: Offer) -> None:
-        record = self.state.plugins[offer.name] = PluginRecord(
-            offer.name, offer.value, offer.provider
-        )
-        offered = tuple(discover().platforms_of(offer.provider))
-        record.platforms = offered
-        elsewhere = bool(offered) and self.platform.name not in offered
-        against = objection(offer, self.settings)
-        record.reason = against or (_not_here(offered, self.platform) if elsewhere else "")
+        record = PluginRecord(offer.name, offer.value, offer.provider)
+        self.state.plugins[offer.name] = record
+        record.platforms = tuple(discover().platforms_of(offer.provider))
         owner = Owner("plugin", offer.name, offer.provider)
-        if record.reason:
-            record.status = PluginStatus.REJECTED
+        against = objection(offer, self.settings)
+        is_elsewhere = bool(record.platforms) and self.platform.name not in record.platforms
+        if against or is_elsewhere:
             self.state.withdraw_declarations(owner)
-            if asked_for(offer, self.config.plugins or ()):
-                hint = "" if against else ". 'opgraft detect --all' tells about its platform"
-                raise PluginError(
-                    f"{self.settings.origins['plugins']} asks for plugin {offer.name!r} of {offer.provider}, which is "
-                    f"not used: {record.reason}{hint}."
-                )
-            if record.reason.startswith(FAULTS):
-                self._warn_of(record)
+            self._reject(offer, record, against)
             return
         record.status = PluginStatus.SELECTED
-        # A stack for each: closed alone where this plugin fails, with all others where the pass does.
+        # A stack for each plugin: closed alone if the plugin fails, and with all others if the pass does.
         undos = self.undo_all.enter_context(ExitStack())
         undos.callback(self.state.withdraw_declarations, owner)
         self.transactions[offer.name] = Transaction(owner, offer.module, undos)
         self._attempt(offer.name, "while it was loaded", partial(self._load, offer, record))
 
+    def _reject(self, offer: Offer, record: PluginRecord, against: str | None) -> None:
+        """Leave a plugin out, ``against`` the settings or for another platform.
+
+        Raises:
+            PluginError: a setting asks for the plugin, or strict mode finds a fault.
+        """
+        record.status = PluginStatus.REJECTED
+        record.reason = against or _not_here(record.platforms, self.platform)
+        if asked_for(offer, self.config.plugins or ()):
+            hint = "" if against else ". 'opgraft detect --all' tells about its platform"
+            origin = self.settings.origins["plugins"]
+            raise PluginError(
+                f"{origin} asks for plugin {offer.name!r} of {offer.provider}, which is not used: "
+                f"{record.reason}{hint}."
+            )
+        if record.reason.startswith(FAULTS):
+            self._warn_of(record)
+
     def _warn_of(self, record: PluginRecord) -> None:
-        """Say that a plugin is shut out by what is wrong with it, which whoever relies on it must see."""
+        """Warn of a plugin that is shut out by a fault."""
         message = rejection_of(record)
         if self.config.strict:
             raise PluginError(f"strict mode: {message}")
@@ -108,29 +115,26 @@ class Loading:
         began = time.perf_counter()
         plugin = offer.load()
         record.seconds = time.perf_counter() - began
-        record.status, record.location = PluginStatus.LOADED, self._place(offer.name)
+        record.status = PluginStatus.LOADED
+        record.location = self._place(offer.name)
         if record.platforms:
             record.findings += _overruled_platforms(record, plugin)
         else:
             record.platforms = _stated_platforms(plugin)
         if ANY_PLATFORM not in record.platforms and self.platform.name not in record.platforms:
-            record.status, record.reason = (
-                PluginStatus.REJECTED,
-                _not_here(record.platforms, self.platform),
-            )
+            record.status = PluginStatus.REJECTED
+            record.reason = _not_here(record.platforms, self.platform)
             return
         self._adopt_declarations(record)
         self._check_hook_names(plugin)
         self.manager.register(plugin, offer.name)
-        declared = any(
-            replacement.plugin == offer.name for replacement in self.state.registry.replacements
-        )
+        declared = any(each.plugin == offer.name for each in self.state.registry.replacements)
         if not self.manager.get_hookcallers(plugin) and not declared:
             raise _no_hook(offer, plugin)
 
     def _check_hook_names(self, plugin: object) -> None:
-        """Reject a function that is marked as a hook of a name that no hook has, unless it is marked as optional."""
-        # pluggy looks at such names for all plugins at once, when none of them could be taken back by itself.
+        """Reject a function that is marked as a hook and has the name of none, unless it is optional."""
+        # pluggy looks at such names for all plugins at once, and then no plugin can be taken back alone.
         for name in dir(plugin):
             marked = self.manager.parse_hookimpl_opts(plugin, name)
             if marked and not marked["optionalhook"] and name not in hookspecs.RESULT_TYPES:
@@ -142,7 +146,7 @@ class Loading:
                 )
 
     def _adopt_declarations(self, record: PluginRecord) -> None:
-        """Activate what the plugin's modules declare, whoever imported them first, now that their scope is known."""
+        """Activate the declarations of the plugin's modules. Another plugin may have imported the modules first."""
         undos = self.transactions[record.name].undos
         self.state.renew_declarations(self.transactions[record.name].owner)
         for replacement in self.state.registry.replacements:
@@ -240,11 +244,12 @@ class Loading:
     def _attempt(
         self, name: str, when: str, step: Callable[[], object], hook: object = None
     ) -> None:
-        """Run one step of a plugin inside its transaction; take it back if it raises, recording why, or is not used.
+        """Run one step of a plugin inside its transaction. If the step fails, take the plugin back.
 
-        ``hook`` is the function of the plugin that the step calls, where it calls one.
+        ``hook`` is the function of the plugin that the step calls, if any.
         """
-        transaction, record = self.transactions[name], self.state.plugins[name]
+        transaction = self.transactions[name]
+        record = self.state.plugins[name]
         whose = f"{transaction.owner} of {transaction.provider}"
         try:
             with (
@@ -253,7 +258,7 @@ class Loading:
                 self._guarded(name, when, hook),
             ):
                 step()
-            # Not in the step, which is looked at: what it adds must be known before, and no undo is a change by it.
+            # Behind the step: its additions must be known before, and an undo is no change by the plugin.
             if record.status in (PluginStatus.REJECTED, PluginStatus.VETOED):
                 record.location = self._place(name, hook)
                 self._withdraw(name, record.status, record.reason)
@@ -271,8 +276,9 @@ class Loading:
             logger.warning("%s It is left out.", printable(message), extra=record.attributes())
 
     def _guarded(self, name: str, when: str, hook: object) -> AbstractContextManager[None]:
-        """Set back what a step of a plugin changes in the process; what it adds for itself goes with the plugin."""
-        record, undos = self.state.plugins[name], self.transactions[name].undos
+        """Set back the changes of the process by a step. Additions of the plugin end with the plugin."""
+        record = self.state.plugins[name]
+        undos = self.transactions[name].undos
 
         def report(kept: Sequence[Change], told: Sequence[str]) -> None:
             for change in kept:
@@ -294,16 +300,16 @@ class Loading:
         return guarded
 
     def _may_stay(self, record: PluginRecord, change: Change) -> bool:
-        """Tell whether a change that others would meet may stay: one of torch, of the distribution of the device."""
+        """Return True for a change of torch by the distribution of the device."""
         return change.patch and self._brings_device(record)
 
     def _place(self, name: str, hook: object = None) -> str | None:
-        """Say where the code of a step stands: the hook, or the module, which begins at its first line."""
+        """Return ``file:line`` of the hook, or of the first line of the module."""
         file = getattr(sys.modules.get(self.transactions[name].module), "__file__", None)
         return location_of(hook) if hook is not None else file and f"{file}:1"
 
     def _brings_device(self, record: PluginRecord) -> bool:
-        """Tell whether a plugin is of the distribution whose platform this is, for whose device torch may need it."""
+        """Return True if the plugin and the platform are of one distribution. Its device may need patches of torch."""
         offers = discover().of_group(PLATFORM_GROUP)
         return any(
             each.provider == record.provider and each.name == self.platform.name for each in offers
@@ -331,7 +337,7 @@ class Loading:
 
 
 def _as_activated(record: PluginRecord) -> str:
-    """Say where an active plugin applies, and which of its rows do not."""
+    """Return the platforms of an active plugin, and its replacements without a target."""
     dead = ", ".join(row.asked_for for row in replacements_of(record) if row.target is None)
     left_out = f"; left out: {dead}, which no registered op answers to" if dead else ""
     return f"applies on {', '.join(record.platforms)}{left_out}"
@@ -344,7 +350,7 @@ def _reject_names(unknown: list[str], known: Iterable[str]) -> None:
 
 
 def _no_hook(offer: Offer, plugin: object) -> PluginError:
-    """Describe a plugin that does nothing, with the function that was meant to be its hook where there is one."""
+    """Return an error about a plugin that does nothing. The error names a function that looks like a hook."""
     text = f"{offer.value} implements no hook and registers no op"
     for name, function, hint in hookspecs.unmarked(plugin):
         place = location_of(function)
@@ -353,7 +359,7 @@ def _no_hook(offer: Offer, plugin: object) -> PluginError:
 
 
 def _overruled_platforms(record: PluginRecord, plugin: Any) -> tuple[Finding, ...]:
-    """Say where the plugin's ``platforms`` attribute differs from the platforms that its distribution offers."""
+    """Find a ``platforms`` attribute that differs from the platforms of the distribution."""
     stated = getattr(plugin, "platforms", None)
     if stated is None or (
         isinstance(stated, (tuple, list)) and set(stated) == set(record.platforms)
@@ -361,18 +367,18 @@ def _overruled_platforms(record: PluginRecord, plugin: Any) -> tuple[Finding, ..
         return ()
     names = ", ".join(record.platforms)
     message = (
-        f"plugin {record.name} of {record.provider} states platforms = {reprlib.repr(stated)}, which is ignored: its "
-        f"distribution offers the platform {names}, and it applies there only. Remove platforms, or move the plugin "
-        "to a distribution that offers no platform."
+        f"plugin {record.name} of {record.provider} states platforms = {reprlib.repr(stated)}, "
+        f"which is ignored: its distribution offers the platform {names}, and it applies there "
+        "only. Remove platforms, or move the plugin to a distribution that offers no platform."
     )
     return (Finding(message, record.provider, record.location),)
 
 
 def _stated_platforms(plugin: object) -> tuple[str, ...]:
-    """Return the plugin's ``platforms`` attribute; needed where its distribution offers no platform.
+    """Return the plugin's ``platforms`` attribute. A distribution without a platform needs the attribute.
 
     Raises:
-        PluginError: it is missing, or neither "any" nor a sequence of names.
+        PluginError: the attribute is missing, or neither "any" nor a sequence of names.
     """
     stated = getattr(plugin, "platforms", None)
     if stated == ANY_PLATFORM:
@@ -384,8 +390,8 @@ def _stated_platforms(plugin: object) -> tuple[str, ...]:
     ):
         return tuple(stated)
     raise PluginError(
-        f"its distribution offers no platform, so it must state where its kernels apply: platforms = ('cpu',) or "
-        f"platforms = 'any' (it has {reprlib.repr(stated)})"
+        "its distribution offers no platform, so it must state where its kernels apply: platforms "
+        f"= ('cpu',) or platforms = 'any' (it has {reprlib.repr(stated)})"
     )
 
 

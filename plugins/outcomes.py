@@ -1,4 +1,4 @@
-"""Findings about what became of the plugins and platforms of this process."""
+"""Findings about the plugins and platforms of this process, once they were loaded."""
 
 from __future__ import annotations
 
@@ -14,23 +14,21 @@ from opgraft.registry.finding import Finding
 from opgraft.registry.state import PluginRecord, PluginStatus, host_state
 
 _PLATFORM_CUTOFF = 0.7
-"""Above it two names of platforms are one misspelt; 'npu' and 'cpu', at two thirds, are two vendors' words."""
+"""Names of platforms that are more alike are one name misspelt. 'npu' and 'cpu' are alike by two thirds."""
 
 SLOW = 5.0
-"""Seconds from which on an import is slow; that of torch takes one or two."""
+"""The seconds of a slow import. The import of torch takes one or two."""
 
 
 def findings_of(record: PluginRecord) -> Iterator[Finding]:
-    """Find why a plugin is not active, or not in every part."""
+    """Find the reasons why a plugin, or a part of one, is not active."""
     end = end_of(record)
     if end is not None:
         yield end
     yield from record.findings
     if record.seconds >= SLOW:
-        yield _finding(
-            record,
-            f"took {record.seconds:.1f} s to import, and each process that constructs an op waits for it",
-        )
+        told = f"took {record.seconds:.1f} s to import"
+        yield _finding(record, f"{told}, and each process that constructs an op waits for it")
     yield from _misspelt_platforms(record)
     if record.status is PluginStatus.ACTIVATED:
         for replacement in replacements_of(record):
@@ -40,53 +38,49 @@ def findings_of(record: PluginRecord) -> Iterator[Finding]:
 
 
 def end_of(record: PluginRecord) -> Finding | None:
-    """Return the finding that tells why a plugin is not active, or ``None`` where that is no fault."""
+    """Return the finding about a plugin that is not active, or ``None`` if that is no fault."""
     if record.status is PluginStatus.FAILED:
         return Finding(failure_of(record), record.provider, record.location, exit_code=4)
     if record.status is PluginStatus.VETOED:
         return _finding(record, f"is not used, as it vetoed itself: {record.reason}")
-    if record.status is PluginStatus.REJECTED and record.reason.startswith(FAULTS):
-        exit_code = 4 if record.reason.startswith(QUARANTINED) else 1
-        return Finding(rejection_of(record), record.provider, record.location, exit_code=exit_code)
-    return None
+    if record.status is not PluginStatus.REJECTED or not record.reason.startswith(FAULTS):
+        return None
+    exit_code = 4 if record.reason.startswith(QUARANTINED) else 1
+    return Finding(rejection_of(record), record.provider, record.location, exit_code=exit_code)
 
 
 def rejection_of(record: PluginRecord) -> str:
-    """Tell of a plugin that is shut out by what is wrong with it."""
+    """Return a sentence about a plugin that is shut out by a fault."""
     return f"plugin {record.name!r} of {record.provider} is not used: {record.reason}"
 
 
 def failure_of(record: PluginRecord) -> str:
-    """Tell of a plugin that failed: why, how to go without it, and where its traceback is."""
+    """Return a sentence about a plugin that failed: the reason, and the way to go without the plugin."""
     reason = record.reason if record.reason.endswith("?") else f"{record.reason.rstrip('.')}."
+    name = record.name
     return (
-        f"plugin {record.name!r} of {record.provider} failed {reason} Go without it by "
-        f"{PLUGINS_DISABLE}={record.name}; 'opgraft plugins show {record.name} --load' has the traceback."
+        f"plugin {name!r} of {record.provider} failed {reason} Go without it by "
+        f"{PLUGINS_DISABLE}={name}; 'opgraft plugins show {name} --load' has the traceback."
     )
 
 
 def state_of(record: PluginRecord) -> str:
-    """Tell how far a plugin came, and why no further."""
+    """Return the status of a plugin with the reason."""
     return f"plugin {record.name} of {record.provider} is {record.status.value}: {record.reason}"
 
 
 def absence_of(name: str) -> str:
-    """Say why plugins that a setting means by ``name``, theirs or their distribution's, are not active."""
-    meant = (
-        record
-        for record in host_state().plugins.values()
-        if name in (record.name, record.provider.name)
-    )
-    absent = [
-        state_of(record)
-        for record in meant
-        if record.status is not PluginStatus.ACTIVATED and record.reason
-    ]
+    """Return the states of plugins that are not active. A setting names a plugin or a distribution."""
+    absent = []
+    for record in host_state().plugins.values():
+        is_meant = name in (record.name, record.provider.name)
+        if is_meant and record.reason and record.status is not PluginStatus.ACTIVATED:
+            absent.append(state_of(record))
     return printable("; ".join(absent)).rstrip(".")
 
 
 def replacements_of(record: PluginRecord) -> list[Replacement]:
-    """Return what a plugin declares, whether or not it is active."""
+    """Return the replacements that a plugin declares. The plugin need not be active."""
     return [
         replacement
         for replacement in host_state().registry.replacements
@@ -97,8 +91,8 @@ def replacements_of(record: PluginRecord) -> list[Replacement]:
 def _misspelt_platforms(record: PluginRecord) -> Iterator[Finding]:
     """Find platforms that a plugin states and no distribution offers.
 
-    A name beside one that is offered is no fault, unless it is nearly that of another platform: its platform may be
-    installed on other machines.
+    A name beside an offered one is no fault: the platform may be installed on other machines. A name that is nearly
+    the name of another platform is a fault.
     """
     offered = {offer.name for offer in discover().of_group(PLATFORM_GROUP)}
     unknown = [name for name in record.platforms if name not in (*offered, ANY_PLATFORM)]
@@ -113,8 +107,8 @@ def _misspelt_platforms(record: PluginRecord) -> Iterator[Finding]:
         named = " and ".join(map(repr, unknown))
         yield _finding(
             record,
-            f"states the platforms {named} only, which nothing installed offers, so it never runs here: name one of "
-            f"{', '.join(sorted(offered))}, or install what offers {named}",
+            f"states the platforms {named} only, which nothing installed offers, so it never runs "
+            f"here: name one of {', '.join(sorted(offered))}, or install what offers {named}",
         )
 
 

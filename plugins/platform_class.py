@@ -1,4 +1,4 @@
-"""Loading the class of the chosen platform and having it set up the process, and telling what it changes there."""
+"""Loading the class of the chosen platform, and letting the platform set up the process."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from opgraft.registry.watching import watched
 
 
 def load_platform(offer: Offer) -> tuple[Platform, OpgraftConfig]:
-    """Load a platform that was chosen and the settings that it changes, both checked.
+    """Load the chosen platform and its default settings, and check both.
 
-    Loading an out-of-tree platform is a transaction. If the platform cannot be used, nothing of it stays: neither what
-    its modules declare, such as ops and replacements, nor what they change in the process. If it can be used, changes
-    that others would meet are set back, except functions of torch, which a device may need.
+    Loading an out-of-tree platform is a transaction. If the platform cannot be used, its declarations, such as ops and
+    replacements, and its changes of the process are taken back. If the platform can be used, changes for others are
+    set back. Functions of torch are the exception: a device may need another one.
 
     Raises:
-        PlatformError: it cannot be loaded, or breaks the contract of platforms.
+        PlatformError: the platform cannot be loaded, or breaks the contract of platforms.
     """
     if offer.built_in:
         return _loaded(offer)
@@ -57,9 +57,9 @@ def load_platform(offer: Offer) -> tuple[Platform, OpgraftConfig]:
 
 
 def _confine_replacements(transaction: Transaction) -> None:
-    """Let what a platform's modules declared before it was left out apply nowhere else.
+    """Confine the declarations of a platform that is left out.
 
-    Another platform of the distribution must not run the kernels of this one.
+    Another platform of the distribution must not run its kernels.
     """
     for replacement in host_state().registry.replacements:
         if replacement.activation is transaction:
@@ -67,12 +67,12 @@ def _confine_replacements(transaction: Transaction) -> None:
 
 
 def _adopt_declarations(transaction: Transaction) -> None:
-    """Let take effect what the platform's modules declare, whoever imported them first.
+    """Activate the declarations of the platform's modules. Others may have imported the modules first.
 
     If the distribution has plugins, their activation decides about its replacements.
 
     Raises:
-        PlatformError: somebody else has taken a name that the platform declares.
+        PlatformError: the name of a declaration is taken.
     """
     state, provider, name = host_state(), transaction.provider, transaction.owner.name
     try:
@@ -116,24 +116,24 @@ def _loaded(offer: Offer) -> tuple[Platform, OpgraftConfig]:
             effective_chain(platform)
             defaults = expect_plain(platform.default_config())
         if not isinstance(defaults, OpgraftConfig):
-            raise TypeError(
-                f"default_config returned a {type(defaults).__name__}, expected an opgraft.OpgraftConfig"
-            )
+            kind = type(defaults).__name__
+            raise TypeError(f"default_config returned a {kind}, expected an opgraft.OpgraftConfig")
         check_adjustment(defaults)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         raise PlatformError(
-            f"the class of platform {offer.name!r} ({offer.provider}, {offer.value}) cannot be used: {described(error)}"
+            f"the class of platform {offer.name!r} ({offer.provider}, {offer.value}) cannot be "
+            f"used: {described(error)}"
         ) from error
     return platform, defaults
 
 
 def prepare(selection: PlatformSelection, config: OpgraftConfig) -> None:
-    """Have the platform set up what holds for the whole process, which stays and is told.
+    """Call the method ``prepare`` of the platform. Its changes of the process stay, and are notes.
 
     Raises:
-        PlatformError: it raised, and what it had changed is set back.
+        PlatformError: the method raised. Its changes are set back.
     """
     name = selection.platform.name
     provider = selection.provider
@@ -163,7 +163,7 @@ def _prepare(
 
 
 def report(finding: Finding) -> None:
-    """Log once what is wrong with a platform, and keep it for ``opgraft plugins``."""
+    """Log a fault of a platform once, and keep the finding for ``opgraft plugins``."""
     findings = PLATFORM_FINDINGS.get()
     if finding not in findings:
         findings.append(finding)
@@ -174,9 +174,9 @@ def report(finding: Finding) -> None:
 def _guarded(
     whose: str, provider: Provider, when: str, stays: Callable[[Change], bool]
 ) -> Iterator[list[str]]:
-    """Set back what others would meet and does not stay, and all of it where the step raises; tell of both.
+    """Set back the changes by a step for others, and every change if the step raises.
 
-    Yields a list for the place of the code, as far as it is known.
+    Yields a list for the place of the code, if known.
     """
     kept, told, places = list[Change](), list[str](), list[str]()
 

@@ -29,7 +29,7 @@ def rows_of(record: str) -> Sequence[tuple[str, str, str]]:
 
 
 def difference(place: Path, path: str, digest: str, size: str) -> str | None:
-    """Return how a file differs from its row of a RECORD, ``None`` if it does not."""
+    """Return how a file differs from its row of a RECORD, ``None`` if they agree."""
     kind, _, expected = digest.partition("=")
     if kind not in _HASHES:
         return f"the hash of {path} in its RECORD is {kind!r}, expected one of {', '.join(_HASHES)}"
@@ -40,16 +40,20 @@ def difference(place: Path, path: str, digest: str, size: str) -> str | None:
                 return f"{path} is no regular file"
             if str(state.st_size) != size:
                 listed = size or "none"
-                return f"{path} is not the file that RECORD lists: it has {state.st_size} bytes, listed are {listed}"
+                return (
+                    f"{path} is not the file that RECORD lists: it has {state.st_size} bytes, "
+                    f"listed are {listed}"
+                )
             if path.startswith(("..", "/")) and state.st_size > _LARGEST:
                 return f"{path}, which lies elsewhere, has more than {_LARGEST:,} bytes"
             found = digest_of(file, kind)
     except FileNotFoundError:
-        # Scripts lie outside of what can be imported, where installing into a folder by --target does not put them.
+        # Scripts lie outside of the folder for imports. 'pip install --target' does not put them there.
         return None if path.startswith(("..", "/")) else f"{path}, which RECORD lists, is missing"
     except (OSError, ValueError) as error:
         return f"{path} cannot be read: {described(error)}"
-    if base64.urlsafe_b64encode(found).rstrip(b"=").decode() != expected.rstrip("="):
+    text = base64.urlsafe_b64encode(found).decode()
+    if text.rstrip("=") != expected.rstrip("="):
         return f"{path} is not the file that RECORD lists: its {kind} differs"
     return None
 

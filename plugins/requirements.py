@@ -20,42 +20,39 @@ _EARLY = ("platform", "plugins", "plugins_disable", "lockfile", "strict")
 """Settings that are decided before a platform or plugin is asked."""
 
 QUARANTINED = "in quarantine since "
-"""The beginning of the reason of an offer that is left alone for what it did before."""
+"""The beginning of the reason against an offer in quarantine."""
 
 LOCKED_OUT = "locked out by "
-"""The beginning of the reason of an offer that the lockfile speaks against."""
+"""The beginning of the reason against an offer that differs from the lockfile."""
 
 FAULTS = ("it requires", "its requirement", LOCKED_OUT, QUARANTINED)
-"""Beginnings of reasons for rejecting an offer that are faults, not wishes."""
+"""Beginnings of reasons that are faults. Other reasons are wishes of the user."""
 
 
 def unfit(offer: Offer, settings: Settings) -> str | None:
-    """Say why an offer is not used: on the deny list, not on the allow list, or for another opgraft; else ``None``."""
+    """Return the reason why an offer is not used, or ``None``: the lists of the user, or another opgraft or torch."""
     if offer.built_in:
         return None
     config = settings.config
     if asked_for(offer, config.plugins_disable or ()):
         return f"on the deny list {settings.named('plugins_disable')}"
-    # Who names a plugin has its bridge run, too.
-    if (
-        config.plugins is not None
-        and offer.group not in FOR_OTHER_HOSTS
-        and not asked_for(offer, config.plugins)
-    ):
+    # A plugin on the list has its bridge run, too.
+    needs_name = config.plugins is not None and offer.group not in FOR_OTHER_HOSTS
+    if needs_name and not asked_for(offer, config.plugins or ()):
         return f"not on the allow list {settings.named('plugins')}"
     return _unmet_requirement(offer)
 
 
 def asked_for(offer: Offer, names: Iterable[str]) -> bool:
-    """Tell whether a list of names from a setting holds this offer."""
+    """Return True if a list of names from a setting has this offer."""
     return any(offer.answers_to(name) for name in names)
 
 
 def check_adjustment(config: OpgraftConfig) -> None:
-    """Reject defaults that a platform or plugin may not change, since they are decided before it is asked.
+    """Reject defaults of settings that are decided before the platform or plugin is asked.
 
     Raises:
-        PluginError: one of them is set.
+        PluginError: one of these settings has a value.
     """
     early = [name for name in _EARLY if getattr(config, name) is not None]
     if early:
@@ -65,24 +62,23 @@ def check_adjustment(config: OpgraftConfig) -> None:
 
 
 def check_allow_list(settings: Settings) -> None:
-    """Reject an allow list that names a plugin which is not installed.
+    """Check that each plugin on the allow list is installed.
 
     Raises:
-        ConfigError: a name that no offer answers to, with close matches.
+        ConfigError: no offer answers to a name; close matches are named.
     """
     known = discover().offers
     for name in settings.config.plugins or ():
-        if not any(offer.answers_to(name) for offer in known):
-            near = close_matches(
-                name, {offer.name for offer in known} | {offer.provider.name for offer in known}
-            )
-            raise ConfigError(
-                f"plugins names {name!r} ({settings.origins['plugins']}), which is not installed: {near}"
-            )
+        if any(offer.answers_to(name) for offer in known):
+            continue
+        names = {offer.name for offer in known} | {offer.provider.name for offer in known}
+        near = close_matches(name, names)
+        origin = settings.origins["plugins"]
+        raise ConfigError(f"plugins names {name!r} ({origin}), which is not installed: {near}")
 
 
 def _unmet_requirement(offer: Offer) -> str | None:
-    """Say which requirement on opgraft, or on the torch that is installed, is not met; ``None`` if all are."""
+    """Return the first requirement on opgraft or torch that is not met, in words; ``None`` if all are met."""
     if not offer.requires:
         return None
     from packaging.requirements import Requirement  # costs 20 ms, only some plugins need it
@@ -93,7 +89,7 @@ def _unmet_requirement(offer: Offer) -> str | None:
             name = normalized(requirement.name)
             version = __version__ if name == HOST_DISTRIBUTION else version_of(name)
             applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-            # One that runs without metadata, as torch from a build folder may, has no version before it is imported.
+            # torch from a build folder may have no metadata, and so no version before its import.
             fits = version is None or requirement.specifier.contains(version, prereleases=True)
         except (ValueError, LookupError) as error:  # of its form, or of its marker
             return f"its requirement {line!r} is malformed: {error}"
