@@ -1,6 +1,7 @@
 """The decision whether an offer is used: lists, versions, the lockfile and quarantine.
 
-The modules of lockfiles and of quarantine are imported when an offer needs them, as start-up waits for imports.
+The modules of lockfiles and of quarantine are imported when an offer needs them, as start-up waits
+for imports.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from opgraft.registry.decision import Provider
 def objection(offer: Offer, settings: Settings) -> str | None:
     """Return the reason why an offer is not used, or ``None`` if the offer is used.
 
-    The offer is ``unfit``, differs from the lockfile, or is in quarantine. An offer behind a bridge needs the bridge.
+    The offer is ``unfit``, differs from the lockfile, or is in quarantine. An offer behind a bridge
+    needs the bridge.
 
     Raises:
         ConfigError: the lockfile cannot be used.
@@ -44,7 +46,9 @@ def quarantined(provider: Provider) -> str | None:
 
 
 def change_since_locked(offer: Offer, settings: Settings) -> str | None:
-    """Return how an offer differs from the lockfile; ``None`` for opgraft's own, or without a lockfile.
+    """Return how an offer differs from the lockfile, or ``None``.
+
+    Opgraft's own offers never differ.
 
     Raises:
         ConfigError: the lockfile cannot be used.
@@ -59,7 +63,8 @@ def check_admission(settings: Settings) -> None:
     """Check the allow list and the lockfile.
 
     Raises:
-        ConfigError: the allow list names a plugin that is not installed, or the lockfile cannot be used.
+        ConfigError: the allow list names a plugin that is not installed, or the lockfile cannot be
+            used.
     """
     check_allow_list(settings)
     if settings.config.lockfile is not None:

@@ -30,14 +30,15 @@ _CHOICES = ("kernel of ", "class of ")
 """Beginnings of rows that are compared when a choice is made, not when plugins are loaded."""
 
 _LOCKFILE = "lockfile"
-"""The row of the lockfile. A scope or a command may have set the lockfile, so the row of a variable is not enough."""
+"""The row of the lockfile. A scope or a command may have set the lockfile, beside any variable."""
 
 
 def process_rows() -> dict[str, str]:
     """Return versions, variables, lockfile, platform, plugins and replacements of this process.
 
-    The files of distributions have rows too, as the same version may be built of other files. So has the order of
-    plugins: the first adapter that takes a module grafts the module, and the defaults of the last plugin hold.
+    The files of distributions have rows too, as the same version may be built of other files. So
+    has the order of plugins: the first adapter that takes a module grafts the module, and the
+    defaults of the last plugin hold.
 
     Raises:
         OpgraftError: the platform cannot be decided.
@@ -66,7 +67,7 @@ def process_rows() -> dict[str, str]:
 
 
 def _installation(provider: Provider) -> str:
-    """Return words for the version and the installed files of a distribution, in whichever folder."""
+    """Return words for the version and the installed files of a distribution."""
     distribution = discover().distributions.get(provider)
     if distribution is None:  # opgraft itself
         return str(provider.version)
@@ -102,7 +103,8 @@ def expect_lockfile_agrees() -> None:
     """Check the lockfile of this process before anything is probed and imported.
 
     Raises:
-        AgreementError: the process that shared its decisions has a lockfile of other content, or none.
+        AgreementError: the process that shared its decisions has a lockfile of other content, or
+            none.
         ConfigError: the lockfile of this process cannot be used.
     """
     theirs = (_shared() or {}).get(_LOCKFILE)

@@ -62,7 +62,8 @@ class Verified:
 
     Attributes:
         fault: why the class cannot be used, ``None`` if its source shows no fault.
-        unknown: what only a process with torch can tell; empty for built-in platforms, which are tested.
+        unknown: what only a process with torch can tell; empty for built-in platforms, which are
+            tested.
     """
 
     fault: str | None = None

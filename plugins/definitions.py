@@ -1,7 +1,8 @@
 """Functions, methods and classes that a plugin replaces for others, by assigning to their names.
 
-A plugin may be the first to import a module of opgraft, and patch the module at once. So a definition
-is also read at the end of the import, before any code of the plugin can change the definition.
+A plugin may be the first to import a module of opgraft, and patch the module at once. So a
+definition is also read at the end of the import, before any code of the plugin can change the
+definition.
 """
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ class _Seen:
 class Definitions:
     """The functions, classes and methods of some modules, an aspect of the process.
 
-    A new name in a module changes nothing for others. Neither does a new name in a class of torch, unless it hides an
-    inherited one.
+    A new name in a module changes nothing for others. Neither does a new name in a class of torch,
+    unless it hides an inherited one.
 
     Args:
         things: returns the modules with their classes and objects.
@@ -126,7 +127,7 @@ class Definitions:
             self._modules = modules
             found = self._things_now()
             self._things = tuple({id(thing): thing for thing in found}.values())
-        # What has not changed since the last look is not copied again: there are 16,000 names and more.
+        # Unchanged names are not copied again: there are 16,000 and more.
         now = [_names_of(thing) for thing in self._things]
         known = [owner.names for owner in self._known.values()]
         if not _alike(known, now):
@@ -174,7 +175,8 @@ class Definitions:
 class _Reader(MetaPathFinder):
     """Calls ``note`` at the end of an import, with all modules that were imported for it.
 
-    What is imported on the way may still change modules that came before. Nobody else's code runs meanwhile.
+    What is imported on the way may still change modules that came before. Nobody else's code runs
+    meanwhile.
     """
 
     def __init__(self, note: Any) -> None:
@@ -280,7 +282,7 @@ def _put(thing: Any, names: Mapping[str, Any]) -> None:
 
 
 def is_of_running_plugin(module: str) -> bool:
-    """Return True for a module of the distribution whose plugin runs. A plugin may change its own modules."""
+    """Return True for a module of the running plugin, which may change its own modules."""
     running = ACTIVATING.get()
     return running is not None and discover().provider_of(module) == running.provider
 
@@ -288,8 +290,8 @@ def is_of_running_plugin(module: str) -> bool:
 def _is_own_doing(owner: _Owner, new: Any) -> bool:
     """Return True if the owner itself replaces a function at the first use.
 
-    Private modules of torch wrap public functions. Other modules put a function of their package, or an imported
-    module, in the place of a lazy one.
+    Private modules of torch wrap public functions. Other modules put a function of their package,
+    or an imported module, in the place of a lazy one.
     """
     if owner.is_checked_in_full:
         defined_in = getattr(new, "__globals__", {}).get("__name__", "")
@@ -347,7 +349,7 @@ def _imported(names: Iterable[str]) -> Iterator[ModuleType]:
 
 
 def modules_of_plugins() -> dict[str, None]:
-    """Return the modules that plugins and platforms name in their entry points, and the packages above them."""
+    """Return the modules in entry points of plugins and platforms, and the packages above."""
     names: dict[str, None] = {}
     for offer in discover().offers:
         name = "" if offer.built_in else offer.module
@@ -395,7 +397,7 @@ def _alike(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -
 
 
 def _described(thing: Any, known: _Owner | None) -> tuple[str, str]:
-    """Return the module of a thing, and words for the thing. A module that was emptied has lost its name."""
+    """Return the module of a thing, and words. An emptied module has lost its name."""
     return (known.home, known.place) if known else (_home_of(thing), _place_of(thing))
 
 

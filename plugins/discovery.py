@@ -1,4 +1,4 @@
-"""Discovery of installed platforms and plugins by their metadata. Nothing of a plugin is imported."""
+"""Discovery of installed platforms and plugins by their metadata, without any import."""
 
 from __future__ import annotations
 
@@ -44,18 +44,19 @@ BRIDGE_GROUPS = MappingProxyType(
 )
 """Groups of bridges, each with the group of the result.
 
-The name of a bridge's entry point is a group of another host. Its function turns an ``Offer`` in that group into a
-``PlatformSpec`` or a plugin.
+The name of a bridge's entry point is a group of another host. Its function turns an ``Offer`` in
+that group into a ``PlatformSpec`` or a plugin.
 """
 
 PORTERS = "opgraft.porters"
 """The group of functions that rewrite a plugin of another host.
 
-The name of an entry point is the other host's. The function takes a folder and returns an ``opgraft.hosts.Ported``.
+The name of an entry point is the other host's. The function takes a folder and returns an
+``opgraft.hosts.Ported``.
 """
 
 FOR_OTHER_HOSTS = (*BRIDGE_GROUPS, PORTERS)
-"""Groups of helpers that no allow list needs to name: they run for a plugin or a folder that the user names."""
+"""Groups of helpers. No allow list names them: they run for a plugin or folder of the user."""
 
 HOST_DISTRIBUTION = "opgraft"
 CHECKED = (HOST_DISTRIBUTION, "torch")
@@ -151,7 +152,7 @@ class Discovery:
         return [offer for offer in self.offers if offer.group == group]
 
     def provider_of(self, module: str) -> Provider:
-        """Return the distribution of a module of opgraft or of a plugin; else the top-level package."""
+        """Return the distribution of a module of opgraft or a plugin; else the package."""
         known = self.providers.get(module)
         if known is None:
             known = self._provider_of(module)
@@ -176,7 +177,7 @@ class Discovery:
         return owners[0] if owners else Provider(package)
 
     def has_plugin(self, provider: Provider) -> bool:
-        """Return True if a distribution offers plugins. Then plugins decide about its replacements."""
+        """Return True if a distribution offers plugins, which then decide about replacements."""
         return any(offer.provider == provider for offer in self.of_group(PLUGIN_GROUP))
 
     def platforms_of(self, provider: Provider) -> list[str]:
@@ -238,8 +239,9 @@ def names_of(plugin: str) -> tuple[str, list[str], list[str]]:
 def scan() -> Discovery:
     """Read the entry points of every installed distribution.
 
-    If several distributions have one name, the first on ``sys.path`` counts; in one folder, the installed one. The
-    platform of the simulated device is offered if the environment names a device.
+    If several distributions have one name, the first on ``sys.path`` counts; in one folder, the
+    installed one. The platform of the simulated device is offered if the environment names a
+    device.
     """
     scanned = _Scan()
     scanned.read_own()
@@ -309,7 +311,7 @@ class _Scan:
         self.discovery.problems.append(problem)
 
     def _naming_opgraft(self) -> list[tuple[importlib_metadata.Distribution, str]]:
-        """Return the distributions with entry points for opgraft, with the text of the entry points.
+        """Return the distributions with entry points for opgraft, with their text.
 
         The groups of all distributions are noted on the way.
         """
@@ -319,7 +321,7 @@ class _Scan:
                 self._report(found)
                 continue
             try:
-                # Most distributions end here, before anything is parsed: start-up waits for this loop.
+                # Most distributions end here, unparsed: start-up waits for this loop.
                 text = text_of(found, "entry_points.txt") or ""
                 for group in groups_in(text):
                     self.discovery.groups.setdefault(group, []).append(found)
@@ -369,8 +371,8 @@ class _Scan:
     def _bridged(self, found: importlib_metadata.Distribution, bridge: Offer) -> list[Offer]:
         """Return the offers of a distribution through a bridge.
 
-        There are none if the distribution has offers for opgraft itself, or is the other host. The name of a host
-        begins the name of its groups.
+        There are none if the distribution has offers for opgraft itself, or is the other host. The
+        name of a host begins the name of its groups.
         """
         text = text_of(found, "entry_points.txt") or ""
         fields = fields_of(found)
@@ -390,7 +392,9 @@ class _Scan:
         ]
 
     def _counts(self, found: importlib_metadata.Distribution, provider: Provider) -> bool:
-        """Return True if a distribution is the first of its name. A later one of another version is a problem.
+        """Return True if a distribution is the first of its name.
+
+        A later one of another version is a problem.
 
         Raises:
             ValueError: a build left the distribution in the working folder.
@@ -412,8 +416,10 @@ class _Scan:
     def _own_offers(self, distribution: importlib_metadata.Distribution) -> list[Offer]:
         """Return the offers of a distribution with opgraft's name, as far as they are opgraft's.
 
-        There may be several such distributions: beside the installed one an ``opgraft.egg-info`` of another time in
-        the working folder, or an impostor. An offer of any of them counts if its module is opgraft's and exists.
+        There may be several such distributions: beside the installed one an ``opgraft.egg-info`` of
+            another time in
+        the working folder, or an impostor. An offer of any of them counts if its module is
+        opgraft's and exists.
         """
         offers = list(_offers(distribution, Provider(HOST_DISTRIBUTION, __version__), []))
         foreign = [offer.value for offer in offers if not offer.built_in]
@@ -427,7 +433,7 @@ class _Scan:
         return [offer for offer in offers if offer.built_in and _exists(offer.module)]
 
     def _refusal(self, offer: Offer, known: dict[tuple[str, str], Offer]) -> str:
-        """Admit an offer, or return the reason why the offer does not count. Of equal offers the first counts."""
+        """Admit an offer, or return the reason against it. The first of equal offers counts."""
         entry = f"its entry point {offer.name!r} in {offer.group}"
         if (offer.group, offer.name) == (PLUGIN_GROUP, NATIVE_CHOICE):
             return (
@@ -528,7 +534,7 @@ def _check(text: str, groups: Collection[str]) -> None:
 
 
 def is_editable(distribution: importlib_metadata.Distribution | None) -> bool:
-    """Return True for an editable install: its source lies elsewhere, and no RECORD lists the source."""
+    """Return True for an editable install. No RECORD lists its source."""
     return _editable_source(distribution) is not None
 
 
@@ -545,7 +551,7 @@ def _editable_source(distribution: importlib_metadata.Distribution | None) -> st
 
 
 def _has(distribution: importlib_metadata.Distribution, module: str) -> bool:
-    """Return True if the RECORD of a distribution lists a module, or its editable source has the module."""
+    """Return True if a RECORD lists a module, or the editable source has the module."""
     if _lists(distribution, module):
         return True
     source = _editable_source(distribution)

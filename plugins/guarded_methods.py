@@ -1,4 +1,4 @@
-"""Calling the methods of a platform: an error or a wrong result is told with the platform, its file and its line."""
+"""Calls of a platform's methods. An error or a wrong result names the platform and the line."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class _Method:
         return printable(f"platform {self.platform!r} of {self.provider}")
 
     def failed(self, problem: str, place: str | None = None) -> PluginError:
-        """Return the error about the method; without a ``place``, the place of its definition is named."""
+        """Return the error about the method, by default with the place of its definition."""
         place = place or location_of(self.defined)
         without = f"{PLUGINS_DISABLE}={self.provider.name}"
         message = (
@@ -183,5 +183,6 @@ CHECKS: Mapping[str, Callable[[Any], None]] = MappingProxyType(
 )
 """The methods that opgraft calls while a model runs, each with a function that refuses a wrong result.
 
-``default_config`` and ``prepare`` are called once, while a platform is loaded, and are checked there.
+``default_config`` and ``prepare`` are called once, while a platform is loaded, and are checked
+there.
 """

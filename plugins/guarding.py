@@ -23,8 +23,8 @@ from opgraft.registry.state import host_state
 class Guard:
     """Compares the process before and after each step of a sequence.
 
-    A look takes time. So the look after one step also serves as the look before the next, unless a module was
-    imported or ``forget`` was called in between.
+    A look takes time. So the look after one step also serves as the look before the next, unless a
+    module was imported or ``forget`` was called in between.
     """
 
     def __init__(self) -> None:
@@ -47,8 +47,8 @@ class Guard:
         Args:
             when: the step, in words.
             stays: returns True for a change that stays, although others meet the change.
-            report: receives the changes that stay, and sentences about the others. The call comes when everything is
-                set back, so that the handlers of logs are the former ones.
+            report: receives the changes that stay, and sentences about the others. The call comes
+                when everything is set back, so that the handlers of logs are the former ones.
         """
         if self._seen is None or len(sys.modules) != self._modules:
             self._seen = look()

@@ -12,7 +12,7 @@ from opgraft.registry.decision import Candidate, Decision
 
 
 def unclaimed_hardware(machine: Machine, decision: Decision) -> list[Sighting]:
-    """Return what the built-in tables recognise and no platform of the decision has among its devices."""
+    """Return devices that the built-in tables recognise and no platform of the decision has."""
     if any(_may_claim_all(candidate) for candidate in decision.candidates):
         return []
     evidence = [candidate.evidence for candidate in decision.candidates if candidate.evidence]
@@ -22,7 +22,7 @@ def unclaimed_hardware(machine: Machine, decision: Decision) -> list[Sighting]:
 
 
 def _may_claim_all(candidate: Candidate) -> bool:
-    """Tell whether an installed plugin's platform was not probed, or has devices that it gives no address for."""
+    """Return True for a plugin's platform that was not probed, or has devices without address."""
     if candidate.provider is None or candidate.provider.name == HOST_DISTRIBUTION:
         return False
     evidence = candidate.evidence

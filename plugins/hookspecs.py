@@ -1,8 +1,8 @@
-"""The hooks of a plugin. A plugin is a module, or an object, with functions marked ``@opgraft.hookimpl``.
+"""The hooks of a plugin: a module or an object with functions marked ``@opgraft.hookimpl``.
 
-Hooks are called once per activation, in pluggy's order (``tryfirst``, ``trylast``), after the platform was decided.
-A plugin of a distribution that offers no platform also states where its kernels apply, once, as an attribute:
-``platforms = ("cpu",)``, or ``platforms = "any"``.
+Hooks are called once per activation, in pluggy's order (``tryfirst``, ``trylast``), after the
+platform was decided. If the distribution offers no platform, an attribute of the plugin names the
+platforms for its kernels: ``platforms = ("cpu",)``, or ``platforms = "any"``.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def opgraft_veto(platform: Platform) -> str | None:
-    """Return a reason why this plugin must not be activated here (an old driver, say), or ``None``. Called first."""
+    """Return a reason against this plugin, such as an old driver, or ``None``. Called first."""
 
 
 @hookspec
 def opgraft_config(platform: Platform) -> OpgraftConfig | None:
-    """Return defaults that this plugin changes. The environment and the user's own settings stand above them."""
+    """Return defaults that this plugin changes. Environment and settings stand above them."""
 
 
 @hookspec
@@ -62,11 +62,11 @@ RESULT_TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
 """The types that each hook may return; checked, as a wrong type would fail far from the plugin that returned it."""
 
 _HOOK_CUTOFF = 0.8
-"""Above it a function's name is a hook's misspelt."""
+"""A function whose name is more alike has the misspelt name of a hook."""
 
 
 def unmarked(plugin: object) -> Iterator[tuple[str, Callable[..., Any], str]]:
-    """Yield functions that are named as a hook, or nearly, and not marked as one: name, function and what to do."""
+    """Yield unmarked functions with the name of a hook, or nearly: name, function and advice."""
     for name in dir(plugin):
         function = getattr(plugin, name, None)
         named = name.startswith(f"{PROJECT}_") or near_matches(name, RESULT_TYPES, _HOOK_CUTOFF)

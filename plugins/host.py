@@ -26,17 +26,21 @@ Value = TypeVar("Value")
 
 
 def load_plugins() -> None:
-    """Load and activate the plugins that apply in this process. Done once; later calls return at once.
+    """Load and activate the plugins that apply in this process, once. Later calls return at once.
 
-    Ops call it on first construction. A plugin that fails is recorded, reported once as a warning and left out.
+    Ops call it on first construction. A plugin that fails is recorded, reported once as a warning
+    and left out.
 
     Raises:
         AgreementError: the process that started this one has shared other decisions.
-        ConfigError: the allow list names a plugin that is not installed, or the lockfile cannot be used.
-        PluginError: in strict mode, or for a plugin that a setting asks for by name, instead of the warning.
+        ConfigError: the allow list names a plugin that is not installed, or the lockfile cannot be
+            used.
+        PluginError: in strict mode, or for a plugin that a setting asks for by name, instead of the
+            warning.
         PlatformError, ConflictError: no platform could be decided.
-        UnknownTargetError: in strict mode, a replacement registered outside of plugins names a target that does not
-            exist. Otherwise a warning says so, and that registration is left out.
+        UnknownTargetError: in strict mode, a replacement registered outside of plugins names a
+            target that does not exist. Otherwise a warning says so, and that registration is left
+            out.
     """
     state = host_state()
     if state.loading.done:
@@ -58,7 +62,7 @@ def load_plugins() -> None:
             state.loading.done = True
             _report(state)
         finally:
-            # Ops that plugins constructed meanwhile were bound when a part of the plugins was active.
+            # Ops that plugins constructed meanwhile were bound to a part of the plugins.
             state.loading.thread = None
             state.invalidate()
 
@@ -66,7 +70,9 @@ def load_plugins() -> None:
 def decide_with_plugins(
     cache: Callable[[Caches], dict[Key, Any]], key: Key, decide: Callable[[], Value]
 ) -> Value:
-    """Load the plugins and return ``HostState.decide_once`` of the arguments; again if another thread calls ``reset``.
+    """Load the plugins and return ``HostState.decide_once`` of the arguments.
+
+    Both are done again if another thread calls ``reset``.
 
     Raises:
         OpgraftError: as ``load_plugins``, or as ``decide``.
@@ -85,7 +91,7 @@ def decide_with_plugins(
 
 
 def _report(state: HostState) -> None:
-    """Log what this process runs with, the one line at the level INFO, and at DEBUG what became of each plugin."""
+    """Log the platform and the plugins, one line at INFO, and each plugin at DEBUG."""
     records = list(state.plugins.values())
     active = [
         printable(record.name) for record in records if record.status is PluginStatus.ACTIVATED
@@ -111,18 +117,19 @@ def _report(state: HostState) -> None:
 
 
 def check_loaded_with(settings: Settings, state: HostState) -> None:
-    """Raise where a scope asks for other plugins: which there are is decided once, and must not be ignored.
+    """Check that a scope asks for no other plugins: they are decided once.
 
     Raises:
-        PluginError: one of them, ``lockfile``, ``strict`` or ``cpu_keep_memory`` differs from when plugins were loaded.
+        PluginError: one of them, ``lockfile``, ``strict`` or ``cpu_keep_memory`` differs from when
+            plugins were loaded.
     """
     for name in ("plugins", "plugins_disable", "lockfile", "strict", "cpu_keep_memory"):
         wanted = getattr(settings.config, name)
         if state.loading.config is not None and wanted != getattr(state.loading.config, name):
             raise PluginError(
                 f"{settings.origins[name]} sets {name} to {wanted!r}, but plugins were loaded with "
-                f"{getattr(state.loading.config, name)!r}: set it before the first op is constructed, or call "
-                "opgraft.reset() first"
+                f"{getattr(state.loading.config, name)!r}: set it before the first op is "
+                "constructed, or call opgraft.reset() first"
             )
 
 

@@ -19,10 +19,11 @@ _WITHOUT_VALUES = "meta"
 
 
 def keep_properties(platform: Platform, entry: str, provider: Provider) -> None:
-    """Read every property of a platform, check it, and have the platform answer with that value from now on.
+    """Read and check every property of a platform, and keep the value for later answers.
 
-    A property is code of others: it may raise, or give another value, when it is read again. Each value is kept before
-    the next property is read, as one property may be computed from another. The methods are guarded, as
+    A property is code of others: a second read may raise, or give another value. Each value is kept
+        before the next
+    property is read, as one property may be computed from another. The methods are guarded, as
     ``guard_methods`` says.
 
     Args:

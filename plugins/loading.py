@@ -1,4 +1,4 @@
-"""One pass over the installed plugins: select, import, call hooks, resolve targets; each plugin is a transaction."""
+"""One pass over the plugins: select, import, call hooks, resolve targets; each is a transaction."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LONGEST_TRACEBACK = 20_000  # characters, of its end
 
 
 class Loading:
-    """One pass over the installed plugins. ``undo_all`` takes everything back if the pass itself raises."""
+    """One pass over the installed plugins. ``undo_all`` takes back a pass that raises."""
 
     def __init__(self, state: HostState, platform: Platform, undo_all: ExitStack) -> None:
         self.state = state
@@ -57,7 +57,8 @@ class Loading:
         for offer in discover().of_group(PLUGIN_GROUP):
             self._consider(offer)
         hooks = self.manager.hook
-        # Hook by hook, not plugin by plugin: a vetoed plugin leaves no defaults, and all hold when ops are registered.
+        # Hook by hook, not plugin by plugin: a vetoed plugin leaves no defaults, and all defaults
+        # hold when ops are registered.
         self._call_each(hooks.opgraft_veto, self._heed_veto)
         self._call_each(hooks.opgraft_config, self._add_defaults)
         self._call_each(hooks.opgraft_register_ops, self._expect_nothing)
@@ -80,7 +81,7 @@ class Loading:
             self._reject(offer, record, against)
             return
         record.status = PluginStatus.SELECTED
-        # A stack for each plugin: closed alone if the plugin fails, and with all others if the pass does.
+        # A stack for each plugin: closed if the plugin fails, or with all others if the pass fails.
         undos = self.undo_all.enter_context(ExitStack())
         undos.callback(self.state.withdraw_declarations, owner)
         self.transactions[offer.name] = Transaction(owner, offer.module, undos)
@@ -133,20 +134,21 @@ class Loading:
             raise _no_hook(offer, plugin)
 
     def _check_hook_names(self, plugin: object) -> None:
-        """Reject a function that is marked as a hook and has the name of none, unless it is optional."""
-        # pluggy looks at such names for all plugins at once, and then no plugin can be taken back alone.
+        """Reject a function that is marked as a hook without the name of one."""
+        # pluggy checks the names of all plugins at once. Then no plugin can be taken back alone.
         for name in dir(plugin):
             marked = self.manager.parse_hookimpl_opts(plugin, name)
             if marked and not marked["optionalhook"] and name not in hookspecs.RESULT_TYPES:
                 place = location_of(getattr(plugin, name))
                 near = close_matches(name, hookspecs.RESULT_TYPES)
                 raise PluginError(
-                    f"{name} at {place} is marked as a hook, and there is none of that name: {near}",
+                    f"{name} at {place} is marked as a hook, and there is none of that name: "
+                    f"{near}",
                     place,
                 )
 
     def _adopt_declarations(self, record: PluginRecord) -> None:
-        """Activate the declarations of the plugin's modules. Another plugin may have imported the modules first."""
+        """Activate the declarations of the plugin's modules, also if others imported them first."""
         undos = self.transactions[record.name].undos
         self.state.renew_declarations(self.transactions[record.name].owner)
         for replacement in self.state.registry.replacements:
@@ -258,7 +260,7 @@ class Loading:
                 self._guarded(name, when, hook),
             ):
                 step()
-            # Behind the step: its additions must be known before, and an undo is no change by the plugin.
+            # Behind the step: its additions are known by now, and an undo is no change.
             if record.status in (PluginStatus.REJECTED, PluginStatus.VETOED):
                 record.location = self._place(name, hook)
                 self._withdraw(name, record.status, record.reason)
@@ -276,7 +278,7 @@ class Loading:
             logger.warning("%s It is left out.", printable(message), extra=record.attributes())
 
     def _guarded(self, name: str, when: str, hook: object) -> AbstractContextManager[None]:
-        """Set back the changes of the process by a step. Additions of the plugin end with the plugin."""
+        """Set back the changes of the process by a step. Additions end with the plugin."""
         record = self.state.plugins[name]
         undos = self.transactions[name].undos
 
@@ -309,7 +311,7 @@ class Loading:
         return location_of(hook) if hook is not None else file and f"{file}:1"
 
     def _brings_device(self, record: PluginRecord) -> bool:
-        """Return True if the plugin and the platform are of one distribution. Its device may need patches of torch."""
+        """Return True if the plugin brings the platform. Its device may need patches of torch."""
         offers = discover().of_group(PLATFORM_GROUP)
         return any(
             each.provider == record.provider and each.name == self.platform.name for each in offers
@@ -344,13 +346,12 @@ def _as_activated(record: PluginRecord) -> str:
 
 
 def _reject_names(unknown: list[str], known: Iterable[str]) -> None:
-    raise PluginError(
-        f"it names the op {unknown[0]!r}, which nobody registers: {close_matches(unknown[0], known)}"
-    )
+    near = close_matches(unknown[0], known)
+    raise PluginError(f"it names the op {unknown[0]!r}, which nobody registers: {near}")
 
 
 def _no_hook(offer: Offer, plugin: object) -> PluginError:
-    """Return an error about a plugin that does nothing. The error names a function that looks like a hook."""
+    """Return an error about a plugin without hooks, with a function that looks like one."""
     text = f"{offer.value} implements no hook and registers no op"
     for name, function, hint in hookspecs.unmarked(plugin):
         place = location_of(function)
@@ -375,7 +376,7 @@ def _overruled_platforms(record: PluginRecord, plugin: Any) -> tuple[Finding, ..
 
 
 def _stated_platforms(plugin: object) -> tuple[str, ...]:
-    """Return the plugin's ``platforms`` attribute. A distribution without a platform needs the attribute.
+    """Return the plugin's ``platforms`` attribute, which a distribution without platform needs.
 
     Raises:
         PluginError: the attribute is missing, or neither "any" nor a sequence of names.

@@ -1,6 +1,7 @@
 """Lockfiles: the distributions whose plugins may be imported, as they were when they were locked.
 
-A distribution is compared with its row, and its files with the hashes of its RECORD, before any import.
+A distribution is compared with its row, and its files with the hashes of its RECORD, before any
+import.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Lockfile:
         return f"one of {len(rows)} distributions with the SHA-256 {digest:.16}"
 
     def against(self, provider: Provider) -> str | None:
-        """Return how a distribution differs from its row, or its files from its RECORD; ``None`` if they agree.
+        """Return how a distribution differs from its row or its RECORD, or ``None``.
 
         The comparison is made once.
         """
@@ -184,7 +185,7 @@ def write_rows(path: Path, rows: Iterable[Locked]) -> None:
 def lock_installed(
     settings: Settings, *, allow_editable: bool
 ) -> tuple[list[Locked], list[Problem]]:
-    """Return the rows of the distributions that the settings admit, and the distributions that cannot be locked.
+    """Return the rows of admitted distributions, and the distributions that cannot be locked.
 
     The lockfile of the settings has no say: it may be the one to be renewed.
     """
@@ -204,7 +205,7 @@ def lock_installed(
 
 
 def _reasons_against(settings: Settings) -> dict[Provider, list[str | None]]:
-    """Return for each distribution why its offers are not used, ``None`` for each offer that is used."""
+    """Return the reasons against the offers of each distribution, ``None`` for a used offer."""
     reasons: dict[Provider, list[str | None]] = {}
     for offer in discover().offers:
         if not offer.built_in:

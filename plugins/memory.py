@@ -1,7 +1,7 @@
 """Files by which a process tells later ones: failures of plugins, and results of the doctor.
 
-Each lies in a file of its own in the user's folder of states, so that processes that write at the same
-time lose none. A file begins with a digest of the rest.
+Each lies in a file of its own in the user's folder of states, so that processes that write at the
+same time lose none. A file begins with a digest of the rest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Metadata of the installed distributions, read with limits: it is written by everybody, and may be anything."""
+"""Metadata of the installed distributions, read with limits: the metadata may be anything."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SPELLED = {
     "Name": re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"),
     "Version": re.compile(r"[A-Za-z0-9.!+_-]+"),
 }
-"""The spelling of names and versions, which stand in reports, and in commands that are shown to be pasted."""
+"""The spelling of names and versions. Reports and commands to be pasted quote them."""
 _GROUP = re.compile(r"^\s*\[([^\]\n]+)\]\s*$", re.M)
 
 
@@ -52,14 +52,11 @@ class Problem:
 
 
 def distributions() -> Iterator[importlib_metadata.Distribution | Problem]:
-    """Yield the distributions that can be found, and a problem for each finder that does not let itself be asked."""
+    """Yield the installed distributions, and a problem for each finder that fails."""
     context: Any = importlib_metadata.DistributionFinder.Context
-    # As imports look there. What is not there would be taken for an archive, which takes milliseconds to find out.
-    everything = context(
-        path=[
-            entry for entry in sys.path if isinstance(entry, str) and os.path.exists(entry or ".")
-        ]
-    )
+    entries = [entry for entry in sys.path if isinstance(entry, str)]
+    # A missing entry would be taken for an archive, and that takes milliseconds.
+    everything = context(path=[entry for entry in entries if os.path.exists(entry or ".")])
     for finder in list(sys.meta_path):
         find = getattr(
             finder, "find_distributions", None
@@ -68,7 +65,7 @@ def distributions() -> Iterator[importlib_metadata.Distribution | Problem]:
             continue
         try:
             number = 0
-            # By folder, as on sys.path, and by name within one: the order of a listing is another on each machine.
+            # By folder, as on sys.path, then by name: each machine lists a folder in its own order.
             for _, found in groupby(
                 islice(find(everything), _MOST), lambda each: _place(each).rpartition(os.sep)[0]
             ):
@@ -85,7 +82,7 @@ def distributions() -> Iterator[importlib_metadata.Distribution | Problem]:
 
 
 def place_of(distribution: importlib_metadata.Distribution) -> Path | None:
-    """Return the folder of a distribution's metadata, ``None`` of one that lies in no folder of the file system."""
+    """Return the folder of a distribution's metadata, ``None`` outside of the file system."""
     path = getattr(distribution, "_path", None)  # for which importlib-metadata has no public name
     return path if isinstance(path, Path) else None
 
@@ -115,7 +112,8 @@ def text_of(distribution: importlib_metadata.Distribution, name: str) -> str | N
         raise ValueError(f"{name} cannot be read: {why}") from error
     if content.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
         raise ValueError(
-            f"{name} begins with a byte-order mark, which hides its first line: save it as UTF-8 without"
+            f"{name} begins with a byte-order mark, which hides its first line: save it as UTF-8 "
+            "without"
         )
     try:
         return content.decode()
@@ -126,7 +124,8 @@ def text_of(distribution: importlib_metadata.Distribution, name: str) -> str | N
 def fields_of(distribution: importlib_metadata.Distribution) -> dict[str, list[str]]:
     """Return the fields of a distribution's metadata, the values of each by its name in lower case.
 
-    The long description is left out, which would take long. So would the import of ``email``, whose format this is.
+    The long description is left out, as reading takes long. So would the import of ``email``, which
+    has this format.
 
     Raises:
         ValueError: there is none, or it has no name or version.
@@ -181,20 +180,22 @@ def entry_point_rows(text: str) -> Iterator[tuple[str, str]]:
 
 
 def is_stray(distribution: importlib_metadata.Distribution) -> bool:
-    """Tell whether metadata is what a build left in the working folder, from which Python was started by chance."""
+    """Return True for metadata that a build left in the working folder."""
     place = place_of(distribution)
     if place is None or place.suffix != ".egg-info":
         return False
-    root, here = str(place.parent), os.path.abspath("")
-    return os.path.abspath(root) == here and [os.path.abspath(entry) for entry in sys.path].count(
-        here
-    ) == 1 == (os.path.abspath(sys.path[0]) == here)
+    here = os.path.abspath("")
+    if os.path.abspath(str(place.parent)) != here:
+        return False
+    # Python puts the working folder first. A second entry is a wish of the user.
+    entries = [os.path.abspath(entry) for entry in sys.path]
+    return entries[0] == here and entries.count(here) == 1
 
 
 def specs_of(module: str) -> Iterator[ModuleSpec]:
-    """Yield where a module and the packages above it would be imported from, those first, as far as they are there.
+    """Yield the specifications of a module and, before, of the packages above, if found.
 
-    Imports nothing. What is imported already, an import would return.
+    Nothing is imported. An imported module keeps its specification.
 
     Raises:
         PluginError: a finder on ``sys.meta_path`` raised.
@@ -213,21 +214,19 @@ def specs_of(module: str) -> Iterator[ModuleSpec]:
 def _found(name: str, folders: list[str], top: bool) -> ModuleSpec | None:
     """Ask the finders for a module in the order in which an import asks them."""
     for finder in list(sys.meta_path):
-        spec = (
-            _spec_in(name, folders)
-            if finder is PathFinder
-            else _asked(finder, name, None if top else folders)
-        )
+        above = None if top else folders
+        is_by_path = finder is PathFinder
+        spec = _spec_in(name, folders) if is_by_path else _asked(finder, name, above)
         if spec is not None:
             return spec
     return None
 
 
 def _asked(finder: Any, name: str, folders: list[str] | None) -> ModuleSpec | None:
-    """Ask a finder of somebody's for a module.
+    """Ask a finder for a module.
 
     Raises:
-        PluginError: it raised, as it would at an import.
+        PluginError: the finder raised.
     """
     find = getattr(finder, "find_spec", None)  # which one of distributions alone has not
     try:
@@ -241,15 +240,14 @@ def _asked(finder: Any, name: str, folders: list[str] | None) -> ModuleSpec | No
 
 
 def is_namespace(spec: ModuleSpec) -> bool:
-    """Tell whether a specification is that of a namespace package, of which an import runs nothing."""
-    own = (
-        spec.loader is None or type(spec.loader).__module__ == "_frozen_importlib_external"
-    )  # its name is no public one
+    """Return True for a namespace package. Its import runs nothing."""
+    # The class of such a loader has no public name.
+    own = spec.loader is None or type(spec.loader).__module__ == "_frozen_importlib_external"
     return own and spec.origin is None and spec.submodule_search_locations is not None
 
 
 def _spec_in(name: str, folders: list[str]) -> ModuleSpec | None:
-    """Find a module in folders; the finder would want the package above to be imported, where that is a namespace."""
+    """Find a module in folders. The finder itself needs an imported package above a namespace."""
     portions: list[str] = []
     for folder in folders:
         importer = pkgutil.get_importer(folder)

@@ -1,4 +1,4 @@
-"""Several versions of one distribution in one folder, as upgrades that did not end leave them: the installed one."""
+"""The installed version among several in one folder, as upgrades that did not end leave them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def installed(several: Sequence[importlib_metadata.Distribution]) -> tuple[int, 
     """Choose among the versions of a distribution in one folder.
 
     Returns:
-        The place in ``several`` of the one whose files are there as its RECORD lists them, or of the latest of those;
-        and why it was chosen.
+        The place in ``several`` of the version with its files as listed in RECORD, or of the latest
+        of those; and the reason.
     """
     shares = [_share_there(each) for each in several]
     best = max(shares)
@@ -64,7 +64,7 @@ def _share_there(distribution: importlib_metadata.Distribution) -> float:
 
 
 def _is_compared(path: str) -> bool:
-    """Return True for a file of the distribution itself, not of its metadata, its scripts or a cache."""
+    """Return True for a file of the distribution, not of its metadata, scripts or a cache."""
     top = path.partition("/")[0]
     return not (top == ".." or top.endswith(_INFO) or path.endswith(_COMPILED))
 

@@ -14,7 +14,7 @@ from opgraft.registry.finding import Finding
 from opgraft.registry.state import PluginRecord, PluginStatus, host_state
 
 _PLATFORM_CUTOFF = 0.7
-"""Names of platforms that are more alike are one name misspelt. 'npu' and 'cpu' are alike by two thirds."""
+"""Names that are more alike are one name misspelt. 'npu' and 'cpu' are alike by two thirds."""
 
 SLOW = 5.0
 """The seconds of a slow import. The import of torch takes one or two."""
@@ -55,7 +55,7 @@ def rejection_of(record: PluginRecord) -> str:
 
 
 def failure_of(record: PluginRecord) -> str:
-    """Return a sentence about a plugin that failed: the reason, and the way to go without the plugin."""
+    """Return a sentence about a plugin that failed, with the way to go without the plugin."""
     reason = record.reason if record.reason.endswith("?") else f"{record.reason.rstrip('.')}."
     name = record.name
     return (
@@ -70,7 +70,7 @@ def state_of(record: PluginRecord) -> str:
 
 
 def absence_of(name: str) -> str:
-    """Return the states of plugins that are not active. A setting names a plugin or a distribution."""
+    """Return the states of plugins, named in a setting, that are not active."""
     absent = []
     for record in host_state().plugins.values():
         is_meant = name in (record.name, record.provider.name)
@@ -91,7 +91,8 @@ def replacements_of(record: PluginRecord) -> list[Replacement]:
 def _misspelt_platforms(record: PluginRecord) -> Iterator[Finding]:
     """Find platforms that a plugin states and no distribution offers.
 
-    A name beside an offered one is no fault: the platform may be installed on other machines. A name that is nearly
+    A name beside an offered one is no fault: the platform may be installed on other machines. A
+        name that is nearly
     the name of another platform is a fault.
     """
     offered = {offer.name for offer in discover().of_group(PLATFORM_GROUP)}

@@ -30,9 +30,10 @@ from opgraft.registry.watching import watched
 def load_platform(offer: Offer) -> tuple[Platform, OpgraftConfig]:
     """Load the chosen platform and its default settings, and check both.
 
-    Loading an out-of-tree platform is a transaction. If the platform cannot be used, its declarations, such as ops and
-    replacements, and its changes of the process are taken back. If the platform can be used, changes for others are
-    set back. Functions of torch are the exception: a device may need another one.
+    Loading an out-of-tree platform is a transaction. If the platform cannot be used, its
+    declarations, such as ops and replacements, and its changes of the process are taken back. If
+    the platform can be used, changes for others are set back. Functions of torch are the exception:
+    a device may need another one.
 
     Raises:
         PlatformError: the platform cannot be loaded, or breaks the contract of platforms.
@@ -67,7 +68,7 @@ def _confine_replacements(transaction: Transaction) -> None:
 
 
 def _adopt_declarations(transaction: Transaction) -> None:
-    """Activate the declarations of the platform's modules. Others may have imported the modules first.
+    """Activate the declarations of the platform's modules, also if others imported them first.
 
     If the distribution has plugins, their activation decides about its replacements.
 

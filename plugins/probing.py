@@ -1,7 +1,7 @@
-"""Asking a platform's probe, in this process for built-in ones and in a child process for everyone else's.
+"""Probes of platforms: built-in ones run in this process, others in a child process.
 
-A third party's probe may hang, crash the interpreter or raise whatever it likes: the child has a time limit, and every
-outcome becomes ``Evidence``.
+A probe of others may hang, crash the interpreter or raise anything. The child has a time limit, and
+every outcome becomes ``Evidence``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from opgraft.registry.watching import told_when_late
 TIME_LIMIT = 10.0  # seconds
 
 SLOW = 5.0  # seconds
-"""The time from which on a probe is slow; those of opgraft take milliseconds."""
+"""The time of a slow probe. Those of opgraft take milliseconds."""
 
 _OF_EVERYBODY = re.compile(
     r"/dev/(null|zero|u?random|console|ptmx|tty\w*|hvc\d+|std\w+|(pts|shm|fd|mqueue)(/.*)?)"
@@ -65,7 +65,7 @@ _ANSWERING = threading.Event()
 """Set in a child process that runs a probe, which must not start children of its own."""
 
 
-class ProbeFailed(Exception):  # noqa: N818  # an outcome that selection records, never one that users catch
+class ProbeFailed(Exception):  # noqa: N818  # an outcome for selection, which no user catches
     """A probe gave no evidence; the message says why."""
 
 
@@ -73,22 +73,25 @@ def ask(offer: Offer, machine: Machine, time_limit: float = TIME_LIMIT) -> Evide
     """Ask an offered platform's probe for its evidence.
 
     Raises:
-        ProbeFailed: it raised, crashed, ran past ``time_limit`` seconds or answered something else than ``Evidence``.
+        ProbeFailed: the probe raised, crashed, took more than ``time_limit`` seconds or gave no
+            ``Evidence``.
     """
     if offer.built_in:
         return run_probe(offer, machine)
     if _ANSWERING.is_set():
         raise PlatformError(
-            f"platform {offer.name!r} was probed from within another platform's probe: a module that has a "
-            "PlatformSpec must not use opgraft.current_platform() or construct ops when it is imported"
+            f"platform {offer.name!r} was probed from within another platform's probe: a module "
+            "that has a PlatformSpec must not use opgraft.current_platform() or construct ops when "
+            "it is imported"
         )
     return _ask_child(offer, machine, time_limit)
 
 
 def ask_all(offers: Sequence[Offer], machine: Machine) -> list[Evidence | Exception]:
-    """Ask the probes of several platforms, those of others at the same time, so that the slowest is waited for.
+    """Ask the probes of several platforms, those of others at the same time.
 
-    Returns for each offer, in their order, the evidence or the error that ``ask`` raised.
+    Returns:
+        For each offer, in order, the evidence or the error that ``ask`` raised.
     """
     answers: dict[Offer, Evidence | Exception] = {}
 
@@ -134,7 +137,7 @@ def _is_started(thread: threading.Thread) -> bool:
 
 
 def _most_at_once() -> int:
-    """Return the number of probes that may run at the same time, given the files that this process may still open."""
+    """Return the number of probes at the same time, by the files that this process may open."""
     import resource  # which nobody needs who has no other platforms
 
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -157,7 +160,7 @@ def run_probe(offer: Offer, machine: Machine) -> Evidence:
 
 
 def _probed(offer: Offer, machine: Machine) -> tuple[PlatformSpec, Evidence]:
-    """Import the probe and call it here; returns what the entry point names, too.
+    """Import the probe and call it here; returns the object of the entry point, too.
 
     Raises:
         ProbeFailed: as for ``ask``.
@@ -185,13 +188,13 @@ def _probed(offer: Offer, machine: Machine) -> tuple[PlatformSpec, Evidence]:
 
 
 def _place(offer: Offer, error: BaseException) -> str:
-    """Return ``file:line`` of the innermost code of a probe's package, from where it may have called others."""
+    """Return ``file:line`` of the innermost code of a probe's package on the stack."""
     own = None if offer.built_in else raised_in(offer.module.partition(".")[0], error)
     return own or raised_at(error)
 
 
 def spec_of(offer: Offer) -> Any:
-    """Load what the entry point names.
+    """Load the object of the entry point.
 
     Raises:
         ProbeFailed: its module has nothing of that name.
@@ -203,14 +206,15 @@ def spec_of(offer: Offer) -> Any:
     # Of a dotted name the import tells itself which part is missing.
     if "." not in name and not hasattr(module, name):
         raise ProbeFailed(
-            f"the entry point {offer.name} = {offer.value} in {offer.group} names {name!r}, which {offer.module} does "
-            f"not have: {close_matches(name, vars(module))} Correct it and install the distribution again."
+            f"the entry point {offer.name} = {offer.value} in {offer.group} names {name!r}, which "
+            f"{offer.module} does not have: {close_matches(name, vars(module))} Correct it and "
+            "install the distribution again."
         )
     return offer.load()
 
 
 def _ask_child(offer: Offer, machine: Machine, time_limit: float) -> Evidence:
-    # What starts children, and what remembers those that were lost, built-in platforms need not wait for.
+    # Built-in platforms need not wait for these imports.
     child = importlib.import_module("opgraft.machine.child")
     private = {}
     for name, value in os.environ.items():
@@ -242,7 +246,7 @@ def _ask_child(offer: Offer, machine: Machine, time_limit: float) -> Evidence:
 
 
 def _keep(finding: Finding) -> None:
-    """Keep what is wrong with a probe for the doctor."""
+    """Keep a finding about a probe for the doctor."""
     with host_state().lock:
         findings = PLATFORM_FINDINGS.get()
         if finding not in findings:
@@ -250,7 +254,7 @@ def _keep(finding: Finding) -> None:
 
 
 class _Asked(dict[str, str]):
-    """Variables, noting by which names they were asked for; who goes through them all asks for none."""
+    """Variables that note the names in queries. A loop over all variables is no query."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         super().__init__(variables)
@@ -312,11 +316,12 @@ class _Before(NamedTuple):
 
 
 def _remarks(offer: Offer, spec: PlatformSpec, before: _Before) -> Iterator[dict[str, str]]:
-    """Yield what a probe did that a probe must not do, each with ``file:line``; called in its process."""
+    """Yield forbidden deeds of a probe, each with ``file:line``. Call this in its process."""
     seconds = time.monotonic() - before.started
     place = _place_of_probe(offer, spec)
     if seconds >= SLOW:
-        told = f"took {seconds:.1f} s, and each command waits for it: read files, and ask no tool or device"
+        waits = f"took {seconds:.1f} s, and each command waits for it"
+        told = f"{waits}: read files, and ask no tool or device"
         yield {"message": told, "location": place}
     # A bridge runs the code of another host's plugin, which may need torch.
     if _TORCH in sys.modules and not before.has_torch and offer.bridge is None:
@@ -324,7 +329,8 @@ def _remarks(offer: Offer, spec: PlatformSpec, before: _Before) -> Iterator[dict
         yield {"message": told, "location": _import_of(_TORCH, offer.module) or place}
     devices = sorted(_open_devices() - before.devices)
     if devices:
-        told = f"leaves {', '.join(devices)} open, as a device context does: read files below machine.root only"
+        opened = f"leaves {', '.join(devices)} open, as a device context does"
+        told = f"{opened}: read files below machine.root only"
         yield {"message": told, "location": place}
 
 
@@ -343,7 +349,7 @@ def _place_of_probe(offer: Offer, spec: PlatformSpec) -> str:
 
 
 def _import_of(package: str, module: str) -> str:
-    """Return ``file:line`` of the import of a package by a module of a probe's package, when that is imported."""
+    """Return ``file:line`` at which a module of the probe's package imports another package."""
     own, _, _ = module.partition(".")
     for name, each in list(sys.modules.items()):
         top, _, _ = name.partition(".")
@@ -361,7 +367,7 @@ def _import_of(package: str, module: str) -> str:
 
 
 def _run_at_import(statements: Iterable[ast.AST]) -> Iterator[ast.stmt]:
-    """Yield the statements that the import of a module may run; those of functions and of type checkers aside."""
+    """Yield the statements that an import may run, not those of functions and type checkers."""
     for node in statements:
         if isinstance(node, ast.stmt):
             yield node
@@ -408,7 +414,7 @@ def is_device_file(path: str) -> bool:
 def answer(
     reply_to: int, machine: Mapping[str, Any], name: str, value: str, root: str, bridge: str
 ) -> None:
-    """Run the probe on the child's side and write its evidence to the file descriptor ``reply_to``."""
+    """Run the probe in the child, and write the evidence to the file descriptor ``reply_to``."""
     _ANSWERING.set()
     through = Offer(PLATFORM_BRIDGES, name, bridge, Provider(name)) if bridge else None
     offer = Offer(PLATFORM_GROUP, name, value, Provider(name), bridge=through)

@@ -1,7 +1,7 @@
-"""The table of everything in the process that is compared around each step of a plugin, and set back.
+"""The table of values that are compared around each step of a plugin, and set back.
 
-A change that would show in the results of others is set back at once. An addition, such as a variable
-of the environment that a library reads, stays as long as the plugin does.
+A change that would show in the results of others is set back at once. An addition, such as a
+variable of the environment that a library reads, stays as long as the plugin does.
 """
 
 from __future__ import annotations

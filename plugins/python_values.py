@@ -40,7 +40,8 @@ _STREAMS: Mapping[str, int] = {"stdin": 0, "stdout": 1, "stderr": 2}
 def only_drawn(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
     """Return True if drawing some thousand numbers leads from one state to the other.
 
-    Libraries draw numbers when they are imported. Python's generator makes 624 words of 32 bits at once.
+    Libraries draw numbers when they are imported. Python's generator makes 624 words of 32 bits at
+    once.
     """
     words = 624
     numbers = random.Random()  # noqa: S311 - nothing is kept secret
@@ -77,7 +78,7 @@ def only_certain(before: list[Any], after: list[Any]) -> bool:
 def set_filters(before: list[Any]) -> None:
     """Set filters of warnings, behind new filters for certain warnings."""
     certain = [row for row in _added(before, warnings.filters) if not _meets_all(row)]
-    warnings.filters[:] = [*certain, *before]  # type: ignore[index]  # a list, whatever its stub says
+    warnings.filters[:] = [*certain, *before]  # type: ignore[index]  # the stub is wrong: a list
     with warnings.catch_warnings():  # Python looks at the filters anew
         pass
 
@@ -106,7 +107,7 @@ def end_thread(key: Item, former: object) -> None:
 
 
 def stand_in(name: str, module: Any) -> Addition | None:
-    """Judge a new module: ``None``, or a module of a plugin without a source, keeps others from importing."""
+    """Judge a new module. ``None``, or an empty module of a plugin, keeps others from importing."""
     is_empty = module is None
     if not is_empty and name not in modules_of_plugins():
         return None

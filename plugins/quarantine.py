@@ -33,7 +33,8 @@ class Record:
     Attributes:
         name, version: of the distribution.
         digest: the digest of its content.
-        states: a digest of the states of its files. As long as they are the same, the content is not read.
+        states: a digest of the states of its files. As long as they are the same, the content is
+            not read.
         what: what happened.
         since: the time in UTC.
     """
@@ -57,7 +58,7 @@ class Record:
 
 
 def against(provider: Provider) -> str | None:
-    """Return why a distribution is left alone, or ``None``. Records of other content do not count."""
+    """Return why a distribution is left alone, or ``None``. Other content does not count."""
     distribution = discover().distributions.get(provider)
     if distribution is None:  # opgraft itself
         return None

@@ -1,4 +1,4 @@
-"""RECORD, the list that installers write of the files of a distribution, compared with the files."""
+"""RECORD, the list of files that installers write, compared with the files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def difference(place: Path, path: str, digest: str, size: str) -> str | None:
                 return f"{path}, which lies elsewhere, has more than {_LARGEST:,} bytes"
             found = digest_of(file, kind)
     except FileNotFoundError:
-        # Scripts lie outside of the folder for imports. 'pip install --target' does not put them there.
+        # Scripts lie outside of the folder for imports. 'pip install --target' leaves them out.
         return None if path.startswith(("..", "/")) else f"{path}, which RECORD lists, is missing"
     except (OSError, ValueError) as error:
         return f"{path} cannot be read: {described(error)}"

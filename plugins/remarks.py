@@ -9,10 +9,10 @@ from opgraft.registry.finding import Finding
 from opgraft.registry.state import StateValue
 
 PLATFORM_FINDINGS = StateValue[list[Finding]](list)
-"""Faults of platforms: platforms that should have worked and did not, and changes of the process by others."""
+"""Faults of platforms that should have worked, and changes of the process by others."""
 
 PLATFORM_NOTES = StateValue[list[tuple[Provider, str]]](list)
 """Changes of the process by the platform, which stay, in words."""
 
 STARTED_THREADS = StateValue[dict[threading.Thread, Provider]](dict)
-"""Threads that code of others has started while it was loaded, and that keep a process from ending."""
+"""Threads that plugins have started while loaded, and that keep a process from ending."""

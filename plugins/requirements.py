@@ -30,7 +30,7 @@ FAULTS = ("it requires", "its requirement", LOCKED_OUT, QUARANTINED)
 
 
 def unfit(offer: Offer, settings: Settings) -> str | None:
-    """Return the reason why an offer is not used, or ``None``: the lists of the user, or another opgraft or torch."""
+    """Return the reason against an offer, or ``None``: a list of the user, or a version."""
     if offer.built_in:
         return None
     config = settings.config
@@ -78,7 +78,7 @@ def check_allow_list(settings: Settings) -> None:
 
 
 def _unmet_requirement(offer: Offer) -> str | None:
-    """Return the first requirement on opgraft or torch that is not met, in words; ``None`` if all are met."""
+    """Return the first unmet requirement on opgraft or torch in words, or ``None``."""
     if not offer.requires:
         return None
     from packaging.requirements import Requirement  # costs 20 ms, only some plugins need it

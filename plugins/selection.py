@@ -1,4 +1,4 @@
-"""The choice of this process's platform, and why. Imports no torch until the chosen platform's class is loaded."""
+"""The choice of this process's platform. No torch is imported before the class is loaded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SETTING = f"{PLATFORM}=<name> or OpgraftConfig(platform=<name>)"
 
 @dataclass(frozen=True)
 class _Asked:
-    """An offered platform and what its probe said; ``evidence`` is ``None`` where there is none, for ``reason``."""
+    """An offered platform with the answer of its probe. No ``evidence`` has a ``reason``."""
 
     offer: Offer
     evidence: Evidence | None
@@ -51,15 +51,15 @@ def current_platform() -> Platform:
     """Return the platform of this process, decided on first use.
 
     Raises:
-        PlatformError: the platform asked for does not exist, is unavailable or cannot be loaded, or a ``set_config``
-            scope asks for another one than the process already uses.
+        PlatformError: the platform asked for does not exist, is unavailable or cannot be loaded, or
+            a ``set_config`` scope asks for another one than the process already uses.
         PlatformConflictError: two out-of-tree platforms are available and no setting chooses.
     """
     return selected_platform().platform
 
 
 def selected_platform() -> PlatformSelection:
-    """Return the platform of this process with the decision that chose it. Raises as ``current_platform``."""
+    """Return the platform of this process with its decision. Raises as ``current_platform``."""
     state = host_state()
     if state.selection is None:
         with loading(state):
@@ -79,22 +79,25 @@ def _expect_agreement(settings: Settings, selection: PlatformSelection) -> None:
     wanted = settings.config.platform
     if wanted is not None and wanted != selection.platform.name:
         raise PlatformError(
-            f"{settings.origins['platform']} asks for platform {wanted!r}, but this process already uses "
-            f"{selection.platform.name!r}: it is decided once. Set it before the first op is constructed, or "
-            "call opgraft.reset() first."
+            f"{settings.origins['platform']} asks for platform {wanted!r}, but this process "
+            f"already uses {selection.platform.name!r}: it is decided once. Set it before the "
+            "first op is constructed, or call opgraft.reset() first."
         )
 
 
 def decide_platform(
     settings: Settings, machine: Machine, unloadable: Sequence[tuple[Offer, str]] = ()
 ) -> tuple[Offer, Decision]:
-    """Choose among the offered platforms: the one asked for, else an out-of-tree one, else built-in by priority.
+    """Choose a platform: that of the settings, else an out-of-tree one, else built-in by priority.
 
-    ``unloadable`` are offers that were chosen before and whose class could not be loaded, with the reason.
+    ``unloadable`` has offers that were chosen before, and the reasons why their classes could not
+    be loaded.
 
     Raises:
-        ConfigError: the allow list names a plugin that is not installed, or the lockfile cannot be used.
-        PlatformError: the platform asked for does not exist or is not available, or none is available.
+        ConfigError: the allow list names a plugin that is not installed, or the lockfile cannot be
+            used.
+        PlatformError: the platform asked for does not exist or is not available, or none is
+            available.
         PlatformConflictError: two out-of-tree platforms are available and no setting chooses.
     """
     check_admission(settings)
@@ -104,8 +107,8 @@ def decide_platform(
     names = [offer.name for offer in offers]
     if wanted is not None and wanted not in names:
         raise PlatformError(
-            f"{settings.origins['platform']} asks for platform {wanted!r}, which no installed distribution offers: "
-            f"{close_matches(wanted, names)} "
+            f"{settings.origins['platform']} asks for platform {wanted!r}, which no installed "
+            f"distribution offers: {close_matches(wanted, names)} "
             "Install its plugin, or leave the setting out to have the platform detected."
         )
     broken = {offer.name: reason for offer, reason in unloadable}
@@ -113,10 +116,7 @@ def decide_platform(
     if config.strict:
         _raise_first_failure(asked)
     winner, reason = _winner(asked, settings)
-    candidates = tuple(
-        a.candidate(a is winner, a.reason if a is winner else _loser_reason(a, winner))
-        for a in asked
-    )
+    candidates = tuple(_candidate(each, winner) for each in asked)
     setting = settings.to_change("platform", _SETTING)
     return winner.offer, Decision("platform", winner.offer.name, reason, candidates, setting)
 
@@ -124,7 +124,7 @@ def decide_platform(
 def _ask_each(
     offers: Sequence[Offer], broken: Mapping[str, str], settings: Settings, machine: Machine
 ) -> list[_Asked]:
-    """Ask the probes of all offers but those that a setting, their requirements or their past speak against.
+    """Ask the probes of all offers without an objection.
 
     ``broken`` has the names of offers that cannot be used, with the reasons.
     """
@@ -140,7 +140,7 @@ def _ask_each(
 
 
 def _passed_over(offer: Offer, settings: Settings) -> _Asked | None:
-    """Return an offer whose probe is not asked, with the reason; ``None`` if the probe is to be asked."""
+    """Return an offer without an answer, with the reason; ``None`` if the probe is to be asked."""
     config = settings.config
     if config.platform is not None and offer.name != config.platform:
         return _Asked(offer, None, f"{NOT_PROBED}platform {config.platform!r} was asked for")
@@ -182,8 +182,9 @@ def _winner(asked: Sequence[_Asked], settings: Settings) -> tuple[_Asked, str]:
         chosen = next(a for a in asked if a.offer.name == wanted)
         if not chosen.available:
             raise PlatformError(
-                f"{settings.origins['platform']} asks for platform {wanted!r} ({chosen.offer.provider}), which cannot "
-                f"be used here: {chosen.reason}. {_remedy(chosen)}Unset it to have the platform detected."
+                f"{settings.origins['platform']} asks for platform {wanted!r} "
+                f"({chosen.offer.provider}), which cannot be used here: {chosen.reason}. "
+                f"{_remedy(chosen)}Unset it to have the platform detected."
             )
         return chosen, f"asked for by {settings.origins['platform']}; {chosen.reason}"
     available = [a for a in asked if a.available]
@@ -194,8 +195,9 @@ def _winner(asked: Sequence[_Asked], settings: Settings) -> tuple[_Asked, str]:
             f"{a.offer.name} ({a.offer.provider}: {a.reason})" for a in out_of_tree
         )
         raise PlatformConflictError(
-            f"{len(out_of_tree)} out-of-tree platforms are available: {names}. Choose by {PLATFORM}={first}, "
-            f"--platform {first} or OpgraftConfig(platform={first!r}), likewise {' and '.join(others)}."
+            f"{len(out_of_tree)} out-of-tree platforms are available: {names}. Choose by "
+            f"{PLATFORM}={first}, --platform {first} or OpgraftConfig(platform={first!r}), "
+            f"likewise {' and '.join(others)}."
         )
     if out_of_tree:
         return out_of_tree[0], f"the one out-of-tree platform available; {out_of_tree[0].reason}"
@@ -207,16 +209,22 @@ def _winner(asked: Sequence[_Asked], settings: Settings) -> tuple[_Asked, str]:
     return best, f"no out-of-tree platform available; {best.reason}"
 
 
+def _candidate(asked: _Asked, winner: _Asked) -> Candidate:
+    if asked is winner:
+        return asked.candidate(True, asked.reason)
+    return asked.candidate(False, _loser_reason(asked, winner))
+
+
 def _remedy(asked: _Asked) -> str:
-    return (
-        f"To use it: {asked.evidence.remedy}. " if asked.evidence and asked.evidence.remedy else ""
-    )
+    if asked.evidence is None or not asked.evidence.remedy:
+        return ""
+    return f"To use it: {asked.evidence.remedy}. "
 
 
 def _loser_reason(asked: _Asked, winner: _Asked) -> str:
-    return (
-        f"{asked.reason}, but {winner.offer.name} comes first" if asked.available else asked.reason
-    )
+    if not asked.available:
+        return asked.reason
+    return f"{asked.reason}, but {winner.offer.name} comes first"
 
 
 def _priority(built_in: Offer) -> int:
@@ -247,7 +255,8 @@ def decide_without_torch(settings: Settings, machine: Machine) -> tuple[Decision
         The decision, and what of the chosen platform is not verified; empty if nothing is left.
 
     Raises:
-        OpgraftError: as ``decide_platform``; the class of a platform that was asked for cannot be used.
+        OpgraftError: as ``decide_platform``; the class of a platform that was asked for cannot be
+            used.
     """
     return _decide(settings, machine, _verified)
 
@@ -275,7 +284,7 @@ def _select(settings: Settings, machine: Machine) -> PlatformSelection:
 def _decide(
     settings: Settings, machine: Machine, use: Callable[[Offer], Result]
 ) -> tuple[Decision, Result]:
-    """Decide and use. A detected platform that cannot be used is left out loudly; the next one is tried."""
+    """Decide and use. If a detected platform cannot be used, warn and try the next one."""
     unloadable: list[tuple[Offer, str]] = []
     while True:
         offer, decision = decide_platform(settings, machine, unloadable)

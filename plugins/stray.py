@@ -108,7 +108,7 @@ def _stem(name: str) -> str:
 
 
 def _imported_as(file: str) -> str:
-    """Return the path of a module without suffixes; for the module of a package, the path of the folder."""
+    """Return the path of a module without suffixes, for a package the path of the folder."""
     folder, name = os.path.split(file)
     return folder if _stem(name) == "__init__" else os.path.join(folder, _stem(name))
 
@@ -116,7 +116,8 @@ def _imported_as(file: str) -> str:
 def _is_of_another(file: str, root: str, own: Collection[str], tops: Collection[str]) -> bool:
     """Return True if a module is listed in the RECORD of another distribution.
 
-    Two distributions may have a folder in common: a namespace, as vendors divide among distributions, or a folder
+    Two distributions may have a folder in common: a namespace, as vendors divide among
+        distributions, or a folder
     without a plugin, such as the ``tests`` that many install by mistake.
     """
     path = os.path.relpath(file, root)
@@ -143,7 +144,7 @@ def _lists_as_it_is(found: importlib_metadata.Distribution, path: str, file: str
 
 
 def _added(root: str, listed: set[str]) -> Iterator[str]:
-    """Yield code below the packages of a distribution that is not listed. An import may prefer such code."""
+    """Yield unlisted code below the packages of a distribution. An import may prefer such code."""
     packages = set()
     for file in listed:
         if _is_code(file) and file.startswith(root + os.sep):
@@ -152,7 +153,7 @@ def _added(root: str, listed: set[str]) -> Iterator[str]:
     for package in sorted(packages):
         for folder, folders, names in os.walk(package):
             below = {name: os.path.join(folder, name) for name in folders}
-            # os.walk does not follow a link to a folder, and an import does. No wheel has such a link.
+            # An import follows a link to a folder, and os.walk does not. No wheel has such a link.
             yield from (path for path in below.values() if os.path.islink(path))
             folders[:] = [name for name, path in below.items() if path not in packages]
             if os.path.basename(folder) == "__pycache__":

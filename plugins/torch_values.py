@@ -99,9 +99,10 @@ def _backends() -> list[ModuleType]:
 
 
 def kernels() -> dict[str, str]:
-    """Return kernels of torch's own operators that Python code has registered for the devices in use.
+    """Return the kernels of torch's operators that Python code registered for devices in use.
 
-    torch and plugins register further kernels as they are imported: for other devices, and for shapes alone.
+    torch and plugins register further kernels as they are imported: for other devices, and for
+        shapes alone.
     """
     devices = {"CPU", _device_type().upper()}
     keys = {"Autograd", *devices, *(f"Autograd{device}" for device in devices)}
