@@ -46,7 +46,7 @@ def quarantined(provider: Provider) -> str | None:
 
 
 def change_since_locked(offer: Offer, settings: Settings) -> str | None:
-    """Return how an offer differs from the lockfile, or ``None``.
+    """Return the difference of an offer from the lockfile, or ``None``.
 
     Opgraft's own offers never differ.
 
@@ -63,8 +63,7 @@ def check_admission(settings: Settings) -> None:
     """Check the allow list and the lockfile.
 
     Raises:
-        ConfigError: the allow list names a plugin that is not installed, or the lockfile cannot be
-            used.
+        ConfigError: a plugin on the allow list is not installed, or the lockfile cannot be used.
     """
     check_allow_list(settings)
     if settings.config.lockfile is not None:
@@ -72,7 +71,7 @@ def check_admission(settings: Settings) -> None:
 
 
 def lockfile_in_words(path: str | None) -> str:
-    """Return words that are equal for lockfiles of equal content.
+    """Return words for a lockfile, equal for equal content.
 
     Raises:
         ConfigError: the lockfile cannot be used.

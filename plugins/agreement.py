@@ -1,4 +1,4 @@
-"""The agreement of processes: a worker must decide as the process did that started the worker."""
+"""The agreement of processes: a worker must decide as its parent process."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ def process_rows() -> dict[str, str]:
         OpgraftError: the platform cannot be decided.
     """
     state, selection = host_state(), selected_platform()
+    # Patch releases of Python load the same bytecode and extensions.
     major_and_minor = python.python_version_tuple()[:2]
     rows = {"opgraft": __version__, "python": ".".join(major_and_minor)}
     for name in _LIBRARIES:
@@ -76,6 +77,7 @@ def _installation(provider: Provider) -> str:
     except (ValueError, OSError):
         record = ""
     # Scripts, and remarks of the installer, differ between machines with the same wheels.
+    # A digest of the whole RECORD would differ between two machines with one wheel.
     lines = []
     for line in record.splitlines():
         is_inside = not line.startswith(("..", "/")) and ".dist-info/" not in line
@@ -118,11 +120,12 @@ def expect_process_agrees() -> None:
     """Check plugins, versions and platform of this process.
 
     Raises:
-        AgreementError: the process that shared its decisions has others.
+        AgreementError: the parent process has others.
     """
     shared = _shared()
     if shared is None:
         return
+    # Choices of kernels are compared one by one, when they are made.
     theirs = {name: value for name, value in shared.items() if not name.startswith(_CHOICES)}
     _expect(theirs, process_rows())
 
@@ -135,14 +138,14 @@ def expect_choice_agrees(subject: str, choice: str) -> None:
         choice: the choice of this process.
 
     Raises:
-        AgreementError: the process that shared its decisions has the op, and has chosen otherwise.
+        AgreementError: the parent process has the op, and has chosen otherwise.
     """
     theirs = (_shared() or {}).get(subject, choice)
     _expect({subject: theirs}, {subject: choice})
 
 
 def _shared() -> Mapping[str, str] | None:
-    """Return the decisions that another process has shared with this one, if any."""
+    """Return the decisions of the parent process, if shared."""
     decision = host_state().known_environment().decision
     return None if decision is None else decision.rows_for(host_state().identity)
 

@@ -1,4 +1,4 @@
-"""Rows of the process that are compared before and after a step of a plugin, and set back."""
+"""Rows of the process to compare before and after a step of a plugin, and to set back."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ _THOROUGH: ContextVar[bool] = ContextVar("opgraft_thorough", default=False)
 @contextmanager
 def thorough() -> Iterator[None]:
     """Compare every row, as the doctor and the conformance kit do, instead of the most harmful."""
+    # A variable of the context: another thread may load plugins in a server meanwhile.
     token = _THOROUGH.set(True)
     try:
         yield
@@ -47,7 +48,7 @@ class Change:
         stays: the change stays as long as the plugin does.
         patch: a change of torch. The plugin of a device may need the change.
         harmless: the change is set back without a message.
-        thread: the thread that was started.
+        thread: a started thread.
     """
 
     what: str
@@ -70,7 +71,7 @@ class Change:
 
 
 class Aspect(Protocol):
-    """A part of the process that can be read, and the changes from one reading to another."""
+    """A part of the process: the way to read the part, and the changes between two readings."""
 
     def read(self) -> Any: ...
 
@@ -78,7 +79,7 @@ class Aspect(Protocol):
 
 
 class Addition(NamedTuple):
-    """A new key: the words that follow the key in the message, and whether the key stays."""
+    """A new key: the words behind the key in the message, and True if the key stays."""
 
     words: str
     stays: bool
@@ -88,7 +89,7 @@ STAYS = Addition(" (new)", stays=True)
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Return True if two values are equal; False if their comparison raises."""
+    """Return True if two values are equal, False if the comparison raises."""
     try:
         return one is other or bool(one == other)
     except KeyboardInterrupt:
@@ -135,6 +136,7 @@ class Row:
     def changes(self, before: Mapping[Any, Any], after: Mapping[Any, Any]) -> Iterator[Change]:
         for key, old in before.items():
             new = after.get(key, ABSENT)
+            # Identity first: a comparison by equality may run code of a plugin.
             if new is old or self.same(old, new):
                 continue
             yield Change(
@@ -184,6 +186,7 @@ def value(
     def values() -> dict[str, Any]:
         try:
             return {ALONE: get()}
+        # The row goes on without a value, and the change to a folder is still named.
         except OSError:  # the working folder is gone
             return {ALONE: ABSENT}
 
@@ -237,7 +240,7 @@ def search_order(
     shown: Callable[[Any], str],
     added: Callable[[Any, Any], Addition | None],
 ) -> tuple[Row, Row]:
-    """Return the rows of a list that is searched from its beginning: its order, and its items.
+    """Return two rows of a list with an order of search: the order, and the items.
 
     New items go behind the former ones.
     """
@@ -254,6 +257,7 @@ def search_order(
         return list(map(key_of, after[: len(before)])) == former
 
     def put_behind(before: list[Any]) -> None:
+        # Another step may have added items since, which stay in their order.
         former = set(map(key_of, before))
         new = [item for item in items if key_of(item) not in former]
         items[:] = [*before, *new]

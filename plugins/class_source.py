@@ -1,4 +1,4 @@
-"""Faults of a platform's class in its source, which is read and not run: torch stays out."""
+"""Faults of a platform's class in the source. Nothing runs, so torch stays out."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Verified:
     """Findings from the source of a platform's class.
 
     Attributes:
-        fault: why the class cannot be used, ``None`` if its source shows no fault.
+        fault: the fault of the class, ``None`` if the source shows none.
         unknown: what only a process with torch can tell; empty for built-in platforms, which are
             tested.
     """
@@ -108,7 +108,7 @@ def answer(reply_to: int, name: str, value: str) -> None:
         found = Verified(unknown=f"its class and its settings ({error})")
     with open(reply_to, "w", encoding="utf-8") as pipe:
         json.dump({"fault": found.fault, "unknown": found.unknown}, pipe)
-    os._exit(0)  # threads that its module has started may go on for ever
+    os._exit(0)  # threads of the module may go on for ever
 
 
 def look(offer: Offer) -> Verified:
@@ -138,10 +138,10 @@ class _Source:
 
     Attributes:
         name: dotted.
-        file: its path.
-        bound: by name that its statements bind, what it is bound to.
-        open: further names may be bound, which the source does not tell.
-        stored: the attributes, of any object, that its code sets or deletes.
+        file: the path.
+        bound: the names in statements, with values.
+        open: True if further names may be bound.
+        stored: attributes, of any object, that the code sets or deletes.
     """
 
     name: str
@@ -155,7 +155,7 @@ class _Source:
         """Parse a module; ``None`` if there is none of that name.
 
         Raises:
-            _Settled: it has no source that can be parsed.
+            _Settled: the module has no source, or a malformed one.
         """
         specs = list(specs_of(module))
         if len(specs) < len(module.split(".")):
@@ -177,7 +177,7 @@ class _Source:
         """Return True if the module binds a name.
 
         Raises:
-            _Settled: its source does not tell.
+            _Settled: the source does not tell.
         """
         if name not in self.bound and self.open:
             raise _unknown(f"{self.file} makes names as it runs")
@@ -201,7 +201,7 @@ class _Source:
         self.bound[name] = binding if self.bound.get(name, binding) == binding else None
 
     def _forget_changed(self, tree: ast.Module) -> None:
-        """Forget what the names stand for that code of the module may bind or change as it runs."""
+        """Forget the meaning of names that code of the module may bind or change later."""
         for node in ast.walk(tree):
             if isinstance(node, ast.Global):
                 self.bound.update(dict.fromkeys(node.names))
@@ -213,12 +213,12 @@ class _Source:
                 self._forget(node.value)
             elif isinstance(node, ast.Call):
                 for argument in [*node.args, *node.keywords]:
-                    self._forget(argument)  # the call may change it
+                    self._forget(argument)  # the call may change the value
             elif isinstance(node, ast.Assign):
                 self._forget(node.value)  # and so may a call, by the other name
 
     def _forget(self, value: ast.AST) -> None:
-        """Forget what the names in a value stand for."""
+        """Forget the meaning of the names in a value."""
         for node in ast.walk(value):
             if isinstance(node, ast.Name) and node.id in self.bound:
                 self.bound[node.id] = None
@@ -271,7 +271,7 @@ def _is_dynamic(node: ast.AST) -> bool:
 
 
 def _name_of(alias: ast.alias) -> str:
-    """Return the name that an import binds."""
+    """Return the name of an import."""
     return alias.asname or alias.name.partition(".")[0]
 
 
@@ -313,7 +313,7 @@ def _chain(source: _Source, name: str, depth: int = 0) -> list[_Members]:
 
 
 def _members(cls: ast.ClassDef) -> _Members:
-    """Return the members that the body of a class defines.
+    """Return the members in the body of a class.
 
     Raises:
         _Settled: the source does not tell.
@@ -405,7 +405,7 @@ def _decorators(statement: ast.stmt | None) -> set[str]:
 
 
 def _value(chain: list[_Members], name: str) -> Any:
-    """Return the constant that an instance has; ``None`` if the source does not show it."""
+    """Return the constant of an instance, ``None`` if the source shows none."""
     changing = {_STORED + name, *_CONSTRUCTION}
     if any(not changing.isdisjoint(members) for members in chain):
         return None

@@ -1,4 +1,4 @@
-"""Functions, methods and classes that a plugin replaces for others, by assigning to their names.
+"""Functions, methods and classes: a plugin replaces one for everybody by an assignment.
 
 A plugin may be the first to import a module of opgraft, and patch the module at once. So a
 definition is also read at the end of the import, before any code of the plugin can change the
@@ -59,7 +59,7 @@ _CODE = (
 
 @dataclass(frozen=True)
 class _Owner:
-    """A module, a class or an object, the module that defines the thing, and its names."""
+    """A module, a class or an object, the module that defines the thing, and the names."""
 
     thing: Any
     home: str
@@ -156,13 +156,14 @@ class Definitions:
 
     @contextmanager
     def imports_read(self) -> Iterator[None]:
-        """Read what modules of opgraft and layers of torch define at the end of their import."""
+        """Read the definitions of opgraft and of torch's layers at the end of each import."""
+        # In front of all finders, so that no other finder serves an import first.
         reader = _Reader(self._note)
         sys.meta_path.insert(0, reader)
         try:
             yield
         finally:
-            with suppress(ValueError):  # a plugin may have removed it
+            with suppress(ValueError):  # a plugin may have removed the reader
                 sys.meta_path.remove(reader)
 
     def _note(self, modules: Iterable[ModuleType]) -> None:
@@ -173,10 +174,9 @@ class Definitions:
 
 
 class _Reader(MetaPathFinder):
-    """Calls ``note`` at the end of an import, with all modules that were imported for it.
+    """Calls ``note`` at the end of an import, with all modules of the import.
 
-    What is imported on the way may still change modules that came before. Nobody else's code runs
-    meanwhile.
+    Modules may change others on the way. No plugin's code runs meanwhile.
     """
 
     def __init__(self, note: Any) -> None:
@@ -210,6 +210,7 @@ class _Reader(MetaPathFinder):
             loader.exec_module = exec_module
 
     def _execute(self, execute: Any, module: ModuleType) -> None:
+        # By thread, as two threads may import at the same time.
         outermost = not hasattr(self._local, "modules")
         if outermost:
             self._local.modules = []
@@ -231,8 +232,9 @@ def _changes_of(owner: _Owner) -> Iterator[Change]:
 
 
 def _missing(owner: _Owner) -> Iterator[Change]:
-    """Yield one change for all names that were removed."""
+    """Yield one change for all removed names."""
     now = _names_of(owner.thing)
+    # One change for all: an emptied module would fill pages.
     missing = {}
     for name, value in owner.names.items():
         if name not in now:
@@ -244,7 +246,7 @@ def _missing(owner: _Owner) -> Iterator[Change]:
 
 
 def _replaced(owner: _Owner) -> Iterator[Change]:
-    """Yield the names that have another value."""
+    """Yield the names with another value."""
     now = _names_of(owner.thing)
     for name, value in owner.names.items():
         new = now.get(name, value)
@@ -260,7 +262,7 @@ def _replaced(owner: _Owner) -> Iterator[Change]:
 
 
 def _hiding(owner: _Owner) -> Iterator[Change]:
-    """Yield the new names of a class that change calls by others."""
+    """Yield the new names of a class with an effect on others."""
     new = _names_of(owner.thing).keys() - owner.names.keys()
     for name in sorted(new):
         if not _counts(owner, name):
@@ -282,7 +284,7 @@ def _put(thing: Any, names: Mapping[str, Any]) -> None:
 
 
 def is_of_running_plugin(module: str) -> bool:
-    """Return True for a module of the running plugin, which may change its own modules."""
+    """Return True for a module of the running plugin. Its own modules are free to change."""
     running = ACTIVATING.get()
     return running is not None and discover().provider_of(module) == running.provider
 
@@ -303,6 +305,7 @@ def _is_own_doing(owner: _Owner, new: Any) -> bool:
 def _counts(owner: _Owner, name: str) -> bool:
     """Return True if a new name of a class changes calls by others."""
     if not owner.is_checked_in_full:
+        # Modules of Python and of plugins gain names as they run.
         return False
     if any(name in vars(base) for base in owner.thing.__mro__[1:]):
         return True
@@ -321,13 +324,13 @@ def _is_below(module: str, package: str) -> bool:
 
 
 def _modules_below(package: str) -> list[ModuleType]:
-    """Return a package and its modules, as far as they are imported."""
+    """Return a package and its modules, if imported."""
     found = [(name, module) for name, module in list(sys.modules.items()) if module is not None]
     return [module for name, module in found if _is_below(name, package)]
 
 
 def _things_of_everybody() -> Iterator[Any]:
-    """Yield the modules and classes by which everybody computes and finds plugins."""
+    """Yield the modules and classes for computing and for finding plugins."""
     yield from _OF_TORCH
     yield from _modules_below(_LAYERS)
     yield from _layers()
@@ -366,7 +369,7 @@ def _layers() -> tuple[type, ...]:
 
 
 def _things_of(modules: Iterable[ModuleType]) -> Iterator[Any]:
-    """Yield modules with their classes and with objects that stand for functions."""
+    """Yield modules with classes, and with objects in place of functions."""
     for module in modules:
         yield module
         # Classes of torch are a list of their own.
@@ -375,7 +378,7 @@ def _things_of(modules: Iterable[ModuleType]) -> Iterator[Any]:
 
 
 def _inside(module: ModuleType) -> tuple[Any, ...]:
-    """Return the classes and objects that a module defines."""
+    """Return the classes and objects of a module."""
     found = [value for value in list(vars(module).values()) if _is_defined_in(module, value)]
     ops = [vars(value).get("op_class") for value in found if hasattr(type(value), "DEFINED_BY")]
     return (*found, *filter(None, ops))
@@ -397,12 +400,12 @@ def _alike(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -
 
 
 def _described(thing: Any, known: _Owner | None) -> tuple[str, str]:
-    """Return the module of a thing, and words. An emptied module has lost its name."""
+    """Return the module of a thing, and words. An emptied module has no name."""
     return (known.home, known.place) if known else (_home_of(thing), _place_of(thing))
 
 
 def _home_of(thing: Any) -> str:
-    """Return the module that defines a thing."""
+    """Return the module of a thing."""
     if isinstance(thing, ModuleType):
         return str(getattr(thing, "__name__", ""))
     return str(thing.__module__ if isinstance(thing, type) else type(thing).__module__)
@@ -418,7 +421,7 @@ def _place_of(thing: Any) -> str:
 
 
 DEFINITIONS = Definitions(_things_of_everybody, (_OPGRAFT, _LAYERS, "importlib"))
-"""The aspect that every load compares. It also hears of imports, so that there is one."""
+"""The aspect that every load compares. There is one, as it also hears of imports."""
 
 OF_OTHERS = Definitions(_things_of_others, ("",))
 """The aspect of Python's modules and of plugins, for the doctor."""

@@ -77,7 +77,7 @@ class Offer:
     """One entry point of a distribution.
 
     Attributes:
-        group: the group of opgraft, which tells platforms from plugins.
+        group: the group of opgraft, for platforms or for plugins.
         name: the name of the entry point.
         value: the object, such as ``acme.plugin:SPEC``.
         provider: the distribution.
@@ -94,7 +94,7 @@ class Offer:
 
     @property
     def module(self) -> str:
-        """The module that the entry point names."""
+        """The module in the entry point."""
         return self.value.partition(":")[0].partition("[")[0].strip()
 
     @property
@@ -136,7 +136,7 @@ class Discovery:
 
     Attributes:
         offers: the entry points for opgraft.
-        problems: metadata that cannot be used.
+        problems: unusable metadata.
         distributions: the distributions with offers, without opgraft itself.
         groups: every group of entry points with its distributions, for any host.
         providers: the answers of ``provider_of``.
@@ -153,6 +153,7 @@ class Discovery:
 
     def provider_of(self, module: str) -> Provider:
         """Return the distribution of a module of opgraft or a plugin; else the package."""
+        # Asked for each class that a plugin declares.
         known = self.providers.get(module)
         if known is None:
             known = self._provider_of(module)
@@ -168,7 +169,7 @@ class Discovery:
         if nearest is not None:
             return nearest.provider
         owners = list(dict.fromkeys(offer.provider for offer in offers))
-        if len(owners) > 1:  # they share a namespace
+        if len(owners) > 1:  # a shared namespace
             listing = [each for each in owners if _lists(self.distributions.get(each), module)]
             owners = listing or owners
         if not owners:
@@ -177,11 +178,11 @@ class Discovery:
         return owners[0] if owners else Provider(package)
 
     def has_plugin(self, provider: Provider) -> bool:
-        """Return True if a distribution offers plugins, which then decide about replacements."""
+        """Return True if a distribution offers plugins, and so decides later about replacements."""
         return any(offer.provider == provider for offer in self.of_group(PLUGIN_GROUP))
 
     def platforms_of(self, provider: Provider) -> list[str]:
-        """Return the names of the platforms that a distribution offers, without opgraft's own."""
+        """Return the names of a distribution's platforms, without opgraft's own."""
         offers = self.of_group(PLATFORM_GROUP)
         return [each.name for each in offers if each.provider == provider and not each.built_in]
 
@@ -199,6 +200,7 @@ class Discovery:
 
 def _nearest(offers: Sequence[Offer], module: str) -> Offer | None:
     """Return the offer with the longest module above a module."""
+    # Two plugins may share a package: the longer name is the closer one.
     above = [offer for offer in offers if offer.is_above(module)]
     return max(above, key=lambda offer: len(offer.module), default=None)
 
@@ -209,19 +211,21 @@ _DISCOVERY = StateValue[Discovery](lambda: scan())  # defined below
 def discover() -> Discovery:
     """Return the installed platforms and plugins, scanned once per process."""
     state = host_state()
+    # Two threads may ask at the same time, and a scan takes a while.
     with state.lock:
         return _DISCOVERY.of(state)
 
 
 def names_of(plugin: str) -> tuple[str, list[str], list[str]]:
-    """Return the distribution that a name means, its plugins and its platforms.
+    """Return the distribution of a name, with plugins and platforms.
 
     A built-in platform stands for itself alone.
 
     Raises:
-        ConfigError: nothing that is installed answers to the name.
+        ConfigError: nothing installed answers to the name.
     """
     built_in = {offer.name for offer in discover().of_group(PLATFORM_GROUP) if offer.built_in}
+    # All built-in platforms are of the distribution opgraft, which would mean every one.
     if plugin in built_in:
         return HOST_DISTRIBUTION, [], [plugin]
     offers = [offer for offer in discover().offers if not offer.built_in]
@@ -250,11 +254,11 @@ def scan() -> Discovery:
 
 
 class _Scan:
-    """One scan, while it goes on.
+    """A scan in progress.
 
     Attributes:
         discovery: the result.
-        offered: the entry points, before names that are taken are left out.
+        offered: the entry points, with rivals for one name.
     """
 
     def __init__(self) -> None:
@@ -264,6 +268,7 @@ class _Scan:
 
     def read_own(self) -> None:
         """Read the entry points in groups of opgraft."""
+        # Outdated metadata must go before names are compared, or the wrong version would count.
         own = self._naming_opgraft()
         outdated = self._outdated([found for found, _ in own])
         for found, text in own:
@@ -275,7 +280,7 @@ class _Scan:
                 self._report(_malformed(found, error))
 
     def read_bridged(self) -> None:
-        """Read the entry points of other hosts for which there is a bridge."""
+        """Read the entry points of other hosts with a bridge."""
         for bridge in [offer for offer in self.offered if offer.group in BRIDGE_GROUPS]:
             bridged = self.discovery.groups.get(bridge.name, [])
             outdated = self._outdated(bridged)
@@ -295,11 +300,12 @@ class _Scan:
             value = f"{_SIMULATED}:SPEC"
             self.offered.append(Offer(PLATFORM_GROUP, "simulated", value, host))
         known: dict[tuple[str, str], Offer] = {}
-        # Built-in platforms come first, so that they keep their names.
+        # Built-in platforms come first, and keep the names.
         for offer in sorted(self.offered, key=lambda offer: not offer.built_in):
             reason = self._refusal(offer, known)
             if reason:
                 self._report(Problem(offer.provider, reason))
+        # A folder may be on sys.path twice.
         discovery.problems = list(dict.fromkeys(discovery.problems))
         for problem in discovery.problems:
             provider, reason = problem.provider, printable(problem.reason)
@@ -311,7 +317,7 @@ class _Scan:
         self.discovery.problems.append(problem)
 
     def _naming_opgraft(self) -> list[tuple[importlib_metadata.Distribution, str]]:
-        """Return the distributions with entry points for opgraft, with their text.
+        """Return the distributions with entry points for opgraft, and the texts.
 
         The groups of all distributions are noted on the way.
         """
@@ -334,9 +340,9 @@ class _Scan:
     def _outdated(
         self, several: Sequence[importlib_metadata.Distribution]
     ) -> list[importlib_metadata.Distribution]:
-        """Return the distributions that lie beside the installed version of the same one.
+        """Return the distributions beside the installed version of the same one.
 
-        An upgrade that did not end leaves the metadata of the former version in its folder.
+        A broken upgrade leaves the metadata of the former version in the folder.
         """
         outdated = []
         for namesakes in _namesakes(several):
@@ -422,6 +428,7 @@ class _Scan:
         opgraft's and exists.
         """
         offers = list(_offers(distribution, Provider(HOST_DISTRIBUTION, __version__), []))
+        # Anybody may call a distribution opgraft, and built-in platforms run unguarded.
         foreign = [offer.value for offer in offers if not offer.built_in]
         if foreign:
             place = str(place_of(distribution) or type(distribution).__qualname__)
@@ -433,7 +440,7 @@ class _Scan:
         return [offer for offer in offers if offer.built_in and _exists(offer.module)]
 
     def _refusal(self, offer: Offer, known: dict[tuple[str, str], Offer]) -> str:
-        """Admit an offer, or return the reason against it. The first of equal offers counts."""
+        """Admit an offer, or return the reason against the offer. Of equal offers the first counts."""
         entry = f"its entry point {offer.name!r} in {offer.group}"
         if (offer.group, offer.name) == (PLUGIN_GROUP, NATIVE_CHOICE):
             return (
@@ -460,7 +467,7 @@ class _Scan:
         )
 
     def _namesake(self, offer: Offer) -> str | None:
-        """Return another distribution that has the name of an entry point."""
+        """Return another distribution with the name of an entry point."""
         if offer.built_in or normalized(offer.name) == normalized(offer.provider.name):
             return None
         others = (provider.name for provider in self.discovery.distributions)
@@ -475,10 +482,11 @@ _Namesakes = dict[str, tuple[importlib_metadata.Distribution, Provider]]
 
 
 def _namesakes(several: Sequence[importlib_metadata.Distribution]) -> list[_Namesakes]:
-    """Return the distributions that share a name and a folder with another one, by name."""
+    """Return distributions with one name in one folder, by name."""
     places: dict[tuple[str, str], _Namesakes] = {}
     for found in several:
         with suppress(Exception):  # metadata that cannot be read is a problem of its own
+            # Metadata in an archive has no folder to leave something in.
             place, provider = place_of(found), _provider(fields_of(found))
             if place is None or _is_host(provider.name) or is_stray(found):
                 continue
@@ -499,7 +507,7 @@ def _version_line(found: importlib_metadata.Distribution, place: str) -> str:
 
 
 def _malformed(found: importlib_metadata.Distribution, error: Exception) -> Problem:
-    """Describe a distribution with unreadable metadata, by its name if the name can be read."""
+    """Describe a distribution with unreadable metadata, by name if readable."""
     place = place_of(found)
     provider = Provider(str(place or type(found).__qualname__))
     with suppress(Exception):
@@ -518,6 +526,7 @@ def _check(text: str, groups: Collection[str]) -> None:
     Raises:
         ValueError: one is there, or there are too many.
     """
+    # The file may be of any size: a limit keeps start-up short.
     rows = list(entry_point_rows(text))
     if len(rows) > _MOST:
         raise ValueError(f"it has more than {_MOST:,} entry points")
@@ -578,15 +587,17 @@ def _offers(
     distribution: importlib_metadata.Distribution, provider: Provider, requires: list[str]
 ) -> Iterator[Offer]:
     checked = _checked(requires)
+    # Groups of other hosts need a bridge.
     for point in distribution.entry_points:
         if point.group in _OWN:
             yield Offer(point.group, point.name, point.value, provider, checked)
 
 
 def _checked(requires: list[str]) -> tuple[str, ...]:
-    """Return the requirements on distributions whose versions are checked."""
+    """Return the requirements on distributions with checked versions."""
     checked = []
     for line in requires:
+        # Parsing whole requirements would need packaging, whose import takes 20 ms.
         name = re.match(r"\s*([\w.-]*\w)", line)
         if name is not None and normalized(name[0].strip()) in CHECKED:
             checked.append(line)
@@ -607,5 +618,5 @@ def _is_host(name: str) -> bool:
 # The names of distributions are compared again and again.
 @functools.lru_cache(maxsize=4096)
 def normalized(name: str) -> str:
-    """Return a distribution's name in the one spelling that all its spellings share."""
+    """Return a distribution's name in the normal spelling."""
     return re.sub(r"[-_.]+", "-", name).lower()

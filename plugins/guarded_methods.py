@@ -39,7 +39,7 @@ def expect_plain(value: Any) -> Any:
     """Return the result of code that is not to be async.
 
     Raises:
-        TypeError: it is a coroutine, which nobody awaits.
+        TypeError: the result is a coroutine, which nobody awaits.
     """
     if inspect.iscoroutine(value):
         value.close()
@@ -49,7 +49,7 @@ def expect_plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Method:
-    """A method of a platform, for errors about it."""
+    """A method of a platform, for errors."""
 
     name: str
     platform: str

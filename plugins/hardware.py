@@ -1,4 +1,4 @@
-"""Hardware that is there although no installed platform serves it."""
+"""Hardware without an installed platform."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from opgraft.registry.decision import Candidate, Decision
 
 
 def unclaimed_hardware(machine: Machine, decision: Decision) -> list[Sighting]:
-    """Return devices that the built-in tables recognise and no platform of the decision has."""
+    """Return devices of the built-in tables, without those of platforms in the decision."""
     if any(_may_claim_all(candidate) for candidate in decision.candidates):
         return []
     evidence = [candidate.evidence for candidate in decision.candidates if candidate.evidence]
@@ -22,7 +22,7 @@ def unclaimed_hardware(machine: Machine, decision: Decision) -> list[Sighting]:
 
 
 def _may_claim_all(candidate: Candidate) -> bool:
-    """Return True for a plugin's platform that was not probed, or has devices without address."""
+    """Return True for a plugin's platform without an answer, or with devices without address."""
     if candidate.provider is None or candidate.provider.name == HOST_DISTRIBUTION:
         return False
     evidence = candidate.evidence

@@ -32,12 +32,12 @@ def opgraft_veto(platform: Platform) -> str | None:
 
 @hookspec
 def opgraft_config(platform: Platform) -> OpgraftConfig | None:
-    """Return defaults that this plugin changes. Environment and settings stand above them."""
+    """Return changed defaults. Environment and settings stand above them."""
 
 
 @hookspec
 def opgraft_register_ops(platform: Platform) -> None:
-    """Register ops and replacements, typically by importing the modules that define them."""
+    """Register ops and replacements, typically by importing their modules."""
 
 
 @hookspec

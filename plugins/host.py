@@ -1,4 +1,4 @@
-"""Loading plugins, once per process, and telling what became of them."""
+"""Loading plugins, once per process, with a report."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ Value = TypeVar("Value")
 def load_plugins() -> None:
     """Load and activate the plugins that apply in this process, once. Later calls return at once.
 
-    Ops call it on first construction. A plugin that fails is recorded, reported once as a warning
-    and left out.
+    The first op of a process calls this function. A plugin that fails is recorded, reported once
+    as a warning and left out.
 
     Raises:
-        AgreementError: the process that started this one has shared other decisions.
-        ConfigError: the allow list names a plugin that is not installed, or the lockfile cannot be
-            used.
+        AgreementError: the parent process has shared other decisions.
+        ConfigError: a plugin on the allow list is not installed, or the lockfile cannot be used.
         PluginError: in strict mode, or for a plugin that a setting asks for by name, instead of the
             warning.
         PlatformError, ConflictError: no platform could be decided.

@@ -34,6 +34,7 @@ def keep_properties(platform: Platform, entry: str, provider: Provider) -> None:
     Raises:
         TypeError, ValueError: a property raised, or has a value that no platform may have.
     """
+    # A class of its own: other objects of the platform's class stay as they are.
     cls = type(platform)
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     metaclass: Any = type(cls)

@@ -113,6 +113,7 @@ class Loading:
         logger.warning("%s", printable(message), extra=record.attributes())
 
     def _load(self, offer: Offer, record: PluginRecord) -> None:
+        # The doctor tells of slow imports.
         began = time.perf_counter()
         plugin = offer.load()
         record.seconds = time.perf_counter() - began
@@ -148,7 +149,7 @@ class Loading:
                 )
 
     def _adopt_declarations(self, record: PluginRecord) -> None:
-        """Activate the declarations of the plugin's modules, also if others imported them first."""
+        """Activate the declarations of the plugin's modules, whoever imported them."""
         undos = self.transactions[record.name].undos
         self.state.renew_declarations(self.transactions[record.name].owner)
         for replacement in self.state.registry.replacements:
@@ -217,6 +218,7 @@ class Loading:
             self._append(name, PLUGIN_ADAPTERS.get(), (self.transactions[name].provider, adapter))
 
     def _append(self, name: str, items: list[Any], item: Any) -> None:
+        # In the transaction, so that the item goes when the plugin fails later.
         items.append(item)
         self.transactions[name].undos.callback(items.remove, item)
 
@@ -318,6 +320,7 @@ class Loading:
         )
 
     def _withdraw(self, name: str, status: PluginStatus, reason: str) -> None:
+        # Undone first, so that the former state is what the next plugin finds.
         self.transactions[name].undos.close()
         self.guard.forget()
         if self.manager.has_plugin(name):

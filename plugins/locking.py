@@ -54,7 +54,7 @@ class Locked:
 
     @classmethod
     def from_dict(cls, data: Any) -> Locked:
-        """Return the row that ``to_dict`` made plain data of.
+        """Return the row of plain data from ``to_dict``.
 
         Raises:
             ValueError: the data is no row.
@@ -90,17 +90,19 @@ class Lockfile:
         self.verdicts: dict[Provider, str | None] = {}
 
     def __str__(self) -> str:
-        """Return the number of rows, and a digest that does not depend on their order."""
+        """Return the number of rows, and a digest for any order."""
+        # Two lockfiles with equal rows are one to workers, wherever the files lie.
         rows = [self.rows[name].to_dict() for name in sorted(self.rows)]
         text = json.dumps(rows, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()
         return f"one of {len(rows)} distributions with the SHA-256 {digest:.16}"
 
     def against(self, provider: Provider) -> str | None:
-        """Return how a distribution differs from its row or its RECORD, or ``None``.
+        """Return the difference of a distribution from its row or RECORD, or ``None``.
 
         The comparison is made once.
         """
+        # Hashing the files takes time, and each offer of the distribution asks.
         if provider not in self.verdicts:
             self.verdicts[provider] = self._against(provider)
         return self.verdicts[provider]
@@ -150,6 +152,7 @@ def read_rows(path: str) -> list[Locked]:
     Raises:
         OSError, ValueError, RecursionError: the file cannot be read, or is no lockfile.
     """
+    # The path comes from a setting, and may lead to a pipe or a huge file.
     text = read_regular(path, _LARGEST)
     content = json.loads(text, object_pairs_hook=without_duplicates)
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
@@ -159,6 +162,7 @@ def read_rows(path: str) -> list[Locked]:
         raise ValueError("it holds other keys than 'schema' and a list of 'distributions'")
     rows = [Locked.from_dict(row) for row in content["distributions"]]
     names = [normalized(row.name) for row in rows]
+    # Of two rows, the reader cannot know which one somebody trusts.
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
         raise ValueError(f"{twice!r} stands in it twice")
@@ -187,7 +191,7 @@ def lock_installed(
 ) -> tuple[list[Locked], list[Problem]]:
     """Return the rows of admitted distributions, and the distributions that cannot be locked.
 
-    The lockfile of the settings has no say: it may be the one to be renewed.
+    The lockfile of the settings has no say: somebody may be about to renew the file.
     """
     rows, left_out = [], []
     for provider, reasons in _reasons_against(settings).items():
@@ -239,6 +243,7 @@ def as_installed(provider: Provider) -> Locked:
     distribution = discover().distributions[provider]
     try:
         read = {offer.stands_in for offer in discover().offers if offer.provider == provider}
+        # Groups of other hosts may change without harm.
         points = [point for point in distribution.entry_points if point.group in read]
         digest = hashlib.sha256(_record(distribution).encode()).hexdigest()
     except (ValueError, TypeError, AttributeError, OSError) as error:
@@ -258,9 +263,10 @@ def _record(distribution: importlib_metadata.Distribution) -> str:
 
 
 def _change(row: Locked, found: Locked, path: str) -> str | None:
-    """Return how an installed distribution differs from its row, or ``None``."""
+    """Return the difference of an installed distribution from its row, or ``None``."""
     if found.version != row.version:
         return f"its version is {found.version}, {path} has {row.version}"
+    # The source of an editable install is compared with nothing.
     if found.editable != row.editable:
         return f"it is {'an' if found.editable else 'no longer an'} editable install"
     if found.entry_points != row.entry_points:
@@ -276,7 +282,7 @@ def _change(row: Locked, found: Locked, path: str) -> str | None:
 
 
 def _damage(provider: Provider) -> str | None:
-    """Return how the files of a distribution differ from its RECORD, or ``None``.
+    """Return a difference of the files of a distribution from its RECORD, or ``None``.
 
     Raises:
         PluginError: the RECORD is malformed.

@@ -1,7 +1,7 @@
-"""Files by which a process tells later ones: failures of plugins, and results of the doctor.
+"""Messages to later processes: failures of plugins, and results of the doctor.
 
-Each lies in a file of its own in the user's folder of states, so that processes that write at the
-same time lose none. A file begins with a digest of the rest.
+Each has a file in the user's folder of states, so that two writers at the same time lose none.
+A file begins with a digest of the rest.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class Memory:
             content = read_regular(self.path(name), _LARGEST)
         except (FileNotFoundError, NotADirectoryError, RuntimeError):
             return None
+        # A disk may have lost a part of the file, or somebody may have edited the file.
         digest, _, text = content.partition(b"\n")
         if digest.decode() != _hash(text):
             raise ValueError("it is not as it was written")
@@ -77,10 +78,12 @@ class Memory:
             RuntimeError: nobody knows where the home folder is.
         """
         path = self.path(name)
+        # Only for the user: a report may quote variables and paths.
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         text = json.dumps(data)
         replace_file(path, f"{_hash(text.encode())}\n{text}", 0o600)
         if self.most:
+            # Each change of a driver, a plugin or a setting makes a new file.
             by_age = sorted(path.parent.iterdir(), key=os.path.getmtime, reverse=True)
             for old in by_age[self.most :]:
                 old.unlink()
@@ -98,7 +101,7 @@ class Memory:
 
 
 def files_of(distribution: Distribution) -> list[str]:
-    """Return the files that the RECORD of a distribution lists, compiled bytecode aside.
+    """Return the files in the RECORD of a distribution, without compiled bytecode.
 
     Raises:
         OSError, ValueError, csv.Error: the RECORD cannot be read.
@@ -109,7 +112,7 @@ def files_of(distribution: Distribution) -> list[str]:
 
 
 def states_of(files: Iterable[str]) -> list[State]:
-    """Return the states of files. A file that is not there has a size of -1.
+    """Return the states of files. A missing file has a size of -1.
 
     Raises:
         OSError: a state cannot be read.
@@ -125,13 +128,14 @@ def states_of(files: Iterable[str]) -> list[State]:
 
 
 def digest_of_content(distribution: Distribution) -> str:
-    """Return a digest of the metadata of a distribution, and of the files that its RECORD lists.
+    """Return a digest of the metadata and files of a distribution.
 
     Raises:
         OSError, ValueError, csv.Error: the metadata cannot be read.
     """
     texts = (text_of(distribution, name) for name in ("RECORD", "METADATA", "PKG-INFO"))
     metadata = next(filter(None, texts), "")
+    # Metadata counts too: a distribution without RECORD has nothing else to tell it by.
     digests = [digest_of_text(metadata)]
     digests += map(_digest_of_file, files_of(distribution))
     return digest_of_text("\n".join(digests))
@@ -142,11 +146,12 @@ def _digest_of_file(path: str) -> str:
         with open(path, "rb", opener=without_waiting) as file:
             return digest_of(file).hex()
     except OSError:
+        # A missing file is a part of the content, too.
         return "no file"
 
 
 def digest_of_text(text: str) -> str:
-    """Return a digest of a text, which may have surrogates."""
+    """Return a digest of a text, with surrogates or without."""
     return _hash(text.encode(errors="surrogatepass"))
 
 

@@ -38,10 +38,10 @@ _GROUP = re.compile(r"^\s*\[([^\]\n]+)\]\s*$", re.M)
 
 @dataclass(frozen=True)
 class Problem:
-    """Metadata that cannot be used, and why.
+    """Unusable metadata.
 
     Attributes:
-        provider: whose it is; its place if not even the name can be read.
+        provider: the distribution, or the folder if the name is unreadable.
         reason: with the next step.
         location: ``file:line``, if one line tells.
     """
@@ -52,7 +52,7 @@ class Problem:
 
 
 def distributions() -> Iterator[importlib_metadata.Distribution | Problem]:
-    """Yield the installed distributions, and a problem for each finder that fails."""
+    """Yield the installed distributions, and a problem for each failing finder."""
     context: Any = importlib_metadata.DistributionFinder.Context
     entries = [entry for entry in sys.path if isinstance(entry, str)]
     # A missing entry would be taken for an archive, and that takes milliseconds.
@@ -95,8 +95,8 @@ def text_of(distribution: importlib_metadata.Distribution, name: str) -> str | N
     """Return a file of a distribution's metadata, ``None`` where there is none.
 
     Raises:
-        ValueError: it is no text, no regular file or too large.
-        OSError: it cannot be read.
+        ValueError: the file is no text, no regular file or too large.
+        OSError: the file cannot be read.
     """
     place = place_of(distribution)
     if place is None:
@@ -122,13 +122,13 @@ def text_of(distribution: importlib_metadata.Distribution, name: str) -> str | N
 
 
 def fields_of(distribution: importlib_metadata.Distribution) -> dict[str, list[str]]:
-    """Return the fields of a distribution's metadata, the values of each by its name in lower case.
+    """Return the fields of a distribution's metadata, the values by name in lower case.
 
     The long description is left out, as reading takes long. So would the import of ``email``, which
     has this format.
 
     Raises:
-        ValueError: there is none, or it has no name or version.
+        ValueError: there is no metadata, or no name or version.
     """
     text = text_of(distribution, "METADATA") or text_of(distribution, "PKG-INFO")
     if not text:
@@ -180,7 +180,7 @@ def entry_point_rows(text: str) -> Iterator[tuple[str, str]]:
 
 
 def is_stray(distribution: importlib_metadata.Distribution) -> bool:
-    """Return True for metadata that a build left in the working folder."""
+    """Return True for metadata left by a build in the working folder."""
     place = place_of(distribution)
     if place is None or place.suffix != ".egg-info":
         return False
@@ -212,7 +212,7 @@ def specs_of(module: str) -> Iterator[ModuleSpec]:
 
 
 def _found(name: str, folders: list[str], top: bool) -> ModuleSpec | None:
-    """Ask the finders for a module in the order in which an import asks them."""
+    """Ask the finders for a module in the order of an import."""
     for finder in list(sys.meta_path):
         above = None if top else folders
         is_by_path = finder is PathFinder

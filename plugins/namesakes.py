@@ -38,7 +38,7 @@ def installed(several: Sequence[importlib_metadata.Distribution]) -> tuple[int, 
 
 
 def _how_many(share: float) -> str:
-    """Return a sentence about the share of files that are there."""
+    """Return a sentence about the share of existing files."""
     if share == 1:
         return "its files are there as its RECORD lists them"
     percent = "less than 1 %"
@@ -50,7 +50,7 @@ def _how_many(share: float) -> str:
 
 
 def _share_there(distribution: importlib_metadata.Distribution) -> float:
-    """Return which share of the files in RECORD is there and as it says; 0 if there is no list."""
+    """Return the share of the files in RECORD with the right content; 0 without a RECORD."""
     try:
         rows = rows_of(text_of(distribution, "RECORD") or "")
     except (ValueError, OSError, csv.Error):
@@ -79,7 +79,7 @@ def _is_there(
 
 
 def _version(distribution: importlib_metadata.Distribution) -> tuple[bool, Any]:
-    """Return what versions are compared by. One that no tool can read comes before the others."""
+    """Return the key for comparing versions. An unreadable version comes before the others."""
     from packaging.version import InvalidVersion, Version  # costs 20 ms, and is needed here only
 
     text = fields_of(distribution)["version"][0]

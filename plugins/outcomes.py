@@ -1,4 +1,4 @@
-"""Findings about the plugins and platforms of this process, once they were loaded."""
+"""Findings about the plugins and platforms of this process, after the load."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def findings_of(record: PluginRecord) -> Iterator[Finding]:
 
 
 def end_of(record: PluginRecord) -> Finding | None:
-    """Return the finding about a plugin that is not active, or ``None`` if that is no fault."""
+    """Return the finding about an inactive plugin, or ``None`` if there is no fault."""
     if record.status is PluginStatus.FAILED:
         return Finding(failure_of(record), record.provider, record.location, exit_code=4)
     if record.status is PluginStatus.VETOED:
@@ -50,12 +50,13 @@ def end_of(record: PluginRecord) -> Finding | None:
 
 
 def rejection_of(record: PluginRecord) -> str:
-    """Return a sentence about a plugin that is shut out by a fault."""
+    """Return a sentence about a plugin shut out by a fault."""
     return f"plugin {record.name!r} of {record.provider} is not used: {record.reason}"
 
 
 def failure_of(record: PluginRecord) -> str:
-    """Return a sentence about a plugin that failed, with the way to go without the plugin."""
+    """Return a sentence about a failed plugin, with the way to go without the plugin."""
+    # A reason may end in a question, such as 'did you mean ...?'.
     reason = record.reason if record.reason.endswith("?") else f"{record.reason.rstrip('.')}."
     name = record.name
     return (
@@ -70,7 +71,7 @@ def state_of(record: PluginRecord) -> str:
 
 
 def absence_of(name: str) -> str:
-    """Return the states of plugins, named in a setting, that are not active."""
+    """Return the states of inactive plugins with a name from a setting."""
     absent = []
     for record in host_state().plugins.values():
         is_meant = name in (record.name, record.provider.name)
@@ -80,7 +81,7 @@ def absence_of(name: str) -> str:
 
 
 def replacements_of(record: PluginRecord) -> list[Replacement]:
-    """Return the replacements that a plugin declares. The plugin need not be active."""
+    """Return the replacements of a plugin, active or not."""
     return [
         replacement
         for replacement in host_state().registry.replacements
@@ -89,7 +90,7 @@ def replacements_of(record: PluginRecord) -> list[Replacement]:
 
 
 def _misspelt_platforms(record: PluginRecord) -> Iterator[Finding]:
-    """Find platforms that a plugin states and no distribution offers.
+    """Find platforms of a plugin without a distribution.
 
     A name beside an offered one is no fault: the platform may be installed on other machines. A
         name that is nearly

@@ -58,9 +58,9 @@ def load_platform(offer: Offer) -> tuple[Platform, OpgraftConfig]:
 
 
 def _confine_replacements(transaction: Transaction) -> None:
-    """Confine the declarations of a platform that is left out.
+    """Confine the declarations of a platform without use.
 
-    Another platform of the distribution must not run its kernels.
+    Another platform of the distribution must not run the kernels.
     """
     for replacement in host_state().registry.replacements:
         if replacement.activation is transaction:
@@ -68,9 +68,9 @@ def _confine_replacements(transaction: Transaction) -> None:
 
 
 def _adopt_declarations(transaction: Transaction) -> None:
-    """Activate the declarations of the platform's modules, also if others imported them first.
+    """Activate the declarations of the platform's modules, whoever imported them.
 
-    If the distribution has plugins, their activation decides about its replacements.
+    If the distribution has plugins, the activation of these decides about replacements.
 
     Raises:
         PlatformError: the name of a declaration is taken.
@@ -131,10 +131,10 @@ def _loaded(offer: Offer) -> tuple[Platform, OpgraftConfig]:
 
 
 def prepare(selection: PlatformSelection, config: OpgraftConfig) -> None:
-    """Call the method ``prepare`` of the platform. Its changes of the process stay, and are notes.
+    """Call the method ``prepare`` of the platform. Changes of the process stay, and are notes.
 
     Raises:
-        PlatformError: the method raised. Its changes are set back.
+        PlatformError: the method raised. All changes are set back.
     """
     name = selection.platform.name
     provider = selection.provider

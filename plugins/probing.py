@@ -113,7 +113,7 @@ def ask_all(offers: Sequence[Offer], machine: Machine) -> list[Evidence | Except
         helpers = min(len(waiting), _most_at_once()) - 1
     started = []
     for _ in range(helpers):
-        # A daemon, as who interrupts this process does not wait for it.
+        # A daemon, so that an interrupt of this process does not wait.
         thread = threading.Thread(
             target=ask_some, args=(waiting,), name="opgraft-probing", daemon=True
         )
@@ -137,7 +137,7 @@ def _is_started(thread: threading.Thread) -> bool:
 
 
 def _most_at_once() -> int:
-    """Return the number of probes at the same time, by the files that this process may open."""
+    """Return the number of probes at the same time, by the files left to open."""
     import resource  # which nobody needs who has no other platforms
 
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -254,7 +254,7 @@ def _keep(finding: Finding) -> None:
 
 
 class _Asked(dict[str, str]):
-    """Variables that note the names in queries. A loop over all variables is no query."""
+    """Variables with a note of the names in queries. A loop over all is no query."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         super().__init__(variables)
@@ -263,7 +263,7 @@ class _Asked(dict[str, str]):
 
     @property
     def asked(self) -> list[str]:
-        """Return the names by which single variables were asked for."""
+        """Return the names of queried variables."""
         return [] if self.listed else sorted(self.names)
 
     def __iter__(self) -> Iterator[str]:
@@ -296,11 +296,11 @@ class _Asked(dict[str, str]):
 
 
 class _Before(NamedTuple):
-    """The state of a process before it runs a probe.
+    """The state of a process before the probe runs.
 
     Attributes:
         started: the time.
-        devices: the device files that are open.
+        devices: the open device files.
         has_torch: torch is imported.
     """
 
@@ -316,7 +316,7 @@ class _Before(NamedTuple):
 
 
 def _remarks(offer: Offer, spec: PlatformSpec, before: _Before) -> Iterator[dict[str, str]]:
-    """Yield forbidden deeds of a probe, each with ``file:line``. Call this in its process."""
+    """Yield forbidden deeds of a probe with ``file:line``. Call this in the probe's process."""
     seconds = time.monotonic() - before.started
     place = _place_of_probe(offer, spec)
     if seconds >= SLOW:
@@ -335,7 +335,7 @@ def _remarks(offer: Offer, spec: PlatformSpec, before: _Before) -> Iterator[dict
 
 
 def _place_of_probe(offer: Offer, spec: PlatformSpec) -> str:
-    """Return ``file:line`` of a probe, or of the function of another host that a bridge calls."""
+    """Return ``file:line`` of a probe, or of another host's function behind a bridge."""
     named: Any = spec.probe
     if offer.bridge is not None:
         named = sys.modules.get(offer.module)
@@ -349,7 +349,7 @@ def _place_of_probe(offer: Offer, spec: PlatformSpec) -> str:
 
 
 def _import_of(package: str, module: str) -> str:
-    """Return ``file:line`` at which a module of the probe's package imports another package."""
+    """Return ``file:line`` of the import of another package by the probe's package."""
     own, _, _ = module.partition(".")
     for name, each in list(sys.modules.items()):
         top, _, _ = name.partition(".")
@@ -367,7 +367,7 @@ def _import_of(package: str, module: str) -> str:
 
 
 def _run_at_import(statements: Iterable[ast.AST]) -> Iterator[ast.stmt]:
-    """Yield the statements that an import may run, not those of functions and type checkers."""
+    """Yield the statements of an import, not those of functions and type checkers."""
     for node in statements:
         if isinstance(node, ast.stmt):
             yield node
@@ -379,7 +379,7 @@ def _run_at_import(statements: Iterable[ast.AST]) -> Iterator[ast.stmt]:
 
 
 def _packages_of(statement: ast.stmt) -> set[str]:
-    """Return the packages that an import names; none for another statement or a relative import."""
+    """Return the packages in an import; none for another statement or a relative import."""
     names: list[str] = []
     if isinstance(statement, ast.Import):
         names = [alias.name for alias in statement.names]
@@ -396,7 +396,7 @@ def _source_of(module: Any, file: str) -> list[str]:
 
 
 def _open_devices() -> frozenset[str]:
-    """Return the device files that this process has open, those of every process aside."""
+    """Return the open device files of this process, not those of every process."""
     found = set()
     for entry in Path("/proc/self/fd").glob("*"):
         with suppress(OSError):  # of a file that is closed meanwhile
@@ -407,7 +407,7 @@ def _open_devices() -> frozenset[str]:
 
 
 def is_device_file(path: str) -> bool:
-    """Return True if a file is one of a device, False for those that any process may have open."""
+    """Return True for the file of a device, False for files of every process."""
     return path.startswith("/dev/") and not _OF_EVERYBODY.fullmatch(path)
 
 
@@ -428,7 +428,7 @@ def answer(
         reply["remarks"] = list(_remarks(offer, spec, before))
     except ProbeFailed as failure:
         reply = {"failure": str(failure)}
-    # Not to the standard output, to which the probe and what it imports may print.
+    # Not to the standard output: the probe may print.
     with open(reply_to, "w", encoding="utf-8") as pipe:
         json.dump(reply, pipe)
-    os._exit(0)  # threads that it has started may go on for ever
+    os._exit(0)  # threads of the probe may go on for ever

@@ -1,6 +1,6 @@
-"""The table of values that are compared around each step of a plugin, and set back.
+"""The table of values to compare around each step of a plugin, and to set back.
 
-A change that would show in the results of others is set back at once. An addition, such as a
+A change with an effect on others is set back at once. An addition, such as a
 variable of the environment that a library reads, stays as long as the plugin does.
 """
 
@@ -47,17 +47,18 @@ from opgraft.plugins.definitions import DEFINITIONS, OF_OTHERS
 
 
 def _digest(state: bytearray | tuple[Any, ...]) -> str:
+    # The states are long: a message quotes a digest.
     content = state if isinstance(state, bytearray) else repr(state).encode()
     return f"{zlib.crc32(content):08x}"
 
 
 def _hook(owner: Any, name: str) -> Row:
-    """Return the row of a function that Python calls."""
+    """Return the row of a function for Python to call."""
     return attribute(owner, name, reprlib.repr, is_)
 
 
 def _watcher(verb: str, module: Any, threads: str) -> Row:
-    """Return the row of a function that is called at each call of a function."""
+    """Return the row of a function to call at each call."""
     get, write = getattr(module, f"get{verb}"), getattr(module, f"set{verb}")
     return value(f"what {verb}s the functions of {threads}", get, write, reprlib.repr, is_)
 
@@ -206,13 +207,14 @@ Look = tuple[tuple[Aspect, Any], ...]
 
 @dataclass(frozen=True)
 class _Unreadable:
-    """Stands for an aspect that cannot be read."""
+    """Stands for an unreadable aspect."""
 
     why: str
 
 
 def look() -> Look:
-    """Return the process as it is now, for ``changes_between``."""
+    """Return the present process, for ``changes_between``."""
+    # Each start of a process waits for the look: the rest is left to the doctor.
     aspects = THOROUGH if is_thorough() else AT_EVERY_LOAD
     return tuple((aspect, _read(aspect)) for aspect in aspects)
 
@@ -227,7 +229,8 @@ def _read(aspect: Aspect) -> Any:
 
 
 def changes_between(before: Look, after: Look) -> Iterator[Change]:
-    """Yield the changes from one look at the process to another, which must be of now."""
+    """Yield the changes from a former look at the process to the one of now."""
+    # By aspect, as the two looks may be of different length.
     now = dict(after)
     for aspect, then in before:
         try:

@@ -1,4 +1,4 @@
-"""Values of Python that everybody shares: how each is read, set and shown."""
+"""Shared values of Python: how each is read, set and shown."""
 
 from __future__ import annotations
 
@@ -77,6 +77,7 @@ def only_certain(before: list[Any], after: list[Any]) -> bool:
 
 def set_filters(before: list[Any]) -> None:
     """Set filters of warnings, behind new filters for certain warnings."""
+    # Filters for a plugin's own warnings harm nobody, and the plugin needs them.
     certain = [row for row in _added(before, warnings.filters) if not _meets_all(row)]
     warnings.filters[:] = [*certain, *before]  # type: ignore[index]  # the stub is wrong: a list
     with warnings.catch_warnings():  # Python looks at the filters anew
@@ -93,7 +94,7 @@ def _meets_all(row: Any) -> bool:
 
 
 def awaited_threads() -> dict[Item, threading.Thread]:
-    """Return the threads that the end of the process waits for."""
+    """Return the threads that must end before the process does."""
     awaited = (thread for thread in threading.enumerate() if not thread.daemon)
     return {Item(f"{thread.name!r} to end", id(thread)): thread for thread in awaited}
 
@@ -118,7 +119,7 @@ def stand_in(name: str, module: Any) -> Addition | None:
 
 
 def finder(key: Item, found: Any) -> Addition:
-    """Judge a new finder on ``sys.meta_path``: ask for a module that is not there."""
+    """Judge a new finder on ``sys.meta_path``: ask for a missing module."""
     find = getattr(found, "find_spec", None)  # a finder of distributions alone has none
     try:
         if find is not None:
@@ -137,6 +138,7 @@ def streams() -> Iterator[Row]:
     """Yield rows of the standard streams: the object, and whether the object was closed."""
     for name in _STREAMS:
         yield attribute(sys, name, type_of, is_)
+        # A stream may be closed in place, which leaves the object as it was.
         closed = f"whether sys.{name} is closed"
         yield value(closed, partial(_is_closed, name), partial(_reopen, name), same=_is_not_closed)
 
@@ -161,6 +163,7 @@ def _reopen(name: str, former: bool) -> None:
     """
     number, closed = _STREAMS[name], getattr(sys, name)
     mode = "w" if number else "r"
+    # Another library may write to the file descriptor, so the end of the stream leaves it open.
     stream = open(  # noqa: SIM115  # it stays
         number, mode, encoding="utf-8", errors="backslashreplace", closefd=False
     )
@@ -169,6 +172,7 @@ def _reopen(name: str, former: bool) -> None:
     setattr(sys, name, stream)
     if getattr(sys, f"__{name}__") is closed:
         setattr(sys, f"__{name}__", stream)
+    # Handlers hold the stream that they were made with.
     for handler in (*logging.getLogger().handlers, *logging.getLogger("opgraft").handlers):
         if isinstance(handler, logging.StreamHandler) and handler.stream is closed:
             handler.setStream(stream)
@@ -178,6 +182,7 @@ def logger_row(name: str, log: logging.Logger) -> Row:
     """Return the row of a logger: its level, switches, filters and handlers."""
 
     def values() -> dict[str, Any]:
+        # With their levels, as a plugin may silence a handler in place.
         handlers = [(each, getattr(each, "level", None)) for each in log.handlers]
         switches = {"level": log.level, "disabled": log.disabled, "propagate": log.propagate}
         return {**switches, "filters": [*log.filters], "handlers": handlers}
@@ -223,7 +228,8 @@ def level_of_all() -> int:
 
 
 def enabled_loggers() -> list[logging.Logger]:
-    """Return the loggers that are switched on, those of opgraft aside."""
+    """Return the loggers that are switched on, without opgraft's."""
+    # A copy, as other threads may make loggers meanwhile.
     known = list(logging.root.manager.loggerDict.values())
     loggers = [log for log in known if isinstance(log, logging.Logger)]
     return [log for log in loggers if not log.disabled and log.name != "opgraft"]

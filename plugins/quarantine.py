@@ -1,6 +1,6 @@
-"""Quarantine: distributions whose code took down or held up the process that tried it.
+"""Quarantine of distributions whose code crashed or held up a process.
 
-Later processes leave such a distribution alone until its files change.
+Later processes leave the distribution alone until a file changes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Record:
 
     Attributes:
         name, version: of the distribution.
-        digest: the digest of its content.
+        digest: the digest of the content.
         states: a digest of the states of its files. As long as they are the same, the content is
             not read.
         what: what happened.
@@ -47,18 +47,20 @@ class Record:
     since: str
 
     def is_of(self, distribution: Distribution) -> bool:
-        """Return True if the distribution has the content that failed.
+        """Return True if the distribution has the same content.
 
         Raises:
-            OSError, ValueError, csv.Error: its metadata cannot be read.
+            OSError, ValueError, csv.Error: the metadata cannot be read.
         """
+        # The states first: each start would read the content, perhaps gigabytes of libraries.
         if self.states and _states(distribution) == self.states:
             return True
+        # The same wheel installed again has new times, and the same fault.
         return digest_of_content(distribution) == self.digest
 
 
 def against(provider: Provider) -> str | None:
-    """Return why a distribution is left alone, or ``None``. Other content does not count."""
+    """Return the reason for the quarantine of a distribution, or ``None``."""
     distribution = discover().distributions.get(provider)
     if distribution is None:  # opgraft itself
         return None
@@ -88,6 +90,7 @@ def confine(provider: Provider, what: str) -> str:
     An editable install is tried again, as its source can change without a trace in its metadata.
     """
     again = "it is tried again next time"
+    # Only installed distributions have content to compare later.
     distribution = discover().distributions.get(provider)
     if distribution is None:
         return again
@@ -100,6 +103,7 @@ def confine(provider: Provider, what: str) -> str:
         return f"{again}, as nothing tells this installation from others: {described(error)}"
     since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     version = str(provider.version)
+    # The reason ends up in each message, so its length has a limit.
     record = Record(provider.name, version, digest, states, what[:_LONGEST], since)
     try:
         _MEMORY.write(normalized(provider.name), asdict(record))
@@ -112,14 +116,14 @@ def confine(provider: Provider, what: str) -> str:
 
 
 def forget_all() -> None:
-    """Remove the records of all installed distributions, so that each is tried again."""
+    """Remove the records of all installed distributions, to try each again."""
     for provider in discover().distributions:
         with suppress(OSError):  # a record that cannot be removed is a finding
             _MEMORY.forget(normalized(provider.name))
 
 
 def findings() -> list[Finding]:
-    """Find records of installed distributions that cannot be used, and do not count."""
+    """Find unusable records of installed distributions. Such a record does not count."""
     found = []
     for provider in discover().distributions:
         try:

@@ -1,4 +1,4 @@
-"""RECORD, the list of files that installers write, compared with the files."""
+"""Comparison of files with RECORD, the list by the installer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rows_of(record: str) -> Sequence[tuple[str, str, str]]:
 
 
 def difference(place: Path, path: str, digest: str, size: str) -> str | None:
-    """Return how a file differs from its row of a RECORD, ``None`` if they agree."""
+    """Return the difference of a file from its row in RECORD, or ``None``."""
     kind, _, expected = digest.partition("=")
     if kind not in _HASHES:
         return f"the hash of {path} in its RECORD is {kind!r}, expected one of {', '.join(_HASHES)}"
@@ -38,6 +38,7 @@ def difference(place: Path, path: str, digest: str, size: str) -> str | None:
             state = os.fstat(file.fileno())
             if not stat.S_ISREG(state.st_mode):
                 return f"{path} is no regular file"
+            # The size first: no need to read a file of another size.
             if str(state.st_size) != size:
                 listed = size or "none"
                 return (

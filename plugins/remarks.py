@@ -1,4 +1,4 @@
-"""Remarks on the code of others while it is loaded, which commands show later."""
+"""Remarks on the code of others during the load, for commands to show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of what a distribution offers, against lists of the settings and version requirements."""
+"""Checks of offers against lists of the settings and version requirements."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def asked_for(offer: Offer, names: Iterable[str]) -> bool:
 
 
 def check_adjustment(config: OpgraftConfig) -> None:
-    """Reject defaults of settings that are decided before the platform or plugin is asked.
+    """Reject defaults of settings with an early decision.
 
     Raises:
         PluginError: one of these settings has a value.
@@ -62,7 +62,7 @@ def check_adjustment(config: OpgraftConfig) -> None:
 
 
 def check_allow_list(settings: Settings) -> None:
-    """Check that each plugin on the allow list is installed.
+    """Check the plugins on the allow list.
 
     Raises:
         ConfigError: no offer answers to a name; close matches are named.
@@ -81,7 +81,7 @@ def _unmet_requirement(offer: Offer) -> str | None:
     """Return the first unmet requirement on opgraft or torch in words, or ``None``."""
     if not offer.requires:
         return None
-    from packaging.requirements import Requirement  # costs 20 ms, only some plugins need it
+    from packaging.requirements import Requirement  # takes 20 ms, for few plugins
 
     for line in offer.requires:
         try:

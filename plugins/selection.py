@@ -94,8 +94,7 @@ def decide_platform(
     be loaded.
 
     Raises:
-        ConfigError: the allow list names a plugin that is not installed, or the lockfile cannot be
-            used.
+        ConfigError: a plugin on the allow list is not installed, or the lockfile cannot be used.
         PlatformError: the platform asked for does not exist or is not available, or none is
             available.
         PlatformConflictError: two out-of-tree platforms are available and no setting chooses.
@@ -126,7 +125,7 @@ def _ask_each(
 ) -> list[_Asked]:
     """Ask the probes of all offers without an objection.
 
-    ``broken`` has the names of offers that cannot be used, with the reasons.
+    ``broken`` has the names of unusable offers, with the reasons.
     """
     unasked: dict[Offer, _Asked | None] = {}
     for offer in offers:
@@ -165,7 +164,7 @@ def _answered(offer: Offer, answer: Evidence | Exception, settings: Settings) ->
     if not isinstance(answer, ProbeFailed):
         raise answer
     if offer.name != config.platform and not config.strict:
-        # In quarantine for what it has done now.
+        # This failure may have put the provider into quarantine.
         exit_code = 4 if quarantined(offer.provider) else 1
         report(_left_out(offer, str(answer), exit_code))
     return _Asked(offer, None, str(answer), failed=True)
@@ -241,7 +240,7 @@ def _raise_first_failure(asked: Sequence[_Asked]) -> None:
 
 
 def _withdraw_all_but(chosen: str) -> None:
-    """Take back what other platforms declared that were in use before ``reset``."""
+    """Take back the declarations of platforms in use before ``reset``."""
     state = host_state()
     for owner in list(state.registry.owned):
         if owner.kind == "platform" and owner.name != chosen:
@@ -249,10 +248,10 @@ def _withdraw_all_but(chosen: str) -> None:
 
 
 def decide_without_torch(settings: Settings, machine: Machine) -> tuple[Decision, str]:
-    """Decide as a process that computes will, as far as that can be told without torch.
+    """Decide without torch, as far as possible, as a process with torch will.
 
     Returns:
-        The decision, and what of the chosen platform is not verified; empty if nothing is left.
+        The decision, and a list of questions about the chosen platform; empty if all are answered.
 
     Raises:
         OpgraftError: as ``decide_platform``; the class of a platform that was asked for cannot be

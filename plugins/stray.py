@@ -1,4 +1,4 @@
-"""Modules that an import would find, and that the RECORD of the distribution does not list."""
+"""Modules in the way of an import, beside the RECORD of the distribution."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ _UNLISTED = "which its RECORD does not list"
 def stray_code(
     provider: Provider, distribution: importlib_metadata.Distribution, listed: set[str]
 ) -> str | None:
-    """Return a sentence about a module that is not listed and would be imported, or ``None``.
+    """Return a sentence about an unlisted module in the way of an import, or ``None``.
 
-    Such a module lies earlier on the path, or was put into a package of the distribution.
+    The module lies earlier on the path, or in a package of the distribution.
 
     Args:
         provider: the name and version of the distribution.
         distribution: the installed distribution.
         listed: the paths in its RECORD.
     """
+    # RECORD has paths relative to this folder.
     root = os.path.abspath(str(distribution.locate_file("")))
     files = {os.path.normpath(os.path.join(root, path)) for path in listed}
     modules = [each.module for each in discover().offers if each.provider == provider]
@@ -45,6 +46,7 @@ def stray_code(
         for file in found:
             if file not in files:
                 return _imported_from(module, file)
+    # Modules of entry points come first, as they name what would be imported.
     for module in sorted(set(_outermost(listed))):
         for file in _files_of(module):
             if file not in files:
@@ -65,7 +67,7 @@ def _imported_from(module: str, file: str) -> str:
 
 
 def _packages(files: Iterable[str]) -> set[str]:
-    """Return the folders that have a module of their own."""
+    """Return the folders with a module ``__init__``."""
     own = set()
     for file in files:
         folder, name = os.path.split(file)
@@ -75,9 +77,9 @@ def _packages(files: Iterable[str]) -> set[str]:
 
 
 def _outermost(listed: Iterable[str]) -> Iterator[str]:
-    """Yield the modules and packages that lie in no package of the distribution.
+    """Yield the modules and packages outside of packages of the distribution.
 
-    Such a name may be brought by another distribution, too.
+    Another distribution may bring the same name.
     """
     modules = [path for path in listed if path.endswith(_SUFFIXES)]
     packages = set()
@@ -93,7 +95,7 @@ def _outermost(listed: Iterable[str]) -> Iterator[str]:
 
 
 def _first_package(path: str, packages: Collection[str]) -> str | None:
-    """Return the outermost folder above a module that is a package."""
+    """Return the outermost package above a module."""
     parts = path.split("/")
     for depth in range(1, len(parts)):
         folder = "/".join(parts[:depth])
@@ -103,7 +105,7 @@ def _first_package(path: str, packages: Collection[str]) -> str | None:
 
 
 def _stem(name: str) -> str:
-    """Return the name of a file without any suffix, as an import has it."""
+    """Return the name of a file without any suffix, as in an import."""
     return name.partition(".")[0]
 
 
@@ -114,7 +116,7 @@ def _imported_as(file: str) -> str:
 
 
 def _is_of_another(file: str, root: str, own: Collection[str], tops: Collection[str]) -> bool:
-    """Return True if a module is listed in the RECORD of another distribution.
+    """Return True if another distribution lists the module in RECORD.
 
     Two distributions may have a folder in common: a namespace, as vendors divide among
         distributions, or a folder
@@ -149,6 +151,7 @@ def _added(root: str, listed: set[str]) -> Iterator[str]:
     for file in listed:
         if _is_code(file) and file.startswith(root + os.sep):
             packages.add(os.path.dirname(file))
+    # Top-level modules lie beside those of everybody.
     packages.discard(root)  # where other distributions lie too
     for package in sorted(packages):
         for folder, folders, names in os.walk(package):
@@ -169,7 +172,7 @@ def _is_code(name: str) -> bool:
 
 
 def _files_of(module: str) -> Iterator[str]:
-    """Yield the files that the import of a module would run, first those of the packages above."""
+    """Yield the files of an import, first those of the packages above."""
     for spec in specs_of(module):
         if spec.has_location and spec.origin is not None:
             yield os.path.abspath(spec.origin)

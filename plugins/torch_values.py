@@ -1,4 +1,4 @@
-"""Values of torch by which everybody computes: how each is read, set and shown."""
+"""Shared values of torch: how each is read, set and shown."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ _ENTERED: list[torch.inference_mode] = []
 
 
 def set_inference_mode(enabled: bool) -> None:
-    """Enter the mode or its opposite within the mode that a plugin has entered and not left."""
+    """Enter the mode or its opposite within the open mode of a plugin."""
     recorded = torch.is_grad_enabled()
+    # torch has no function that ends a mode from outside: another mode inside hides the first.
     mode = torch.inference_mode(enabled)
     mode.__enter__()
     _ENTERED.append(mode)
@@ -42,6 +43,7 @@ def set_inference_mode(enabled: bool) -> None:
 
 def automatic_dtypes() -> dict[str, bool]:
     """Return the device types in use, and whether autocast is on for each."""
+    # Other devices are not in use, and torch may know nothing about them.
     devices = dict.fromkeys(("cpu", _device_type()))
     return {each: torch.is_autocast_enabled(each) for each in devices if _has_autocast(each)}
 
@@ -76,7 +78,7 @@ def set_random_state(state: bytearray) -> None:
 
 
 def flags() -> Iterator[Row]:
-    """Yield the flags of the libraries that torch computes with."""
+    """Yield the flags of torch's libraries."""
     for backend in _backends():
         for name in ("enabled", "benchmark", "deterministic"):
             if isinstance(getattr(backend, name, None), bool):
@@ -99,7 +101,7 @@ def _backends() -> list[ModuleType]:
 
 
 def kernels() -> dict[str, str]:
-    """Return the kernels of torch's operators that Python code registered for devices in use.
+    """Return the kernels of torch's operators from Python code, for the devices in use.
 
     torch and plugins register further kernels as they are imported: for other devices, and for
         shapes alone.
