@@ -440,7 +440,7 @@ class _Scan:
         return [offer for offer in offers if offer.built_in and _exists(offer.module)]
 
     def _refusal(self, offer: Offer, known: dict[tuple[str, str], Offer]) -> str:
-        """Admit an offer, or return the reason against the offer. Of equal offers the first counts."""
+        """Admit an offer, or return the reason against the offer. The first of equals counts."""
         entry = f"its entry point {offer.name!r} in {offer.group}"
         if (offer.group, offer.name) == (PLUGIN_GROUP, NATIVE_CHOICE):
             return (
