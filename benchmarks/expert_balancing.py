@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from opgraft.distributed import destroy_distributed, init_distributed
-from opgraft.engine.expert_balancer import ExpertBalancer
+from opgraft.engine.runner.expert_balancer import ExpertBalancer
 from opgraft.ops import FusedMoE
 from opgraft.ops.weights import process_weights_after_loading
 from timing import Row

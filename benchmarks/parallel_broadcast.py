@@ -13,9 +13,9 @@ from typing import Any
 
 from engine_rows import Finding, print_findings
 from opgraft import LLM, SamplingParams
-from opgraft.engine.remote_executor import encoded_step
 from opgraft.engine.step import NewSequence, Scheduled, Step, step_of
-from opgraft.engine.worker_link import EXECUTE_PARTS
+from opgraft.engine.workers.remote_executor import encoded_step
+from opgraft.engine.workers.worker_link import EXECUTE_PARTS
 from opgraft.machine.broadcast import SharedChannel, SharedSlots
 from opgraft.machine.channel import Channel, encoded
 from timing import machine

@@ -24,7 +24,7 @@ from opgraft.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from opgraft.engine.engine_core import EngineCore
+from opgraft.engine.core import EngineCore
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
 

@@ -21,7 +21,7 @@ from engine_rows import Finding
 from opgraft.config import CacheConfig, LoadConfig, ModelConfig, OpgraftConfig, ParallelConfig
 from opgraft.distributed import get_tp_group, init_distributed
 from opgraft.distributed.layout import ParallelLayout
-from opgraft.engine.engine_core import EngineCore
+from opgraft.engine.core import EngineCore
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.machine.device_figures import DeviceFigures

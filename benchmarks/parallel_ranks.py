@@ -125,7 +125,7 @@ def load(
         ModelConfig,
         OpgraftConfig,
     )
-    from opgraft.engine.engine_core import EngineCore
+    from opgraft.engine.core import EngineCore
     from opgraft.ops.attention.decoder import attention_layers
 
     given = OpgraftConfig(

@@ -15,9 +15,9 @@ from typing import Any
 import transformers
 from opgraft import LLM, SamplingParams
 from opgraft.config import SchedulerConfig
-from opgraft.engine.kv_cache import KVCacheManager, LayerKind
 from opgraft.engine.request import Request
-from opgraft.engine.scheduler import Scheduler
+from opgraft.engine.schedule.kv_cache import KVCacheManager, LayerKind
+from opgraft.engine.schedule.scheduler import Scheduler
 from opgraft.engine.stats import EngineStats
 from opgraft.models.files import find_checkpoint
 from timing import Row, report

@@ -16,7 +16,7 @@ from opgraft.base.text import described, printable
 from opgraft.binding.comparison import copied
 from opgraft.cli.comparison import native_config
 from opgraft.config import OpgraftConfig, set_config
-from opgraft.engine.cache_layout import CacheLayout, cache_dtype
+from opgraft.engine.runner.cache_layout import CacheLayout, cache_dtype
 from opgraft.errors import InputError
 from opgraft.grafting import graft
 from opgraft.models.build import dtype_of, load_model

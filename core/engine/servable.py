@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from opgraft.config import SchedulerConfig
-from opgraft.engine.kv_cache import KVCacheManager
 from opgraft.engine.request import Request
+from opgraft.engine.schedule.kv_cache import KVCacheManager
 from opgraft.errors import RequestError
 
 

@@ -5,17 +5,17 @@ A device replaces a part by ``opgraft.PluggableClass.register_oot(name="worker")
 """
 
 from opgraft.compilation.static_graph import StaticGraph
-from opgraft.engine.executor import Executor
-from opgraft.engine.expert_balancer import ExpertBalancer
-from opgraft.engine.in_process_executor import InProcessExecutor
-from opgraft.engine.kv_cache import KVCacheManager
-from opgraft.engine.memory_query import MemoryQuery
-from opgraft.engine.model_runner import ModelRunner
+from opgraft.engine.runner.expert_balancer import ExpertBalancer
+from opgraft.engine.runner.memory_query import MemoryQuery
+from opgraft.engine.runner.model_runner import ModelRunner
+from opgraft.engine.runner.step_program import StepGraph
 from opgraft.engine.sampling import Sampler, SamplingBatch
-from opgraft.engine.scheduler import Scheduler
+from opgraft.engine.schedule.kv_cache import KVCacheManager
+from opgraft.engine.schedule.scheduler import Scheduler
 from opgraft.engine.step import Step, StepResult
-from opgraft.engine.step_program import StepGraph
-from opgraft.engine.worker import Worker
+from opgraft.engine.workers.executor import Executor
+from opgraft.engine.workers.in_process_executor import InProcessExecutor
+from opgraft.engine.workers.worker import Worker
 
 __all__ = [
     "Executor",

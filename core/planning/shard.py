@@ -13,8 +13,8 @@ import torch
 from opgraft.config import CompilationConfig, OpgraftConfig, set_config
 from opgraft.distributed import get_pp_group
 from opgraft.distributed.layout import ParallelLayout
-from opgraft.engine.cache_layout import CacheLayout, cache_dtype
-from opgraft.engine.stage_link import StageLink
+from opgraft.engine.runner.cache_layout import CacheLayout, cache_dtype
+from opgraft.engine.workers.stage_link import StageLink
 from opgraft.models.build import describe_model
 from opgraft.models.model import HasLogits
 from opgraft.ops.attention.cached import cache_shape

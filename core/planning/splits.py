@@ -11,8 +11,8 @@ from typing import Any
 from opgraft.base.text import printable
 from opgraft.config import OpgraftConfig
 from opgraft.distributed.layout import ParallelLayout
-from opgraft.engine.cache_room import room_for
-from opgraft.engine.worker import DEVICE_SHARE
+from opgraft.engine.runner.cache_room import room_for
+from opgraft.engine.workers.worker import DEVICE_SHARE
 from opgraft.errors import (
     CheckpointError,
     ConfigError,

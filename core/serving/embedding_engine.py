@@ -11,10 +11,10 @@ from opgraft.binding.blame import UNEXPLAINED, verdicts_on
 from opgraft.binding.explaining import Explanation
 from opgraft.binding.pluggable_class import choose_class
 from opgraft.config import OpgraftConfig
-from opgraft.engine.compiled_model import expect_compilable
-from opgraft.engine.executors import executor_of
+from opgraft.engine.runner.compiled_model import expect_compilable
 from opgraft.engine.stats import Counters, EngineStats, copied
-from opgraft.engine.worker import Worker
+from opgraft.engine.workers.executors import executor_of
+from opgraft.engine.workers.worker import Worker
 from opgraft.errors import (
     CheckpointError,
     ConfigError,

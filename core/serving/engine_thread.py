@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from opgraft.base.text import described
-from opgraft.engine.executor import HUNG
+from opgraft.engine.workers.executor import HUNG
 from opgraft.errors import EngineError
 from opgraft.logger import logger
 from opgraft.serving.open_request import OpenRequest

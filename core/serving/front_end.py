@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from opgraft.config import OpgraftConfig
-from opgraft.engine.executor import Executor
 from opgraft.engine.stats import EngineStats
+from opgraft.engine.workers.executor import Executor
 from opgraft.errors import ModelError
 from opgraft.serving.embedding_engine import EmbeddingEngine
 from opgraft.serving.engine_settings import engine_config

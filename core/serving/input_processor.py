@@ -10,10 +10,10 @@ from contextlib import suppress
 from functools import cached_property
 
 from opgraft.config import OpgraftConfig
-from opgraft.engine.executor import Executor
 from opgraft.engine.request import Request
 from opgraft.engine.sampling import Grammar, bad_word_tokens
 from opgraft.engine.sampling_params import SamplingParams
+from opgraft.engine.workers.executor import Executor
 from opgraft.errors import EngineError, InputError, RequestError, VocabularyError
 from opgraft.models.config import read_config
 from opgraft.models.files import Weights, open_weights

@@ -17,9 +17,9 @@ from opgraft.binding.explaining import Explanation
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig, ParallelConfig
 from opgraft.distributed.groups import parallelism
-from opgraft.engine.executor import HUNG, Executor
-from opgraft.engine.process_executor import meeting_file
 from opgraft.engine.stats import EngineStats, summed
+from opgraft.engine.workers.executor import HUNG, Executor
+from opgraft.engine.workers.process_executor import meeting_file
 from opgraft.errors import ConfigError, EngineError, OpgraftError
 from opgraft.logger import logger
 from opgraft.models.build import generates

@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from opgraft.binding.explaining import Explanation
-from opgraft.engine.executor import Executor
 from opgraft.engine.stats import EngineStats
+from opgraft.engine.workers.executor import Executor
 from opgraft.serving.open_request import OpenRequest
 from opgraft.serving.outputs import RequestOutput
 

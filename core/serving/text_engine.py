@@ -10,7 +10,7 @@ from typing import TypeAlias
 from opgraft.base.text import described
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
-from opgraft.engine.engine_core import EngineCore, EngineOutput, Starting
+from opgraft.engine.core import EngineCore, EngineOutput, Starting
 from opgraft.engine.request import FinishReason
 from opgraft.engine.sampling import TokenLogprobs
 from opgraft.engine.stats import EngineStats

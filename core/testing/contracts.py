@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from opgraft.config import OpgraftConfig
 from opgraft.distributed.communicator import Communicator
-from opgraft.engine.engine_core import EngineCore
+from opgraft.engine.core import EngineCore
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import DistributedError

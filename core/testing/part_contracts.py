@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 from opgraft.config import OpgraftConfig
-from opgraft.engine.cache_layout import CacheSizes
-from opgraft.engine.executors import executor_of
-from opgraft.engine.memory_query import MemoryQuery
-from opgraft.engine.model_runner import ModelRunner
+from opgraft.engine.runner.cache_layout import CacheSizes
+from opgraft.engine.runner.memory_query import MemoryQuery
+from opgraft.engine.runner.model_runner import ModelRunner
+from opgraft.engine.runner.step_program import StepGraph
 from opgraft.engine.sampling import Sampled, Sampler, SamplingBatch
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.engine.step import NewSequence, Scheduled, Step, StepResult
-from opgraft.engine.step_program import StepGraph
-from opgraft.engine.worker import Worker
+from opgraft.engine.workers.executors import executor_of
+from opgraft.engine.workers.worker import Worker
 from opgraft.errors import ConfigError, EngineError, RequestError
 from opgraft.plugins.selection import current_platform
 from torch import Tensor

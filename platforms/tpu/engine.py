@@ -10,10 +10,10 @@ import torch
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig, ParallelConfig
-from opgraft.engine.bucketed_runner import BucketedModelRunner
-from opgraft.engine.model_runner import ModelRunner
-from opgraft.engine.step_program import CacheOperators
-from opgraft.engine.worker import Worker
+from opgraft.engine.runner.bucketed_runner import BucketedModelRunner
+from opgraft.engine.runner.model_runner import ModelRunner
+from opgraft.engine.runner.step_program import CacheOperators
+from opgraft.engine.workers.worker import Worker
 from opgraft.errors import ConfigError, PlatformError
 from opgraft.ops.attention.decoder import Attention
 from opgraft.ops.attention.padded import PaddedAttention

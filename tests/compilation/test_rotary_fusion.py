@@ -14,7 +14,7 @@ from engine.engines import settings
 from engine.test_compiled_step import tokens
 from opgraft import CompilationConfig
 from opgraft.compilation.compiled import compile
-from opgraft.engine.engine_core import EngineCore
+from opgraft.engine.core import EngineCore
 from opgraft.ops import ApplyRotaryEmb, RMSNorm, RotaryEmbedding
 from support.random_decoders import DECODERS, written
 from torch import Tensor, nn
@@ -97,7 +97,7 @@ def test_in_a_decoder_of_opgraft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         made.append(compile(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr("opgraft.engine.compiled_model.compile", recorded)
+    monkeypatch.setattr("opgraft.engine.runner.compiled_model.compile", recorded)
     given = settings(tmp_path)
     core = EngineCore(dataclasses.replace(given, compilation_config=CompilationConfig(level=1)))
     assert counts(made[0]) == (3, 3)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from opgraft.engine.bucketing import (
+from opgraft.engine.runner.bucketing import (
     Buckets,
     decode_buckets,
     no_recompilation,

@@ -75,7 +75,7 @@ import re, threading
 from pathlib import Path
 import torch
 from opgraft import freeze
-from opgraft.engine.cache_layout import CacheLayout
+from opgraft.engine.runner.cache_layout import CacheLayout
 from opgraft.machine.memory import expect_huge_pages, move_to_huge_pages
 from opgraft.ops import Attention
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from engine.engines import engine, prompts, recorded, serve, settings
 from opgraft.config import CacheConfig
-from opgraft.engine.engine_core import EngineCore
+from opgraft.engine.core import EngineCore
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import ConfigError

@@ -14,7 +14,7 @@ import pytest
 import torch
 from engine.engines import prompts, recorded, serve, settings
 from opgraft.config import CacheConfig, CompilationConfig, QuantizationSettings
-from opgraft.engine.engine_core import EngineCore
+from opgraft.engine.core import EngineCore
 from opgraft.ops.decoder_plan import DecoderPlan
 from support.random_decoders import LLAMA3, written
 from torch import Tensor, nn

@@ -9,7 +9,7 @@ import opgraft
 from conftest import Site
 from engine.engines import prompts, replaced, settings
 from opgraft import SamplingParams
-from opgraft.engine.engine_core import EngineCore
+from opgraft.engine.core import EngineCore
 from opgraft.engine.request import Request
 from support.random_decoders import written
 
@@ -17,7 +17,7 @@ HANGING = """
 import time
 import opgraft
 from opgraft.distributed import get_world_group
-from opgraft.engine.worker import Worker
+from opgraft.engine.workers.worker import Worker
 
 platforms = "any"
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine.engines import prompts, recorded, serve, settings
 from opgraft.config import CacheConfig, CompilationConfig, OpgraftConfig, set_config
-from opgraft.engine.engine_core import EngineCore
+from opgraft.engine.core import EngineCore
 from opgraft.ops import RMSNorm
 from opgraft.ops.attention.decoder import attention_layers
 from opgraft.ops.composites.composite import call_uncompiled

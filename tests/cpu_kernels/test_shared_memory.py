@@ -15,7 +15,7 @@ import torch
 from engine.engines import prompts, recorded, replaced, serve, settings
 from opgraft import distributed
 from opgraft.distributed.communicator import Communicator
-from opgraft.engine.engine_core import EngineCore
+from opgraft.engine.core import EngineCore
 from opgraft.testing.contracts import check_attention_layout, check_communicator
 from support.random_decoders import written
 from support.ranks import Ranks

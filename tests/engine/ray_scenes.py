@@ -18,8 +18,8 @@ from typing import Any
 
 import ray
 from opgraft import LLM, SamplingParams
-from opgraft.engine.ray_executor import RayLink
-from opgraft.engine.ray_placement import Placement
+from opgraft.engine.workers.ray_executor import RayLink
+from opgraft.engine.workers.ray_placement import Placement
 from opgraft.errors import OpgraftError
 from ray.cluster_utils import Cluster
 

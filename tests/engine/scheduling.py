@@ -6,7 +6,7 @@ from typing import Any
 
 from opgraft import SamplingParams
 from opgraft.engine.request import Request
-from opgraft.engine.scheduler import Scheduler
+from opgraft.engine.schedule.scheduler import Scheduler
 from opgraft.engine.step import Step
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from opgraft import SamplingParams
 from opgraft.config import SchedulerConfig
-from opgraft.engine.kv_cache import KVCacheManager, LayerKind
 from opgraft.engine.request import Request
-from opgraft.engine.scheduler import Scheduler
+from opgraft.engine.schedule.kv_cache import KVCacheManager, LayerKind
+from opgraft.engine.schedule.scheduler import Scheduler
 from opgraft.engine.step import NewSequence, Scheduled, Step
 
 VOCABULARY = 3

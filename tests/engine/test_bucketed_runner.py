@@ -13,11 +13,11 @@ from engine.engines import copies_of, engine, expect_empty, news, prompts, repla
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
-from opgraft.engine.bucketed_runner import BucketedModelRunner
-from opgraft.engine.engine_core import EngineCore
+from opgraft.engine.core import EngineCore
 from opgraft.engine.request import Request
+from opgraft.engine.runner.bucketed_runner import BucketedModelRunner
+from opgraft.engine.runner.step_program import StepGraph, exported
 from opgraft.engine.sampling_params import SamplingParams
-from opgraft.engine.step_program import StepGraph, exported
 from opgraft.errors import ConfigError
 from opgraft.ops.attention import Attention
 from opgraft.ops.attention.padded import PaddedAttention
@@ -152,9 +152,11 @@ def test_states_have_no_program(fixed_shapes: None, tmp_path: Path) -> None:
 def core(fixed_shapes: None, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> EngineCore:
     """An engine without programs of its own: they are the module, as it is."""
     monkeypatch.setattr(
-        "opgraft.engine.bucketed_runner.exported", lambda module, *arguments: module
+        "opgraft.engine.runner.bucketed_runner.exported", lambda module, *arguments: module
     )
-    monkeypatch.setattr("opgraft.engine.bucketed_runner.compiled", lambda module, *how: module)
+    monkeypatch.setattr(
+        "opgraft.engine.runner.bucketed_runner.compiled", lambda module, *how: module
+    )
     return EngineCore(fixed(checkpoint, compilation_config={"fail_on_recompile": False}))
 
 
@@ -236,7 +238,7 @@ def test_the_memory_of_the_largest_step_has_a_bound(core: EngineCore) -> None:
     """It is at least what attention's scores of the longest chunk take, and does not count the cache."""
     runner = core.executor.worker.runner
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("opgraft.engine.bucketed_runner.exported", exported)
+        patch.setattr("opgraft.engine.runner.bucketed_runner.exported", exported)
         peak = runner.peak_of_largest_step(lambda: 0)
     scores = 4 * 16 * 64 * 4
     assert scores < peak < 40 * scores

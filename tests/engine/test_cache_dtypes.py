@@ -11,8 +11,8 @@ import torch
 from conftest import Site
 from engine.engines import engine, plain_logits, prompts, recorded, serve, settings
 from opgraft.config import CacheConfig
-from opgraft.engine.cache_layout import CacheLayout
-from opgraft.engine.engine_core import EngineCore
+from opgraft.engine.core import EngineCore
+from opgraft.engine.runner.cache_layout import CacheLayout
 from opgraft.errors import ConfigError
 from opgraft.ops.attention import Attention
 from support.random_decoders import DECODERS, written

@@ -9,9 +9,9 @@ import time
 
 import pytest
 from opgraft import SamplingParams
-from opgraft.engine.remote_executor import encoded_step
 from opgraft.engine.step import NewSequence, Scheduled, Step, step_of
-from opgraft.engine.worker_link import EXECUTE_PARTS
+from opgraft.engine.workers.remote_executor import encoded_step
+from opgraft.engine.workers.worker_link import EXECUTE_PARTS
 from opgraft.machine.broadcast import BY_CHANNEL, SLOT_BYTES, SLOTS, SharedChannel, SharedSlots
 from opgraft.machine.channel import Channel, ReadAhead, encoded, encoded_plain
 

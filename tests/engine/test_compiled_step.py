@@ -12,7 +12,7 @@ import pytest
 import torch
 from engine.engines import news, prompts, recorded, serve, settings
 from opgraft.config import CompilationConfig, OpgraftConfig, set_config
-from opgraft.engine.engine_core import EngineCore
+from opgraft.engine.core import EngineCore
 from opgraft.errors import ConfigError, LayerError
 from opgraft.ops.attention import Attention
 from opgraft.ops.attention.node import AttentionNodes

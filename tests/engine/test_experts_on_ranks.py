@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine.engines import news, prompts, recorded, replaced, serve, settings
 from opgraft.distributed import get_ep_group
-from opgraft.engine.engine_core import EngineCore
+from opgraft.engine.core import EngineCore
 from opgraft.errors import ConfigError
 from opgraft.ops import FusedMoE
 from support.random_decoders import written

@@ -15,7 +15,7 @@ from engine.test_worker_process import IN_ITS_PROCESS, folder
 from opgraft import LLM, SamplingParams
 from opgraft.config.environment import Launch, read_launch
 from opgraft.distributed import destroy_distributed, get_tp_group, get_world_group
-from opgraft.engine.engine_core import EngineCore
+from opgraft.engine.core import EngineCore
 from opgraft.engine.request import Request
 from opgraft.errors import ConfigError, DistributedError, EngineError
 from opgraft.ops import RMSNorm

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from opgraft.config import CacheConfig, LoadConfig, ModelConfig, OpgraftConfig, SchedulerConfig
-from opgraft.engine.engine_core import EngineCore, EngineOutput
+from opgraft.engine.core import EngineCore, EngineOutput
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import EngineError, RequestError

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from opgraft.engine import staging
-from opgraft.engine.input_batch import InputBatch, Inputs
+from opgraft.engine.runner import staging
+from opgraft.engine.runner.input_batch import InputBatch, Inputs
+from opgraft.engine.runner.staging import Sender, Staging
 from opgraft.engine.sampling_params import SamplingParams
-from opgraft.engine.staging import Sender, Staging
 from opgraft.engine.step import NewSequence, Scheduled, Step
 from torch.utils._python_dispatch import TorchDispatchMode
 

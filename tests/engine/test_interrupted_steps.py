@@ -9,12 +9,12 @@ import pytest
 from engine.interrupting import InterruptAt
 from engine.simulated import EOS, Runner, expected_output, make_scheduler
 from opgraft import SamplingParams
-from opgraft.engine.engine_core import EngineCore
-from opgraft.engine.kv_cache import LayerKind
+from opgraft.engine.core import EngineCore
 from opgraft.engine.request import Request
+from opgraft.engine.schedule.kv_cache import LayerKind
 from opgraft.engine.step import Step, StepResult
 
-WATCHED = ("engine_core.py", "scheduler.py", "draft.py", "kv_cache.py", "blocks.py", "request.py")
+WATCHED = ("engine/core.py", "scheduler.py", "draft.py", "kv_cache.py", "blocks.py", "request.py")
 """Files in which interrupts come."""
 
 

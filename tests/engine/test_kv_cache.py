@@ -7,9 +7,9 @@ import sys
 
 import pytest
 from opgraft import SamplingParams
-from opgraft.engine.blocks import BlockPool
-from opgraft.engine.kv_cache import KVCacheManager, LayerKind
 from opgraft.engine.request import Request
+from opgraft.engine.schedule.blocks import BlockPool
+from opgraft.engine.schedule.kv_cache import KVCacheManager, LayerKind
 from opgraft.errors import RequestError
 
 
@@ -85,7 +85,7 @@ def test_wrong_use_of_the_pool_is_an_error() -> None:
 def test_hashes_are_the_same_in_every_process() -> None:
     """Blocks are known by hashes that depend on tokens and salt alone, not on the process's seed of hash()."""
     code = (
-        "from opgraft.engine.kv_cache import *; from opgraft import SamplingParams\n"
+        "from opgraft.engine.schedule.kv_cache import *; from opgraft import SamplingParams\n"
         "c, r = KVCacheManager([LayerKind()], 4, 4), Request('a', range(9), SamplingParams(), cache_salt='s')\n"
         "c.longest_prefix(r); print([h.hex() for h in r.block_hashes], hash('s'))"
     )

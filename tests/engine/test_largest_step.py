@@ -15,8 +15,8 @@ import pytest
 import torch
 from engine.engines import prompts
 from opgraft import LLM, DeviceMemory, SamplingParams, current_platform, functional
-from opgraft.engine.largest_step import largest_step
-from opgraft.engine.worker import DEVICE_SHARE
+from opgraft.engine.runner.largest_step import largest_step
+from opgraft.engine.workers.worker import DEVICE_SHARE
 from opgraft.errors import ConfigError
 from opgraft.ops.attention import paged
 from support.quantized_files import write_layers
@@ -215,7 +215,7 @@ def test_a_largest_step_that_fails(
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("opgraft.engine.model_runner.ModelRunner._sample", full)
+    monkeypatch.setattr("opgraft.engine.runner.model_runner.ModelRunner._sample", full)
     reason = (
         "the largest step, of 2048 tokens and 256 sequences, fails on cpu: "
         "OutOfMemoryError: no room. Lower scheduler"

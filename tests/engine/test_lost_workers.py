@@ -18,8 +18,8 @@ from conftest import Site
 from engine.engines import replaced
 from engine.test_worker_process import IN_ITS_PROCESS, executor, folder, process_of
 from opgraft import LLM, OpgraftConfig, SamplingParams, set_config
-from opgraft.engine import process_executor
-from opgraft.engine.process_executor import LocalProcess
+from opgraft.engine.workers import process_executor
+from opgraft.engine.workers.process_executor import LocalProcess
 from opgraft.errors import EngineError
 from opgraft.plugins.locking import write_rows
 from plugins.locks import PLUGIN, lock
@@ -33,7 +33,7 @@ PLANTED = """
 import ctypes, os, signal, time
 import opgraft
 from opgraft.distributed import get_world_group
-from opgraft.engine.worker import Worker
+from opgraft.engine.workers.worker import Worker
 
 platforms = "any"
 if "WITHOUT_PLANTED" in os.environ:

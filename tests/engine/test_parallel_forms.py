@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from engine.engines import prompts
 from opgraft import LLM, SamplingParams
-from opgraft.engine.engine_core import EngineCore
+from opgraft.engine.core import EngineCore
 from opgraft.engine.step import Step
 from support.random_decoders import written
 

@@ -12,15 +12,15 @@ import torch
 from engine.engines import engine, replaced, settings
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
-from opgraft.engine.executor import Executor
-from opgraft.engine.executors import executor_of
-from opgraft.engine.in_process_executor import InProcessExecutor
-from opgraft.engine.memory_query import MemoryQuery
-from opgraft.engine.model_runner import ModelRunner
+from opgraft.engine.runner.memory_query import MemoryQuery
+from opgraft.engine.runner.model_runner import ModelRunner
+from opgraft.engine.runner.step_program import StepGraph
 from opgraft.engine.sampling import Sampler
 from opgraft.engine.step import StepResult
-from opgraft.engine.step_program import StepGraph
-from opgraft.engine.worker import Worker
+from opgraft.engine.workers.executor import Executor
+from opgraft.engine.workers.executors import executor_of
+from opgraft.engine.workers.in_process_executor import InProcessExecutor
+from opgraft.engine.workers.worker import Worker
 from opgraft.testing.part_contracts import (
     check_executor,
     check_memory_query,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from engine.engines import engine, news, prompts, replaced, settings
-from opgraft.engine.engine_core import EngineCore, EngineOutput
+from opgraft.engine.core import EngineCore, EngineOutput
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
 from support.random_decoders import written

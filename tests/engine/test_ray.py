@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from opgraft.engine.ray_executor import Door
-from opgraft.engine.ray_placement import local_ranks, order_of
-from opgraft.engine.ray_worker import STACK, Teller, Where, connected
-from opgraft.engine.worker_progress import Progress
+from opgraft.engine.workers.ray_executor import Door
+from opgraft.engine.workers.ray_placement import local_ranks, order_of
+from opgraft.engine.workers.ray_worker import STACK, Teller, Where, connected
+from opgraft.engine.workers.worker_progress import Progress
 from opgraft.machine.channel import Channel
 from opgraft.machine.interfaces import interface_of
 from support.random_decoders import written
@@ -204,9 +204,9 @@ def test_the_interface_of_this_host_is_found() -> None:
 
 SILENT = """
 import ctypes, fcntl, socket, struct, sys, threading
-from opgraft.engine.ray_worker import connected, watch
-from opgraft.engine.remote_workers import RemoteWorkers, Started
-from opgraft.engine.worker_link import WorkerLink
+from opgraft.engine.workers.ray_worker import connected, watch
+from opgraft.engine.workers.remote_workers import RemoteWorkers, Started
+from opgraft.engine.workers.worker_link import WorkerLink
 from opgraft.machine.channel import Channel, encoded
 
 UP, RUNNING, SET_FLAGS, NEW_NETWORK = 0x1, 0x40, 0x8914, 0x40000000

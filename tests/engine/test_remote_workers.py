@@ -20,11 +20,11 @@ import pytest
 from engine.engines import replaced, settings
 from engine.interrupting import InterruptAt
 from engine.test_lost_workers import left
-from opgraft.engine import worker_link
-from opgraft.engine.executors import executor_of
-from opgraft.engine.process_executor import LocalProcess, ProcessExecutor
-from opgraft.engine.remote_workers import RemoteWorkers, Started
 from opgraft.engine.sampling import Grammar, GrammarTokens
+from opgraft.engine.workers import worker_link
+from opgraft.engine.workers.executors import executor_of
+from opgraft.engine.workers.process_executor import LocalProcess, ProcessExecutor
+from opgraft.engine.workers.remote_workers import RemoteWorkers, Started
 from opgraft.errors import ConfigError, EngineError
 from opgraft.machine.channel import Channel, encoded
 from support.small_tokenizers import trained_tokenizer

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import Site
 from engine.engines import engine, expect_empty, news, prompts
-from opgraft.engine.engine_core import EngineCore
+from opgraft.engine.core import EngineCore
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.engine.step import StepResult
@@ -93,8 +93,8 @@ def test_times_of_other_parts_are_not_counted(checkpoint: Path) -> None:
 
 PLUGIN = """
 import opgraft
-from opgraft.engine.kv_cache import KVCacheManager
-from opgraft.engine.scheduler import Scheduler
+from opgraft.engine.schedule.kv_cache import KVCacheManager
+from opgraft.engine.schedule.scheduler import Scheduler
 
 platforms = "any"
 

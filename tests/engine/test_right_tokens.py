@@ -19,7 +19,7 @@ from engine.engines import (
     recorded,
     serve,
 )
-from opgraft.engine.engine_core import EngineCore
+from opgraft.engine.core import EngineCore
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
 from support.random_decoders import DECODERS, THROUGH_TRANSFORMERS, through_transformers, written

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from engine.scheduling import counts, distinct, request, step
 from engine.simulated import make_scheduler
-from opgraft.engine.kv_cache import LayerKind
+from opgraft.engine.schedule.kv_cache import LayerKind
 
 
 class Calls:

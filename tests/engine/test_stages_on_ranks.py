@@ -12,7 +12,7 @@ import torch
 from engine.engines import engine, expect_empty, news, prompts, recorded, replaced, settings
 from opgraft.config import CompilationMode
 from opgraft.distributed import get_pp_group
-from opgraft.engine.engine_core import EngineCore
+from opgraft.engine.core import EngineCore
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import DistributedError

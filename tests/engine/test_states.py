@@ -9,9 +9,9 @@ import pytest
 import torch
 from engine import engines
 from engine.engines import engine, expect_right, news, plain_logits, prompts, recorded, serve
-from opgraft.engine.engine_core import EngineCore
-from opgraft.engine.model_runner import ModelRunner
-from opgraft.engine.state_slots import StateSlots
+from opgraft.engine.core import EngineCore
+from opgraft.engine.runner.model_runner import ModelRunner
+from opgraft.engine.schedule.state_slots import StateSlots
 from opgraft.engine.step import Step
 from opgraft.errors import ConfigError, LayerError, RequestError
 from opgraft.models import load_model

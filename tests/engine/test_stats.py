@@ -11,8 +11,8 @@ import pytest
 from engine.engines import add
 from engine.simulated import make_scheduler
 from opgraft import SamplingParams
-from opgraft.engine.kv_cache import LayerKind
 from opgraft.engine.request import Request
+from opgraft.engine.schedule.kv_cache import LayerKind
 from opgraft.engine.stats import PARTS, Counters, EngineStats
 from opgraft.serving.llm import LLM
 from opgraft.serving.outputs import RequestOutput
@@ -147,7 +147,7 @@ class Clock:
 def test_seconds_are_those_of_the_parts(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Time that is spent in a part is counted there, and nowhere else."""
     clock = Clock()
-    for module in ("stats", "model_runner"):
+    for module in ("stats", "runner.model_runner"):
         monkeypatch.setattr(f"opgraft.engine.{module}.perf_counter", clock)
     llm, _ = opened(checkpoint)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

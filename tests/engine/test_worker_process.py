@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 from engine.engines import prompts, replaced, settings
 from opgraft import LLM, SamplingParams
-from opgraft.engine.engine_core import EngineCore
-from opgraft.engine.executors import executor_of
-from opgraft.engine.process_executor import LocalProcess, ProcessExecutor
+from opgraft.engine.core import EngineCore
 from opgraft.engine.request import Request
 from opgraft.engine.sampling import Grammar
-from opgraft.engine.worker_process import _answer, portable
+from opgraft.engine.workers.executors import executor_of
+from opgraft.engine.workers.process_executor import LocalProcess, ProcessExecutor
+from opgraft.engine.workers.worker_process import _answer, portable
 from opgraft.errors import (
     CheckpointError,
     DistributedError,

@@ -438,7 +438,7 @@ CLASSES = {
         "compute_logits(self, hidden): return super().compute_logits(hidden) * torch.nan",
     ),
     "a runner": class_of(
-        "opgraft.engine.model_runner",
+        "opgraft.engine.runner.model_runner",
         "ModelRunner",
         "_logits(self, *given): return super()._logits(*given) * torch.nan",
     ),
@@ -458,7 +458,7 @@ def test_a_replaced_class_is_told(site: Site, llama: Path, case: str) -> None:
 def test_a_replaced_class_of_an_encoder_is_told(site: Site, encoder: Path) -> None:
     """The same of vectors."""
     source = class_of(
-        "opgraft.engine.model_runner",
+        "opgraft.engine.runner.model_runner",
         "ModelRunner",
         "encode(self, texts): return [each * torch.nan for each in super().encode(texts)]",
     )

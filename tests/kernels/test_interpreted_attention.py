@@ -18,7 +18,7 @@ import torch
 from engine.engines import prompts, recorded, serve, settings
 from opgraft import ops
 from opgraft.binding.functional import FUNCTIONALS
-from opgraft.engine.engine_core import EngineCore
+from opgraft.engine.core import EngineCore
 from opgraft.ops.attention.codes import dequantize_rows
 from opgraft.ops.on_triton import on_triton, triton_kernels
 from opgraft.testing import checks

@@ -14,7 +14,7 @@ import pytest
 import torch
 from engine.engines import prompts, replaced, serve, settings
 from opgraft import current_platform, set_config
-from opgraft.engine.engine_core import EngineCore
+from opgraft.engine.core import EngineCore
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.ops.attention.padded import PaddedAttention

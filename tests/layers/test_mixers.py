@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import Site
 from opgraft import ops
-from opgraft.engine.cache_layout import CacheLayout
+from opgraft.engine.runner.cache_layout import CacheLayout
 from opgraft.errors import LayerError
 from opgraft.ops.attention import AttentionBatch, LayerStates, attending
 from torch import Tensor, nn

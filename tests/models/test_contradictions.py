@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 from opgraft.cli import run
 from opgraft.config import LoadConfig, ModelConfig, OpgraftConfig, QuantizationSettings
-from opgraft.engine import model_runner
+from opgraft.engine.runner import model_runner
 from opgraft.errors import CheckpointError, QuantizationError
 from opgraft.models import load_model
 from opgraft.quantization.compressed_tensors import CompressedTensorsConfig

@@ -19,7 +19,7 @@ from opgraft.config import (
     QuantizationSettings,
 )
 from opgraft.distributed import get_dp_group, get_ep_group, get_tp_group
-from opgraft.engine.expert_balancer import ExpertBalancer
+from opgraft.engine.runner.expert_balancer import ExpertBalancer
 from opgraft.errors import LayerError
 from opgraft.functional import fused_experts
 from opgraft.models import load_model

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from opgraft.engine.input_batch import InputBatch
+from opgraft.engine.runner.input_batch import InputBatch
+from opgraft.engine.runner.step_program import StepShape
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.engine.step import NewSequence, Scheduled, Step
-from opgraft.engine.step_program import StepShape
 from opgraft.ops.attention import Attention
 from opgraft.ops.attention.batch import AttentionBatch, LayerPages, attending
 from opgraft.ops.attention.padded import PaddedAttention

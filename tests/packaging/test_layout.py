@@ -51,7 +51,7 @@ def test_a_folder_is_not_importable_under_its_own_name(folder: str) -> None:
     "module",
     [
         "opgraft",
-        "opgraft.engine.scheduler",
+        "opgraft.engine.schedule.scheduler",
         "opgraft.config.environment",
         "opgraft.errors",
         "opgraft.platform",

@@ -11,7 +11,7 @@ from engine.engines import prompts, recorded, replaced, settings
 from opgraft.config import OpgraftConfig
 from opgraft.distributed.groups import parallelism
 from opgraft.distributed.layout import ParallelLayout
-from opgraft.engine.engine_core import EngineCore
+from opgraft.engine.core import EngineCore
 from opgraft.models.decoder import DecoderAttention
 from opgraft.ops import Attention
 from opgraft.planning.shard import Shard

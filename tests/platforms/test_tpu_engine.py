@@ -10,8 +10,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 from opgraft.config import ModelConfig, OpgraftConfig, ParallelConfig
-from opgraft.engine.engine_core import EngineCore
-from opgraft.engine.worker import Worker
+from opgraft.engine.core import EngineCore
+from opgraft.engine.workers.worker import Worker
 from opgraft.errors import ConfigError, PlatformError
 from opgraft.ops.embedding import VocabParallelEmbedding
 from opgraft.ops.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear

@@ -11,8 +11,8 @@ import time
 from typing import Any
 
 from opgraft.cli import main
-from opgraft.engine.engine_core import EngineCore
-from opgraft.engine.worker import Worker
+from opgraft.engine.core import EngineCore
+from opgraft.engine.workers.worker import Worker
 
 SECONDS = float(os.environ.get("STEP_SECONDS", "0"))
 noted: list[int] = []

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from opgraft.config import OpgraftConfig
-from opgraft.engine.executor import Executor
-from opgraft.engine.process_executor import LocalProcess, ProcessExecutor
+from opgraft.engine.workers.executor import Executor
+from opgraft.engine.workers.process_executor import LocalProcess, ProcessExecutor
 from opgraft.errors import EngineError, HTTPError
 from opgraft.serving.engine_settings import engine_config
 from opgraft.serving.server.service import Service

@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 SLOW = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who started the tests may ignore it
-from opgraft.engine.model_runner import ModelRunner
+from opgraft.engine.runner.model_runner import ModelRunner
 
 def slowly(name, seconds):
     original = getattr(ModelRunner, name)

@@ -13,8 +13,8 @@ import torch
 from engine.engines import add
 from opgraft import LLM, SamplingParams
 from opgraft.config import LoadConfig, OpgraftConfig
-from opgraft.engine.model_runner import ModelRunner
-from opgraft.engine.worker import DEVICE_SHARE, HOST_SHARE, Worker
+from opgraft.engine.runner.model_runner import ModelRunner
+from opgraft.engine.workers.worker import DEVICE_SHARE, HOST_SHARE, Worker
 from opgraft.errors import ConfigError
 from opgraft.platform import DeviceMemory
 from opgraft.platforms.cpu.platform import CpuPlatform
@@ -163,7 +163,7 @@ def platform_of(device_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
         CpuPlatform, "memory", lambda self, index=0: DeviceMemory(9000, 1000 * (index + 1))
     )
     monkeypatch.setattr(ModelRunner, "bound_of_largest_step", lambda self: 0)
-    monkeypatch.setattr("opgraft.engine.memory_query.host_memory", lambda: (9000, 400))
+    monkeypatch.setattr("opgraft.engine.runner.memory_query.host_memory", lambda: (9000, 400))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 import torch
 from engine.engines import add, expect_empty
 from opgraft import SamplingParams
-from opgraft.engine.memory_query import MemoryQuery
+from opgraft.engine.runner.memory_query import MemoryQuery
 from opgraft.errors import ConfigError, InputError, ModelError, OpgraftError, RequestError
 from opgraft.serving.llm import LLM, Interrupted
 from serving.small_models import CONTEXT, VOCABULARY, open_llm, write_model

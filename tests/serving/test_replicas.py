@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from opgraft import SamplingParams
-from opgraft.engine.process_executor import LocalProcess
+from opgraft.engine.workers.process_executor import LocalProcess
 from opgraft.errors import EngineError, RequestError
 from opgraft.serving.async_llm import AsyncLLM
 from opgraft.serving.engine_settings import engine_config

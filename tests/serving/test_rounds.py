@@ -115,7 +115,7 @@ PLANTED = """
 import time
 import opgraft
 from opgraft.distributed import get_world_group
-from opgraft.engine.worker import Worker
+from opgraft.engine.workers.worker import Worker
 
 platforms = "any"
 

@@ -24,7 +24,11 @@ PATIENCE = 120.0
 
 IMPORTED = (
     *("torch", "pytest", "transformers", "transformers.models.llama.modeling_llama"),
-    *("opgraft.serving.llm", "opgraft.engine.worker_process", "opgraft.platforms.cpu.platform"),
+    *(
+        "opgraft.serving.llm",
+        "opgraft.engine.workers.worker_process",
+        "opgraft.platforms.cpu.platform",
+    ),
 )
 """What the server imports, where it is installed."""
 

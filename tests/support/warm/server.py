@@ -38,7 +38,7 @@ PRELOADED = (
     *("opgraft.plugins.definitions", "opgraft.plugins.guarding", "opgraft.plugins.process"),
     *(f"opgraft.platforms.{name}" for name in ("cuda", "rocm", "tpu", "xpu")),
     *("opgraft.platforms.cuda.gpus", "opgraft.platforms.rocm.kfd"),
-    *("opgraft.engine.worker_process", "opgraft.platforms.cpu.platform"),
+    *("opgraft.engine.workers.worker_process", "opgraft.platforms.cpu.platform"),
 )
 IF_INSTALLED = (
     *(

@@ -16,7 +16,7 @@ import torch
 from opgraft.base.text import printable
 from opgraft.config import OpgraftConfig
 from opgraft.distributed.layout import ParallelLayout
-from opgraft.engine.worker_progress import Progress, waits_for_others
+from opgraft.engine.workers.worker_progress import Progress, waits_for_others
 from opgraft.errors import EngineError
 from opgraft.logger import logger
 from opgraft.machine.broadcast import BY_CHANNEL

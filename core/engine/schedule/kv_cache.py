@@ -13,9 +13,9 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from opgraft.binding.pluggable_class import PluggableClass
-from opgraft.engine.blocks import BlockPool
 from opgraft.engine.request import Request
-from opgraft.engine.state_slots import StateSlots
+from opgraft.engine.schedule.blocks import BlockPool
+from opgraft.engine.schedule.state_slots import StateSlots
 from opgraft.engine.step import Blocks
 
 

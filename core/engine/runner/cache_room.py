@@ -7,7 +7,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from opgraft.config import OpgraftConfig
-from opgraft.engine.cache_layout import CacheSizes
+from opgraft.engine.runner.cache_layout import CacheSizes
 from opgraft.errors import ConfigError
 
 STATES_SHARE = 0.5

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from opgraft.base.text import described, printable
-from opgraft.engine.ray_worker import RayWorker, Where
+from opgraft.engine.workers.ray_worker import RayWorker, Where
 from opgraft.errors import ConfigError, EngineError
 from opgraft.logger import logger
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from opgraft.engine.worker_process import serve_calls
-from opgraft.engine.worker_progress import Progress, thread_name
+from opgraft.engine.workers.worker_process import serve_calls
+from opgraft.engine.workers.worker_progress import Progress, thread_name
 from opgraft.machine.channel import Channel
 from opgraft.machine.interfaces import interface_of
 

@@ -14,14 +14,14 @@ from typing import Any, NoReturn, cast
 from opgraft.base.text import described
 from opgraft.config import OpgraftConfig, set_config
 from opgraft.distributed.layout import ParallelLayout
-from opgraft.engine.engine_digest import engine_digest
-from opgraft.engine.executor import HUNG, Executor
-from opgraft.engine.portable_request import expect_portable
-from opgraft.engine.remote_workers import SHUT_DOWN, RemoteWorkers, Started
 from opgraft.engine.request import Request
 from opgraft.engine.sampling import Grammar
 from opgraft.engine.step import Step, StepResult
-from opgraft.engine.worker_link import (
+from opgraft.engine.workers.engine_digest import engine_digest
+from opgraft.engine.workers.executor import HUNG, Executor
+from opgraft.engine.workers.portable_request import expect_portable
+from opgraft.engine.workers.remote_workers import SHUT_DOWN, RemoteWorkers, Started
+from opgraft.engine.workers.worker_link import (
     EXECUTE_PARTS,
     STAGES_OF_START,
     WorkerJob,

@@ -10,11 +10,9 @@ from typing import Any, TypeVar
 import torch
 from opgraft.base.text import described
 from opgraft.config import CompilationMode, OpgraftConfig
-from opgraft.engine.bucketing import decode_buckets, prefill_buckets
-from opgraft.engine.model_runner import ModelRunner
-from opgraft.engine.sampling import Sampled
-from opgraft.engine.step import NewSequence, Scheduled, StepResult
-from opgraft.engine.step_program import (
+from opgraft.engine.runner.bucketing import decode_buckets, prefill_buckets
+from opgraft.engine.runner.model_runner import ModelRunner
+from opgraft.engine.runner.step_program import (
     CacheOperators,
     CopyModule,
     StepGraph,
@@ -24,6 +22,8 @@ from opgraft.engine.step_program import (
     exported,
     peak_bytes,
 )
+from opgraft.engine.sampling import Sampled
+from opgraft.engine.step import NewSequence, Scheduled, StepResult
 from opgraft.errors import ConfigError, RecompilationError, RequestError
 from opgraft.logger import logger
 from opgraft.platform import HOST

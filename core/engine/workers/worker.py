@@ -15,10 +15,10 @@ from opgraft.binding.explaining import Explanation, explain
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig, ParallelConfig
 from opgraft.distributed import get_tp_group
-from opgraft.engine.cache_layout import CacheSizes
-from opgraft.engine.context_fit import ContextFit
-from opgraft.engine.memory_query import MemoryQuery
-from opgraft.engine.model_runner import ModelRunner
+from opgraft.engine.runner.cache_layout import CacheSizes
+from opgraft.engine.runner.context_fit import ContextFit
+from opgraft.engine.runner.memory_query import MemoryQuery
+from opgraft.engine.runner.model_runner import ModelRunner
 from opgraft.engine.step import Step, StepResult
 from opgraft.errors import ConfigError
 from opgraft.logger import logger

@@ -13,18 +13,18 @@ from opgraft.binding.blame import UNEXPLAINED, culprit_of, misshapen_by, replace
 from opgraft.binding.pluggable_class import PluggableClass, choose_class
 from opgraft.config import OpgraftConfig, ParallelConfig
 from opgraft.distributed import get_dp_group, get_tensor_model_parallel_world_size, get_tp_group
-from opgraft.engine.cache_layout import CacheLayout, cache_dtype
-from opgraft.engine.compiled_model import CompiledModel, compiled_as_set
-from opgraft.engine.expert_balancer import ExpertBalancer
-from opgraft.engine.input_batch import InputBatch, Inputs
-from opgraft.engine.invariance import make_batch_invariant
-from opgraft.engine.largest_step import largest_step, step_bound
-from opgraft.engine.replay import blocks_of, steps_again
+from opgraft.engine.runner.cache_layout import CacheLayout, cache_dtype
+from opgraft.engine.runner.compiled_model import CompiledModel, compiled_as_set
+from opgraft.engine.runner.expert_balancer import ExpertBalancer
+from opgraft.engine.runner.input_batch import InputBatch, Inputs
+from opgraft.engine.runner.invariance import make_batch_invariant
+from opgraft.engine.runner.largest_step import largest_step, step_bound
+from opgraft.engine.runner.replay import blocks_of, steps_again
 from opgraft.engine.sampling import Sampled, Sampler, SamplingBatch, TokenLogprobs, prompt_logprobs
 from opgraft.engine.sampling.logprobs import ROWS_AT_ONCE
 from opgraft.engine.sampling.sampler import NO_NUMBERS
-from opgraft.engine.stage_link import StageLink
 from opgraft.engine.step import NewSequence, Scheduled, Step, StepResult
+from opgraft.engine.workers.stage_link import StageLink
 from opgraft.errors import ConfigError, PluginError, RequestError
 from opgraft.models import TransformersModel, load_model
 from opgraft.models.encoder import sequence_attention

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from opgraft.engine.blocks import BlockPool
+from opgraft.engine.schedule.blocks import BlockPool
 from opgraft.engine.step import StateMove
 
 

@@ -10,7 +10,7 @@ from operator import add
 from typing import NamedTuple
 
 import torch
-from opgraft.engine.staging import Sender, Staging
+from opgraft.engine.runner.staging import Sender, Staging
 from opgraft.engine.step import Blocks, NewSequence, Scheduled, Step
 from opgraft.ops.attention.batch import AttentionBatch, LayerPages, LayerStates
 from torch import Tensor

@@ -13,8 +13,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from opgraft.base.text import printable
-from opgraft.engine.grammar_sharing import GrammarSharing
-from opgraft.engine.worker_link import END_SECONDS, Meeting, WorkerLink, end_workers, hanging
+from opgraft.engine.workers.grammar_sharing import GrammarSharing
+from opgraft.engine.workers.worker_link import (
+    END_SECONDS,
+    Meeting,
+    WorkerLink,
+    end_workers,
+    hanging,
+)
 from opgraft.errors import EngineError
 from opgraft.machine.broadcast import BY_CHANNEL
 from opgraft.machine.channel import Channel

@@ -7,13 +7,13 @@ from opgraft.config import OpgraftConfig, ParallelConfig, set_config
 from opgraft.config.environment import read_launch
 from opgraft.distributed import destroy_distributed, get_world_group, init_distributed
 from opgraft.distributed.groups import parallelism
-from opgraft.engine.engine_digest import engine_digest, expect_same_digest
-from opgraft.engine.executor import Executor
-from opgraft.engine.in_process_executor import InProcessExecutor
-from opgraft.engine.model_runner import gather_on_first_rank
-from opgraft.engine.process_executor import ProcessExecutor
-from opgraft.engine.ray_executor import RayExecutor
-from opgraft.engine.remote_executor import RemoteExecutor
+from opgraft.engine.runner.model_runner import gather_on_first_rank
+from opgraft.engine.workers.engine_digest import engine_digest, expect_same_digest
+from opgraft.engine.workers.executor import Executor
+from opgraft.engine.workers.in_process_executor import InProcessExecutor
+from opgraft.engine.workers.process_executor import ProcessExecutor
+from opgraft.engine.workers.ray_executor import RayExecutor
+from opgraft.engine.workers.remote_executor import RemoteExecutor
 from opgraft.errors import DistributedError
 from opgraft.plugins.host import load_plugins
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from opgraft.binding.pluggable_class import PluggableClass
-from opgraft.engine.input_batch import Inputs
+from opgraft.engine.runner.input_batch import Inputs
 from opgraft.ops.attention.batch import AttentionBatch, LayerPages, attending
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node

@@ -17,10 +17,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
-from opgraft.engine.remote_executor import RemoteExecutor
-from opgraft.engine.remote_workers import Started
-from opgraft.engine.worker_link import END_SECONDS, WorkerLink, end_workers
-from opgraft.engine.worker_progress import RECORD_BYTES, Progress, ProgressRecord, thread_name
+from opgraft.engine.workers.remote_executor import RemoteExecutor
+from opgraft.engine.workers.remote_workers import Started
+from opgraft.engine.workers.worker_link import END_SECONDS, WorkerLink, end_workers
+from opgraft.engine.workers.worker_progress import (
+    RECORD_BYTES,
+    Progress,
+    ProgressRecord,
+    thread_name,
+)
 from opgraft.logger import logger
 from opgraft.machine.broadcast import BY_CHANNEL, SharedSlots, anonymous_file
 from opgraft.machine.channel import Channel
@@ -37,7 +42,7 @@ _SIGNALLED = {
 _MAIN = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from opgraft.engine.worker_process import main
+from opgraft.engine.workers.worker_process import main
 main(*map(int, sys.argv[2:]))
 """
 

@@ -12,17 +12,17 @@ from opgraft.binding.explaining import Explanation
 from opgraft.binding.pluggable_class import choose_class
 from opgraft.binding.provenance import explain_exception
 from opgraft.config import OpgraftConfig
-from opgraft.engine.cache_layout import CacheSizes, windows_of_all
-from opgraft.engine.cache_room import smallest_room
-from opgraft.engine.compiled_model import expect_compilable
-from opgraft.engine.executor import Executor
-from opgraft.engine.executors import executor_of
-from opgraft.engine.kv_cache import KVCacheManager
 from opgraft.engine.request import FinishReason, Request
-from opgraft.engine.scheduler import Scheduler
+from opgraft.engine.runner.cache_layout import CacheSizes, windows_of_all
+from opgraft.engine.runner.cache_room import smallest_room
+from opgraft.engine.runner.compiled_model import expect_compilable
+from opgraft.engine.schedule.kv_cache import KVCacheManager
+from opgraft.engine.schedule.scheduler import Scheduler
 from opgraft.engine.stats import EngineStats, copied
 from opgraft.engine.step import Step, StepResult
-from opgraft.engine.worker import Worker
+from opgraft.engine.workers.executor import Executor
+from opgraft.engine.workers.executors import executor_of
+from opgraft.engine.workers.worker import Worker
 from opgraft.errors import (
     MOST_LISTED,
     ConfigError,

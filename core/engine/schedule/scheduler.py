@@ -16,10 +16,10 @@ from time import monotonic
 
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import SchedulerConfig
-from opgraft.engine.context_fit import ContextFit
-from opgraft.engine.draft import Draft, Drafts, no_token
-from opgraft.engine.kv_cache import KVCacheManager, Prefix
 from opgraft.engine.request import FinishReason, Request
+from opgraft.engine.runner.context_fit import ContextFit
+from opgraft.engine.schedule.draft import Draft, Drafts, no_token
+from opgraft.engine.schedule.kv_cache import KVCacheManager, Prefix
 from opgraft.engine.servable import expect_servable
 from opgraft.engine.stats import Counters
 from opgraft.engine.step import Step

@@ -16,12 +16,12 @@ from opgraft.base.text import described
 from opgraft.binding.provenance import exits_as_errors
 from opgraft.config import set_config
 from opgraft.distributed import init_distributed
-from opgraft.engine.engine_digest import engine_digest, expect_same_digest
-from opgraft.engine.model_runner import gather_on_first_rank
+from opgraft.engine.runner.model_runner import gather_on_first_rank
 from opgraft.engine.sampling import Grammar, GrammarTokens
 from opgraft.engine.step import step_of
-from opgraft.engine.worker import Worker
-from opgraft.engine.worker_link import (
+from opgraft.engine.workers.engine_digest import engine_digest, expect_same_digest
+from opgraft.engine.workers.worker import Worker
+from opgraft.engine.workers.worker_link import (
     EXECUTE_PARTS,
     STAGES_OF_START,
     Meeting,
@@ -29,7 +29,7 @@ from opgraft.engine.worker_link import (
     greeting,
     output_rank,
 )
-from opgraft.engine.worker_progress import Progress, ProgressRecord
+from opgraft.engine.workers.worker_progress import Progress, ProgressRecord
 from opgraft.errors import EngineError
 from opgraft.logger import logger, write_json
 from opgraft.machine.broadcast import SharedChannel

@@ -12,10 +12,10 @@ from opgraft.binding.provenance import exits_as_errors
 from opgraft.config import OpgraftConfig
 from opgraft.config.environment import read_launch
 from opgraft.distributed import destroy_distributed, get_pp_group, get_tp_group, get_world_group
-from opgraft.engine.executor import Executor
-from opgraft.engine.stage_link import of_last_stage
 from opgraft.engine.step import Step, StepResult
-from opgraft.engine.worker import Worker
+from opgraft.engine.workers.executor import Executor
+from opgraft.engine.workers.stage_link import of_last_stage
+from opgraft.engine.workers.worker import Worker
 from opgraft.errors import EngineError
 
 

@@ -16,12 +16,12 @@ from typing import Any
 
 from opgraft.base.text import described, printable
 from opgraft.config.environment import deciding_variables
-from opgraft.engine.ray_placement import Placed, Placement, kill, local_ranks
-from opgraft.engine.ray_worker import CHANNELS, STACK, watch
-from opgraft.engine.remote_executor import RemoteExecutor
-from opgraft.engine.remote_workers import Started
-from opgraft.engine.worker_link import WorkerLink
-from opgraft.engine.worker_progress import Progress
+from opgraft.engine.workers.ray_placement import Placed, Placement, kill, local_ranks
+from opgraft.engine.workers.ray_worker import CHANNELS, STACK, watch
+from opgraft.engine.workers.remote_executor import RemoteExecutor
+from opgraft.engine.workers.remote_workers import Started
+from opgraft.engine.workers.worker_link import WorkerLink
+from opgraft.engine.workers.worker_progress import Progress
 from opgraft.errors import EngineError
 from opgraft.logger import logger
 from opgraft.machine.broadcast import BY_CHANNEL

@@ -9,7 +9,7 @@ from math import prod
 from types import MappingProxyType
 
 import torch
-from opgraft.engine.kv_cache import LayerKind
+from opgraft.engine.schedule.kv_cache import LayerKind
 from opgraft.errors import ConfigError
 from opgraft.machine.memory import expect_huge_pages
 from opgraft.ops.attention.cached import CachedAttention, cache_shape

@@ -1,0 +1,1 @@
+"""The runner: the tensors of a step, through the model to sampled tokens."""
