@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from opgraft.cli import cli as commands
-from opgraft.cli.evidence import Evidence
+from opgraft.cli.evidence import ConformanceEvidence
 from opgraft.cli.report_page import page as page_of
 
 HOSTILE = "</script><img src=x onerror=document.title='hit'><!--"
@@ -27,9 +27,9 @@ def outcome(op: str, check: str, dtype: str | None, status: str, **more: Any) ->
     return {"op": op, "check": check, "dtype": dtype, "status": status, **figures, **more}
 
 
-def evidence() -> Evidence:
+def evidence() -> ConformanceEvidence:
     """Answers of every kind about two forms of an op, a part of the engine and a platform."""
-    found = Evidence(
+    found = ConformanceEvidence(
         {
             "plugin": "acme",
             "provider": {"name": "acme-npu", "version": "1.0"},

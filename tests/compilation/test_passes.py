@@ -12,7 +12,7 @@ import pytest
 import torch
 from compilation.blocks import WIDTH, Block
 from opgraft import CompilationConfig
-from opgraft.compilation.graph_pass import GraphPass, Outcome
+from opgraft.compilation.graph_pass import GraphPass, PassOutcome
 from opgraft.compilation.passes import BUILT_IN
 from opgraft.errors import CompilationError, ConfigError
 from opgraft.ops import RMSNorm
@@ -145,7 +145,7 @@ def test_gate_and_up_of_separate_memory_stay_apart(block: Block, x: Tensor) -> N
 class Doubling(GraphPass):
     name: ClassVar[str] = "doubling"
 
-    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
+    def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
         (output,) = (node for node in module.graph.nodes if node.op == "output")
         (results,) = output.args
         with module.graph.inserting_before(output):
@@ -154,7 +154,7 @@ class Doubling(GraphPass):
                     module.graph.call_function(torch.ops.aten.mul.Tensor, (r, 2.0)) for r in results
                 ),
             )
-        return Outcome(len(results), len(results))
+        return PassOutcome(len(results), len(results))
 
 
 class OtherSizes(Doubling):
@@ -167,19 +167,19 @@ class OtherSizes(Doubling):
 class Raising(Doubling):
     name: ClassVar[str] = "raising"
 
-    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
+    def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
         raise KeyError("of the pass")
 
 
 class Narrowing(Doubling):
     name: ClassVar[str] = "narrowing"
 
-    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
+    def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
         for node in [node for node in module.graph.nodes if node.op == "placeholder"]:
             with module.graph.inserting_after(node):
                 cut = module.graph.call_function(torch.ops.aten.slice.Tensor, (node, 1, 0, 2))
             node.replace_all_uses_with(cut, delete_user_cb=lambda user, cut=cut: user is not cut)
-        return Outcome(1, 1)
+        return PassOutcome(1, 1)
 
 
 def _double(module: fx.GraphModule, node: fx.Node) -> fx.Node:
@@ -191,27 +191,27 @@ def _double(module: fx.GraphModule, node: fx.Node) -> fx.Node:
 class Casting(Doubling):
     name: ClassVar[str] = "casting"
 
-    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
+    def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
         (output,) = (node for node in module.graph.nodes if node.op == "output")
         (results,) = output.args
         with module.graph.inserting_before(output):
             output.args = (tuple(_double(module, each) for each in results),)
-        return Outcome(1, 1)
+        return PassOutcome(1, 1)
 
 
 class Unused(Doubling):
     name: ClassVar[str] = "unused"
 
-    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
+    def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
         module.graph.placeholder("more")
-        return Outcome(1, 1)
+        return PassOutcome(1, 1)
 
 
 class Texts(Doubling):
     name: ClassVar[str] = "texts"
 
-    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
-        return Outcome(*"ab")  # type: ignore[arg-type]
+    def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
+        return PassOutcome(*"ab")  # type: ignore[arg-type]
 
 
 class Choosy(Doubling):
@@ -232,17 +232,17 @@ class Unread(OtherSizes):
 
 
 class Nameless(GraphPass):
-    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
-        return Outcome(0, 0)
+    def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
+        return PassOutcome(0, 0)
 
 
 class Disordering(Doubling):
     name: ClassVar[str] = "disordering"
 
-    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
+    def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
         nodes = [node for node in module.graph.nodes if node.op == "call_function"]
         nodes[-1].append(nodes[0])
-        return Outcome(1, 1)
+        return PassOutcome(1, 1)
 
 
 def test_passes_of_a_user_run_after_the_others() -> None:
