@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from opgraft.base.text import described
-from opgraft.errors import CheckpointError, VocabularyError, close_matches
+from opgraft.errors import VocabularyError, close_matches
 from opgraft.models.extras import import_extra
 from opgraft.models.gguf_splits import REFUSED, VOCABULARIES, VocabularyCuts
 from opgraft.models.settings_keys import GGUF_TOKENIZER, refusals
@@ -58,8 +58,8 @@ def gguf_tokenizer(metadata: Mapping[str, Any], file: Path) -> Any:
     """Make the ``tokenizers.Tokenizer`` of a file.
 
     Raises:
-        VocabularyError: the vocabulary is of a kind that is not read, or has a setting that is not read.
-        CheckpointError: the vocabulary is damaged.
+        VocabularyError: the vocabulary is damaged, of a kind that is not read, or has a setting that
+            is not read. Prompts of token ids do without.
         InputError: tokenizers is not installed.
     """
     make, surrounds = _maker(metadata, file)
@@ -75,14 +75,30 @@ def gguf_tokenizer(metadata: Mapping[str, Any], file: Path) -> Any:
         known = {token.content for token in added}
         unmarked = [text for text in special.values() if text not in known]
         tokenizer.add_special_tokens(unmarked)
-        _surround(tokenizer, special, _flags(metadata, surrounds))
+        begins, ends = _flags(metadata, surrounds)
+        first = [_end(special, "bos_token", file)] if begins else []
+        last = [_end(special, "eos_token", file)] if ends else []
+        _surround(tokenizer, [*first, "$A", *last])
     except VocabularyError:
         raise
     except Exception as error:  # the library raises plain exceptions, and damaged values nearly any
-        raise CheckpointError(
-            f"{file}: its tokenizer is damaged: {described(error)}. Download it again."
+        raise VocabularyError(
+            f"{file}: its tokenizer is damaged: {described(error)}. Download it again, or give "
+            "prompts as token ids."
         ) from error
     return tokenizer
+
+
+def _end(special: Mapping[str, str], name: str, file: Path) -> str:
+    """Return the token at an end of each text.
+
+    Raises:
+        VocabularyError: the file does not say which token this is.
+    """
+    if name in special:
+        return special[name]
+    verb = "begins" if name == "bos_token" else "ends"
+    raise _unread(file, f"a text {verb} with a token, and {SPECIAL_TOKENS[name]} is missing")
 
 
 def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
@@ -148,13 +164,8 @@ def _flags(metadata: Mapping[str, Any], begins: bool) -> tuple[bool, bool]:
     return bool(begin), bool(metadata.get("tokenizer.ggml.add_eos_token"))
 
 
-def _surround(tokenizer: Any, special: Mapping[str, str], flags: tuple[bool, bool]) -> None:
-    """Make a ``tokenizers.Tokenizer`` put the tokens around a text that the flags ask for."""
-    pieces = ["$A"]
-    if flags[0]:
-        pieces.insert(0, special["bos_token"])
-    if flags[1]:
-        pieces.append(special["eos_token"])
+def _surround(tokenizer: Any, pieces: list[str]) -> None:
+    """Make a ``tokenizers.Tokenizer`` put tokens around a text, which is the piece ``$A``."""
     around = dict.fromkeys(piece for piece in pieces if piece != "$A")
     processors = import_extra("tokenizers").processors
     tokenizer.post_processor = processors.TemplateProcessing(

@@ -32,7 +32,7 @@ def write_model(file: Path, architecture: str, keys: dict[str, Any]) -> Path:
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(TOKENS)
     writer.add_token_types([1] * 8 + [3, 3])
-    writer.add_token_merges(["a b"])
+    keys = {"merges": ["a b"], **keys}
     for key, value in keys.items():
         _add(writer, f"tokenizer.ggml.{key}", value)
     for name, values in _weights(architecture).items():
@@ -89,6 +89,22 @@ def test_text_for_a_vocabulary_that_is_not_read(tmp_path: Path) -> None:
         answered(file, "a")
     with pytest.raises(InputError, match=r"tokenizer\.ggml\.pre is 'whitespace'"):
         answered(file, stop=["a"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"pre": "llama-bpe"}, "a text begins with a token, and tokenizer.ggml.bos_token_id is"),
+        ({"pre": "gpt-2", "unknown_token_id": 99}, "its tokenizer is damaged"),
+        ({"pre": "gpt-2", "merges": ["z z"]}, "its tokenizer is damaged"),
+    ],
+)
+def test_special_tokens_that_are_missing(keys: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    """Prompts of token ids are answered, and text is refused with the reason."""
+    file = write_model(tmp_path / "m.gguf", "llama", {**keys, "eos_token_id": 8})
+    assert answered(file) == [6, 7, 8]
+    with pytest.raises(InputError, match=rf"{reason}.* as token ids"):
+        answered(file, "a")
 
 
 @pytest.mark.parametrize("end", ["eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from opgraft.errors import CheckpointError, VocabularyError
+from opgraft.errors import VocabularyError
 from opgraft.models.files import open_weights
 from opgraft.models.gguf_splits import REFUSED, VOCABULARIES
 from opgraft.models.gguf_tokenizer import gguf_tokenizer
@@ -307,9 +307,19 @@ def test_a_damaged_vocabulary(tmp_path: Path) -> None:
     }
     for key, value in damage.items():
         with pytest.raises(
-            CheckpointError, match=r"m\.gguf: its tokenizer is damaged: .*Download it again"
+            VocabularyError, match=r"m\.gguf: its tokenizer is damaged: .*Download it again"
         ):
             gguf_tokenizer({**weights.metadata, key: value}, weights.path)
+    lost = {
+        "bos_token_id": ({"tokenizer.ggml.add_bos_token": True}, "a text begins with a token"),
+        "eos_token_id": ({"tokenizer.ggml.add_eos_token": True}, "a text ends with a token"),
+    }
+    for name, (flag, words) in lost.items():
+        key = f"tokenizer.ggml.{name}"
+        metadata = {**weights.metadata, **flag}
+        metadata.pop(key, None)
+        with pytest.raises(VocabularyError, match=rf"{words}, and {key} is missing\. Give prompts"):
+            gguf_tokenizer(metadata, weights.path)
 
 
 def test_every_key_that_is_read_has_a_row_here() -> None:
