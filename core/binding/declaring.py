@@ -105,6 +105,8 @@ def _check_options(cls: object, target: object, priority: object, when: object) 
         against = f"priority={priority!r:.80}: use an integer"
     elif when is not None and not callable(when) and not isinstance(when, When):
         against = f"when={when!r:.80}: use opgraft.When(...), or a function of the platform"
+    elif inspect.iscoroutinefunction(when):
+        against = f"when={when!r:.80}, an async function, which nobody awaits: use a plain one"
     elif callable(when) and not _takes_one(when):
         against = f"when={when!r:.80}, which does not take the platform: give it one parameter"
     if against:  # only then is the class looked up in its source, which takes a millisecond

@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 
 from opgraft.base.installed import version_of
 from opgraft.base.text import described
-from opgraft.errors import RegistrationError, close_matches
+from opgraft.config.environment import PLATFORM
+from opgraft.errors import PluginError, RegistrationError, close_matches
 from opgraft.platform import DeviceCapability, Platform
 from opgraft.registry.decision import Provider
 from opgraft.registry.watching import kept, watched
@@ -119,11 +120,14 @@ def objection_of(
         platform: the one that is in use.
         what: the condition in words, for whoever waits for the answer.
         provider: of the replacement.
+
+    Raises:
+        PluginError: a ``When`` asks for the capability of the device, and the platform fails.
     """
+    if isinstance(condition, When):
+        against = _against(condition, platform)
+        return against and f"its when= condition is false here: {against}"
     try:
-        if isinstance(condition, When):
-            against = condition.against(platform)
-            return against and f"its when= condition is false here: {against}"
         with watched(what, provider), kept(what, provider, condition):
             holds = condition(platform)
         return None if holds else "its when= condition is false here"
@@ -131,6 +135,18 @@ def objection_of(
         raise
     except BaseException as error:  # a plugin's code; the reason stays in the decision
         return f"its when= condition raised {described(error)}"
+
+
+def _against(condition: When, platform: Platform) -> str | None:
+    try:
+        return condition.against(platform)
+    except PluginError:  # names the platform, which is at fault
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"platform {platform.name!r} cannot tell its capability, for which a when= condition "
+            f"asks: {described(error)}. Choose another platform by {PLATFORM}."
+        ) from error
 
 
 def _check_dtypes(names: list[str]) -> None:

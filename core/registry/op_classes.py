@@ -28,7 +28,8 @@ def check_replacement(target: type, cls: type) -> tuple[str, ...]:
         What is questionable about it, though no call that the target's own callers make would fail.
 
     Raises:
-        RegistrationError: not a subclass, overriding nothing, or a call that the target's own callers make would fail
+        RegistrationError: not a subclass, overriding nothing, an async method, or a call that the
+            target's own callers make would fail
             in its constructor, its ``forward`` or a kernel that may be bound; in any method of a class that is no op.
     """
     if cls is target:
@@ -51,10 +52,30 @@ def check_replacement(target: type, cls: type) -> tuple[str, ...]:
     between = [base for base in own_classes(cls) if base not in target.__mro__]
     defined = {name for base in between for name in vars(base)}
     methods = [method for method in ("__init__", *called_methods(target)) if method in defined]
+    for method in methods:
+        _expect_plain(cls, method)
     narrower = [_narrowness(target, cls, method) for method in methods]
     unserved = _unserved_forms(target, between)
     found = (_without_effect(target, cls, defined), *narrower, *unserved)
     return tuple(finding for finding in found if finding)
+
+
+def _expect_plain(cls: type, method: str) -> None:
+    """Refuse an ``async def``, since opgraft awaits no call.
+
+    Raises:
+        RegistrationError: the method is one.
+    """
+    owner = definer(cls, method)
+    if owner is None:
+        return
+    defined = vars(owner)[method]
+    function = getattr(defined, "__func__", defined)
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise RegistrationError(
+            f"{owner.__qualname__}.{method} at {location_of(defined)} is an async function, and "
+            "nobody awaits its result: write a plain def"
+        )
 
 
 def _unserved_forms(target: type, between: Sequence[type]) -> Iterator[str]:

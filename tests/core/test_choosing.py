@@ -9,11 +9,12 @@ import opgraft
 import pytest
 import torch
 from opgraft import DeviceCapability, OpgraftConfig, PluggableLayer, When, set_config
-from opgraft.errors import RegistrationError
+from opgraft.errors import PluginError, RegistrationError
 from opgraft.ops import RMSNorm
 from opgraft.platforms.cpu.platform import CpuPlatform
 from opgraft.registry.conditions import objection_of
 from opgraft.registry.decision import Provider
+from opgraft.registry.op_classes import check_replacement
 from opgraft.registry.state import host_state
 
 PROVIDER = Provider("acme", "1.0")
@@ -81,6 +82,37 @@ def test_conditions_say_what_does_not_hold(condition: When, against: str | None)
     else:
         assert found is not None
         assert re.match(f"its when= condition is false here: {against}", found)
+
+
+class Failing(Sm):
+    """A platform that cannot tell its capability."""
+
+    def capability(self, index: int = 0) -> DeviceCapability:
+        raise RuntimeError("the driver is gone")
+
+
+def test_a_platform_that_cannot_tell_its_capability() -> None:
+    """The error names the platform: a kernel that waits for a capability is not left out silently."""
+    words = "platform 'cuda' cannot tell its capability, .*: RuntimeError: the driver is gone"
+    whose = Provider("acme", "1.0")
+    with pytest.raises(PluginError, match=words):
+        objection_of(When(capability=">=8"), Failing(), "the condition", whose)
+    assert objection_of(When(platform="cuda"), Failing(), "the condition", whose) is None
+
+
+@pytest.mark.parametrize("method", ["forward_oot", "forward_native", "__init__"])
+def test_an_async_method_is_refused(scale, method: str) -> None:
+    """Nobody would await the result, so that registration names the method with file and line."""
+
+    async def never_awaited(self, *args, **kwargs):
+        return None
+
+    never_awaited.__name__ = method
+    replacement = type("Late", (scale,), {method: never_awaited})
+    with pytest.raises(RegistrationError, match="an async function, which nobody awaits"):
+        scale.register_oot(replacement, when=never_awaited)
+    with pytest.raises(RegistrationError, match=rf"Late\.{method} at .* is an async function"):
+        check_replacement(scale, replacement)
 
 
 def test_a_device_without_a_compute_level() -> None:
