@@ -39,6 +39,7 @@ from opgraft.testing.kernel_checks import hidden_by
 from opgraft.testing.mentions import may_call, may_construct
 from opgraft.testing.side_by_side import loses_gradients, other_tensors
 from opgraft.testing.subjects import claimed_dtypes
+from torch import Tensor
 
 _TABLE = "functional_"
 
@@ -360,6 +361,7 @@ def _wrong_results(spec: OpSpec, kernel: Kernel) -> Iterator[str]:
         inputs = f"for {str(dtype).removeprefix('torch.')} inputs of {spec.functional.name}"
         for call in _calls(spec, kernel):
             arguments = _small(spec, dtype)
+            before = _given(arguments)
             with torch.no_grad():
                 expected = checks.results_of(spec, spec.functional.native, arguments)
                 try:
@@ -368,8 +370,32 @@ def _wrong_results(spec: OpSpec, kernel: Kernel) -> Iterator[str]:
                 except Exception as error:  # the kernel's own
                     yield f"raised {_own_words(error)} {inputs}"
                     continue
+            for name in _written(before, arguments):
+                yield f"writes into its argument {name!r}, which the op leaves alone, {inputs}"
             for fault in other_tensors(found, expected, made_contiguous=made_contiguous):
                 yield f"{fault} {inputs}"
+
+
+def _given(arguments: Arguments) -> dict[str, list[Tensor]]:
+    """Copy the bytes of the tensors of each argument."""
+    given = {}
+    for name, value in arguments.items():
+        if isinstance(value, Tensor | list | tuple):
+            given[name] = [_bytes_of(each).clone() for each in tensors(value)]
+    return given
+
+
+def _written(before: Mapping[str, list[Tensor]], arguments: Arguments) -> Iterator[str]:
+    """Yield the arguments that a call has written into. Declared ones were copies in the call."""
+    for name, copies in before.items():
+        now = [_bytes_of(each) for each in tensors(arguments[name])]
+        if not all(map(torch.equal, copies, now)):
+            yield name
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    """Return the bytes of a tensor: numbers of some dtypes cannot be compared, and NaN equals nothing."""
+    return x.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _small(spec: OpSpec, dtype: torch.dtype) -> Arguments:

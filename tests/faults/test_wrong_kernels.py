@@ -575,6 +575,25 @@ def test_a_kernel_that_ends_the_process(
     assert [each for each in findings if "returns float32 [7, 9], expected bfloat16" in each]
 
 
+WRITES = {
+    "in place": "x.mul_(0.5); return super().forward_native(x * 2)",
+    "afterwards": "out = super().forward_native(x); x[..., 0] += 1; return out",
+    "one number": "out = super().forward_native(x); x.view(-1)[3] = 7; return out",
+}
+
+
+@pytest.mark.parametrize("body", WRITES)
+def test_a_kernel_that_writes_into_its_input(site: Site, body: str) -> None:
+    """The doctor compares every argument before and after a call, and names the written one."""
+    site.plugin("acme", kernel("NewGELU", "forward_oot(self, x)", WRITES[body]))
+    load_plugins()
+    findings = [str(each) for each in wrong_results()]
+    words = (
+        "writes into its argument 'x', which the op leaves alone, for float32 inputs of gelu_new"
+    )
+    assert [each for each in findings if words in each]
+
+
 def end(number: int, frame: Any) -> None:
     """Handle a signal by ending the process."""
     raise SystemExit(number)
