@@ -394,7 +394,7 @@ def _written(before: Mapping[str, list[Tensor]], arguments: Arguments) -> Iterat
 
 
 def _bytes_of(x: Tensor) -> Tensor:
-    """Return the bytes of a tensor: numbers of some dtypes cannot be compared, and NaN equals nothing."""
+    """Return the bytes of a tensor, since NaN equals nothing and some dtypes have no comparison."""
     return x.contiguous().reshape(-1).view(torch.uint8)
 
 
