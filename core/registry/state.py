@@ -57,11 +57,13 @@ class PluginStatus(enum.Enum):
 
 @dataclass
 class PluginRecord:
-    """One entry point of the group ``opgraft.plugins`` and what became of it.
+    """One entry point of the group ``opgraft.plugins`` and its fate.
 
-    ``location`` is the ``file:line`` in the plugin where it failed or refused, as far as that is known, else where its
-    module begins. ``findings`` say what is questionable about it, though it was loaded, ``notes`` what is worth
-    knowing, and ``seconds`` how long its import took.
+    Attributes:
+        location: ``file:line`` in the plugin where it failed or refused, if known, else where its module begins.
+        findings: faults of a plugin that was loaded all the same.
+        notes: facts worth knowing.
+        seconds: the time of its import.
     """
 
     name: str
@@ -129,7 +131,7 @@ def _new_identity() -> str:
 
 @dataclass
 class LoadingState:
-    """How far the loading of plugins has come.
+    """The progress of loading plugins.
 
     Attributes:
         lock: held by the one thread that decides on the platform and loads plugins; taken before ``HostState.lock``,
@@ -153,7 +155,7 @@ class HostState:
     Attributes:
         registry: all declarations. ``reset`` keeps them.
         lock: held for a moment around changes of this object, never while a plugin's code or an import runs.
-        loading: how far the loading of plugins has come.
+        loading: the progress of loading plugins.
         selection: the platform, once it is decided.
         plugins: every installed plugin by its name.
         active: the replacements that apply.
@@ -281,7 +283,7 @@ class HostState:
 
         Args:
             what: its kind and name, such as ``op rms_norm``.
-            provider: the distribution that brings it. Things of a distribution that is not activated now stay.
+            provider: its distribution. Declarations of a distribution that is not activated now stay.
             make: declares it, and returns the undo.
 
         Raises:
@@ -316,10 +318,10 @@ class HostState:
             self.invalidate()
 
     def resolve_or_leave_out(self, replacement: Replacement, strict: bool) -> bool:
-        """Look the target of a replacement up, and leave the replacement out with a warning if nothing has that name.
+        """Look the target of a replacement up. Without one, leave the replacement out and warn.
 
         Returns:
-            Whether the target is known. Other registrations of the same plugin or script stay in any case.
+            Whether the target is known. Other registrations stay in any case.
 
         Raises:
             UnknownTargetError: nothing has that name, in strict mode.
@@ -401,8 +403,7 @@ def loading(state: HostState) -> Iterator[None]:
     """Hold the loading lock.
 
     Raises:
-        PluginError: another thread has held it for a minute. It most likely waits for this very thread: a plugin that
-            joins a thread which constructs ops, or two threads importing a plugin and loading it.
+        PluginError: another thread has held it for a minute, most likely because it waits for this very thread.
     """
     if not state.loading.lock.acquire(timeout=LOADING_PATIENCE):
         raise PluginError(
@@ -423,11 +424,9 @@ def host_state() -> HostState:
 def reset() -> None:
     """Forget the selected platform, the loaded plugins and every activation; keep what was declared.
 
-    Op classes stay registered. The replacements of a plugin or a platform apply again when it is activated again. A
-    replacement that was registered outside of both applies again when it is registered again. Existing ops keep their
-    kernels; compiled code is dropped. Scopes of ``set_config`` that are open stay open.
-
-    If another thread loads plugins, the function waits. Ops constructed meanwhile are bound before or after it.
+    Op classes stay registered. Replacements apply again when their plugin or platform is activated again, or when a
+    script registers them again. Existing ops keep their kernels. Compiled code is dropped. Open scopes of
+    ``set_config`` stay open. If another thread loads plugins, the function waits.
 
     Raises:
         PluginError: a plugin or a platform calls it while it is loaded, which would forget earlier ones.
