@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import logging
 import os
 import sys
@@ -164,7 +165,7 @@ class HostState:
         caches: the decisions outside of every scope of settings.
         generation: grows whenever decisions are forgotten.
         identity: tells this process from every other one. Process numbers do not: they are alike in containers.
-        values: what single modules remember, each under its ``StateValue``.
+        values: what single modules remember, each under the key of its ``StateValue``.
     """
 
     registry: Registry = field(default_factory=Registry)
@@ -178,7 +179,7 @@ class HostState:
     caches: Caches = field(default_factory=Caches)
     generation: int = 0
     identity: str = field(default_factory=_new_identity)
-    values: dict[object, object] = field(default_factory=dict)
+    values: dict[int, object] = field(default_factory=dict)
 
     def known_environment(self) -> Environment:
         """Return the settings of the environment, read once."""
@@ -347,6 +348,9 @@ class HostState:
         self.active = [known for known in self.active if known in declared]
 
 
+_KEYS = itertools.count()
+
+
 class StateValue(Generic[Value]):
     """A value that one module remembers for the process, in the host state, until ``reset``.
 
@@ -361,6 +365,8 @@ class StateValue(Generic[Value]):
         make: returns the first value, when somebody asks for it.
         """
         self._make = make
+        # A number, as compilers of torch 2.8 do not find other objects among the keys of a dict.
+        self._key = next(_KEYS)
 
     def get(self) -> Value:
         """Return the value of this process."""
@@ -369,15 +375,15 @@ class StateValue(Generic[Value]):
     def of(self, state: HostState) -> Value:
         """Return the value in a state."""
         # Read without the lock first, as compiled code may read values.
-        if self not in state.values:
+        if self._key not in state.values:
             with state.lock:
-                if self not in state.values:
-                    state.values[self] = self._make()
-        return cast("Value", state.values[self])
+                if self._key not in state.values:
+                    state.values[self._key] = self._make()
+        return cast("Value", state.values[self._key])
 
     def set(self, value: Value) -> None:
         """Replace the value of this process."""
-        _STATE.values[self] = value
+        _STATE.values[self._key] = value
 
 
 _LOGGED_FALLBACKS = StateValue[set[tuple[str, str]]](set)
