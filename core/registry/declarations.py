@@ -34,13 +34,13 @@ class Replacement:
 
     Attributes:
         asked_for: the target as the plugin named it; ``target`` is ``None`` while that name is pending.
-        provider: who declares it.
-        plugin: entry-point name of the plugin that declared it, ``None`` outside of plugins.
-        platforms: names of the platforms it applies on, or ``("any",)``.
+        provider: the distribution of the class.
+        plugin: the plugin's entry-point name, ``None`` outside of plugins.
+        platforms: names of the platforms for the class, or ``("any",)``.
         priority: the highest one wins among replacements of one target.
-        when: narrows it further; asked once for each platform.
-        findings: what is questionable about it, though it stands in for its target in every call that is made.
-        activation: the activation of a plugin that was under way when it was declared, or ``None``.
+        when: a further condition, asked once for each platform.
+        findings: questionable things that change no call.
+        activation: the plugin's activation during the declaration, or ``None``.
     """
 
     cls: type

@@ -14,11 +14,11 @@ class Finding:
     """One thing that is wrong.
 
     Attributes:
-        message: what, which and why, with the next step where there is one.
-        provider: whose it is, where that is known.
-        location: ``file:line``, where the fault has one.
-        exit_code: what the command line ends with where this is the worst.
-        others: further ones whom it concerns, as in a conflict; not part of the plain data.
+        message: the fault, the reason and the next step.
+        provider: the distribution with the fault, if known.
+        location: ``file:line`` of the fault, if known.
+        exit_code: ends a command whose worst finding is this one.
+        others: further distributions, as in a conflict; not part of the plain data.
     """
 
     message: str

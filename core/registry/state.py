@@ -451,13 +451,13 @@ def reset() -> None:
 
 
 class _Fork(threading.local):
-    """The locks that the thread which forks holds, so that no other thread holds them in the child for ever."""
+    """The locks of the forking thread, so that no other thread holds them in the child for ever."""
 
     def __init__(self) -> None:
         self.held: list[threading.RLock] = []
 
     def begins(self) -> None:
-        """Wait for another thread that loads plugins: a child could not go on with what that has begun."""
+        """Wait for another thread that loads plugins: a child could not go on with its work."""
         locks = (_STATE.loading.lock, _STATE.lock)
         self.held = [lock for lock in locks if lock.acquire(timeout=LOADING_PATIENCE)]
 
@@ -467,7 +467,7 @@ class _Fork(threading.local):
         self.held = []
 
     def begins_child(self) -> None:
-        """Go on in the child, with a fresh state where that of the parent was in the hands of another thread."""
+        """Go on in the child, with a fresh state if another thread held the parent's."""
         whole = len(self.held) == 2
         self.ends()
         if not whole:

@@ -75,7 +75,7 @@ def _of_node(machine: Machine, node: Node) -> FoundDevice:
 
 
 def _without_node(machine: Machine, function: PciFunction) -> FoundDevice:
-    """Return a GPU that PCI shows and the topology does not, with the reason why ROCm cannot use it."""
+    """Return a GPU that PCI shows and the topology does not, with the obstacle."""
     device = Device(
         name=model(machine, function.device, function),
         pci_address=function.address,
