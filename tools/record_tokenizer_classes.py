@@ -10,8 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers.models.auto import tokenization_auto as auto
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto import configuration_auto, tokenization_auto
 
 REPOSITORY = Path(__file__).parents[1]
 FILE = REPOSITORY / "core/serving/tokenizer_classes.json"
@@ -23,20 +22,22 @@ def recorded() -> dict[str, dict[str, Any]]:
     Types without a class of their own for settings are left out, as transformers does not know them.
     ``always`` has the types for which transformers takes the class whatever a checkpoint says.
     """
+    configs: Any = configuration_auto
+    known_kinds = configs.CONFIG_MAPPING_NAMES
     found: dict[str, dict[str, Any]] = {}
-    for kind, name in sorted(auto.TOKENIZER_MAPPING_NAMES.items()):
+    for kind, name in sorted(tokenization_auto.TOKENIZER_MAPPING_NAMES.items()):
         if name is None:
             continue
         row = found.setdefault(name, {"tokens": _tokens(name), "kinds": [], "always": []})
-        if kind in CONFIG_MAPPING_NAMES:
+        if kind in known_kinds:
             row["kinds"].append(kind)
-        if kind in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS:
+        if kind in tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS:
             row["always"].append(kind)
     return dict(sorted(found.items()))
 
 
 def _tokens(name: str) -> dict[str, str]:
-    cls = auto.tokenizer_class_from_name(name)
+    cls = tokenization_auto.tokenizer_class_from_name(name)
     if cls is None:  # of a library that is not installed
         return {}
     for base in cls.__mro__:  # a constructor may hand its arguments on
@@ -46,7 +47,7 @@ def _tokens(name: str) -> dict[str, str]:
     return {}
 
 
-def tokens_of(cls: type) -> dict[str, str]:
+def tokens_of(cls: Any) -> dict[str, str]:
     """Return the special tokens among the defaults of a constructor."""
     tokens = {}
     for argument, parameter in inspect.signature(cls.__init__).parameters.items():

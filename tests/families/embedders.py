@@ -74,7 +74,11 @@ def build(name: str, options: dict[str, Any]) -> tuple[nn.Module, list[list[int]
     Raises:
         NotRun: it cannot be built, or takes no texts.
     """
-    if "input_ids" not in inspect.signature(model_class(name).forward).parameters:
+    try:
+        cls = model_class(name)
+    except (ImportError, AttributeError) as error:
+        raise NotRun(f"{type(error).__name__}: {str(error).strip():.150}") from error
+    if "input_ids" not in inspect.signature(cls.forward).parameters:
         raise NotRun("its forward takes no token ids")
     reasons = []
     for way in WAYS:
