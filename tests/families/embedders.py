@@ -36,6 +36,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
 }
 """Settings that a family needs, or that change how tokens come together; each is a model of its own."""
 
+OTHER_MODALITIES = ("image_token_id", "video_token_id")
 SPECIAL = ("cls_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "mask_token_id")
 
 
@@ -62,8 +63,14 @@ def texts(config: Any) -> list[list[int]]:
         torch.randint(5, VOCABULARY // 2, (length,), generator=generator).tolist()
         for length in LENGTHS
     ]
+    # The place of a picture or a video is no text.
+    others = {getattr(config, name, None) for name in OTHER_MODALITIES}
     found = [getattr(config.get_text_config(), name, None) for name in SPECIAL]
-    special = [each for each in found if isinstance(each, int) and 0 <= each < VOCABULARY]
+    special = [
+        each
+        for each in found
+        if isinstance(each, int) and 0 <= each < VOCABULARY and each not in others
+    ]
     rows[2][1 : 1 + len(special)] = special
     return rows
 
@@ -75,10 +82,10 @@ def build(name: str, options: dict[str, Any]) -> tuple[nn.Module, list[list[int]
         NotRun: it cannot be built, or takes no texts.
     """
     try:
-        cls = model_class(name)
+        forward = model_class(name).forward
     except (ImportError, AttributeError) as error:
         raise NotRun(f"{type(error).__name__}: {str(error).strip():.150}") from error
-    if "input_ids" not in inspect.signature(cls.forward).parameters:
+    if "input_ids" not in inspect.signature(forward).parameters:
         raise NotRun("its forward takes no token ids")
     reasons = []
     for way in WAYS:
