@@ -145,6 +145,13 @@ def test_ranks_compare_what_decides_and_one_samples(folder: Path) -> None:
     assert [len(tokens) for tokens in first[1]] == [5, 5]
 
 
+def test_more_ranks_than_the_one_of_this_process_are_refused(folder: Path) -> None:
+    """The error names both settings, and where more workers run."""
+    words = r"parallel.tensor is 3, and parallel.executor is in_process.* set it to processes"
+    with pytest.raises(DistributedError, match=words):
+        LLM(str(folder), **{"parallel.executor": "in_process", "parallel.tensor": 3})
+
+
 def test_external_without_a_launcher_is_refused(folder: Path) -> None:
     """The error says how to start such a job."""
     with pytest.raises(

@@ -28,7 +28,8 @@ def executor_of(opgraft_config: OpgraftConfig) -> Executor:
 
     Raises:
         DistributedError: it asks for processes of their own, which would not be in the groups of
-            this one, or for those of a launcher, which has started none, or another number.
+            this one, or for those of a launcher, which has started none, or another number. Or it
+            asks for this process alone, and other settings ask for more ranks.
     """
     parallel = opgraft_config.parallel
     name = parallel.executor or _fitting(parallel)
@@ -37,15 +38,27 @@ def executor_of(opgraft_config: OpgraftConfig) -> Executor:
     chosen: type[Executor] = choose_class(Executor).cls
     if chosen is not Executor:
         return chosen(opgraft_config)
+    ranks = parallelism().layout.world
+    if name == "in_process" and ranks == 1:
+        _expect_one_rank(parallel)
     if name not in _REMOTE:
         return InProcessExecutor(opgraft_config)
-    ranks = parallelism().layout.world
     if ranks > 1:
         raise DistributedError(
             f"parallel.executor is {name}, and this process is one of {ranks} ranks, to whose groups the processes "
             "of the workers would not belong: set it to external"
         )
     return _REMOTE[name](opgraft_config)
+
+
+def _expect_one_rank(parallel: ParallelConfig) -> None:
+    sizes = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "data")}
+    larger = [f"parallel.{name} is {size}" for name, size in sizes.items() if size > 1]
+    if larger:
+        raise DistributedError(
+            f"{' and '.join(larger)}, and parallel.executor is in_process, which has one worker: leave "
+            "parallel.executor out, or set it to processes"
+        )
 
 
 def _fitting(parallel: ParallelConfig) -> str:
