@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from opgraft.grafting import graft as graft
     from opgraft.grafting import ungraft as ungraft
     from opgraft.logger import init_logger as init_logger
+    from opgraft.machine.device_figures import DeviceFigures as DeviceFigures
     from opgraft.machine.evidence import Device as Device
     from opgraft.machine.evidence import Evidence as Evidence
     from opgraft.machine.evidence import Fact as Fact
@@ -143,6 +144,7 @@ _HOME = {
     "opgraft.serving.prometheus": ("PrometheusExporter",),
     "opgraft.registry.conditions": ("When",),
     "opgraft.registry.state": ("reset",),
+    "opgraft.machine.device_figures": ("DeviceFigures",),
     "opgraft.machine.evidence": ("Device", "Evidence", "Fact"),
     "opgraft.machine.machine": ("Machine", "TorchBuild"),
     "opgraft.ops": ("CustomOp", "PluggableLayer", "maybe_get_oot_by_class"),

@@ -358,12 +358,12 @@ class StateValue(Generic[Value]):
 
         SHADOWS = StateValue[dict[str, Shadow]](dict)  # at the top of the module
         SHADOWS.get()[name] = shadow
+
+    Args:
+        make: returns the first value, when somebody asks for it.
     """
 
     def __init__(self, make: Callable[[], Value]) -> None:
-        """Args:
-        make: returns the first value, when somebody asks for it.
-        """
         self._make = make
         # A number, as compilers of torch 2.8 do not find other objects among the keys of a dict.
         self._key = next(_KEYS)
@@ -374,16 +374,17 @@ class StateValue(Generic[Value]):
 
     def of(self, state: HostState) -> Value:
         """Return the value in a state."""
-        # Read without the lock first, as compiled code may read values.
+        # Without the lock, as compiled code may read values, and as ``make`` may run code of others.
         if self._key not in state.values:
+            made = self._make()
             with state.lock:
-                if self._key not in state.values:
-                    state.values[self._key] = self._make()
+                state.values.setdefault(self._key, made)
         return cast("Value", state.values[self._key])
 
     def set(self, value: Value) -> None:
         """Replace the value of this process."""
-        _STATE.values[self._key] = value
+        with _STATE.lock:
+            _STATE.values[self._key] = value
 
 
 _LOGGED_FALLBACKS = StateValue[set[tuple[str, str]]](set)

@@ -79,7 +79,7 @@ class TpuPlatform(Platform, RuntimeOwner):
     def compilations(self) -> int:
         """Count the programs that XLA has compiled in this process.
 
-        ``opgraft.engine.runner.bucketing.no_recompilation`` compares two counts.
+        ``opgraft.models.bucketing.no_recompilation`` compares two counts.
 
         Raises:
             PlatformError: the package has no public counter.

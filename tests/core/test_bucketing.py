@@ -6,14 +6,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from opgraft.engine.runner.bucketing import (
+from opgraft.errors import InputError, RecompilationError
+from opgraft.models.bucketing import (
     Buckets,
     decode_buckets,
     no_recompilation,
     prefill_buckets,
     unpad,
 )
-from opgraft.errors import InputError, RecompilationError
 
 
 def test_decode_buckets() -> None:

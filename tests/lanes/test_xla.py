@@ -13,7 +13,7 @@ import opgraft
 import pytest
 import torch
 from opgraft import current_platform, graft, ops
-from opgraft.engine.runner import bucketing
+from opgraft.models import bucketing
 from opgraft.plugins.selection import selected_platform
 from torch import Tensor, nn
 

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 from opgraft.base.text import described
 from opgraft.config import CompilationMode, OpgraftConfig
-from opgraft.engine.runner.bucketing import decode_buckets, prefill_buckets
 from opgraft.engine.runner.model_runner import ModelRunner
 from opgraft.engine.runner.step_program import (
     CacheOperators,
@@ -26,6 +25,7 @@ from opgraft.engine.sampling import Sampled
 from opgraft.engine.step import NewSequence, Scheduled, StepResult
 from opgraft.errors import ConfigError, RecompilationError, RequestError
 from opgraft.logger import logger
+from opgraft.models.bucketing import decode_buckets, prefill_buckets
 from opgraft.platform import HOST
 from opgraft.plugins.selection import current_platform
 from torch import Tensor
