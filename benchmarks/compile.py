@@ -192,10 +192,11 @@ def recompilations(arguments: argparse.Namespace) -> Iterator[Finding]:
     config = opgraft.CompilationConfig(level=2, backend="counting")
     given: dict[str, Any] = {"use_cache": False}
     known: Any = torch._dynamo.backends.registry
+    # A name that is registered is so for good.
     with (
         patch.dict(known._BACKENDS),
         patch.dict(known._COMPILER_FNS),
-    ):  # a name that is registered is so for good
+    ):
         known.register_backend(counting, name="counting")
         run = opgraft.compile(model, config, args=(tokens(4, shape.vocabulary),), kwargs=given)
     largest = 0.0
@@ -219,9 +220,8 @@ def starts(arguments: argparse.Namespace) -> Iterator[Finding]:
     """Compare first outputs of processes that find no compiled code, once each, and of those that find it, in turns."""
     sides = (PLAIN, STOCK, "O0", "O1", "O2", "kernels O0", "kernels O2")
     with tempfile.TemporaryDirectory() as folder:
-        folders = {
-            side: Path(folder) / side.replace(" ", "-") for side in sides
-        }  # Inductor's commands quote no names
+        # Inductor's commands quote no names.
+        folders = {side: Path(folder) / side.replace(" ", "-") for side in sides}
         cold = {side: [_first(side, arguments.shape, folders[side])] for side in sides}
         rounds = [
             {side: _first(side, arguments.shape, folders[side]) for side in sides}

@@ -296,9 +296,8 @@ class Findings:
         if roof is None or least is None or not self._has(ours, task):
             return
         weights, steps = self.shapes[dtype].weights, TASKS[task].max_tokens - 1
-        limits = self.records[LIMITS, dtype].answers[
-            task
-        ]  # of the same rounds, next to opgraft's turns
+        # Of the same rounds, next to opgraft's turns.
+        limits = self.records[LIMITS, dtype].answers[task]
         readings = [weights / each["bytes_per"][self.clock] for each in limits]
         tokens = [seconds / steps for seconds in self._times(ours, task)]
         shares = [reading / token for reading, token in zip(readings, tokens, strict=True)]

@@ -119,9 +119,8 @@ def pythons(left_out: list[str], engines: Iterable[str]) -> dict[str | None, str
             found[name] = given
             continue
         command = ["bash", str(PEERS / "environment.sh"), name]
-        built = subprocess.run(
-            command, text=True, stdout=subprocess.PIPE, check=False
-        )  # our own script
+        # Our own script.
+        built = subprocess.run(command, text=True, stdout=subprocess.PIPE, check=False)
         if built.returncode:
             left_out.append(f"{name}: its environment cannot be built, see the messages above")
         else:

@@ -28,9 +28,8 @@ def rows(tokens: int, dtype: torch.dtype) -> Iterator[Row]:
     heads = x.reshape(tokens, -1, HEAD_SIZE).clone()
     others = heads.clone()
     positions = torch.arange(tokens)
-    angles = torch.rand(
-        POSITIONS, HEAD_SIZE // 2
-    )  # a rotation, so that numbers stay as large as they are
+    # A rotation, so that numbers stay as large as they are.
+    angles = torch.rand(POSITIONS, HEAD_SIZE // 2)
     table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
     cos, sin = (t.contiguous() for t in table[positions].chunk(2, -1))
     sides: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {

@@ -63,9 +63,8 @@ def measure(name: str, dtype: str, rank: int, ranks: int, store: str) -> dict[st
     config = OpgraftConfig(
         model=ModelConfig(name=name, dtype=dtype), load=LoadConfig(progress=False)
     )
-    model_class(read_config(weights).architectures)(
-        opgraft_config=config
-    )  # its memory is never touched
+    # Its memory is never touched.
+    model_class(read_config(weights).architectures)(opgraft_config=config)
     warm_up(weights.tensors, getattr(torch, dtype))
     before = resident()
     peak = Peak()

@@ -43,9 +43,8 @@ def measured(family: str, dtype: torch.dtype) -> Iterator[Row]:
     """Measure the time of a grafted model over that of the plain one, and how far their logits are apart."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SIZES, **FAMILIES[family])
-    with torch.inference_mode(
-        False
-    ):  # as a model's: what is made in inference mode cannot be packed
+    # As a model's: what is made in inference mode cannot be packed.
+    with torch.inference_mode(False):
         plain: Any = (
             getattr(transformers, f"{family}ForCausalLM")(config)
             .to(dtype)

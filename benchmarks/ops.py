@@ -110,9 +110,8 @@ def measure(
     ordered = tuple(arguments.values())
     kernel, native = partial(spec.functional, *ordered), partial(spec.functional.native, *ordered)
     torch.compiler.reset()
-    compiled = partial(
-        torch.compile(spec.functional.native, dynamic=False), *ordered
-    )  # for the very shapes: its best case
+    # For the very shapes: its best case.
+    compiled = partial(torch.compile(spec.functional.native, dynamic=False), *ordered)
     label = f"{name} {tokens}x{width} {str(dtype).removeprefix('torch.')}"
     compare = partial(compared, kernel)
     rows = [
@@ -179,9 +178,8 @@ def linears() -> Iterator[Row]:
     """Measure the linear form over torch's, for weights that are parameters."""
     for dtype in DTYPES:
         for inputs, outputs in LINEAR_SHAPES:
-            with torch.inference_mode(
-                False
-            ):  # as a model's; what is made in inference mode cannot be packed
+            # As a model's; what is made in inference mode cannot be packed.
+            with torch.inference_mode(False):
                 weight = torch.nn.Parameter(
                     torch.randn(outputs, inputs, dtype=dtype), requires_grad=False
                 )

@@ -153,9 +153,8 @@ def _measured(
         sent = time.perf_counter_ns()
         had = max(int.from_bytes(ours.recv(LENGTH_BYTES), "little") for ours, _ in tellers)
         found.append(((sent - started) / 1e3, (had - started) / 1e3))
-        time.sleep(
-            0.002
-        )  # as a step is computed meanwhile, and workers sleep when the next one comes
+        # As a step is computed meanwhile, and workers sleep when the next one comes.
+        time.sleep(0.002)
     way.send(STEPS, None)
     for _ in tellers:
         os.wait()

@@ -96,9 +96,8 @@ def measure() -> list[Row]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         build(folder)
-        rounds = [(resolve(folder), resolve(None)) for _ in range(ROUNDS + 1)][
-            1:
-        ]  # the first one writes bytecode
+        # The first one writes bytecode.
+        rounds = [(resolve(folder), resolve(None)) for _ in range(ROUNDS + 1)][1:]
         held = [resolve(place, "memory")["held"] for place in (folder, None)]
     large, none = rounds[0]
     if (large["plugins"], large["active"] - none["active"]) != (PLUGINS, REPLACEMENTS):

@@ -263,9 +263,8 @@ def close_matches(name: str, known: Iterable[str]) -> str:
 
 def raised_at(error: BaseException) -> str:
     """Give ``file:line`` of the code that raised a caught ``error``, for messages about other people's code."""
-    places = [
-        place for _, place in _places(error) if not place.startswith("<frozen ")
-    ]  # as of an import that fails
+    # As of an import that fails.
+    places = [place for _, place in _places(error) if not place.startswith("<frozen ")]
     return places[-1] if places else "an unknown place"
 
 

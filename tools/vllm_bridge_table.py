@@ -12,9 +12,8 @@ _TABLE = re.compile(r"(?<=^\| module of vLLM \| names \|\n\|---\|---\|\n)(\|.*\n
 
 
 def main() -> None:
-    sys.path.insert(
-        0, str(BRIDGE / "src")
-    )  # it is installed nowhere, as tests would see it in every process
+    # It is installed nowhere, as tests would see it in every process.
+    sys.path.insert(0, str(BRIDGE / "src"))
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 

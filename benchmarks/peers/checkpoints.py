@@ -37,9 +37,8 @@ def write_safetensors(folder: Path, dtype: torch.dtype) -> Path:
         }
         AutoTokenizer.from_pretrained(**source).save_pretrained(target)
         read = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype)
-        del (
-            read.config.quantization_config
-        )  # a plain model: transformers does not save one that it dequantized
+        # A plain model: transformers does not save one that it dequantized.
+        del read.config.quantization_config
         made: Any = AutoModelForCausalLM.from_config  # which has no types
         plain = made(read.config, dtype=dtype)
         plain.load_state_dict(read.state_dict())

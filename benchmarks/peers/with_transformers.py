@@ -41,9 +41,8 @@ def start(checkpoint: str, dtype: str) -> Generate:
 def continuous(model: Any) -> Generate:
     """Its own continuous batching, with a cache for about as many tokens as the other engines have."""
     cache: Any = ContinuousBatchingConfig
-    bounds = cache(
-        num_blocks=96, max_batch_tokens=2048
-    )  # of 256 tokens; else it takes most of the memory
+    # Of 256 tokens; else it takes most of the memory.
+    bounds = cache(num_blocks=96, max_batch_tokens=2048)
 
     def generate(prompts: list[list[int]], max_tokens: int) -> Answer:
         options = generation_config(

@@ -109,9 +109,8 @@ class CustomOp(Replaceable, nn.Module):
             cls.op_class = cls
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        if (
-            cls.__specialisation__
-        ):  # replicas, copies and classes that torch derives from a specialisation
+        # Replicas, copies and classes that torch derives from a specialisation.
+        if cls.__specialisation__:
             return nn.Module.__new__(cls)
         binding = bind(cls)
         op: CustomOp = nn.Module.__new__(binding.specialisation)

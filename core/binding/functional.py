@@ -85,9 +85,9 @@ class Functional(Generic[Arguments, Result]):
         self.bind_while_traced = bind_while_traced
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if (
-            is_dynamo_compiling()
-        ):  # half the price of is_compiling(), which is true of tracers that run this as it is
+        # Half the price of is_compiling(), which is true of tracers that run this as it
+        # is.
+        if is_dynamo_compiling():
             self.bind_while_traced()
             kernel, differentiable = self.traced
         else:

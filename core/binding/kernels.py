@@ -213,9 +213,8 @@ def choose_kernel(
     found = [kernel for kernel in defined if kernel not in dict(missing)]
     # Sorted, not filtered: the decision shows the kernels that do not run, too.
     if not enabled:
-        found.sort(
-            key=lambda kernel: not _runs_disabled(kernel, target or cls)
-        )  # stable: the class order stays
+        # Stable: the class order stays.
+        found.sort(key=lambda kernel: not _runs_disabled(kernel, target or cls))
     if not found:
         lacking = "".join(f" {kernel} cannot run here: {why}." for kernel, why in missing)
         raise MissingKernelError(

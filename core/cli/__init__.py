@@ -73,18 +73,15 @@ def main() -> NoReturn:
     """Run the console script: an error becomes one message on stderr and its exit code."""
     _open_standard_streams()
     faulthandler.enable()  # a plugin that crashes the process is named by its file
-    warnings.filterwarnings(
-        "ignore", "Failed to initialize NumPy"
-    )  # by torch, where nobody needs it
+    # By torch, where nobody needs it.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="backslashreplace"
-            )  # a terminal of another encoding must not end a command
+            # A terminal of another encoding must not end a command.
+            stream.reconfigure(errors="backslashreplace")
     code = _run(sys.argv[1:])
-    if (
-        "opgraft.plugins.loading" in sys.modules
-    ):  # code of others may have run, and may print at exit
+    # Code of others may have run, and may print at exit.
+    if "opgraft.plugins.loading" in sys.modules:
         importlib.import_module("opgraft.cli.answers").divert(sys.stdout)
         importlib.import_module("opgraft.cli.ending").end_in_time(code)
     sys.exit(code)

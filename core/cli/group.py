@@ -49,9 +49,10 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, summary) for name, (_, summary) in self.table.items()])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        # Click itself imports it for completion only.
         from click.shell_completion import (
             CompletionItem,
-        )  # click itself imports it for completion only
+        )
 
         commands = [
             (name, summary)

@@ -306,12 +306,13 @@ def tell(data: Any) -> None:
 def _last_line(reply: str) -> Mapping[str, Any]:
     try:
         return dict(json.loads(reply.splitlines()[-1]))
+    # Nothing was written, or plugins wrote to it too.
     except (
         IndexError,
         ValueError,
         TypeError,
         RecursionError,
-    ):  # nothing was written, or plugins wrote to it too
+    ):
         return {}
 
 

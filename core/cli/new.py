@@ -20,9 +20,8 @@ from opgraft.plugins.admission import objection
 from opgraft.plugins.discovery import PORTERS, discover
 from opgraft.registry.state import host_state
 
-_TEMPLATE = (
-    Path(__file__).resolve().parents[1] / "template"
-)  # links, as of editable installs, copier refuses
+# Links, as of editable installs, copier refuses.
+_TEMPLATE = Path(__file__).resolve().parents[1] / "template"
 _URL = re.compile(r"(opgraft\s*@\s*)?[a-z][a-z0-9+.-]*://\S+$")
 _ARCHIVES = (".whl", ".gz", ".zip")
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")

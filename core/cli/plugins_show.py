@@ -154,9 +154,8 @@ def _findings(offers: Sequence[Offer], *, loaded: bool) -> list[Finding]:
 def _print_details(details: dict[str, Any]) -> None:
     for key, value in details.items():
         if key == "traceback":
-            print_wrapped(
-                (value or "").splitlines(), indent="  | "
-            )  # which no line of it can forge
+            # Which no line of it can forge.
+            print_wrapped((value or "").splitlines(), indent="  | ")
         elif key in ("evidence", "judged") and value:
             print_wrapped(f"{_EVIDENCE[key]}: {_evidence_in_words(value)}")
         elif value:

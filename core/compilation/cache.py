@@ -140,9 +140,8 @@ class CompilationCache:
                 fcntl.flock(lock, fcntl.LOCK_EX | at_once)
                 if os.path.samestat(os.fstat(lock), path.stat()):
                     return lock
-            except (
-                FileNotFoundError
-            ):  # removed while this waited: nobody else would wait for this one
+            # Removed while this waited: nobody else would wait for this one.
+            except FileNotFoundError:
                 pass
             except BaseException:
                 os.close(lock)

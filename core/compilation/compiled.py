@@ -35,9 +35,10 @@ from opgraft.registry.state import host_state
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    # With what few need: zip files, keys, fsspec.
     from opgraft.compilation.shared_folder import (
         SharedFolder,
-    )  # with what few need: zip files, keys, fsspec
+    )
 
 _UNKEPT = "the cache of compiled code: nothing is kept: %s"
 
@@ -139,9 +140,8 @@ class Compiled:
         smallest = self._check.smallest
         own = {*self.sizes, *(each[0] for each in self.ranges), *self._code.recorded}
         combined = [{name: size} for name in [*smallest][:1] for size in sorted(own, reverse=True)]
-        combined += [
-            {name: size} for name, size in smallest.items()
-        ]  # the memory of the largest serves the others
+        # The memory of the largest serves the others.
+        combined += [{name: size} for name, size in smallest.items()]
         for sizes in (*combined, *([smallest] if len(smallest) != 1 else [])):
             cut = of_sizes(tensors, signature.expected, sizes)
             expect_alike(self.model, eager, self._computed, cut, sizes)
@@ -258,9 +258,8 @@ def _compiled(model: nn.Module, example: Example) -> Any:
         return _verified(_built(model, example, settings), example)
     if settings.cache and not settings.dump_graphs:
         return _cached(model, example, settings, CompilationCache.of(settings))
-    if (
-        settings.executed_otherwise
-    ):  # where equal pieces have one code, which would be many packages
+    # Where equal pieces have one code, which would be many packages.
+    if settings.executed_otherwise:
         return _verified(_built(model, example, settings), example)
     with temporary() as packages:
         return _verified(_built(model, example, settings, packages), example)
@@ -281,9 +280,8 @@ def _cached(
     if settings.user_passes:
         from opgraft.compilation.passes import passes_of
 
-        passes_of(
-            settings.user_passes, settings.pass_config
-        )  # which imports them: the key has their sources
+        # Which imports them: the key has their sources.
+        passes_of(settings.user_passes, settings.pass_config)
     key = key_of(model, example, settings, Sources(cache.folder / INDEX))
     packages = Packages(cache, key.of_code, _remote(settings))
     compiled = _kept(model, example, settings, packages, key)
@@ -303,9 +301,8 @@ def _kept(
     model: nn.Module, example: Example, settings: CompilationConfig, packages: Packages, key: Key
 ) -> Compiled:
     """Do so by packages that the cache has or gets."""
-    if (
-        settings.executed_otherwise
-    ):  # of which the cache has the code of pieces, and no entry of its own
+    # Of which the cache has the code of pieces, and no entry of its own.
+    if settings.executed_otherwise:
         compiled = _built(model, example, settings, packages)
         if compiled.unkept:
             logger.warning(_UNKEPT, compiled.unkept)
@@ -391,9 +388,10 @@ def _built(
     cached: str = "",
 ) -> Compiled:
     """Capture a model, and generate code for any size, for ``compile_sizes`` and ranges; ``cached`` says why."""
+    # As long to import as an entry of the cache to load.
     from opgraft.compilation.generation import (
         codes_of,
-    )  # as long to import as an entry of the cache to load
+    )
 
     captured, codes = codes_of(model, example, settings, packages)
     setting, backend = "compilation_config.backend", settings.backend

@@ -100,9 +100,8 @@ class Descriptions:
             return self._by_class(value)
         if isinstance(value, (list, tuple)):
             return [*map(self.of, value)]
-        if isinstance(
-            value, (dict, Mapping)
-        ):  # the first of which is what most are, and sooner found
+        # The first of which is what most are, and sooner found.
+        if isinstance(value, (dict, Mapping)):
             return sorted([(str(key), self.of(each)) for key, each in value.items()], key=_FIRST)
         if isinstance(value, type):
             return self._class(value)
@@ -183,9 +182,8 @@ class Descriptions:
                 yield self.of(vars(value))
         else:
             try:
-                parts = value.__reduce_ex__(
-                    4
-                )  # by 5, arrays give away their memory in place of their content
+                # By 5, arrays give away their memory in place of their content.
+                parts = value.__reduce_ex__(4)
             except Exception:  # whatever a class raises that cannot be pickled
                 self._by_class(value)
                 return
@@ -199,11 +197,12 @@ class Descriptions:
         """Digest the content of a tensor; empty where it has none that could be read."""
         try:
             return hashlib.sha256(content_of(tensor)).hexdigest()
+        # Of one without memory, or of a layout of its own.
         except (
             RuntimeError,
             TypeError,
             NotImplementedError,
-        ):  # of one without memory, or of a layout of its own
+        ):
             self._by_class(tensor)
             return ""
 

@@ -77,9 +77,8 @@ def _instructions(code: CodeType) -> Iterator[str]:
         yield each.co_code.hex()
         yield repr(each.co_names)
         for constant in each.co_consts:
-            if not isinstance(
-                constant, CodeType
-            ):  # sets have an order of their own in each process
+            # Sets have an order of their own in each process.
+            if not isinstance(constant, CodeType):
                 yield repr(
                     sorted(constant, key=repr) if isinstance(constant, frozenset) else constant
                 )

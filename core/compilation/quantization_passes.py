@@ -160,9 +160,8 @@ def _merge_equal(graph: fx.Graph, quantizers: Sequence[str]) -> None:
     """Quantise a tensor once that several layers quantise alike."""
     first: dict[Any, fx.Node] = {}
     for node, name, given in semantic_calls(graph, *quantizers):
-        kept = first.setdefault(
-            (name, *map(str, given.items())), node
-        )  # nodes have names of their own
+        # Nodes have names of their own.
+        kept = first.setdefault((name, *map(str, given.items())), node)
         if kept is not node:
             node.replace_all_uses_with(kept)
             graph.erase_node(node)

@@ -119,9 +119,8 @@ def _piece(
 
     def copied(node: fx.Node) -> fx.Node:
         name = _size_of(node, sizes)
-        if (
-            name and name not in known
-        ):  # whatever tensor the graph has it from, so that equal pieces are alike
+        # Whatever tensor the graph has it from, so that equal pieces are alike.
+        if name and name not in known:
             place, dim = next(
                 _dimensions(name, {each: each.meta["val"] for each in known.values()})
             )

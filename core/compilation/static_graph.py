@@ -42,9 +42,8 @@ class StaticGraph(PluggableClass):
         self.inputs = inputs
         self._run = run
         self._graph: Any = None
-        self.outputs: Sequence[Any] = run(
-            *inputs
-        )  # which also makes what code makes when it is first called
+        # Which also makes what code makes when it is first called.
+        self.outputs: Sequence[Any] = run(*inputs)
         kind = current_platform().graph_class
         if kind is not None:
             self._graph = kind()

@@ -108,9 +108,8 @@ def _close(found: Tensor, expected: Tensor) -> bool:
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
     limit = TOLERANCE.get(expected.dtype, 0)
-    if (
-        expected.dtype.is_floating_point and expected.itemsize == 1
-    ):  # of which torch computes nothing
+    # Of which torch computes nothing.
+    if expected.dtype.is_floating_point and expected.itemsize == 1:
         found, expected = found.float(), expected.float()
     finite = expected[expected.isfinite()] if expected.is_floating_point() else expected
     largest = (

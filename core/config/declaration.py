@@ -229,9 +229,8 @@ def made_of(cls: type[_S], values: Mapping[str, Any], classes: Mapping[str, type
         name: made_of(classes.get(name, kind), values, classes)
         for name, kind in subsections(cls).items()
     }
-    section = cls.__new__(
-        cls
-    )  # without __init__, which would check what was checked when its layer was made
+    # Without __init__, which would check what was checked when its layer was made.
+    section = cls.__new__(cls)
     vars(section).update(attributes | inner)
     return section
 

@@ -392,9 +392,8 @@ def parse_text(name: str, text: str, source: str = "") -> Any:
         config_from_fields({name: value})
     except ConfigError as error:
         words = str(error)
-        named = (
-            f"--{words}" if words.startswith(name) else f"{option}: {words}"
-        )  # an option has its name already
+        # An option has its name already.
+        named = f"--{words}" if words.startswith(name) else f"{option}: {words}"
         raise ConfigError(f"{source}: {words}" if source else named) from error
     return value
 

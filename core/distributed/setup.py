@@ -98,9 +98,8 @@ def destroy_distributed() -> None:
     for group in known.groups.values():
         if group.communicator is not None:
             group.communicator.destroy()
-            del (
-                group.communicator.process_group
-            )  # with the last one that has it, others see that this rank has left
+            # With the last one that has it, others see that this rank has left.
+            del group.communicator.process_group
     PARALLELISM.set(ALONE)
     if known.joined and dist.is_initialized():
         dist.destroy_process_group()

@@ -178,9 +178,8 @@ def _start(
     import subprocess  # costs 10 ms, which detection should not pay where no child is asked
 
     # Isolated: neither variables nor the working folder decide what is imported before the preface sets the path.
-    kept = (
-        ("-X", f"pycache_prefix={sys.pycache_prefix}") if sys.pycache_prefix else ()
-    )  # which is a variable, too
+    # Which is a variable, too.
+    kept = ("-X", f"pycache_prefix={sys.pycache_prefix}") if sys.pycache_prefix else ()
     preface = (GUARDIAN + code, _search_path(), " ".join(map(str, ends)))
     command = [sys.executable, "-I", *kept, "-c", *preface, *arguments]
     return subprocess.Popen(  # noqa: S603  # our own interpreter
@@ -195,9 +194,8 @@ def _start(
 
 
 def _search_path() -> str:
-    return json.dumps(
-        [entry for entry in sys.path if isinstance(entry, str)]
-    )  # as imports look there
+    # As imports look there.
+    return json.dumps([entry for entry in sys.path if isinstance(entry, str)])
 
 
 def minimal_environment(*more: str) -> dict[str, str]:
@@ -233,15 +231,13 @@ def _exchange(
     with selectors.DefaultSelector() as selector:
         for stream in received:
             selector.register(stream, selectors.EVENT_READ)
-        os.set_blocking(
-            question.fileno(), False
-        )  # the child may read nothing while it fills its own pipes
+        # The child may read nothing while it fills its own pipes.
+        os.set_blocking(question.fileno(), False)
         selector.register(question, selectors.EVENT_WRITE)
         open_streams = set(received)
         while open_streams and (left_over := deadline.left()) > 0 and not watch.look():
-            ended = (
-                child.poll() is not None
-            )  # before the pipes are looked at: what it wrote last is still in them
+            # Before the pipes are looked at: what it wrote last is still in them.
+            ended = child.poll() is not None
             ready = [
                 key.fileobj
                 for key, _ in selector.select(0 if ended else min(_LOOK_AGAIN, left_over))
@@ -301,11 +297,12 @@ class _MemoryWatch:
         if self.limit is not None:
             try:
                 resident = int(_of_worker(self.pid, "statm")[1]) * os.sysconf("SC_PAGE_SIZE")
+            # It has ended, or this system has no such file.
             except (
                 OSError,
                 ValueError,
                 IndexError,
-            ):  # it has ended, or this system has no such file
+            ):
                 return 0
             self.exceeded = resident if resident > self.limit else 0
         return self.exceeded

@@ -161,9 +161,8 @@ class Machine:
     def read(self, path: str) -> str | None:
         """Read the text of a file, at most 1 MiB of it, or ``None`` where it cannot be read."""
         try:
-            handle = os.open(
-                self._inside(path), os.O_RDONLY | os.O_NONBLOCK
-            )  # a pipe must not block the probe
+            # A pipe must not block the probe.
+            handle = os.open(self._inside(path), os.O_RDONLY | os.O_NONBLOCK)
         except (OSError, ValueError):
             return None
         try:
@@ -239,9 +238,8 @@ def masked(data: Any, variables: Mapping[str, str]) -> Any:
     """
     values: dict[str, str] = {}
     patterns: dict[str, str] = {}
-    for name in sorted(
-        variables, key=lambda name: bool(_SECRET.search(name))
-    ):  # which count where values are equal
+    # Which count where values are equal.
+    for name in sorted(variables, key=lambda name: bool(_SECRET.search(name))):
         value, secret = variables[name], _SECRET.search(name)
         if len(value) < (_SHORTEST_SECRET if secret else _SHORTEST_VALUE):
             continue

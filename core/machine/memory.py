@@ -56,9 +56,8 @@ def expect_huge_pages(blocks: Iterable[range]) -> None:
         madvise(
             ctypes.c_void_p(pages.start), ctypes.c_size_t(pages.stop - pages.start), _MADV_HUGEPAGE
         )
-    _move(
-        list(chain.from_iterable(spans))
-    )  # those that hold the head that the C library writes before each block
+    # Those that hold the head that the C library writes before each block.
+    _move(list(chain.from_iterable(spans)))
 
 
 def move_to_huge_pages(blocks: Iterable[range], wait: float = 0) -> Thread | None:

@@ -64,14 +64,12 @@ class RecordingMachine(Machine):
     def __init__(self, machine: Machine) -> None:
         environ = _SeenVariables(machine.environ)
         super().__init__(machine.root, environ, machine.packages, machine.torch, machine.denied)
-        object.__setattr__(
-            self, "seen", SeenRequests(environ)
-        )  # a machine is frozen; what was seen of it grows
+        # A machine is frozen; what was seen of it grows.
+        object.__setattr__(self, "seen", SeenRequests(environ))
 
     def variables(self) -> dict[str, str]:
-        return without_secrets(
-            self.seen.variables.variables
-        )  # told to a child process, which is not recorded
+        # Told to a child process, which is not recorded.
+        return without_secrets(self.seen.variables.variables)
 
     def read(self, path: str) -> str | None:
         text = self.seen.files[path] = super().read(path)
@@ -147,12 +145,10 @@ class RecordingMachine(Machine):
         for path, text in files.items():
             _place(folder, path).write_text(scrubber.file(path, text), encoding="utf-8")
         for path, target in links.items():
-            if not os.path.lexists(
-                _place(folder, path)
-            ):  # as it is where something below the link was read
-                _place(folder, path).symlink_to(
-                    target or "./"
-                )  # "" is the last part of a target such as "x/"
+            # As it is where something below the link was read.
+            if not os.path.lexists(_place(folder, path)):
+                # "" is the last part of a target such as "x/".
+                _place(folder, path).symlink_to(target or "./")
         for path in sorted(self.seen.folders):
             if not os.path.lexists(_place(folder, path)):
                 _place(folder, path).mkdir()

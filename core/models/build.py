@@ -159,9 +159,8 @@ def _expect_ranks(parallel: ParallelConfig) -> None:
     groups = parallelism().groups
     for kind in ("tensor", "pipeline", "data", "expert"):
         size, ranks = getattr(parallel, kind), groups[kind].world_size
-        alone = (
-            kind == "data" and parallel.data_rank is not None and ranks == 1
-        )  # an engine with its own experts
+        # An engine with its own experts.
+        alone = kind == "data" and parallel.data_rank is not None and ranks == 1
         if size not in (1, ranks) and not alone:
             raise DistributedError(
                 f"parallel.{kind} is {size}, and the {kind} group of this process has {ranks}: call "

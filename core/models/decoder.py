@@ -422,8 +422,7 @@ class DecoderForCausalLM(StagedForCausalLM):
         self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None
     ) -> Tensor | None:
         """Return what ``forward`` does, where a ``DecoderPlan`` computes all layers in one call; else ``None``."""
-        if self.model.plan.declines(
-            self.model.layers, positions, self.dtype
-        ):  # else ids would be looked up in vain
+        # Else ids would be looked up in vain.
+        if self.model.plan.declines(self.model.layers, positions, self.dtype):
             return None
         return self.model.planned(input_ids, positions, inputs_embeds)

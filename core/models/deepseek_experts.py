@@ -50,9 +50,8 @@ class RoutedShape:
         first = given("first_k_dense_replace", 0)
         if first >= given("num_hidden_layers"):
             return None
-        method = given(
-            "topk_method", "noaux_tc"
-        )  # transformers' class for V3 has no such attribute
+        # Transformers' class for V3 has no such attribute.
+        method = given("topk_method", "noaux_tc")
         if method not in METHODS or given("moe_layer_freq", 1) != 1:
             raise ModelError(
                 f"topk_method is {method!r:.40} and moe_layer_freq {given('moe_layer_freq', 1)!r:.40}, expected one of "

@@ -361,9 +361,8 @@ def renamed(
         CheckpointError: the architecture is not known.
     """
     family = family_of(metadata, file)
-    kept = {
-        name: tensor for name, tensor in tensors.items() if name != _ROPE_FREQS
-    }  # that one is in the config
+    # That one is in the config.
+    kept = {name: tensor for name, tensor in tensors.items() if name != _ROPE_FREQS}
     return {
         _name(name, family): _converted(name, tensor, family, metadata)
         for name, tensor in kept.items()

@@ -118,9 +118,8 @@ def model_class(architectures: Iterable[str], implementation: str = "auto") -> t
         if architecture in foreign:
             return known[foreign[architecture]]
     name, all_names = wanted[0] if wanted else "", {**known, **foreign}
-    near = close_matches(
-        name, all_names if near_matches(name, all_names) else known
-    )  # transformers has hundreds
+    # Transformers has hundreds.
+    near = close_matches(name, all_names if near_matches(name, all_names) else known)
     further = "transformers has no decoder or base model of it either"
     if implementation == "opgraft":
         further = "any architecture of transformers runs with --model.implementation transformers"

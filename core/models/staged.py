@@ -44,9 +44,8 @@ class DecoderStack(nn.Module):
         self.embed_tokens: Any = embedding() if stage.is_first or (stage.is_last and tied) else None
         self.layers = nn.ModuleList()
         for number in stage.layers:
-            self.layers.add_module(
-                str(number), layer(number)
-            )  # by its number in the whole, as in checkpoints
+            # By its number in the whole, as in checkpoints.
+            self.layers.add_module(str(number), layer(number))
         self.norm: Any = norm() if stage.is_last else None
 
     def parts_elsewhere(self) -> Collection[str]:

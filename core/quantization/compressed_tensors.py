@@ -189,9 +189,8 @@ def _method_of(scheme: Mapping[str, Any], layout: object) -> Callable[[], Any]:
 
 def _packed(weights: Mapping[str, Any], inputs: object) -> Callable[[], Any]:
     setting(NAME, {"input_activations": inputs}, "input_activations", (None,))
-    setting(
-        NAME, weights, "actorder", (None, "weight", "static", False)
-    )  # those that leave inputs in their order
+    # Those that leave inputs in their order.
+    setting(NAME, weights, "actorder", (None, "weight", "static", False))
     bits = setting(NAME, weights, "num_bits", (4, 8))
     symmetric = setting(NAME, weights, "symmetric", (True, False), True)
     strategy = setting(NAME, weights, "strategy", ("group", "channel"))

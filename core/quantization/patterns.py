@@ -128,18 +128,16 @@ def _spellings(name: str) -> Iterator[str]:
 
 
 def _meant(pattern: str, names: Iterable[str]) -> str:
-    last = (
-        "*." + pattern.rpartition(".")[2]
-    )  # the same, below modules that are called otherwise here
+    # The same, below modules that are called otherwise here.
+    last = "*." + pattern.rpartition(".")[2]
     names = list(names)
     near = (
         []
         if pattern.startswith("re:")
         else [*near_matches(pattern, names, cutoff=0.8), *({last} & {*names})]
     )
-    return (
-        f" (did you mean {near[0]!r}?)" if near else ""
-    )  # the next ones are the same in other layers
+    # The next ones are the same in other layers.
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 class _Glob:

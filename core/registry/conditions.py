@@ -155,9 +155,8 @@ def _check_dtypes(names: list[str]) -> None:
     Raises:
         RegistrationError: there is one.
     """
-    torch = sys.modules.get(
-        "torch"
-    )  # whoever registers a replacement has imported it; a condition alone needs none
+    # Whoever registers a replacement has imported it; a condition alone needs none.
+    torch = sys.modules.get("torch")
     if names and torch:
         dtypes = [each for each in list(vars(torch).values()) if isinstance(each, torch.dtype)]
         known = [str(dtype).removeprefix("torch.") for dtype in dtypes if dtype.is_floating_point]

@@ -101,9 +101,10 @@ def _without_self(function: Any) -> Signature:
 
 def rejected_call(target: Signature, replacement: Signature) -> str | None:
     """Describe the first call that ``target`` accepts and ``replacement`` does not; ``None`` if there is none."""
+    # Most do, and are spared the calls.
     if _takes_whatever(replacement) or _form_of_signature(replacement) == _form_of_signature(
         target
-    ):  # most do, and are spared the calls
+    ):
         return None
     for args, kwargs in _extreme_calls(target):
         try:

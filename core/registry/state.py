@@ -264,10 +264,11 @@ class HostState:
         with self.lock:
             if replacement in self.active:
                 return lambda: None
+            # A new list, as readers iterate without the lock.
             self.active = [
                 *self.active,
                 replacement,
-            ]  # a new list, as readers iterate without the lock
+            ]
             self.invalidate()
         return lambda: self.deactivate(replacement)
 

@@ -22,9 +22,8 @@ def jetson(machine: Machine) -> list[FoundDevice]:
     release = re.match(
         r"# R(\d{1,3}) \(release\), REVISION: ([\d.]{1,10})", machine.read(RELEASE) or ""
     )
-    compatible = (machine.read(f"{DEVICE_TREE}/compatible") or "")[:1000].split(
-        "\0"
-    )  # such as nvidia,tegra234
+    # Such as nvidia,tegra234.
+    compatible = (machine.read(f"{DEVICE_TREE}/compatible") or "")[:1000].split("\0")
     chips = [name.partition(",")[2] for name in compatible if name.startswith("nvidia,tegra")]
     if not release and not chips:
         return []

@@ -48,9 +48,8 @@ def with_detail(machine: Machine, devices: list[Device]) -> tuple[list[Device], 
     except (ChildError, ValueError, TypeError) as error:
         return devices, (Fact(PACKAGE, f"gave no answer: {error}"),)
     by_address = {device.pci_address: device for device in rows}
-    if devices and not any(
-        device.pci_address for device in devices
-    ):  # under WSL the library alone tells them apart
+    # Under WSL the library alone tells them apart.
+    if devices and not any(device.pci_address for device in devices):
         return [replace(row, driver=devices[0].driver) for row in rows] or devices, (
             Fact(PACKAGE, "answered"),
         )

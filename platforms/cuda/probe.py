@@ -69,9 +69,8 @@ def _visible(machine: Machine, units: list[FoundDevice]) -> tuple[int, ...]:
     value = machine.environ.get(VARIABLE)
     if value is None:
         return tuple(range(len(units)))
-    if value.startswith("MIG-") and not value.startswith(
-        "MIG-GPU-"
-    ):  # no file says whose UUID it is
+    # No file says whose UUID it is.
+    if value.startswith("MIG-") and not value.startswith("MIG-GPU-"):
         return tuple(
             index for index, unit in enumerate(units) if unit.device.name.endswith(gpus.MIG)
         )

@@ -27,9 +27,8 @@ class RocmPlatform(TorchCudaPlatform):
         return visible_count(probe(Machine()))
 
     def capability(self, index: int = 0) -> DeviceCapability:
-        target, *switches = torch.cuda.get_device_properties(index).gcnArchName.split(
-            ":"
-        )  # gfx942:sramecc+:xnack-
+        # Gfx942:sramecc+:xnack-.
+        target, *switches = torch.cuda.get_device_properties(index).gcnArchName.split(":")
         return DeviceCapability(
             name=torch.cuda.get_device_name(index),
             dtypes=(torch.float32, torch.float64, torch.float16, torch.bfloat16),

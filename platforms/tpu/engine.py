@@ -71,9 +71,8 @@ class TpuModelRunner(BucketedModelRunner):
         super().allocate_cache(num_blocks, num_states)
         for cache in self.tensors if self._devices > 1 else ():
             self.runtime.shard(cache, self._divided_dim(cache))
-        self.runtime.synchronize(
-            self.device.index or 0
-        )  # what fills it is a program, too, but none of a step
+        # What fills it is a program, too, but none of a step.
+        self.runtime.synchronize(self.device.index or 0)
 
 
 class TpuWorker(Worker):

@@ -59,9 +59,8 @@ class TpuPlatform(Platform, RuntimeOwner):
         chips = probe(Machine()).devices
         if not chips:
             return DeviceCapability("Google TPU", dtypes)
-        chip = chips[
-            min(index, len(chips) - 1)
-        ]  # all of a host are alike; in some generations a chip is two devices
+        # All of a host are alike; in some generations a chip is two devices.
+        chip = chips[min(index, len(chips) - 1)]
         return DeviceCapability(
             chip.name, dtypes, features=(chip.capability,) if chip.capability else ()
         )

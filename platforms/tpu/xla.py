@@ -40,9 +40,8 @@ class Xla(Runtime):
             torch_xla.manual_seed(seed, torch_xla.device(index))
 
     def compilations(self) -> int:
-        data = metrics.metric_data(
-            "CompileTime"
-        )  # (number of samples, their sum, the last of them)
+        # (number of samples, their sum, the last of them).
+        data = metrics.metric_data("CompileTime")
         return int(data[0]) if data else 0
 
     def donating(self) -> tuple[Any, ...]:
@@ -63,9 +62,8 @@ class Xla(Runtime):
 
 
 def _spmd() -> Any:
-    return importlib.import_module(
-        "torch_xla.distributed.spmd"
-    )  # slow, and for several devices only
+    # Slow, and for several devices only.
+    return importlib.import_module("torch_xla.distributed.spmd")
 
 
 def _mesh() -> Any:

@@ -27,10 +27,11 @@ def _rows() -> Iterable[tuple[Iterable[int], Card]]:
     yield (0x0BD9, 0x0BDA, 0x0BDB), Card("Data Center GPU Max 1100", "Xe-HPC", 1, 48)
     yield (0x0B6E, 0x0BD4, 0x0BE0, 0x0BE1, 0x0BE5), Card("Data Center GPU Max", "Xe-HPC")
     yield (0x56C0, 0x56C2), Card("Data Center GPU Flex 170", "Xe-HPG", 1, 16)
+    # Two chips of 6 GiB on a card.
     yield (
         (0x56C1,),
         Card("Data Center GPU Flex 140", "Xe-HPG", 1, 6),
-    )  # two chips of 6 GiB on a card
+    )
     yield (*range(0x5690, 0x5698), *range(0x56A0, 0x56A7)), Card("Arc A-series", "Xe-HPG")
     yield (*range(0x56B0, 0x56B4), *range(0x56BA, 0x56C0)), Card("Arc Pro A-series", "Xe-HPG")
     yield (0xE20B,), Card("Arc B580", "Xe2-HPG", 1, 12)

@@ -44,9 +44,8 @@ class XpuPlatform(Platform):
         torch.xpu.synchronize(index)
 
     def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(
-            seed
-        )  # which seeds all XPUs too, or lets them be seeded when they are first used
+        # Which seeds all XPUs too, or lets them be seeded when they are first used.
+        torch.manual_seed(seed)
 
     @property
     def distributed_backend(self) -> str:

@@ -112,9 +112,9 @@ class ExpertBalancer:
 
     def _move(self, step: float) -> int:
         self._set_pace(step)
-        started = (
-            perf_counter()
-        )  # after the ranks have met: waiting for one that is late is no reason to send less
+        # After the ranks have met: waiting for one that is late is no reason to send
+        # less.
+        started = perf_counter()
         made, left = 0, self._bytes
         while left > 0 and self.waiting and made + len(self.waiting[0][1]) <= self.most:
             number, together = self.waiting[0]

@@ -25,9 +25,8 @@ class Staging:
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         self._code = _CODES[dtype]
-        self._memory = memoryview(
-            array(self._code, bytes(size * dtype.itemsize))
-        )  # so it stays where it is
+        # So it stays where it is.
+        self._memory = memoryview(array(self._code, bytes(size * dtype.itemsize)))
         self.tensor = torch.frombuffer(self._memory, dtype=dtype)
 
     def write(self, values: Iterable[int]) -> None:

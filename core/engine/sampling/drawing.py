@@ -50,9 +50,8 @@ class Filters:
             dtype=torch.float64,
             device=device,
         )
-        share = (
-            torch.tensor(min_p, dtype=torch.float64, device=device).log().float().double()
-        )  # as precise as the logits it is compared with
+        # As precise as the logits it is compared with.
+        share = torch.tensor(min_p, dtype=torch.float64, device=device).log().float().double()
         whole = torch.tensor(
             [not (one or other) for one, other in zip(top_k, min_p, strict=True)], device=device
         )

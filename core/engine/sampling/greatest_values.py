@@ -17,9 +17,8 @@ def blocks_of(rows: Tensor, padding: float = float("-inf")) -> Tensor:
     missing = -rows.shape[1] % BLOCK
     if missing:
         rows = torch.nn.functional.pad(rows, (0, missing), value=padding)
-    blocks: Tensor = rows.reshape(
-        len(rows), rows.shape[1] // BLOCK, BLOCK
-    )  # a view where the last dimension is dense
+    # A view where the last dimension is dense.
+    blocks: Tensor = rows.reshape(len(rows), rows.shape[1] // BLOCK, BLOCK)
     return blocks
 
 
@@ -38,9 +37,8 @@ def row_maximum(rows: Tensor) -> tuple[Tensor, Tensor]:
     blocks = blocks_of(rows)
     block = blocks.amax(-1).argmax(-1)
     chosen = blocks[torch.arange(len(rows), device=rows.device), block]
-    return chosen.amax(-1), block * BLOCK + chosen.argmax(
-        -1
-    )  # not max(-1), which wakes all threads for any size
+    # Not max(-1), which wakes all threads for any size.
+    return chosen.amax(-1), block * BLOCK + chosen.argmax(-1)
 
 
 def likeliest(rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -56,9 +54,8 @@ def likeliest(rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
     if size * 2 > blocks.shape[1]:
         values, positions = rows.topk(size)
         return values, positions
-    best = (
-        blocks.amax(-1).topk(size, sorted=False).indices
-    )  # no other block holds a value above theirs
+    # No other block holds a value above theirs.
+    best = blocks.amax(-1).topk(size, sorted=False).indices
     inside = blocks.gather(1, best.unsqueeze(-1).expand(-1, -1, BLOCK)).flatten(1)
     values, at = inside.topk(size)
     return values, best.gather(1, at // BLOCK) * BLOCK + at % BLOCK

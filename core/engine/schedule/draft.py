@@ -52,9 +52,8 @@ class Draft:
         request.computing = self
         self.batch.append(request)
         fields = request.request_id, start, count, new_blocks, samples, token
-        self.sequences.append(
-            tuple.__new__(Scheduled, fields)
-        )  # half the time of a call of the class
+        # Half the time of a call of the class.
+        self.sequences.append(tuple.__new__(Scheduled, fields))
         self.budget -= count
 
     def admit(self, request: Request, count: int, blocks: Blocks, state: int) -> None:

@@ -30,9 +30,8 @@ class GrammarSharing:
         Raises:
             InputError: it cannot be compiled there.
         """
-        if (
-            grammar in self.shared
-        ):  # asked without the lock, as a step must not wait for a grammar of others
+        # Asked without the lock, as a step must not wait for a grammar of others.
+        if grammar in self.shared:
             return
         with self._lock:
             if grammar in self.shared:

@@ -147,9 +147,8 @@ class LocalProcess(WorkerLink):
             return super().progress()
 
     def stack(self) -> str:
-        if self.progress() == Progress(
-            0, "starting"
-        ):  # it may not know the signal yet, and would end
+        # It may not know the signal yet, and would end.
+        if self.progress() == Progress(0, "starting"):
             return ""
         self.process.send_signal(signal.SIGUSR1)
         time.sleep(_STACK_SECONDS)

@@ -108,9 +108,8 @@ class Placement:
 
     def end(self) -> None:
         """End the actors, and give back what was reserved for them. Further calls do nothing."""
-        if (
-            self._ray.is_initialized()
-        ):  # else Ray, which ends first at the interpreter's exit, has ended them
+        # Else Ray, which ends first at the interpreter's exit, has ended them.
+        if self._ray.is_initialized():
             for actor in self._actors:
                 kill(self._ray, actor)
             if self._group is not None:

@@ -190,9 +190,8 @@ def hanging(workers: Sequence[WorkerLink], number: int, seconds: float) -> str:
         number: of the call.
         seconds: for which it has been waited.
     """
-    progress = {
-        worker: worker.progress() for worker in workers
-    }  # before the signal for the stack, which may wake it
+    # Before the signal for the stack, which may wake it.
+    progress = {worker: worker.progress() for worker in workers}
     behind = [worker for worker in workers if progress[worker].finished <= number]
     waiting = [worker for worker in behind if waits_for_others(worker.stack())]
     stuck = [worker for worker in behind if worker not in waiting] or behind or workers

@@ -84,9 +84,8 @@ def main(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     for file in (calls_file, beside_file, record_file, slots_file, tokens_file):
-        os.set_inheritable(
-            file, False
-        )  # a child that had them would keep the engine from seeing the end of this one
+        # A child that had them would keep the engine from seeing the end of this one.
+        os.set_inheritable(file, False)
     record = ProgressRecord(record_file)
     record.answer_signals(record_file)
     serve_calls(calls_file, beside_file, record.write, shared=(slots_file, tokens_file))

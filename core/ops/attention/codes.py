@@ -50,7 +50,6 @@ def dequantize_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     codes, scale = rows[..., :-SCALE_BYTES], rows[..., -SCALE_BYTES:]
     numbers = codes if codes.dtype == torch.int8 else codes.view(torch.float8_e4m3fn)
     exact = compute_dtype(dtype)
-    scale = scale.clone(
-        memory_format=torch.contiguous_format
-    )  # as bytes at any offset are no float32
+    # As bytes at any offset are no float32.
+    scale = scale.clone(memory_format=torch.contiguous_format)
     return (numbers.to(exact) * scale.view(torch.float32).to(exact)).to(dtype)

@@ -262,9 +262,8 @@ def _attend(
 ) -> Tensor:
     """Attend over ``[batch, tokens, heads, head_size]``."""
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    groups = (
-        {"enable_gqa": True} if key.shape[1] != query.shape[1] else {}
-    )  # a branch, as torch takes no symbol here
+    # A branch, as torch takes no symbol here.
+    groups = {"enable_gqa": True} if key.shape[1] != query.shape[1] else {}
     return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, **groups).transpose(
         1, 2
     )

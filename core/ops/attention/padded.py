@@ -59,12 +59,10 @@ class PaddedAttention(Attention):
         pages = cache[block_table.long()]
         if cache.dtype in LARGEST_CODES:
             pages = dequantize_rows(pages, compute_dtype(query.dtype))
-        pages = pages.permute(2, 0, 3, 1, 4, 5).flatten(
-            3, 4
-        )  # of keys and values [sequences, heads, keys, size]
-        key, value = pages.masked_fill(
-            ~visible.any(1)[:, None, :, None], 0.0
-        )  # as a share of zero times NaN is NaN
+        # Of keys and values [sequences, heads, keys, size].
+        pages = pages.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+        # As a share of zero times NaN is NaN.
+        key, value = pages.masked_fill(~visible.any(1)[:, None, :, None], 0.0)
         rows = query.transpose(1, 2)
         attended = attend_stepwise(
             rows, key, value, visible, self.scale, self.logits_soft_cap, self.sinks

@@ -216,12 +216,10 @@ def _over_pages(
     if cache.dtype in LARGEST_CODES:
         query = query.to(compute_dtype(dtype))
         pages = dequantize_rows(pages, query.dtype)
-    pages = pages.permute(2, 0, 3, 1, 4, 5).flatten(
-        3, 4
-    )  # of keys and values [sequences, heads, keys, size]
-    key, value = pages.masked_fill(
-        ~used[:, None, :, None], 0.0
-    )  # as a share of zero times NaN is NaN
+    # Of keys and values [sequences, heads, keys, size].
+    pages = pages.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+    # As a share of zero times NaN is NaN.
+    key, value = pages.masked_fill(~used[:, None, :, None], 0.0)
     query = query.transpose(1, 2)
     if logits_soft_cap is None and sinks is None:
         groups = {"enable_gqa": True} if key.shape[1] != query.shape[1] else {}

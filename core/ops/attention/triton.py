@@ -44,9 +44,8 @@ LOWEST = tl.constexpr(-3.0e38)  # finite, as the difference of two infinities is
 LOG2_E = tl.constexpr(1.4426950408889634)
 _SCALE_BYTES = tl.constexpr(SCALE_BYTES)
 _SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny)
-_TO_WHOLE = tl.constexpr(
-    1.5 * 2**23
-)  # added and taken away it rounds a small number to nearest even
+# Added and taken away it rounds a small number to nearest even.
+_TO_WHOLE = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit

@@ -161,9 +161,8 @@ class LinearAddNorm(EpilogueLayer):
         norm: Any = modules[self.names[1]]
         dropout = modules[self.names[2]]
         drops = dropout is not None and (dropout.training or is_observed(dropout))
-        alike = (
-            not x.is_nested and x.shape[:-1] == residual.shape[:-1]
-        )  # a kernel does not broadcast
+        # A kernel does not broadcast.
+        alike = not x.is_nested and x.shape[:-1] == residual.shape[:-1]
         kernel = self.kernel_for(linear, None, x, residual) if alike and not drops else None
         if kernel is not None and residual.shape[-1] == linear.out_features:
             summed = linear.quant_method.apply(

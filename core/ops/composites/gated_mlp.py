@@ -75,9 +75,8 @@ class GatedMLP(JointLayer):
     )
     def forward(self, x: Tensor) -> Tensor:
         act = self._act()
-        at_once = not torch.compiler.is_compiling() and self._gates_at_once(
-            act
-        )  # a compiler calls them one by one
+        # A compiler calls them one by one.
+        at_once = not torch.compiler.is_compiling() and self._gates_at_once(act)
         joint = self.joint_op(x) if at_once else None
         if joint is not None:
             return self.at_once(joint, x)

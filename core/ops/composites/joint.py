@@ -330,9 +330,8 @@ def _place(tensors: Sequence[nn.Parameter], huge: bool) -> tuple[Tensor, list[Te
     torch.cat([tensor.detach() for tensor in tensors], out=block)
     parts = torch.split(block, [tensor.shape[0] for tensor in tensors])
     try:
-        return block, [
-            from_dlpack(part) for part in parts
-        ]  # a storage of its own each, over the block's memory
+        # A storage of its own each, over the block's memory.
+        return block, [from_dlpack(part) for part in parts]
     except (BufferError, RuntimeError, TypeError, ValueError):
         return None
 

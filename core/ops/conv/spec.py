@@ -70,9 +70,8 @@ def _inputs_2d(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
 
 
 def _inputs_3d(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
-    x = draw(
-        math.prod(lead), 4, size + 4, size + 3, size + 1
-    )  # small: gradients are differences by each element
+    # Small: gradients are differences by each element.
+    x = draw(math.prod(lead), 4, size + 4, size + 3, size + 1)
     return {"x": x, "weight": draw(6, 4, 3, 2, 1), "bias": draw(6)}
 
 

@@ -289,9 +289,8 @@ class RMSNormGated(_EpsByTwoNames, CustomOp):
             ValueError: ``x`` does not end in ``hidden_size``, or ``z`` has another shape or device.
         """
         expect_last_dim("rms_norm_gated", "x", x, self.hidden_size)
-        if (
-            z is not None and z.dtype is not x.dtype and z.is_floating_point()
-        ):  # scans of mixers return float32
+        # Scans of mixers return float32.
+        if z is not None and z.dtype is not x.dtype and z.is_floating_point():
             z = z.to(x.dtype)
         return functional.rms_norm_gated(
             x,

@@ -161,9 +161,8 @@ def layer_norm_kernel(
     column = tl.arange(0, tile_columns)[None, :]
     inside = (row < rows) & (column < width)
     t = tl.load(x + row * stride + column, inside, 0.0).to(tl.float32)
-    centred = tl.where(
-        inside, t - tl.sum(t, 1, keep_dims=True) / width, 0.0
-    )  # outside it would be the mean
+    # Outside it would be the mean.
+    centred = tl.where(inside, t - tl.sum(t, 1, keep_dims=True) / width, 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred, 1, keep_dims=True) / width + eps)
     result = _affine(centred * scale, weight, bias, column, width, has_weight, has_bias)
     tl.store(out + row * width + column, result.to(out.dtype.element_ty), inside)

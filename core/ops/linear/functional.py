@@ -96,9 +96,8 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 def expect_mappable(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Raise ``ValueError`` unless ``linear`` takes these; what stands in for ``x`` as ``torch.fx`` traces passes."""
-    if (
-        not isinstance(x, Tensor) or x.is_nested or _fits(x, weight, bias)
-    ):  # a nested one does not tell its sizes
+    # A nested one does not tell its sizes.
+    if not isinstance(x, Tensor) or x.is_nested or _fits(x, weight, bias):
         return
     expect_floating("linear", "x", x)
     if weight.dim() != 2:

@@ -30,9 +30,8 @@ class Linear(CustomOp, nn.Linear):
         ValueError: another activation.
     """
 
-    quant_method: UnquantizedLinearMethod = object.__new__(
-        UnquantizedLinearMethod
-    )  # chosen here, not by plugins
+    # Chosen here, not by plugins.
+    quant_method: UnquantizedLinearMethod = object.__new__(UnquantizedLinearMethod)
     _packed: PackedWeight | None = None
     functional_cpu: ClassVar = FunctionalKernels(
         {"linear": packed_linear.linear}, compiled={"linear": packed_linear.compiled}

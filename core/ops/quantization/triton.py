@@ -52,9 +52,8 @@ def _scale_of(
     """Return the scale that maps the magnitude ``largest`` to ``highest``, at least ``smallest``."""
     if bounded:
         most = tl.load(bound).to(tl.float32)
-        largest = tl.where(
-            largest <= most, largest, most
-        )  # a bound that is NaN makes the scale NaN
+        # A bound that is NaN makes the scale NaN.
+        largest = tl.where(largest <= most, largest, most)
     scale = tl.div_rn(largest, highest)
     scale = tl.where(scale < smallest, smallest, scale)
     if powers_of_two:
@@ -68,9 +67,8 @@ def _scale_of(
 @triton.jit
 def _store_quantized(q, t, scale, highest, inside):
     t = t.to(tl.float32) / scale
-    t = tl.where(
-        t > highest, highest, tl.where(t < -highest, -highest, t)
-    )  # not min and max, which drop NaN
+    # Not min and max, which drop NaN.
+    t = tl.where(t > highest, highest, tl.where(t < -highest, -highest, t))
     tl.store(q, t.to(q.dtype.element_ty), inside)
 
 
@@ -209,9 +207,8 @@ def given_scale_kernel(
 ):
     row, column, inside = tile_at(tl.program_id(0), rows, width, tile_rows, tile_columns)
     if by_row:
-        scales += (
-            tl.where(inside, row, 0) // group_rows * scale_stride
-        )  # no scale lies behind the last row
+        # No scale lies behind the last row.
+        scales += tl.where(inside, row, 0) // group_rows * scale_stride
     if by_column:
         scales += tl.where(inside, column, 0) // group_columns * scale_column_stride
     t = tl.load(x + row * stride + column, inside, 0.0)
@@ -357,9 +354,8 @@ def quant_fp8_static(
         (down, across),
         flat,
     ):
-        return definitions.quant_fp8_static.native(
-            x, scale, group_shape, dtype
-        )  # which says what is wrong
+        # Which says what is wrong.
+        return definitions.quant_fp8_static.native(x, scale, group_shape, dtype)
     q, scales = x.new_empty(x.shape, dtype=dtype), scale.reshape(down, across)
     matrix, tile, tiles = _tiles(x, as_one_row=down == across == 1)
     groups = (*scales.stride(), height, width)

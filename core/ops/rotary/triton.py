@@ -36,9 +36,8 @@ PAIRS = 1024
 def _row_of_chunk(position, version, length, chunk_size):
     """Find the row of the table by which ``dual_chunk_rotary_embedding`` rotates this version (from 0) of a query."""
     place = position % length
-    place = tl.where(
-        place < 0, place + length, place
-    )  # the sign of a remainder here is that of the position
+    # The sign of a remainder here is that of the position.
+    place = tl.where(place < 0, place + length, place)
     before, farthest = place + length, tl.minimum(2 * length - 1, chunk_size)
     row = tl.where(
         version == 0, place, tl.where(version == 1, tl.minimum(before, chunk_size), before)

@@ -147,9 +147,8 @@ def _scan(
     """
     tokens, channels = inputs[0].shape
     length = min(CHUNK, max(tokens, 1)) if known else CHUNK_OF_GRAPHS
-    count = (tokens + length - 1) // length + (
-        0 if known else 1
-    )  # a graph for one chunk would be another one
+    # A graph for one chunk would be another one.
+    count = (tokens + length - 1) // length + (0 if known else 1)
     firsts = where.position == 0
     step, weighted, b, c = (_chunks(each, count, length) for each in inputs)
     forgets = _chunks(firsts, count, length)

@@ -24,9 +24,8 @@ def place_by_load(loads: Sequence[float], places: int, ranks: int) -> list[list[
     """
     replicas = [1] * len(loads)
     for _ in range(places - len(loads)):
-        fewer = [
-            expert for expert in range(len(loads)) if replicas[expert] < ranks
-        ]  # else two are on one rank
+        # Else two are on one rank.
+        fewer = [expert for expert in range(len(loads)) if replicas[expert] < ranks]
         replicas[
             max(fewer or range(len(loads)), key=lambda expert: loads[expert] / replicas[expert])
         ] += 1

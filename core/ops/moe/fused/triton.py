@@ -183,9 +183,10 @@ def fused_experts(
 ) -> Tensor:
     definitions.expect_experts(x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias)
     if not (x.numel() and w2.numel() and topk_ids.numel() and x.dtype == w13.dtype == w2.dtype):
+        # Which has a result for nothing, and mixes dtypes as autocast does.
         return definitions.fused_experts.native(
             x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias
-        )  # which has a result for nothing, and mixes dtypes as autocast does
+        )
     ids, order = topk_ids.flatten().sort(stable=True)
     bounds = torch.searchsorted(
         ids, torch.arange(w13.shape[0] + 1, dtype=ids.dtype, device=ids.device)
@@ -213,13 +214,14 @@ def _gate_up(
     (experts, both, depth), pairs = w13.shape, order.shape[0]
     width, rows = both // 2, as_rows(x, depth)
     tile, hidden = _tile(pairs, experts, width), x.new_empty(pairs, width)
+    # No bias is read if there is none.
     operands = (
         w13,
         x if bias is None else bias.contiguous(),
         order,
         bounds,
         hidden,
-    )  # no bias is read if there is none
+    )
     sizes = (experts, pairs // x.shape[0], depth, width, rows.stride(0), *w13.stride())
     constants = {
         "function": activation,

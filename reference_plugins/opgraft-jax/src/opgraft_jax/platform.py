@@ -15,10 +15,11 @@ class JaxPlatform(Platform):
 
     name = "jax"
     device_type = "cpu"
+    # What JAX does not compute, torch does where the tensors are.
     dispatch_chain = (
         "cpu",
         "native",
-    )  # what JAX does not compute, torch does where the tensors are
+    )
 
     def device_count(self) -> int:
         return 1

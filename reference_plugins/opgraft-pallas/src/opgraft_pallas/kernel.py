@@ -95,9 +95,8 @@ def _step(
         out[...] = (weighted[...] / total[...]).astype(out.dtype)
 
     pl.when(column == 0)(begin)
-    pl.when(column <= row if options["is_causal"] else column >= 0)(
-        update
-    )  # later blocks hold unseen keys only
+    # Later blocks hold unseen keys only.
+    pl.when(column <= row if options["is_causal"] else column >= 0)(update)
     pl.when(column == pl.num_programs(2) - 1)(finish)
 
 

@@ -44,18 +44,16 @@ def paged_attention(settings: Settings, interpret: bool) -> Callable[..., Any]:
         kv_heads, block_size, group = cache.shape[2], cache.shape[3], heads // cache.shape[2]
         rows = query.reshape(sequences, tokens, kv_heads, group, size).transpose(0, 2, 1, 3, 4)
         rows = rows.reshape(sequences, kv_heads, tokens * group, size)
-        step = min(
-            BLOCK, -(-tokens * group // 16) * 16
-        )  # what a matrix unit takes, or what there is
+        # What a matrix unit takes, or what there is.
+        step = min(BLOCK, -(-tokens * group // 16) * 16)
         rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % step), (0, 0)))
 
         def page(kind: int) -> Any:
             def place(
                 sequence: Any, head: Any, _: Any, column: Any, table: Any, first: Any, lens: Any
             ) -> Any:
-                last = (
-                    jnp.maximum(lens[sequence] - 1, 0) // block_size
-                )  # unseen pages are the last one, once more
+                # Unseen pages are the last one, once more.
+                last = jnp.maximum(lens[sequence] - 1, 0) // block_size
                 return table[sequence, jnp.minimum(column, last)], kind, head, 0, 0
 
             return pl.BlockSpec((None, None, None, block_size, size), place)
@@ -126,9 +124,8 @@ def _step(
         )
         weights = jnp.where(seen, jnp.exp(scores - new_highest), 0.0)
         fading = jnp.exp(highest[...] - new_highest)
-        filled = (
-            start + jax.lax.broadcasted_iota(jnp.int32, value.shape, 0) < length
-        )  # the rest may be NaN
+        # The rest may be NaN.
+        filled = start + jax.lax.broadcasted_iota(jnp.int32, value.shape, 0) < length
         total[...] = total[...] * fading + weights.sum(axis=1, keepdims=True)
         weighted[...] = weighted[...] * fading + dot(weights, jnp.where(filled, value[...], 0))
         highest[...] = new_highest

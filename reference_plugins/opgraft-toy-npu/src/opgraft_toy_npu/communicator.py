@@ -10,9 +10,8 @@ class RingCommunicator(Communicator):
     """Hands tensors on around the ring; what is not here stays as opgraft computes it."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self._gathered(x)).sum(
-            0, dtype=x.dtype
-        )  # in the order of ranks: all have the same bits
+        # In the order of ranks: all have the same bits.
+        return torch.stack(self._gathered(x)).sum(0, dtype=x.dtype)
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         return torch.cat(self._gathered(x if x.dim() else x.reshape(1)), dim)

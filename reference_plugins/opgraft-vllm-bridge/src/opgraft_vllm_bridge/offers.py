@@ -48,9 +48,8 @@ def platform(offer: Offer) -> PlatformSpec:
             )
         module, _, name = path.rpartition(".")
         expect_counterparts(offer.name, _judged(offer, module))
-        adapting = importlib.import_module(
-            "opgraft_vllm_bridge.adapting"
-        )  # with torch, which a probe does without
+        # With torch, which a probe does without.
+        adapting = importlib.import_module("opgraft_vllm_bridge.adapting")
         adapted: type[opgraft.Platform] = adapting.adapted(
             offer.name, getattr(importlib.import_module(module), name)
         )

@@ -57,9 +57,8 @@ def port(source: Source) -> Ported:
         )
         made.uncovered += rewritten.uncovered
         code = moved_setup(rewritten.code, groups) if moved else rewritten.code
-        made.files[path] = code.encode(
-            tree.encoding, errors="backslashreplace"
-        )  # comments that tell of escapes
+        # Comments that tell of escapes.
+        made.files[path] = code.encode(tree.encoding, errors="backslashreplace")
     if where == "pyproject.toml":
         made.files[where] = moved_toml(document, groups).encode()
     made.uncovered += _requirements(source, document, where)
@@ -71,9 +70,8 @@ def port(source: Source) -> Ported:
 
 def _parsed(path: str, content: bytes) -> cst.Module:
     try:
-        ast.parse(
-            content, path
-        )  # tells the line, and ends where nesting is deeper than anybody writes
+        # Tells the line, and ends where nesting is deeper than anybody writes.
+        ast.parse(content, path)
         return cst.parse_module(content)
     except SyntaxError as error:
         raise InputError(

@@ -35,9 +35,8 @@ def direct_register_custom_op(
         ConflictError: the name is taken.
         ValueError: the annotations make no schema; raised by torch.
     """
-    library = (
-        target_lib or _library()
-    )  # one for each, with which torch takes an op back that is defined anew
+    # One for each, with which torch takes an op back that is defined anew.
+    library = target_lib or _library()
     opgraft.direct_register_custom_op(
         op_name, op_func, mutates_args, fake_impl, library, dispatch_key, tags
     )
