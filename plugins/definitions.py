@@ -111,8 +111,9 @@ class Definitions:
     def __init__(self, things: Callable[[], Iterable[Any]], prefixes: tuple[str, ...]) -> None:
         self._things_now = things
         self._prefixes = prefixes
-        self._modules: tuple[str, ...] = ()
-        self._things: tuple[Any, ...] = ()
+        # Threads of an engine may construct ops of a plugin at the same time.
+        self._lock = threading.RLock()
+        self._found: tuple[tuple[str, ...], tuple[Any, ...]] = ((), ())
         self._known: _Owners = {}
         self._imported: _Owners = {}
         self._code = CodeReader()
@@ -120,21 +121,32 @@ class Definitions:
         self._imported_code: Code = {}
 
     def read(self) -> _Seen:
-        imported, self._imported = self._imported, {}
-        imported_code, self._imported_code = self._imported_code, {}
-        modules = tuple(name for name in sys.modules if name.startswith(self._prefixes))
-        if modules != self._modules:
-            self._modules = modules
-            found = self._things_now()
-            self._things = tuple({id(thing): thing for thing in found}.values())
-        # Unchanged names are not copied again: there are 16,000 and more.
-        now = [_names_of(thing) for thing in self._things]
-        known = [owner.names for owner in self._known.values()]
-        if not _alike(known, now):
-            self._known = {id(thing): self._owner(thing) for thing in self._things}
-            self._names = tuple(owner.names for owner in self._known.values())
-        code = self._code.read(self._names)
-        return _Seen(self._known, imported, code, imported_code)
+        things = self._present_things()
+        with self._lock:
+            imported, self._imported = self._imported, {}
+            imported_code, self._imported_code = self._imported_code, {}
+            # Unchanged names are not copied again: there are 16,000 and more.
+            now = [_names_of(thing) for thing in things]
+            known = [owner.names for owner in self._known.values()]
+            if not _alike(known, now):
+                self._known = {id(thing): self._owner(thing) for thing in things}
+                self._names = tuple(owner.names for owner in self._known.values())
+            code = self._code.read(self._names)
+            return _Seen(self._known, imported, code, imported_code)
+
+    def _present_things(self) -> tuple[Any, ...]:
+        """Return the modules with their classes and objects, found anew after each import."""
+        # Without the lock, as the search may call finders of plugins, and these may import.
+        modules, things = self._found
+        # A tuple, as another thread may import meanwhile.
+        names = tuple(sys.modules)
+        present = tuple(name for name in names if name.startswith(self._prefixes))
+        if present != modules:
+            by_identity = {id(thing): thing for thing in self._things_now()}
+            things = tuple(by_identity.values())
+            # Both in one step, as another thread may read between two.
+            self._found = (present, things)
+        return things
 
     def _owner(self, thing: Any) -> _Owner:
         known, names = self._known.get(id(thing)), _names_of(thing)
@@ -167,10 +179,11 @@ class Definitions:
                 sys.meta_path.remove(reader)
 
     def _note(self, modules: Iterable[ModuleType]) -> None:
-        found = {id(thing): self._owner(thing) for thing in _things_of(modules)}
-        self._imported = {**found, **self._imported}
-        code = code_of(owner.names for owner in found.values())
-        self._imported_code = {**code, **self._imported_code}
+        with self._lock:
+            found = {id(thing): self._owner(thing) for thing in _things_of(modules)}
+            self._imported = {**found, **self._imported}
+            code = code_of(owner.names for owner in found.values())
+            self._imported_code = {**code, **self._imported_code}
 
 
 class _Reader(MetaPathFinder):
@@ -325,7 +338,7 @@ def _is_below(module: str, package: str) -> bool:
 
 def _modules_below(package: str) -> list[ModuleType]:
     """Return a package and its modules, if imported."""
-    found = [(name, module) for name, module in list(sys.modules.items()) if module is not None]
+    found = [(name, module) for name, module in tuple(sys.modules.items()) if module is not None]
     return [module for name, module in found if _is_below(name, package)]
 
 
@@ -364,7 +377,8 @@ def modules_of_plugins() -> dict[str, None]:
 
 @functools.cache
 def _layers() -> tuple[type, ...]:
-    found = dict.fromkeys(value for value in vars(torch.nn).values() if isinstance(value, type))
+    values = tuple(vars(torch.nn).values())
+    found = dict.fromkeys(value for value in values if isinstance(value, type))
     return tuple(each for each in found if issubclass(each, torch.nn.Module))
 
 
@@ -379,7 +393,7 @@ def _things_of(modules: Iterable[ModuleType]) -> Iterator[Any]:
 
 def _inside(module: ModuleType) -> tuple[Any, ...]:
     """Return the classes and objects of a module."""
-    found = [value for value in list(vars(module).values()) if _is_defined_in(module, value)]
+    found = [value for value in tuple(vars(module).values()) if _is_defined_in(module, value)]
     ops = [vars(value).get("op_class") for value in found if hasattr(type(value), "DEFINED_BY")]
     return (*found, *filter(None, ops))
 
@@ -393,10 +407,11 @@ def _is_defined_in(module: ModuleType, value: Any) -> bool:
 
 def _alike(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> bool:
     """Return True if namespaces hold the very same objects in the same order, as most do."""
-    if [*map(len, was)] != [*map(len, now)]:
+    # Tuples, as another thread may add a name to a module meanwhile.
+    then, here = ([tuple(each.values()) for each in spaces] for spaces in (was, now))
+    if [*map(len, then)] != [*map(len, here)]:
         return False
-    then, here = (chain.from_iterable(each.values() for each in spaces) for spaces in (was, now))
-    return all(map(operator.is_, then, here))
+    return all(map(operator.is_, chain.from_iterable(then), chain.from_iterable(here)))
 
 
 def _described(thing: Any, known: _Owner | None) -> tuple[str, str]:

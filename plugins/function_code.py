@@ -6,7 +6,7 @@ An assignment to ``f.__code__`` or ``f.__defaults__`` changes each call of ``f``
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -66,6 +66,15 @@ def changes_of_code(before: Code) -> Iterator[tuple[str, Change]]:
             yield module, Change(what, undo, patch=module.startswith("torch"))
 
 
+_INNER: Mapping[type, Callable[[Any], tuple[Any, ...]]] = {
+    property: lambda value: (value.fget, value.fset),
+    staticmethod: lambda value: (value.__func__,),
+    classmethod: lambda value: (value.__func__,),
+    FunctionType: lambda value: (vars(value).get("__wrapped__"),),
+}
+"""By type: the functions inside of a definition."""
+
+
 def _takes_keywords(function: FunctionType) -> bool:
     return function.__code__.co_kwonlyargcount > 0
 
@@ -86,20 +95,16 @@ def _parts_of(function: FunctionType) -> _Parts:
 
 def _functions_of(names: Iterable[Mapping[str, Any]]) -> Iterator[FunctionType]:
     """Yield each function once, also the methods of properties and what a decorator has wrapped."""
-    found = dict[FunctionType, None]()
+    values: list[Any] = []
     for each in names:
-        for value in each.values():
-            found.update(dict.fromkeys(_inner(value)))
-    yield from found
-
-
-def _inner(value: Any) -> Iterator[FunctionType]:
-    kind = type(value)  # not isinstance, which asks a proxy of a plugin
-    if kind is property:
-        yield from _inner(value.fget)
-        yield from _inner(value.fset)
-    elif kind in (staticmethod, classmethod):
-        yield from _inner(value.__func__)
-    elif kind is FunctionType:
-        yield value
-        yield from _inner(vars(value).get("__wrapped__"))
+        values += tuple(each.values())
+    seen = set[int]()
+    # The list grows on the way. No recursion, as a function may wrap itself.
+    for value in values:
+        kind = type(value)  # not isinstance, which asks a proxy of a plugin
+        if kind not in _INNER or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if kind is FunctionType:
+            yield value
+        values += _INNER[kind](value)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import pytest
 from conftest import Site
+from opgraft.plugins.definitions import Definitions
+from opgraft.plugins.function_code import changes_of_code, code_of
 
 HOOK = """
 import opgraft
@@ -198,6 +202,49 @@ def test_a_patch_by_a_condition_a_switch_and_a_constructor(site: Site) -> None:
         words = f"{code} of {name} 1.0 changed {what}: it was set back"
         findings.append(f"{name}: {words}: {name}.py:{line}")
     assert run(site, WORKING) == ["4.0 1e-06"] * 3 + findings
+
+
+def test_an_import_by_another_thread_during_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules may be added while their names are looked through."""
+
+    class Name(str):
+        def startswith(self, *prefixes: object) -> bool:
+            monkeypatch.setitem(sys.modules, "imported_meanwhile", threading)
+            return False
+
+    monkeypatch.setitem(sys.modules, Name("acme"), threading)
+    assert Definitions(lambda: (threading,), ("threading",)).read().now
+    assert "imported_meanwhile" in sys.modules
+
+
+def test_two_threads_look_at_the_same_time() -> None:
+    """The second thread finds all definitions before the first one has finished."""
+    seen = []
+
+    def things() -> tuple[object, ...]:
+        if threading.current_thread() is threading.main_thread():
+            other = threading.Thread(target=lambda: seen.append(definitions.read()))
+            other.start()
+            other.join(30)
+        return (threading,)
+
+    definitions = Definitions(things, ("threading",))
+    assert definitions.read().now.keys() == seen[0].now.keys() == {id(threading)}
+
+
+def test_functions_that_wrap_each_other() -> None:
+    """A circle of wrapped functions is read to its end, and a change of one is found."""
+
+    def first(x=1): ...
+
+    def second(x=1): ...
+
+    first.__wrapped__, second.__wrapped__ = second, first
+    code = code_of([{"first": property(first), "method": staticmethod(second)}])
+    second.__defaults__ = (2,)
+    ((_, change),) = changes_of_code(code)
+    assert set(code) == {first, second}
+    assert change.what.endswith("second.__defaults__")
 
 
 def run(site: Site, program: str) -> list[str]:
