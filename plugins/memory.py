@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,9 +85,14 @@ class Memory:
         replace_file(path, f"{_hash(text.encode())}\n{text}", 0o600)
         if self.most:
             # Each change of a driver, a plugin or a setting makes a new file.
-            by_age = sorted(path.parent.iterdir(), key=os.path.getmtime, reverse=True)
-            for old in by_age[self.most :]:
-                old.unlink()
+            with suppress(FileNotFoundError):  # another process removes the oldest as well
+                self._prune(path.parent)
+
+    def _prune(self, folder: Path) -> None:
+        # Other files are unfinished ones of other processes.
+        by_age = sorted(folder.glob("*.json"), key=os.path.getmtime, reverse=True)
+        for old in by_age[self.most :]:
+            old.unlink()
 
     def forget(self, name: str) -> None:
         """Remove a file, if there is one.
@@ -128,15 +134,17 @@ def states_of(files: Iterable[str]) -> list[State]:
 
 
 def digest_of_content(distribution: Distribution) -> str:
-    """Return a digest of the metadata and files of a distribution.
+    """Return a digest of the RECORD and the files of a distribution.
 
     Raises:
-        OSError, ValueError, csv.Error: the metadata cannot be read.
+        OSError, csv.Error: the RECORD or a file cannot be read.
+        ValueError: likewise, or there is no RECORD.
     """
-    texts = (text_of(distribution, name) for name in ("RECORD", "METADATA", "PKG-INFO"))
-    metadata = next(filter(None, texts), "")
-    # Metadata counts too: a distribution without RECORD has nothing else to tell it by.
-    digests = [digest_of_text(metadata)]
+    record = text_of(distribution, "RECORD")
+    if not record:
+        # The metadata alone stays the same in a repair.
+        raise ValueError("it has no RECORD of its files")
+    digests = [digest_of_text(record)]
     digests += map(_digest_of_file, files_of(distribution))
     return digest_of_text("\n".join(digests))
 
@@ -145,8 +153,8 @@ def _digest_of_file(path: str) -> str:
     try:
         with open(path, "rb", opener=without_waiting) as file:
             return digest_of(file).hex()
-    except OSError:
-        # A missing file is a part of the content, too.
+    except FileNotFoundError:
+        # A missing file is a part of the content, an unreadable one is not known.
         return "no file"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from importlib_metadata import Distribution
 from opgraft.base.text import described, printable
@@ -18,9 +18,11 @@ from opgraft.plugins.memory import Memory, digest_of_content, digest_of_text, fi
 from opgraft.plugins.requirements import QUARANTINED
 from opgraft.registry.decision import Provider
 from opgraft.registry.finding import Finding
+from opgraft.registry.state import StateValue
 
 _LONGEST = 1000  # characters of what happened
 _UNUSABLE = (OSError, ValueError, TypeError, RecursionError, csv.Error)
+_INCOMPARABLE = (OSError, ValueError, csv.Error)
 _MEMORY = Memory("quarantine")
 
 TRY_AGAIN = "'opgraft plugins doctor --no-cache' tries it again, as a change of its files does"
@@ -33,8 +35,7 @@ class Record:
     Attributes:
         name, version: of the distribution.
         digest: the digest of the content.
-        states: a digest of the states of its files. As long as they are the same, the content is
-            not read.
+        states: a digest of the states of its files. Equal states spare reading the content.
         what: what happened.
         since: the time in UTC.
     """
@@ -46,32 +47,62 @@ class Record:
     what: str
     since: str
 
-    def is_of(self, distribution: Distribution) -> bool:
-        """Return True if the distribution has the same content.
 
-        Raises:
-            OSError, ValueError, csv.Error: the metadata cannot be read.
-        """
-        # The states first: each start would read the content, perhaps gigabytes of libraries.
-        if self.states and _states(distribution) == self.states:
-            return True
-        # The same wheel installed again has new times, and the same fault.
-        return digest_of_content(distribution) == self.digest
+_REASONS = StateValue[dict[Provider, str | None]](dict)
+"""The answers of ``against``."""
 
 
 def against(provider: Provider) -> str | None:
     """Return the reason for the quarantine of a distribution, or ``None``."""
+    reasons = _REASONS.get()
+    # Once in a process, as a distribution may have many offers, and gigabytes to compare.
+    if provider not in reasons:
+        reasons[provider] = _reason(provider)
+    return reasons.get(provider)
+
+
+def _reason(provider: Provider) -> str | None:
     distribution = discover().distributions.get(provider)
     if distribution is None:  # opgraft itself
         return None
     try:
         record = read(provider.name)
-        if record is None or not record.is_of(distribution):
-            return None
-        return f"{QUARANTINED}{record.since}: {record.what}; {TRY_AGAIN}"
     except _UNUSABLE as error:
         logger.warning("%s", printable(_unusable(provider, error)), extra=provider.attributes())
         return None
+    if record is None:
+        return None
+    what = record.what
+    try:
+        if not _holds_for(record, provider, distribution):
+            return None
+    except _INCOMPARABLE as error:
+        # The plugin may still crash each process.
+        what += f"; nothing tells whether its files have changed: {described(error)}"
+    return f"{QUARANTINED}{record.since}: {what}; {TRY_AGAIN}"
+
+
+def _holds_for(record: Record, provider: Provider, distribution: Distribution) -> bool:
+    """Return True if the content is the same as in a record. Forget the record of other content.
+
+    Raises:
+        OSError, ValueError, csv.Error: the content cannot be read.
+    """
+    name = normalized(provider.name)
+    if record.version == str(provider.version):
+        # The states first: each start would read the content, perhaps gigabytes of libraries.
+        states = _states(distribution)
+        if states == record.states:
+            return True
+        # The same wheel installed again has new times, and the same fault.
+        if digest_of_content(distribution) == record.digest:
+            with suppress(OSError, RuntimeError):  # the next start reads the content again
+                _MEMORY.write(name, asdict(replace(record, states=states)))
+            return True
+    # Otherwise each later start would compare the content again.
+    with suppress(OSError):
+        _MEMORY.forget(name)
+    return False
 
 
 def read(name: str) -> Record | None:
@@ -88,6 +119,7 @@ def confine(provider: Provider, what: str) -> str:
     """Leave a distribution alone from now on; returns the consequence in words.
 
     An editable install is tried again, as its source can change without a trace in its metadata.
+    So is a distribution without RECORD, the list of its files.
     """
     again = "it is tried again next time"
     # Only installed distributions have content to compare later.
@@ -99,7 +131,7 @@ def confine(provider: Provider, what: str) -> str:
     try:
         states = _states(distribution)
         digest = digest_of_content(distribution)
-    except (OSError, ValueError, csv.Error) as error:
+    except _INCOMPARABLE as error:
         return f"{again}, as nothing tells this installation from others: {described(error)}"
     since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     version = str(provider.version)
@@ -112,11 +144,13 @@ def confine(provider: Provider, what: str) -> str:
     except OSError as error:
         why = error.strerror or described(error)
         return f"{again}, as {_MEMORY.path(normalized(provider.name))} cannot be written: {why}"
+    _REASONS.get().pop(provider, None)
     return f"it is in quarantine from now on: {TRY_AGAIN}"
 
 
 def forget_all() -> None:
     """Remove the records of all installed distributions, to try each again."""
+    _REASONS.get().clear()
     for provider in discover().distributions:
         with suppress(OSError):  # a record that cannot be removed is a finding
             _MEMORY.forget(normalized(provider.name))
@@ -134,9 +168,12 @@ def findings() -> list[Finding]:
 
 
 def _states(distribution: Distribution) -> str:
-    """Return a digest of the states of files, empty if no RECORD lists files."""
-    states = states_of(files_of(distribution))
-    return digest_of_text(repr(states)) if states else ""
+    """Return a digest of the states of files.
+
+    Raises:
+        OSError, ValueError, csv.Error: the RECORD or a state cannot be read.
+    """
+    return digest_of_text(repr(states_of(files_of(distribution))))
 
 
 def _unusable(provider: Provider, error: Exception) -> str:

@@ -16,6 +16,7 @@ from opgraft.machine.machine import Machine
 from opgraft.ops import RMSNorm
 from opgraft.plugins import quarantine
 from opgraft.plugins.discovery import PLATFORM_GROUP, discover
+from opgraft.plugins.memory import Memory
 from opgraft.plugins.probing import ProbeFailed, ask
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.decision import Provider
@@ -112,35 +113,63 @@ def test_another_version_or_installation_is_tried(site) -> None:
     before = info.read_text()
     info.write_text(f"{before}acme_more.py,,\n")
     assert reason() is None
+    assert not record().exists()
     info.write_text(before)
+    quarantine.confine(ACME, "it crashed")
     assert reason()
     quarantine.forget_all()
     assert reason() is None
 
 
-def test_a_repaired_plugin_is_tried_again(site) -> None:
-    """A file that differs ends the quarantine of the same version; the same content, written anew, does not."""
+def test_a_repaired_plugin_is_tried_again(site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that differs ends the quarantine of the same version; the same content, written anew, does not.
+
+    Either way, a later process does not read the content again.
+    """
     site.plugin("acme", PLUGIN)
     module = site.folder / "acme.py"
     quarantine.confine(ACME, "it crashed")
     os.utime(module, ns=(1, 1))
     assert str(reason()).startswith("in quarantine since")
+    with monkeypatch.context() as patch:
+        patch.delattr(quarantine, "digest_of_content")
+        assert str(reason()).startswith("in quarantine since")
     module.write_text(f"{PLUGIN}# mended\n")
     assert reason() is None
-    module.write_text(PLUGIN)
-    assert str(reason()).startswith("in quarantine since")
+    assert not record().exists()
 
 
-def test_metadata_counts_without_a_list_of_files(site) -> None:
-    """A distribution without RECORD is tried again once its metadata differs."""
+def test_a_process_compares_a_distribution_once(site) -> None:
+    """Each offer of a distribution has the answer to the first one, until the distribution is confined."""
     site.plugin("acme", PLUGIN)
-    info = site.folder / "acme-1.0.dist-info"
-    (info / "RECORD").unlink()
-    opgraft.reset()
+    assert quarantine.against(ACME) is None
     quarantine.confine(ACME, "it crashed")
-    assert str(reason()).startswith("in quarantine since")
-    metadata = info / "METADATA"
-    metadata.write_text(f"{metadata.read_text().rstrip()}\nSummary: mended\n")
+    assert quarantine.against(ACME)
+    record().unlink()
+    assert quarantine.against(ACME)
+    assert reason() is None
+
+
+def test_a_file_of_the_plugin_that_cannot_be_read(site) -> None:
+    """The plugin stays in quarantine, the reason names the fault, and no new record is made."""
+    site.plugin("acme", PLUGIN)
+    quarantine.confine(ACME, "it crashed")
+    module = site.folder / "acme.py"
+    module.unlink()
+    module.mkdir()
+    told = str(reason())
+    assert "it crashed; nothing tells whether its files have changed: IsADirectoryError" in told
+    assert told.endswith(WAY_OUT)
+    assert "nothing tells this installation from others" in quarantine.confine(ACME, "it crashed")
+
+
+def test_a_distribution_without_a_list_of_files_is_tried_again(site) -> None:
+    """A repair would leave no trace in the metadata."""
+    site.plugin("acme", PLUGIN)
+    (site.folder / "acme-1.0.dist-info/RECORD").unlink()
+    told = quarantine.confine(ACME, "it crashed")
+    assert told.startswith("it is tried again next time, as nothing tells this installation")
+    assert told.endswith("it has no RECORD of its files")
     assert reason() is None
 
 
@@ -151,16 +180,15 @@ UNREADABLE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", UNREADABLE)
-def test_an_installation_that_nothing_tells_from_others(site, caplog, kind: str) -> None:
-    """Where RECORD cannot be read, no record is made or counts, and the reason is told."""
+def test_an_installation_that_nothing_tells_from_others(site, kind: str) -> None:
+    """If RECORD cannot be read, a former record counts, none is made, and the reason is told."""
     site.plugin("acme", PLUGIN)
     quarantine.confine(ACME, "it crashed")
     make, fault = UNREADABLE[kind]
     path = site.folder / "acme-1.0.dist-info/RECORD"
     path.unlink()
     make(path)
-    assert reason() is None
-    assert fault in caplog.text
+    assert fault in str(reason())
     told = quarantine.confine(ACME, "it crashed")
     assert told.startswith(
         "it is tried again next time, as nothing tells this installation from others: "
@@ -186,6 +214,23 @@ def test_an_editable_install_is_tried_again(site) -> None:
         == "it is tried again next time, as it is an editable install"
     )
     assert reason() is None
+
+
+def test_old_files_are_removed_beside_another_process(tmp_path: Path, monkeypatch) -> None:
+    """Files that vanish meanwhile, as a link to nowhere does, are no error; unfinished ones stay."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    memory = Memory("results", most=1)
+    memory.write("first", {})
+    unfinished = memory.path("first").with_suffix(".json.x1y2")
+    unfinished.touch()
+    memory.write("second", {})
+    assert [each.name for each in sorted(unfinished.parent.iterdir())] == [
+        "first.json.x1y2",
+        "second.json",
+    ]
+    memory.path("vanished").symlink_to("nowhere")
+    memory.write("third", {})
+    assert memory.read("third") == {}
 
 
 def _directory(path: Path) -> None:
