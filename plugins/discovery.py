@@ -289,7 +289,7 @@ class _Scan:
                     continue
                 try:
                     self.offered += self._bridged(found, bridge)
-                except Exception as error:  # likewise
+                except Exception as error:  # one faulty library must not hide the others
                     self._report(_malformed(found, error))
 
     def finished(self) -> Discovery:
@@ -422,10 +422,9 @@ class _Scan:
     def _own_offers(self, distribution: importlib_metadata.Distribution) -> list[Offer]:
         """Return the offers of a distribution with opgraft's name, as far as they are opgraft's.
 
-        There may be several such distributions: beside the installed one an ``opgraft.egg-info`` of
-            another time in
-        the working folder, or an impostor. An offer of any of them counts if its module is
-        opgraft's and exists.
+        There may be several such distributions: beside the installed one an ``opgraft.egg-info``
+        of another time in the working folder, or an impostor. An offer of any of them counts if
+        its module is opgraft's and exists.
         """
         offers = list(_offers(distribution, Provider(HOST_DISTRIBUTION, __version__), []))
         # Anybody may call a distribution opgraft, and built-in platforms run unguarded.

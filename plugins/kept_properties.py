@@ -21,10 +21,9 @@ _WITHOUT_VALUES = "meta"
 def keep_properties(platform: Platform, entry: str, provider: Provider) -> None:
     """Read and check every property of a platform, and keep the value for later answers.
 
-    A property is code of others: a second read may raise, or give another value. Each value is kept
-        before the next
-    property is read, as one property may be computed from another. The methods are guarded, as
-    ``guard_methods`` says.
+    A property is code of others: a second read may raise, or give another value. Each value is
+    kept before the next property is read, as one property may be computed from another. The
+    methods are guarded, as ``guard_methods`` says.
 
     Args:
         platform: as it was constructed.

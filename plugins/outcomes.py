@@ -93,8 +93,7 @@ def _misspelt_platforms(record: PluginRecord) -> Iterator[Finding]:
     """Find platforms of a plugin without a distribution.
 
     A name beside an offered one is no fault: the platform may be installed on other machines. A
-        name that is nearly
-    the name of another platform is a fault.
+    name that is nearly the name of another platform is a fault.
     """
     offered = {offer.name for offer in discover().of_group(PLATFORM_GROUP)}
     unknown = [name for name in record.platforms if name not in (*offered, ANY_PLATFORM)]

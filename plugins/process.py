@@ -74,7 +74,7 @@ def _is_undone(key: Any, added: Any) -> Addition:
 _locale = partial(locale.setlocale, locale.LC_ALL)
 
 AT_EVERY_LOAD: tuple[Aspect, ...] = (
-    # How torch computes.
+    # Results of all models depend on these.
     value("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
     value("the default device", torch.get_default_device, of_torch.set_default_device),
     value(
@@ -110,7 +110,7 @@ AT_EVERY_LOAD: tuple[Aspect, ...] = (
         _digest,
         harmless=python.only_drawn,
     ),
-    # What Python's process has once.
+    # All libraries of a process share one of each.
     value("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
     value("the working folder", os.getcwd, os.chdir),
     entries("the environment variable", os.environ, _stays, equal),
@@ -124,7 +124,6 @@ AT_EVERY_LOAD: tuple[Aspect, ...] = (
     ),
     *python.streams(),
     value("the filters of warnings", python.filters, python.set_filters, None, python.only_certain),
-    # Loggers.
     python.logger_row("the root logger:", logging.getLogger()),
     python.logger_row("the logger opgraft:", logging.getLogger("opgraft")),
     value(
@@ -150,7 +149,6 @@ AT_EVERY_LOAD: tuple[Aspect, ...] = (
         python.name_of,
         is_,
     ),
-    # What is imported, and the functions that everybody calls.
     entries("the module", sys.modules, python.stand_in),
     *search_order("sys.path", sys.path, str, _stays),
     *search_order("sys.meta_path", sys.meta_path, reprlib.repr, python.finder),
@@ -166,7 +164,6 @@ THOROUGH: tuple[Aspect, ...] = (
     entries("builtins", vars(builtins), _stays),
     *search_order("sys.path_hooks", sys.path_hooks, reprlib.repr, _stays),
     OF_OTHERS,
-    # What takes part in calls of others.
     value(
         "the detection of anomalies", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly
     ),
@@ -237,7 +234,7 @@ def changes_between(before: Look, after: Look) -> Iterator[Change]:
             found = list(_changes(aspect, then, now[aspect]))
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # likewise
+        except BaseException as error:  # to compare such an object may run its code
             found = [_unknown(aspect, described(error))]
         yield from found
 

@@ -119,8 +119,7 @@ def _is_of_another(file: str, root: str, own: Collection[str], tops: Collection[
     """Return True if another distribution lists the module in RECORD.
 
     Two distributions may have a folder in common: a namespace, as vendors divide among
-        distributions, or a folder
-    without a plugin, such as the ``tests`` that many install by mistake.
+    distributions, or a folder without a plugin, such as the ``tests`` that many install by mistake.
     """
     path = os.path.relpath(file, root)
     is_below = any(file.startswith(f"{folder}{os.sep}") for folder in own)

@@ -104,7 +104,7 @@ def kernels() -> dict[str, str]:
     """Return the kernels of torch's operators from Python code, for the devices in use.
 
     torch and plugins register further kernels as they are imported: for other devices, and for
-        shapes alone.
+    shapes alone.
     """
     devices = {"CPU", _device_type().upper()}
     keys = {"Autograd", *devices, *(f"Autograd{device}" for device in devices)}
