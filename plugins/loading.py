@@ -215,6 +215,7 @@ class Loading:
                     f"opgraft_graft_adapters returned a {type(adapter).__name__}, expected an "
                     "opgraft.Adapter or an opgraft.CallAdapter"
                 )
+            _expect_usable(adapter)
             self._append(name, PLUGIN_ADAPTERS.get(), (self.transactions[name].provider, adapter))
 
     def _append(self, name: str, items: list[Any], item: Any) -> None:
@@ -346,6 +347,33 @@ def _as_activated(record: PluginRecord) -> str:
     dead = ", ".join(row.asked_for for row in replacements_of(record) if row.target is None)
     left_out = f"; left out: {dead}, which no registered op answers to" if dead else ""
     return f"applies on {', '.join(record.platforms)}{left_out}"
+
+
+def _expect_usable(adapter: Adapter | CallAdapter) -> None:
+    """Raise ``PluginError`` for a row with values of the wrong kind, before ``graft`` uses them."""
+    _expect_field(adapter, "op", "a class", isinstance(adapter.op, type))
+    _expect_field(adapter, "recognise", "a function", callable(adapter.recognise))
+    if isinstance(adapter, CallAdapter):
+        _expect_field(adapter, "substitute", "a function", callable(adapter.substitute))
+        expected = "a name with {name} as the only field"
+        _expect_field(adapter, "child", expected, _is_name(adapter.child))
+
+
+def _expect_field(adapter: Adapter | CallAdapter, field: str, expected: str, fits: bool) -> None:
+    if not fits:
+        value = reprlib.repr(getattr(adapter, field))
+        raise PluginError(
+            f"opgraft_graft_adapters returned a row {adapter.name!r} with {field}={value}: "
+            f"expected {expected}"
+        )
+
+
+def _is_name(child: str) -> bool:
+    """Return True if the name of a child can be made of a function's name."""
+    try:
+        return str.format(child, name="function").isidentifier()
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return False
 
 
 def _reject_names(unknown: list[str], known: Iterable[str]) -> None:

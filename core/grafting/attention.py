@@ -1,5 +1,4 @@
-"""Attention of transformers' models: an op in the place of transformers' own function for
-``"sdpa"``.
+"""Attention of transformers' models: an op in place of transformers' function for ``"sdpa"``.
 
 The forward of an attention module looks a function up in a registry. The forward of a grafted
 module finds a view of that registry with the op in place of transformers' own sdpa. The name in

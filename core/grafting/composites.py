@@ -164,7 +164,7 @@ def _is_candidate(module: nn.Module) -> bool:
 
 def arguments_of(module: nn.Module) -> list[str]:
     """Return the names of a forward's arguments; none if one has a default or is special."""
-    # Without self.
+    # Callers do not pass self.
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     plain = all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in parameters)
     return [p.name for p in parameters] if plain else []

@@ -9,6 +9,7 @@ objects that the file had when the model was grafted.
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -51,6 +52,14 @@ def plain_forward(module: nn.Module) -> Any:
 
 def _decorated_forward(module: nn.Module) -> Any:
     return inspect.getattr_static(_original_class(module), "forward")
+
+
+def reads_global(forward: FunctionType, name: str) -> bool:
+    """Return True if the code of a forward reads ``name`` from its file, where the name exists."""
+    instructions = dis.get_instructions(forward.__code__)
+    read = (each.argval for each in instructions if each.opname == "LOAD_GLOBAL")
+    # A built-in function has no entry in the namespace of the file.
+    return name in forward.__globals__ and name in read
 
 
 def check_forward(module: nn.Module) -> str:
@@ -201,7 +210,6 @@ def _bind_forward(module: Any) -> None:
 
 def _can_be_made_anew(forward: Any) -> bool:
     """Return True if each decorator is a function around the decorated function."""
-    # From the outermost decorator inwards.
     while isinstance(forward, FunctionType):
         if _WRAPPED not in vars(forward):
             return True

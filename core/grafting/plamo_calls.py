@@ -1,9 +1,8 @@
 """Convolutions and scans of PLaMo 2, as the code of the checkpoints calls them (arXiv:2509.04897).
 
 The order of arguments differs from other models: states come first, weights of convolutions have
-    one
-dimension more, and the scan receives the gate. A function of this module returns ``None`` if the
-op was not made for a call.
+one dimension more, and the scan receives the gate. A function of this module returns ``None`` if
+the op was not made for a call.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from opgraft.errors import GraftError, OpgraftError
 from opgraft.grafting.adapters import CALL_ADAPTERS, builtin_adapters
 from opgraft.grafting.attention import is_attention
 from opgraft.grafting.exchange import build_op
-from opgraft.grafting.forwards import Substitution, plain_forward
+from opgraft.grafting.forwards import Substitution, plain_forward, reads_global
 from opgraft.grafting.norms import Dtypes
 from opgraft.grafting.obstacles import obstacle_of, read_by_parents
 from opgraft.grafting.report import GraftReport, LeftAlone, replaced_by
@@ -184,6 +184,10 @@ def plan_of(model: nn.Module) -> Plan:
     return Plan(tuple(entries), tuple(planner.places))
 
 
+class _Failure(LeaveAlone):
+    """The reason for a module or call to stay is an exception of a row or an op class."""
+
+
 class _Planner:
     """Walks over a model bottom-up."""
 
@@ -202,6 +206,7 @@ class _Planner:
         self.device = next(devices, torch.get_default_device())
         self.becomes: dict[nn.Module, nn.Module] = {}
         self.places: list[Place] = []
+        self.failed: set[tuple[int, int]] = set()
 
     def below(self, parent: nn.Module, path: str) -> list[Entry]:
         """Plan for all modules below a module."""
@@ -215,7 +220,6 @@ class _Planner:
                 entries += self._entries_of(child, _join(path, name))
             if self.becomes[child] is not child:
                 self.places.append(Place(parent, name, self.becomes[child]))
-
         return entries
 
     def calls_of(self, module: nn.Module, path: str) -> list[Entry]:
@@ -234,7 +238,12 @@ class _Planner:
                 if child in children:
                     continue
                 call = FunctionCall(module, name, forward.__globals__.get(name), self.model)
-                entry = self._call(call, path, provider, adapter, child)
+                try:
+                    entry = self._call(call, path, provider, adapter, child)
+                except _Failure as failure:
+                    # A row that raises must not keep the name from the rows after it.
+                    entries += self._first_failure(call, path, adapter, str(failure))
+                    continue
                 if entry is not None:
                     # The first adapter that knows a name decides.
                     del names[name]
@@ -243,26 +252,43 @@ class _Planner:
 
         return entries
 
+    def _first_failure(
+        self, call: FunctionCall, path: str, adapter: CallAdapter, reason: str
+    ) -> list[Entry]:
+        """Report the first exception of a row, and of a row for whole modules one per module."""
+        key = (id(adapter), id(call.module) if adapter.whole else 0)
+        if key in self.failed:
+            return []
+        self.failed.add(key)
+        return [_call_left_alone(call, path, adapter, reason)]
+
     def _call(
         self, call: FunctionCall, path: str, provider: Provider, adapter: CallAdapter, child: str
     ) -> Entry | None:
-        """Plan the op for one name; ``None`` if the adapter does not know the name."""
+        """Plan the op for one name; ``None`` if the adapter does not know the name.
+
+        Raises:
+            _Failure: the adapter or the class of the op raised.
+        """
         row = f"adapter {adapter.name!r} of {provider}"
         label = "" if adapter.whole else call.name
 
         try:
-            with self._reporting(row, OpgraftError):
+            with self._reporting(row):
                 arguments = adapter.recognise(call)
             if arguments is None:
                 return None
+            if not reads_global(plain_forward(call.module), call.name):
+                raise LeaveAlone(f"its forward reads no {call.name} of its file")
             with self._reporting(f"class {adapter.op.__qualname__} for {row}", OpgraftError):
                 op = adapter.op(**arguments)
+                _expect_no_tensors(op)
             if not adapter.native_gains:
                 _expect_kernel(op)
+        except _Failure:
+            raise
         except LeaveAlone as verdict:
-            if adapter.whole:
-                return _left_alone(path, call.module, str(verdict))
-            return LeftAlone(_join(path, label), label, str(verdict))
+            return _call_left_alone(call, path, adapter, str(verdict))
 
         substitution = Substitution(call.name, child, adapter.substitute)
         return Call(path, call.module, label, adapter.name, provider, op, substitution)
@@ -341,7 +367,7 @@ class _Planner:
         """Turn an exception of a plugin or a model into a reason to leave the module alone.
 
         Raises:
-            LeaveAlone: with that reason.
+            _Failure: with that reason.
             GraftError: instead, in strict mode.
         """
         try:
@@ -354,7 +380,17 @@ class _Planner:
                 raise GraftError(
                     f"strict mode: {reason}. OPGRAFT_STRICT=0 leaves such modules as they are."
                 ) from error
-            raise LeaveAlone(reason) from error
+            raise _Failure(reason) from error
+
+
+def _expect_no_tensors(op: nn.Module) -> None:
+    """Raise ``LeaveAlone`` if a model with ``op`` as a new child would have further tensors."""
+    tensors = [name for name, _ in (*op.named_parameters(), *op.named_buffers())]
+    if tensors:
+        raise LeaveAlone(
+            f"{type(op).__qualname__} has tensors of its own, which the model's state_dict does "
+            f"not have: {', '.join(tensors)}"
+        )
 
 
 def _expect_kernel(op: nn.Module) -> None:
@@ -391,6 +427,12 @@ def _join(path: str, name: str) -> str:
 
 def _left_alone(path: str, module: nn.Module, reason: str) -> LeftAlone:
     return LeftAlone(path, type(module).__name__, reason)
+
+
+def _call_left_alone(call: FunctionCall, path: str, adapter: CallAdapter, reason: str) -> LeftAlone:
+    if adapter.whole:
+        return _left_alone(path, call.module, reason)
+    return LeftAlone(_join(path, call.name), call.name, reason)
 
 
 def _dtypes_of(model: nn.Module) -> Dtypes:

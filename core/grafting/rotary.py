@@ -71,7 +71,6 @@ def _rotate(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """Do the work of the file's function, by the op if the op takes these shapes."""
-    # Any other call is for the function of the file.
     fits = rotation.fits(query, cos) and rotation.fits(key, cos) and cos.shape == sin.shape
     if args or kwargs or not fits:
         return function(query, key, cos, sin, *args, **kwargs)
@@ -86,7 +85,7 @@ def _makes_tables(module: nn.Module, file: str) -> bool:
     if type(module).__module__ != file or not frequencies:
         return False
     try:
-        # As ``_tables`` calls the forward.
+        # ``_tables`` would raise for a forward with other arguments.
         inspect.signature(module.forward).bind(None, None, **_calls(module)[0])
     except TypeError:
         return False

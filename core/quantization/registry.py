@@ -20,8 +20,9 @@ def quantizations() -> Mapping[str, type[QuantizationConfig]]:
 
 
 def quantization_named(name: str) -> type[QuantizationConfig]:
-    """Return the config class of a quantization, for spellings such as ``FP8`` and
-    ``int8-dynamic``.
+    """Return the config class of a quantization.
+
+    Other spellings, such as ``FP8`` and ``int8-dynamic``, are understood.
 
     Raises:
         QuantizationError: there is no such quantization.

@@ -54,12 +54,13 @@ class CallAdapter:
 
     Attributes:
         name: in the report.
-        op: the op class, or a plugin's replacement.
-        recognise: returns arguments for ``op``, or ``None`` for other names. Any exception leaves the
+        op: the op class, or a plugin's replacement. An op with parameters or buffers leaves the
             call alone.
+        recognise: returns arguments for ``op``, or ``None`` for other names. ``LeaveAlone`` leaves the
+            call alone. After any other exception the next row is tried.
         substitute: a function of a module; returns the object for the forward, from the op and the
             object of the file.
-        child: name of the op; ``{name}`` is the name of the function.
+        child: name of the op; ``{name}``, the only field, is the name of the function.
         native_gains: no kernel needs to serve the op.
         whole: the op stands for the whole module.
     """

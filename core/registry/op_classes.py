@@ -28,9 +28,9 @@ def check_replacement(target: type, cls: type) -> tuple[str, ...]:
         What is questionable about it, though no call that the target's own callers make would fail.
 
     Raises:
-        RegistrationError: not a subclass, overriding nothing, an async method, or a call that the
-            target's own callers make would fail
-            in its constructor, its ``forward`` or a kernel that may be bound; in any method of a class that is no op.
+        RegistrationError: the replacement is no subclass, overrides nothing, or has an async
+            method. Or a call that the target's own callers make would fail: for an op in the
+            constructor, ``forward`` or a kernel that may be bound, for another class in any method.
     """
     if cls is target:
         raise RegistrationError(

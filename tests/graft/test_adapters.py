@@ -6,7 +6,7 @@ import copy
 import re
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,10 @@ import pytest
 import torch
 from opgraft import (
     Adapter,
+    CallAdapter,
     CompilationConfig,
     CustomOp,
+    FunctionCall,
     LeaveAlone,
     OpgraftConfig,
     Provider,
@@ -31,12 +33,13 @@ from opgraft.grafting.adapters import CALL_ADAPTERS, builtin_adapters
 from opgraft.ops import Linear, SiluAndMul
 from opgraft.ops.composites.composite import Composite
 from opgraft.registry.plugin_adapters import PLUGIN_ADAPTERS
+from opgraft.registry.state import host_state
 from torch import nn
 
 ACME = Provider("acme-npu", "2.0")
 
 
-def add(*adapters: Adapter) -> None:
+def add(*adapters: Adapter | CallAdapter) -> None:
     load_plugins()
     PLUGIN_ADAPTERS.get().extend((ACME, adapter) for adapter in adapters)
 
@@ -449,3 +452,193 @@ def test_the_reference_plugin_serves_a_grafted_model(toy_npu, mlp, x) -> None:
         torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=0)
     ungraft(model)
     assert torch.equal(model(x), expected)
+
+
+def calls_of(
+    name: str, recognise: Callable[[FunctionCall], Mapping[str, Any] | None], op: type[nn.Module]
+) -> CallAdapter:
+    return CallAdapter(name, op, recognise, with_op, native_gains=True)
+
+
+def with_op(op: nn.Module, function: Any) -> Any:
+    return op
+
+
+class PlainGate(nn.Module):
+    """An op of calls without tensors."""
+
+    def forward(self, gate: torch.Tensor, up: torch.Tensor, scale: float) -> torch.Tensor:
+        return gated(gate, up, scale)
+
+
+class GateWithTable(PlainGate):
+    """An op of calls with a tensor, which the model's state_dict does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Buffer(torch.ones(4))
+
+
+class GateWithWeight(PlainGate):
+    """An op of calls with a parameter in a child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(1, 1)
+
+
+class FailingGate(PlainGate):
+    def __init__(self) -> None:
+        raise OSError("no device")
+
+
+class GateWithoutModule:
+    """A class for calls that is no module."""
+
+
+def accept_gated(call: FunctionCall) -> Mapping[str, Any] | None:
+    return {} if call.name == "gated" else None
+
+
+def raising(error: Exception) -> Callable[[FunctionCall], Mapping[str, Any] | None]:
+    def recognise(call: FunctionCall) -> Mapping[str, Any] | None:
+        raise error
+
+    return recognise
+
+
+@pytest.mark.parametrize("error", [KeyError("acme"), ConfigError("acme"), GraftError("acme")])
+def test_a_row_of_calls_that_raises_is_told_once_and_the_next_has_its_turn(
+    error: Exception,
+) -> None:
+    """A row that raises for every name keeps no name from later rows, and has one row in the report."""
+    add(calls_of("bad", raising(error), PlainGate), calls_of("good", accept_gated, PlainGate))
+    model = nn.Sequential(GatedUnit(), GatedUnit())
+    report = graft(model)
+    assert [(row.path, row.adapter) for row in report.replaced] == [
+        ("0.gated", "good"),
+        ("1.gated", "good"),
+    ]
+    reasons = [row.reason for row in report.left_alone if "acme-npu" in row.reason]
+    assert reasons == [f"adapter 'bad' of acme-npu 2.0 raised {type(error).__name__}: {error}"]
+
+
+@pytest.mark.parametrize("error", [KeyError("acme"), ConfigError("acme")])
+def test_a_row_of_calls_that_raises_is_an_error_in_strict_mode(error: Exception) -> None:
+    """Strict mode names the row, and the model stays as it was."""
+    with set_config(OpgraftConfig(strict=True)):
+        add(calls_of("bad", raising(error), PlainGate))
+        model = nn.Sequential(GatedUnit())
+        with pytest.raises(GraftError, match=r"strict mode: adapter 'bad' of acme-npu 2\.0 raised"):
+            graft(model)
+    assert list(model[0].children()) == []
+
+
+@pytest.mark.parametrize(
+    ("op", "reason"),
+    [
+        (FailingGate, "raised OSError: no device"),
+        (GateWithoutModule, "raised AttributeError: 'GateWithoutModule' object has no attribute"),
+    ],
+)
+def test_a_class_of_calls_that_raises_gives_the_next_row_its_turn(op: Any, reason: str) -> None:
+    """The op of a row cannot be constructed, so the next row decides."""
+    add(calls_of("bad", accept_gated, op), calls_of("good", accept_gated, PlainGate))
+    report = graft(nn.Sequential(GatedUnit(), GatedUnit()))
+    assert [row.adapter for row in report.replaced] == ["good", "good"]
+    (failed,) = [row for row in report.left_alone if "acme-npu" in row.reason]
+    assert f"class {op.__name__} for adapter 'bad' of acme-npu 2.0 {reason}" in failed.reason
+
+
+@pytest.mark.parametrize(
+    ("op", "tensors"), [(GateWithTable, "table"), (GateWithWeight, "scale.weight, scale.bias")]
+)
+def test_an_op_of_calls_with_tensors_is_not_used(op: type[nn.Module], tensors: str) -> None:
+    """The names in the state_dict stay, and the report has the reason."""
+    add(calls_of("acme gate", accept_gated, op))
+    model = nn.Sequential(GatedUnit(), nn.Linear(4, 4))
+    names = list(model.state_dict())
+    report = graft(model)
+    assert list(model.state_dict()) == names
+    (row,) = [row for row in report.left_alone if row.path == "0.gated"]
+    assert row.reason == (
+        f"{op.__name__} has tensors of its own, which the model's state_dict does not have: "
+        f"{tensors}"
+    )
+
+
+class ReadsAttribute(nn.Module):
+    """A forward with an attribute of the name that is a function of the file, too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gated(x)
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+class ReadsBuiltin(nn.Module):
+    """A forward with a built-in function of Python."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(x.unbind())  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(ReadsAttribute(), "gated"), (ReadsBuiltin(), "sum"), (Unresolved(), "gated")],
+)
+def test_a_name_that_is_no_global_is_left_alone(module: nn.Module, name: str) -> None:
+    """A row accepts an attribute or a built-in function, which no namespace of a file can replace."""
+    accept = calls_of("acme", lambda call: {} if call.name == name else None, PlainGate)
+    add(accept)
+    report = graft(nn.Sequential(module))
+    assert report.replaced == ()
+    (row,) = [row for row in report.left_alone if row.path == f"0.{name}"]
+    assert row.reason == f"its forward reads no {name} of its file"
+    assert list(module.children()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("'{name}_{other}'", "child='{name}_{other}': expected a name with {name} as"),
+        ("'{0}'", "child='{0}': expected a name"),
+        ("'acme.{name}'", "child='acme.{name}': expected a name"),
+        ("''", "child='': expected a name"),
+        ("'{name'", "child='{name': expected a name"),
+        ("None", "child=None: expected a name"),
+    ],
+)
+def test_a_row_with_another_child_is_refused_at_the_hook(
+    site, arguments: str, message: str
+) -> None:
+    """The plugin fails with the field in the reason, and ``graft`` goes on without the plugin."""
+    site.plugin("acme-ops", ACME_CALLS.replace("with_op)]", f"with_op, {arguments})]"))
+    load_plugins()
+    assert message in str(host_state().plugins["acme_ops"].reason)
+    assert PLUGIN_ADAPTERS.get() == []
+    assert graft(nn.Sequential(GatedUnit())).replaced == ()
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("Adapter('acme', 'Linear', recognise)", "op='Linear': expected a class"),
+        ("Adapter('acme', AcmeGate, {})", "recognise={}: expected a function"),
+        ("CallAdapter('acme', AcmeGate, recognise, 1)", "substitute=1: expected a function"),
+    ],
+)
+def test_a_row_with_values_of_another_kind_is_refused_at_the_hook(
+    site, row: str, message: str
+) -> None:
+    """The reason names the row and the field."""
+    site.plugin(
+        "acme-ops",
+        ACME_CALLS.replace(
+            'opgraft.CallAdapter("gate of acme", AcmeGate, recognise, with_op)', f"opgraft.{row}"
+        ),
+    )
+    load_plugins()
+    reason = str(host_state().plugins["acme_ops"].reason)
+    assert f"opgraft_graft_adapters returned a row 'acme' with {message}" in reason
