@@ -54,8 +54,7 @@ class CallAdapter:
 
     Attributes:
         name: in the report.
-        op: the op class, or a plugin's replacement. An op with parameters or buffers leaves the
-            call alone.
+        op: the op class, or a plugin's replacement, without parameters and buffers.
         recognise: returns arguments for ``op``, or ``None`` for other names. ``LeaveAlone`` leaves the
             call alone. After any other exception the next row is tried.
         substitute: a function of a module; returns the object for the forward, from the op and the

@@ -28,9 +28,9 @@ def check_replacement(target: type, cls: type) -> tuple[str, ...]:
         What is questionable about it, though no call that the target's own callers make would fail.
 
     Raises:
-        RegistrationError: the replacement is no subclass, overrides nothing, or has an async
-            method. Or a call that the target's own callers make would fail: for an op in the
-            constructor, ``forward`` or a kernel that may be bound, for another class in any method.
+        RegistrationError: ``cls`` is no subclass, overrides nothing, or has an async method. Or a
+            call by the target's own callers would fail: of an op's constructor, ``forward`` or a
+            kernel that may be bound; of any method of a class that is no op.
     """
     if cls is target:
         raise RegistrationError(
