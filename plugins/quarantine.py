@@ -58,7 +58,7 @@ def against(provider: Provider) -> str | None:
     # Once in a process, as a distribution may have many offers, and gigabytes to compare.
     if provider not in reasons:
         reasons[provider] = _reason(provider)
-    return reasons.get(provider)
+    return reasons[provider]
 
 
 def _reason(provider: Provider) -> str | None:
@@ -144,16 +144,17 @@ def confine(provider: Provider, what: str) -> str:
     except OSError as error:
         why = error.strerror or described(error)
         return f"{again}, as {_MEMORY.path(normalized(provider.name))} cannot be written: {why}"
-    _REASONS.get().pop(provider, None)
+    # A new one, as another thread may still put a former answer into the old one.
+    _REASONS.set({})
     return f"it is in quarantine from now on: {TRY_AGAIN}"
 
 
 def forget_all() -> None:
     """Remove the records of all installed distributions, to try each again."""
-    _REASONS.get().clear()
     for provider in discover().distributions:
         with suppress(OSError):  # a record that cannot be removed is a finding
             _MEMORY.forget(normalized(provider.name))
+    _REASONS.set({})
 
 
 def findings() -> list[Finding]:
