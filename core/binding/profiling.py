@@ -30,6 +30,10 @@ def profile() -> Iterator[None]:
     A range has a name such as ``opgraft.rms_norm AcmeRMSNorm.forward_oot [acme 1.0]``. The block
     counts for all threads of the process; a block within another one adds nothing. Outside of a
     block, calls cost nothing extra. Compiled code has the ranges of the compiler.
+
+    ``torch.profiler`` records the threads that it is told to, by default the caller's and those of
+    torch. ``LLM`` and ``AsyncLLM`` compute in a thread of their own, so a profiler around
+    ``LLM.generate`` sees no range of a step.
     """
     with _lock:
         if not _blocks:

@@ -21,9 +21,11 @@ from opgraft.planning.splits import expect_split
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.selection import current_platform, selected_platform
 from opgraft.serving.engine_settings import engine_config
+from opgraft.serving.interrupts import Interrupts
 from opgraft.serving.llm import LLM, Interrupted
 from opgraft.serving.open_request import OpenRequest
 from opgraft.serving.outputs import RequestOutput
+from opgraft.serving.text_engine import TextEngine
 
 
 def open_llm(model: str) -> LLM:
@@ -132,9 +134,10 @@ def expect_answers(llm: LLM, outputs: Sequence[RequestOutput]) -> None:
     ]
     if not failed:
         return
-    failure = llm.engine.core.step_failure
-    if failure is not None:
-        raise failure
+    for replica in llm.replicas.each:
+        engine = replica.engine
+        if isinstance(engine, TextEngine) and engine.core.step_failure is not None:
+            raise engine.core.step_failure
     raise RequestError(f"{len(failed)} of {len(outputs)} prompts failed: {failed[0]}")
 
 
@@ -153,7 +156,12 @@ def show_stream(llm: LLM, request: OpenRequest) -> RequestOutput:
         The answer, so far as it was computed.
     """
     shown = 0
-    with closing(llm.answers([request], grows=True)) as news, suppress(Interrupted):
+    interrupts = Interrupts()
+    with (
+        interrupts.awaited(),
+        closing(llm.answers([request], grows=True, interrupts=interrupts)) as news,
+        suppress(Interrupted),
+    ):
         for output in news:
             text = output.outputs[0].text
             # A terminal shows a token at once, and not the whole answer again.

@@ -262,7 +262,7 @@ class EngineCore:
             return self._taken(taken, found)
         except BaseException as error:  # with queues and tables half changed
             batch = self._recover(taken)
-            if taken is None or not isinstance(error, _failures()):
+            if taken is None or not isinstance(error, step_failures()):
                 raise
             return self._step_failed(batch, error)
 
@@ -279,11 +279,11 @@ class EngineCore:
             self.counters.steps += 1
             try:
                 self.executor.submit(step)
-            except _failures() as error:
+            except step_failures() as error:
                 return _Failure(step, error)
         try:
             return self.executor.result()
-        except _failures() as error:
+        except step_failures() as error:
             return _Failure(self.scheduler.steps.first.step, error)
 
     def _recover(self, step: Step | None) -> list[Request]:
@@ -397,10 +397,14 @@ class EngineCore:
         self.executor.shutdown()
 
 
-def _failures() -> tuple[type[BaseException], ...]:
-    """Return what fails a step; an exit in the main thread may be a signal's, and is an interrupt as others are."""
+def step_failures() -> tuple[type[BaseException], ...]:
+    """Return the exceptions that fail a step.
+
+    In the main thread an exit or an interrupt may be a signal's, and is raised on. No signal comes
+    to another thread: there only the code of a step can have raised the exception.
+    """
     main = threading.current_thread() is threading.main_thread()
-    return (Exception,) if main else (Exception, SystemExit)
+    return (Exception,) if main else (BaseException,)
 
 
 def _failed(errors: Mapping[str, str], refused: Set[str] = frozenset()) -> list[EngineOutput]:

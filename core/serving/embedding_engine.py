@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from opgraft.base.text import described
 from opgraft.binding.blame import UNEXPLAINED, verdicts_on
 from opgraft.binding.explaining import Explanation
 from opgraft.binding.pluggable_class import choose_class
 from opgraft.config import OpgraftConfig
+from opgraft.engine.core import step_failures
 from opgraft.engine.runner.compiled_model import expect_compilable
 from opgraft.engine.stats import Counters, EngineStats, copied
 from opgraft.engine.workers.executors import executor_of
@@ -59,6 +61,16 @@ class EmbeddingRequest(OpenRequest):
     def ids(self) -> list[int]:
         """The token ids of the text."""
         return self.output.prompt_token_ids
+
+    def abort(self) -> None:
+        """End a text that was in no batch."""
+        self.error = EngineError(f"{self.name} was aborted before it was in a batch")
+        super().abort()
+
+    @property
+    def is_answered(self) -> bool:
+        """True if there is a vector."""
+        return self.output.finished and self.error is None
 
 
 class EmbeddingEngine(RequestEngine):
@@ -185,8 +197,7 @@ class EmbeddingEngine(RequestEngine):
         if request_id not in self._waiting:
             raise none_open(request_id)
         request = self._waiting.pop(request_id)
-        request.error = EngineError(f"{request.name} was aborted before it was in a batch")
-        request.output.finished = True
+        request.abort()
         return request.output
 
     def step(self) -> list[RequestOutput]:
@@ -215,9 +226,9 @@ class EmbeddingEngine(RequestEngine):
         """Give each text of a batch a vector or an error."""
         try:
             self._compute(batch)
-        except Exception as error:
+        except step_failures() as error:
             if len(batch) == 1:
-                batch[0].error = error
+                batch[0].error = _raisable(error, batch[0].name)
                 self.counters.finished["error"] += 1
                 return
             for request in batch:
@@ -366,6 +377,15 @@ class EmbeddingEngine(RequestEngine):
         )
         _, _, replaced = fault.partition(": ")
         return f"{reason} Besides, {replaced}" if replaced else reason
+
+
+def _raisable(error: BaseException, name: str) -> Exception:
+    """Return the error of a text, such that an exit or interrupt of a kernel is none of the caller."""
+    if isinstance(error, Exception):
+        return error
+    failed = EngineError(f"the batch of {name} failed: {described(error)}")
+    failed.__cause__ = error
+    return failed
 
 
 def _listed(names: Sequence[str]) -> str:

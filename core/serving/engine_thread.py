@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
@@ -196,6 +197,7 @@ class EngineThread:
         self._busy_since: float | None = None
         self._making = _Call(self._make, make)
         run = partial(contextvars.copy_context().run, self._run)
+        self._process = os.getpid()
         self._thread = threading.Thread(target=run, name="opgraft-engine", daemon=True)
         self._thread.start()
 
@@ -219,9 +221,12 @@ class EngineThread:
     def call(self, function: Callable[..., _T], *args: object) -> Future[_T]:
         """Call a function in the thread, before the next step.
 
+        The thread itself, as in ``on_step``, must not wait for the result.
+
         Raises:
-            EngineError: the thread has ended.
+            EngineError: the thread has ended, or is in another process.
         """
+        self.expect_own_process()  # the lock of another process may never be free
         call = _Call(function, *args)
         with self._wake:
             self.check()
@@ -237,23 +242,64 @@ class EngineThread:
             return 0.0
         return max(0.0, time.monotonic() - max(since, self.engine.executor.ready_since))
 
-    def check(self) -> None:
-        """Raise if the thread has ended.
+    @property
+    def is_current(self) -> bool:
+        """True in the thread itself."""
+        return threading.current_thread() is self._thread
+
+    @property
+    def is_inherited(self) -> bool:
+        """True in a process that was forked from the one with the thread."""
+        return os.getpid() != self._process
+
+    def expect_own_process(self) -> None:
+        """Refuse calls of a process without the thread.
 
         Raises:
-            EngineError: it has.
+            EngineError: the thread is in the process that forked this one.
         """
+        if self.is_inherited:
+            raise EngineError(
+                f"the engine was made in the process that forked this one ({self._process}), and the engine's thread "
+                "is not here: make a new one"
+            )
+
+    def check(self) -> None:
+        """Raise if the thread has ended, or is in another process.
+
+        Raises:
+            EngineError: it has, or is.
+        """
+        self.expect_own_process()
         if self._ended is not None:
             raise _again(self._ended)
 
-    def open(self, stream: Reader, prepared: OpenRequest) -> bool:
-        """Add a request, whose news go to a stream from now on; to be called in the thread.
+    def open(self, stream: Reader, prepared: OpenRequest, beside: Sequence[Reader] = ()) -> bool:
+        """Add a request, and have the stream get the news; to be called in the thread.
 
-        Returns whether it was added, which it is not where nobody reads the stream any more.
+        If the request is refused, the readers beside it leave, so that no request of the call is
+        computed.
+
+        Args:
+            stream: reads the news.
+            prepared: the request. It is aborted if nobody reads the stream any more.
+            beside: readers of all requests of the same call.
+
+        Returns:
+            True if the request was added.
         """
         if stream.left:
+            prepared.abort()
             return False
-        self.engine.submit(prepared)
+        try:
+            self.engine.submit(prepared)
+        except EngineError:  # another engine may take the request
+            raise
+        except BaseException:
+            for other in beside:
+                other.left = True
+                self.close(other)
+            raise
         self._streams[stream.request_id] = stream
         return True
 
@@ -282,7 +328,7 @@ class EngineThread:
 
     def join(self, seconds: float | None = None) -> None:
         """Wait until the thread has ended, for so many seconds at most."""
-        if threading.current_thread() is not self._thread:  # which may collect who owns the thread
+        if not self.is_current:  # which may collect who owns the thread
             self._thread.join(seconds)
 
     def kill(self, reason: str = HUNG) -> None:

@@ -17,8 +17,8 @@ from opgraft.serving.request_engine import RequestEngine
 from opgraft.serving.step_reports import OnStep
 from opgraft.serving.text_engine import TextEngine
 
-_END_SECONDS = 2.0
-"""The longest wait for a step that runs when nobody has the model any more, or when the process ends."""
+END_SECONDS = 2.0
+"""The longest wait for a step that runs: when nobody has the model any more, after an interrupt, or at the end."""
 
 
 class FrontEnd:
@@ -41,7 +41,7 @@ class FrontEnd:
         self._first: RequestEngine = self._replicas.first
         self._pools: list[ThreadPoolExecutor] = []
         self._finalizer = weakref.finalize(
-            self, _shutdown, self._replicas, self._pools, _END_SECONDS
+            self, _shutdown, self._replicas, self._pools, END_SECONDS
         )
 
     @property
@@ -105,13 +105,19 @@ class FrontEnd:
 
         Later requests are refused. A ``with`` block ends with it.
         """
+        self._end()
+
+    def _end(self, patience: float | None = None) -> None:
+        """Shut down, and wait for a step that runs, for so many seconds at most."""
         self._finalizer.detach()
-        _shutdown(self._replicas, self._pools)
+        _shutdown(self._replicas, self._pools, patience)
 
 
 def _shutdown(
     replicas: Replicas, pools: list[ThreadPoolExecutor], patience: float | None = None
 ) -> None:
+    if replicas.is_inherited:  # the engines and threads are in the process that forked this one
+        return
     for pool in pools:
         pool.shutdown(wait=False)
     replicas.shutdown(patience)

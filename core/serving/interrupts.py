@@ -9,29 +9,42 @@ from contextlib import contextmanager
 from typing import Any
 
 
-@contextmanager
-def interrupts_noted(wake: Callable[[], None]) -> Iterator[Callable[[], bool]]:
-    """Take note of a first interrupt, and raise a second one at once.
+class Interrupts:
+    """Notes the first interrupt of a wait, and lets the second one raise.
 
-    Args:
+    Attributes:
+        noted: True after an interrupt.
         wake: called by the handler of the first interrupt.
-
-    Yields:
-        A function that returns True after an interrupt.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False  # signals come to the main thread alone
-        return
-    former = signal.getsignal(signal.SIGINT)
-    noted = threading.Event()
 
-    def note(number: int, frame: Any) -> None:
-        signal.signal(signal.SIGINT, former)
-        noted.set()
-        wake()
+    def __init__(self) -> None:
+        self.noted = False
+        self.wake: Callable[[], object] = _nothing
+        self._active = False
 
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield noted.is_set
-    finally:
-        signal.signal(signal.SIGINT, former)
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Note an interrupt within the block. A block within another one adds nothing."""
+        # Signals come to the main thread alone. The second interrupt is not for this handler.
+        main = threading.current_thread() is threading.main_thread()
+        if self._active or self.noted or not main:
+            yield
+            return
+        former = signal.getsignal(signal.SIGINT)
+
+        def note(number: int, frame: Any) -> None:
+            signal.signal(signal.SIGINT, former)
+            self.noted = True
+            self.wake()
+
+        self._active = True
+        signal.signal(signal.SIGINT, note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, former)
+            self._active = False
+
+
+def _nothing() -> None:
+    """Wake nobody."""

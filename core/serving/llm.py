@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import closing, suppress
+from functools import partial
 from itertools import count
 from queue import SimpleQueue
-from threading import RLock
+from threading import Lock, get_ident
 from typing import Any, TypeAlias
 
 from opgraft.base.progress import progress_bar
@@ -26,8 +27,8 @@ from opgraft.serving.arguments import (
     text_messages,
 )
 from opgraft.serving.engine_thread import News, QueuedReader
-from opgraft.serving.front_end import FrontEnd
-from opgraft.serving.interrupts import interrupts_noted
+from opgraft.serving.front_end import END_SECONDS, FrontEnd
+from opgraft.serving.interrupts import Interrupts
 from opgraft.serving.open_request import OpenRequest
 from opgraft.serving.outputs import EmbeddingOutput, RequestOutput
 from opgraft.serving.prompts import Prompt
@@ -47,15 +48,12 @@ class Interrupted(KeyboardInterrupt):
             ``"abort"``.
     """
 
-    def __init__(self, outputs: Sequence[RequestOutput]) -> None:
-        done = 0
-        for output in outputs:
-            reasons = {answer.finish_reason for answer in output.outputs}
-            done += output.finished and "abort" not in reasons
+    def __init__(self, requests: Sequence[OpenRequest]) -> None:
+        done = sum(request.is_answered for request in requests)
         super().__init__(
-            f"{done} of {len(outputs)} prompts were answered; the exception's outputs has them all"
+            f"{done} of {len(requests)} prompts were answered; the exception's outputs has them all"
         )
-        self.outputs = list(outputs)
+        self.outputs = [request.output for request in requests]
 
 
 class LLM(FrontEnd):
@@ -92,7 +90,8 @@ class LLM(FrontEnd):
     ) -> None:
         super().__init__(model, opgraft_config=opgraft_config, on_step=on_step, **settings)
         self._numbers = count()
-        self._answering = RLock()
+        self._answering = Lock()
+        self._answering_thread: int | None = None
         self._readers: list[QueuedReader] = []
         self._leaving: list[Future[None]] = []
 
@@ -198,15 +197,13 @@ class LLM(FrontEnd):
                 for number, text in enumerate(listed)
             ]
         by_id = {request.output.request_id: request for request in requests}
-        with (
-            progress_bar("prompts answered", len(requests), progress) as ended,
-            closing(self.answers(requests)) as news,
-        ):
-            for output in news:
-                ended(1)
-                error = by_id[output.request_id].error
-                if error is not None:
-                    raise error
+
+        def expect_vector(output: RequestOutput) -> None:
+            error = by_id[output.request_id].error
+            if error is not None:
+                raise error
+
+        self._answer_all(requests, progress, expect_vector)
         return encoder.results(requests)
 
     @property
@@ -240,8 +237,12 @@ class LLM(FrontEnd):
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is not None and issubclass(error, KeyboardInterrupt):
+            # A step may hang, and who interrupts is not to wait for it.
+            self._end(END_SECONDS)
+        else:
+            self.shutdown()
 
     def _answer(
         self,
@@ -266,45 +267,70 @@ class LLM(FrontEnd):
                 name=placed("chat" if chat else "prompt", index, len(prompts)),
             )
             requests.append(prepared)
-        with (
-            progress_bar("prompts answered", len(requests), progress) as ended,
-            closing(self.answers(requests)) as news,
-        ):
-            for _ in news:
-                ended(1)
+        self._answer_all(requests, progress)
         return [request.output for request in requests]
 
+    def _answer_all(
+        self,
+        requests: Sequence[OpenRequest],
+        progress: bool | None,
+        check: Callable[[RequestOutput], None] | None = None,
+    ) -> None:
+        """Compute prepared requests together, and call ``check`` with the output of each."""
+        interrupts = Interrupts()
+        with (
+            interrupts.awaited(),
+            progress_bar("prompts answered", len(requests), progress) as ended,
+            closing(self.answers(requests, interrupts=interrupts)) as news,
+        ):
+            for output in news:
+                ended(1)
+                if check is not None:
+                    check(output)
+        if interrupts.noted:  # after the last answer
+            raise Interrupted(requests)
+
     def answers(
-        self, requests: Sequence[OpenRequest], *, grows: bool = False
+        self,
+        requests: Sequence[OpenRequest],
+        *,
+        grows: bool = False,
+        interrupts: Interrupts | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Compute prepared requests together, and yield the output of each once the request has ended.
 
         After an interrupt, and if the iterator is closed, requests that have not ended are aborted.
+        Until the iterator has ended or is closed, calls of other threads wait. Interrupts are noted
+        while the iterator waits for news, and not in the code that reads from it.
 
         Args:
             requests: made by ``engine.inputs.prepare`` or ``encoder.prepare``, with ids that are
                 new.
             grows: yield each output whenever there is more of the answer.
+            interrupts: notes interrupts for a caller that has them noted while it reads, too.
 
         Raises:
-            RequestError: a request can never be served; then none is computed.
-            EngineError: the engine has stopped, or was shut down.
+            RequestError: a request can never be served, and none is computed; this thread reads
+                other answers of the model; or a thread of an engine asks, as in ``on_step``.
+            EngineError: the engine has stopped, was shut down, or belongs to a process that forked
+                this one.
             Interrupted: after an interrupt and the end of the step.
             KeyboardInterrupt: after a second interrupt, which does not wait for the end of the
                 step.
         """
+        interrupts = Interrupts() if interrupts is None else interrupts
         queue: SimpleQueue[News | None] = SimpleQueue()
-        with self._answering, interrupts_noted(lambda: queue.put(None)) as interrupted:
-            self._leave()  # requests of a call that a second interrupt has cut short
-            self._readers = [
-                QueuedReader(request.output.request_id, queue, grows) for request in requests
-            ]
+        interrupts.wake = partial(queue.put, None)
+        self._expect_free()
+        with self._answering:
+            self._answering_thread = get_ident()
             try:
-                for opened in self._replicas.open(list(zip(self._readers, requests, strict=True))):
-                    opened.result()
+                with interrupts.awaited():
+                    self._begin(requests, queue, grows)
                 left = len(requests)
-                while left and not interrupted():
-                    news = queue.get()
+                while left and not interrupts.noted:
+                    with interrupts.awaited():
+                        news = queue.get()
                     if news is None:  # an interrupt was noted
                         continue
                     if isinstance(news, BaseException):
@@ -312,16 +338,56 @@ class LLM(FrontEnd):
                     output = news()
                     left -= output.finished
                     yield output
-                wait(self._leave())
+                    self._answering_thread = get_ident()
+                self._leave_and_wait()
             except KeyboardInterrupt:
-                if wait(self._leave(), _PATIENCE).not_done:
+                if not self._leave_and_wait(_PATIENCE):
                     self._replicas.kill("an interrupt came in the middle of a step")
                 raise
             except BaseException:
-                wait(self._leave())
+                self._leave_and_wait()
                 raise
-        if interrupted():
-            raise Interrupted([request.output for request in requests])
+            finally:
+                self._answering_thread = None
+        if interrupts.noted:
+            raise Interrupted(requests)
+
+    def _begin(
+        self, requests: Sequence[OpenRequest], queue: SimpleQueue[News | None], grows: bool
+    ) -> None:
+        """Have the engines begin with requests, and put the news into a queue."""
+        self._leave()  # requests of a call that a second interrupt has cut short
+        self._readers = [
+            QueuedReader(request.output.request_id, queue, grows) for request in requests
+        ]
+        for opened in self._replicas.open(list(zip(self._readers, requests, strict=True))):
+            opened.result()
+
+    def _expect_free(self) -> None:
+        """Refuse to wait for what can never come.
+
+        Raises:
+            RequestError: this thread has to go on, so that requests are computed or read.
+            EngineError: the engine belongs to another process.
+        """
+        self._replicas.expect_own_process()
+        if self._replicas.current() is not None:
+            raise RequestError(
+                "the thread of the engine asks for answers, which this thread is to compute: have another thread ask, "
+                "as on_step is called by the engine's"
+            )
+        if self._answering.locked() and self._answering_thread == get_ident():
+            raise RequestError(
+                "this thread has an iterator of answers of this model that has not ended: read the iterator to its "
+                "end, or close it, before the next call; AsyncLLM answers several calls side by side"
+            )
+
+    def _leave_and_wait(self, seconds: float | None = None) -> bool:
+        """Have requests aborted that nobody reads any more, wait for that, and return True once they are gone."""
+        leaving = self._leave()
+        if self._replicas.current() is not None:
+            return True  # the engine's thread has collected an iterator, and cannot wait for itself
+        return not wait(leaving, seconds).not_done
 
     def _leave(self) -> list[Future[None]]:
         """Have requests aborted that nobody reads any more, and return the aborts that are not done."""

@@ -60,6 +60,18 @@ class OpenRequest:
             self.growing[child].output.error = message
             self.end(child, "error")
 
+    def abort(self) -> None:
+        """End a request that no engine has begun with."""
+        for child in list(self.growing):
+            self.end(child, "abort")
+        self.output.finished = True
+
+    @property
+    def is_answered(self) -> bool:
+        """True if the request has ended, and not by an abort."""
+        reasons = {answer.finish_reason for answer in self.output.outputs}
+        return self.output.finished and "abort" not in reasons
+
     def outstanding(self, expected: int) -> int:
         """Return the tokens that are to be computed: the prompt until something came of it, and of the answers.
 

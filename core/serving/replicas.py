@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import count
+from operator import methodcaller
 from typing import Any, Protocol
 
 from opgraft.base.text import described
@@ -20,7 +21,7 @@ from opgraft.distributed.groups import parallelism
 from opgraft.engine.stats import EngineStats, summed
 from opgraft.engine.workers.executor import HUNG, Executor
 from opgraft.engine.workers.process_executor import meeting_file
-from opgraft.errors import ConfigError, EngineError, OpgraftError
+from opgraft.errors import ConfigError, EngineError
 from opgraft.logger import logger
 from opgraft.models.build import generates
 from opgraft.models.files import opened_once
@@ -234,8 +235,15 @@ class Replica(EngineThread):
             del self._streams[name]
         self.engine.report_failed(failed, answers)
 
-    def begin(self, reader: Reader, prepared: OpenRequest) -> Future[bool]:
+    def begin(
+        self, reader: Reader, prepared: OpenRequest, beside: Sequence[Reader] = ()
+    ) -> Future[bool]:
         """Have the engine begin with a request; the result is False if the reader has left.
+
+        Args:
+            reader: reads the news.
+            prepared: the request.
+            beside: readers of all requests of the same call, which leave if one is refused.
 
         Raises:
             EngineError: the engine has ended; the result may raise the error too.
@@ -247,7 +255,7 @@ class Replica(EngineThread):
                 self.requests.pop(name, None)
 
         try:
-            opening = self.call(self.open, reader, prepared)
+            opening = self.call(self.open, reader, prepared, beside)
         except EngineError:
             self.requests.pop(name, None)
             raise
@@ -296,7 +304,6 @@ class Replicas:
 
     Attributes:
         each: the replicas.
-        inputs: makes requests of prompts, for all replicas.
         router: chooses the replica of a request.
 
     Raises:
@@ -399,56 +406,61 @@ class Replicas:
         If a replica is lost before it begins with a request, another one does. Each result is None
         once a replica has begun, or the error that keeps all of them from it: a ``RequestError`` if
         a request of the id runs, or if the request could never be served; an ``EngineError`` if no
-        replica is left.
+        replica is left. If an engine refuses a request, none of those that it has is computed, and
+        the others are aborted.
 
         Args:
             asked: each request, with the reader of its news.
             only: the one replica that may take the requests.
         """
+        self.expect_own_process()
+        readers = [reader for reader, _ in asked]
         with ExitStack() as together:
             for replica in self.each:
                 together.enter_context(replica.together())
             return [
-                self._opened(reader, prepared, self._choices(prepared, only))
+                self._opened(reader, prepared, self._choices(prepared, only), readers)
                 for reader, prepared in asked
             ]
 
     def _opened(
-        self, reader: Reader, prepared: OpenRequest, choices: Iterator[Replica]
+        self,
+        reader: Reader,
+        prepared: OpenRequest,
+        choices: Iterator[Replica],
+        beside: Sequence[Reader] = (),
     ) -> Future[None]:
         result: Future[None] = Future()
         result.set_running_or_notify_cancel()  # who gives it up closes the reader
-        self._begin(result, reader, prepared, choices)
+        begin = methodcaller("begin", reader, prepared, beside)
+        self._begin(result, choices, begin)
         return result
 
     def _begin(
         self,
         result: Future[None],
-        reader: Reader,
-        prepared: OpenRequest,
         choices: Iterator[Replica],
+        begin: Callable[[Replica], Future[bool]],
     ) -> None:
         """Have the next replica that may take a request begin with it, and so on until one has begun."""
 
         def note(opening: Future[bool]) -> None:
             error = opening.exception()
-            if error is None:
-                result.set_result(None)
-            elif isinstance(error, EngineError) and len(self.each) > 1:
-                self._begin(result, reader, prepared, choices)
+            if isinstance(error, EngineError) and len(self.each) > 1:
+                self._begin(result, choices, begin)
             else:
-                result.set_exception(error)
+                _settle(result, error)
 
         try:
             for replica in choices:
                 try:
-                    opening = replica.begin(reader, prepared)
+                    opening = begin(replica)
                 except EngineError:
                     continue
                 opening.add_done_callback(note)
                 return
-        except OpgraftError as error:  # of a request that no replica may take
-            result.set_exception(error)
+        except BaseException as error:  # of the request, or of a plugin's router
+            _settle(result, error)
 
     def _choices(
         self, prepared: OpenRequest, only: Replica | None = None, lost: int | None = None
@@ -573,7 +585,8 @@ class Replicas:
         Raises:
             EngineError: the engine has ended.
         """
-        reader.left = True  # a replica that begins with the request from now on forgets it
+        self.expect_own_process()
+        reader.left = True  # a replica that begins with the request from now on aborts it
         with self._lock:
             replica = self._holder(reader.request_id)
         return None if replica is None else replica.call(replica.close, reader)
@@ -585,11 +598,29 @@ class Replicas:
             RequestError: none of that id runs or waits.
             EngineError: the engine has ended.
         """
+        self.expect_own_process()
         with self._lock:
             replica = self._holder(request_id)
         if replica is None:
             raise none_open(request_id)
         return replica.call(replica.abort, request_id)
+
+    def current(self) -> Replica | None:
+        """Return the replica whose thread this is, or None in any other thread."""
+        return next((replica for replica in self.each if replica.is_current), None)
+
+    @property
+    def is_inherited(self) -> bool:
+        """True in a process that was forked from the one with the engines."""
+        return self.each[0].is_inherited
+
+    def expect_own_process(self) -> None:
+        """Refuse calls of a process without the engines.
+
+        Raises:
+            EngineError: the engines are in the process that forked this one.
+        """
+        self.each[0].expect_own_process()
 
     def check(self) -> None:
         """Raise where all threads have ended.
@@ -649,7 +680,7 @@ class Replicas:
         return found[0] if len(found) == 1 else summed(found)
 
     def explain(self) -> Future[Explanation]:
-        """Tell which kernel runs each op, in the first replica that is left.
+        """Tell which kernel runs each op, in the first replica that is left, or in the one whose thread asks.
 
         Raises:
             EngineError: none is.
@@ -658,7 +689,13 @@ class Replicas:
         replica = next((each for each in self.each if each.fault() is None), self.each[0])
         # Nobody asks the router if there is one replica.
         parts = {"router": self.router} if len(self.each) > 1 else {}
-        return replica.call(lambda: replica.engine.explain().within(**parts))
+        current = self.current()
+        if current is None:
+            return replica.call(lambda: replica.engine.explain().within(**parts))
+        # The thread of an engine would wait for itself, or for one that waits to call on_step.
+        explained: Future[Explanation] = Future()
+        explained.set_result(current.engine.explain().within(**parts))
+        return explained
 
     @property
     def cache_tokens(self) -> int:
@@ -730,6 +767,16 @@ def _one_at_a_time(on_step: OnStep) -> OnStep:
             on_step(*args)  # type: ignore[arg-type]
 
     return locked
+
+
+def _settle(result: Future[None], error: BaseException | None) -> None:
+    """End the wait for a replica to begin, unless an interrupt has ended it before."""
+    if result.done():
+        return
+    if error is None:
+        result.set_result(None)
+    else:
+        result.set_exception(error)
 
 
 def _fail(reader: Reader, opened: OpenRequest, message: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from opgraft.base.text import described
+from opgraft.engine.core import step_failures
 from opgraft.engine.stats import EngineStats
 from opgraft.logger import logger
 from opgraft.serving.outputs import RequestOutput
@@ -39,9 +40,6 @@ class StepReports:
         self._reported = stats
         try:
             self._on_step(stats.since(before), outputs)
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # requests do not end because somebody watches them
+        except step_failures() as error:  # requests do not end because somebody watches them
             logger.error("on_step failed and is not called again: %s", described(error))
             self._on_step = None

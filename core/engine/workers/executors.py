@@ -52,7 +52,9 @@ def executor_of(opgraft_config: OpgraftConfig) -> Executor:
 
 
 def _expect_one_rank(parallel: ParallelConfig) -> None:
-    sizes = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "data")}
+    # A replica has a number, and the replicas of a front end may all be in one process.
+    names = ("tensor", "pipeline", "data") if parallel.data_rank is None else ("tensor", "pipeline")
+    sizes = {name: getattr(parallel, name) for name in names}
     larger = [f"parallel.{name} is {size}" for name, size in sizes.items() if size > 1]
     if larger:
         raise DistributedError(
