@@ -26,12 +26,24 @@ _CHILD = "from opgraft.plugins.class_source import answer; answer(reply_to, *sys
 _ROOT = (Platform.__module__, Platform.__qualname__)
 _ABSTRACT = frozenset({"abstractmethod", "abc.abstractmethod"})
 _PROPERTIES = frozenset({"property", "cached_property", "functools.cached_property"})
+# Fmt: skip.
 _DYNAMIC = frozenset(
     {
-        "globals", "locals", "vars", "exec", "eval", "setattr", "delattr", "modules", "__dict__",
-        "__setattr__", "__delattr__", "update_abstractmethods", "__abstractmethods__",
+        "globals",
+        "locals",
+        "vars",
+        "exec",
+        "eval",
+        "setattr",
+        "delattr",
+        "modules",
+        "__dict__",
+        "__setattr__",
+        "__delattr__",
+        "update_abstractmethods",
+        "__abstractmethods__",
     }
-)  # fmt: skip
+)
 """Names in code that may bind names, or change classes, without a statement that says so."""
 
 _OWN_SCOPE = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)

@@ -58,9 +58,8 @@ def distributions() -> Iterator[importlib_metadata.Distribution | Problem]:
     # A missing entry would be taken for an archive, and that takes milliseconds.
     everything = context(path=[entry for entry in entries if os.path.exists(entry or ".")])
     for finder in list(sys.meta_path):
-        find = getattr(
-            finder, "find_distributions", None
-        )  # which a finder may have, as importlib.metadata asks
+        # Which a finder may have, as importlib.metadata asks.
+        find = getattr(finder, "find_distributions", None)
         if find is None:
             continue
         try:
@@ -102,9 +101,8 @@ def text_of(distribution: importlib_metadata.Distribution, name: str) -> str | N
     if place is None:
         return distribution.read_text(name)
     try:
-        content = read_regular(
-            os.path.join(place, name), LARGEST.get(name, _LARGEST)
-        )  # a Path would take longer
+        # A Path would take longer.
+        content = read_regular(os.path.join(place, name), LARGEST.get(name, _LARGEST))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, OSError) as error:

@@ -187,9 +187,8 @@ def _guarded(
         STARTED_THREADS.get().update(dict.fromkeys(threads, provider))
         told.extend(words)
 
-    guarding = importlib.import_module(
-        "opgraft.plugins.guarding"
-    )  # with torch, which detection does without
+    # With torch, which detection does without.
+    guarding = importlib.import_module("opgraft.plugins.guarding")
     try:
         with guarding.Guard().watching(when, stays, keep):
             yield places

@@ -16,9 +16,8 @@ MOST_CONTAINERS = 1 << 15
 """Lists and objects of a body, at most. Python takes 100 times the memory of such text, and time to collect it."""
 
 _LARGE_BYTES = 1 << 16
-_PARSING = ThreadPoolExecutor(
-    1, "opgraft-json"
-)  # one alone, as none of them lets go of the interpreter while it parses
+# One alone, as none of them lets go of the interpreter while it parses.
+_PARSING = ThreadPoolExecutor(1, "opgraft-json")
 
 
 class BodyRoute(APIRoute):

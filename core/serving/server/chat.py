@@ -54,9 +54,8 @@ class Chat(Generating[ChatRequest]):
         if self.tools.forced is not None:
             return {"structured_output": {"json": self.tools.forced}}
         held = {} if self._held is None else {"structured_output": {"grammar": self._held}}
-        return (
-            held if self.tools.functions is None else {**held, "skip_special_tokens": False}
-        )  # some call by these
+        # Some call by these.
+        return held if self.tools.functions is None else {**held, "skip_special_tokens": False}
 
     def delta(
         self, index: int, output: RequestOutput, answer: CompletionOutput, news: News

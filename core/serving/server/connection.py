@@ -67,9 +67,8 @@ class Connection(HttpToolsProtocol):
             return
         super().data_received(data)
         if self._in_head and not self.transport.is_closing():
-            self._bytes += len(
-                data
-            )  # the parser keeps a header to itself until it has come to its end
+            # The parser keeps a header to itself until it has come to its end.
+            self._bytes += len(data)
             if self._too_large:
                 self.send_400_response("")
 

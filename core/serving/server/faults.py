@@ -61,9 +61,8 @@ def as_http_error(error: Exception) -> HTTPError:
         return HTTPError(
             503, "the engine has stopped: try again when the server is back", code="engine_stopped"
         )
-    if (
-        isinstance(error, HTTPException) and error.status_code == 400
-    ):  # FastAPI could not read the body
+    # FastAPI could not read the body.
+    if isinstance(error, HTTPException) and error.status_code == 400:
         return HTTPError(
             400, "the body is not valid JSON, or it is nested too deeply", code="invalid_json"
         )

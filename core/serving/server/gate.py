@@ -48,9 +48,8 @@ class Gate:
             self._expect_key(scope)
             with self._bodies.held() as hold:
                 body = await self._body(scope, receive, hold, flight)
-                if (
-                    scope["path"] in ADMITTED_PATHS
-                ):  # before any work on the body: who is refused costs little
+                # Before any work on the body: who is refused costs little.
+                if scope["path"] in ADMITTED_PATHS:
                     self._service.admission.take(passing.slot, 1, 0)
                 await self._pass(passing, body, receive, flight)
         except asyncio.CancelledError:
@@ -87,9 +86,8 @@ class Gate:
             return
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         given = _digest(key.strip().encode("latin-1"))  # the bytes as they were sent
-        matches = [
-            hmac.compare_digest(given, known) for known in self._keys
-        ]  # all, so that time tells nothing
+        # All, so that time tells nothing.
+        matches = [hmac.compare_digest(given, known) for known in self._keys]
         if scheme.lower() != "bearer" or not any(matches):
             raise HTTPError(
                 401,

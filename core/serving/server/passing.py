@@ -52,9 +52,8 @@ class Passing:
         given = Headers(scope=scope).get("x-request-id", "")
         if _REQUEST_ID.fullmatch(given):
             self.record["client_request_id"] = given
-        method = (
-            "GET" if scope["method"] == "HEAD" else scope["method"]
-        )  # uvicorn leaves the body out
+        # Uvicorn leaves the body out.
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
         self.scope = {
             **scope,
             "method": method,

@@ -15,11 +15,25 @@ from opgraft.serving.server.protocol import (
 )
 from opgraft.serving.server.service import Service
 
+# Fmt: skip.
 _AS_THEY_ARE = (
-    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "seed", "stop", "stop_token_ids", "bad_words", "min_tokens", "ignore_eos", "skip_special_tokens",
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "bad_words",
+    "min_tokens",
+    "ignore_eos",
+    "skip_special_tokens",
     "include_stop_str_in_output",
-)  # fmt: skip
+)
 """Fields that ``SamplingParams`` has by the same names."""
 
 _COMPLETION_TOKENS = 16
