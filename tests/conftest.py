@@ -19,6 +19,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+import torch
 from opgraft.plugins import discovery
 from opgraft.testing.isolation import isolated_host
 from support.slow_variants import mark_slow
@@ -119,6 +120,12 @@ def fresh_host(
     monkeypatch.setattr(discovery, "scan", scan_without_foreign_plugins)
     with isolated_host(forget_plugins=True):
         yield
+    # Later tests in this process would fail for it.
+    left = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    if left != (True, False):
+        torch.set_grad_enabled(True)
+        torch.inference_mode(False).__enter__()
+        pytest.fail(f"gradients are recorded: {left[0]}, inference mode: {left[1]}")
 
 
 class Site:
