@@ -170,7 +170,8 @@ PARALLELISM = StateValue[Parallelism](lambda: ALONE)
 
 def parallelism() -> Parallelism:
     """Return the layout and groups of this process; those of a single rank where none were set up."""
-    return PARALLELISM.get()
+    known = PARALLELISM.peek()
+    return ALONE if known is None else known
 
 
 def get_world_group() -> ParallelGroup:

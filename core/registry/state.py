@@ -375,12 +375,16 @@ class StateValue(Generic[Value]):
 
     def of(self, state: HostState) -> Value:
         """Return the value in a state."""
-        # Without the lock, as compiled code may read values, and as ``make`` may run code of others.
         if self._key not in state.values:
+            # Without the lock, as ``make`` may run code of others.
             made = self._make()
             with state.lock:
                 state.values.setdefault(self._key, made)
         return cast("Value", state.values[self._key])
+
+    def peek(self) -> Value | None:
+        """Return the value of this process, ``None`` before it is made. Compilers can trace it."""
+        return cast("Value | None", _STATE.values.get(self._key))
 
     def set(self, value: Value) -> None:
         """Replace the value of this process."""

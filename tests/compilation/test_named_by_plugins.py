@@ -19,7 +19,7 @@ def acme(module, example):
 TIMES_ONE = """
 import torch
 from opgraft import GraphPass
-from opgraft.compilation.graph_pass import Outcome
+from opgraft.compilation.graph_pass import PassOutcome
 
 class TimesOne(GraphPass):
     name = "acme_times_one"
@@ -28,7 +28,7 @@ class TimesOne(GraphPass):
         found = [n for n in module.graph.nodes if n.target is torch.ops.aten.mul.Tensor and n.args[1] == 1.0]
         for node in found:
             node.replace_all_uses_with(node.args[0])
-        return Outcome(len(found), len(found))
+        return PassOutcome(len(found), len(found))
 """
 NAMES = "CompilationConfig({}cache=True, user_passes=['acme_passes:TimesOne'])"
 HOOK = f"""

@@ -202,7 +202,8 @@ def test_a_step_is_tried_if_it_may_take_much(
 
 def test_what_the_largest_step_leaves_behind(open_llm: Callable[..., LLM]) -> None:
     """Nothing: the runner knows no sequence, and the cache is the engine's."""
-    runner = open_llm(max_model_len=64).engine.core.executor.worker.runner
+    llm = open_llm(max_model_len=64)  # which ends its engine when nobody has it
+    runner = llm.engine.core.executor.worker.runner
     assert len(runner.batch) == len(runner.sampling._all) == 0
     assert not any(module._forward_hooks for module in runner.model.modules())
 
