@@ -39,7 +39,7 @@ SPECS = (
     OpSpec(
         functional.softsign,
         reference=lambda x: torch.where(x < 0, x / (1 - x), x / (1 + x)),
-        module=_op(ops.Softsign),
+        module=_activation_op(ops.Softsign),
         outside=(Outside("torch.nn.functional.softsign", lambda x: F.softsign(x)),),
         **PLAIN,
     ),
