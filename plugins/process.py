@@ -84,6 +84,12 @@ AT_EVERY_LOAD: tuple[Aspect, ...] = (
         python.types_of,
         very_same,
     ),
+    value(
+        "the hooks that torch calls for every module",
+        intervening.hooks_of_every_module,
+        intervening.set_hooks_of_every_module,
+        of_torch.number_of_hooks,
+    ),
     value("the number of threads", torch.get_num_threads, torch.set_num_threads),
     value("whether gradients are recorded", torch.is_grad_enabled, torch.set_grad_enabled),
     value("the inference mode", torch.is_inference_mode_enabled, of_torch.set_inference_mode),
@@ -173,12 +179,6 @@ THOROUGH: tuple[Aspect, ...] = (
         torch.set_num_interop_threads,
     ),
     *of_torch.ways_of_attention(),
-    value(
-        "the hooks that torch calls for every module",
-        intervening.hooks_of_every_module,
-        intervening.set_hooks_of_every_module,
-        of_torch.number_of_hooks,
-    ),
     Row(
         "the kernel of torch's operator",
         of_torch.kernels,

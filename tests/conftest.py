@@ -20,6 +20,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from opgraft.compat import intervening
 from opgraft.plugins import discovery
 from opgraft.testing.isolation import isolated_host
 from support.slow_variants import mark_slow
@@ -121,11 +122,15 @@ def fresh_host(
     with isolated_host(forget_plugins=True):
         yield
     # Later tests in this process would fail for it.
-    left = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    if left != (True, False):
+    hooks = intervening.hooks_of_every_module()
+    left = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), any(hooks)
+    if left != (True, False, False):
         torch.set_grad_enabled(True)
         torch.inference_mode(False).__enter__()
-        pytest.fail(f"gradients are recorded: {left[0]}, inference mode: {left[1]}")
+        intervening.set_hooks_of_every_module([{} for _ in hooks])
+        pytest.fail(
+            f"gradients are recorded: {left[0]}, inference mode: {left[1]}, hooks of every module: {hooks}"
+        )
 
 
 class Site:

@@ -80,6 +80,9 @@ AT_EVERY_LOAD = {
     "sys.meta_path.append(type('Finder', (), {'find_spec': lambda *_: 1 / 0})())": (
         "sys.meta_path <acme"
     ),
+    "torch.nn.modules.module.register_module_forward_hook(lambda *_: None)": (
+        "the hooks that torch calls for every module from 0 to 1 while"
+    ),
 }
 """Source of a plugin, and what each load of plugins says of it; each is set back."""
 
@@ -92,9 +95,6 @@ THOROUGH = {
     "threading.excepthook = print": "threading.excepthook from ",
     "gc.set_threshold(7)": "the thresholds of the garbage collector from ",
     "multiprocessing.set_start_method('spawn', force=True)": "the start method of processes from ",
-    "torch.nn.modules.module.register_module_forward_hook(lambda *_: None)": (
-        "the hooks that torch calls for every module from 0 to 1 while"
-    ),
     "torch.backends.cuda.enable_math_sdp(False)": "whether attention may be computed by math from True to False while",
     "sys.settrace(lambda *_: None)": "what traces the functions of this thread from None to ",
     "threading.setprofile(lambda *_: None)": "what profiles the functions of new threads from None to ",
