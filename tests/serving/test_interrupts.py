@@ -42,8 +42,19 @@ def command(*words):
     sys.argv[1:] = [*words, "--cache.num_blocks=100", "--load.progress=false", *limits]
     main()
 
+def tell_of_the_first():
+    from opgraft.serving.llm import LLM
+    leave = LLM._leave_and_wait
+
+    def told(self, *arguments):
+        print("noted", file=sys.stderr, flush=True)
+        return leave(self, *arguments)
+
+    LLM._leave_and_wait = told
+
 what, model, slow, seconds = sys.argv[1:]
 slowly(slow, float(seconds))
+tell_of_the_first()
 if what == "generate":
     generate(model)
 elif what == "run":
@@ -71,7 +82,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Process:
-    """A process that says ``now`` when it is where it is to be interrupted."""
+    """A process that says ``now`` where the test interrupts, and ``noted`` once it waits for the end of the step."""
 
     def __init__(self, python: str, *words: str) -> None:
         self.process = subprocess.Popen(
@@ -83,10 +94,10 @@ class Process:
             self.process.stdin.write("the cat\n")
             self.process.stdin.flush()
 
-    def wait_for_now(self) -> None:
+    def wait_for(self, word: str) -> None:
         assert self.process.stderr is not None
         lines = []
-        while (line := self.process.stderr.readline()) != "now\n":
+        while (line := self.process.stderr.readline()) != f"{word}\n":
             lines.append(line)
             assert line, "".join(lines)
 
@@ -108,9 +119,10 @@ def interrupted(request: pytest.FixtureRequest, model: Path, warm_python: str) -
 @pytest.mark.parametrize("interrupted", ways("execute", "600", short="run"), indirect=True)
 def test_a_second_interrupt_ends_at_once(interrupted: Process) -> None:
     """The first waits for the end of the step, which does not come; the second does not wait."""
-    interrupted.wait_for_now()
+    interrupted.wait_for("now")
     interrupted.interrupt()
-    time.sleep(2)
+    interrupted.wait_for("noted")  # two signals at once would be one
+    time.sleep(0.5)
     assert interrupted.process.poll() is None
     interrupted.interrupt()
     _, errors = interrupted.process.communicate(timeout=300)
@@ -120,7 +132,7 @@ def test_a_second_interrupt_ends_at_once(interrupted: Process) -> None:
 @pytest.mark.parametrize("interrupted", ways("load_model", "600", short="chat"), indirect=True)
 def test_an_interrupt_ends_the_loading(interrupted: Process) -> None:
     """There is nothing to keep while a model is loaded: one interrupt is enough."""
-    interrupted.wait_for_now()
+    interrupted.wait_for("now")
     interrupted.interrupt()
     _, errors = interrupted.process.communicate(timeout=60)
     assert interrupted.process.returncode in ENDED_BY_INTERRUPT, errors
@@ -129,7 +141,7 @@ def test_an_interrupt_ends_the_loading(interrupted: Process) -> None:
 @pytest.mark.parametrize("interrupted", ways("execute", "3", short="generate"), indirect=True)
 def test_a_first_interrupt_ends_after_the_step(interrupted: Process) -> None:
     """A prompt in chunks gives no token for many steps: nothing more of it is computed than the step that runs."""
-    interrupted.wait_for_now()
+    interrupted.wait_for("now")
     interrupted.interrupt()
     _, errors = interrupted.process.communicate(timeout=60)
     assert "now\n" not in errors
