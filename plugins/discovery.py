@@ -216,6 +216,12 @@ def discover() -> Discovery:
         return _DISCOVERY.of(state)
 
 
+def is_built_in(platform: str) -> bool:
+    """Return True if the platform of a name is one of opgraft's own."""
+    offers = discover().of_group(PLATFORM_GROUP)
+    return any(offer.built_in for offer in offers if offer.name == platform)
+
+
 def names_of(plugin: str) -> tuple[str, list[str], list[str]]:
     """Return the distribution of a name, with plugins and platforms.
 

@@ -25,6 +25,9 @@ from opgraft.registry.op_classes import (
 SWITCH = "OPGRAFT_CUSTOM_OPS or compilation_config.custom_ops (+op, -op)"
 """The ways to enable or disable an op, where no scope and no class says otherwise."""
 
+IN_TREE = "forward_oot of a class in the tree runs on out-of-tree platforms only"
+"""The reason why a built-in platform passes over the kernel."""
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -92,8 +95,12 @@ class Kernel:
 class KernelChoice:
     """The method of ``cls`` that becomes ``forward``.
 
-    ``found`` holds every definition that can run, the winner first; ``missing`` those that cannot, and why. ``switch``
-    says how to enable or disable the op. ``left_to_compiler``: it is disabled only so that a compiler may fuse it.
+    Attributes:
+        found: the definitions that can run, the winner first.
+        missing: the definitions that cannot run, each with the reason.
+        switch: the setting that enables or disables the op.
+        left_to_compiler: the op is disabled only so that a compiler may fuse it.
+        idle_oot: the classes in the tree with a ``forward_oot`` that does not run here.
     """
 
     cls: type
@@ -104,6 +111,7 @@ class KernelChoice:
     enabled_because: str
     switch: str = SWITCH
     left_to_compiler: bool = False
+    idle_oot: frozenset[type] = frozenset()
 
     @property
     def winner(self) -> Kernel:
@@ -197,31 +205,52 @@ def choose_kernel(
     enabled_because: str,
     target: type | None = None,
     switch: str = SWITCH,
+    idle_oot: frozenset[type] = frozenset(),
 ) -> KernelChoice:
     """Choose the method of ``cls`` that becomes ``forward``: the most derived definition wins.
 
-    The MRO is walked from ``cls`` up to the base of all ops. The first class that itself defines ``forward``, or a
-    ``forward_<key>`` for a key of ``chain`` (in the chain's order within that class), decides. Where the op is
-    disabled only ``forward_native`` and ``forward`` count, and of the classes that replace ``target`` only
-    ``forward_native``: a layer's own ``forward`` stays, a replacement's is switched off.
+    The MRO is walked from ``cls`` up to the base of all ops. The first class that itself defines
+    ``forward``, or a ``forward_<key>`` for a key of ``chain`` (in the chain's order), decides. A
+    disabled op runs ``forward_native`` or ``forward``; the classes that replace ``target`` count
+    with ``forward_native`` alone. ``forward_oot`` of the classes ``idle_oot`` does not count.
 
     Raises:
         MissingKernelError: no class defines any of them.
     """
     defined = declared_kernels(cls, chain)
-    missing = [(kernel, reason) for kernel in defined if (reason := kernel.missing())]
-    found = [kernel for kernel in defined if kernel not in dict(missing)]
+    missing: dict[Kernel, str] = {}
+    for kernel in defined:
+        reason = objection_to_kernel(kernel, idle_oot)
+        if reason:
+            missing[kernel] = reason
+    found = [kernel for kernel in defined if kernel not in missing]
     # Sorted, not filtered: the decision shows the kernels that do not run, too.
     if not enabled:
         # Stable: the class order stays.
         found.sort(key=lambda kernel: not _runs_disabled(kernel, target or cls))
     if not found:
-        lacking = "".join(f" {kernel} cannot run here: {why}." for kernel, why in missing)
+        lacking = "".join(f" {kernel} cannot run here: {why}." for kernel, why in missing.items())
         raise MissingKernelError(
             f"{cls.__qualname__} at {location_of(cls)} defines neither forward nor a kernel for any key of the "
             f"dispatch chain {chain} that can run here.{lacking} Define forward_native, which every platform can run"
         )
-    return KernelChoice(cls, chain, tuple(found), tuple(missing), enabled, enabled_because, switch)
+    return KernelChoice(
+        cls,
+        chain,
+        tuple(found),
+        tuple(missing.items()),
+        enabled,
+        enabled_because,
+        switch,
+        idle_oot=idle_oot,
+    )
+
+
+def objection_to_kernel(kernel: Kernel, idle_oot: frozenset[type]) -> str | None:
+    """Return the reason why a kernel of the chain cannot run here, or ``None``."""
+    if kernel.key == "oot" and kernel.owner in idle_oot:
+        return IN_TREE
+    return kernel.missing()
 
 
 def declared_kernels(cls: type, chain: tuple[str, ...]) -> list[Kernel]:
@@ -245,17 +274,15 @@ OWN_FORWARD = "_own_forward"
 """The attribute in which a specialisation keeps the ``forward`` that its op class defines."""
 
 
-def continuations(cls: type, chain: tuple[str, ...], enabled: bool) -> dict[str, str | None]:
-    """Return, for each method of the base class, the method to call instead; ``None`` where there is none.
+def continuations(choice: KernelChoice) -> dict[str, str | None]:
+    """Return the method to call instead of each method of the base class, or ``None``.
 
-    ``forward_<key>`` calls the next one in the chain after ``key``; ``native``, where the key is not in the chain. It
-    ends, where there is no native definition, with the class's own ``forward``. ``forward`` is the most derived kernel,
-    of a disabled op the native one.
+    ``forward_<key>`` calls the next one in the chain after ``key``. A key outside the chain calls
+    the native definition. Without a native definition, the class's own ``forward`` comes last.
+    ``forward`` is the most derived kernel, of a disabled op the native one.
     """
-    defined = [
-        {k.method for k in _kernels(base, kernel_methods()) if not k.missing()}
-        for base in own_classes(cls)
-    ]
+    chain = choice.chain
+    defined = [_usable_methods(base, choice) for base in own_classes(choice.cls)]
     methods = [f"forward_{key}" for key in chain]
 
     def first(names: Sequence[str], scopes: Sequence[set[str]]) -> str | None:
@@ -266,12 +293,17 @@ def continuations(cls: type, chain: tuple[str, ...], enabled: bool) -> dict[str,
         return None
 
     last = OWN_FORWARD if any("forward" in scope for scope in defined) else None
-    further = {"forward": first(methods if enabled else ["forward_native"], defined)}
+    further = {"forward": first(methods if choice.enabled else ["forward_native"], defined)}
     for key in DISPATCH_KEYS:
         # A key that is not in this chain is another device's: after it comes what runs everywhere.
         rest = methods[chain.index(key) + 1 :] if key in chain else ["forward_native"]
         further[f"forward_{key}"] = first(rest, [set().union(*defined)]) or last
     return further
+
+
+def _usable_methods(base: type, choice: KernelChoice) -> set[str]:
+    kernels = _kernels(base, kernel_methods())
+    return {each.method for each in kernels if not objection_to_kernel(each, choice.idle_oot)}
 
 
 def method_of(raw: Any) -> Callable[..., Any]:

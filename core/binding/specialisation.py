@@ -15,6 +15,7 @@ from typing import Any
 
 from opgraft.base.text import described, printable
 from opgraft.binding.derivation import prepare
+from opgraft.binding.in_tree import idle_oot_classes
 from opgraft.binding.kernels import (
     OWN_FORWARD,
     SWITCH,
@@ -184,7 +185,8 @@ def _decide_exact(target: type, cls: type) -> Binding:
     rows = (*others, (declared, None))
     kept = replace(choice, rows=rows, winner=declared)
     because = f"{why}; {constructor} keeps it from becoming a {choice.cls.__qualname__}"
-    kernel = choose_kernel(cls, now.kernel.chain, False, because, target)
+    idle = _idle_oot(kept)
+    kernel = choose_kernel(cls, now.kernel.chain, False, because, target, idle_oot=idle)
     made = specialise(kernel)
     return replace(now, replacement=kept, kernel=kernel, specialisation=made)
 
@@ -237,7 +239,13 @@ def enforced(binding: Binding) -> Binding:
     choice = binding.replacement
     because = "enforce_enable=True"
     kernel = choose_kernel(
-        choice.cls, binding.kernel.chain, True, because, choice.target, "enforce_enable"
+        choice.cls,
+        binding.kernel.chain,
+        True,
+        because,
+        choice.target,
+        "enforce_enable",
+        binding.kernel.idle_oot,
     )
     kernel = _shadowed(choice, kernel, host_state().settings())
     return Binding(
@@ -292,10 +300,21 @@ def _native(choice: ReplacementChoice, kernel: KernelChoice) -> Kernel:
     The definition of a replacement goes first, since the replacement may hold its weights in a layout
     of its own. If that is the kernel itself, the definition of the target is returned.
     """
-    native = choose_kernel(kernel.cls, kernel.chain, False, "", choice.target).winner
+    native = _disabled(kernel.cls, choice, kernel).winner
     if native == kernel.winner:
-        native = choose_kernel(choice.target, kernel.chain, False, "", choice.target).winner
+        native = _disabled(choice.target, choice, kernel).winner
     return native
+
+
+def _disabled(cls: type, choice: ReplacementChoice, kernel: KernelChoice) -> KernelChoice:
+    return choose_kernel(cls, kernel.chain, False, "", choice.target, idle_oot=kernel.idle_oot)
+
+
+def _idle_oot(choice: ReplacementChoice) -> frozenset[type]:
+    declared = host_state().registry.replacements
+    # An op that was saved elsewhere may belong to a replacement that nothing declares here.
+    replacements = [*declared, choice.winner] if choice.winner else declared
+    return idle_oot_classes(choice.cls, selected_platform().platform.name, replacements)
 
 
 def native_of(binding: Binding) -> Kernel | None:
@@ -321,7 +340,7 @@ def watched(binding: Binding, shadow: Shadow) -> Binding:
     kernel = binding.kernel
     winner = replace(kernel.winner, shadow=shadow)
     kernel = replace(kernel, found=(winner, *kernel.found[1:]))
-    further = continuations(kernel.cls, kernel.chain, kernel.enabled)
+    further = continuations(kernel)
     made = _specialisation(kernel.cls, kernel.winner, further)
     return replace(binding, kernel=kernel, specialisation=made)
 
@@ -358,21 +377,18 @@ def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
     check_names(settings, state.registry)
     check_loaded_with(settings, state)
     settings, measured = follow(cls, name, settings, active)
-    own = discover().provider_of(cls.__module__)
     if only is None:
+        own = discover().provider_of(cls.__module__)
         kin = kin_of(cls, active)
         choice = choose_replacement(
             cls, name, own, active, selection.platform, settings, kin, absence_of
         )
     else:
-        # An existing op keeps its class, whatever providers asks for.
-        rows = tuple((replacement, None) for replacement in only)
-        winner = only[0] if only else None
-        choice = ReplacementChoice(cls, own, name, rows, winner)
+        choice = _kept_class(cls, name, only)
     enabled, because, switch = _enabled(choice, settings)
-    kernel = choose_kernel(
-        choice.cls, effective_chain(selection.platform), enabled, because, cls, switch
-    )
+    chain = effective_chain(selection.platform)
+    idle = _idle_oot(choice)
+    kernel = choose_kernel(choice.cls, chain, enabled, because, cls, switch, idle)
     _report_broken_checks(kernel)
     kernel = _shadowed(
         choice, replace(kernel, left_to_compiler=_left(choice, kernel, settings)), settings
@@ -387,6 +403,14 @@ def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
         decision = binding.decision
         logger.debug("%s", decision.summary(), extra=decision.attributes())
     return binding
+
+
+def _kept_class(cls: type, name: str | None, only: list[Replacement]) -> ReplacementChoice:
+    """Return the choice for an existing op: its class, whatever ``providers`` asks for."""
+    own = discover().provider_of(cls.__module__)
+    rows = tuple((replacement, None) for replacement in only)
+    winner = only[0] if only else None
+    return ReplacementChoice(cls, own, name, rows, winner)
 
 
 def _report_broken_checks(kernel: KernelChoice) -> None:
@@ -444,7 +468,8 @@ def specialise(choice: KernelChoice) -> Any:
     """Make the subclass of the op class whose ``forward`` is the chosen kernel: one per choice, kept with the class."""
     op_class, kernel = choice.cls, choice.winner
     # All that a specialisation depends on: a method that a plugin has replaced for a while may have been bound, too.
-    key = (kernel, id(kernel.definition), choice.chain, choice.enabled, kernel.shadow)
+    definition = id(kernel.definition)
+    key = (kernel, definition, choice.chain, choice.enabled, kernel.shadow, choice.idle_oot)
     with host_state().lock:
         # vars(), as getattr() would find the specialisations of a base class.
         cache = vars(op_class).get(_CACHE)
@@ -452,7 +477,7 @@ def specialise(choice: KernelChoice) -> Any:
             cache = {}
             setattr(op_class, _CACHE, cache)
         if key not in cache:
-            further = continuations(op_class, choice.chain, choice.enabled)
+            further = continuations(choice)
             cache[key] = _specialisation(op_class, kernel, further)
         return cache[key]
 

@@ -15,6 +15,7 @@ from opgraft import functional
 from opgraft.base.text import described
 from opgraft.binding.custom_op import PluggableLayer
 from opgraft.binding.functional import FUNCTIONALS, Functional, binding_of
+from opgraft.binding.in_tree import idle_oot_classes
 from opgraft.binding.kernels import declared_kernels
 from opgraft.binding.names import kin_of, op_name_of
 from opgraft.binding.pluggable_class import PluggableClass, choose_class
@@ -124,7 +125,7 @@ def kernel_keys(
     for each in platforms:
         keys[each.name] = None
         if each.platform:
-            keys[each.name] = _key(cls, each.platform, each.chain, known, settings)
+            keys[each.name] = _key(cls, each, each.platform, known, settings)
     return keys
 
 
@@ -154,8 +155,8 @@ def keys_in_words(keys: dict[str, str | None]) -> str:
 
 def _key(
     cls: type,
+    declared: DeclaredPlatform,
     platform: Platform,
-    chain: tuple[str, ...],
     replacements: Sequence[Replacement],
     settings: Settings,
 ) -> str | None:
@@ -169,9 +170,13 @@ def _key(
     except (ConflictError, ConfigError):
         # A ConfigError: providers asks for a replacement of another platform.
         return CONFLICT
+    # A platform that was not constructed may have no name of its own.
+    idle = idle_oot_classes(choice.cls, declared.name, replacements)
     # The most derived kernel of the chain comes first.
-    kernels = declared_kernels(choice.cls, chain)
-    return kernels[0].key if kernels else None
+    for kernel in declared_kernels(choice.cls, declared.chain):
+        if kernel.key != "oot" or kernel.owner not in idle:
+            return kernel.key
+    return None
 
 
 def functionals_of(cls: type) -> list[Functional[..., Any]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import opgraft
 import pytest
 import torch
@@ -19,6 +22,7 @@ from opgraft.ops import Linear
 from opgraft.platform import cpu_features, effective_chain
 from opgraft.platforms.cpu.platform import CpuPlatform
 from opgraft.registry.decision import Candidate, Decision, Provider
+from opgraft.testing.inventory import declared_platforms, kernel_keys
 
 CPU = ("oot", "cpu", "native")
 CUDA = ("oot", "cuda", "native")
@@ -200,6 +204,60 @@ def test_switching_an_op_off_switches_its_replacement_off(scale, tokens: list[st
         assert scale()(torch.ones(4)).sum() == 0
 
 
+PASSED_OVER = "forward_oot of a class in the tree runs on out-of-tree platforms only"
+
+
+def _both(cls: type, name: str) -> type:
+    """Derive a class with kernels that return their own key."""
+    members = {f"forward_{key}": _returning(key) for key in ("oot", "cpu", "native")}
+    return type(name, (cls,), members)
+
+
+def _returning(text: str) -> Callable[[Any, object], str]:
+    return lambda self, x: text
+
+
+def test_a_class_in_the_tree_runs_forward_oot_on_out_of_tree_platforms_only() -> None:
+    """On the built-in cpu, forward_cpu runs for a registered class and for a subclass. The decision tells why."""
+    op = CustomOp.register("in_tree")(_both(CustomOp, "InTree"))
+    derived = _both(op, "Derived")
+    for cls in (op, derived):
+        made = cls()
+        assert made(0) == "cpu"
+        rejected = {each.name: each.reason for each in made.decision.candidates}
+        assert rejected[f"{cls.__qualname__}.forward_oot"] == PASSED_OVER
+        assert cls(enforce_enable=True)(0) == "cpu"
+        assert kernel_keys(cls, declared_platforms())["cpu"] == "cpu"
+
+
+def test_forward_oot_of_a_replacement_comes_first_on_every_platform() -> None:
+    """A replacement, a mixin of a replacement and a subclass of a replacement are out of the tree."""
+    op = CustomOp.register("replaced")(_both(CustomOp, "Replaced"))
+    mixin = type("Mixin", (), {"forward_oot": _returning("mixin")})
+    mixed = type("Mixed", (mixin, op), {})
+    fast = _both(op, "Fast")
+    faster = type("Faster", (fast,), {"forward_oot": _returning("faster")})
+    expected = {mixed: "mixin", fast: "oot"}
+    for replacement, result in expected.items():
+        op.register_oot(replacement)
+        assert op()(0) == result, replacement
+        if replacement is fast:
+            assert (fast()(0), faster()(0)) == ("oot", "faster")
+        CustomOp.unregister_oot(replacement)
+
+
+def test_the_next_kernel_of_a_class_in_the_tree_is_not_its_forward_oot() -> None:
+    """A replacement without kernels goes on to forward_cpu of the target, not to forward_oot."""
+    op = CustomOp.register("followed")(_both(CustomOp, "Followed"))
+
+    @op.register_oot
+    class Wrapping(op):
+        def forward(self, x: object) -> tuple[str, Any]:
+            return "wrapped", super().forward(x)
+
+    assert op()(0) == ("wrapped", "cpu")
+
+
 def test_enforce_enable_holds_for_one_object(scale) -> None:
     """enforce_enable=True enables that instance whatever the settings say, and the decision says so."""
     with set_config(OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["none"]))):
@@ -267,6 +325,17 @@ def test_kernels_for_cpus_run_on_a_plugins_platform(site, inherits: bool) -> Non
     assert cpu_features(current_platform()) == (
         CpuPlatform().capability().features if inherits else ()
     )
+
+
+def test_a_plugins_platform_runs_forward_oot_of_a_class_in_the_tree(site) -> None:
+    """On an out-of-tree platform forward_oot comes first, for a replacement and for a class in the tree."""
+    op = CustomOp.register("on_chip")(_both(CustomOp, "OnChip"))
+    opgraft.reset()
+    source = CHIP.format(inherits=True)
+    site.platform("chip", probe="return Evidence(True, 'here')", platform=source)
+    assert op()(0) == "oot"
+    keys = kernel_keys(op, declared_platforms())
+    assert (keys["chip"], keys["cpu"], keys["cuda"]) == ("oot", "cpu", "native")
 
 
 def test_default_on_is_what_holds_for_ops_that_no_setting_names() -> None:
