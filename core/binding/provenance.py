@@ -74,11 +74,10 @@ class Provenance:
 
 
 def explain_exception(error: BaseException) -> Provenance | None:
-    """Name the op that raised, its provider with the version, the line, and the setting that switches it off.
+    """Name the op that raised, its provider with the version, the line, and the setting without the kernel.
 
-    All of it is read from the traceback, or that of the exception's cause. Of nested ops the innermost is named;
-    outside of ops, the plugin whose code ran last. ``None`` where neither ran, as in compiled code, which is its
-    compiler's.
+    The traceback of the exception is read, or the traceback of its cause. Of nested ops the innermost is named.
+    Outside of ops the plugin with the last code is named. The result is ``None`` if neither ran, as in compiled code.
     """
     if isinstance(error, PluginError) and error.location:  # the message says all
         return None
@@ -103,12 +102,33 @@ def exits_as_errors() -> Iterator[None]:
         try:
             yield
         except (SystemExit, KeyboardInterrupt) as error:
-            if interrupted() or _by_signal(error):
+            own = None if interrupted() else exit_of_plugin(error)
+            if own is None:
                 raise
-            told = explain_exception(error)
-            if told is None or not told.of_plugin:
-                raise
-            raise PluginError(f"{described(error)}, {told}", told.location) from error
+            raise own from error
+
+
+def exit_of_plugin(error: SystemExit | KeyboardInterrupt) -> PluginError | None:
+    """Return an error about a plugin that raised an exit; None for other code and for signals."""
+    if _by_signal(error):
+        return None
+    told = explain_exception(error)
+    if told is None or not told.of_plugin:
+        return None
+    return PluginError(f"{described(error)}, {told}", told.location)
+
+
+def own_words(error: Exception) -> str:
+    """Describe the exception of a kernel; of an exit turned into an error, the exit."""
+    return described(exit_behind(error) or error)
+
+
+def exit_behind(error: BaseException) -> SystemExit | KeyboardInterrupt | None:
+    """Return the exit that ``exits_as_errors`` turned into this error, or None."""
+    cause = error.__cause__
+    if isinstance(error, PluginError) and isinstance(cause, SystemExit | KeyboardInterrupt):
+        return cause
+    return None
 
 
 def _by_signal(error: BaseException) -> bool:
@@ -184,7 +204,7 @@ def _of_op(places: list[Place]) -> Provenance | None:
 
 
 def _ran(frame: FrameType) -> Binding | FormChoice | None:
-    """Return what the op or the functional form runs that a frame is a method of."""
+    """Return the choice of the op or the functional form with this frame as a method."""
     code = frame.f_code
     if not code.co_argcount:
         return None

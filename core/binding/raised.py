@@ -6,6 +6,8 @@ import importlib
 import sys
 from typing import Any
 
+from opgraft.errors import PluginError
+
 _OPS = "opgraft.binding.functional"
 
 
@@ -14,3 +16,12 @@ def provenance_of(error: BaseException) -> Any:
     if _OPS not in sys.modules:
         return None
     return importlib.import_module("opgraft.binding.provenance").explain_exception(error)
+
+
+def exit_of_plugin(error: SystemExit) -> PluginError | None:
+    """Return an error about a plugin that raised an exit; None for other code and for signals."""
+    if _OPS not in sys.modules:
+        return None
+    provenance = importlib.import_module("opgraft.binding.provenance")
+    own: PluginError | None = provenance.exit_of_plugin(error)
+    return own

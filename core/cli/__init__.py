@@ -50,6 +50,8 @@ _COMMANDS = {
 
 
 _TRACEBACK = "--traceback"
+_WORD = "error: "
+_CLICKS_WORD = "Error: "
 
 
 @click.group(
@@ -106,7 +108,7 @@ def _run(arguments: Sequence[str]) -> int:
     """
     shows_all, arguments = _takes_traceback(arguments)
     try:
-        code = cli.main(arguments, prog_name="opgraft", standalone_mode=False)
+        code = _called(arguments)
     except BrokenPipeError:  # help whose reader has gone
         _output().discard_stdout()
         return 0
@@ -120,16 +122,43 @@ def _run(arguments: Sequence[str]) -> int:
         if "--json" in arguments:
             _output().print_error(failure, told)
         if isinstance(failure, click.ClickException):
-            failure.show()
+            _show(failure)
             return failure.exit_code
         if shows_all or not isinstance(failure, OpgraftError):
             _output().print_traceback(error)
         if isinstance(failure, OpgraftError):
-            click.echo(f"error: {failure}", err=True)
+            click.echo(f"{_WORD}{failure}", err=True)
         if told is not None and failure is error:
             click.echo(str(told), err=True)
         return failure.exit_code if isinstance(failure, OpgraftError) else 1
     return code if isinstance(code, int) else 0
+
+
+def _called(arguments: Sequence[str]) -> object:
+    """Call the command; returns its result.
+
+    Raises:
+        PluginError: the code of a plugin raised ``SystemExit``.
+    """
+    try:
+        return cli.main(arguments, prog_name="opgraft", standalone_mode=False)
+    except SystemExit as error:
+        own = importlib.import_module("opgraft.binding.raised").exit_of_plugin(error)
+        if own is None:
+            raise
+        raise own from error
+
+
+def _show(error: click.ClickException) -> None:
+    """Print an error of the command line as click does, but with the word of opgraft's errors."""
+    printed = io.StringIO()
+    error.show(printed)
+    lines = printed.getvalue().splitlines()
+    for number, line in enumerate(lines):
+        if line.startswith(_CLICKS_WORD):
+            lines[number] = line.replace(_CLICKS_WORD, _WORD, 1)
+            break
+    click.echo("\n".join(lines), err=True)
 
 
 def _takes_traceback(arguments: Sequence[str]) -> tuple[bool, list[str]]:

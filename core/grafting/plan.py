@@ -15,7 +15,7 @@ from opgraft.base.text import described
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.marks import fallback_of
 from opgraft.binding.names import op_name_of
-from opgraft.binding.provenance import explain_exception
+from opgraft.binding.provenance import exit_behind, exits_as_errors, explain_exception
 from opgraft.errors import GraftError, OpgraftError
 from opgraft.grafting.adapters import CALL_ADAPTERS, builtin_adapters
 from opgraft.grafting.attention import is_attention
@@ -371,11 +371,13 @@ class _Planner:
             GraftError: instead, in strict mode.
         """
         try:
-            yield
-        except (LeaveAlone, passed):
-            raise
+            with exits_as_errors():
+                yield
         except (Exception, SystemExit) as error:
-            reason = _blamed(source, error)
+            ended = exit_behind(error)
+            if ended is None and isinstance(error, LeaveAlone | passed):
+                raise
+            reason = _blamed(source, ended or error)
             if self.strict:
                 raise GraftError(
                     f"strict mode: {reason}. OPGRAFT_STRICT=0 leaves such modules as they are."

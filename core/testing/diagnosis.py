@@ -15,7 +15,7 @@ from opgraft.binding.idle_plugins import IdlePlugin, idle_plugins
 from opgraft.binding.kernels import Kernel, KernelChoice, declared_kernels
 from opgraft.binding.marks import CHECK_RAISED, SWITCH_RAISED
 from opgraft.binding.pluggable_class import PluggableClass
-from opgraft.binding.provenance import exits_as_errors
+from opgraft.binding.provenance import exits_as_errors, own_words
 from opgraft.binding.specialisation import Binding, bind
 from opgraft.errors import ConfigError, ConflictError, OpgraftError, PluginError, close_matches
 from opgraft.ops.spec import Arguments, OpSpec, tensors
@@ -368,7 +368,7 @@ def _wrong_results(spec: OpSpec, kernel: Kernel) -> Iterator[str]:
                     with exits_as_errors():
                         found = checks.results_of(spec, call, arguments)
                 except Exception as error:  # the kernel's own
-                    yield f"raised {_own_words(error)} {inputs}"
+                    yield f"raised {own_words(error)} {inputs}"
                     continue
             for name in _written(before, arguments):
                 yield f"writes into its argument {name!r}, which the op leaves alone, {inputs}"
@@ -401,15 +401,6 @@ def _bytes_of(x: Tensor) -> Tensor:
 def _small(spec: OpSpec, dtype: torch.dtype) -> Arguments:
     """Draw small arguments of a form in its first variant."""
     return checks.small_arguments(spec, next(iter(spec.variants)), dtype)
-
-
-def _own_words(error: Exception) -> str:
-    """Describe the exception of a kernel; an exit that became an error is described as the exit."""
-    cause = error.__cause__
-    is_exit = isinstance(cause, SystemExit | KeyboardInterrupt)
-    if isinstance(error, PluginError) and cause is not None and is_exit:
-        return described(cause)
-    return described(error)
 
 
 def lost_gradients() -> Iterator[Finding]:
@@ -460,7 +451,7 @@ def _lost(spec: OpSpec, kernel: Kernel) -> Iterator[str]:
                 # wrong_results() tells of a kernel that raises in any case.
                 if not _raises(call, arguments):
                     yield (
-                        f"raised {_own_words(error)} for float32 inputs of {spec.functional.name} "
+                        f"raised {own_words(error)} for float32 inputs of {spec.functional.name} "
                         "that require a gradient"
                     )
                 continue

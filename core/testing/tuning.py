@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from opgraft.base.text import described
 from opgraft.binding.measurements import (
     MARGIN,
     LeftOut,
@@ -23,6 +22,7 @@ from opgraft.binding.measurements import (
     versions_here,
 )
 from opgraft.binding.names import op_name_of
+from opgraft.binding.provenance import exits_as_errors, own_words
 from opgraft.binding.specialisation import Binding, bind
 from opgraft.config import CompilationConfig, OpgraftConfig, set_config
 from opgraft.errors import ConflictError, InputError, close_matches
@@ -253,9 +253,10 @@ class _Candidate:
         if self.fault:
             return
         try:
-            fault = step()
+            with exits_as_errors():
+                fault = step()
         except Exception as error:  # a kernel of others
-            fault = f"it raised {described(error)}"
+            fault = f"it raised {own_words(error)}"
         if fault:
             self.fault = f"at {case} {fault}"
 

@@ -27,6 +27,7 @@ from opgraft.binding.comparison import (
 )
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.names import op_name_of
+from opgraft.binding.provenance import exits_as_errors, own_words
 from opgraft.errors import InputError
 from opgraft.logger import logger
 from opgraft.ops.attention.batch import AttentionBatch, attending
@@ -120,10 +121,10 @@ class Call:
         taken = tensors_within((self.args, self.kwargs))
         before = [value.clone() for value in taken]
         try:
-            with _attending(self.batch):
+            with _attending(self.batch), exits_as_errors():
                 results = tensors_within(self.module(*self.args, **self.kwargs))
         except Exception as error:  # the kernel's own
-            return Differences(None, (f"it raised {described(error)}",))
+            return Differences(None, (f"it raised {own_words(error)}",))
         found = [("its result", each) for each in results]
         for former, after in zip(before, taken, strict=True):
             if not same(former, after):
@@ -252,7 +253,7 @@ def _called(
             undo.callback(op.register_forward_hook(note(path)).remove)
         try:
             for step in steps(model):
-                with step.attending():
+                with step.attending(), exits_as_errors():
                     step.call(model)
         except Exception as error:
             return called, error

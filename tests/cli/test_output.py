@@ -131,13 +131,15 @@ def test_a_reader_that_leaves_is_no_error(warm_python: str, arguments: tuple[str
 def test_errors_are_json_where_json_is_asked_for(
     cli, arguments: list[str], code: int, kind: str
 ) -> None:
-    """With --json stdout holds one object with the error, stderr the same message for people."""
+    """With --json stdout holds one object with the error, stderr the same message after 'error: '."""
     result = cli(*arguments, "--json")
     fault = json.loads(result.stdout)
     assert result.returncode == code
     assert fault["schema"] == "opgraft.error/1"
     assert (fault["error"]["type"], fault["error"]["exit_code"]) == (kind, code)
     assert fault["error"]["message"].split(":")[0] in result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.lower().startswith("error:")]
+    assert line.startswith("error: ")
 
 
 @pytest.mark.parametrize(

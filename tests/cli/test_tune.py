@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 PLUGIN = """
+import signal
 from opgraft.ops import ReLUSquaredActivation, SiLU
 platforms = "any"
 @ReLUSquaredActivation.register_oot
@@ -15,7 +16,7 @@ class AcmeReLU(ReLUSquaredActivation):
 @SiLU.register_oot
 class AcmeSiLU(SiLU):
     def forward_oot(self, input):
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 """
 
 

@@ -594,6 +594,50 @@ def test_a_kernel_that_writes_into_its_input(site: Site, body: str) -> None:
     assert [each for each in findings if words in each]
 
 
+@pytest.mark.parametrize("told", EXITS)
+def test_a_kernel_that_ends_a_comparison(
+    capfd: pytest.CaptureFixture[str],
+    site: Site,
+    llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    told: str,
+) -> None:
+    """``verify`` and ``tune`` tell of the exit as of any exception of a kernel, and end by themselves."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    source = kernel("RMSNorm", NORM, EXITS[told])
+    site.plugin("acme", source.replace("platforms", "from opgraft.ops import SiLU\nplatforms"))
+    with pytest.raises(SystemExit) as ended:
+        run(capfd, "verify", str(llama), "--save", str(tmp_path / "case"))
+    assert ended.value.code == 1
+    out = " ".join(capfd.readouterr().out.split())
+    assert f"it raised {told}" in out
+    assert "rms_norm by Acme.forward_oot of acme 1.0" in out
+    capfd.readouterr()
+    opgraft.reset()
+    assert cli._run(["tune", "rms_norm", "--seconds", "1e-4"]) == 1
+    out = " ".join(capfd.readouterr().out.split())
+    assert "rms_norm: acme was left out: at " in out
+    assert f"it raised {told}" in out
+
+
+CONSTRUCTOR = "__init__(self, *args, **kwargs)"
+
+
+@pytest.mark.parametrize("command", [("run", "the cat"), ("verify",)], ids=" ".join)
+def test_an_op_class_that_ends_the_process(
+    capfd: pytest.CaptureFixture[str], site: Site, llama: Path, command: tuple[str, ...]
+) -> None:
+    """A constructor that raises SystemExit is named, and the exit code is opgraft's own."""
+    site.plugin("acme", kernel("RMSNorm", CONSTRUCTOR, "raise SystemExit(3)"))
+    name, *texts = command
+    code, said = run(capfd, name, str(llama), *texts)
+    assert code == 4
+    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: SystemExit: 3, raised in op rms_norm, by Acme.__init__ of acme")
+    assert place(site) in line
+
+
 def end(number: int, frame: Any) -> None:
     """Handle a signal by ending the process."""
     raise SystemExit(number)
@@ -620,13 +664,14 @@ def test_a_signal_while_a_kernel_runs(site: Site, name: str) -> None:
         signal.signal(signal.Signals[name], before)
 
 
-def test_graft_names_the_plugin_whose_class_raises(site: Site) -> None:
-    """The report says who raised in the constructor, not which adapter called it."""
-    source = kernel("LayerNorm", "__init__(self, *args, **kwargs)", "raise OSError('no device')")
+@pytest.mark.parametrize("told", ["OSError: no device", *EXITS])
+def test_graft_names_the_plugin_whose_class_raises(site: Site, told: str) -> None:
+    """The report says who raised in the constructor, not which adapter called it. Exits count, too."""
+    source = kernel("LayerNorm", CONSTRUCTOR, EXITS.get(told, "raise OSError('no device')"))
     site.plugin("acme", source)
     report = opgraft.graft(nn.Sequential(nn.LayerNorm(8)))
     (row,) = report.left_alone
-    assert row.reason.startswith("OSError: no device, raised in op layer_norm, by Acme.__init__ of")
+    assert row.reason.startswith(f"{told}, raised in op layer_norm, by Acme.__init__ of")
     assert place(site).removeprefix("at ") in row.reason
 
 
