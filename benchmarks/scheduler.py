@@ -19,7 +19,7 @@ from opgraft.engine.request import Request
 from opgraft.engine.schedule.kv_cache import KVCacheManager, LayerKind
 from opgraft.engine.schedule.scheduler import Scheduler
 from opgraft.engine.stats import EngineStats
-from opgraft.models.files import find_checkpoint
+from opgraft.models import find_checkpoint
 from timing import Row, report
 
 STEPS = 600

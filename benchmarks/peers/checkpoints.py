@@ -9,7 +9,7 @@ import gguf
 import numpy
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
-from opgraft.models.files import find_checkpoint
+from opgraft.models import find_checkpoint
 
 COMPUTED_KEYS = (
     "GGUF.",

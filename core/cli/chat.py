@@ -13,6 +13,7 @@ import click
 from opgraft.base.text import printable
 from opgraft.cli.answers import stdout_for_answers
 from opgraft.cli.output import COMMAND_LINE, SettingsCommand, echo, with_model_settings
+from opgraft.config.checkpoints import find_checkpoint
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import RequestError
 from opgraft.registry.state import host_state
@@ -52,6 +53,7 @@ def command(model: str, system: str | None, max_tokens: int, temperature: float)
     """
     if host_state().settings().origins["model.name"] == COMMAND_LINE:
         raise click.UsageError("MODEL names the model: leave --model.name out")
+    find_checkpoint(model)
     from opgraft.cli.answer import (  # imports torch, which --help does without
         open_llm,
         show_idle_plugins,

@@ -17,6 +17,7 @@ from opgraft.cli.output import (
     print_wrapped,
     with_model_settings,
 )
+from opgraft.config.checkpoints import find_checkpoint
 from opgraft.machine.device_figures import DeviceFigures
 from opgraft.planning.devices import device_of
 from opgraft.planning.units import in_bytes, in_seconds, parse_quantity
@@ -99,6 +100,7 @@ def command(
     if options["linked"] is not None:
         given["linked"] = options["linked"]
     figures = device_of(device, given)
+    find_checkpoint(model)
     # These import torch, which --help does without.
     from opgraft.planning.splits import Planner, PlanRequest
     from opgraft.serving.engine_settings import engine_config

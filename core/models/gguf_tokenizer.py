@@ -159,7 +159,7 @@ def _vocabulary(metadata: Mapping[str, Any], file: Path) -> VocabularyCuts:
 
 
 def _flags(metadata: Mapping[str, Any], begins: bool) -> tuple[bool, bool]:
-    """Tell whether a text begins, and whether it ends, with a token."""
+    """Return two flags: a text begins with a token, and a text ends with a token."""
     begin = metadata.get("tokenizer.ggml.add_bos_token", begins)
     return bool(begin), bool(metadata.get("tokenizer.ggml.add_eos_token"))
 

@@ -168,7 +168,7 @@ class Targets:
         return names[0] if names else None
 
     def is_elsewhere(self, name: str) -> bool:
-        """Tell whether a tensor of that name is for other ranks."""
+        """Return True if a tensor of that name is for other ranks."""
         parts = name.split(".") if self._elsewhere else ()
         return any(".".join(parts[:end]) in self._elsewhere for end in range(1, len(parts)))
 

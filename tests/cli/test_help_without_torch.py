@@ -1,4 +1,4 @@
-"""Help and usage errors of commands that run models import no torch, which takes seconds."""
+"""Help, usage errors and misspelt models import no torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -30,6 +30,18 @@ plan MODEL
 plan MODEL --devices 0
 plan MODEL --devices 2 --memory much
 plan MODEL --devices 2 --device nonsense
+verify --help
+verify MODEL --tokens 1
+run misspelt
+run misspelt hi --json
+run org/misspelt hi
+run missing.gguf hi
+run missing/folder hi --compare
+serve misspelt
+chat misspelt
+plan misspelt --devices 2 --device h100
+verify misspelt
+verify smolm2 --graft
 """
 
 SCRIPT = """
@@ -42,7 +54,7 @@ for line in sys.stdin.read().strip().splitlines():
 """
 
 
-def test_help_and_usage_errors_import_no_torch(tmp_path: Path) -> None:
+def test_help_usage_errors_and_misspelt_models_import_no_torch(tmp_path: Path) -> None:
     """Each command line ends with 0 or 2, and torch is not imported after any of them."""
     ran = subprocess.run(
         [sys.executable, "-c", SCRIPT],

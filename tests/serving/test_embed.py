@@ -11,7 +11,7 @@ import torch
 from families.embedders import PROTEINS, build, embedded, opened, save
 from opgraft import LLM, SamplingParams
 from opgraft.errors import CheckpointError, ConfigError, ModelError, RequestError
-from opgraft.models.files import find_checkpoint
+from opgraft.models import find_checkpoint
 from opgraft.models.pooling import pooled
 from safetensors.torch import load_file, save_file
 from support.small_words import word_llama

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from opgraft.errors import CheckpointError
-from opgraft.models.files import Weights, find_checkpoint, open_weights
+from opgraft.models import Weights, find_checkpoint, open_weights
 from opgraft.serving.tokenizer import open_tokenizer
 
 transformers = pytest.importorskip("transformers")

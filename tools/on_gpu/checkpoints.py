@@ -9,7 +9,7 @@ from typing import Any
 
 import gguf
 import torch
-from opgraft.models.files import find_checkpoint
+from opgraft.models import find_checkpoint
 from safetensors import safe_open
 from safetensors.torch import save_file
 
