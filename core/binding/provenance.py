@@ -10,7 +10,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any
@@ -27,7 +27,7 @@ from opgraft.plugins.discovery import discover
 from opgraft.registry.choice import choosing
 from opgraft.registry.decision import Provider
 from opgraft.registry.state import host_state
-from opgraft.registry.watching import interrupts_counted
+from opgraft.registry.watching import RunningCall, calls_told_when_late, interrupts_counted
 
 Place = tuple[FrameType, int]
 
@@ -129,6 +129,46 @@ def exit_behind(error: BaseException) -> SystemExit | KeyboardInterrupt | None:
     if isinstance(error, PluginError) and isinstance(cause, SystemExit | KeyboardInterrupt):
         return cause
     return None
+
+
+def kernels_told_when_late() -> AbstractContextManager[None]:
+    """Log a warning if a kernel or other code of a plugin does not return in this scope, with a setting without it."""
+    return calls_told_when_late(_running_call)
+
+
+def _running_call(frame: FrameType) -> RunningCall | None:
+    """Return the call of a plugin's code on a stack, from its innermost frame.
+
+    Code of opgraft that was called by a plugin outside of ops is not the plugin's.
+    """
+    inner_first = list(traceback.walk_stack(frame))
+    places = inner_first[::-1]
+    within: RunningCall | None = None
+    is_inner = True
+    for depth in reversed(range(len(places))):
+        op = _of_op(places[depth:])
+        # A native definition that takes long is no fault of a plugin, unless it has called one.
+        if op is not None:
+            return _call_of(op, places[depth]) if op.of_plugin else within
+        if within is None and is_inner:
+            plugin = _of_plugin(places[depth:])
+            within = None if plugin is None else _call_of(plugin, places[depth])
+        is_inner = is_inner and not _is_of_host(places[depth][0])
+    return within
+
+
+def _call_of(told: Provenance, place: Place) -> RunningCall:
+    frame, _ = place
+    # Layers share the code of a kernel. The op, or the first argument, tells their calls apart.
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    own = frame.f_locals.get(names[0]) if names else None
+    where = f" in op {told.op}" if told.op else ""
+    what = f"{told.kernel} of {told.provider}{where} at {told.location}"
+    return RunningCall((frame.f_code, id(own)), what, told.provider, told.setting)
+
+
+def _is_of_host(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] == "opgraft"
 
 
 def _by_signal(error: BaseException) -> bool:

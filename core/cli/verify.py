@@ -74,17 +74,19 @@ def command(
     if not made:
         find_checkpoint(model)
     # These import torch, which --help does without.
+    from opgraft.binding.provenance import kernels_told_when_late
     from opgraft.cli.verified_models import as_it_runs, grafted, made_by
     from opgraft.testing.reproduction import write_case
     from opgraft.testing.verification import verify
 
-    if made:
-        pair = made_by(model)
-    elif as_graft:
-        pair = grafted(model, prompt, tokens)
-    else:
-        pair = as_it_runs(model, prompt, tokens)
-    found = verify(pair.native, pair.grafted, pair.steps)
+    with kernels_told_when_late():
+        if made:
+            pair = made_by(model)
+        elif as_graft:
+            pair = grafted(model, prompt, tokens)
+        else:
+            pair = as_it_runs(model, prompt, tokens)
+        found = verify(pair.native, pair.grafted, pair.steps)
     script = write_case(found.departure, folder, model, pair.paths) if found.departure else None
     if as_json:
         _print_as_json(model, found, script)

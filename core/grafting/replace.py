@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from opgraft.binding.arguments import expect_module
+from opgraft.binding.provenance import kernels_told_when_late
 from opgraft.errors import GraftError
 from opgraft.grafting import exchange, forwards
 from opgraft.grafting.exchange import install, original_of, put_back
@@ -72,11 +73,12 @@ def graft(model: nn.Module, *, dry_run: bool = False) -> GraftReport:
     """
     expect_module("graft", model)
     load_plugins()
-    plan = plan_of(model)
-    if not dry_run:
-        with ExitStack() as undo:
-            _apply(plan, undo)
-            undo.pop_all()
+    with kernels_told_when_late():
+        plan = plan_of(model)
+        if not dry_run:
+            with ExitStack() as undo:
+                _apply(plan, undo)
+                undo.pop_all()
     return plan.report(applied=not dry_run)
 
 

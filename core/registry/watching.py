@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -118,24 +119,68 @@ def told_when_late(
         provider: the distribution that a setting can leave out.
         time_limit: the seconds after which the code is stopped, if there is such a limit.
     """
-    step = _Step(what, provider, time_limit, time.monotonic() + PATIENCE)
-    _LATE.begin(step)
-    try:
+    with _LATE.watched(_Step(what, provider, time_limit)):
         yield
-    finally:
-        _LATE.end(step)
 
 
-@dataclass(eq=False)
-class _Step:
-    """A step that runs, and the time from which on it is late."""
+@dataclass(frozen=True)
+class RunningCall:
+    """A call of a plugin's code that a thread is in.
 
+    Attributes:
+        identity: equal at each look at the same call.
+        what: the code and its place, in words.
+        provider: the distribution of the code.
+        setting: the setting that goes without the code.
+    """
+
+    identity: object
     what: str
-    provider: Provider | None
-    time_limit: float | None
-    late_from: float
+    provider: Provider
+    setting: str
 
-    def tell(self) -> None:
+
+def calls_told_when_late(
+    running: Callable[[FrameType], RunningCall | None],
+) -> AbstractContextManager[None]:
+    """Log a warning if one call of a plugin's code in this scope takes longer than ``PATIENCE``.
+
+    The calls themselves cost nothing: another thread looks at the stack of this thread.
+
+    Args:
+        running: returns the call on a stack from its innermost frame, if there is one.
+    """
+    return _LATE.watched(_Calls(running))
+
+
+class _Watched:
+    """A scope in a thread."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.began = time.monotonic()
+
+    def look(self, now: float, is_innermost: bool) -> None:
+        """Tell if something is late. An inner scope in the same thread may tell better."""
+        raise NotImplementedError
+
+
+class _Step(_Watched):
+    """A step that takes at most ``PATIENCE`` seconds, unless it is late."""
+
+    def __init__(self, what: str, provider: Provider | None, time_limit: float | None) -> None:
+        super().__init__()
+        self.what = what
+        self.provider = provider
+        self.time_limit = time_limit
+        self.late_from = self.began + PATIENCE
+
+    def look(self, now: float, is_innermost: bool) -> None:
+        if now >= self.late_from:
+            self.late_from = float("inf")
+            self._tell()
+
+    def _tell(self) -> None:
         limit = "" if self.time_limit is None else f", and stops it after {self.time_limit:g} s"
         words = f"still waiting for {self.what}: opgraft has waited for {PATIENCE:g} s{limit}."
         name = self.provider.name if self.provider else "<name>"
@@ -144,15 +189,63 @@ class _Step:
         warnings.warning("%s %s", printable(words), printable(advice), extra=extra)
 
 
+class _Calls(_Watched):
+    """Steps that call code of plugins, in which each call takes at most ``PATIENCE`` seconds."""
+
+    def __init__(self, running: Callable[[FrameType], RunningCall | None]) -> None:
+        super().__init__()
+        self.running = running
+        self.looked = self.began
+        self.since = self.began
+        self.identity: object = None
+
+    def look(self, now: float, is_innermost: bool) -> None:
+        # No look at the stack of a step of usual length.
+        if now < self.began + _TICK:
+            return
+        before, self.looked = self.looked, now
+        call = self._call() if is_innermost else None
+        if call is None:
+            self.identity = None
+        elif call.identity != self.identity:
+            self.identity = call.identity
+            self.since = before
+        elif now >= self.since + PATIENCE:
+            self.since = float("inf")
+            self._tell(call)
+
+    def _call(self) -> RunningCall | None:
+        frame = sys._current_frames().get(self.thread)
+        try:
+            return None if frame is None else self.running(frame)
+        except Exception as error:  # of an object that a plugin has put there
+            logger.debug("the stack of a thread cannot be read: %s", error)
+            return None
+
+    def _tell(self, call: RunningCall) -> None:
+        words = f"still waiting for {call.what}: opgraft has waited for {PATIENCE:g} s."
+        advice = f"To go without it: {call.setting}"
+        warnings.warning_once("%s %s", printable(words), printable(advice))
+
+
 class _Late:
     """Tells of each step that is late, once, from a thread that lives as long as there are steps."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.steps: list[_Step] = []
+        self.steps: list[_Watched] = []
         self.thread: threading.Thread | None = None
 
-    def begin(self, step: _Step) -> None:
+    @contextmanager
+    def watched(self, step: _Watched) -> Iterator[None]:
+        """Look at a step while the scope lasts."""
+        self._begin(step)
+        try:
+            yield
+        finally:
+            self._end(step)
+
+    def _begin(self, step: _Watched) -> None:
         with self.lock:
             self.steps.append(step)
             if self.thread is None:
@@ -162,7 +255,7 @@ class _Late:
                     thread.start()
                     self.thread = thread
 
-    def end(self, step: _Step) -> None:
+    def _end(self, step: _Watched) -> None:
         with self.lock:
             if step in self.steps:
                 self.steps.remove(step)
@@ -175,11 +268,11 @@ class _Late:
                 if not self.steps:
                     self.thread = None
                     return
-                late = [step for step in self.steps if now >= step.late_from]
-                for step in late:
-                    step.late_from = float("inf")
-            for step in late:
-                step.tell()
+                steps = list(self.steps)
+            # The last step of a thread is the innermost.
+            innermost = {step.thread: step for step in steps}
+            for step in steps:
+                step.look(now, innermost[step.thread] is step)
 
 
 _LATE = _Late()

@@ -22,7 +22,7 @@ from opgraft.binding.measurements import (
     versions_here,
 )
 from opgraft.binding.names import op_name_of
-from opgraft.binding.provenance import exits_as_errors, own_words
+from opgraft.binding.provenance import exits_as_errors, kernels_told_when_late, own_words
 from opgraft.binding.specialisation import Binding, bind
 from opgraft.config import CompilationConfig, OpgraftConfig, set_config
 from opgraft.errors import ConflictError, InputError, close_matches
@@ -253,7 +253,7 @@ class _Candidate:
         if self.fault:
             return
         try:
-            with exits_as_errors():
+            with kernels_told_when_late(), exits_as_errors():
                 fault = step()
         except Exception as error:  # a kernel of others
             fault = f"it raised {own_words(error)}"

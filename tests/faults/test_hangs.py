@@ -9,12 +9,15 @@ import time
 
 import opgraft
 import pytest
+import torch
 from faults.planting import GOOD, answer, in_time, of_brix
 from faults.platform_rows import HEAD
-from opgraft import load_plugins
+from opgraft import LLM, SamplingParams, load_plugins
+from opgraft.binding import provenance
 from opgraft.cli import isolation
 from opgraft.ops import RMSNorm
 from opgraft.registry import watching
+from support.small_words import word_llama
 
 LONG = "import time; time.sleep(0.9)"
 HOOK = "platforms = 'any'\nimport opgraft\n@opgraft.hookimpl\ndef {}():\n    {}\n"
@@ -57,10 +60,21 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching, "PATIENCE", 0.3)
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work of a third of a second is in time on a busy machine, too."""
+    monkeypatch.setattr(watching, "PATIENCE", 1.0)
+
+
 def waits(caplog: pytest.LogCaptureFixture) -> list[str]:
     """The lines of code that is waited for, but for probes, which have processes of their own."""
     lines = [said for said in caplog.messages if said.startswith("still waiting for ")]
     return [said for said in lines if "the probe of" not in said]
+
+
+def calls(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The lines of calls of ops."""
+    return [said for said in waits(caplog) if " in op " in said]
 
 
 @pytest.mark.parametrize("step", PLUGINS)
@@ -69,10 +83,12 @@ def test_plugins(site, caplog, step: str) -> None:
     site.plugin("brix", GOOD)
     site.plugin("acme", PLUGINS[step])
     assert of_brix()["class"] == "BrixRMSNorm"
-    assert waits(caplog) == [
+    told = (
         f"still waiting for plugin 'acme' of acme 1.0 {step}: opgraft has waited for 0.3 s. "
         "OPGRAFT_PLUGINS_DISABLE=acme goes without it."
-    ]
+    )
+    # On a busy machine other steps take long, too.
+    assert waits(caplog).count(told) == 1
 
 
 ROWS = [(step, part) for step, parts in PLATFORMS.items() for part in parts]
@@ -84,10 +100,11 @@ def test_platforms(site, caplog, step: str, part: str) -> None:
     site.platform("acme", probe="return Evidence(True, 'here')", platform=PLATFORMS[step][part])
     load_plugins()
     assert opgraft.current_platform().name == "acme"
-    assert waits(caplog) == [
+    told = (
         f"still waiting for platform 'acme' of acme-dist 1.0 {step}: opgraft has waited for 0.3 s. "
         "OPGRAFT_PLUGINS_DISABLE=acme-dist goes without it."
-    ]
+    )
+    assert waits(caplog).count(told) == 1
 
 
 ROW = (
@@ -127,10 +144,114 @@ def test_what_replacements_are_asked_interrupts(site, capsys, asked: str) -> Non
     assert str(site.folder / "acme.py") in told
 
 
-def test_who_is_fast_is_not_told_of(site, caplog) -> None:
+SLEEP = "import time; time.sleep(1.5); return"
+KERNEL = (
+    "from opgraft.ops import RMSNorm\nplatforms = 'any'\nclass Acme(RMSNorm):\n"
+    "    def {}:\n        {}\nRMSNorm.register_oot(Acme)\n"
+)
+NORM = "forward_oot(self, x, residual=None)"
+FUNCTION = (
+    "import opgraft\nfrom opgraft.ops import RMSNorm\nplatforms = 'any'\n"
+    "def slow(x, weight, eps, size=None):\n    import time; time.sleep(1.5)\n"
+    "    return opgraft.functional.rms_norm.native(x, weight, eps, size)\n"
+    "class Acme(RMSNorm):\n    functional_oot = {'rms_norm': slow}\nRMSNorm.register_oot(Acme)\n"
+)
+WITHIN = "import time; time.sleep(0.1); return self.forward_native(x, residual)"
+KERNELS = {
+    "a method": KERNEL.format(NORM, f"{SLEEP} self.forward_native(x, residual)"),
+    "a busy method": KERNEL.format(
+        NORM,
+        "import time; end = time.monotonic() + 1.5\n"
+        "        while time.monotonic() < end: pass\n        return x",
+    ),
+    "a function": FUNCTION,
+}
+"""Sources of plugins with a kernel that takes long."""
+
+
+TOLD = "still waiting for Acme.forward_oot of acme 1.0 in op rms_norm at "
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_kernels(site, caplog, kind: str) -> None:
+    """A kernel that does not return within a step is named once, with op, plugin, place and setting."""
+    site.plugin("acme", KERNELS[kind])
+    x = torch.ones(2, 8)
+    norm = RMSNorm(8)
+    for _ in range(2):
+        with provenance.kernels_told_when_late():
+            norm(x)
+    (told,) = calls(caplog)
+    assert told.startswith(f"{TOLD}{site.folder / 'acme.py'}:")
+    assert (
+        ": opgraft has waited for 0.3 s. To go without it: OPGRAFT_PROVIDERS=rms_norm=nat" in told
+    )
+    assert "OPGRAFT_PLUGINS_DISABLE=acme" in told
+
+
+def test_many_short_calls_are_not_late(site, caplog, patient) -> None:
+    """A long step of several ops, each of them fast, says nothing; neither does native code."""
+    site.plugin("acme", KERNEL.format(NORM, WITHIN))
+    norms = [RMSNorm(8) for _ in range(12)]
+    with provenance.kernels_told_when_late():
+        for norm in norms:
+            norm(torch.ones(2, 8))
+        time.sleep(1.2)
+    assert calls(caplog) == []
+
+
+def test_a_step_within_a_scope_tells_alone(site, caplog) -> None:
+    """What a step names itself is not named a second time by its stack."""
+    site.plugin("acme", CHECKS["Acme.enabled() of acme 1.0"])
+    with provenance.kernels_told_when_late():
+        RMSNorm(8)
+    (told,) = [line for line in waits(caplog) if "Acme" in line]
+    assert "Acme.enabled() of acme 1.0: opgraft has" in told
+
+
+def test_graft(site, caplog) -> None:
+    """A class that sleeps when ``graft`` constructs it is named."""
+    body = f"super().__init__(*args, **kwargs); {SLEEP}"
+    site.plugin("acme", KERNEL.format("__init__(self, *args, **kwargs)", body))
+    opgraft.graft(torch.nn.Sequential(torch.nn.RMSNorm(8)))
+    (told,) = calls(caplog)
+    assert "still waiting for Acme.__init__ of acme 1.0 in op rms_norm at " in told
+
+
+SLEEPING_NORM = KERNEL.format(
+    NORM, "import time; time.sleep({0}); return self.forward_native(x, residual)"
+)
+ENGINE = {"load.progress": False, "cache.num_blocks": 300}
+
+
+def test_a_step_of_the_engine(site, caplog, tmp_path) -> None:
+    """A kernel that sleeps in a step of the engine is named while the step waits for it."""
+    site.plugin("acme", SLEEPING_NORM.format("1.5 if x.shape[0] == 3 else 0"))
+    llm = LLM(str(word_llama(tmp_path)), **ENGINE)
+    llm.generate([[5, 6, 7]], SamplingParams(max_tokens=1))
+    (told,) = calls(caplog)
+    assert told.startswith(f"{TOLD}{site.folder / 'acme.py'}:")
+
+
+@pytest.mark.slow
+def test_a_step_of_a_server(site, capfd, tmp_path) -> None:
+    """The process of a worker, as 'opgraft serve' has one, names the kernel on stderr after five seconds."""
+    site.plugin("acme", SLEEPING_NORM.format("8 if x.shape[0] == 3 else 0"))
+    folder = str(word_llama(tmp_path))
+    llm = LLM(folder, **ENGINE, **{"parallel.executor": "processes"})
+    try:
+        llm.generate([[5, 6, 7]], SamplingParams(max_tokens=1))
+    finally:
+        llm.shutdown()
+    said = capfd.readouterr().err
+    assert f"{TOLD}{site.folder / 'acme.py'}:" in said
+    assert "opgraft has waited for 5 s" in said
+
+
+def test_who_is_fast_is_not_told_of(site, caplog, patient) -> None:
     """What ends in time is not waited for, however many follow each other, and the thread that looks ends."""
-    for name in ("acme", "brix", "cedar"):
-        site.plugin(name, HOOK.format("opgraft_veto", "import time; time.sleep(0.2)"))
+    for name in ("acme", "brix", "cedar", "daisy"):
+        site.plugin(name, HOOK.format("opgraft_veto", "import time; time.sleep(0.3)"))
     load_plugins()
     assert waits(caplog) == []
     ended = time.monotonic() + 20

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from opgraft.base.text import described
-from opgraft.binding.provenance import exits_as_errors
+from opgraft.binding.provenance import exits_as_errors, kernels_told_when_late
 from opgraft.config import OpgraftConfig
 from opgraft.config.environment import read_launch
 from opgraft.distributed import destroy_distributed, get_pp_group, get_tp_group, get_world_group
@@ -49,7 +49,7 @@ class InProcessExecutor(Executor):
                 "the engine was shut down, or not started, and has no worker: make a new one"
             )
             raise EngineError(self._lost or shut_down)
-        with exits_as_errors():
+        with kernels_told_when_late(), exits_as_errors():
             return getattr(self.worker, method)(*args)
 
     def call_all(self, method: str, *args: Any) -> list[Any]:

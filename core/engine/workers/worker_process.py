@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any
 
 from opgraft.base.text import described
-from opgraft.binding.provenance import exits_as_errors
+from opgraft.binding.provenance import exits_as_errors, kernels_told_when_late
 from opgraft.config import set_config
 from opgraft.distributed import init_distributed
 from opgraft.engine.runner.model_runner import gather_on_first_rank
@@ -247,7 +247,7 @@ def _answer(
 def _outcome(channel: Channel, pickled: bytes, function: Callable[..., Any]) -> tuple[bool, Any]:
     """Return whether a call has succeeded, with its result or what it, or reading its arguments, raised."""
     try:
-        with exits_as_errors():
+        with kernels_told_when_late(), exits_as_errors():
             return True, function(*channel.unpickled(pickled))
     except Exception as error:
         return False, portable(error)
