@@ -1,1 +1,1 @@
-"""From an op class to the class whose instances run the chosen kernel."""
+"""Bind ops to kernels: start at ``custom_op.py``, then read ``specialisation.py``."""

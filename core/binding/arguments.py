@@ -1,4 +1,4 @@
-"""Checks of what functions on whole models are given."""
+"""The check of arguments of functions on whole models, such as ``rebind`` and ``explain``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from torch import nn
 
 
 def expect_module(function: str, model: object) -> None:
-    """Raise ``TypeError`` unless a function was given a module: an instance, not its class."""
-    if not isinstance(model, nn.Module):
-        # Not its repr, which may be that of a whole state_dict.
-        given = (
-            f"the class {model.__name__}"
-            if isinstance(model, type)
-            else f"a value of type {type(model).__name__}"
-        )
-        raise TypeError(f"{function} was given {given}, expected a torch.nn.Module")
+    """Check the argument of ``function``.
+
+    Raises:
+        TypeError: the argument is not an instance of ``torch.nn.Module``, such as a class.
+    """
+    if isinstance(model, nn.Module):
+        return
+    # The type, not the repr: a whole state_dict would fill the screen.
+    given = f"a value of type {type(model).__name__}"
+    if isinstance(model, type):
+        given = f"the class {model.__name__}"
+    raise TypeError(f"{function} was given {given}, expected a torch.nn.Module")

@@ -1,4 +1,4 @@
-"""Finding the kernel that makes NaN or infinity: what a model runs beside native definitions."""
+"""Find the kernel that makes NaN or infinity: run a model's kernels beside native definitions."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from torch import Tensor, nn
 UNEXPLAINED = "unexplained"
 """The verdict if a model makes NaN or infinity and no kernel is to blame."""
 SEARCHED = 2
-"""Texts of a batch for which a kernel is searched; each search computes a whole text again."""
+"""The number of searched texts of a batch: each search computes a whole text again."""
 _ALWAYS = ShadowConfig(share=1.0, first_call=True)
 _FORWARD = "forward"
 _OF_WEIGHTS = "quant_method"
 """The attribute of a layer that holds its weight method."""
 _APPLIED = ("apply", "embedding")
-"""The methods by which a weight method computes."""
+"""The computing methods of a weight method."""
 _MAKES_NAN = "makes NaN or infinity of finite numbers"
 
 
@@ -41,7 +41,7 @@ class Comparison:
     """Kernels of a model beside their native definitions, on the same inputs.
 
     Attributes:
-        culprits: by kernel, a sentence about NaN or infinity that should not be, in the order of the calls.
+        culprits: by kernel, a sentence about wrong NaN or infinity, in the order of the calls.
         differing: by kernel, a sentence about numbers that differ, in the order of the calls.
         misshapen: by kernel, a sentence about results of another dtype, shape or number, likewise.
         native: the kernels whose native definitions run instead.
@@ -56,7 +56,7 @@ class Comparison:
     def goes_wrong(self, passes: Callable[[], Iterable[Any]]) -> bool:
         """Run passes of a model until one makes NaN or infinity, and return True if one does.
 
-        The passes after that would read NaN from a cache.
+        Later passes are left out: they would read NaN from a cache.
         """
         self.culprits.clear()
         self.differing.clear()
@@ -64,7 +64,7 @@ class Comparison:
 
 
 class _Told(Shadow):
-    """A shadow that tells a comparison what it finds, and logs nothing."""
+    """A shadow for a comparison: findings go there, and not into the log."""
 
     def __init__(
         self, binding: Binding, op: str, native: Any, location: str, found: Comparison
@@ -84,7 +84,7 @@ class _Told(Shadow):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Compare a call; one that cannot be compared is wrong if it makes NaN of finite numbers."""
+        """Compare a call. Without a way to compare, NaN from finite numbers is a finding."""
         if self._place in self._found.native:
             return native(*args, **kwargs)
         sound = _is_sound(args, kwargs)
@@ -126,11 +126,11 @@ class _Told(Shadow):
 def culprit_of(
     model: nn.Module, passes: Callable[[], Iterable[Any]], *, may_repeat: bool = True
 ) -> str:
-    """Compute something once more, and say which kernel makes NaN or infinity of it.
+    """Run passes once more, and name the kernel that makes NaN or infinity.
 
-    A kernel is to blame for the numbers that it makes NaN or infinite if its native definition does
-    not. Kernels that differ by numbers are left out, one after another: one is to blame if the
-    passes go well from then on.
+    A kernel is to blame for NaN or infinity that its native definition does not make on the same
+    inputs. Kernels with other numbers than their native definitions are left out, one after
+    another: a kernel is to blame if the passes go well without it.
 
     Args:
         model: its kernels are compared.
@@ -144,7 +144,8 @@ def culprit_of(
     with beside_native_definitions(model) as found:
         try:
             return _culprit_of(passes, found, may_repeat)
-        except Exception as error:  # the model has gone wrong already, and this is to find out why
+        # The model has gone wrong already, and this search must not hide the first error.
+        except Exception as error:
             logger.debug("computing a text once more raised %s", described(error))
             culprits = list(found.culprits.values())
             return culprits[0] if culprits else ""
@@ -153,10 +154,13 @@ def culprit_of(
 def misshapen_by(
     error: Exception, model: nn.Module, passes: Callable[[], Iterable[Any]]
 ) -> PluginError | None:
-    """Return an error that names the kernel whose result has made a model raise ``error``.
+    """Return an error with the name of the kernel that has made a model raise ``error``.
 
-    The passes are computed once more. A kernel is to blame if its result has another dtype or shape
-    than its native definition makes.
+    The passes are computed once more. A kernel is to blame if the result has another dtype or shape
+    than the result of the native definition.
+
+    Returns:
+        The error; ``None`` if no kernel is to blame.
     """
     if isinstance(error, PluginError) or not host_state().active:
         return None
@@ -166,7 +170,8 @@ def misshapen_by(
     with beside_native_definitions(model) as found:
         try:
             found.goes_wrong(passes)
-        except Exception as again:  # as it has raised before
+        # The passes have raised before.
+        except Exception as again:
             logger.debug("computing a step once more raised %s", described(again))
     for place, sentence in found.misshapen.items():
         return PluginError(f"{described(error)}: {sentence}", place.rpartition(" at ")[2])
@@ -191,6 +196,7 @@ def _culprit_of(passes: Callable[[], Iterable[Any]], found: Comparison, may_repe
             break
         kernel = differing[0]
         sentence = found.differing[kernel]
+        # From here on, the native definition runs in place of the kernel.
         found.native.add(kernel)
         if not found.goes_wrong(passes):
             return sentence
@@ -199,9 +205,9 @@ def _culprit_of(passes: Callable[[], Iterable[Any]], found: Comparison, may_repe
 
 
 def verdicts_on(search: Callable[[int], str], number: int) -> list[str]:
-    """Return the verdicts on texts that were computed together, with a search for few of them.
+    """Return the verdicts on texts of one batch. Only the first few texts are searched.
 
-    The others share the verdict of these, and are unexplained if one of these is.
+    The other texts share the verdict, or are unexplained if one of the searched texts is.
 
     Args:
         search: returns the verdict on a text, by its number.
@@ -220,7 +226,7 @@ def verdicts_on(search: Callable[[int], str], number: int) -> list[str]:
 
 
 def replaced_among(parts: Iterable[object]) -> str:
-    """Name the first of some objects whose class replaces another as a whole; empty if none is."""
+    """Name the first object of a replacement class among some objects; empty if there is none."""
     for part in parts:
         replacement = _replacement_of(type(part))
         if replacement is not None:
@@ -234,14 +240,14 @@ def replaced_among(parts: Iterable[object]) -> str:
 
 @contextmanager
 def beside_native_definitions(model: nn.Module) -> Iterator[Comparison]:
-    """Compare what a model runs within the block with native definitions, on the same inputs.
+    """Within the block, compare the kernels of a model with native definitions on the same inputs.
 
     Ops and functional forms are compared. A layer made of other ops keeps state, and a weight
-    method has no native definition: a replacement of one is told if it makes NaN or infinity of
-    finite numbers.
+    method has no native definition: replacements of these are findings if NaN or infinity comes
+    from finite numbers.
 
     Yields:
-        What is found, which fills as the model runs.
+        The findings, which grow as the model runs.
     """
     found = Comparison()
     with ExitStack() as undo:
@@ -257,7 +263,7 @@ def beside_native_definitions(model: nn.Module) -> Iterator[Comparison]:
 
 
 def _watch_op(op: CustomOp, found: Comparison, undo: ExitStack) -> None:
-    """Compare the calls of an op whose kernel is not native, or look at the numbers that it makes."""
+    """Compare the calls of an op, or look at the results only if no comparison is possible."""
     bound = op.binding
     if _FORWARD in vars(op) or type(op) is not bound.specialisation:
         return
@@ -271,12 +277,13 @@ def _watch_op(op: CustomOp, found: Comparison, undo: ExitStack) -> None:
     name = op_name_of(target, state) or target.__qualname__
     location = binding.kernel.winner.location
     shadow = _Told(binding, name, native.definition, location, found)
+    # The class of the one op changes: other models keep their kernels.
     op._adopt(watched(binding, shadow))
     undo.callback(op._adopt, bound)
 
 
 def _watch_forms(found: Comparison) -> None:
-    """Compare the calls of forms whose kernel is not native, within the current scope."""
+    """Compare the calls of forms without a native kernel, within the current scope."""
     caches = host_state().current_caches()
     for form in FUNCTIONALS.values():
         call = _compared_form(form, found)
@@ -288,7 +295,8 @@ def _compared_form(form: Functional[..., Any], found: Comparison) -> Callable[..
     """Return the kernel of a form with a comparison around it; ``None`` if the kernel is native."""
     try:
         choice = choice_of(form)
-    except OpgraftError:  # no model can call the form either
+    # No model can call the form either.
+    except OpgraftError:
         return None
     if choice.is_native:
         return None
@@ -301,7 +309,7 @@ def _compared_form(form: Functional[..., Any], found: Comparison) -> Callable[..
 
 
 def _watch_replacement(layer: CustomOp, found: Comparison, undo: ExitStack) -> None:
-    """Look at the numbers that the replacement of a layer makes."""
+    """Look at the results of the replacement of a layer."""
     binding = layer.binding
     replacement = binding.replacement.winner
     if replacement is None:
@@ -312,7 +320,7 @@ def _watch_replacement(layer: CustomOp, found: Comparison, undo: ExitStack) -> N
 
 
 def _watch_weight_method(layer: nn.Module, found: Comparison, undo: ExitStack) -> None:
-    """Look at the numbers that the replacement of a weight method makes for a layer."""
+    """Look at the results of the replacement of a layer's weight method."""
     method = getattr(layer, _OF_WEIGHTS, None)
     replacement = _replacement_of(type(method))
     if replacement is None:
@@ -334,7 +342,7 @@ def _replacement_of(cls: type) -> Replacement | None:
 
 
 def _hide(owner: Any, name: str, call: Callable[..., Any], undo: ExitStack) -> None:
-    """Put a function before a method of one object, until the end."""
+    """Put a function before a method of one object, until ``undo`` closes."""
     vars(owner)[name] = call
     undo.callback(vars(owner).pop, name)
 
@@ -342,7 +350,7 @@ def _hide(owner: Any, name: str, call: Callable[..., Any], undo: ExitStack) -> N
 def _numbers_expected(
     run: Callable[..., Any], layer: nn.Module, sentence: str, found: Comparison
 ) -> Callable[..., Any]:
-    """Return a function that tells if ``run`` makes NaN or infinity of a layer's finite numbers."""
+    """Return ``run`` with a look at results: NaN or infinity from finite numbers is a finding."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         sound = _is_sound((layer, *args), kwargs)
@@ -411,14 +419,14 @@ def _loses_numbers(got: Tensor, expected: Tensor) -> bool:
 
 
 def _sentence(replacement: Replacement, name: str) -> str:
-    """Return the sentence about a replacement that makes NaN or infinity of finite numbers."""
+    """Return the sentence about a replacement with NaN or infinity from finite numbers."""
     place = f"{name} of {replacement.provider} at {replacement.location}"
     setting = _setting(replacement)
     return printable(f"{place} {_MAKES_NAN}; to go without it: {setting}")
 
 
 def _setting(replacement: Replacement) -> str:
-    """Return the setting that goes without a replacement."""
+    """Return the setting to go without a replacement."""
     state = host_state()
     target = replacement.target
     op_name = None if target is None else op_name_of(target, state)

@@ -1,4 +1,4 @@
-"""Two calls of one op compared: copies of arguments, differences of results, and words for both."""
+"""Compare two calls of one op: copy arguments, find differences of results, describe both."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def obstacle_to_copies(values: Any) -> str:
         return "an argument is of a class derived from Tensor"
     if any(tensor.is_meta for tensor in tensors):
         return "an argument is on the device meta, without values"
-    # Sparse tensors cannot tell their bytes.
+    # Sparse tensors have no nbytes.
     sizes = [tensor.nbytes for tensor in tensors if tensor.layout is torch.strided]
     if sum(sizes) > _MOST_BYTES:
         return f"the arguments take more than {_MOST_BYTES >> 30} GiB"
@@ -110,8 +110,8 @@ def _is_fixed(value: Any) -> bool:
 def copied(value: Any, known: dict[int, Any]) -> Any:
     """Copy a value with all tensors inside, in objects such as caches, too.
 
-    A tensor that stands in two places becomes one copy. A mapping that cannot be copied becomes a
-    dictionary; another such object stays the original.
+    A tensor in two places becomes one copy. A mapping without a way to copy becomes a dictionary;
+    another object without a way stays the original.
 
     Args:
         value: to copy.
@@ -137,7 +137,8 @@ def copied(value: Any, known: dict[int, Any]) -> Any:
     try:
         # deepcopy takes the copies of tensors inside from ``known``.
         return copy.deepcopy(value, known)
-    except Exception:  # of somebody's class
+    # Somebody's class may raise anything.
+    except Exception:
         return held
 
 
@@ -160,8 +161,8 @@ def difference(
             return 0.0, ""
         return None, f"{place} is {description_of(got)}, expected {description_of(expected)}"
 
-    forms = [(each.shape, each.dtype, each.device) for each in (got, expected)]
-    if forms[0] != forms[1]:
+    ours_form, theirs_form = ((each.shape, each.dtype, each.device) for each in (got, expected))
+    if ours_form != theirs_form:
         return None, f"{place} is {form_of(got)}, expected {form_of(expected)}"
 
     ours = _numbers(got)
@@ -174,19 +175,26 @@ def difference(
         room = _room(theirs, expected.dtype, tolerance)
     share = _shares(ours, theirs, room)
     error = share.max().item() if share.isfinite().all() else None
-    outside = ~(share <= 1)  # NaN is outside, too
+    # Not share > 1: NaN is outside, too.
+    outside = ~(share <= 1)
     if not outside.any():
         return error, ""
     worst = share.nan_to_num(torch.inf).argmax()
     index = [int(number) for number in torch.unravel_index(worst, share.shape)]
+    where = f"{index} of {form_of(expected)}"
+    count = f"{int(outside.sum())} of {outside.numel()} numbers"
+    return error, (
+        f"{place}: {count} are off by more than is allowed: at {where} "
+        f"{_shown_numbers(ours, theirs, room, index)}"
+    )
+
+
+def _shown_numbers(ours: Tensor, theirs: Tensor, room: Tensor, index: Sequence[int]) -> str:
+    """Describe one number of a result: the value, the expected value, the tolerance."""
     found = _shown_number(ours, index)
     right = _shown_number(theirs, index)
     allowed = room[tuple(index)].item()
-    count = f"{int(outside.sum())} of {outside.numel()} numbers"
-    return error, (
-        f"{place}: {count} are off by more than is allowed: at {index} of {form_of(expected)} "
-        f"it has {found}, expected {right}, allowed is {allowed:.2g}"
-    )
+    return f"it has {found}, expected {right}, allowed is {allowed:.2g}"
 
 
 def _shares(ours: Tensor, theirs: Tensor, room: Tensor) -> Tensor:
@@ -198,7 +206,7 @@ def _shares(ours: Tensor, theirs: Tensor, room: Tensor) -> Tensor:
     return (off / room).masked_fill(alike, 0.0)
 
 
-def _shown_number(x: Tensor, index: list[int]) -> str:
+def _shown_number(x: Tensor, index: Sequence[int]) -> str:
     number = x[tuple(index)].item()
     return f"{number:.6g}" if x.is_floating_point() else f"{number}"
 
@@ -207,6 +215,7 @@ def _room(expected: Tensor, dtype: torch.dtype, tolerance: Tolerance) -> Tensor:
     """Return the allowed error of each number; ``dtype`` is the one before widening."""
     absolute, relative = tolerance
     largest = expected.abs().nan_to_num(0, 0, 0)
+    # Equal values may be rounded to neighbours, so one step of the format is allowed.
     if dtype.itemsize == 1:
         step = torch.finfo(dtype)
         absolute = step.eps * step.smallest_normal

@@ -1,4 +1,17 @@
-"""``CustomOp``, the base of all ops, and ``PluggableLayer``, an op made of other ops."""
+"""``CustomOp``, the base of all ops, and ``PluggableLayer``, an op made of other ops.
+
+The way from ``RMSNorm(...)`` to the kernel:
+
+1. ``CustomOp.__new__`` calls ``bind`` of ``specialisation.py``. ``bind`` loads the plugins, chooses
+   the replacement class and the kernel, and returns a ``Binding``.
+2. ``__new__`` makes an instance of ``binding.specialisation``: a subclass of the chosen class, with
+   the kernel as the method ``forward``.
+3. Calling the instance is the ``__call__`` of ``torch.nn.Module``. That runs ``forward``, the
+   kernel. No lookup is left for the call.
+
+A kernel may call ``super().forward_cuda(...)`` or ``super().forward(...)``. ``CustomOp`` defines
+these methods, and each hands the call on to the next kernel of the dispatch chain.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +38,17 @@ OpClass = TypeVar("OpClass", bound=type)
 
 
 class _ReplacementsByName(Mapping[str, type]):
-    """Target class name → the active replacement of highest priority, whether or not it applies on this platform."""
+    """Target class name → the active replacement of highest priority, on any platform."""
 
     def _by_name(self) -> dict[str, type]:
+        # The highest priority comes last, and so stays in the dictionary.
         rows = sorted(host_state().active, key=lambda replacement: replacement.priority)
-        return {(r.target.__name__ if r.target else r.asked_for): r.cls for r in rows}
+        by_name = {}
+        for replacement in rows:
+            target = replacement.target
+            name = target.__name__ if target else replacement.asked_for
+            by_name[name] = replacement.cls
+        return by_name
 
     def __getitem__(self, name: str) -> type:
         return self._by_name()[name]
@@ -63,7 +82,7 @@ class _OpsByName(Mapping[str, type]):
 def _overrides_helpers(cls: type[CustomOp]) -> bool:
     """Return True if a class overrides one of the ``_helpers`` and brings no functions for forms.
 
-    Of two base classes the more derived one decides.
+    The most derived class with a helper or a function decides.
     """
     functions = {f"functional_{key}" for key in DISPATCH_KEYS}
     for base in cls.__mro__:
@@ -76,137 +95,155 @@ def _overrides_helpers(cls: type[CustomOp]) -> bool:
 
 
 class CustomOp(Replaceable, nn.Module):
-    """An op with one ``forward_<key>`` method per dispatch key, of which construction binds the best as ``forward``.
+    """An op with a method ``forward_<key>`` per dispatch key; construction binds the best one.
 
-    A subclass defines ``forward_native`` in plain PyTorch and any of ``forward_cpu``, ``forward_cuda``,
-    ``forward_hip``, ``forward_xpu``, ``forward_tpu`` and, in replacements, ``forward_oot``. Where a key is not defined,
-    calling its method calls the next one in the platform's dispatch chain.
+    A subclass defines ``forward_native`` in plain PyTorch, and any of ``forward_cpu``,
+    ``forward_cuda``, ``forward_hip``, ``forward_xpu`` and ``forward_tpu``. A replacement may define
+    ``forward_oot``. Calling the method of a key without a definition calls the next method in the
+    platform's dispatch chain.
 
-    Constructing a class that an active plugin replaces returns an instance of the replacement.
+    If an active plugin replaces the class, construction returns an instance of the replacement.
     """
 
     __op_base__ = True
     __specialisation__ = False
     op_class: ClassVar[type]
-    """The class of an instance without its specialisation; use it where the exact class matters."""
+    """The class of an instance without the specialisation. Compare classes by this attribute."""
     switchable: ClassVar[bool] = True
-    """The switch of ``custom_ops`` for this op; ``False``: it is always enabled."""
+    """``custom_ops`` can disable the op. If ``False``, the op is always enabled."""
     repeatable: ClassVar[bool] = True
-    """A call changes nothing but its arguments, so that shadow mode may run it twice, the second time on copies."""
+    """A call changes nothing but arguments, so shadow mode may run the op again on copies."""
     _helpers: ClassVar[tuple[str, ...]] = ()
-    """The methods that ``forward_native`` may compute by, for a replacement to override one of those alone."""
+    """The methods that ``forward_native`` computes with. A replacement may override one alone."""
     _overrides_helpers: ClassVar[bool] = False
-    """A replacement overrides one of the ``_helpers`` and brings no functions for forms."""
+    """The class overrides one of the ``_helpers`` and brings no functions for forms."""
     op_registry: ClassVar[Mapping[str, type]] = _OpsByName()
     op_registry_oot: ClassVar[Mapping[str, type]] = _ReplacementsByName()
     __continuations__: ClassVar[Mapping[str, str | None]] = {}
+    """Method of this base class → the method to call instead. Each specialisation has a table."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         derive_kernels(cls)
         cls._overrides_helpers = _overrides_helpers(cls)
+        # A specialisation has the op_class of the class below.
         if "op_class" not in vars(cls) and not cls.__specialisation__:
             cls.op_class = cls
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # Replicas, copies and classes that torch derives from a specialisation.
+        # A replica, a copy, or a class that torch derives: the kernel is bound already.
         if cls.__specialisation__:
             return nn.Module.__new__(cls)
         binding = bind(cls)
         op: CustomOp = nn.Module.__new__(binding.specialisation)
+        # Not by setattr: a class may override that, and no constructor has run yet.
         op.__dict__["_binding"] = binding
         return op
 
     def __init__(
         self, *args: Any, enforce_enable: bool = False, compile_native: bool = False, **kwargs: Any
     ) -> None:
-        """Bind the op.
+        """Construct the op; ``__new__`` has bound the kernel.
 
         Args:
-            *args: of the module that an op stands in for, such as ``torch.nn.Linear``.
+            *args: arguments for the next base class, such as ``torch.nn.Linear``.
             enforce_enable: enable this instance whatever ``custom_ops`` says.
-            compile_native: not read; vLLM's own compiler does.
-            **kwargs: as ``args``.
+            compile_native: not used. vLLM's constructors pass this argument on.
+            **kwargs: keyword arguments for the next base class.
         """
         super().__init__(*args, **kwargs)
         if enforce_enable:
             self._adopt(enforced(self.binding))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Keep the binding in copies; bind an op that is unpickled anew, as the same class."""
+        """Keep the binding in copies. Unpickling an op binds the same class anew."""
         reduced = super().__reduce_ex__(protocol)
+        # torch has derived the class, such as by a parametrization, and restores it.
         if type(self) is not self.binding.specialisation:
             return reduced
         return (_restore, (self.binding,), *reduced[2:])
 
     def __prepare_scriptable__(self) -> Any:
-        """Say to ``torch.jit.script``, which asks each module, that an op is none of what it can compile."""
+        """Refuse ``torch.jit.script``, which calls this method of each module."""
         raise GraftError(
-            f"torch.jit.script cannot compile the op {self.op_class.__qualname__}, which binds its kernel in Python: "
-            "opgraft.ungraft(model) first, or use torch.jit.trace, torch.export or torch.compile"
+            f"torch.jit.script cannot compile the op {self.op_class.__qualname__}, which binds its "
+            "kernel in Python: opgraft.ungraft(model) first, or use torch.jit.trace, torch.export "
+            "or torch.compile"
         )
 
     def _adopt(self, binding: Binding) -> None:
+        # Parameters, buffers and hooks stay: only the class says what a call runs.
         self.__dict__["_binding"] = binding
         self.__class__ = binding.specialisation
 
     @property
     def binding(self) -> Binding:
-        """The class and the kernel that were chosen for this op, with the record of both choices."""
+        """The chosen class and kernel of this op, with the record of both choices."""
         return without_drift(self.__dict__["_binding"])
 
     @property
     def decision(self) -> Decision:
-        """Explain which kernel this op runs: candidates, providers, and the settings that would change it."""
+        """The choice of this op's kernel: candidates, providers, and the setting to change it."""
         return self.binding.decision
 
     @classmethod
     def enabled(cls) -> bool:
-        """Return whether an instance constructed now would be enabled by ``custom_ops``."""
+        """Return True if ``custom_ops`` enables an instance that is constructed now."""
+        if not cls.switchable:
+            return True
         state = host_state()
         name = op_name_of(cls, state)
-        return (
-            not cls.switchable
-            or follow(cls, name, state.settings(), state.active)[0].enabled(name)[0]
-        )
+        settings, _ = follow(cls, name, state.settings(), state.active)
+        is_enabled, _ = settings.enabled(name)
+        return is_enabled
 
     @staticmethod
     def default_on() -> bool:
-        """Return whether an op that ``custom_ops`` does not name would be enabled here and now."""
-        return host_state().settings().enabled(None)[0]
+        """Return True if an op is enabled now without a word about the op in ``custom_ops``."""
+        is_enabled, _ = host_state().settings().enabled(None)
+        return is_enabled
 
     @classmethod
     def register(
         cls, name: str, dynamic_arg_dims: Mapping[str, int | Sequence[int]] | None = None
     ) -> Callable[[OpClass], OpClass]:
-        """Make an op known under ``name``, by which settings and plugins call it; a class decorator.
+        """Return a class decorator that registers an op under ``name``.
+
+        Settings and plugins call the op by the name: ``custom_ops=["-rms_norm"]``.
 
         Args:
             name: the op's name.
-            dynamic_arg_dims: not read; vLLM's own compiler does, to keep the other dimensions of arguments constant.
+            dynamic_arg_dims: not used. vLLM's compiler keeps other dimensions constant.
 
         Raises:
-            RegistrationError: not a ``CustomOp``, or without ``forward_native`` and ``forward``.
+            RegistrationError: the class is no ``CustomOp``, or has neither ``forward_native`` nor
+                ``forward``.
             ConflictError: another class holds the name.
         """
 
         # Without parentheses the decorator is given the class for a name.
         if not isinstance(name, str) or not name.isidentifier():
             raise RegistrationError(
-                f"an op is registered by a name such as 'rms_norm', @CustomOp.register('name'): {name!r}"
+                "an op is registered by a name such as 'rms_norm', @CustomOp.register('name'): "
+                f"{name!r}"
             )
 
         def decorate(op_class: OpClass) -> OpClass:
             if not (isinstance(op_class, type) and issubclass(op_class, CustomOp)):
                 raise RegistrationError(
-                    f"{op_class!r} is registered as op {name!r} but is no subclass of opgraft.CustomOp"
+                    f"{op_class!r} is registered as op {name!r} but is no subclass of "
+                    "opgraft.CustomOp"
                 )
             if reference_method(op_class) is None:
+                place = location_of(op_class)
                 raise RegistrationError(
-                    f"op {name!r}, {op_class.__qualname__} at {location_of(op_class)}, defines neither forward_native "
-                    "nor forward: without one it could not run where no plugin serves it"
+                    f"op {name!r}, {op_class.__qualname__} at {place}, defines neither "
+                    "forward_native nor forward: without one it could not run where no plugin "
+                    "serves it"
                 )
-            state, provider = host_state(), discover().provider_of(op_class.__module__)
+            state = host_state()
+            provider = discover().provider_of(op_class.__module__)
+            # If the plugin fails to load, the undo of add takes the name back.
             add = partial(state.registry.add_op, name, op_class, provider)
             state.declare(f"op {name}", provider, add)
             return op_class
@@ -217,17 +254,24 @@ class CustomOp(Replaceable, nn.Module):
         further = self.__continuations__[method]
         if further is None:
             raise MissingKernelError(
-                f"{self.op_class.__qualname__} at {location_of(self.op_class)} has no {method}, nor a kernel further "
-                f"along the dispatch chain {self.binding.kernel.chain}: define {method} or forward_native"
+                f"{self.op_class.__qualname__} at {location_of(self.op_class)} has no {method}, "
+                f"nor a kernel further along the dispatch chain {self.binding.kernel.chain}: "
+                f"define {method} or forward_native"
             )
         return getattr(self, further)(*args, **kwargs)
 
+    # A call comes to the methods below from super(), or for a key without a definition: the
+    # specialisation defines forward, and op classes define forward_<key>.
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the most derived kernel of the platform's chain: a replacement's ``super().forward(...)`` ends here."""
+        """Call the most derived kernel of the platform's chain.
+
+        A replacement's ``super().forward(...)`` ends here.
+        """
         return self._call_next("forward", args, kwargs)
 
     def forward_native(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the op in plain PyTorch, which every platform can run."""
+        """Compute the op in plain PyTorch, on any platform."""
         return self._call_next("forward_native", args, kwargs)
 
     def forward_cpu(self, *args: Any, **kwargs: Any) -> Any:
@@ -235,7 +279,7 @@ class CustomOp(Replaceable, nn.Module):
         return self._call_next("forward_cpu", args, kwargs)
 
     def forward_cuda(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the op on CUDA devices, and on those whose platform has ``cuda`` in its chain."""
+        """Compute the op on CUDA devices, and on any platform with ``cuda`` in the chain."""
         return self._call_next("forward_cuda", args, kwargs)
 
     def forward_hip(self, *args: Any, **kwargs: Any) -> Any:
@@ -251,20 +295,22 @@ class CustomOp(Replaceable, nn.Module):
         return self._call_next("forward_tpu", args, kwargs)
 
     def forward_oot(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the op by the kernel that a replacement brings; it stands first in every chain."""
+        """Compute the op by the kernel of a replacement, the first key of every chain."""
         return self._call_next("forward_oot", args, kwargs)
 
 
 class PluggableLayer(CustomOp):
-    """An op made of other ops: it defines ``forward`` itself, which is not switched, and is replaced as a whole.
+    """An op made of other ops. A plugin replaces the layer as a whole.
 
-    A replacement may add ``forward_<key>`` methods, which then count like anyone's; ``custom_ops`` switches those.
+    The layer defines ``forward``, and ``custom_ops`` cannot disable that method. A replacement may
+    add ``forward_<key>`` methods. These take part in the choice, and ``custom_ops`` can disable
+    them.
     """
 
     __op_base__ = True
     repeatable: ClassVar[bool] = False
     called: ClassVar[bool] = True
-    """A model calls such a layer; ``False`` for one with whose weight another layer computes."""
+    """A model calls the layer. ``False`` if another layer computes with this layer's weight."""
 
     @classmethod
     def register_oot(
@@ -276,25 +322,35 @@ class PluggableLayer(CustomOp):
         when: Condition | None = None,
         _decorated_layer_cls: type | None = None,
     ) -> Any:
-        """Register as ``CustomOp.register_oot`` does; vLLM calls the class here ``_decorated_layer_cls``."""
+        """Register as ``CustomOp.register_oot`` does.
+
+        ``_decorated_layer_cls`` is vLLM's name for the replacement class.
+        """
         replacement = _decorated_layer_cls or _decorated_op_cls
         return super().register_oot(replacement, name, priority=priority, when=when)
 
     def idle(self) -> frozenset[str]:
-        """Return the names of the children that a call does not run as things are, if no gradient is required.
+        """Return the names of the children that a call does not run now, without gradients.
 
-        If an ``AttentionBatch`` is set, the call is one with the batch. A replacement that calls other children
-        overrides this. If a replacement does not, tables leave out the children that its code does not name.
+        If an ``AttentionBatch`` is set, the call is one with the batch. A replacement that calls
+        other children overrides ``idle``. Without an override, tables leave out each child that
+        the replacement's code does not name.
         """
         return frozenset()
 
     def forms(self) -> Sequence[Functional[..., Any]]:
-        """Return the functional forms that a call runs by itself, each of which has a kernel of its own."""
+        """Return the functional forms that a call of this layer runs beside the children.
+
+        Each form has a kernel of its own.
+        """
         return ()
 
 
 def maybe_get_oot_by_class(cls: type) -> type:
-    """Return the class that constructing ``cls`` here and now yields: its active replacement, or ``cls`` itself."""
+    """Return the class of an instance that ``cls(...)`` constructs now.
+
+    That is the active replacement, or ``cls`` itself.
+    """
     return bind(cls).replacement.cls if issubclass(cls, CustomOp) else cls
 
 

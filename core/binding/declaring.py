@@ -1,4 +1,8 @@
-"""Declaring replacements of classes, which holds for ops and for other classes alike."""
+"""``Replaceable``: ``register_oot`` declares replacements of ops and of other classes.
+
+A declaration goes into the registry at once, and takes effect while the plugin of the class is
+active, on the platforms of the plugin.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from opgraft.registry.state import ACTIVATING, PluginStatus, Transaction, host_s
 
 
 class Replaceable:
-    """A class of which another one may be constructed in its place."""
+    """A class that plugins may replace: constructing it constructs the replacement."""
 
     @classmethod
     def register_oot(
@@ -29,33 +33,35 @@ class Replaceable:
     ) -> Any:
         """Declare a replacement for a class, as a decorator or by a call.
 
-        All of these are valid: ``@CustomOp.register_oot("RMSNorm")``, ``@CustomOp.register_oot(name="RMSNorm")``,
-        ``@CustomOp.register_oot(RMSNorm)``, ``@RMSNorm.register_oot``, ``@RMSNorm.register_oot()`` and
+        All of these are valid: ``@CustomOp.register_oot("RMSNorm")``,
+        ``@CustomOp.register_oot(name="RMSNorm")``, ``@CustomOp.register_oot(RMSNorm)``,
+        ``@RMSNorm.register_oot``, ``@RMSNorm.register_oot()`` and
         ``CustomOp.register_oot(_decorated_op_cls=C, name="RMSNorm")``.
 
         Args:
-            name: the target: an op name, a class name, ``module:Class`` or the class. A name that is not known yet is
-                looked up again when all plugins have been loaded.
+            name: the target: an op name, a class name, ``module:Class`` or the class. A name
+                without a class yet is looked up again after all plugins have been loaded.
             priority: the highest wins among replacements of one target.
-            when: a ``When``, or a function of the platform; the replacement applies only where it holds. It is asked
-                once, when the platform is known.
+            when: a ``When``, or a function of the platform. The replacement applies only if the
+                condition holds. The condition is asked once, when the platform is known.
 
         Returns:
-            The replacement class, or a decorator that returns it.
+            The replacement class, or a decorator for the replacement class.
 
         Raises:
-            RegistrationError: it is no subclass of its target, or accepts fewer calls than the target.
-            UnknownTargetError: in strict mode, if plugins are loaded and nothing has that ``name``. Otherwise a warning
-                says so and this registration is left out.
+            RegistrationError: the replacement is no subclass of the target, or accepts fewer calls
+                than the target.
+            UnknownTargetError: in strict mode, if plugins are loaded and nothing has that ``name``.
+                Otherwise a warning says so, and this registration is left out.
         """
         first = _decorated_op_cls
-        target: str | type | None = (
-            name if name is not None else None if "__op_base__" in vars(cls) else cls
-        )
-        if isinstance(first, str) or (
-            target is None and isinstance(first, type) and first in host_state().registry.targets()
-        ):
-            target, first = first, None
+        target: str | type | None = name
+        # On an op class, the op class is the target. On CustomOp itself, the name says the target.
+        if target is None and "__op_base__" not in vars(cls):
+            target = cls
+        if isinstance(first, str) or (target is None and _is_target(first)):
+            target = first
+            first = None
 
         def decorate(replacement: type) -> type:
             named = target if target is not None else getattr(replacement, "__name__", "")
@@ -67,20 +73,18 @@ class Replaceable:
 
     @classmethod
     def unregister_oot(cls, replacement: type) -> None:
-        """Take back every registration of a replacement class; ops that exist keep it until ``rebind``.
+        """Take back every registration of a replacement class.
+
+        Existing ops keep the class until ``rebind``.
 
         Raises:
-            RegistrationError: a plugin or a platform, while it is loaded, takes back what another one has registered.
+            RegistrationError: a plugin or platform, while it is loaded, takes back the
+                registration of another provider.
         """
-        state, transaction = host_state(), ACTIVATING.get()
-        whose = next(
-            (known for known in state.registry.replacements if known.cls is replacement), None
-        )
-        if transaction is not None and whose is not None and whose.provider != transaction.provider:
-            raise RegistrationError(
-                f"{transaction.owner} unregisters {qualified(replacement)} at {whose.location}, which "
-                f"{whose.provider} has registered: register one of a higher priority, or leave the choice to providers"
-            )
+        state = host_state()
+        transaction = ACTIVATING.get()
+        if transaction is not None:
+            _check_owner(replacement, transaction)
         with state.lock:
             registry = state.registry
             registry.replacements = [
@@ -90,8 +94,27 @@ class Replaceable:
             state.invalidate()
 
 
+def _is_target(cls: object) -> bool:
+    return isinstance(cls, type) and cls in host_state().registry.targets()
+
+
+def _check_owner(replacement: type, transaction: Transaction) -> None:
+    """Refuse a plugin that takes back the registration of another provider."""
+    for known in host_state().registry.replacements:
+        if known.cls is not replacement:
+            continue
+        if known.provider != transaction.provider:
+            raise RegistrationError(
+                f"{transaction.owner} unregisters {qualified(replacement)} at {known.location}, "
+                f"which {known.provider} has registered: register one of a higher priority, or "
+                "leave the choice to providers"
+            )
+        # The first registration of the class decides.
+        return
+
+
 def _check_options(cls: object, target: object, priority: object, when: object) -> None:
-    """Reject options of a registration that are of another type than they must be."""
+    """Refuse options of a wrong type in a registration."""
     if not isinstance(cls, type):
         raise RegistrationError(
             f"register_oot got {reprlib.repr(cls)} as a replacement: use a class"
@@ -100,27 +123,39 @@ def _check_options(cls: object, target: object, priority: object, when: object) 
         raise RegistrationError(
             f"register_oot got {reprlib.repr(target)} as a target: use a class or its name"
         )
-    against = ""
-    if not isinstance(priority, int) or isinstance(priority, bool):
-        against = f"priority={priority!r:.80}: use an integer"
-    elif when is not None and not callable(when) and not isinstance(when, When):
-        against = f"when={when!r:.80}: use opgraft.When(...), or a function of the platform"
-    elif inspect.iscoroutinefunction(when):
-        against = f"when={when!r:.80}, an async function, which nobody awaits: use a plain one"
-    elif callable(when) and not _takes_one(when):
-        against = f"when={when!r:.80}, which does not take the platform: give it one parameter"
-    if against:  # only then is the class looked up in its source, which takes a millisecond
+    against = _against_priority(priority) or _against_condition(when)
+    # To find a class in its source takes a millisecond, so only the message does.
+    if against:
         raise RegistrationError(
             f"{qualified(cls)} at {location_of(cls)} is registered with {against}"
         )
 
 
+def _against_priority(priority: object) -> str:
+    if isinstance(priority, int) and not isinstance(priority, bool):
+        return ""
+    return f"priority={priority!r:.80}: use an integer"
+
+
+def _against_condition(when: object) -> str:
+    fault = ""
+    if when is not None and not callable(when) and not isinstance(when, When):
+        fault = ": use opgraft.When(...), or a function of the platform"
+    elif inspect.iscoroutinefunction(when):
+        fault = ", an async function, which nobody awaits: use a plain one"
+    elif callable(when) and not _takes_one(when):
+        fault = ", which does not take the platform: give it one parameter"
+    return f"when={when!r:.80}{fault}" if fault else ""
+
+
 def _takes_one(function: Callable[..., Any]) -> bool:
+    """Return True if a function can be called with one argument, as far as its signature tells."""
     try:
         inspect.signature(function).bind(None)
     except TypeError:
         return False
-    except ValueError:  # a function in C, of which nobody knows
+    # Some functions in C have no signature.
+    except ValueError:
         return True
     return True
 
@@ -131,45 +166,77 @@ def _declare(
     priority: int,
     when: Condition | None,
 ) -> None:
-    state, discovery, transaction = host_state(), discover(), ACTIVATING.get()
+    """Add a replacement to the registry, and activate it if its plugin is active already."""
+    state = host_state()
+    transaction = ACTIVATING.get()
     with state.lock:
-        resolved = state.registry.find_target(target) if isinstance(target, str) else target
-        provider = transaction.provider if transaction else discovery.provider_of(cls.__module__)
-        new = Replacement(
-            cls,
-            _asked_for(target),
-            resolved,
-            provider,
-            priority=priority,
-            when=when,
-            activation=transaction,
-        )
-        own_plugin = discovery.plugin_of(cls.__module__, provider)
-        new.plugin = (transaction.plugin if transaction else None) or own_plugin
+        new = _replacement(cls, target, priority, when, transaction)
         # No later pass looks for the target, so that a wrong name must be reported here.
-        late = resolved is None and state.loading.done and transaction is None
-        strict = bool(state.settings().config.strict) if late else False
-        if late and not state.resolve_or_leave_out(new, strict):
-            return
-        record = state.plugins.get(new.plugin or "")
-        if record is not None:
-            new.platforms = record.platforms
-        elif not discovery.has_plugin(provider):
-            # Without a plugin, replacements apply on the platforms of their distribution alone.
-            new.platforms = tuple(discovery.platforms_of(provider)) or new.platforms
+        is_late = new.target is None and state.loading.done and transaction is None
+        if is_late:
+            is_strict = bool(state.settings().config.strict)
+            if not state.resolve_or_leave_out(new, is_strict):
+                return
+        new.platforms = _platforms_of(new)
         known, former = state.registry.add_replacement(new)
+        # A reloaded class takes the place of the former one.
         if former is not None:
             state.deactivate(former)
         if not _takes_effect(known, transaction):
             return
         undo = state.activate(known)
+        # If the plugin fails later, the end of the transaction deactivates the replacement.
         if transaction is not None:
             transaction.undos.callback(undo)
 
 
+def _replacement(
+    cls: type,
+    target: str | type,
+    priority: int,
+    when: Condition | None,
+    transaction: Transaction | None,
+) -> Replacement:
+    """Describe a registration: the target, the provider, and the plugin that brings the class."""
+    discovery = discover()
+    resolved = host_state().registry.find_target(target) if isinstance(target, str) else target
+    provider = transaction.provider if transaction else discovery.provider_of(cls.__module__)
+    new = Replacement(
+        cls,
+        _asked_for(target),
+        resolved,
+        provider,
+        priority=priority,
+        when=when,
+        activation=transaction,
+    )
+    own_plugin = discovery.plugin_of(cls.__module__, provider)
+    loading = transaction.plugin if transaction else None
+    new.plugin = loading or own_plugin
+    return new
+
+
+def _platforms_of(replacement: Replacement) -> tuple[str, ...]:
+    """Return the names of the platforms that a replacement applies on."""
+    discovery = discover()
+    record = host_state().plugins.get(replacement.plugin or "")
+    if record is not None:
+        return record.platforms
+    if discovery.has_plugin(replacement.provider):
+        return replacement.platforms
+    # Without a plugin, replacements apply on the platforms of their distribution alone.
+    return tuple(discovery.platforms_of(replacement.provider)) or replacement.platforms
+
+
 def _takes_effect(replacement: Replacement, transaction: Transaction | None) -> bool:
-    """Tell whether a replacement is active from now on, or waits for the plugin or the platform of its distribution."""
-    state, discovery, provider = host_state(), discover(), replacement.provider
+    """Return True if a replacement is active from now on.
+
+    Otherwise the replacement waits for its plugin, or for the platform of its distribution.
+    """
+    state = host_state()
+    discovery = discover()
+    provider = replacement.provider
+    # The plugin that loads right now registers the replacement.
     if transaction is not None and transaction.plugin is not None:
         return True
     if discovery.has_plugin(provider):
@@ -177,7 +244,8 @@ def _takes_effect(replacement: Replacement, transaction: Transaction | None) -> 
         return record is not None and record.status is PluginStatus.ACTIVATED
     if transaction is not None or not discovery.platforms_of(provider):
         return True
-    return state.selection is not None and state.selection.platform.name in replacement.platforms
+    selection = state.selection
+    return selection is not None and selection.platform.name in replacement.platforms
 
 
 def _asked_for(target: str | type) -> str:

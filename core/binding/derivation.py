@@ -1,9 +1,14 @@
-"""Derive a class's ``forward_<key>`` from the functional forms that it declares as ``functional_<key>``.
+"""Derive ``forward_<key>`` of a class from the functions in ``functional_<key>``.
 
-An op's ``forward_native`` says how the op calls its functional forms. Decorated by ``calls_functional``, it takes a
-keyword argument ``functional``, of which ``functional.rms_norm`` is that form. Its default holds the native
-definitions. A kernel is the same method with another default, so that it costs no call in between, and compilers see
-one plain function.
+The ``forward_native`` of an op is a short method around functional forms::
+
+    @calls_functional
+    def forward_native(self, x, *, functional=NATIVE):
+        return functional.rms_norm(x, self.weight, self.epsilon)
+
+By default ``functional`` holds the native definitions. ``functional_cuda = FunctionalKernels({
+"rms_norm": kernel})`` derives ``forward_cuda``: a copy of the method with another default for
+``functional``. A call needs no wrapper, and compilers see one plain function.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from opgraft.registry.op_classes import location_of
 Result = TypeVar("Result")
 
 NATIVE = SimpleNamespace()
-"""Every functional form's native definition, by its name."""
+"""The native definition of every functional form, as attributes by name."""
 
 _PARAMETER = "functional"
 _DECLARED = "functional_"
@@ -31,15 +36,16 @@ _DERIVED = "__opgraft_derived__"
 
 
 class FunctionalKernels(Mapping[str, Callable[..., Any]]):
-    """Kernels as functions, by the name of the functional form whose signature they have.
+    """Kernels as functions, by the name of the functional form with the same signature.
 
     Args:
-        functions: the kernels, or the name of a module whose ``__all__`` names them, imported when one is asked for.
-        needs: as ``opgraft.needs`` takes it, for all of them.
-        inference_only: whether they have no backward, as ``opgraft.inference_only`` says of a method.
-        compiled: of some forms a function of the same signature, for ``opgraft.compile`` to trace in the place of the
-            kernel, which would else be one op in Python. It calls torch ops, and decides by what a compiler knows:
-            dtypes, devices, and sizes other than that of the batch.
+        functions: the kernels by form; or the name of a module with the kernels in ``__all__``,
+            imported when the first kernel is used.
+        needs: a check for all kernels, as for ``opgraft.needs``.
+        inference_only: the kernels have no backward, as with ``opgraft.inference_only``.
+        compiled: by form, another function of the same signature for ``opgraft.compile`` to trace.
+            Without one, the kernel is one Python op in the graph. The function calls torch ops, and
+            decides by dtypes, devices and sizes alone, but never by the size of the batch.
     """
 
     def __init__(
@@ -56,15 +62,18 @@ class FunctionalKernels(Mapping[str, Callable[..., Any]]):
         self.compiled = compiled
 
     def _loaded(self) -> Mapping[str, Callable[..., Any]]:
-        if isinstance(self._functions, str):
-            try:
-                module = import_module(self._functions)
-            except ImportError as error:
-                why = (self.needs() if self.needs else None) or f"could not be imported: {error}"
-                raise MissingKernelError(
-                    f"the kernels in {self._functions} cannot run here: {why}"
-                ) from error
-            self._functions = {name: getattr(module, name) for name in module.__all__}
+        if not isinstance(self._functions, str):
+            return self._functions
+        try:
+            module = import_module(self._functions)
+        except ImportError as error:
+            missing = self.needs() if self.needs else None
+            why = missing or f"could not be imported: {error}"
+            raise MissingKernelError(
+                f"the kernels in {self._functions} cannot run here: {why}"
+            ) from error
+        # Kept: importing is slow, and the names of a module do not change.
+        self._functions = {name: getattr(module, name) for name in module.__all__}
         return self._functions
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
@@ -78,13 +87,16 @@ class FunctionalKernels(Mapping[str, Callable[..., Any]]):
 
 
 class _Overlay(SimpleNamespace):
-    """Kernels by name, and native definitions where there is none; read when it is first asked."""
+    """Kernels by form, and native definitions of all other forms.
+
+    The kernels are looked up at the first use of an attribute.
+    """
 
     def __init__(self, kernels: Mapping[str, Callable[..., Any]]) -> None:
         self.__dict__["__kernels__"] = kernels
 
     def __getattr__(self, name: str) -> Any:
-        # Reached for what is missing only: once resolved, a lookup costs what it does in a plain namespace.
+        # Python comes here for missing attributes only: later lookups are plain and fast.
         self.resolve()
         if name not in self.__dict__:
             raise AttributeError(f"no functional form is called {name!r}")
@@ -95,10 +107,12 @@ class _Overlay(SimpleNamespace):
 
 
 def calls_functional(native: Callable[..., Result]) -> Callable[..., Result]:
-    """Decorate a ``forward_native`` that takes ``functional``, which is no part of how the op is called.
+    """Decorate a ``forward_native`` with the keyword argument ``functional``.
 
-    Neither its signature nor its type shows the argument, so that a replacement need not take it.
+    Callers of the op never pass the argument, so the signature hides it: a replacement need not
+    take the argument.
     """
+    # Registration compares signatures of a replacement and of its target.
     signature = inspect.signature(native)
     shown = [parameter for name, parameter in signature.parameters.items() if name != _PARAMETER]
     vars(native)["__signature__"] = signature.replace(parameters=shown)
@@ -106,41 +120,48 @@ def calls_functional(native: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def derive_kernels(cls: type) -> None:
-    """Give a class a ``forward_<key>`` for each ``functional_<key>`` that it declares, unless it defines one itself.
+    """Give a class a ``forward_<key>`` for each ``functional_<key>`` in its body.
+
+    A ``forward_<key>`` in the same body stays as it is.
 
     Raises:
-        RegistrationError: its ``forward_native`` does not take ``functional``, so that nothing can be derived from it.
+        RegistrationError: ``forward_native`` does not take ``functional``.
     """
     for key in DISPATCH_KEYS:
-        if f"{_DECLARED}{key}" in vars(cls) and f"forward_{key}" not in vars(cls):
-            setattr(cls, f"forward_{key}", _derived(cls, f"{_DECLARED}{key}"))
+        declared = f"{_DECLARED}{key}"
+        method = f"forward_{key}"
+        if declared in vars(cls) and method not in vars(cls):
+            setattr(cls, method, _derived(cls, declared))
 
 
 def is_derived(method: object) -> bool:
-    """Return whether a method was derived from the functional forms that its class declares."""
+    """Return True if ``derive_kernels`` has made the method."""
     return hasattr(method, _DERIVED)
 
 
 def prepare(method: object) -> None:
-    """Look the kernels of a derived method up, so that no call of it has to."""
+    """Look up the kernels of a derived method, so that calls find them resolved."""
     overlay = getattr(method, _DERIVED, None)
     if overlay is not None:
         overlay.resolve()
 
 
 def _derived(cls: type, name: str) -> Any:
+    """Make the method for the functions of a class attribute, such as ``functional_cuda``."""
     kernels: Mapping[str, Callable[..., Any]] = vars(cls)[name]
-    raw = inspect.getattr_static(cls, "forward_native", None)
-    native = raw.__func__ if isinstance(raw, staticmethod) else raw
+    definition = inspect.getattr_static(cls, "forward_native", None)
+    is_static = isinstance(definition, staticmethod)
+    native = definition.__func__ if is_static else definition
     if not takes_functional(native):
         raise RegistrationError(
-            f"{cls.__qualname__} at {location_of(cls)} declares {name}, but its forward_native does not take "
-            f"{_PARAMETER}=..., by which it would call those kernels: define forward_{name.removeprefix(_DECLARED)} too"
+            f"{cls.__qualname__} at {location_of(cls)} declares {name}, but its forward_native "
+            f"does not take {_PARAMETER}=..., by which it would call those kernels: define "
+            f"forward_{name.removeprefix(_DECLARED)} too"
         )
     overlay = _Overlay(kernels)
     derived: Any = with_functional(native, overlay)
-    # The copy is no static method any more: it is given self, by which marks know the op.
-    if isinstance(raw, staticmethod):
+    # Marks need the op, and a static method is not given self.
+    if is_static:
         derived = _as_method(derived)
     if getattr(kernels, "inference_only", False):
         derived = mark_inference_only(derived)
@@ -152,12 +173,18 @@ def _derived(cls: type, name: str) -> Any:
 
 
 def takes_functional(native: object) -> bool:
-    """Tell whether a ``forward_native`` takes ``functional``, by which it calls forms."""
+    """Return True if a ``forward_native`` calls forms by the argument ``functional``."""
     return _PARAMETER in (getattr(native, "__kwdefaults__", None) or {})
 
 
 def with_functional(native: Any, functional: object) -> FunctionType:
-    """Return a copy of ``native`` that calls the forms which ``functional`` has as attributes."""
+    """Return a copy of ``native`` with another default for the argument ``functional``.
+
+    Args:
+        native: a ``forward_native`` under ``calls_functional``.
+        functional: an object with a function per form, as attributes by name.
+    """
+    # The code object stays the same, so tracebacks and compilers find the source.
     copy = FunctionType(
         native.__code__,
         native.__globals__,
@@ -167,22 +194,22 @@ def with_functional(native: Any, functional: object) -> FunctionType:
     )
     copy.__kwdefaults__ = {**native.__kwdefaults__, _PARAMETER: functional}
     copy.__dict__.update(native.__dict__)
-    copy.__qualname__, copy.__module__, copy.__doc__ = (
-        native.__qualname__,
-        native.__module__,
-        native.__doc__,
-    )
+    copy.__qualname__ = native.__qualname__
+    copy.__module__ = native.__module__
+    copy.__doc__ = native.__doc__
     copy.__annotations__ = native.__annotations__
     return copy
 
 
 def _as_method(function: Any) -> Any:
+    """Return a method with ``self`` in front of the parameters of a function."""
+
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
+    # Without a signature, the method would seem to take any arguments.
     signature = inspect.signature(function)
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    vars(method)["__signature__"] = signature.replace(
-        parameters=[own, *signature.parameters.values()]
-    )
+    parameters = [own, *signature.parameters.values()]
+    vars(method)["__signature__"] = signature.replace(parameters=parameters)
     return method

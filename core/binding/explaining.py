@@ -1,4 +1,4 @@
-"""The kernels that a built model runs, the classes that plugins may replace in it, and why these."""
+"""``explain``: tables of a model's kernels and of its replaceable classes, with the reasons."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _UNCALLED = "not called, as another layer computes with its weight"
 
 @dataclass(frozen=True)
 class ExplainedOp:
-    """One op of a model, or a functional form that one of its layers runs.
+    """One op of a model, or a functional form of one of the model's layers.
 
     Attributes:
-        path: of the module in the model, "" for the model itself.
-        op: the name that settings know it by, or "" where its class is not registered.
-        op_class: its class, a replacement perhaps.
-        kernel: the class that defines its kernel and the method, such as ``RMSNorm.forward_native``.
-        provider: who provides the kernel.
-        reason: why that kernel, or what runs in its place.
-        runs: ``False`` where another layer does its work, as long as no gradient is required.
+        path: the place of the module in the model, "" for the model itself.
+        op: the name in settings; "" if the class is not registered.
+        op_class: the class, a replacement perhaps.
+        kernel: class and method of the kernel, such as ``RMSNorm.forward_native``.
+        provider: the provider of the kernel.
+        reason: why the op runs this kernel, or other code in its place.
+        runs: ``False`` if another layer does the op's work, as long as no gradient is required.
     """
 
     path: str
@@ -49,7 +49,7 @@ class ExplainedOp:
     runs: bool = True
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row as plain data, with the names that all JSON of opgraft has for it."""
+        """Return the row as plain data, with the names of all JSON of opgraft."""
         return {
             "path": self.path,
             "op": self.op,
@@ -63,15 +63,15 @@ class ExplainedOp:
 
 @dataclass(frozen=True)
 class ExplainedClass:
-    """An object of a class that plugins may replace as a whole, such as the sampler of an engine.
+    """An object of a replaceable class, such as the sampler of an engine.
 
     Attributes:
-        path: where it stands: in the engine, or in the model.
-        name: the name that settings know its class by.
-        cls: its class, a replacement perhaps.
-        provider: who provides the class.
-        reason: why that class.
-        remark: what it says of itself, such as how often it did its work, and why not more often.
+        path: the place of the object in the engine, or in the model.
+        name: the name of the class in settings.
+        cls: the class, a replacement perhaps.
+        provider: the provider of the class.
+        reason: why the object has this class.
+        remark: the remark of the object, such as the number of calls, and the reason for few.
     """
 
     path: str
@@ -95,7 +95,9 @@ class ExplainedClass:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The ops of a model and the replaceable classes around them, one row each; printed, equal ones are one line.
+    """The ops of a model and the objects of replaceable classes, a row for each.
+
+    Printing an explanation shows equal rows as one line with a count.
 
     Attributes:
         rows: the ops, in the model's order.
@@ -106,8 +108,13 @@ class Explanation:
     classes: tuple[ExplainedClass, ...] = ()
 
     def within(self, **objects: Any) -> Explanation:
-        """Return the same with the given objects before the others, by what they are called, if they have a row."""
-        return replace(self, classes=(*_classes(objects.items()), *self.classes))
+        """Return the explanation with rows for more objects, before the other objects.
+
+        Args:
+            **objects: objects by path; those of other classes have no row.
+        """
+        further = _classes(objects.items())
+        return replace(self, classes=(*further, *self.classes))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the tables as plain data, ready for ``json.dumps``."""
@@ -117,132 +124,153 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        ops = (
-            _printed_ops(self.rows)
-            if self.rows
-            else ["no module of this model is an op: see opgraft.graft"]
-        )
-        return "\n".join([*ops, *(["", *_printed_classes(self.classes)] if self.classes else [])])
+        lines = ["no module of this model is an op: see opgraft.graft"]
+        if self.rows:
+            lines = list(_printed_ops(self.rows))
+        if self.classes:
+            lines += ["", *_printed_classes(self.classes)]
+        return "\n".join(lines)
 
 
 def _printed_ops(rows: Sequence[ExplainedOp]) -> Iterator[str]:
-    running = [row for row in rows if row.runs]
-    yield from _counted(
-        ("op", "class", "kernel", "provider"),
-        [
-            ((row.op, row.op_class, row.kernel, str(row.provider)), row.path or "(model)")
-            for row in running
-        ],
-    )
+    """Yield the table of the running ops, the reasons for their kernels, and the resting ops."""
+    running = []
+    reasons: Counter[tuple[str, str]] = Counter()
+    resting: Counter[tuple[str, str, str]] = Counter()
+    for row in rows:
+        if row.runs:
+            cells = (row.op, row.op_class, row.kernel, str(row.provider))
+            running.append((cells, row.path or "(model)"))
+            reasons[row.kernel, row.reason] += 1
+        else:
+            _, _, name = row.path.rpartition(".")
+            resting[row.op_class, name, row.reason] += 1
+    yield from _counted(("op", "class", "kernel", "provider"), running)
     yield ""
-    for (kernel, reason), count in Counter((row.kernel, row.reason) for row in running).items():
+    for (kernel, reason), count in reasons.items():
         yield printable(f"{count} x {kernel}: {reason}")
-    resting = [
-        (row.op_class, row.path.rpartition(".")[2], row.reason) for row in rows if not row.runs
-    ]
-    for (cls, name, reason), count in Counter(resting).items():
+    for (cls, name, reason), count in resting.items():
         yield printable(f"{count} x {cls} as {name}: {reason}")
 
 
-def _printed_classes(rows: Sequence[ExplainedClass]) -> Iterator[str]:
-    yield from _counted(
-        ("class by name", "class", "provider", "remark"),
-        [((row.name, row.cls, str(row.provider), row.remark), row.path) for row in rows],
-    )
+def _printed_classes(rows: Sequence[ExplainedClass]) -> list[str]:
+    names = ("class by name", "class", "provider", "remark")
+    cells = [((row.name, row.cls, str(row.provider), row.remark), row.path) for row in rows]
+    return _counted(names, cells)
 
 
 def _counted(names: Sequence[str], rows: Sequence[tuple[tuple[str, ...], str]]) -> list[str]:
-    """Lay out rows of cells with their count and the first path of each."""
+    """Lay out a table with one line for equal rows: the count, the cells, the first path.
+
+    Args:
+        names: the titles of the cells.
+        rows: the cells and the path of each row.
+    """
+    # The last entry of a key stays in a dictionary, and the first path is wanted.
     first = dict(reversed(rows))
     counts = Counter(cells for cells, _ in rows)
-    return table(
-        [
-            ("count", *names, "the first"),
-            *((str(n), *key, first[key]) for key, n in counts.items()),
-        ],
-        None,
-    )
+    lines = [("count", *names, "the first")]
+    for cells, count in counts.items():
+        lines.append((str(count), *cells, first[cells]))
+    return table(lines, None)
 
 
 def explain(model: nn.Module) -> Explanation:
-    """Tell which kernel each op of ``model`` is bound to, who provides it, and why.
+    """Return the kernel of each op of ``model``, with provider and reason.
 
-    A module that stands in several places has one row, under its first path. Where an ``AttentionBatch`` is set, that
-    is what calls of the model with it run.
+    A module in several places has one row, under the first path. If an ``AttentionBatch`` is set,
+    the rows hold for calls of the model with the batch.
 
     Raises:
         TypeError: ``model`` is no module.
     """
     expect_module("explain", model)
-    run = _run(model)
+    reached = _modules_reached(model)
     rows: list[ExplainedOp] = []
     classes: list[ExplainedClass] = []
     for path, module in model.named_modules():
         if isinstance(module, CustomOp):
-            rows += _rows(path, module, module in run)
+            rows += _rows(path, module, module in reached)
+        # A weight method and the like are plain attributes of a module.
         prefix = f"{path}." if path else ""
-        own = ((f"{prefix}{name}", value) for name, value in vars(module).items())
-        classes += _classes([(path or "model", module), *own], module)
+        objects = [(path or "model", module)]
+        objects += [(f"{prefix}{name}", value) for name, value in vars(module).items()]
+        classes += _classes(objects, module)
     return Explanation(tuple(rows), tuple(classes))
 
 
-def _run(model: nn.Module) -> set[nn.Module]:
-    """Collect the modules that a call of ``model`` may reach in one place at least."""
+def _modules_reached(model: nn.Module) -> set[nn.Module]:
+    """Collect the modules that a call of ``model`` may reach in at least one place."""
     reached = {model}
     left = [model]
     while left:
         layer = left.pop()
         idle = idle_children(layer) if isinstance(layer, PluggableLayer) else ()
-        further = {child for name, child in layer.named_children() if name not in idle} - reached
-        reached |= further
-        left += further
+        for name, child in layer.named_children():
+            if name not in idle and child not in reached:
+                reached.add(child)
+                left.append(child)
     return reached
 
 
-def _rows(path: str, op: CustomOp, reached: bool) -> Iterator[ExplainedOp]:
-    """Yield the row of an op, and one for each form that it runs beside its children."""
-    layer = op if isinstance(op, PluggableLayer) else None
+def _rows(path: str, op: CustomOp, is_reached: bool) -> Iterator[ExplainedOp]:
+    """Yield the row of an op, then a row for each form that a layer calls beside its children."""
     row = _row(path, op.op_class, op.binding, op.binding.kernel_name)
-    if not reached:
+    if not is_reached:
         yield replace(row, reason=_SPARED, runs=False)
         return
-    called = layer is None or layer.called
-    yield (
-        replace(row, reason=hidden_by(op) or row.reason)
-        if called
-        else replace(row, reason=_UNCALLED, runs=False)
-    )
-    for form in layer.forms() if layer else ():
-        runs = choice_of(form)
-        form_row = _row(path, runs.op_class, runs.binding, runs.kernel_name)
-        yield replace(form_row, provider=runs.provider, reason=runs.reason)
+    if isinstance(op, PluggableLayer) and not op.called:
+        yield replace(row, reason=_UNCALLED, runs=False)
+    else:
+        yield replace(row, reason=hidden_by(op) or row.reason)
+    if not isinstance(op, PluggableLayer):
+        return
+    for form in op.forms():
+        choice = choice_of(form)
+        form_row = _row(path, choice.op_class, choice.binding, choice.kernel_name)
+        yield replace(form_row, provider=choice.provider, reason=choice.reason)
 
 
 def _row(path: str, cls: type, binding: Binding, kernel: str) -> ExplainedOp:
     name = op_name_of(binding.replacement.target, host_state()) or ""
     decision = binding.decision
-    reason = f"{decision.candidates[0].reason}; {decision.reason}"  # the winner's own comes first
+    # The winner is the first candidate.
+    reason = f"{decision.candidates[0].reason}; {decision.reason}"
     return ExplainedOp(path, name, cls.__qualname__, kernel, binding.provider, reason)
 
 
 def _classes(objects: Iterable[tuple[str, Any]], owner: object = None) -> Iterator[ExplainedClass]:
-    """Yield the rows of those objects whose classes plugins may replace."""
+    """Yield the rows of the objects of replaceable classes.
+
+    Args:
+        objects: any objects, each with a path.
+        owner: the module with the objects as attributes; ``None`` for parts of the engine.
+    """
     names = {record.cls: name for name, record in host_state().registry.classes.items()}
     for path, thing in objects:
-        target = next((base for base in type(thing).__mro__ if base in names), None)
-        if isinstance(thing, PluggableClass) and target is not None:
-            provider, reason = _whose(type(thing), target)
-            yield ExplainedClass(
-                path, names[target], type(thing).__qualname__, provider, reason, thing.remark(owner)
-            )
+        if not isinstance(thing, PluggableClass):
+            continue
+        cls = type(thing)
+        target = next((base for base in cls.__mro__ if base in names), None)
+        if target is None:
+            continue
+        provider, reason = _origin(cls, target)
+        remark = thing.remark(owner)
+        yield ExplainedClass(path, names[target], cls.__qualname__, provider, reason, remark)
 
 
-def _whose(cls: type, target: type) -> tuple[Provider, str]:
-    """Return who provides the class of an object that was constructed for ``target``, and why it has that class."""
+def _origin(cls: type, target: type) -> tuple[Provider, str]:
+    """Return the provider of an object's class, and why the object has the class.
+
+    Args:
+        cls: the class of the object.
+        target: the class that was called to construct the object.
+    """
     choice = choose_class(target)
     if choice.cls is cls:
         return choice.provider, choice.decision.reason
     provider = discover().provider_of(cls.__module__)
-    if isabstract(choice.cls):  # of whose kinds settings choose one
+    # Settings choose one of the classes below an abstract one.
+    if isabstract(choice.cls):
         return provider, choice.decision.reason
     return provider, f"constructed as it is; now {choice.cls.__qualname__} would be"

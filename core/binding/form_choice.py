@@ -1,4 +1,4 @@
-"""``FormChoice``, the record of what a functional form runs, and whose code that is."""
+"""``FormChoice``, the record of the code that a functional form runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from opgraft.registry.decision import Provider
 
 @dataclass(frozen=True)
 class FormChoice:
-    """The choice for a form here and now: a function of the bound kernel's class, or its own definition.
+    """The choice for a functional form here and now.
+
+    The form runs a function of the bound kernel's class, or the form's own native definition.
 
     Attributes:
         form: the form.
@@ -26,8 +28,9 @@ class FormChoice:
 
     @property
     def is_native(self) -> bool:
-        """Tell whether the form runs its own definition in plain PyTorch."""
-        return self.form.name not in (self.binding.kernel.winner.functions or {})
+        """True if the form runs the native definition in plain PyTorch."""
+        functions = self.binding.kernel.winner.functions or {}
+        return self.form.name not in functions
 
     @property
     def op_class(self) -> type:
@@ -37,7 +40,7 @@ class FormChoice:
 
     @property
     def kernel_name(self) -> str:
-        """The kernel as tables show it, such as ``linear.native``."""
+        """The name of the kernel for tables, such as ``linear.native``."""
         return f"{self.form.name}.native" if self.is_native else self.binding.kernel_name
 
     @property
@@ -49,14 +52,17 @@ class FormChoice:
 
     @property
     def reason(self) -> str:
-        """The reason for the choice, which rests on that of the op's class and kernel."""
+        """The reason for the choice, followed by the reasons for class and kernel of the op."""
         decision = self.binding.decision
         own = decision.candidates[0].reason
         return f"{self.unserved or own}; {decision.reason}"
 
     @property
     def unserved(self) -> str:
-        """The reason why the bound kernel does not serve the form; empty if it does, or if there is no kernel."""
+        """The reason why the form does not run the bound kernel; empty if it does.
+
+        Empty, too, if the bound kernel is native.
+        """
         kernel = self.binding.kernel.winner
         if not self.is_native or kernel.key == "native":
             return ""
@@ -69,7 +75,7 @@ class FormChoice:
 
 
 def choice_of(form: Functional[..., Any]) -> FormChoice:
-    """Return what a form runs here and now, with whose code it is, and why.
+    """Return the choice for a form here and now.
 
     Raises:
         OpgraftError: as constructing the op would.

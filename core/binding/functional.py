@@ -1,7 +1,9 @@
-"""``Functional``, an op as a function of tensors and settings.
+"""``Functional``, an op as a function of tensors and settings: a functional form.
 
-A form is called like the function that it was made from and runs the kernel that the op is bound to here and now. The
-same function is registered as ``torch.ops.opgraft.<name>``, for graphs that must show it as one node.
+``register_functional`` makes a form of a native definition. ``opgraft.functional.rms_norm(x, w)``
+runs the kernel of the op ``rms_norm`` here and now: ``__call__`` asks ``_bound``, which answers
+from the caches of the process. The same form is registered as ``torch.ops.opgraft.rms_norm``, for
+graphs with one node per form.
 """
 
 from __future__ import annotations
@@ -33,30 +35,35 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 Bound: TypeAlias = tuple[Callable[Arguments, Result], Callable[Arguments, Result] | None]
-"""The kernel that a form runs, and what it runs where a gradient is required and the kernel has no backward."""
+"""The function of a form, and the native definition if the function has no backward.
+
+``None`` in the second place: the function serves calls with gradients, too.
+"""
 
 _functionals: dict[str, Functional[..., Any]] = {}
 
 FUNCTIONALS: Mapping[str, Functional[..., Any]] = MappingProxyType(_functionals)
-"""Every functional form by its name, as ``register_functional`` makes them known."""
+"""Every functional form by name; ``register_functional`` adds forms."""
 
 
 class Functional(Generic[Arguments, Result]):
     """A functional form of an op.
 
     Attributes:
-        name: its name in ``opgraft.functional`` and in ``torch.ops.opgraft``.
-        op: the op class, by op name or class name, whose bound kernel it runs.
-        native: the definition in plain PyTorch, which never writes to its arguments unless they are in ``mutates``.
-        fake: the same signature; returns tensors of the right shape, dtype and device without values.
-        mutates: the arguments that it writes to; empty but for the in-place variants, whose names end in ``_``.
-        random: the argument that makes the result random unless it is zero, if there is one.
-        differentiable: whether the registered op has gradients. That of an in-place variant has none.
+        name: the name in ``opgraft.functional`` and in ``torch.ops.opgraft``.
+        op: the op class, by op name or class name. The form runs the bound kernel of this op.
+        native: the definition in plain PyTorch. It writes only to arguments in ``mutates``.
+        fake: a function of the same signature. It returns tensors of the right shape, dtype and
+            device, without values.
+        mutates: the names of arguments with results. Empty, except for variants in place, such as
+            ``rms_norm_``.
+        random: the name of an argument that makes the result random unless zero, or ``None``.
+        differentiable: the registered op has gradients. A variant in place has none.
     """
 
     traced: Bound[Arguments, Result]
     DEFINED_BY = ("name", "op", "native", "fake", "mutates", "random", "differentiable")
-    """The attributes that say what it computes. A plugin that assigns to one while it is loaded is reported."""
+    """The attributes that define the result. A plugin that assigns to one is reported."""
 
     def __init__(
         self,
@@ -80,19 +87,20 @@ class Functional(Generic[Arguments, Result]):
         def bind_while_traced() -> None:
             self.traced = _bound(self)
 
-        # Binds the form while a compiler traces its caller, which then reads and guards the attribute. Without an
-        # argument, as compilers of torch before 2.9 take constants only.
+        # While a compiler traces a caller, this call binds the form. Compiled code then reads and
+        # guards the attribute traced. There is no argument, as compilers of torch before 2.9 take
+        # constants only.
         self.bind_while_traced = bind_while_traced
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        # Half the price of is_compiling(), which is true of tracers that run this as it
-        # is.
+        # is_compiling() takes twice as long, and is true for tracers that run this code.
         if is_dynamo_compiling():
             self.bind_while_traced()
             kernel, differentiable = self.traced
         else:
             kernel, differentiable = _bound(self)
         if differentiable is not None and gradient_required(args, kwargs):
+            # A compiler cannot trace the log.
             if not torch.compiler.is_compiling():
                 host_state().log_fallback(
                     f"{kernel.__module__}.{kernel.__qualname__}", NEEDS_GRADIENT
@@ -104,7 +112,7 @@ class Functional(Generic[Arguments, Result]):
         return f"<functional form {self.name} of op {self.op}>"
 
     def __reduce__(self) -> str:
-        """Pickle a form as functions are, by module and name; it is its own copy."""
+        """Pickle a form like a function, by module and name. A copy is the form itself."""
         return self.native.__qualname__
 
 
@@ -115,17 +123,22 @@ def register_functional(
     random: str | None = None,
     differentiable: bool = True,
 ) -> Callable[[Callable[Arguments, Result]], Functional[Arguments, Result]]:
-    """Decorate a native definition: it becomes a functional form of an op, and ``torch.ops.opgraft.<name>``.
+    """Return a decorator that makes a native definition a functional form of an op.
 
-    The registered op returns contiguous tensors, of which ``fake`` says the shapes. Its backward, however often it is
-    differentiated, is that of the native definition, which it runs again. Results of one that is not ``differentiable``
-    never require a gradient. One that writes to its arguments refuses those that do, while gradients are recorded.
+    The form is registered as ``torch.ops.opgraft.<name>`` too. About the registered op:
 
-    The registered op runs without autocast, so that the dtypes of its results follow from those of its arguments, as a
-    graph that shows it as one node must be told. The form itself is under autocast what its PyTorch code is.
+    - Results are contiguous tensors with the shapes of ``fake``.
+    - The backward runs the native definition again, for gradients of any order. Without
+      ``differentiable``, results never require a gradient. An op with ``mutates`` refuses arguments
+      that require a gradient while gradients are recorded.
+    - The op runs without autocast: the dtypes of results follow from the arguments alone, as a
+      graph needs. The form itself follows autocast like any PyTorch code.
+
+    The arguments are the attributes of ``Functional``.
 
     Raises:
-        ConflictError: another form has the name. A reloaded definition of the same takes its place.
+        ConflictError: another form has the name. A reloaded definition of the same form replaces
+            the former one.
     """
 
     def decorate(native: Callable[Arguments, Result]) -> Functional[Arguments, Result]:
@@ -140,12 +153,12 @@ def register_functional(
 
 
 def _add(form: Functional[..., Any]) -> Callable[[], None]:
-    """Make a form known under its name; returns the undo."""
+    """Register a form under its name, and return the undo."""
     known = _functionals.get(form.name)
     if known is not None and not redefines(known, form):
         raise ConflictError(
-            f"the functional form {form.name!r} is registered twice: by {_whence(known)} and by {_whence(form)}. "
-            "Rename one of them."
+            f"the functional form {form.name!r} is registered twice: by {_whence(known)} and by "
+            f"{_whence(form)}. Rename one of them."
         )
     _register(form)
     _functionals[form.name] = form
@@ -154,18 +167,21 @@ def _add(form: Functional[..., Any]) -> Callable[[], None]:
 
 
 def unregister(form: Functional[..., Any]) -> None:
-    """Forget a form. What torch has registered stays until another form takes the name."""
+    """Forget a form. The registered op of torch stays until another form takes the name."""
     if _functionals.get(form.name) is form:
         del _functionals[form.name]
         delattr(NATIVE, form.name)
 
 
 def _whence(form: Functional[..., Any]) -> str:
-    return f"{qualified(form)} at {location_of(form.native)} ({discover().provider_of(form.__module__)})"
+    return (
+        f"{qualified(form)} at {location_of(form.native)} "
+        f"({discover().provider_of(form.__module__)})"
+    )
 
 
 def binding_of(form: Functional[..., Any]) -> Binding:
-    """Return the choice of class and kernel that decides what a form runs.
+    """Return the binding of a form's op: the form runs a function of this kernel.
 
     Raises:
         OpgraftError: as constructing the op would.
@@ -176,7 +192,7 @@ def binding_of(form: Functional[..., Any]) -> Binding:
 
 
 def _bound(form: Functional[Arguments, Result]) -> Bound[Arguments, Result]:
-    """Return the kernel that a form runs, from the cache of bound classes; the path that every eager call takes."""
+    """Return the function of a form from the current caches. Every eager call comes here."""
     state = host_state()
     try:
         return state.current_caches().functions[form]
@@ -193,11 +209,14 @@ def _decide(form: Functional[Arguments, Result]) -> Bound[Arguments, Result]:
 
 
 def _register(form: Functional[..., Any]) -> None:
+    """Register the op of a form with torch: call, fake rule and gradients."""
+
     @functools.wraps(form.native)
     def run(*args: Any, **kwargs: Any) -> Any:
         with _without_autocast((*args, *kwargs.values())):
             return _contiguous(form(*args, **kwargs))
 
+    # The op runs the form, so a graph runs the kernel that is bound when the graph runs.
     op = f"opgraft::{form.name}"
     registered = torch.library.custom_op(op, run, mutates_args=form.mutates)
     registered.register_fake(functools.partial(_faked, form))
@@ -213,7 +232,11 @@ def _register(form: Functional[..., Any]) -> None:
 
 
 def _faked(form: Functional[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Apply the fake rule; raise where an argument is on ``meta`` and a result is not."""
+    """Apply the fake rule.
+
+    Raises:
+        ValueError: an argument is on the device ``meta``, and a result is not.
+    """
     result = form.fake(*args, **kwargs)
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     made = [result] if isinstance(result, Tensor) else result or given
@@ -238,6 +261,7 @@ def _contiguous(result: Any) -> Any:
 
 
 def _refuse(form: Functional[..., Any], argument: str) -> None:
+    """Raise ``ValueError``: the op would write in place, and an argument requires a gradient."""
     pure = form.name.removesuffix("_")
     instead = (
         f"use torch.ops.opgraft.{pure}"
@@ -245,8 +269,8 @@ def _refuse(form: Functional[..., Any], argument: str) -> None:
         else "give it detached"
     )
     raise ValueError(
-        f"{form.name}: {argument} requires a gradient, and {' and '.join(form.mutates)} would be written to in place "
-        f"where a gradient is required: {instead}, or use torch.no_grad()"
+        f"{form.name}: {argument} requires a gradient, and {' and '.join(form.mutates)} would be "
+        f"written to in place where a gradient is required: {instead}, or use torch.no_grad()"
     )
 
 
@@ -259,12 +283,17 @@ def _no_backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
 
 
 def _save(form: Functional[..., Any], ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keep the arguments of a call for the backward.
+
+    Raises:
+        ValueError: the result is random, and the backward would draw other numbers.
+    """
     if form.random and (
         value := dict(zip(signature(form.native).parameters, inputs, strict=False)).get(form.random)
     ):
         raise ValueError(
-            f"{form.name}: {form.random} is {value}, expected 0 where torch.ops.opgraft.{form.name} is differentiated: "
-            "its backward computes the result again"
+            f"{form.name}: {form.random} is {value}, expected 0 where torch.ops.opgraft."
+            f"{form.name} is differentiated: its backward computes the result again"
         )
     ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)))
     # In tuples, as None may be a setting too.
@@ -274,12 +303,13 @@ def _save(form: Functional[..., Any], ctx: Any, inputs: tuple[Any, ...], output:
 def _backward(
     native: Callable[..., Any], ctx: Any, *gradients: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Compute the gradients by all arguments, by running the native definition again under autograd."""
+    """Compute the gradients of all arguments: run the native definition again under autograd."""
     saved = iter(ctx.saved_tensors)
-    needed = ctx.needs_input_grad  # shorter than the arguments where defaults were left out
+    # Shorter than the arguments, if the call left out defaults.
+    needed = ctx.needs_input_grad
     with _without_autocast(ctx.saved_tensors):
         with torch.enable_grad():
-            # Views, as one tensor in the place of two arguments has two gradients, and theirs lead back to it.
+            # Views: one tensor in the place of two arguments has two gradients.
             arguments = [
                 _view(next(saved)) if setting is None else setting[0] for setting in ctx.settings
             ]
@@ -302,6 +332,7 @@ def _view(x: Tensor) -> Tensor:
 def _gradients(
     pairs: Sequence[tuple[Tensor, Tensor]], variables: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
+    """Return the gradient of each variable, by pairs of an output and the output's gradient."""
     if not pairs:
         return [None] * len(variables)
     outputs, upstream = zip(*pairs, strict=True)

@@ -1,4 +1,4 @@
-"""Active plugins that bring kernels, none of which can run in this process."""
+"""``idle_plugins``: active plugins with kernels, but without one that can run in this process."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from opgraft.registry.state import host_state
 _SHOWN = 3
 _FORWARD = "forward"
 _DESCRIBING = ("extra_repr", "_get_name")
-"""Methods that change only how a module is printed."""
+"""Methods for printing a module, and for nothing else."""
 
 
 @dataclass(frozen=True)
 class IdlePlugin:
-    """An active plugin that has no kernel for this process.
+    """An active plugin without a kernel for this process.
 
     Attributes:
         name: the entry point of the plugin.
         provider: its distribution.
         replacements: the plugin's replacements of ops with kernels.
-        reasons: the objections to the kernels, each with the names of its kernels.
+        reasons: the objections, each with the names of the kernels concerned.
     """
 
     name: str
@@ -44,9 +44,10 @@ class IdlePlugin:
 
 
 def idle_plugins() -> list[IdlePlugin]:
-    """List the active plugins whose kernels all lack something, are for other devices, or have false conditions.
+    """List the active plugins with kernels, if no kernel of the plugin can run here.
 
-    A plugin without a kernel of its own, such as one with a scheduler, is not listed.
+    A kernel may have an unmet need, be for another device, or have a false condition. A plugin
+    without kernels, such as one with a scheduler, is not listed.
     """
     by_plugin: dict[str, list[Replacement]] = {}
     for replacement in host_state().active:
@@ -63,7 +64,7 @@ def idle_plugins() -> list[IdlePlugin]:
 
 
 def _idle(name: str, replacements: Sequence[Replacement]) -> IdlePlugin | None:
-    """Describe the plugin, or return ``None`` if one of its kernels can run."""
+    """Describe the plugin, or return ``None`` if one of the kernels can run."""
     kernels: dict[str, list[str]] = {}
     for replacement in replacements:
         for kernel, reason in _against(replacement):
@@ -77,49 +78,57 @@ def _idle(name: str, replacements: Sequence[Replacement]) -> IdlePlugin | None:
 
 
 def _against(replacement: Replacement) -> Iterator[tuple[Kernel, str | None]]:
-    """Yield each kernel of a replacement with the objection to it here, if there is one."""
+    """Yield each kernel of a replacement, with the objection or ``None``."""
     platform = selected_platform().platform
     objection = objection_to(replacement, platform, wanted=None)
     for kernel in _own_kernels(replacement):
-        yield kernel, objection or _of_other_device(kernel, platform) or kernel.missing()
+        against = objection or _against_key(kernel, platform) or kernel.missing()
+        yield kernel, against
 
 
-def _of_other_device(kernel: Kernel, platform: Platform) -> str | None:
-    """Return the reason why no op on this platform runs a kernel for its dispatch key, or ``None``."""
+def _against_key(kernel: Kernel, platform: Platform) -> str | None:
+    """Return the objection to a kernel for another device, or ``None``."""
     chain = effective_chain(platform)
     if kernel.method == _FORWARD or kernel.key in chain:
         return None
-    return f"{kernel.key!r} is not in the dispatch chain of {platform.name}, {' > '.join(chain)}"
+    keys = " > ".join(chain)
+    return f"{kernel.key!r} is not in the dispatch chain of {platform.name}, {keys}"
 
 
 def _own_kernels(replacement: Replacement) -> list[Kernel]:
-    """List the kernels, for any device, that a replacement of an op adds to those of its target."""
+    """List the kernels of a replacement for any device, without the target's own kernels.
+
+    The list is empty for a replacement of a class outside of models, and for one that overrides
+    other methods too: these run on any device.
+    """
     target = replacement.target
     if target is None or issubclass(target, PluggableClass):
         return []
+    if _overrides_more(replacement.cls, target):
+        return []
     declared = declared_kernels(replacement.cls, DISPATCH_KEYS)
     inherited = target.__mro__
-    own = [kernel for kernel in declared if kernel.owner not in inherited]
-    return [] if _overrides_more(replacement.cls, target) else own
+    return [kernel for kernel in declared if kernel.owner not in inherited]
 
 
 def _overrides_more(cls: type, target: type) -> bool:
-    """Return True if a class overrides methods of its target that are no kernels, and that run on any device."""
+    """Return True if a class overrides methods of the target other than kernels."""
     for base in cls.__mro__:
         if base in target.__mro__:
             return False
         for name, value in vars(base).items():
-            if name in _DESCRIBING:
+            if name in _DESCRIBING or name.startswith((_FORWARD, "__")):
                 continue
-            is_method = inspect.isfunction(value) and not name.startswith((_FORWARD, "__"))
-            if is_method and hasattr(target, name):
+            if inspect.isfunction(value) and hasattr(target, name):
                 return True
     return False
 
 
 def listed(names: Sequence[str]) -> str:
-    """Name the first few, and say how many follow."""
+    """Return the first few names and the number of the others, such as ``a, b, c and 4 others``."""
     more = len(names) - _SHOWN
-    if more <= 1:  # naming the last one is as short
+    # The last name is as short as its number.
+    if more <= 1:
         return ", ".join(names)
-    return f"{', '.join(names[:_SHOWN])} and {more} others"
+    shown = ", ".join(names[:_SHOWN])
+    return f"{shown} and {more} others"

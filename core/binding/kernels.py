@@ -1,9 +1,19 @@
-"""Choose which method of an op class becomes ``forward``: a function of the class, a dispatch chain and settings."""
+"""Choose the method of an op class that becomes ``forward``.
+
+``choose_kernel`` decides by the class, the dispatch chain of the platform and the settings alone.
+With the chain ``("oot", "cuda", "native")`` and the classes::
+
+    class RMSNorm(CustomOp):       # forward_native, forward_cuda
+    class AcmeRMSNorm(RMSNorm):    # forward_oot
+
+``AcmeRMSNorm`` runs ``forward_oot``, and ``RMSNorm`` runs ``forward_cuda``. ``continuations`` says
+where ``super().forward_oot(...)`` of the first goes: to ``forward_cuda``.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -23,7 +33,7 @@ from opgraft.registry.op_classes import (
 )
 
 SWITCH = "OPGRAFT_CUSTOM_OPS or compilation_config.custom_ops (+op, -op)"
-"""The ways to enable or disable an op, where no scope and no class says otherwise."""
+"""The ways to enable or disable an op, unless a scope or the class decides."""
 
 IN_TREE = "forward_oot of a class in the tree runs on out-of-tree platforms only"
 """The reason why a built-in platform passes over the kernel."""
@@ -31,9 +41,12 @@ IN_TREE = "forward_oot of a class in the tree runs on out-of-tree platforms only
 
 @dataclass(frozen=True)
 class Kernel:
-    """The method that an op is bound to: ``method`` as ``owner``, a class in the op's MRO, defines it.
+    """A method of an op class that may become ``forward``.
 
-    ``shadow`` counts and compares its calls, where the settings ask for that.
+    Attributes:
+        owner: the class, in the op's MRO, that defines the method.
+        method: the name of the method, such as ``forward_cuda``.
+        shadow: counts and compares calls, if the settings ask for shadow mode.
     """
 
     owner: type
@@ -42,26 +55,28 @@ class Kernel:
 
     @property
     def key(self) -> str:
-        """The dispatch key, or ``forward`` where the class defines ``forward`` itself."""
+        """The dispatch key, or ``forward`` for the method of that name."""
         return self.method.removeprefix("forward_")
 
     @property
     def definition(self) -> Any:
-        """The method as it stands in its class: getattr() would take what a static method is."""
+        """The method as the class holds it: a static method stays a ``staticmethod``."""
         return vars(self.owner)[self.method]
 
     @property
     def location(self) -> str:
-        return location_of(self.owner if is_derived(self.definition) else self.definition)
+        """``file:line`` of the method; of the class, if the method is derived from forms."""
+        definition = self.definition
+        return location_of(self.owner if is_derived(definition) else definition)
 
     @property
     def inference_only(self) -> bool:
-        """Tell whether it has no backward, so that the native definition runs where a gradient is required."""
+        """The kernel has no backward: for a gradient, the native definition runs."""
         return is_inference_only(self.definition)
 
     @property
     def fallback(self) -> str | None:
-        """Say when it runs something else instead, and which, as far as it tells."""
+        """The remark of ``falls_back`` on other code that the kernel may run; ``None`` without."""
         return fallback_of(self.definition)
 
     def missing(self) -> str | None:
@@ -69,22 +84,31 @@ class Kernel:
         return unmet_need(self.definition, f"{self.owner.__qualname__}.{self.method}")
 
     def functional(self, form: str) -> Callable[..., Any] | None:
-        """Return the same kernel as a function with the signature of the named form, where its class brings one."""
+        """Return this kernel as a function with the signature of the named form.
+
+        ``None`` if the class brings no function for the form.
+        """
         function = (self.functions or {}).get(form)
+        # Shadow mode compares calls of forms, too.
         if function is None or self.shadow is None or self.shadow.excluded:
             return function
         return self.shadow.of_form(form, function, getattr(NATIVE, form))
 
     def compiled(self, form: str) -> Callable[..., Any] | None:
-        """Return what compilers trace in place of ``functional(form)``, where its class says so and nobody looks on."""
+        """Return the function that compilers trace in place of ``functional(form)``.
+
+        ``None`` if the class names none, or if shadow mode compares the calls of the form.
+        """
         table = self.functions
-        if not isinstance(table, FunctionalKernels) or self.functional(form) is not table.get(form):
+        if not isinstance(table, FunctionalKernels):
             return None
-        return table.compiled.get(form)
+        is_shadowed = self.functional(form) is not table.get(form)
+        return None if is_shadowed else table.compiled.get(form)
 
     @property
     def functions(self) -> Mapping[str, Callable[..., Any]] | None:
-        """By form, the functions that are this kernel. The table of a base class is that of another kernel."""
+        """The functions of this kernel by form; ``None`` if the class brings none."""
+        # vars(), as the table of a base class belongs to another kernel.
         return vars(self.owner).get(f"functional_{self.key}")
 
     def __str__(self) -> str:
@@ -93,14 +117,18 @@ class Kernel:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """The method of ``cls`` that becomes ``forward``.
+    """The choice of the method of ``cls`` that becomes ``forward``.
 
     Attributes:
-        found: the definitions that can run, the winner first.
-        missing: the definitions that cannot run, each with the reason.
-        switch: the setting that enables or disables the op.
+        cls: the op class, a replacement perhaps.
+        chain: the dispatch keys of the platform, the preferred one first.
+        found: every definition that can run, the winner first.
+        missing: definitions that cannot run here, each with the reason.
+        enabled: if ``False``, the native definition goes first.
+        enabled_because: the reason why the op is enabled or disabled.
+        switch: how to enable or disable the op, in words.
         left_to_compiler: the op is disabled only so that a compiler may fuse it.
-        idle_oot: the classes in the tree with a ``forward_oot`` that does not run here.
+        idle_oot: classes in the tree with a ``forward_oot`` that does not run on this platform.
     """
 
     cls: type
@@ -119,83 +147,78 @@ class KernelChoice:
 
     @cached_property
     def uncompiled(self) -> Kernel:
-        """The kernel where no compiler has the op: the winner, or what would be if the op were not left to one."""
+        """The kernel of eager calls: the winner, unless the op is left to a compiler."""
         if not self.left_to_compiler:
             return self.winner
-        return min(self.found, key=declared_kernels(self.cls, self.chain).index)
+        # The order of declaration is the order for an enabled op.
+        declared = declared_kernels(self.cls, self.chain)
+        return min(self.found, key=declared.index)
 
     @property
     def passed_over(self) -> list[tuple[Kernel, str]]:
-        """The kernels that would come before the winner and cannot run, and why."""
+        """The kernels that cannot run and would go before the winner, each with the reason."""
+        if not self.enabled:
+            return []
         order = declared_kernels(self.cls, self.chain)
         first = order.index(self.winner)
-        return [
-            (kernel, why)
-            for kernel, why in self.missing
-            if self.enabled and order.index(kernel) < first
-        ]
+        return [(kernel, why) for kernel, why in self.missing if order.index(kernel) < first]
 
     @property
     def decision(self) -> Decision:
-        candidates = tuple(
-            Candidate(
-                self._shown(kernel),
-                kernel is self.winner,
-                self._verdict(kernel),
-                location=kernel.location,
-            )
-            for kernel in self.found
-        ) + tuple(
-            Candidate(self._shown(kernel), False, why, location=kernel.location)
-            for kernel, why in self.missing
-        )
+        """The record of the choice, for tables and messages."""
+        candidates = []
+        for kernel in self.found:
+            wins = kernel is self.winner
+            why = self._verdict(kernel)
+            candidates.append(Candidate(self._shown(kernel), wins, why, location=kernel.location))
+        for kernel, why in self.missing:
+            candidates.append(Candidate(self._shown(kernel), False, why, location=kernel.location))
+
         state = "enabled" if self.enabled else "disabled"
         reason = f"{state}: {self.enabled_because}; dispatch chain {' > '.join(self.chain)}"
-        switchable = getattr(self.cls, "switchable", True) and len(self.found) > 1
-        setting = self.switch if switchable else ""
-        return Decision(
-            f"kernel of {self.cls.__qualname__}",
-            self._shown(self.winner),
-            reason,
-            candidates,
-            setting,
-        )
+        # With one kernel alone, no setting changes the choice.
+        is_switchable = getattr(self.cls, "switchable", True) and len(self.found) > 1
+        setting = self.switch if is_switchable else ""
+        subject = f"kernel of {self.cls.__qualname__}"
+        return Decision(subject, self._shown(self.winner), reason, tuple(candidates), setting)
 
     def _verdict(self, kernel: Kernel) -> str:
+        """Return the reason why a kernel that can run is the winner, or is not."""
+        wins = kernel is self.winner
         if not self.enabled:
-            if kernel is self.winner:
+            if wins:
                 return "the op is disabled, so its native definition runs"
-            planned = self.left_to_compiler and kernel is self.uncompiled
-            return f"the op is disabled{', and a DecoderPlan takes this where it computes' if planned else ''}"
-        if kernel is self.winner:
-            notes = ["the most derived definition for this chain"]
-            if kernel.inference_only:
-                notes.append(
-                    "without a backward, so forward_native runs where a gradient is required"
-                )
-            if kernel.fallback:
-                notes.append(kernel.fallback)
-            if kernel.shadow:
-                notes.append(str(kernel.shadow))
-            if (
-                kernel.key != "native"
-                and kernel.functions is None
-                and definer(self.cls, "forward_native")
-            ):
-                notes.append(
-                    f"its class brings no functional_{kernel.key}, so functional forms, if the op has any, run their "
-                    "native definition"
-                )
-            return "; ".join(notes)
+            if self.left_to_compiler and kernel is self.uncompiled:
+                return "the op is disabled, and a DecoderPlan takes this where it computes"
+            return "the op is disabled"
+        if wins:
+            return "; ".join(self._remarks(kernel))
         if kernel.owner is self.winner.owner:
             return f"later in the chain than {self.winner.method}"
         return f"{self._shown_class(self.winner.owner)} is more derived"
+
+    def _remarks(self, winner: Kernel) -> Iterator[str]:
+        yield "the most derived definition for this chain"
+        if winner.inference_only:
+            yield "without a backward, so forward_native runs where a gradient is required"
+        if winner.fallback:
+            yield winner.fallback
+        if winner.shadow:
+            yield str(winner.shadow)
+        if winner.key == "native" or winner.functions is not None:
+            return
+        if definer(self.cls, "forward_native"):
+            yield (
+                f"its class brings no functional_{winner.key}, so functional forms, if the op has "
+                "any, run their native definition"
+            )
 
     def _shown(self, kernel: Kernel) -> str:
         return f"{self._shown_class(kernel.owner)}.{kernel.method}"
 
     def _shown_class(self, cls: type) -> str:
-        return told_apart(cls, (kernel.owner for kernel in (*self.found, *dict(self.missing))))
+        kernels = (*self.found, *dict(self.missing))
+        return told_apart(cls, (kernel.owner for kernel in kernels))
 
 
 def choose_kernel(
@@ -209,13 +232,24 @@ def choose_kernel(
 ) -> KernelChoice:
     """Choose the method of ``cls`` that becomes ``forward``: the most derived definition wins.
 
-    The MRO is walked from ``cls`` up to the base of all ops. The first class that itself defines
-    ``forward``, or a ``forward_<key>`` for a key of ``chain`` (in the chain's order), decides. A
-    disabled op runs ``forward_native`` or ``forward``; the classes that replace ``target`` count
-    with ``forward_native`` alone. ``forward_oot`` of the classes ``idle_oot`` does not count.
+    The search walks the MRO from ``cls`` up to the base of all ops. The first class that defines
+    ``forward``, or ``forward_<key>`` for a key of ``chain``, decides; within a class, ``forward``
+    goes first, then the keys in the order of the chain. A kernel with an unmet need is left out.
+
+    If the op is disabled, only ``forward_native`` counts, and the ``forward`` of ``target``: a
+    layer's own ``forward`` stays, and the ``forward`` of a replacement is switched off.
+
+    Args:
+        cls: the class to construct, a replacement perhaps.
+        chain: the dispatch keys of the platform.
+        enabled: if ``False``, the op is disabled.
+        enabled_because: the reason, for the record.
+        target: the op class that ``cls`` replaces; by default ``cls`` itself.
+        switch: how to enable or disable the op, for the record.
+        idle_oot: classes in the tree; their ``forward_oot`` does not count.
 
     Raises:
-        MissingKernelError: no class defines any of them.
+        MissingKernelError: no class defines a kernel that can run here.
     """
     defined = declared_kernels(cls, chain)
     missing: dict[Kernel, str] = {}
@@ -224,15 +258,15 @@ def choose_kernel(
         if reason:
             missing[kernel] = reason
     found = [kernel for kernel in defined if kernel not in missing]
-    # Sorted, not filtered: the decision shows the kernels that do not run, too.
+    # Sorted, not filtered: the record shows the kernels of a disabled op too.
     if not enabled:
-        # Stable: the class order stays.
         found.sort(key=lambda kernel: not _runs_disabled(kernel, target or cls))
     if not found:
         lacking = "".join(f" {kernel} cannot run here: {why}." for kernel, why in missing.items())
         raise MissingKernelError(
-            f"{cls.__qualname__} at {location_of(cls)} defines neither forward nor a kernel for any key of the "
-            f"dispatch chain {chain} that can run here.{lacking} Define forward_native, which every platform can run"
+            f"{cls.__qualname__} at {location_of(cls)} defines neither forward nor a kernel for "
+            f"any key of the dispatch chain {chain} that can run here.{lacking} Define "
+            "forward_native, which every platform can run"
         )
     return KernelChoice(
         cls,
@@ -254,7 +288,10 @@ def objection_to_kernel(kernel: Kernel, idle_oot: frozenset[type]) -> str | None
 
 
 def declared_kernels(cls: type, chain: tuple[str, ...]) -> list[Kernel]:
-    """Return every definition that counts for a chain, the most derived first, whether or not it can run here."""
+    """Return every definition that counts for a chain, the most derived first.
+
+    Kernels with an unmet need are among them.
+    """
     wanted = ["forward", *(f"forward_{key}" for key in chain)]
     return [kernel for base in own_classes(cls) for kernel in _kernels(base, wanted)]
 
@@ -264,40 +301,47 @@ def _kernels(base: type, methods: Iterable[str]) -> list[Kernel]:
 
 
 def _runs_disabled(kernel: Kernel, target: type) -> bool:
+    """Return True if a disabled op may run a kernel."""
     if kernel.method == "forward_native":
         return True
-    native_beside = "forward_native" in vars(kernel.owner)
-    return kernel.method == "forward" and kernel.owner in target.__mro__ and not native_beside
+    if kernel.method != "forward" or kernel.owner not in target.__mro__:
+        return False
+    # A class with both methods runs forward_native.
+    has_native = "forward_native" in vars(kernel.owner)
+    return not has_native
 
 
 OWN_FORWARD = "_own_forward"
-"""The attribute in which a specialisation keeps the ``forward`` that its op class defines."""
+"""The attribute of a specialisation for the ``forward`` of the op class."""
 
 
 def continuations(choice: KernelChoice) -> dict[str, str | None]:
-    """Return the method to call instead of each method of the base class, or ``None``.
+    """Return the methods that ``CustomOp`` calls in place of its own, by name.
 
-    ``forward_<key>`` calls the next one in the chain after ``key``. A key outside the chain calls
-    the native definition. Without a native definition, the class's own ``forward`` comes last.
-    ``forward`` is the most derived kernel, of a disabled op the native one.
+    ``forward_<key>`` calls the next defined method in the chain after ``key``. A key outside of the
+    chain belongs to another device, and calls ``forward_native``. Without a native definition, the
+    last one is the class's own ``forward``. ``forward`` calls the most derived kernel; of a
+    disabled op, the native definition.
+
+    Example: a class with ``forward_cuda`` and ``forward_native``, and the chain
+    ``("oot", "cuda", "native")``, give ``{"forward_oot": "forward_cuda", "forward_cuda":
+    "forward_native", "forward_native": None, ...}``.
+
+    Returns:
+        The table; ``None`` stands for a method without a next one.
     """
     chain = choice.chain
     defined = [_usable_methods(base, choice) for base in own_classes(choice.cls)]
+    anywhere = set().union(*defined)
     methods = [f"forward_{key}" for key in chain]
+    last = OWN_FORWARD if "forward" in anywhere else None
 
-    def first(names: Sequence[str], scopes: Sequence[set[str]]) -> str | None:
-        for scope in scopes:
-            for name in names:
-                if name in scope:
-                    return name
-        return None
-
-    last = OWN_FORWARD if any("forward" in scope for scope in defined) else None
-    further = {"forward": first(methods if choice.enabled else ["forward_native"], defined)}
+    preferred = methods if choice.enabled else ["forward_native"]
+    further = {"forward": _first(preferred, defined)}
     for key in DISPATCH_KEYS:
-        # A key that is not in this chain is another device's: after it comes what runs everywhere.
+        # The caller has left the most derived class already, so any class may serve.
         rest = methods[chain.index(key) + 1 :] if key in chain else ["forward_native"]
-        further[f"forward_{key}"] = first(rest, [set().union(*defined)]) or last
+        further[f"forward_{key}"] = _first(rest, [anywhere]) or last
     return further
 
 
@@ -306,10 +350,19 @@ def _usable_methods(base: type, choice: KernelChoice) -> set[str]:
     return {each.method for each in kernels if not objection_to_kernel(each, choice.idle_oot)}
 
 
-def method_of(raw: Any) -> Callable[..., Any]:
-    """Return a definition as it stands in a class as a function that takes ``self``."""
-    if not isinstance(raw, staticmethod):
-        method: Callable[..., Any] = raw
+def _first(names: Sequence[str], scopes: Sequence[set[str]]) -> str | None:
+    """Return the first of the names in the first scope that has one."""
+    for scope in scopes:
+        for name in names:
+            if name in scope:
+                return name
+    return None
+
+
+def method_of(definition: Any) -> Callable[..., Any]:
+    """Return a method as a function with ``self``, if a class holds it as a static method too."""
+    if not isinstance(definition, staticmethod):
+        method: Callable[..., Any] = definition
         return method
-    function = raw.__func__
+    function = definition.__func__
     return functools.wraps(function)(lambda self, *args, **kwargs: function(*args, **kwargs))

@@ -1,4 +1,8 @@
-"""Marks that kernels carry: what they need, and that they have no backward; with the test for gradients behind it."""
+"""Marks on kernels: ``needs``, ``falls_back`` and ``inference_only``, with the test for gradients.
+
+A mark is an attribute of the method. Binding reads the marks; ``inference_only`` wraps the method
+besides.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +23,25 @@ from torch import Tensor, is_grad_enabled
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 NEEDS_GRADIENT = "a gradient is required, and it has no backward"
-"""The reason why a call of a kernel that is marked ``inference_only`` runs the native definition."""
+"""The reason why a call of an ``inference_only`` kernel runs the native definition."""
 
 CHECK_RAISED = "its needs() check raised"
-"""The beginning of the reason why a kernel is not used whose check is at fault."""
+"""The beginning of the reason why a kernel with a faulty check is not used."""
 
 SWITCH_RAISED = "its enabled() raised"
-"""The beginning of the reason why an op is disabled whose class was asked in vain."""
+"""The beginning of the reason why an op with a faulty ``enabled`` is disabled."""
 
 _INFERENCE_ONLY = "__opgraft_inference_only__"
 _FALLS_BACK = "__opgraft_falls_back__"
 
 
 def needs(check: Callable[[], str | None]) -> Callable[[Function], Function]:
-    """Mark a ``forward_<key>`` that cannot run everywhere: ``check()`` says what is missing here, or returns ``None``.
+    """Mark a ``forward_<key>`` that cannot run on every machine.
 
-    It is asked whenever an op is bound. A kernel that misses something is not chosen, and the decision shows why.
+    Args:
+        check: returns the reason why the kernel cannot run here, such as ``"needs AVX-512"``, or
+            ``None``. Each binding of an op calls the check. A kernel with a reason is not chosen,
+            and the decision shows the reason.
     """
 
     def decorate(kernel: Function) -> Function:
@@ -45,28 +52,36 @@ def needs(check: Callable[[], str | None]) -> Callable[[Function], Function]:
 
 
 def unmet_need(kernel: object, name: str) -> str | None:
-    """Return what the kernel ``name`` needs and this installation lacks, ``None`` where nothing is missing."""
+    """Return the reason why the kernel ``name`` cannot run here, ``None`` if it can.
+
+    A check that raises, or answers with another type, is a reason too.
+    """
     check = getattr(kernel, NEEDS, None)
     if check is None:
         return None
     provider = discover().provider_of(getattr(kernel, "__module__", None) or "")
+    # A check that changes the process, such as torch's settings, is reported.
     try:
         with watched(f"the check of what {name} of {provider} needs", provider):
             missing = check()
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a plugin's code; the reason stays in the decision
+    # A plugin's code may raise anything. The decision keeps the reason.
+    except BaseException as error:
         return f"{CHECK_RAISED} {described(error)} at {raised_at(error)}"
     if missing is None or isinstance(missing, str):
         return missing
-    wrong = TypeError(
-        f"a value of type {type(missing).__name__}, expected a reason as str, or None"
-    )
+    kind = type(missing).__name__
+    wrong = TypeError(f"a value of type {kind}, expected a reason as str, or None")
     return f"{CHECK_RAISED} {described(wrong)} at {location_of(check)}"
 
 
 def falls_back(when: str) -> Callable[[Function], Function]:
-    """Mark a ``forward`` or ``forward_<key>`` with what it runs instead of its kernel, and when, for the decision."""
+    """Mark a ``forward`` or ``forward_<key>`` that sometimes runs other code than its kernel.
+
+    Args:
+        when: the case and the other code, in words for the decision.
+    """
 
     def decorate(kernel: Function) -> Function:
         setattr(kernel, _FALLS_BACK, when)
@@ -76,19 +91,19 @@ def falls_back(when: str) -> Callable[[Function], Function]:
 
 
 def fallback_of(kernel: object) -> str | None:
-    """Return when a kernel runs something else instead, and what, as its mark says."""
+    """Return the words of the ``falls_back`` mark, ``None`` without a mark."""
     return getattr(kernel, _FALLS_BACK, None)
 
 
 def inference_only(kernel: Function) -> Function:
-    """Mark a ``forward_<key>`` that has no backward: where a gradient is required, the native definition runs instead.
+    """Mark a ``forward_<key>`` without a backward: for a gradient, the native definition runs.
 
-    A gradient is required if grad mode is on and a parameter of the op, or a tensor among the arguments (in lists,
-    tuples and dictionaries too), requires one; and, in any grad mode, under forward-mode differentiation and
-    ``torch.func``.
+    A gradient is required if grad mode is on, and a parameter of the op or a tensor among the
+    arguments requires one. Tensors in lists, tuples and dictionaries count too. Forward-mode
+    differentiation and ``torch.func`` require a gradient in any grad mode.
 
     Raises:
-        RegistrationError: it marks a static or class method, which does not know the op that it runs for.
+        RegistrationError: the method is static or a class method, and is not given the op.
     """
     if isinstance(kernel, (staticmethod, classmethod)):
         raise RegistrationError(
@@ -98,6 +113,7 @@ def inference_only(kernel: Function) -> Function:
     @functools.wraps(kernel)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
         if gradient_required(args, kwargs, self):
+            # A compiler cannot trace the log.
             if not torch.compiler.is_compiling():
                 host_state().log_fallback(
                     f"{self.op_class.__qualname__}.{kernel.__name__}", NEEDS_GRADIENT
@@ -110,23 +126,29 @@ def inference_only(kernel: Function) -> Function:
 
 
 def is_inference_only(kernel: object) -> bool:
-    """Return whether a kernel has no backward, so that the native definition runs where a gradient is required."""
+    """Return True if a kernel has the ``inference_only`` mark."""
     return bool(getattr(kernel, _INFERENCE_ONLY, False))
 
 
 def gradient_required(
     args: Iterable[Any], kwargs: Mapping[str, Any], op: torch.nn.Module | None = None
 ) -> bool:
-    """Return whether a call must be differentiable: with these arguments, and with the parameters of ``op``."""
+    """Return True if a call must be differentiable.
+
+    Args:
+        args: the arguments of the call.
+        kwargs: the keyword arguments of the call.
+        op: an op with parameters that may require a gradient; ``None`` for a functional form.
+    """
     if transformed():
         return True
-    if not is_grad_enabled():  # so that parameters are not listed in vain
+    # Listing the parameters below takes longer.
+    if not is_grad_enabled():
         return False
     if kwargs or op is not None:
         args = (*args, *kwargs.values(), *([] if op is None else op.parameters()))
-    for (
-        value
-    ) in args:  # no generator, no call of another function: every eager call of a form comes by
+    # Every eager call of a form comes by: a generator or another function would cost time.
+    for value in args:
         if isinstance(value, Tensor):
             if value.requires_grad:
                 return True
@@ -139,8 +161,9 @@ def gradient_required(
 
 
 def requires_gradient(*tensors: Tensor | None) -> bool:
-    """Tell whether autograd wants to know what is computed from these.
+    """Return True if autograd records a computation from these tensors.
 
-    For kernels that ask ``watched()`` of ``torch.func`` and forward-mode differentiation, which nothing here sees.
+    ``torch.func`` and forward-mode differentiation are not seen: kernels ask ``watched()`` for
+    those.
     """
     return is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

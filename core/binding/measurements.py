@@ -1,7 +1,7 @@
 """Choices by measurement: the times of candidates of ops, as ``opgraft tune`` has written them.
 
-Measurements hold for one machine and for the versions on that machine. Elsewhere they are not
-followed, and the decision says why.
+Measurements hold for one machine and for the versions on that machine. Elsewhere no choice follows
+a measurement, and the decision says why.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class Timed:
     @property
     def mean(self) -> float:
         """The geometric mean: each shape has the same weight, however long a call takes."""
-        return math.exp(sum(map(math.log, self.seconds.values())) / len(self.seconds))
+        logarithms = [math.log(seconds) for seconds in self.seconds.values()]
+        return math.exp(sum(logarithms) / len(logarithms))
 
     @classmethod
     def of_row(cls, row: Any) -> Timed:
@@ -211,6 +212,7 @@ def follow(
         no setting asked for measurements.
     """
     custom_ops = CustomOpsSetting.parse(settings.config.compilation_config.custom_ops or ())
+    # A class without a name in settings was never measured.
     if name is None or settings.chosen_provider(name):
         return settings, ()
     if not custom_ops.leaves_to_measurements(name):
@@ -373,6 +375,7 @@ def read_profile(path: Path) -> Profile:
         if not isinstance(content, dict) or content.get("schema") != SCHEMA:
             raise ValueError(f"it holds no object of the schema {SCHEMA!r}")
         profile = {}
+        # The file may be damaged or edited, so every value is checked.
         for row in content["machines"]:
             setup = Setup.of_row(row["setup"])
             rows = row["ops"].items()
@@ -422,6 +425,7 @@ class ProfileFile:
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with _locked(self.path):
+                # Read again under the lock: another process may have added measurements.
                 profile = read_profile(self.path) if self.path.exists() else {}
                 merged = {
                     setup: ops

@@ -1,4 +1,4 @@
-"""The names by which settings switch and choose ops and classes."""
+"""The names of ops and classes in settings, such as ``custom_ops`` and ``providers``."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ from opgraft.registry.state import HostState, host_state
 
 
 def op_name_of(cls: type, state: HostState) -> str | None:
-    """Return the registered name that switches ``cls``: its own, or that of the nearest registered base."""
+    """Return the registered name for ``cls`` in settings.
+
+    A class without a name of its own has the name of the nearest base with one.
+    """
     return _nearest(cls, _names_of_classes(state))
 
 
 def kin_of(cls: type, replacements: Sequence[Replacement]) -> list[Replacement]:
-    """Return the replacements of other classes that the op name of ``cls`` switches too."""
+    """Return the replacements of other classes with the same name in settings as ``cls``."""
     names = _names_of_classes(host_state())
     name = _nearest(cls, names)
-    return [
-        r
-        for r in replacements
-        if r.target and r.target is not cls and _nearest(r.target, names) == name
-    ]
+    kin = []
+    for replacement in replacements:
+        target = replacement.target
+        if target and target is not cls and _nearest(target, names) == name:
+            kin.append(replacement)
+    return kin
 
 
 def _names_of_classes(state: HostState) -> dict[type, str]:
@@ -38,13 +42,18 @@ def _nearest(cls: type, names: Mapping[type, str]) -> str | None:
 
 
 def check_names(settings: Settings, registry: Registry) -> None:
-    """Raise ``ConfigError`` where the settings name an op or class that is not registered."""
+    """Check the names of ops and classes in settings.
+
+    Raises:
+        ConfigError: the settings name an op or class without a registration.
+    """
     for field, names in settings.config.op_names().items():
         known = registry.named_by(field)
         for name in names:
-            if name not in known:
-                raise ConfigError(
-                    f"{field} names the op {name!r} ({settings.origins[field]}), but no op has that name: "
-                    f"{close_matches(name, known)} 'opgraft ops list' shows all; import the package that registers "
-                    "an op before it is named."
-                )
+            if name in known:
+                continue
+            raise ConfigError(
+                f"{field} names the op {name!r} ({settings.origins[field]}), but no op has that "
+                f"name: {close_matches(name, known)} 'opgraft ops list' shows all; import the "
+                "package that registers an op before it is named."
+            )

@@ -1,4 +1,4 @@
-"""``PluggableClass``, the base of classes that are no modules and that plugins may replace as a whole."""
+"""``PluggableClass``, the base of replaceable classes outside of models, such as a sampler."""
 
 from __future__ import annotations
 
@@ -22,33 +22,38 @@ Class = TypeVar("Class", bound=type)
 
 
 class PluggableClass(Replaceable):
-    """A class that an engine constructs, such as a communicator or a weight method, and that plugins may replace.
+    """A replaceable class of an engine, such as a communicator or a weight method.
 
-    Constructing one that an active plugin replaces returns an instance of the replacement, chosen as for an op: by
-    platform, priority and ``providers``, under the name that it is registered by. No setting switches it.
+    If an active plugin replaces the class, construction returns an instance of the replacement. The
+    choice is made as for ops: by platform, priority and ``providers``, under the registered name.
+    No setting disables a replacement.
     """
 
     __op_base__ = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # A replacement is a subclass, so Python calls the constructor of the replacement next.
         return object.__new__(choose_class(cls).cls)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy and unpickle as the same class, whatever replaces it by then."""
+        """Copy and unpickle as the same class: no replacement is chosen again."""
         reduced: Any = super().__reduce_ex__(protocol)
         return (object.__new__, (type(self),), *reduced[2:])
 
     def remark(self, owner: object) -> str:
-        """Say what a table of classes is to say of this object; empty where its class says all.
+        """Return a remark on this object for tables of classes; empty if the class says all.
 
         Args:
-            owner: the module of a model that has it as an attribute; ``None`` for a part of the engine.
+            owner: the module of a model with the object as an attribute; ``None`` for a part of the
+                engine.
         """
         return ""
 
     @classmethod
     def register(cls, name: str) -> Callable[[Class], Class]:
-        """Make a class known under ``name``, by which settings and plugins call it; a class decorator.
+        """Return a class decorator that registers a class under ``name``.
+
+        Settings and plugins call the class by the name: ``providers={"sampler": "acme"}``.
 
         Raises:
             RegistrationError: not a ``PluggableClass``, or no name is given.
@@ -56,15 +61,18 @@ class PluggableClass(Replaceable):
         """
         if not isinstance(name, str) or not name.isidentifier():
             raise RegistrationError(
-                f"a class is registered by a name such as 'communicator', @PluggableClass.register('name'): {name!r}"
+                "a class is registered by a name such as 'communicator', "
+                f"@PluggableClass.register('name'): {name!r}"
             )
 
         def decorate(pluggable: Class) -> Class:
             if not (isinstance(pluggable, type) and issubclass(pluggable, PluggableClass)):
                 raise RegistrationError(
-                    f"{pluggable!r} is registered as {name!r} but is no subclass of opgraft.PluggableClass"
+                    f"{pluggable!r} is registered as {name!r} but is no subclass of "
+                    "opgraft.PluggableClass"
                 )
-            state, provider = host_state(), discover().provider_of(pluggable.__module__)
+            state = host_state()
+            provider = discover().provider_of(pluggable.__module__)
             add = partial(state.registry.add_class, name, pluggable, provider)
             state.declare(f"class {name}", provider, add)
             return pluggable
@@ -76,7 +84,8 @@ def choose_class(cls: type) -> ReplacementChoice:
     """Choose the class to construct for a ``PluggableClass`` here and now.
 
     Raises:
-        OpgraftError: the platform, a plugin asked for by name, a conflict or a setting prevents a choice.
+        OpgraftError: the platform, a plugin asked for by name, a conflict or a setting prevents a
+            choice.
     """
     return decide_with_plugins(lambda caches: caches.classes, cls, partial(_decide, cls))
 
@@ -85,16 +94,18 @@ def _decide(cls: type) -> ReplacementChoice:
     state = host_state()
     platform = selected_platform().platform
     with state.lock:
-        settings, active = state.settings(), list(state.active)
+        settings = state.settings()
+        active = list(state.active)
         name = op_name_of(cls, state)
     check_names(settings, state.registry)
     check_loaded_with(settings, state)
     own = discover().provider_of(cls.__module__)
-    choice = choose_replacement(
-        cls, name, own, active, platform, settings, kin_of(cls, active), absence_of
-    )
+    kin = kin_of(cls, active)
+    choice = choose_replacement(cls, name, own, active, platform, settings, kin, absence_of)
+    # The parent process does not know the scopes of this one.
+    if CURRENT_SCOPE.get() is not None:
+        return choice
     record = state.registry.classes.get(name or "")
-    # A scope is the word of this process alone.
-    if record is not None and record.cls is cls and CURRENT_SCOPE.get() is None:
+    if record is not None and record.cls is cls:
         expect_choice_agrees(f"class of {name}", choice.chosen)
     return choice

@@ -31,8 +31,8 @@ def profile() -> Iterator[None]:
     counts for all threads of the process; a block within another one adds nothing. Outside of a
     block, calls cost nothing extra. Compiled code has the ranges of the compiler.
 
-    ``torch.profiler`` records the threads that it is told to, by default the caller's and those of
-    torch. ``LLM`` and ``AsyncLLM`` compute in a thread of their own, so a profiler around
+    By default, ``torch.profiler`` records the threads of the caller and of torch. ``LLM`` and
+    ``AsyncLLM`` compute in another thread, so a profiler around
     ``LLM.generate`` sees no range of a step.
     """
     with _lock:
@@ -70,6 +70,7 @@ def _set_call(cls: Any, call: Callable[..., Any]) -> None:
 
 def _labelled(call: Callable[..., Any], label: Callable[[Any], str]) -> Callable[..., Any]:
     def labelled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A range would break the graph of a compiler.
         if torch.compiler.is_compiling():
             return call(self, *args, **kwargs)
         with record_function(label(self)):

@@ -1,6 +1,6 @@
-"""Naming the op, its provider and the place that an exception came from, by its traceback alone.
+"""Name the op, the provider and the line of an exception, by the traceback alone.
 
-A call that works pays nothing: nothing is written down until somebody asks about an exception.
+A call without an exception costs nothing: no record is kept until somebody asks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from opgraft.binding.specialisation import Binding
 from opgraft.config import NATIVE_CHOICE
 from opgraft.config.environment import PLUGINS_DISABLE
 from opgraft.errors import OpgraftError, PluginError
-from opgraft.plugins.discovery import discover
+from opgraft.plugins.discovery import Offer, discover
 from opgraft.registry.choice import choosing
 from opgraft.registry.decision import Provider
 from opgraft.registry.state import host_state
@@ -37,11 +37,11 @@ class Provenance:
     """The code that raised an exception.
 
     Attributes:
-        op: the name that settings know the op by, or its class; empty where a plugin's code raised outside of ops.
-        kernel: the method of an op's class that ran, or the function of the plugin.
-        provider: who provides it.
-        location: ``file:line`` of the innermost code that is not torch's.
-        setting: which setting goes without it; empty where none does, as for a native definition.
+        op: the name of the op in settings, or the class; empty for a plugin's code outside of ops.
+        kernel: the method of an op's class, or the function of the plugin.
+        provider: the provider of the code.
+        location: ``file:line`` of the innermost code outside of torch.
+        setting: the setting to go without the code; empty for a native definition, which has none.
     """
 
     op: str
@@ -52,11 +52,11 @@ class Provenance:
 
     @property
     def of_plugin(self) -> bool:
-        """Tell whether a plugin provides the code."""
+        """True if a plugin provides the code."""
         return discover().has_plugin(self.provider)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data, with the names that all JSON of opgraft has for it."""
+        """Return the record as plain data, with the names of all JSON of opgraft."""
         return {
             "op": self.op,
             "kernel": self.kernel,
@@ -74,14 +74,20 @@ class Provenance:
 
 
 def explain_exception(error: BaseException) -> Provenance | None:
-    """Name the op that raised, its provider with the version, the line, and the setting without the kernel.
+    """Name the op that raised an exception: provider, version, line, and the setting to disable it.
 
-    The traceback of the exception is read, or the traceback of its cause. Of nested ops the innermost is named.
-    Outside of ops the plugin with the last code is named. The result is ``None`` if neither ran, as in compiled code.
+    The tracebacks of the exception and of its causes tell. If ops were nested, the innermost op is
+    named. If no op ran, the plugin with the innermost code is named.
+
+    Returns:
+        The record; ``None`` if neither an op nor a plugin ran, as in compiled code.
     """
-    if isinstance(error, PluginError) and error.location:  # the message says all
+    # The message of such an error has the record already.
+    if isinstance(error, PluginError) and error.location:
         return None
-    raised = [list(traceback.walk_tb(each.__traceback__)) for each in reversed(list(_chain(error)))]
+    # The first exception of the chain comes first: it has the innermost code.
+    errors = reversed(list(_chain(error)))
+    raised = [list(traceback.walk_tb(each.__traceback__)) for each in errors]
     for tell in (_of_op, _of_plugin):
         for places in raised:
             for depth in reversed(range(len(places))):
@@ -96,7 +102,8 @@ def exits_as_errors() -> Iterator[None]:
     """Turn ``SystemExit`` and ``KeyboardInterrupt`` of a plugin's code in this scope into errors.
 
     Raises:
-        PluginError: the code raised one itself. What a signal has caused passes through.
+        PluginError: the code raised such an exception. An exception of a signal's handler passes
+            through.
     """
     with interrupts_counted() as interrupted:
         try:
@@ -183,14 +190,18 @@ def _by_signal(error: BaseException) -> bool:
 
 
 def install_excepthook() -> Callable[[], None]:
-    """Have an exception that ends the program be followed by a line of ``explain_exception``; returns the undo."""
+    """Print a line of ``explain_exception`` after the traceback of an uncaught exception.
+
+    Returns:
+        The undo.
+    """
     former = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         former(kind, error, trace)
         told = explain_exception(error)
         if told is not None:
-            print(told, file=sys.stderr)  # noqa: T201 - as the hook before it does
+            print(told, file=sys.stderr)  # noqa: T201 - as Python prints the traceback
 
     def undo() -> None:
         if sys.excepthook is hook:
@@ -201,56 +212,58 @@ def install_excepthook() -> Callable[[], None]:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception, and those that it was raised from."""
+    """Yield an exception, then the exceptions behind it: causes and contexts."""
     seen: set[int] = set()
     following: BaseException | None = error
     while following is not None and id(following) not in seen:
         yield following
         seen.add(id(following))
-        following = following.__cause__ or (
-            None if following.__suppress_context__ else following.__context__
-        )
+        cause = following.__cause__
+        context = None if following.__suppress_context__ else following.__context__
+        following = cause or context
 
 
 def _of_op(places: list[Place]) -> Provenance | None:
-    """Tell about the op that the outermost of some frames belongs to, if it does."""
+    """Describe the op of the outermost of some frames; ``None`` if the frame belongs to no op."""
     frame, _ = places[0]
     ran = _ran(frame)
     if ran is None:
         return None
     binding = ran.binding if isinstance(ran, FormChoice) else ran
     choice = binding.replacement
-    replaced = choice.winner is not None
+    kernel = ran.kernel_name
+    provider = ran.provider
     constructing = frame.f_code.co_name == "__init__"
-    kernel, provider = ran.kernel_name, ran.provider
     if constructing:
         kernel = f"{choice.cls.__qualname__}.__init__"
         provider = choice.provider
-    if isinstance(ran, FormChoice):
-        native = ran.is_native
-    else:
-        method = binding.kernel.winner.method
-        own = method in ("forward_native", "forward")
-        native = not replaced and (constructing or own)
-    plugin = ""
-    if choice.winner:
-        plugin = choice.winner.plugin or ""
     setting = ""
-    if not native:
-        setting = choosing(choice.settings, choice.op_name, [NATIVE_CHOICE], plugin)
+    if not _is_native(ran, constructing):
+        plugin = choice.winner.plugin if choice.winner else None
+        setting = choosing(choice.settings, choice.op_name, [NATIVE_CHOICE], plugin or "")
     location = _location(places) or binding.kernel.winner.location
     name = choice.op_name or choice.target.__qualname__
     return Provenance(name, kernel, provider, location, setting)
 
 
+def _is_native(ran: Binding | FormChoice, constructing: bool) -> bool:
+    """Return True if the code of an op or a form is the op's own, and no setting goes without."""
+    if isinstance(ran, FormChoice):
+        return ran.is_native
+    if ran.replacement.winner is not None:
+        return False
+    return constructing or ran.kernel.winner.method in ("forward_native", "forward")
+
+
 def _ran(frame: FrameType) -> Binding | FormChoice | None:
-    """Return the choice of the op or the functional form with this frame as a method."""
+    """Return the choice for the op or the functional form of a frame; ``None`` for other code."""
     code = frame.f_code
     if not code.co_argcount:
         return None
     first = code.co_varnames[0]
     own: Any = frame.f_locals.get(first)
-    cls = type(own)  # isinstance() would ask the object
+    # Not isinstance(): the object may answer for its class by code of its own.
+    cls = type(own)
     if issubclass(cls, CustomOp) and code in _codes_of_class(cls, CustomOp):
         binding: Binding | None = vars(own).get("_binding")
         return binding
@@ -258,49 +271,53 @@ def _ran(frame: FrameType) -> Binding | FormChoice | None:
         return None
     try:
         return choice_of(own)
-    except OpgraftError:  # it is the choice itself that failed, and its message says all
+    # The choice itself has failed, and the message of that error says all.
+    except OpgraftError:
         return None
 
 
 def _codes_of_class(cls: type, base: type) -> Iterator[CodeType]:
-    """Yield the code of what a class and its bases down from ``base`` define. Others that take an op have none of it.
+    """Yield the code of all methods of a class and of the bases below ``base``, and of ``base``.
 
-    The bound kernel is among it, as ``forward`` of the specialisation, whoever defines it.
+    The bound kernel is among the methods, as ``forward`` of the specialisation. Other functions
+    with an op as an argument are not.
     """
     for each in cls.__mro__:
-        if issubclass(each, base):
-            for value in vars(each).values():
-                function = (
-                    value.__func__ if isinstance(value, classmethod | staticmethod) else value
-                )
-                if isinstance(function, FunctionType):
-                    yield function.__code__
-                    yield inspect.unwrap(function).__code__
+        if not issubclass(each, base):
+            continue
+        for value in vars(each).values():
+            is_wrapped = isinstance(value, classmethod | staticmethod)
+            function = value.__func__ if is_wrapped else value
+            if isinstance(function, FunctionType):
+                yield function.__code__
+                yield inspect.unwrap(function).__code__
 
 
 def _of_plugin(places: list[Place]) -> Provenance | None:
-    """Tell about the plugin that the outermost of some frames belongs to, if it does."""
+    """Describe the plugin of the outermost of some frames; ``None`` if it belongs to no plugin."""
     frame, line = places[0]
     module = str(frame.f_globals.get("__name__"))
-    provider = discover().provider_of(module)
-    offers = [each for each in discover().offers if not each.built_in and each.provider == provider]
-    offer = max(
-        offers,
-        key=lambda each: (f"{module}.".startswith(f"{each.module}."), each.module),
-        default=None,
-    )
-    if offer is None:
+    discovery = discover()
+    provider = discovery.provider_of(module)
+    offers = [each for each in discovery.offers if not each.built_in and each.provider == provider]
+    if not offers:
         return None
+
+    def nearness(offer: Offer) -> tuple[bool, str]:
+        return f"{module}.".startswith(f"{offer.module}."), offer.module
+
+    offer = max(offers, key=nearness)
     ways = f"{PLUGINS_DISABLE}={offer.name}"
     setting = host_state().settings().to_change("plugins_disable", ways)
-    return Provenance(
-        "", frame.f_code.co_name, offer.provider, f"{frame.f_code.co_filename}:{line}", setting
-    )
+    code = frame.f_code
+    location = f"{code.co_filename}:{line}"
+    return Provenance("", code.co_name, offer.provider, location, setting)
 
 
 def _location(places: list[Place]) -> str:
-    """Give ``file:line`` of the innermost code that is not torch's."""
-    own = [
-        (f, n) for f, n in places if str(f.f_globals.get("__name__")).partition(".")[0] != "torch"
-    ]
-    return f"{own[-1][0].f_code.co_filename}:{own[-1][1]}" if own else ""
+    """Return ``file:line`` of the innermost code outside of torch; empty if there is none."""
+    for frame, line in reversed(places):
+        module = str(frame.f_globals.get("__name__"))
+        if module.partition(".")[0] != "torch":
+            return f"{frame.f_code.co_filename}:{line}"
+    return ""

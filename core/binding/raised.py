@@ -1,4 +1,4 @@
-"""Telling where an exception came from, without importing ops to find out that none has run."""
+"""Find the origin of an exception without importing ops: in a process without ops, none has run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OPS = "opgraft.binding.functional"
 
 
 def provenance_of(error: BaseException) -> Any:
-    """Return what ``opgraft.explain_exception`` tells; ``None`` too where no op was ever imported."""
+    """Return the answer of ``opgraft.explain_exception``; ``None`` if no op was ever imported."""
     if _OPS not in sys.modules:
         return None
     return importlib.import_module("opgraft.binding.provenance").explain_exception(error)

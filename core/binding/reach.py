@@ -1,4 +1,4 @@
-"""The children of a layer that the code of a replacement can call, as far as the code names them."""
+"""Find the children of a layer that a replacement can call, by the names in the code."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ class AnyChild(Exception):  # noqa: N818  # a verdict, not an error
 
 
 def idle_children(layer: Any) -> frozenset[str]:
-    """Return the names of the children that no call of ``layer`` runs here and now, if no gradient is required.
+    """Return the names of the children that no call of ``layer`` runs now, without gradients.
 
-    ``layer.idle()`` is true of the code that the same class brings. If a plugin replaces the layer and brings no
-    ``idle``, the names in the code of the replacement count: a child that the code does not name is idle.
+    ``layer.idle()`` holds for the code of the class with this ``idle``. If a plugin replaces the
+    layer without an ``idle``, the names in the code of the replacement count: a child without a
+    mention in the code is idle.
     """
     target = layer.binding.replacement.target
     told: frozenset[str] = layer.idle()
@@ -53,7 +54,7 @@ def idle_children(layer: Any) -> frozenset[str]:
 
 
 def reaches(layer: Any, attribute: str) -> bool:
-    """Return False if a plugin replaces ``layer`` and the code of the replacement does not use ``attribute``."""
+    """Return False if a replacement of ``layer`` has no code with the name ``attribute``."""
     if layer.op_class is layer.binding.replacement.target:
         return True
     names = names_reached(layer)
@@ -61,7 +62,10 @@ def reaches(layer: Any, attribute: str) -> bool:
 
 
 def names_reached(layer: Any) -> frozenset[str] | None:
-    """Return the names in all code that the kernel of ``layer`` can call; ``None`` if that may be any name."""
+    """Return the names in the kernel of ``layer`` and in all functions below the kernel.
+
+    ``None`` if the code may call any child, such as by ``getattr``.
+    """
     try:
         names = _names_in(_code_of(layer))
         return names | frozenset(_held(layer, names))
@@ -70,10 +74,10 @@ def names_reached(layer: Any) -> frozenset[str] | None:
 
 
 def _held(layer: nn.Module, names: frozenset[str]) -> Iterator[str]:
-    """Yield the children in lists, tuples and mappings that the code uses."""
+    """Yield the names of children in the layer's lists, tuples and mappings with these names."""
     for name in names & vars(layer).keys():
         value = vars(layer)[name]
-        # A function that is kept on the instance may have the layer, and call any child.
+        # A function on the instance may hold the layer, and call any child.
         if isinstance(value, (FunctionType, functools.partial)):
             raise AnyChild
         if isinstance(value, Mapping):
@@ -86,7 +90,7 @@ def _held(layer: nn.Module, names: frozenset[str]) -> Iterator[str]:
 
 
 def _runs_forward_of(target: type, layer: Any) -> bool:
-    """Return True if the kernel of ``layer`` is the ``forward`` of the replaced class, or can call it."""
+    """Return True if the kernel of ``layer`` is, or can call, the ``forward`` of ``target``."""
     owner = definer(target, "forward")
     return owner is not None and vars(owner)["forward"] in _code_of(layer)
 
@@ -107,9 +111,10 @@ def _names_in(functions: Iterable[FunctionType]) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=256)
 def _functions(cls: type, owner: type, method: str) -> tuple[FunctionType, ...]:
-    """Collect the kernel and the functions that it can call: methods, and functions of the plugin."""
+    """Collect the kernel with the methods and functions of the plugin below the kernel."""
     found = _plain_functions(vars(owner)[method])
-    for function in found:  # the list grows meanwhile
+    # The list grows meanwhile.
+    for function in found:
         names = _names(function.__code__)
         for further in (*_methods(cls, names), *_beside(function, names, cls)):
             if further not in found:
@@ -118,10 +123,13 @@ def _functions(cls: type, owner: type, method: str) -> tuple[FunctionType, ...]:
 
 
 def _methods(cls: type, names: frozenset[str]) -> Iterator[FunctionType]:
-    """Yield the methods of ``cls`` with these names; with ``super`` among the names, those of bases too."""
+    """Yield the methods of ``cls`` with these names.
+
+    If ``super`` is among the names, the methods of base classes follow.
+    """
     kernels = frozenset(kernel_methods())
     wanted = set(names)
-    # The base of all ops calls the next kernel of the chain in place of the one that is named.
+    # A name of a kernel may reach the base of all ops, and from there any kernel of the chain.
     if ("super" in names and names & kernels) or names & (kernels - {"forward"}):
         wanted |= kernels
     for name in wanted:
@@ -152,7 +160,7 @@ def _package(thing: type | FunctionType) -> str:
 
 
 def _plain_functions(definition: Any) -> list[FunctionType]:
-    """Return the functions of an attribute of a class: the decorated one, and the one below its decorators."""
+    """Return the function of a class attribute, and the function below its decorators."""
     bare = definition
     if isinstance(definition, property):
         bare = definition.fget

@@ -1,4 +1,4 @@
-"""Models whose ops show in a graph: each call of a functional form is one node, a semantic one."""
+"""Models with semantic nodes: in a captured graph, each call of a functional form is one node."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _CACHE = "__opgraft_semantic__"
 
 
 Natives = Mapping[type, Callable[..., Any]]
-"""By the class that defines ``forward_native``, the definition on forms to capture in its place."""
+"""By the class of a ``forward_native``, another definition on forms to capture in its place."""
 
 
 class _RegisteredOps:
-    """The registered op of every form, as an attribute by the form's name."""
+    """The registered op of every form, as attributes by the names of the forms."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.ops.opgraft, name).default
@@ -34,25 +34,30 @@ class _RegisteredOps:
 
 @contextmanager
 def semantic(model: nn.Module, natives: Natives) -> Iterator[None]:
-    """Have all forms, and the ops of ``model`` that are made of forms, call the registered ops within the block.
+    """Within the block, have all forms call their registered ops, and the ops of ``model`` too.
 
-    That is so whether an op is enabled or not, and whoever provides its kernel, if functional forms are that kernel. A
-    kernel that is a method and nothing else stays what it is. What other threads compute with the model is the same.
+    Enabled and disabled ops alike do so, with any provider, if functional forms are the kernel.
+    A kernel without functions for forms stays as it is. Other threads get the same results from
+    the model meanwhile.
     """
     changed: list[tuple[CustomOp, type]] = []
     try:
         for module in model.modules():
-            kind = _semantic_class(module, natives) if isinstance(module, CustomOp) else None
+            if not isinstance(module, CustomOp):
+                continue
+            kind = _semantic_class(module, natives)
             if kind is not None:
-                changed.append((module, type(module)))  # type: ignore[arg-type]  # a class is for ops only
+                changed.append((module, type(module)))
                 module.__class__ = kind
         with (
             _forms_registered(),
             captured_for_opgraft(),
             set_config(OpgraftConfig(), origin="capture"),
         ):
-            bound = host_state().current_caches().functions  # of this scope, so of this thread
-            bound.update((form, (_as_node(form), None)) for form in FUNCTIONALS.values())
+            # The caches belong to this scope, and the scope to this thread.
+            bound = host_state().current_caches().functions
+            for form in FUNCTIONALS.values():
+                bound[form] = _as_node(form), None
             yield
     finally:
         for op, former in changed:
@@ -61,7 +66,7 @@ def semantic(model: nn.Module, natives: Natives) -> Iterator[None]:
 
 @contextmanager
 def _forms_registered() -> Iterator[None]:
-    """Have each form that is called while a compiler looks on call its registered op."""
+    """While a compiler traces, have each called form call its registered op."""
     forms = [(form, form.bind_while_traced) for form in FUNCTIONALS.values()]
 
     def register(form: Any) -> Callable[[], None]:
@@ -81,7 +86,11 @@ def _forms_registered() -> Iterator[None]:
 
 
 def _as_node(form: Functional[..., Any]) -> Callable[..., Any]:
-    """Return what calls the registered op of a form, and within that, as where torch computes constants, its native."""
+    """Return a function that calls the registered op of a form.
+
+    The registered op calls the form again where torch computes constants. That call runs the native
+    definition.
+    """
     registered = getattr(torch.ops.opgraft, form.name).default
     inside = False
 
@@ -99,28 +108,32 @@ def _as_node(form: Functional[..., Any]) -> Callable[..., Any]:
 
 
 def _semantic_class(op: CustomOp, natives: Natives) -> type | None:
-    """Return the class of an op whose ``forward`` is its native definition on registered ops, where it has one."""
+    """Return a class for an op with the native definition on registered ops as ``forward``.
+
+    ``None`` if the op stays as it is.
+    """
     kind: Any = type(op)
     native = _native_on_forms(op, natives) if kind is op.binding.specialisation else None
     if native is None:
         return None
-    # vars(), as a class derived from another specialisation must not find its.
+    # vars(), as getattr() would find the class of another specialisation.
     if _CACHE not in vars(kind):
         forward: Any = with_functional(native, _RegisteredOps())
         if isinstance(inspect.getattr_static(kind, "forward_native", None), staticmethod):
             forward = staticmethod(forward)
-        names = {
+        namespace = {
             "__module__": kind.__module__,
             "__qualname__": kind.__qualname__,
             "__specialisation__": True,
+            "forward": forward,
         }
-        setattr(kind, _CACHE, type(kind)(kind.__name__, (kind,), {**names, "forward": forward}))
+        setattr(kind, _CACHE, type(kind)(kind.__name__, (kind,), namespace))
     made: type = vars(kind)[_CACHE]
     return made
 
 
 def _native_on_forms(op: CustomOp, natives: Natives) -> Any:
-    """Return the ``forward_native`` by which the kernel of an op calls forms, ``None`` where it calls none."""
+    """Return the ``forward_native`` of an op on forms, ``None`` if the kernel calls no forms."""
     kernel = op.binding.kernel.winner
     if kernel.method != "forward_native" and kernel.functions is None:
         return None

@@ -121,6 +121,7 @@ class Shadow:
     ) -> bool:
         """Count a call, and decide by the number: all ranks of a model compare the same calls."""
         kinds = None
+        # A kernel may have a code path per dtype, and the first call of each is compared.
         if self.settings.first_call:
             dtypes = [tensor.dtype for tensor in comparison.tensors_within((args, kwargs))]
             kinds = (run, *dtypes)
@@ -131,6 +132,7 @@ class Shadow:
             if is_new:
                 self._seen.add(kinds)
         share = self.settings.share
+        # Evenly spread: with a share of 0.25, every fourth call is due.
         return is_new or math.floor(number * share) > math.floor((number - 1) * share)
 
     def _watched(
@@ -154,6 +156,7 @@ class Shadow:
                 beyond = _Beyond(args, copies)
         except Exception as error:
             reason = f"copying its arguments raised {described(error)}"
+        # Outside of any try: an exception of the kernel is the caller's.
         result = run(*args, **kwargs)
         if reason:
             self._skip(reason)

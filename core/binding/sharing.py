@@ -1,4 +1,4 @@
-"""Handing decisions down to worker processes, however they are started."""
+"""``share_decisions`` hands decisions down to worker processes, in an environment variable."""
 
 from __future__ import annotations
 
@@ -16,20 +16,25 @@ from opgraft.registry.state import host_state
 
 
 def share_decisions() -> Callable[[], None]:
-    """Have processes that this one starts decide as it does now, or stop with both decisions; returns the undo.
+    """Expect the decisions of this process from each process started later; return the undo.
 
-    Platform, plugins, versions and installed files of these, the lockfile's digest, the kernel of each op and each
-    replaceable class stand in an environment variable. A worker compares them when it loads its plugins, and when it
-    binds an op or constructs such a class outside of ``set_config``. Call it before the first worker is started: a fork
-    server keeps the environment that it began with, and so does a cluster of Ray that runs already.
+    The decisions are the platform, the plugins with versions and installed files, the digest of the
+    lockfile, the kernel of each op and each replaceable class. A worker compares these decisions
+    while plugins are loaded, and while an op is bound or a replaceable class is constructed outside
+    of ``set_config``. A worker with another decision stops with an error about both.
+
+    Call the function before the first worker is started: a fork server keeps the environment of its
+    start, and so does a running cluster of Ray.
 
     Raises:
         OpgraftError: the platform, a plugin asked for by name or a setting prevents a choice.
     """
     load_plugins()
     rows = {**process_rows(), **_choices()}
+    # This process may be a worker itself, with the decision of its parent.
     former = os.environ.get(DECISION)
-    os.environ[DECISION] = SharedDecision(host_state().identity, rows).to_text()
+    decision = SharedDecision(host_state().identity, rows)
+    os.environ[DECISION] = decision.to_text()
 
     def undo() -> None:
         if former is None:
@@ -41,9 +46,14 @@ def share_decisions() -> Callable[[], None]:
 
 
 def _choices() -> dict[str, str]:
-    """Return the kernel of each op, and each other class, by its row; of what two plugins claim there is none."""
-    rows, registry = {}, host_state().registry
+    """Return the kernel of each op and the class of each other name, by row of the decision.
+
+    A class with a conflict between two plugins has no row.
+    """
+    rows = {}
+    registry = host_state().registry
     for name, record in registry.records().items():
+        # A conflict is an error only if the class is constructed.
         with suppress(ConflictError):
             if name in registry.ops:
                 rows[f"kernel of {name}"] = bind(record.cls).chosen

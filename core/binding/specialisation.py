@@ -1,8 +1,22 @@
-"""Binding: from an op class to the class whose instances run the chosen kernel.
+"""Bind an op class to a kernel: ``bind`` returns the class that construction instantiates.
 
-An instance belongs to a *specialisation*: a subclass per (op class, kernel) whose ``forward`` is that kernel, with the
-op's own name, module and qualname. Nothing is stored on instances that would keep them alive, and nothing that
-compiled code has seen is ever mutated.
+An instance of an op belongs to a *specialisation*. This is a subclass per pair of op class and
+kernel. The kernel is the method ``forward`` of the subclass, and the subclass has the name, module
+and qualname of the op class. For ``RMSNorm`` on CUDA::
+
+    class RMSNorm(RMSNorm):
+        forward = RMSNorm.forward_cuda
+
+``bind(RMSNorm)`` answers from a cache. Only the first call decides, in ``_decide``:
+
+1. ``selected_platform`` has chosen the platform, and with it the chain of dispatch keys;
+2. ``choose_replacement`` chooses the class: a plugin's replacement, or ``RMSNorm`` itself;
+3. ``_enabled`` asks the settings if the op is enabled;
+4. ``choose_kernel`` chooses a method of the class along the chain;
+5. ``specialise`` makes the subclass. The class keeps the subclass for the next choice.
+
+No instance is kept alive by a binding, and code that a compiler has seen is never changed: another
+choice makes another subclass.
 """
 
 from __future__ import annotations
@@ -29,7 +43,7 @@ from opgraft.binding.marks import CHECK_RAISED, SWITCH_RAISED, is_inference_only
 from opgraft.binding.measurements import follow
 from opgraft.binding.names import check_names, kin_of, op_name_of
 from opgraft.binding.shadow import SHADOWS, Shadow
-from opgraft.config import CURRENT_SCOPE, NATIVE_CHOICE, Settings
+from opgraft.config import CURRENT_SCOPE, NATIVE_CHOICE, Settings, ShadowConfig
 from opgraft.config.environment import PROVIDERS
 from opgraft.errors import ConstructionError, RegistrationError
 from opgraft.logger import logger
@@ -50,12 +64,21 @@ _CACHE = "__opgraft_specialisations__"
 _INIT = "__init__"
 _ASSIGNED_TOO_EARLY = "before Module.__init__() call"
 """Part of torch's error for a parameter or child that is assigned before the base's constructor."""
+
 _HOST_PACKAGE = "opgraft"
 
 
 @dataclass(frozen=True)
 class Binding:
-    """The choice for one class: the class to construct, the kernel, and the specialisation that joins them."""
+    """The choice for one op class.
+
+    Attributes:
+        replacement: the choice of the class to construct.
+        kernel: the choice of the method to run.
+        specialisation: the subclass with the kernel as ``forward``.
+        background: records of earlier choices: measurements, plugins, platform.
+        enforced: the op is enabled whatever the settings say.
+    """
 
     replacement: ReplacementChoice
     kernel: KernelChoice
@@ -63,22 +86,25 @@ class Binding:
     background: tuple[Decision, ...] = ()
     enforced: bool = False
 
-    # A copied op keeps the kernel of the scope in which it was bound; nothing here belongs to one instance.
+    # All instances share the binding, and a copied op keeps the kernel.
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the class only: it is bound anew where it is loaded, on another platform perhaps."""
+        """Pickle the class only. Loading binds the class anew, on another platform perhaps."""
         return bind_exact, (self.replacement.target, self.replacement.cls, self.enforced)
 
     @property
     def owner(self) -> type:
-        """The class that answers for the kernel: the one that defines it.
+        """The class that answers for the kernel: usually the class that defines the method.
 
         If a replacement inherits ``forward``, the owner is the replacement class.
         """
-        replaced = self.replacement.winner is not None and self.kernel.winner.method == "forward"
-        return self.replacement.cls if replaced else self.kernel.winner.owner
+        kernel = self.kernel.winner
+        is_replaced = self.replacement.winner is not None
+        if is_replaced and kernel.method == "forward":
+            return self.replacement.cls
+        return kernel.owner
 
     @property
     def kernel_name(self) -> str:
@@ -86,32 +112,36 @@ class Binding:
         return f"{self.owner.__qualname__}.{self.kernel.winner.method}"
 
     def function(self, form: str, *, compiled: bool = True) -> Callable[..., Any] | None:
-        """Return the function that computes a functional form, or None if the kernel is a method alone.
+        """Return the function that computes a functional form.
 
-        If ``compiled`` is False, return the function of eager calls, which may differ for an op that
-        settings leave to a compiler.
+        Args:
+            form: the name of the form, such as ``"rms_norm"``.
+            compiled: if ``False``, return the function of eager calls. That may be another one for
+                an op that settings leave to a compiler.
+
+        Returns:
+            The function, or ``None`` if the kernel is a method without functions.
         """
         kernel = self.kernel.winner if compiled else self.kernel.uncompiled
         return kernel.functional(form)
 
     @property
     def chosen(self) -> str:
-        """The kernel and its provider, as processes tell each other what they run."""
+        """The kernel and the provider in words. Processes compare these words."""
         return f"{self.kernel_name} of {self.provider}"
 
     @property
     def provider(self) -> Provider:
         """The provider of the kernel; of an inherited kernel, the provider of the owner."""
-        inherited = self.owner in self.replacement.target.__mro__
-        return (
-            discover().provider_of(self.owner.__module__)
-            if inherited
-            else self.replacement.provider
-        )
+        owner = self.owner
+        is_inherited = owner in self.replacement.target.__mro__
+        if is_inherited:
+            return discover().provider_of(owner.__module__)
+        return self.replacement.provider
 
     @property
     def decision(self) -> Decision:
-        """The whole story: the kernel, resting on the choice of the class, of the plugins and of the platform."""
+        """The record of the kernel, with the choices of class, plugins and platform below."""
         kernel = self.kernel.decision
         parts = (self.replacement.decision, *self.background)
         reason = f"{kernel.reason}; class {self.replacement.decision.reason}"
@@ -121,46 +151,52 @@ class Binding:
 
     @property
     def subject(self) -> str:
-        """The op that is decided about; of a variant, its class, and the op whose name switches it."""
-        target, name = self.replacement.target, self.replacement.op_name
+        """The decided op in words, such as ``op rms_norm``.
+
+        A variant is named by its class and by the op with the switch.
+        """
+        target = self.replacement.target
+        name = self.replacement.op_name
         record = host_state().registry.ops.get(name or "")
-        variant = record is not None and record.cls is not target
-        return (
-            f"{target.__qualname__}, a variant of op {name}"
-            if variant
-            else f"op {name or target.__qualname__}"
-        )
+        is_variant = record is not None and record.cls is not target
+        if is_variant:
+            return f"{target.__qualname__}, a variant of op {name}"
+        return f"op {name or target.__qualname__}"
 
 
 def bind(cls: type) -> Binding:
-    """Return the binding for constructing ``cls`` here and now: replacement, enabling and platform taken into account.
+    """Return the binding for constructing ``cls`` here and now.
+
+    The platform, the plugins, the settings and the current scope decide. All calls but the first
+    answer from the caches of the process, which a change of settings or plugins empties.
 
     Raises:
-        OpgraftError: the platform, a plugin asked for by name, a conflict or a setting prevents a choice; see
-            ``load_plugins``, ``choose_replacement`` and ``choose_kernel``.
+        OpgraftError: the platform, a plugin asked for by name, a conflict or a setting prevents a
+            choice; see ``load_plugins``, ``choose_replacement`` and ``choose_kernel``.
     """
     state = host_state()
-    known: Binding | None = (
-        state.current_caches().constructed.get(cls) if state.loading.done else None
-    )
-    if known is not None:  # as every construction but the first
+    known: Binding | None = None
+    if state.loading.done:
+        known = state.current_caches().constructed.get(cls)
+    # All constructions but the first end here.
+    if known is not None:
         return known
     decide = functools.partial(_decide, cls)
     return decide_with_plugins(lambda caches: caches.constructed, cls, decide)
 
 
 def bind_exact(target: type, cls: type, enforce: bool = False) -> Binding:
-    """Return the binding of an existing op of class ``cls``, which was constructed for ``target``.
+    """Return the binding of an existing op of class ``cls``, constructed for ``target``.
 
     The op keeps its class. If the class is a replacement and does not apply here any more, the op
-    takes the class that would be constructed now. If constructors forbid that, the op keeps its class
-    and runs the native definition. The decision says why.
+    takes the class that would be constructed now. If constructors forbid that, the op keeps its
+    class and runs the native definition. The decision says why.
 
     ``enforce`` enables the op whatever the settings say.
     """
     decide = functools.partial(_decide_exact, target, cls)
     binding = decide_with_plugins(lambda caches: caches.existing, (target, cls), decide)
-    # What was disabled because its class is gone stays so: enforcing is a word about settings.
+    # An op without its class stays disabled: to enforce is a word about settings.
     if enforce and (binding.kernel.enabled or _gone(target, cls)[1] is None):
         return enforced(binding)
     return binding if binding.enforced == enforce else replace(binding, enforced=enforce)
@@ -178,6 +214,7 @@ def _decide_exact(target: type, cls: type) -> Binding:
     constructor = own_constructor(cls, target)
     if constructor is None:
         constructor = own_constructor(choice.cls, target)
+    # Without constructors of their own, the op can become the other class.
     if constructor is None:
         rows = (*others, (declared, why))
         left = replace(choice, rows=rows)
@@ -192,27 +229,31 @@ def _decide_exact(target: type, cls: type) -> Binding:
 
 
 def _gone(target: type, cls: type) -> tuple[Replacement, str | None]:
-    """Return the declaration by which ``cls`` replaces ``target``, and why it does not apply here, or ``None``.
+    """Return the declaration of ``cls`` as a replacement of ``target``, and the objection to it.
 
-    A class of no plugin needs none: it may be registered in the process that saved the op alone.
+    The objection is ``None`` if the replacement applies here. A class outside of plugins needs no
+    declaration: perhaps only the process that saved the op has registered the class.
     """
     state = host_state()
-    platform = selected_platform().platform
     known = None
     for replacement in state.registry.replacements:
         if replacement.cls is cls and replacement.target is target:
             known = replacement  # the last one counts
     if known is None:
         provider = discover().provider_of(cls.__module__)
-        why = f"this op was saved as {cls.__qualname__}, which nothing registers here"
         undeclared = Replacement(cls, qualified(target), target, provider)
-        return undeclared, why if discover().has_plugin(provider) else None
+        if not discover().has_plugin(provider):
+            return undeclared, None
+        return undeclared, f"this op was saved as {cls.__qualname__}, which nothing registers here"
     if known in state.active:
+        platform = selected_platform().platform
         wanted = state.settings().chosen_provider(op_name_of(target, state))
         against = objection_to(known, platform, wanted)
     else:
         against = _inactive(known, state)
-    return known, against and f"this op was saved as {cls.__qualname__}, and {against}"
+    if not against:
+        return known, against
+    return known, f"this op was saved as {cls.__qualname__}, and {against}"
 
 
 def _inactive(replacement: Replacement, state: HostState) -> str:
@@ -223,7 +264,11 @@ def _inactive(replacement: Replacement, state: HostState) -> str:
 
 
 def own_constructor(cls: type, target: type) -> str | None:
-    """Return the method, if any, that sets up instances and that a class between ``cls`` and ``target`` defines."""
+    """Return the name of a constructor that a class between ``cls`` and ``target`` defines.
+
+    Constructors are ``__init__``, ``__new__`` and ``__setstate__``. ``None`` if no class between
+    the two defines one.
+    """
     if target not in cls.__mro__:
         return None
     depth = cls.__mro__.index(target)
@@ -235,12 +280,13 @@ def own_constructor(cls: type, target: type) -> str | None:
 
 
 def enforced(binding: Binding) -> Binding:
-    """Return the same choice of class, with the op enabled whatever the settings say."""
+    """Return the binding of the same class with the op enabled, whatever the settings say."""
     choice = binding.replacement
+    chain = binding.kernel.chain
     because = "enforce_enable=True"
     kernel = choose_kernel(
         choice.cls,
-        binding.kernel.chain,
+        chain,
         True,
         because,
         choice.target,
@@ -248,57 +294,69 @@ def enforced(binding: Binding) -> Binding:
         binding.kernel.idle_oot,
     )
     kernel = _shadowed(choice, kernel, host_state().settings())
-    return Binding(
-        choice,
-        kernel,
-        specialise(kernel),
-        binding.background,
-        enforced=True,
-    )
+    made = specialise(kernel)
+    return Binding(choice, kernel, made, binding.background, enforced=True)
 
 
 _NO_SHADOW = (
-    "a layer made of other ops may keep state, such as pages of a cache, which a second run would find changed; its "
-    "ops are compared one by one"
+    "a layer made of other ops may keep state, such as pages of a cache, which a second run would "
+    "find changed; its ops are compared one by one"
 )
 
 
 def _shadowed(choice: ReplacementChoice, kernel: KernelChoice, settings: Settings) -> KernelChoice:
-    """Have calls of the kernel compared with the native definition, where that is asked for and is another one.
+    """Return the choice with a shadow over the kernel, if the settings ask for shadow mode.
 
-    Where an earlier comparison has demoted the kernel, the native definition is chosen.
+    A shadow compares calls with the native definition. A native definition gets no shadow. If an
+    earlier comparison has demoted the kernel, the native definition is chosen.
     """
     wanted = settings.config.shadow
-    compared = wanted.share or wanted.first_call
-    if not (kernel.enabled and compared):
+    is_wanted = wanted.share or wanted.first_call
+    if not (kernel.enabled and is_wanted):
         return kernel
     native = _native(choice, kernel)
     if native == kernel.winner:
         return kernel
-    state = host_state()
-    key = (choice.target, kernel.cls, kernel.winner, wanted)
-    with state.lock:
-        shadows = SHADOWS.of(state)
-        shadow = shadows.get(key)
-        if shadow is None:
-            excluded = "" if choice.target.repeatable else _NO_SHADOW  # type: ignore[attr-defined]  # of a CustomOp
-            name = choice.op_name or choice.target.__qualname__
-            provider = choice.provider
-            if kernel.winner.owner in choice.target.__mro__:
-                provider = choice.own
-            watched = choice.target, name, str(kernel.winner), provider, native.definition
-            shadow = shadows[key] = Shadow(*watched, wanted, excluded)
+    shadow = _shadow_of(choice, kernel, native, wanted)
     if shadow.demotion is not None:
         return _demoted(kernel, native, shadow.demotion, settings)
+    return _with_shadow(kernel, shadow)
+
+
+def _shadow_of(
+    choice: ReplacementChoice, kernel: KernelChoice, native: Kernel, wanted: ShadowConfig
+) -> Shadow:
+    """Return the shadow of a kernel: one per process for equal settings."""
+    target: Any = choice.target
+    state = host_state()
+    key = (target, kernel.cls, kernel.winner, wanted)
+    with state.lock:
+        shadows = SHADOWS.of(state)
+        known = shadows.get(key)
+        if known is not None:
+            return known
+        name = choice.op_name or target.__qualname__
+        is_inherited = kernel.winner.owner in target.__mro__
+        provider = choice.own if is_inherited else choice.provider
+        excluded = "" if target.repeatable else _NO_SHADOW
+        shadow = Shadow(
+            target, name, str(kernel.winner), provider, native.definition, wanted, excluded
+        )
+        shadows[key] = shadow
+    return shadow
+
+
+def _with_shadow(kernel: KernelChoice, shadow: Shadow) -> KernelChoice:
     winner = replace(kernel.winner, shadow=shadow)
-    return replace(kernel, found=(winner, *kernel.found[1:]))
+    others = kernel.found[1:]
+    return replace(kernel, found=(winner, *others))
 
 
 def _native(choice: ReplacementChoice, kernel: KernelChoice) -> Kernel:
     """Return the native definition of an op.
 
-    The definition of a replacement goes first, since the replacement may hold its weights in a layout
-    of its own. If that is the kernel itself, the definition of the target is returned.
+    The definition of a replacement goes first, since the replacement may hold its weights in a
+    layout of its own. If that is the kernel itself, the definition of the target is returned.
     """
     native = _disabled(kernel.cls, choice, kernel).winner
     if native == kernel.winner:
@@ -318,13 +376,16 @@ def _idle_oot(choice: ReplacementChoice) -> frozenset[type]:
 
 
 def native_of(binding: Binding) -> Kernel | None:
-    """Return the native definition of an op whose kernel is another one; None if the op runs its native definition."""
+    """Return the native definition of an op, or ``None`` if the bound kernel is native."""
     native = _native(binding.replacement, binding.kernel)
     return None if native == binding.kernel.winner else native
 
 
 def without_compiler(binding: Binding) -> Binding:
-    """Return the binding with the kernel that runs if no compiler has the op; of the same class."""
+    """Return the binding of the same class with the kernel of eager calls.
+
+    Settings may leave an op to a compiler; without the compiler, another kernel runs.
+    """
     kernel = binding.kernel
     if not kernel.left_to_compiler:
         return binding
@@ -336,10 +397,11 @@ def without_compiler(binding: Binding) -> Binding:
 
 
 def watched(binding: Binding, shadow: Shadow) -> Binding:
-    """Return the binding with a shadow over its kernel, in a class that lives as long as its instances."""
-    kernel = binding.kernel
-    winner = replace(kernel.winner, shadow=shadow)
-    kernel = replace(kernel, found=(winner, *kernel.found[1:]))
+    """Return the binding with a shadow over the kernel, in a new specialisation.
+
+    No cache keeps the specialisation: the class lives as long as its instances.
+    """
+    kernel = _with_shadow(binding.kernel, shadow)
     further = continuations(kernel)
     made = _specialisation(kernel.cls, kernel.winner, further)
     return replace(binding, kernel=kernel, specialisation=made)
@@ -348,28 +410,36 @@ def watched(binding: Binding, shadow: Shadow) -> Binding:
 def _demoted(
     kernel: KernelChoice, native: Kernel, because: str, settings: Settings
 ) -> KernelChoice:
-    found = (native, *(each for each in kernel.found if each != native))
+    others = [each for each in kernel.found if each != native]
+    found = (native, *others)
     switch = settings.to_change("shadow.demote", "OPGRAFT_SHADOW_DEMOTE or shadow.demote")
     return replace(kernel, found=found, enabled=False, enabled_because=because, switch=switch)
 
 
 def without_drift(binding: Binding) -> Binding:
-    """Return a binding as it is, or with the native definition where shadow mode has demoted its kernel since.
+    """Return the binding, with the native definition if shadow mode has demoted the kernel.
 
-    The specialisation stays: its calls have run the native definition from then on.
+    The specialisation stays: since the demotion, the shadow around the kernel calls the native
+    definition.
     """
     shadow = binding.kernel.winner.shadow
     if shadow is None or shadow.demotion is None:
         return binding
+    # A call has demoted the kernel after the op was bound.
     native = _native(binding.replacement, binding.kernel)
     kernel = _demoted(binding.kernel, native, shadow.demotion, host_state().settings())
     return replace(binding, kernel=kernel)
 
 
 def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
-    """Decide for constructing ``cls``, among all active replacements; an existing op has ``only`` these."""
+    """Decide on class and kernel for constructing ``cls``.
+
+    All active replacements take part. An existing op has ``only`` the replacement of its class.
+    """
     selection = selected_platform()
+    platform = selection.platform
     state = host_state()
+    # Read together: another thread may load a plugin.
     with state.lock:
         settings = state.shared_settings()
         active = list(state.active)
@@ -377,28 +447,28 @@ def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
     check_names(settings, state.registry)
     check_loaded_with(settings, state)
     settings, measured = follow(cls, name, settings, active)
+
     if only is None:
         own = discover().provider_of(cls.__module__)
         kin = kin_of(cls, active)
-        choice = choose_replacement(
-            cls, name, own, active, selection.platform, settings, kin, absence_of
-        )
+        choice = choose_replacement(cls, name, own, active, platform, settings, kin, absence_of)
     else:
         choice = _kept_class(cls, name, only)
+
     enabled, because, switch = _enabled(choice, settings)
-    chain = effective_chain(selection.platform)
+    chain = effective_chain(platform)
     idle = _idle_oot(choice)
     kernel = choose_kernel(choice.cls, chain, enabled, because, cls, switch, idle)
     _report_broken_checks(kernel)
-    kernel = _shadowed(
-        choice, replace(kernel, left_to_compiler=_left(choice, kernel, settings)), settings
-    )
-    background = (*measured, plugins_decision(state.plugins.values(), settings), selection.decision)
+    left_to_compiler = _left_to_compiler(choice, kernel, settings)
+    kernel = replace(kernel, left_to_compiler=left_to_compiler)
+    kernel = _shadowed(choice, kernel, settings)
+
+    plugins = plugins_decision(state.plugins.values(), settings)
+    background = (*measured, plugins, selection.decision)
     binding = Binding(choice, kernel, specialise(kernel), background)
-    record = state.registry.ops.get(name or "")
-    # A scope is the word of this process alone.
-    if only is None and record is not None and record.cls is cls and CURRENT_SCOPE.get() is None:
-        expect_choice_agrees(f"kernel of {record.name}", binding.chosen)
+    if only is None:
+        _compare_with_parent(binding, state)
     if logger.isEnabledFor(logging.DEBUG):
         decision = binding.decision
         logger.debug("%s", decision.summary(), extra=decision.attributes())
@@ -413,43 +483,60 @@ def _kept_class(cls: type, name: str | None, only: list[Replacement]) -> Replace
     return ReplacementChoice(cls, own, name, rows, winner)
 
 
+def _compare_with_parent(binding: Binding, state: HostState) -> None:
+    """Expect the choice that the parent process has handed down, if there is one."""
+    # The parent does not know the scopes of this process.
+    if CURRENT_SCOPE.get() is not None:
+        return
+    choice = binding.replacement
+    record = state.registry.ops.get(choice.op_name or "")
+    if record is not None and record.cls is choice.target:
+        expect_choice_agrees(f"kernel of {record.name}", binding.chosen)
+
+
 def _report_broken_checks(kernel: KernelChoice) -> None:
-    """Log once each kernel that is not used because the check of what it needs is at fault."""
+    """Log once each kernel that is not used because its ``needs`` check raised."""
     for skipped, why in kernel.passed_over:
         if why.startswith(CHECK_RAISED):
-            logger.warning_once(
-                "%s", printable(f"{skipped} at {skipped.location} is not used: {why}")
-            )
+            told = f"{skipped} at {skipped.location} is not used: {why}"
+            logger.warning_once("%s", printable(told))
 
 
 def _enabled(choice: ReplacementChoice, settings: Settings) -> tuple[bool, str, str]:
-    """Decide whether the op is enabled, why, and what would change it.
+    """Return if the op is enabled, why, and the setting to change that.
 
-    The class says so, if it has a method ``enabled`` of its own.
+    A class with a method ``enabled`` of its own decides for itself.
     """
     cls: Any = choice.cls
-    if settings.chosen_provider(choice.op_name) == NATIVE_CHOICE:
-        return *settings.enabled(choice.op_name), settings.to_change("providers", PROVIDERS)
+    target: Any = choice.target
+    name = choice.op_name
+    # The user has asked for the native definition by hand.
+    if settings.chosen_provider(name) == NATIVE_CHOICE:
+        switch = settings.to_change("providers", PROVIDERS)
+        return *settings.enabled(name), switch
     owner = definer(cls, "enabled")
     if owner is not None:
-        return *_says(cls, owner), ""
-    if not choice.target.switchable:  # type: ignore[attr-defined]  # of a CustomOp
+        return *_ask_class(cls, owner), ""
+    if not target.switchable:
         return True, "this op is not switched by custom_ops", ""
-    return *settings.enabled(choice.op_name), settings.to_change(
-        "compilation_config.custom_ops", SWITCH
-    )
+    switch = settings.to_change("compilation_config.custom_ops", SWITCH)
+    return *settings.enabled(name), switch
 
 
-def _left(choice: ReplacementChoice, kernel: KernelChoice, settings: Settings) -> bool:
-    """Return True if an op is disabled for a compiler alone, and its kernel takes all calls, none compared."""
-    compared = settings.config.shadow.share or settings.config.shadow.first_call
-    if kernel.enabled or compared or definer(choice.cls, "enabled") is not None:
+def _left_to_compiler(choice: ReplacementChoice, kernel: KernelChoice, settings: Settings) -> bool:
+    """Return True if the op is disabled only so that a compiler may fuse its native definition.
+
+    That is not so for an op that shadow mode compares, or with a method ``enabled`` of its own.
+    """
+    shadow = settings.config.shadow
+    is_compared = shadow.share or shadow.first_call
+    if kernel.enabled or is_compared or definer(choice.cls, "enabled") is not None:
         return False
     return settings.leaves_to_compiler(choice.op_name)
 
 
-def _says(cls: Any, owner: type) -> tuple[bool, str]:
-    """Ask a class whether it is enabled; where that raises it is not."""
+def _ask_class(cls: Any, owner: type) -> tuple[bool, str]:
+    """Return the answer of the class's own ``enabled``, and the reason; ``False`` if it raises."""
     provider = discover().provider_of(owner.__module__)
     try:
         what = f"{owner.__qualname__}.enabled() of {provider}"
@@ -458,16 +545,21 @@ def _says(cls: Any, owner: type) -> tuple[bool, str]:
         return enabled, f"{owner.__qualname__}.enabled() says so"
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a plugin's code
-        says = printable(f"{SWITCH_RAISED} {described(error)} at {location_of(owner)}")
-        logger.warning_once("%s", printable(f"{owner.__qualname__} is disabled: {says}"))
-        return False, says
+    # A plugin's code may raise anything.
+    except BaseException as error:
+        reason = printable(f"{SWITCH_RAISED} {described(error)} at {location_of(owner)}")
+        logger.warning_once("%s", printable(f"{owner.__qualname__} is disabled: {reason}"))
+        return False, reason
 
 
 def specialise(choice: KernelChoice) -> Any:
-    """Make the subclass of the op class whose ``forward`` is the chosen kernel: one per choice, kept with the class."""
-    op_class, kernel = choice.cls, choice.winner
-    # All that a specialisation depends on: a method that a plugin has replaced for a while may have been bound, too.
+    """Return the subclass of the op class with the chosen kernel as ``forward``.
+
+    There is one subclass per choice, and the op class keeps it.
+    """
+    op_class = choice.cls
+    kernel = choice.winner
+    # The id tells a method from another one that a plugin has put in its place for a while.
     definition = id(kernel.definition)
     key = (kernel, definition, choice.chain, choice.enabled, kernel.shadow, choice.idle_oot)
     with host_state().lock:
@@ -483,7 +575,11 @@ def specialise(choice: KernelChoice) -> Any:
 
 
 def _checked_constructor(op_class: Any, owner: type) -> Callable[..., None]:
-    """Return the constructor of an op class with a check: ``owner`` must call its base's constructor."""
+    """Return the constructor of an op class with a check for ``super().__init__()``.
+
+    ``owner`` is the class that defines the constructor. The check raises ``ConstructionError`` if
+    the constructor of ``torch.nn.Module`` has not run.
+    """
     construct = op_class.__init__
     provider = discover().provider_of(owner.__module__)
     own = vars(owner)[_INIT]
@@ -496,13 +592,15 @@ def _checked_constructor(op_class: Any, owner: type) -> Callable[..., None]:
             with keeping.step():
                 construct(self, *args, **kwargs)
         except AttributeError as error:
+            # torch says neither which class is at fault nor what to do.
             if _ASSIGNED_TOO_EARLY not in str(error):
                 raise
             cause = error
         if not _of_modules(self):
             raise ConstructionError(
                 f"{owner.__qualname__}.__init__ at {location_of(own)} does not call "
-                f"super().__init__(), so the {op_class.__qualname__} has neither parameters nor children: call it first"
+                f"super().__init__(), so the {op_class.__qualname__} has neither parameters nor "
+                "children: call it first"
             ) from cause
 
     return __init__
@@ -514,21 +612,32 @@ def _of_modules(op: Any) -> bool:
 
 
 def _specialisation(op_class: type, kernel: Kernel, further: dict[str, str | None]) -> type:
-    raw = kernel.definition
-    prepare(raw)
-    if isinstance(raw, staticmethod) and is_inference_only(raw.__func__):
+    """Make the subclass of ``op_class`` with ``kernel`` as ``forward``.
+
+    Args:
+        op_class: the class, a replacement perhaps.
+        kernel: the method to run.
+        further: the table for ``CustomOp._call_next``, from ``continuations``.
+
+    Raises:
+        RegistrationError: the class cannot be subclassed, or the kernel's marks contradict it.
+    """
+    definition = kernel.definition
+    prepare(definition)
+    if isinstance(definition, staticmethod) and is_inference_only(definition.__func__):
         raise RegistrationError(
             f"{kernel} at {kernel.location} is inference_only and static: let it take self"
         )
+    forward = definition
+    shadow = kernel.shadow
+    # An excluded shadow compares no call.
+    if shadow and not shadow.excluded:
+        prepare(shadow.native)
+        forward = shadow.around(method_of(definition), method_of(shadow.native))
     forward_owner = definer(op_class, "forward")
     own_forward = vars(forward_owner)["forward"] if forward_owner else None
-    watched = raw
-    # An excluded shadow compares no call.
-    if kernel.shadow and not kernel.shadow.excluded:
-        prepare(kernel.shadow.native)
-        watched = kernel.shadow.around(method_of(raw), method_of(kernel.shadow.native))
     namespace = {
-        "forward": watched,
+        "forward": forward,
         OWN_FORWARD: own_forward,
         "op_class": op_class,
         "__module__": op_class.__module__,
@@ -538,12 +647,15 @@ def _specialisation(op_class: type, kernel: Kernel, further: dict[str, str | Non
         "__continuations__": further,
     }
     owner = definer(op_class, _INIT)
+    # The constructors of opgraft are known to call super().__init__().
     if owner is not None and owner.__module__.partition(".")[0] != _HOST_PACKAGE:
         namespace[_INIT] = _checked_constructor(op_class, owner)
+    # By the metaclass of the op class: torch and plugins may have one of their own.
     try:
         return type(op_class)(op_class.__name__, (op_class,), namespace)
     except TypeError as error:
         raise RegistrationError(
-            f"{op_class.__qualname__} at {location_of(op_class)} cannot be subclassed, which binding its kernel needs: "
-            f"{error}. Give the arguments of its __init_subclass__ or metaclass defaults."
+            f"{op_class.__qualname__} at {location_of(op_class)} cannot be subclassed, which "
+            f"binding its kernel needs: {error}. Give the arguments of its __init_subclass__ or "
+            "metaclass defaults."
         ) from error
