@@ -120,10 +120,10 @@ class DecoderAttention(nn.Module):
             norm = GemmaRMSNorm if family.gemma_norm else RMSNorm
             whole = family.qk_norm == "whole"
             self.q_norm = norm(
-                shape.num_heads * shape.head_size if whole else shape.head_size, shape.eps
+                shape.num_heads * shape.head_size if whole else shape.head_size, eps=shape.eps
             )
             self.k_norm = norm(
-                shape.num_kv_heads * shape.head_size if whole else shape.head_size, shape.eps
+                shape.num_kv_heads * shape.head_size if whole else shape.head_size, eps=shape.eps
             )
         self.rotary_emb = rope
         self.attn = Attention(
@@ -195,7 +195,7 @@ class DecoderLayer(nn.Module):
             family.after_mlp,
         )
         for name in filter(None, self.norms):
-            self.add_module(name, norm(shape.hidden_size, shape.eps))
+            self.add_module(name, norm(shape.hidden_size, eps=shape.eps))
         self.residual_scale = shape.residual_scale
 
     def forward(
@@ -288,7 +288,7 @@ class DecoderModel(DecoderStack):
                 shape, family, number, rope[number], quant_config, f"{prefix}.layers.{number}"
             ),
             norm=lambda: (GemmaRMSNorm if family.gemma_norm else RMSNorm)(
-                shape.hidden_size, shape.eps
+                shape.hidden_size, eps=shape.eps
             ),
         )
         self.fitted_ropes = [rope for rope in ropes.values() if isinstance(rope, _FITTED)]

@@ -52,7 +52,7 @@ class EncoderEmbeddings(nn.Module):
         )
         self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
-        self.LayerNorm = LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.first_position = first_position
 
     def forward(
@@ -143,7 +143,7 @@ class EncoderOutput(nn.Module):
         if shard is not None:
             others["shard"] = shard
         self.dense = RowParallelLinear(input_size, config.hidden_size, **others)
-        self.LayerNorm = LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def forward(self, hidden_states: Tensor, residual: Tensor) -> Tensor:
         """Map ``[tokens, input_size / ranks]`` to ``[tokens, hidden_size]``."""

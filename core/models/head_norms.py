@@ -20,7 +20,7 @@ class HeadNorms(nn.Module):
 
     def __init__(self, heads: int, head_size: int, eps: float, first: int) -> None:
         super().__init__()
-        self.norm = RMSNorm(head_size, eps, has_weight=False)
+        self.norm = RMSNorm(head_size, eps=eps, has_weight=False)
         self.weight = nn.Parameter(torch.ones(heads, head_size), requires_grad=False)
 
         def load(param: Tensor, loaded: LoadedTensor) -> None:

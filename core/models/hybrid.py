@@ -40,10 +40,10 @@ class HybridLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.mixer = mixer
-        self.mixer_norm = RMSNorm(hidden_size, eps)
+        self.mixer_norm = RMSNorm(hidden_size, eps=eps)
         self.mlp = mlp
         if mlp is not None:
-            self.mlp_norm = RMSNorm(hidden_size, eps)
+            self.mlp_norm = RMSNorm(hidden_size, eps=eps)
 
     def forward(
         self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
@@ -128,7 +128,7 @@ class HybridForCausalLM(StagedForCausalLM, ABC):
             ),
             tied=config.tie_word_embeddings,
             layer=lambda number: next(made),
-            norm=lambda: RMSNorm(config.hidden_size, eps),
+            norm=lambda: RMSNorm(config.hidden_size, eps=eps),
         )
         self.lm_head = self.head(*sizes, quant_config, prefix, tied=config.tie_word_embeddings)
         self.logits_processor = LogitsProcessor(config.vocab_size)

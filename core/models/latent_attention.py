@@ -46,7 +46,7 @@ def latent_attention(
     linear: dict[str, Any] = {"quant_config": quant_config, "return_bias": False}
     expanded = shape.num_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
     modules = MLAModules(
-        kv_a_layernorm=RMSNorm(latent.kv_lora_rank, LATENT_EPS),
+        kv_a_layernorm=RMSNorm(latent.kv_lora_rank, eps=LATENT_EPS),
         kv_b_proj=ColumnParallelLinear(
             latent.kv_lora_rank, expanded, bias=False, prefix=f"{prefix}.kv_b_proj", **linear
         ),
@@ -101,7 +101,7 @@ def _queries(
             disable_tp=True,
             **linear,
         ),
-        "q_a_layernorm": RMSNorm(rank, LATENT_EPS),
+        "q_a_layernorm": RMSNorm(rank, eps=LATENT_EPS),
         "q_b_proj": ColumnParallelLinear(
             rank, width, bias=False, prefix=f"{prefix}.q_b_proj", **linear
         ),

@@ -32,7 +32,8 @@ class Plamo2Layer(HybridLayer):
 
     def __init__(self, mixer: nn.Module, mlp: nn.Module, hidden_size: int, eps: float) -> None:
         super().__init__(mixer, mlp, hidden_size, eps)
-        self.after_mixer, self.after_mlp = RMSNorm(hidden_size, eps), RMSNorm(hidden_size, eps)
+        self.after_mixer = RMSNorm(hidden_size, eps=eps)
+        self.after_mlp = RMSNorm(hidden_size, eps=eps)
         _shift(self.mixer_norm, 1.0)
         _shift(self.mlp_norm, 1.0)
         _shift(self.after_mixer, AFTER_MIXER)

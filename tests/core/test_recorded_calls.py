@@ -122,7 +122,84 @@ def rotary() -> type:
     return Rotary
 
 
+def column_by_keywords() -> type:
+    class Column(ops.ColumnParallelLinear):
+        def __init__(
+            self, input_size, output_size, *, bias=True, gather_output=False, skip_bias_add=False,
+            params_dtype=None, quant_config=None, output_sizes=None, prefix="", return_bias=True,
+        ):  # fmt: skip
+            pass
+
+    return Column
+
+
+def row_by_keywords() -> type:
+    class Row(ops.RowParallelLinear):
+        def __init__(
+            self, input_size, output_size, *, bias=True, skip_bias_add=False, params_dtype=None,
+            reduce_results=True, quant_config=None, prefix="", return_bias=True,
+        ):  # fmt: skip
+            pass
+
+    return Row
+
+
+def merged_by_keywords() -> type:
+    class Merged(ops.MergedColumnParallelLinear):
+        def __init__(
+            self, input_size, output_sizes, *, bias=True, quant_config=None, prefix="",
+            return_bias=True, disable_tp=False,
+        ):  # fmt: skip
+            pass
+
+    return Merged
+
+
+def qkv_by_keywords() -> type:
+    class QKV(ops.QKVParallelLinear):
+        def __init__(
+            self, hidden_size, head_size, total_num_heads, total_num_kv_heads=None, *, bias=True,
+            quant_config=None, prefix="", return_bias=True,
+        ):  # fmt: skip
+            pass
+
+    return QKV
+
+
+def linear_by_keywords() -> type:
+    class Mine(ops.Linear):
+        functional_oot = opgraft.FunctionalKernels({"linear": torch.nn.functional.linear})
+
+        def __init__(self, in_features, out_features, *, bias=True):
+            pass
+
+    return Mine
+
+
+def norm_by_keywords() -> type:
+    class Norm(ops.RMSNorm):
+        def __init__(self, hidden_size, *, eps=1e-6, has_weight=True):
+            pass
+
+    return Norm
+
+
+def layer_norm_by_keywords() -> type:
+    class Norm(ops.LayerNorm):
+        def __init__(self, normalized_shape, *, eps=1e-5, elementwise_affine=True, bias=True):
+            pass
+
+    return Norm
+
+
 ACCEPTED: tuple[Callable[[], type], ...] = (
+    column_by_keywords,
+    row_by_keywords,
+    merged_by_keywords,
+    qkv_by_keywords,
+    linear_by_keywords,
+    norm_by_keywords,
+    layer_norm_by_keywords,
     head,
     row_parallel,
     experts,
@@ -167,6 +244,31 @@ def test_a_replacement_that_a_call_breaks_is_rejected(
     narrow = type(target)("Narrow", (target,), {method: function})
     with pytest.raises(RegistrationError, match=rf"Narrow\.{method} at .* is narrower.*{words}"):
         target.register_oot(narrow)
+
+
+def without_bias(
+    self, input_size, output_sizes, quant_config, prefix, *, return_bias=True, disable_tp=False
+):
+    pass
+
+
+def without_disable_tp(
+    self, input_size, output_sizes, bias=True, quant_config=None, prefix="", *, return_bias=True
+):
+    pass
+
+
+MISSING = {"bias": without_bias, "disable_tp": without_disable_tp}
+
+
+@pytest.mark.parametrize("missing", MISSING)
+def test_a_merged_layer_that_models_cannot_construct(missing: str) -> None:
+    """The reason has the parameter and the whole call. DeepSeek passes disable_tp, most models pass bias."""
+    members = {"__init__": MISSING[missing]}
+    narrow: Any = type("Narrow", (ops.MergedColumnParallelLinear,), members)
+    told = rf"\(input_size, output_sizes, bias=….*got an unexpected keyword argument '{missing}'"
+    with pytest.raises(RegistrationError, match=told):
+        ops.MergedColumnParallelLinear.register_oot(narrow)
 
 
 def test_a_renamed_positional_argument_is_no_exchange() -> None:

@@ -61,9 +61,9 @@ class GatedMLP(JointLayer):
         self.activation = activation
         self.names = names
         self.joined = names[:2]
-        self.add_module(names[0], Linear(hidden_size, intermediate_size, bias))
-        self.add_module(names[1], Linear(hidden_size, intermediate_size, bias))
-        self.add_module(names[2], Linear(intermediate_size, hidden_size, down_bias))
+        self.add_module(names[0], Linear(hidden_size, intermediate_size, bias=bias))
+        self.add_module(names[1], Linear(hidden_size, intermediate_size, bias=bias))
+        self.add_module(names[2], Linear(intermediate_size, hidden_size, bias=down_bias))
         approximate = "tanh" if activation == "gelu_tanh" else "none"
         self.act_and_mul = SiluAndMul() if activation == "silu" else GeluAndMul(approximate)
         if act is not None:

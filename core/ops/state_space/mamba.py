@@ -117,23 +117,23 @@ class MambaMixer(StateLayer):
 
         parts, inner = self.time_step_rank + 2 * self.ssm_state_size, intermediate_size
         self.in_proj = MergedColumnParallelLinear(
-            hidden_size, [inner] * 2, use_bias, return_bias=False, **settings("in_proj")
+            hidden_size, [inner] * 2, bias=use_bias, return_bias=False, **settings("in_proj")
         )
         self.x_proj = RowParallelLinear(
-            inner, parts, False, return_bias=False, **settings("x_proj")
+            inner, parts, bias=False, return_bias=False, **settings("x_proj")
         )
         # The scan adds the bias, in float32.
         self.dt_proj = ColumnParallelLinear(
-            self.time_step_rank, inner, True, skip_bias_add=True, **settings("dt_proj")
+            self.time_step_rank, inner, bias=True, skip_bias_add=True, **settings("dt_proj")
         )
         self.out_proj = RowParallelLinear(
-            inner, hidden_size, use_bias, return_bias=False, **settings("out_proj")
+            inner, hidden_size, bias=use_bias, return_bias=False, **settings("out_proj")
         )
 
     def _make_norms(self, eps: float, has_weight: bool) -> None:
-        self.dt_layernorm = RMSNorm(self.time_step_rank, eps, has_weight=has_weight)
-        self.b_layernorm = RMSNorm(self.ssm_state_size, eps, has_weight=has_weight)
-        self.c_layernorm = RMSNorm(self.ssm_state_size, eps, has_weight=has_weight)
+        self.dt_layernorm = RMSNorm(self.time_step_rank, eps=eps, has_weight=has_weight)
+        self.b_layernorm = RMSNorm(self.ssm_state_size, eps=eps, has_weight=has_weight)
+        self.c_layernorm = RMSNorm(self.ssm_state_size, eps=eps, has_weight=has_weight)
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of the last inputs and of the scan's state."""

@@ -119,7 +119,7 @@ class MambaMixer2(StateLayer):
             "prefix": f"{prefix}.out_proj",
             "return_bias": False,
         }
-        self.out_proj = RowParallelLinear(intermediate_size, hidden_size, use_bias, **others)
+        self.out_proj = RowParallelLinear(intermediate_size, hidden_size, bias=use_bias, **others)
         self.dtype = torch.get_default_dtype()
         self.convolve, self.convolve_step = CausalConv1d(activation), CausalConv1dUpdate(activation)
         self.scan, self.scan_step = MambaChunkScan(CHUNK_SIZE, True), SelectiveStateUpdate(True)

@@ -74,24 +74,24 @@ class Plamo2MambaMixer(StateLayer):
             rank_shards([(inner, heads)], "mamba_num_heads"), self.conv_kernel_size, False
         )
         self.in_proj = MergedColumnParallelLinear(
-            config.hidden_size, [inner] * 2, False, prefix=f"{prefix}.in_proj", **quantized
+            config.hidden_size, [inner] * 2, bias=False, prefix=f"{prefix}.in_proj", **quantized
         )
         projected = self.time_step_rank + 2 * self.ssm_state_size
         self.bcdt_proj = RowParallelLinear(
-            inner, projected, False, prefix=f"{prefix}.bcdt_proj", **quantized
+            inner, projected, bias=False, prefix=f"{prefix}.bcdt_proj", **quantized
         )
         self.dt_proj = ColumnParallelLinear(
-            self.time_step_rank, heads, False, prefix=f"{prefix}.dt_proj", **quantized
+            self.time_step_rank, heads, bias=False, prefix=f"{prefix}.dt_proj", **quantized
         )
         self.out_proj = RowParallelLinear(
-            inner, config.hidden_size, False, prefix=f"{prefix}.out_proj", **quantized
+            inner, config.hidden_size, bias=False, prefix=f"{prefix}.out_proj", **quantized
         )
         self.A = by_channel(heads, load=negated_exponential)
         self.D = by_channel(heads)
         self.dt_bias = by_channel(heads)
-        self.dt_norm = RMSNorm(self.time_step_rank, config.rms_norm_eps)
-        self.B_norm = RMSNorm(self.ssm_state_size, config.rms_norm_eps)
-        self.C_norm = RMSNorm(self.ssm_state_size, config.rms_norm_eps)
+        self.dt_norm = RMSNorm(self.time_step_rank, eps=config.rms_norm_eps)
+        self.B_norm = RMSNorm(self.ssm_state_size, eps=config.rms_norm_eps)
+        self.C_norm = RMSNorm(self.ssm_state_size, eps=config.rms_norm_eps)
         self.dtype = torch.get_default_dtype()
         self.convolve, self.convolve_step = CausalConv1d("silu"), CausalConv1dUpdate("silu")
         self.scan, self.scan_step = MambaChunkScan(CHUNK_SIZE, True), SelectiveStateUpdate(True)

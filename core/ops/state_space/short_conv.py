@@ -58,7 +58,7 @@ class ShortConv(StateLayer):
         self.in_proj = MergedColumnParallelLinear(
             dim,
             [dim] * 3,
-            self.bias,
+            bias=self.bias,
             quant_config=quant_config,
             prefix=f"{prefix}.in_proj",
             return_bias=False,
@@ -66,7 +66,7 @@ class ShortConv(StateLayer):
         self.out_proj = RowParallelLinear(
             dim,
             dim,
-            self.bias,
+            bias=self.bias,
             quant_config=quant_config,
             prefix=f"{prefix}.out_proj",
             return_bias=False,
