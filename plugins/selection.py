@@ -25,7 +25,7 @@ from opgraft.registry.state import PlatformSelection, host_state, loading
 
 Result = TypeVar("Result")
 
-_SETTING = f"{PLATFORM}=<name> or OpgraftConfig(platform=<name>)"
+_SETTING = f"{PLATFORM}=<name>, --platform <name> or OpgraftConfig(platform=<name>)"
 
 
 @dataclass(frozen=True)
