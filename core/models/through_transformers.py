@@ -47,6 +47,13 @@ _HEADS = (
 """Patterns of what checkpoints have behind the base model."""
 
 
+GRAFT_INSTEAD = (
+    "Next: load the model with transformers and call opgraft.graft(model), which leaves the model to transformers and "
+    "replaces its layers by ops"
+)
+"""The way for a model that the engine cannot run."""
+
+
 @dataclass(frozen=True)
 class Examination:
     """The findings of a call of the model without memory.
@@ -88,7 +95,8 @@ def examine(cls: type[nn.Module], config: Any) -> Examination:
         except Exception as error:  # whatever the code of the model raises
             version = import_extra("transformers").__version__
             raise ModelError(
-                f"{cls.__name__} of transformers {version} cannot be examined without memory: {described(error)}"
+                f"{cls.__name__} of transformers {version} cannot be examined without memory: "
+                f"{described(error)}. {GRAFT_INSTEAD}"
             ) from error
     paths = {module: path for path, module in model.named_modules()}
     calls = {paths[module]: call for module, call in recorder.calls.items()}
@@ -166,6 +174,11 @@ def _uncached(model: Any, calls: Mapping[str, AttentionCall]) -> str:
         if _FITTED_ROPES & set(ropes.values() if isinstance(ropes, dict) else [ropes]):
             return f"{path} rotates for the longest sequence of a batch"
     return "" if _takes_positions(model) else "it takes no positions"
+
+
+def _refused(model: nn.Module, reason: str) -> ModelError:
+    """Make the error about a model of transformers that cannot run here."""
+    return ModelError(f"{type(model).__name__}: {reason}. {GRAFT_INSTEAD}")
 
 
 @PluggableClass.register("TransformersModel")
@@ -246,9 +259,7 @@ class TransformersModel(Model):
         replacer.linears()
         undefined = list(materialise(model))
         if undefined:
-            raise ModelError(
-                f"{type(model).__name__}: nothing computes the buffers {', '.join(undefined[:5])}"
-            )
+            raise _refused(model, f"nothing computes the buffers {', '.join(undefined[:5])}")
         elsewhere = tuple(f"{path}." for path in self._elsewhere)
         attached = (
             {}
@@ -332,9 +343,8 @@ class TransformersModel(Model):
             ModelError: there is a batch, and the model cannot run with a cache.
         """
         if self.uncached and current_batch() is not None:
-            raise ModelError(
-                f"{type(self.transformers_model).__name__} cannot run with a cache of ours: {self.uncached}"
-            )
+            reason = f"it cannot run with a cache of ours: {self.uncached}"
+            raise _refused(self.transformers_model, reason)
         if self.gate is not None:
             inputs_embeds = self.gate.enter(inputs_embeds)
         given = (

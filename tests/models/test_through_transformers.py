@@ -178,9 +178,22 @@ def test_attention_of_another_kind_runs_without_a_cache(kind: str, tmp_path: Pat
     logits = model.compute_logits(model(ids, positions))
     torch.testing.assert_close(logits, expected(ids[None]).logits[0], rtol=0, atol=1e-5)
     assert "0 of 2 layers call their attention" in "".join(row.reason for row in model.report.kept)
-    refused = pytest.raises(ModelError, match=r"cannot run with a cache of ours: 0 of 2 layers")
+    refused = pytest.raises(ModelError, match=r"cache of ours: 0 of 2 layers.*opgraft\.graft")
     with attending(AttentionBatch.of_sequences([TOKENS])), refused:
         model(ids, positions)
+
+
+def test_a_model_that_asks_values_is_grafted_instead(tmp_path: Path) -> None:
+    """A model that cannot be called without values is refused with the next step, and graft serves the model."""
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32}
+    values = {"num_hidden_layers": 1, "num_attention_heads": 4, "relative_attention": True}
+    config = transformers.DebertaV2Config(**sizes, **values, pos_att_type=["p2c", "c2p"])
+    model = transformers.DebertaV2Model(config).eval()
+    model.save_pretrained(tmp_path)
+    told = r"cannot be examined without memory: .*\. Next: .* call opgraft\.graft\(model\)"
+    with pytest.raises(ModelError, match=told):
+        load_model(OpgraftConfig(model=ModelConfig(name=str(tmp_path))))
+    assert opgraft.graft(model).replaced
 
 
 def logits_of_rank(folder: str) -> tuple[Tensor, int]:

@@ -26,6 +26,7 @@ from opgraft.models import TransformersModel
 from opgraft.models.build import device_named
 from opgraft.models.context import trained_context
 from opgraft.models.pooling import pooled
+from opgraft.models.through_transformers import GRAFT_INSTEAD
 from opgraft.ops.attention.batch import AttentionBatch, attending
 from opgraft.plugins.selection import current_platform
 from torch.nn import functional
@@ -145,7 +146,9 @@ class Worker(PluggableClass):
     def why_uncached(self) -> str:
         """Say why a model of transformers runs without a cache; empty where it has one, or is a written one."""
         model = self.runner.model
-        return model.uncached if isinstance(model, TransformersModel) else ""
+        if not isinstance(model, TransformersModel) or not model.uncached:
+            return ""
+        return f"{model.uncached}. {GRAFT_INSTEAD}"
 
     def context_fits(self) -> tuple[ContextFit, ...]:
         """Return which ropes of the model depend on the length of the context, and how."""
