@@ -42,7 +42,7 @@ help:
 	@echo "make test-vllm-bridge  the names of vLLM that the bridge answers, against its wheel (the first time 840 MB)"
 	@echo "make check  lint, formatting, strict types, the rules of this house, and the documentation: each page is followed, its examples are typed"
 	@echo "make prove  prove every op, and write down what was proved; FORMS='rms_norm ...' renews those only"
-	@echo "make op-pages   the generated pages of the op reference, from what the code and the proofs say"
+	@echo "make op-pages   the lists of op families, and the generated pages of the op reference, from the code and the proofs"
 	@echo "make reference-pages  the other generated parts of the reference: settings, hooks, platforms, errors, options, docstrings"
 	@echo "make vllm-bridge-table  the generated table of names in the README of opgraft-vllm-bridge"
 	@echo "make vllm-plugins-table  the table of public plugins there, whose wheels are read (40 MB)"
@@ -165,6 +165,7 @@ prove: .venv/opgraft
 	OMP_NUM_THREADS=1 $(BIN)/python tools/prove.py $(FORMS)
 
 op-pages: .venv/opgraft
+	$(BIN)/python tools/op_lists.py
 	$(BIN)/python tools/op_pages.py
 
 reference-pages: .venv/opgraft

@@ -1,4 +1,4 @@
-"""An op is added in the folder of its family, a family by its folder and two lines, and their pages follow."""
+"""An op is added in the folder of its family, a family by its folder, and lists and pages follow."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import op_lists
 import opgraft
 import pytest
 
@@ -177,6 +178,12 @@ def run(package: Path, *command: str) -> str:
     return child.stdout
 
 
+def test_the_lists_of_families_are_current() -> None:
+    """``make op-pages`` writes these lists, so that nobody else has to."""
+    for path, text in op_lists.all_lists(REPOSITORY / "core").items():
+        assert path.read_text(encoding="utf-8") == text, f"{path}: run make op-pages"
+
+
 @pytest.mark.source
 def test_an_op_is_added_in_the_folder_of_its_family(tmp_path: Path) -> None:
     """Functions, modules, proof, commands, pages and their tests know a new op and a new family of ops."""
@@ -205,10 +212,7 @@ def test_an_op_is_added_in_the_folder_of_its_family(tmp_path: Path) -> None:
     new_family.mkdir()
     for name, source in NEW_FAMILY.items():
         (new_family / name).write_text(source.lstrip(), encoding="utf-8")
-    after = "from opgraft.ops.attention.latent{} import *\n"
-    for facade, inner in (("ops/__init__.py", ""), ("functional.py", ".functional")):
-        line = f"from opgraft.ops.powers{inner} import *\n"
-        insert(tmp_path / "opgraft" / facade, after.format(inner), line)
+    run(tmp_path, sys.executable, "tools/op_lists.py", "opgraft")
     options = [
         "-q",
         "--import-mode=importlib",
