@@ -139,34 +139,38 @@ class RecordingMachine(Machine):
 
     def _write_tree(self, folder: Path) -> None:
         scrubber = Scrubber()
-        build = self.torch_build()
-        files = {path: text for path, text in self.seen.files.items() if text is not None}
-        links = {path: target for path, target in self.seen.links.items() if target is not None}
-        for path, text in files.items():
-            _place(folder, path).write_text(scrubber.file(path, text), encoding="utf-8")
-        for path, target in links.items():
-            # As it is where something below the link was read.
-            if not os.path.lexists(_place(folder, path)):
+        seen = self.seen
+        for path, text in seen.files.items():
+            if text is not None:
+                _place(folder, path).write_text(scrubber.file(path, text), encoding="utf-8")
+        for path, target in seen.links.items():
+            # A folder stands in the place of the link if something below the link was read.
+            if target is not None and (free := _free_place(folder, path)):
                 # "" is the last part of a target such as "x/".
-                _place(folder, path).symlink_to(target or "./")
-        for path in sorted(self.seen.folders):
-            if not os.path.lexists(_place(folder, path)):
-                _place(folder, path).mkdir()
-        # What was only listed becomes an empty file; backwards, so that a folder comes after what lies in it.
-        for path in sorted(self.seen.listed, reverse=True):
-            if not os.path.lexists(_place(folder, path)):
-                _place(folder, path).touch()
-        variables = self.seen.variables
-        names = sorted(name for name in variables.seen if name in variables.variables)
-        data = {  # after the files: a variable may name a device by the first digits of an id that stands there
-            "environ": {name: scrubber.value(variables.variables[name]) for name in names},
+                free.symlink_to(target or "./")
+        for path in sorted(seen.folders):
+            if free := _free_place(folder, path):
+                free.mkdir()
+        # A path that was only listed becomes an empty file. A folder sorts before its contents, and so comes after.
+        for path in sorted(seen.listed, reverse=True):
+            if free := _free_place(folder, path):
+                free.touch()
+        # After the files: a variable may name a device by the first digits of an id in a file.
+        data = self._data(scrubber)
+        _place(folder, RECORD).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+    def _data(self, scrubber: Scrubber) -> dict[str, object]:
+        """Return the record of everything that is no file."""
+        environ = self.seen.variables
+        names = sorted(environ.seen & environ.variables.keys())
+        build = self.torch_build()
+        torch = {"version": build.version, "backends": dict(build.backends)} if build else None
+        return {
+            "environ": {name: scrubber.value(environ.variables[name]) for name in names},
             "packages": self.seen.packages,
-            "torch": {"version": build.version, "backends": dict(build.backends)}
-            if build
-            else None,
+            "torch": torch,
             "denied": sorted(self.seen.denied),
         }
-        _place(folder, RECORD).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
 def _empty(folder: Path) -> None:
@@ -177,6 +181,12 @@ def _empty(folder: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink()
+
+
+def _free_place(folder: Path, path: str) -> Path | None:
+    """Return the place of a path of the machine; ``None`` if something is there already."""
+    place = _place(folder, path)
+    return None if os.path.lexists(place) else place
 
 
 def _place(folder: Path, path: str) -> Path:
