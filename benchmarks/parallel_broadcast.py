@@ -16,8 +16,7 @@ from opgraft import LLM, SamplingParams
 from opgraft.engine.step import NewSequence, Scheduled, Step, step_of
 from opgraft.engine.workers.remote_executor import encoded_step
 from opgraft.engine.workers.worker_link import EXECUTE_PARTS
-from opgraft.machine.broadcast import SharedChannel, SharedSlots
-from opgraft.machine.channel import Channel, encoded
+from opgraft.machine.channel import Channel, PipeSender, encoded
 from timing import machine
 
 WORKERS = 4
@@ -83,25 +82,19 @@ class Sockets:
             channel.send_encoded(data)
 
 
-class SharedMemory:
-    """A message is written once, to memory that all have, and each worker woken by a token: as the executor does."""
+class Pipes:
+    """A message is written to a pipe of each worker: as the executor does."""
 
     def __init__(self) -> None:
-        self.slots = SharedSlots(lambda: self.number)
-        pipes = [os.pipe() for _ in range(WORKERS)]
-        self.tokens = [token for _, token in pipes]
-        sockets = [socket.socketpair()[0] for _ in range(WORKERS)]  # which nothing comes by
-        channels = zip(sockets, pipes, strict=True)
-        self.theirs = [
-            SharedChannel(each, lambda name: name, self.slots.file, pipe[0])
-            for each, pipe in channels
-        ]
+        pairs = [(os.pipe(), socket.socketpair()) for _ in range(WORKERS)]
+        # Nothing comes by the sockets.
+        self.ours = [PipeSender(ours, pipe) for (_, pipe), (ours, _) in pairs]
+        self.theirs = [Channel(theirs, pipe=pipe) for (pipe, _), (_, theirs) in pairs]
 
     def send(self, number: int, step: Step | None) -> None:
-        self.number = number
-        token = self.slots.write(number, _encoded(step))
-        for each in self.tokens:
-            os.write(each, token)
+        data = _encoded(step)
+        for channel in self.ours:
+            channel.send_encoded(data)
 
 
 class Woken:
@@ -127,7 +120,7 @@ class Wakes:
             os.write(each, b"g" if step else b"e")
 
 
-def _worker(way: Sockets | SharedMemory | Wakes, worker: int, told: socket.socket) -> None:
+def _worker(way: Sockets | Pipes | Wakes, worker: int, told: socket.socket) -> None:
     while True:
         method, arguments = way.theirs[worker].receive()[:2]
         if method == END:
@@ -137,9 +130,7 @@ def _worker(way: Sockets | SharedMemory | Wakes, worker: int, told: socket.socke
         told.sendall(time.perf_counter_ns().to_bytes(LENGTH_BYTES, "little"))
 
 
-def _measured(
-    way: Sockets | SharedMemory | Wakes, make: Callable[[], Step]
-) -> list[tuple[float, float]]:
+def _measured(way: Sockets | Pipes | Wakes, make: Callable[[], Step]) -> list[tuple[float, float]]:
     """Return, for each of some steps, the microseconds until it was sent, and until the last worker had it."""
     tellers = [socket.socketpair() for _ in range(WORKERS)]
     for worker, (_, told) in enumerate(tellers):
@@ -167,7 +158,7 @@ def broadcast(arguments: argparse.Namespace) -> Iterator[Finding]:
     The engine's own time for a step, which makes it and looks after its workers, is not in it.
     """
     for name, make in STEPS_OF.items():
-        found: dict[type, list[tuple[float, float]]] = {SharedMemory: [], Sockets: [], Wakes: []}
+        found: dict[type, list[tuple[float, float]]] = {Pipes: [], Sockets: [], Wakes: []}
         for _ in range(arguments.rounds):
             for way, rows in found.items():
                 rows += _measured(way(), make)
@@ -176,13 +167,13 @@ def broadcast(arguments: argparse.Namespace) -> Iterator[Finding]:
             for way, rows in found.items()
         }
         bound = medians[Wakes][1]
-        for way in (SharedMemory, Sockets):
+        for way in (Pipes, Sockets):
             sent, had = medians[way]
             detail = (
                 f"{sent:,.0f} us until it is sent, {bound:,.0f} until each has a byte and no step; "
             )
             detail += f"{WORKERS} workers, all on {os.cpu_count()} processors"
-            most = MOST_MICROSECONDS if way is SharedMemory else None
+            most = MOST_MICROSECONDS if way is Pipes else None
             yield Finding(
                 f"us until all have a step, {name}, {way.__name__}",
                 had,

@@ -5,103 +5,156 @@ from __future__ import annotations
 import errno
 import io
 import marshal
+import os
 import pickle
 import select
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 LENGTH_BYTES = 8
-"""Bytes before a message, which say how long it is."""
+"""Bytes before a message that tell its length."""
 
 _PIECE = 1 << 16
-_CLOSED = "the other end of the channel is closed"
 _SILENCE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
-"""Errors by which the system tells that a host does not answer."""
+"""Errors of the system for a host that does not answer."""
+
+
+class IncomingMessages:
+    """Messages out of the bytes that a file gives.
+
+    A read takes as much as there is, mostly a whole message. Each read lets other threads have the interpreter.
+
+    Args:
+        read: returns at most so many bytes, none at the end.
+    """
+
+    def __init__(self, read: Callable[[int], bytes]) -> None:
+        self._read = read
+        self._came = bytearray()
+
+    @property
+    def holds_message(self) -> bool:
+        """Return True if a whole message is here already."""
+        return len(self._came) >= LENGTH_BYTES and len(self._came) >= _end_of_message(self._came)
+
+    def next(self) -> bytes:
+        """Wait for the next message. If a read fails, the part that came before stays.
+
+        Raises:
+            EOFError: the other end is closed.
+            OSError: the read failed.
+        """
+        if not self._came:
+            piece = self._read(_PIECE)
+            if _end_of_message(piece) == len(piece):  # mostly, without a copy
+                return piece[LENGTH_BYTES:]
+            self._came += piece
+        while not self.holds_message:
+            if not self.take():
+                raise EOFError("the other end of the channel is closed")
+        end = _end_of_message(self._came)
+        message = bytes(self._came[LENGTH_BYTES:end])
+        del self._came[:end]
+        return message
+
+    def take(self) -> bool:
+        """Take in bytes that have come. Return False at the end."""
+        piece = self._read(_PIECE)
+        self._came += piece
+        return bool(piece)
+
+
+def _end_of_message(came: bytes | bytearray) -> int:
+    """Return where the first message ends, once the bytes that tell its length are there."""
+    return LENGTH_BYTES + int.from_bytes(came[:LENGTH_BYTES], "little")
 
 
 class Channel:
-    """One end of a connection to a process that is trusted as this one is, as what comes is unpickled.
+    """One end of a connection to a trusted process: received objects are unpickled.
 
-    A message is one write, and mostly one read: with each, a thread gives its interpreter to others for a while.
-    Any thread may close it. Sends and receives then fail, and its file is given back once nobody is in one: the
-    number may be another file's at once. One thread may send while another receives.
+    Any thread may close the channel. Sends and receives fail then. The file is given back when no thread is in a send
+    or receive, because another file may have the same number at once. One thread may send while another receives.
 
     Args:
-        connection: which the channel closes.
-        named: the object of a name that ``send`` at the other end gave.
+        connection: closed with the channel.
+        named: returns the object for a name that ``encoded`` gave at the other end.
+        pipe: descriptor to receive from instead, if the other end is a ``PipeSender``.
     """
 
     def __init__(
-        self, connection: socket.socket, named: Callable[[Any], Any] = lambda name: name
+        self,
+        connection: socket.socket,
+        named: Callable[[Any], Any] = lambda name: name,
+        pipe: int | None = None,
     ) -> None:
         self._connection = connection
         self._named = named
-        self._came = bytearray()
-        self._sending, self._receiving, self._hanging_up = (
-            threading.Lock(),
-            threading.Lock(),
-            threading.Lock(),
+        self._incoming = IncomingMessages(
+            connection.recv if pipe is None else partial(os.read, pipe)
         )
+        self._sending = threading.Lock()
+        self._receiving = threading.Lock()
+        self._hanging_up = threading.Lock()
 
     def limit(self, seconds: float) -> None:
-        """Have a send, and each read of a receive, fail with ``TimeoutError`` after so many seconds."""
+        """Let a send, and each read of a receive, fail with ``TimeoutError`` after so many seconds."""
         self._connection.settimeout(seconds)
 
-    def send(self, message: Any, name_of: Callable[[Any], Any] | None = None) -> None:
+    def send(self, message: Any) -> None:
         """Send an object.
-
-        Args:
-            message: the object.
-            name_of: the name by which the other end knows a part of it, ``None`` for one that is sent as it is.
 
         Raises:
             OSError: the other end is closed.
-            Exception: what pickling it raises, before anything is sent.
+            Exception: the object cannot be pickled. Nothing was sent then.
         """
-        self.send_encoded(encoded(message, name_of))
+        self.send_encoded(encoded(message))
 
     def send_encoded(self, data: memoryview) -> None:
-        """Send an object that ``encoded`` has made ready, as to several processes, or bytes that ``framed`` has.
+        """Send a message that ``encoded``, ``encoded_plain`` or ``framed`` returned.
 
         Raises:
             OSError: the other end is closed, or its host is silent.
         """
-        with self._sending, _silence_told():
-            self._connection.sendall(data)
+        with self._sending:
+            try:
+                self._connection.sendall(data)
+            except OSError as error:
+                _expect_no_silence(error)
+                raise
 
     def receive(self) -> Any:
         """Wait for an object.
 
         Raises:
             EOFError: the other end is closed.
-            Exception: what unpickling it raises.
+            Exception: the object cannot be unpickled.
         """
         return self.unpickled(self.receive_bytes())
 
     def receive_bytes(self) -> bytes:
-        """Wait for a message, and return it as it came: an object that is pickled, or plain bytes.
+        """Wait for a message, and return its bytes.
 
         Raises:
             EOFError: the other end is closed.
-            OSError: its host is silent.
+            OSError: the other host is silent.
         """
-        with self._receiving, _silence_told():
-            self._expect(LENGTH_BYTES)
-            end = self._end()
-            self._expect(end)
-            message = bytes(self._came[LENGTH_BYTES:end])
-            del self._came[:end]
-        return message
+        with self._receiving:
+            try:
+                return self._incoming.next()
+            except OSError as error:
+                _expect_no_silence(error)
+                raise
 
     def unpickled(self, pickled: bytes) -> Any:
-        """Return the object that came, which is pickled, or plain as of ``encoded_plain``.
+        """Return the object of a message, made by ``encoded`` or ``encoded_plain``.
 
         Raises:
-            Exception: what unpickling it raises.
+            Exception: the object cannot be unpickled.
         """
         if pickled[:1] != pickle.PROTO:
             return marshal.loads(pickled)  # noqa: S302 - see the class
@@ -110,51 +163,40 @@ class Channel:
         return unpickler.load()
 
     def fileno(self) -> int:
-        """Return the number of the file to wait at, where ``holds_message`` is false."""
+        """Return the number of the file to wait at if ``holds_message`` is false."""
         return self._connection.fileno()
 
     @property
     def holds_message(self) -> bool:
-        """Tell whether a whole object has come already, behind the last one."""
-        return len(self._came) >= LENGTH_BYTES and len(self._came) >= self._end()
+        """Return True if a whole message has come behind the last one."""
+        return self._incoming.holds_message
 
     @property
     def has_news(self) -> bool:
-        """Tell whether something has come, or the other end is closed, so that to receive is not to wait for long."""
+        """Return True if something has come, or the other end is closed, so that a receive does not wait for long."""
         if self.holds_message:
             return True
         poll = select.poll()
         poll.register(self.fileno(), select.POLLIN)
         return bool(poll.poll(0))
 
-    def _end(self) -> int:
-        return LENGTH_BYTES + int.from_bytes(self._came[:LENGTH_BYTES], "little")
-
-    def _expect(self, size: int) -> None:
-        while len(self._came) < size:
-            piece = self._connection.recv(max(_PIECE, size - len(self._came)))
-            if not piece:
-                raise EOFError(_CLOSED)
-            self._came += piece
-
     def hang_up(self) -> None:
-        """Have both ends come to their end, also for threads that wait at them; the file stays."""
+        """End the connection for both processes, and for threads that wait. The file stays."""
         with self._hanging_up, suppress(OSError):  # the other end has closed it
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Hang up, and give the file back once no thread uses it any more. Further calls do nothing."""
+        """Hang up, and give the file back when no thread uses the file any more. Further calls do nothing."""
         self.hang_up()
         with self._sending, self._receiving, self._hanging_up:
             self._connection.close()
 
 
 class ReadAhead(Channel):
-    """A channel of which a thread reads each message as soon as it comes, whatever else this process does.
+    """A channel with a thread that reads each message as soon as it comes, whatever else this process does.
 
-    So nobody who sends a long one waits until this process has come to the end of a step, or has got rid of a long
-    answer that he does not read meanwhile. A limit is for what this process sends: for what comes it waits as long as
-    there is another end.
+    So the other end never waits until this process has computed a step, or until a long answer is read. On a network
+    such a wait would be taken for a lost host.
 
     Args:
         connection: see ``Channel``.
@@ -169,7 +211,7 @@ class ReadAhead(Channel):
         threading.Thread(target=self._read_on, name="opgraft-reading", daemon=True).start()
 
     def receive_bytes(self) -> bytes:
-        """Wait for a message, and return it as it came.
+        """Wait for a message, and return its bytes.
 
         Raises:
             EOFError: the other end is closed.
@@ -177,27 +219,68 @@ class ReadAhead(Channel):
         found = self._read.get()
         if found is None:
             self._read.put(None)  # it stays closed
-            raise EOFError(_CLOSED)
+            raise EOFError("the other end of the channel is closed")
         return found
 
     def _read_on(self) -> None:
         try:
             with suppress(EOFError, OSError):
                 while True:
-                    with suppress(TimeoutError):  # what has come of a message stays
+                    with suppress(TimeoutError):  # the limit is for sends
                         self._read.put(super().receive_bytes())
         finally:
             self._read.put(None)
 
 
-@contextmanager
-def _silence_told() -> Iterator[None]:
-    """Raise one error where the system finds a host silent, which is no ``TimeoutError`` as of a channel's limit is."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _SILENCE:
-            raise
+class PipeSender(Channel):
+    """A channel that sends by a pipe, at which the other process waits, and receives by the socket.
+
+    A pipe wakes the other process sooner than a socket does. One thread sends and receives. If the pipe is full, the
+    channel takes answers in while a send waits: the other process may read nothing until a long answer is gone.
+
+    Args:
+        connection: see ``Channel``.
+        pipe: descriptor to write to. Its owner closes it.
+    """
+
+    def __init__(self, connection: socket.socket, pipe: int) -> None:
+        super().__init__(connection)
+        os.set_blocking(pipe, False)
+        self._pipe = pipe
+        self._room = select.poll()
+        self._room.register(pipe, select.POLLOUT)
+        self._room.register(connection, select.POLLIN)
+
+    def send_encoded(self, data: memoryview) -> None:
+        """Send a message that ``encoded``, ``encoded_plain`` or ``framed`` returned.
+
+        Raises:
+            TimeoutError: the other process does not read.
+            OSError: the other end is closed.
+        """
+        with self._sending:
+            try:
+                written = os.write(self._pipe, data)
+            except BlockingIOError:  # the pipe is full
+                written = 0
+            if written < len(data):
+                self._write_with_patience(data[written:])
+
+    def _write_with_patience(self, data: memoryview) -> None:
+        seconds = self._connection.gettimeout()
+        while data:
+            ready = dict(self._room.poll(None if seconds is None else seconds * 1000))
+            if not ready:
+                raise TimeoutError("the pipe of the channel is full")
+            if self.fileno() in ready and not self._incoming.take():
+                raise BrokenPipeError("the channel is hung up")
+            if self._pipe in ready:
+                data = data[os.write(self._pipe, data) :]
+
+
+def _expect_no_silence(error: OSError) -> None:
+    """Raise a ``ConnectionAbortedError`` for a silent host: a ``TimeoutError`` stands for the limit of a channel."""
+    if error.errno in _SILENCE:
         raise ConnectionAbortedError(errno.ETIMEDOUT, "the other host is silent") from error
 
 
@@ -211,10 +294,11 @@ def encoded(message: Any, name_of: Callable[[Any], Any] | None = None) -> memory
 
     Args:
         message: the object.
-        name_of: see ``Channel.send``; it is asked about every part of the object, which takes time.
+        name_of: returns the name by which the other end knows a part of the object, ``None`` for a part that is sent
+            as it is. Asking about every part takes time.
 
     Raises:
-        Exception: what pickling it raises.
+        Exception: the object cannot be pickled.
     """
     written = io.BytesIO()
     written.write(bytes(LENGTH_BYTES))
@@ -228,9 +312,9 @@ def encoded(message: Any, name_of: Callable[[Any], Any] | None = None) -> memory
 
 
 def encoded_plain(message: tuple[Any, ...]) -> memoryview:
-    """Return a message as channels send it, faster than ``encoded``: a tuple of numbers, texts and tuples of these.
+    """Return a tuple of numbers, texts and tuples as channels send it, faster than ``encoded``.
 
     Raises:
-        ValueError: something else is in it. Arrays and their numbers are not told from bytes.
+        ValueError: the tuple holds another object. Arrays and their numbers pass as bytes.
     """
     return framed(marshal.dumps(message))

@@ -48,14 +48,10 @@ def test_a_step_has_come_when_the_last_worker_has_it(
     monkeypatch.setattr(
         parallel_broadcast, "_measured", lambda way, steps: [taken.get(type(way), (100.0, 200.0))]
     )
-    for way in (
-        parallel_broadcast.SharedMemory,
-        parallel_broadcast.Sockets,
-        parallel_broadcast.Wakes,
-    ):
+    for way in (parallel_broadcast.Pipes, parallel_broadcast.Sockets, parallel_broadcast.Wakes):
         monkeypatch.setattr(way, "__init__", lambda self: None)  # nothing is sent
     findings = list(parallel.PARTS["broadcast"](Namespace(rounds=1)))
-    shared = [each for each in findings if each.name.endswith("SharedMemory")]
-    assert [(each.measured, each.bound, each.verdict) for each in shared] == [
+    pipes = [each for each in findings if each.name.endswith("Pipes")]
+    assert [(each.measured, each.bound, each.verdict) for each in pipes] == [
         (200.0, 90.0, "missed")
     ] * 3

@@ -12,8 +12,7 @@ from opgraft import SamplingParams
 from opgraft.engine.step import NewSequence, Scheduled, Step, step_of
 from opgraft.engine.workers.remote_executor import encoded_step
 from opgraft.engine.workers.worker_link import EXECUTE_PARTS
-from opgraft.machine.broadcast import BY_CHANNEL, SLOT_BYTES, SLOTS, SharedChannel, SharedSlots
-from opgraft.machine.channel import Channel, ReadAhead, encoded, encoded_plain
+from opgraft.machine.channel import Channel, PipeSender, ReadAhead, encoded, encoded_plain
 
 NEW = NewSequence("b", (5, 6), 2, 64, SamplingParams(), ((4,), ()), 0)
 
@@ -44,32 +43,69 @@ def test_what_is_not_plain_is_not_sent_as_if_it_were() -> None:
             encoded_plain(("execute", (other,)))
 
 
-def test_shared_memory_has_what_fits_and_is_free() -> None:
-    """Every reader has each message in its turn; those that are long, or come before a slot is free, go by channels."""
-    finished = 0
-    slots = SharedSlots(lambda: finished)
+def test_messages_of_any_size_come_by_a_pipe() -> None:
+    """All come in the order in which they were sent, also messages that wait, until the other process has ended."""
     ours, theirs = socket.socketpair()
-    (mine, tokens), sending = os.pipe()[::-1], Channel(ours)
-    reading = SharedChannel(theirs, lambda name: name, slots.file, tokens)
-    ways = []
-    for number in range(3 * SLOTS):
-        message = (number, b"x" * (SLOT_BYTES if number == 5 else 100))
-        data = encoded(message)
-        token = slots.write(number, data)
-        os.write(mine, token)
-        ways.append(token == BY_CHANNEL)
-        if ways[-1]:
-            sending.send_encoded(data)
-        assert reading.receive() == message
-        finished = number if number < 2 * SLOTS else finished
-    assert [number for number, by_channel in enumerate(ways) if by_channel] == [5, 3 * SLOTS - 1]
-    os.close(mine)
+    reading_file, writing_file = os.pipe()
+    sender, receiver = PipeSender(ours, writing_file), Channel(theirs, pipe=reading_file)
+    sizes = [100, 5, 40_000, 0, 3_000_000, 7]
+    sending = threading.Thread(target=lambda: [sender.send(b"x" * size) for size in sizes])
+    sending.start()
+    assert [len(receiver.receive()) for _ in sizes] == sizes
+    sending.join()
+    os.close(writing_file)
     with pytest.raises(EOFError):
-        reading.receive()
-    for end in (sending, reading):
+        receiver.receive()
+    for end in (sender, receiver):
         end.close()
-    os.close(tokens)
-    slots.close()
+    os.close(reading_file)
+
+
+def test_a_long_message_and_a_long_answer_do_not_wait_for_each_other() -> None:
+    """The sender takes the answer in while the pipe is full, as the other process reads nothing before."""
+    ours, theirs = socket.socketpair()
+    reading_file, writing_file = os.pipe()
+    sender, receiver = PipeSender(ours, writing_file), Channel(theirs, pipe=reading_file)
+    long = b"x" * 3_000_000
+    received = []
+
+    def answer() -> None:
+        received.append(receiver.receive())
+        receiver.send(long)
+        received.append(receiver.receive())
+
+    answering = threading.Thread(target=answer)
+    answering.start()
+    sender.limit(30)
+    sender.send("first")
+    sender.send(long)
+    assert sender.receive() == long
+    answering.join()
+    assert received == ["first", long]
+    for end in (sender, receiver):
+        end.close()
+    for file in (reading_file, writing_file):
+        os.close(file)
+
+
+def test_a_full_pipe_is_waited_for_within_the_limit() -> None:
+    """A send to a process that reads nothing fails in time, or as soon as the channel is hung up."""
+    ours, theirs = socket.socketpair()
+    reading_file, writing_file = os.pipe()
+    sender = PipeSender(ours, writing_file)
+    sender.limit(0.05)
+    with pytest.raises(TimeoutError):
+        sender.send(b"x" * 200_000)
+    sender.limit(30)
+    threading.Timer(0.1, sender.hang_up).start()
+    started = time.monotonic()
+    with pytest.raises(BrokenPipeError):
+        sender.send(b"x" * 200_000)
+    assert time.monotonic() - started < 15
+    sender.close()
+    theirs.close()
+    for file in (reading_file, writing_file):
+        os.close(file)
 
 
 def test_a_channel_takes_messages_of_any_size_and_tells_its_end() -> None:

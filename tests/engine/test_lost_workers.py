@@ -257,9 +257,9 @@ def test_a_rank_with_another_environment_stops_the_start(
     """A plugin that one rank alone cannot import is shown with what the engine has, and nothing is left."""
     before = left()
 
-    def started(rank: int, environ: Mapping[str, str], slots: int) -> LocalProcess:
+    def started(rank: int, environ: Mapping[str, str]) -> LocalProcess:
         other = {"WITHOUT_PLANTED": "1", "ATEN_CPU_CAPABILITY": "default"} if rank == 1 else {}
-        return LocalProcess(rank, {**environ, **other}, slots)
+        return LocalProcess(rank, {**environ, **other})
 
     monkeypatch.setattr(process_executor, "LocalProcess", started)
     differing = (

@@ -258,7 +258,7 @@ def test_a_long_call_and_a_long_answer_do_not_wait_for_each_other(make: Make) ->
     """The worker takes in what comes while it sends what nobody reads yet."""
     executor, long = started(make, step_seconds=20), b"x" * 5_000_000
     executor.call("__setattr__", "kept", long)
-    first = executor._post("__getattribute__", ("kept",), everyone=True)
+    first = executor._post("__getattribute__", ("kept",))
     executor.call("__setattr__", "kept", long[:3])
     assert executor._awaited.pop(first) == {0: (True, long)}
     assert executor.call("__getattribute__", "kept") == long[:3]

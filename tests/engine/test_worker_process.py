@@ -400,11 +400,8 @@ def test_a_second_interrupt_is_told_to_later_prompts(folder: Path) -> None:
     llm.shutdown()
 
 
-@pytest.mark.parametrize("interrupted", ["a call", "a grammar"])
-def test_an_interrupt_in_the_middle_of_a_call_ends_the_process(
-    folder: Path, llm: LLM, interrupted: str
-) -> None:
-    """How much of a message has come is not known then, so nothing goes on with the rest of it."""
+def test_an_interrupt_while_a_grammar_is_shared_ends_the_process(folder: Path, llm: LLM) -> None:
+    """The main thread shares grammars. Nobody knows how much of a message has come, so the worker cannot go on."""
     grammar = Grammar({"choice": ["yes", "no"]}, llm.engine.inputs.grammars._tokens)
     process = executor_of(replaced(settings(folder), parallel={"executor": "processes"}).resolved())
     process.start()
@@ -414,7 +411,7 @@ def test_an_interrupt_in_the_middle_of_a_call_ends_the_process(
         os.kill(interpreter.process_of(pid(process)), signal.SIGSTOP)
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(KeyboardInterrupt):
-            process.call("max_context") if interrupted == "a call" else process.share(grammar)
+            process.share(grammar)
     finally:
         signal.signal(signal.SIGALRM, before)
     for use in (

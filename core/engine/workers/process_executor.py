@@ -24,11 +24,11 @@ from opgraft.engine.workers.worker_progress import (
     RECORD_BYTES,
     Progress,
     ProgressRecord,
+    anonymous_file,
     thread_name,
 )
 from opgraft.logger import logger
-from opgraft.machine.broadcast import BY_CHANNEL, SharedSlots, anonymous_file
-from opgraft.machine.channel import Channel
+from opgraft.machine.channel import Channel, PipeSender
 
 _STACK_SECONDS = 0.2
 """Seconds in which a process writes its stack."""
@@ -62,14 +62,12 @@ class ProcessExecutor(RemoteExecutor):
         environ = {**os.environ, **_variables(local[0][1])}
         links: list[WorkerLink] = []
         with ExitStack() as release, ExitStack() as undo:
-            slots = SharedSlots(lambda: min(link.progress().finished for link in links))
-            release.callback(slots.close)
             undo.callback(end_workers, links, 0.0)
             for rank in range(len(local)):
-                links.append(LocalProcess(rank, environ, slots.file))
+                links.append(LocalProcess(rank, environ))
             meeting = self._meeting(release)
             undo.pop_all()
-            return Started(links, local, meeting, release.pop_all().close, slots.write)
+            return Started(links, local, meeting, release.pop_all().close)
 
     def _meeting(self, release: ExitStack) -> str | None:
         """Return the file by which the ranks meet; that of all replicas is of these.
@@ -91,41 +89,33 @@ class ProcessExecutor(RemoteExecutor):
 
 
 class LocalProcess(WorkerLink):
-    """The process of a worker on this host, which ends with this one.
+    """The process of a worker on this host. The process ends with this one.
 
     Args:
         rank: of the worker.
-        environ: its variables.
-        slots: descriptor of the memory that it shares with the other workers.
+        environ: variables of the process.
     """
 
-    def __init__(self, rank: int, environ: Mapping[str, str], slots: int) -> None:
+    def __init__(self, rank: int, environ: Mapping[str, str]) -> None:
         with ExitStack() as there, ExitStack() as undo:
-            (calls, calls_there), (beside, beside_there) = socket.socketpair(), socket.socketpair()
-            for each in (calls_there, beside_there):
+            # Objects close themselves if an interrupt comes before the next line.
+            calls, calls_there = socket.socketpair()
+            beside, beside_there = socket.socketpair()
+            pipe_there, pipe = multiprocessing.Pipe(duplex=False)
+            given = (calls_there, beside_there, pipe_there)
+            for each in given:
                 there.callback(each.close)
-            super().__init__(rank, Channel(calls), Channel(beside))
+            undo.callback(pipe.close)
+            super().__init__(rank, PipeSender(calls, pipe.fileno()), Channel(beside))
             undo.callback(self.calls.close)
             undo.callback(self.beside.close)
             record = anonymous_file(RECORD_BYTES)
             there.callback(os.close, record)
             self._record = ProgressRecord(record)
             undo.callback(self._record.close)
-            # Objects, which close themselves where an interrupt comes before the next line.
-            tokens_there, self._tokens = multiprocessing.Pipe(duplex=False)
-            there.callback(tokens_there.close)
-            undo.callback(self._tokens.close)
-            os.set_blocking(self._tokens.fileno(), False)
-            tokens = tokens_there.fileno()
-            files = calls_there.fileno(), beside_there.fileno(), record, slots, tokens
-            self.process = _start(files, environ)
+            self.process = _start((*(each.fileno() for each in given), record), environ)
             undo.callback(_end, self.process)
             self._give_back = weakref.finalize(self, undo.pop_all().close)
-
-    def post(self, data: memoryview, token: bytes = BY_CHANNEL) -> None:
-        os.write(self._tokens.fileno(), token)
-        if token == BY_CHANNEL:
-            self.calls.send_encoded(data)
 
     def ended(self, patience: float = 0.0) -> str | None:
         try:

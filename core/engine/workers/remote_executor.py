@@ -111,16 +111,14 @@ class RemoteExecutor(Executor):
         """
         limit = self.opgraft_config.parallel.start_seconds
         silent, deadline = dict(enumerate(self.workers.links)), time.monotonic() + limit
-        with self.workers.or_interrupted():
-            while silent:
-                found = self.workers.reply(
-                    max(0.0, deadline - time.monotonic()), Channel.receive_bytes
-                )
-                if found is None:
-                    raise self.workers.ended(hanging(list(silent.values()), 0, limit), at_once=True)
-                rank, said = found
-                expect_greeting(said, rank)
-                del silent[rank]
+        while silent:
+            left = max(0.0, deadline - time.monotonic())
+            found = self.workers.reply(left, Channel.receive_bytes)
+            if found is None:
+                raise self.workers.ended(hanging(list(silent.values()), 0, limit), at_once=True)
+            rank, said = found
+            expect_greeting(said, rank)
+            del silent[rank]
 
     def _take(self, workers: RemoteWorkers) -> None:
         """Have others be the workers.
@@ -153,24 +151,27 @@ class RemoteExecutor(Executor):
         return self.call_all(method, *args)[self.output_rank]
 
     def call_all(self, method: str, *args: Any) -> list[Any]:
-        """Return what a method of each worker returns, in the order of ranks, or raise what one raises.
+        """Return the results of a method of all workers, in the order of ranks, or raise the error of a worker.
 
         Raises:
-            EngineError: there is no worker: before the start, after the shutdown, or when a process
+            EngineError: there is no worker before the start, after the shutdown, or if a process
                 has ended.
         """
-        with self.workers.or_interrupted():
-            number = self._post(method, args, everyone=True)
-            replies, limit = self._awaited[number], self._limit(method)
-            deadline = time.monotonic() + limit
-            while len(replies) < self.layout.world:
-                left = deadline - time.monotonic()
-                if not self._take_reply(
-                    max(0.0, min(left, _SETTLE_SECONDS) if _failures(replies) else left)
-                ):
-                    self._out_of_step(number, replies, limit)
-            del self._awaited[number]
-            return self._results(replies)
+        number = self._post(method, args)
+        replies = self._awaited[number]
+        limit = self._limit(method)
+        deadline = time.monotonic() + limit
+
+        def all_replied() -> bool:
+            return len(replies) == self.layout.world
+
+        in_time = self._wait(deadline, lambda: all_replied() or bool(_failures(replies)))
+        if in_time and not all_replied():  # one has failed
+            in_time = self._wait(min(deadline, time.monotonic() + _SETTLE_SECONDS), all_replied)
+        if not in_time:
+            self._out_of_step(number, replies, limit)
+        del self._awaited[number]
+        return self._results(replies)
 
     @property
     def depth(self) -> int:
@@ -178,35 +179,36 @@ class RemoteExecutor(Executor):
         return self.layout.pipeline
 
     def submit(self, step: Step) -> None:
-        """Have the workers compute a step, behind those that were submitted before.
+        """Let the workers compute a step after the steps that were submitted before.
 
         Raises:
             EngineError: there is no worker.
         """
         self.before_submit()
-        with self.workers.or_interrupted():
-            self._steps.append(self._send(encoded_step(step, self._name_of)))
+        self._steps.append(self._send(encoded_step(step, self._name_of)))
 
     def result(self) -> StepResult:
-        """Return the result of the oldest step that was submitted and not asked for yet, or raise what failed in it.
+        """Return the result of the oldest submitted step without a result yet, or raise the error of the step.
 
-        Where some ranks have failed and the others are in the middle of it, they would wait for
-        each other for ever: then all are ended.
+        If some ranks have failed and others are in the middle of the step, ranks would wait for
+        each other for ever. Then all are ended.
 
         Raises:
             EngineError: a process has ended, or ranks were out of step.
         """
-        with self.workers.or_interrupted():
-            number, started = self._steps.popleft(), time.monotonic()
-            replies, limit = self._awaited.get(number, {}), self._limit("execute")
-            while self.output_rank not in replies and not _failures(replies):
-                if not self._take_reply(max(0.0, started + limit - time.monotonic())):
-                    self._out_of_step(number, replies, limit)
-            self._slowest = max(self._slowest, time.monotonic() - started)
-            if _failures(replies):
-                self._settle(replies)
-            del self._awaited[number]
-            return cast(StepResult, self._results(replies, [self.output_rank])[0])
+        number = self._steps.popleft()
+        started = time.monotonic()
+        replies = self._awaited.get(number, {})
+        limit = self._limit("execute")
+        if not self._wait(
+            started + limit, lambda: self.output_rank in replies or bool(_failures(replies))
+        ):
+            self._out_of_step(number, replies, limit)
+        self._slowest = max(self._slowest, time.monotonic() - started)
+        if _failures(replies):
+            self._settle(replies)
+        del self._awaited[number]
+        return cast(StepResult, self._results(replies, [self.output_rank])[0])
 
     def drop(self) -> None:
         """Forget the steps whose results were not asked for, once the workers have computed them."""
@@ -214,9 +216,9 @@ class RemoteExecutor(Executor):
             with suppress(Exception):  # which nobody asks for either
                 self.result()
 
-    def _post(self, method: str, args: Sequence[Any], *, everyone: bool) -> int:
-        """Send a call to all workers and return its number. Others than the output rank answer only where told to."""
-        return self._send(encoded((method, args, everyone)))
+    def _post(self, method: str, args: Sequence[Any]) -> int:
+        """Send a call to all workers, each of which is to answer, and return the number of the call."""
+        return self._send(encoded((method, args, True)))
 
     def _send(self, data: memoryview) -> int:
         number = self._calls
@@ -230,12 +232,18 @@ class RemoteExecutor(Executor):
         parallel = self.opgraft_config.parallel
         return parallel.start_seconds if method in STAGES_OF_START else parallel.step_seconds
 
-    def _take_reply(self, seconds: float) -> bool:
-        """Wait for a reply and note it; false where none has come in time.
+    def _wait(self, deadline: float, is_done: Callable[[], bool]) -> bool:
+        """Take replies until a condition holds. Return False if the condition does not hold in time.
 
         Raises:
             EngineError: a process has ended.
         """
+        while not is_done():
+            if not self._take_reply(max(0.0, deadline - time.monotonic())):
+                return False
+        return True
+
+    def _take_reply(self, seconds: float) -> bool:
         found = self.workers.reply(seconds)
         if found is None:
             return False
@@ -255,21 +263,21 @@ class RemoteExecutor(Executor):
         return [replies[rank][1] for rank in ranks or range(self.layout.world)]
 
     def _settle(self, failed: Replies) -> None:
-        """Wait until every rank has come to the end of what it was asked for, one of which has failed.
+        """Wait until every rank has ended its calls, after one has failed.
 
         Raises:
-            EngineError: one has not, so all were ended.
+            EngineError: a rank did not end in time, so all were ended.
         """
         if self.in_rounds:
             raise self.workers.ended(self._left_behind(failed))
         if self.layout.world == 1:
             return
-        number = self._post("synchronize", (), everyone=True)
+        number = self._post("synchronize", ())
+        replies = self._awaited[number]
         behind = 2 * len(self._steps) * self._slowest  # steps that they compute before
-        replies, deadline = self._awaited[number], time.monotonic() + _SETTLE_SECONDS + behind
-        while len(replies) < self.layout.world:
-            if not self._take_reply(max(0.0, deadline - time.monotonic())):
-                raise self.workers.ended(self._left_behind(failed), at_once=True)
+        deadline = time.monotonic() + _SETTLE_SECONDS + behind
+        if not self._wait(deadline, lambda: len(replies) == self.layout.world):
+            raise self.workers.ended(self._left_behind(failed), at_once=True)
         del self._awaited[number]
 
     def _out_of_step(self, number: int, replies: Replies, limit: float) -> NoReturn:
@@ -302,8 +310,7 @@ class RemoteExecutor(Executor):
         """
         workers = self.workers
         if workers.links:
-            with workers.or_interrupted():
-                workers.grammars.share(grammar, workers.ask_beside)
+            workers.grammars.share(grammar, workers.ask_beside)
 
     def _name_of(self, found: Any) -> int | None:
         """Return the name of a grammar, which the workers know from then on; of all else there is none."""

@@ -7,8 +7,8 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +22,6 @@ from opgraft.engine.workers.worker_link import (
     hanging,
 )
 from opgraft.errors import EngineError
-from opgraft.machine.broadcast import BY_CHANNEL
 from opgraft.machine.channel import Channel
 
 _LOOK_SECONDS = 1.0
@@ -42,16 +41,13 @@ class Started(NamedTuple):
         links: to the workers, in the order of ranks.
         local_ranks: the local rank of each, and the number of workers of its host.
         meeting: where they find each other, as long as they run; ``None`` for one that is alone.
-        release: gives back what they share, once they have ended.
-        share: writes a call of a number to memory that all of them have, and returns its token;
-            ``None`` where there is no such memory, and each is sent the call.
+        release: gives back the shared resources, once all have ended.
     """
 
     links: Sequence[WorkerLink] = ()
     local_ranks: Sequence[tuple[int, int]] = ()
     meeting: Meeting | None = None
     release: Callable[[], None] = _nothing
-    share: Callable[[int, memoryview], bytes] | None = None
 
 
 _NONE = Started()
@@ -140,31 +136,30 @@ class RemoteWorkers:
         )
 
     def post(self, number: int, data: memoryview) -> None:
-        """Send a call, which ``encoded`` has made ready, to all of them.
+        """Send all workers a call that ``encoded`` returned.
 
         Raises:
-            EngineError: they are there no more, or one does not take calls.
+            EngineError: the workers are lost, or one does not take calls.
         """
         with self._calling:
             self._expect_going()
-            token = BY_CHANNEL if self._started.share is None else self._started.share(number, data)
             for link in self.links:
-                self._send(link, number, data, token)
+                self._send(link, number, data)
 
     def begin(self, rank: int, job: memoryview) -> None:
         """Send a rank its job.
 
         Raises:
-            EngineError: they are there no more.
+            EngineError: the workers are lost.
         """
         with self._calling:
             self._expect_going()
-            self._send(self.links[rank], 0, job, BY_CHANNEL)
+            self._send(self.links[rank], 0, job)
 
-    def _send(self, link: WorkerLink, number: int, data: memoryview, token: bytes) -> None:
+    def _send(self, link: WorkerLink, number: int, data: memoryview) -> None:
         try:
-            link.post(data, token)
-        except (TimeoutError, BlockingIOError):
+            link.post(data)
+        except TimeoutError:
             raise self.ended(hanging(self.links, number - 1, self._seconds), at_once=True) from None
         except OSError as error:
             raise self._ended_by(link, error) from error
@@ -229,14 +224,23 @@ class RemoteWorkers:
         return self.ended(self.reason, at_once=self.reason != SHUT_DOWN)
 
     def ask_beside(self, data: memoryview) -> None:
-        """Send a message by the second channel of each, and raise what one of them raises; from any thread.
+        """Send a message by the second channel of each worker, from any thread, and raise the error of a worker.
+
+        The main thread asks, too. An interrupt ends the processes: nobody knows how much of a message has come.
 
         Raises:
-            EngineError: they are there no more, or one does not answer.
+            EngineError: the workers are lost, or one does not answer.
         """
-        for link in self.links:
-            self._beside(link, partial(link.beside.send_encoded, data))
-        for _, done, answer in [self._beside(link, link.beside.receive) for link in self.links]:
+        try:
+            for link in self.links:
+                self._beside(link, partial(link.beside.send_encoded, data))
+            answers = [self._beside(link, link.beside.receive) for link in self.links]
+        except Exception:
+            raise
+        except BaseException:
+            self.end("an interrupt came while the process of the worker was asked, which was ended")
+            raise
+        for _, done, answer in answers:
             if not done:
                 raise answer
 
@@ -254,17 +258,6 @@ class RemoteWorkers:
             self._note_failure(link, error)
         self.kill()  # on which the thread that calls ends them
         raise self.error()
-
-    @contextmanager
-    def or_interrupted(self) -> Iterator[None]:
-        """End the processes on an interrupt, after which nobody knows how much of a message has come."""
-        try:
-            yield
-        except Exception:
-            raise
-        except BaseException:
-            self.end("an interrupt came while the process of the worker was asked, which was ended")
-            raise
 
     def kill(self) -> None:
         """End the processes at once, whatever they do; from any thread."""

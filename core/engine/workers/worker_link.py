@@ -19,7 +19,6 @@ from opgraft.distributed.layout import ParallelLayout
 from opgraft.engine.workers.worker_progress import Progress, waits_for_others
 from opgraft.errors import EngineError
 from opgraft.logger import logger
-from opgraft.machine.broadcast import BY_CHANNEL
 from opgraft.machine.channel import Channel
 from opgraft.version import __version__
 
@@ -92,16 +91,12 @@ class WorkerLink(ABC):
         self.calls = calls
         self.beside = beside
 
-    def post(self, data: memoryview, token: bytes = BY_CHANNEL) -> None:
-        """Send a call, which ``encoded`` has made ready.
-
-        Args:
-            data: the call.
-            token: of the memory that it is in already, where the worker shares some.
+    def post(self, data: memoryview) -> None:
+        """Send a call that ``encoded`` returned.
 
         Raises:
-            OSError: the process has ended, or does not take calls any more: ``TimeoutError``,
-                ``BlockingIOError``.
+            TimeoutError: the process does not take calls any more.
+            OSError: the process has ended.
         """
         self.calls.send_encoded(data)
 

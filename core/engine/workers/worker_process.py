@@ -32,7 +32,6 @@ from opgraft.engine.workers.worker_link import (
 from opgraft.engine.workers.worker_progress import Progress, ProgressRecord
 from opgraft.errors import EngineError
 from opgraft.logger import logger, write_json
-from opgraft.machine.broadcast import SharedChannel
 from opgraft.machine.channel import Channel, ReadAhead, framed
 from opgraft.plugins.host import load_plugins
 from torch import distributed as dist
@@ -74,21 +73,19 @@ class SharedGrammars:
         self._known[name] = Grammar(spec, self._tokens)  # type: ignore[arg-type]  # tokens come with the first
 
 
-def main(
-    calls_file: int, beside_file: int, record_file: int, slots_file: int, tokens_file: int
-) -> None:
-    """Be the process of a worker until the other end of both sockets is closed; end then, even in a step that hangs.
+def main(calls_file: int, beside_file: int, pipe_file: int, record_file: int) -> None:
+    """Be the process of a worker until the other end of both sockets is closed. Then end, even in a step that hangs.
 
-    Signals are for the process that asks, which finishes its requests first.
+    Signals are for the process of the engine, which finishes its requests first.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    for file in (calls_file, beside_file, record_file, slots_file, tokens_file):
+    for file in (calls_file, beside_file, pipe_file, record_file):
         # A child that had them would keep the engine from seeing the end of this one.
         os.set_inheritable(file, False)
     record = ProgressRecord(record_file)
     record.answer_signals(record_file)
-    serve_calls(calls_file, beside_file, record.write, shared=(slots_file, tokens_file))
+    serve_calls(calls_file, beside_file, record.write, pipe_file=pipe_file)
 
 
 def serve_calls(
@@ -97,7 +94,7 @@ def serve_calls(
     note: Callable[[Progress], None],
     *,
     ends_process: bool = True,
-    shared: tuple[int, int] | None = None,
+    pipe_file: int | None = None,
 ) -> None:
     """Make a worker and its calls, until the other end of both sockets is closed.
 
@@ -105,9 +102,8 @@ def serve_calls(
         calls_file: socket by which calls come.
         beside_file: socket by which grammars come.
         note: is told what the worker does.
-        ends_process: end the process when the second is closed; else whoever has started it does.
-        shared: memory that calls are written to, and the pipe that tells of them; without it they
-            come by the socket.
+        ends_process: end the process when the second socket is closed. Otherwise the starter ends the process.
+        pipe_file: pipe by which calls come instead.
     """
     grammars = SharedGrammars()
     beside = Channel(socket.socket(fileno=beside_file))
@@ -115,11 +111,11 @@ def serve_calls(
         target=_take_grammars, args=(beside, grammars, ends_process), daemon=True
     ).start()
     connection = socket.socket(fileno=calls_file)
-    calls = (
-        SharedChannel(connection, grammars.named, *shared)
-        if shared
-        else ReadAhead(connection, grammars.named)
-    )
+    calls: Channel
+    if pipe_file is None:  # a network, whose silence is noticed if nobody reads
+        calls = ReadAhead(connection, grammars.named)
+    else:
+        calls = Channel(connection, grammars.named, pipe_file)
     try:
         calls.send_encoded(framed(greeting()))
         job: WorkerJob = calls.receive()

@@ -6,6 +6,8 @@ import faulthandler
 import mmap
 import os
 import signal
+import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +31,17 @@ class Progress(NamedTuple):
 
     finished: int
     stage: str
+
+
+def anonymous_file(size: int) -> int:
+    """Return a descriptor of a file without a name. The file is gone with the last process that has it open."""
+    if sys.platform == "linux":
+        file = os.memfd_create("opgraft")
+    else:
+        with tempfile.TemporaryFile() as opened:
+            file = os.dup(opened.fileno())
+    os.truncate(file, size)
+    return file
 
 
 class ProgressRecord:
