@@ -24,7 +24,6 @@ from opgraft.engine.workers.worker_link import WorkerLink
 from opgraft.engine.workers.worker_progress import Progress
 from opgraft.errors import EngineError
 from opgraft.logger import logger
-from opgraft.machine.broadcast import BY_CHANNEL
 from opgraft.machine.channel import Channel
 from opgraft.models.extras import import_extra
 from opgraft.plugins.selection import current_platform
@@ -51,7 +50,9 @@ class RayExecutor(RemoteExecutor):
         ray = import_extra("ray", "ray")
         parallel = self.opgraft_config.parallel
         device = current_platform().ray_device_key
-        needs = {"CPU": float(parallel.ray_cpus)} | ({device: 1.0} if device else {})
+        needs = {"CPU": float(parallel.ray_cpus)}
+        if device:
+            needs[device] = 1.0
         environ = _variables(parallel.ray_cpus)
         size, seconds = self.layout.world, parallel.start_seconds
         replicas = 1 if parallel.data_rank is None else parallel.data
@@ -60,30 +61,25 @@ class RayExecutor(RemoteExecutor):
             undo.callback(placement.end)
             links = self._linked(ray, placement.ranks)
             meeting = None
-            if self.layout.world > 1:
+            if size > 1:
                 address = ray.util.get_node_ip_address()
                 store, port = listening_store(address)
                 meeting, held = (address, port), [store]
-                undo.callback(held.clear)  # whose port is closed then
+                undo.callback(held.clear)  # closes the port
             _tell(placement.ranks, self.layout.tensor)
-            # A worker sees the device alone that Ray has reserved for it.
-            nodes = [each.where.node for each in placement.ranks]
-            local = (
-                [(0, 1)] * len(links)
-                if device
-                else local_ranks(nodes, parallel.data_rank or 0, replicas)
-            )
+            if device:  # a worker sees the device alone that Ray has reserved
+                local = [(0, 1)] * size
+            else:
+                nodes = [each.where.node for each in placement.ranks]
+                local = local_ranks(nodes, parallel.data_rank or 0, replicas)
             return Started(links, local, meeting, undo.pop_all().close)
 
     def _linked(self, ray: Any, placed: Sequence[Placed]) -> list[WorkerLink]:
-        """Have the actors connect, and return the links to them."""
-        token, seconds = (
-            secrets.token_bytes(_TOKEN_BYTES),
-            self.opgraft_config.parallel.start_seconds,
-        )
-        with socket.create_server(
-            (ray.util.get_node_ip_address(), 0), backlog=len(CHANNELS) * len(placed)
-        ) as listening:
+        """Let the actors connect, and return the links to the actors."""
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        seconds = self.opgraft_config.parallel.start_seconds
+        address = (ray.util.get_node_ip_address(), 0)
+        with socket.create_server(address, backlog=len(CHANNELS) * len(placed)) as listening:
             place = listening.getsockname()[:2]
             running = [
                 each.actor.run.remote(rank, place, token, each.where.address, seconds)
@@ -126,9 +122,9 @@ class RayLink(WorkerLink):
         self.placed = placed
         self._ray, self._running = ray, running
 
-    def post(self, data: memoryview, token: bytes = BY_CHANNEL) -> None:
+    def post(self, data: memoryview) -> None:
         self.progress()  # stages that nobody reads would pile up
-        super().post(data, token)
+        super().post(data)
 
     def ended(self, patience: float = 0.0) -> str | None:
         if self._is_silent:
@@ -189,31 +185,28 @@ def _variables(cpus: int) -> dict[str, str]:
 def _connections(
     ray: Any, listening: socket.socket, token: bytes, running: Sequence[Any], seconds: float
 ) -> list[list[socket.socket]]:
-    """Wait for the connections of all workers, and return those of each rank; others are refused.
+    """Wait for the connections of all workers, and return the connections of each rank.
 
     Raises:
         EngineError: a worker has ended, or does not connect in time.
     """
+    expected = {(rank, number) for rank in range(len(running)) for number in range(len(CHANNELS))}
     found: dict[tuple[int, int], socket.socket] = {}
     deadline = time.monotonic() + seconds
-    with ExitStack() as undo:
-        door = Door(listening, token)
+    with ExitStack() as undo, closing(Door(listening, token)) as door:
         undo.callback(_close_all, found)
-        with closing(door):
-            while len(found) < len(CHANNELS) * len(running):
-                _expect_running(ray, running)
-                if time.monotonic() > deadline:
-                    missing = sorted(
-                        {rank for rank in range(len(running)) if (rank, 1) not in found}
-                    )
-                    raise EngineError(
-                        f"the workers of ranks {missing} have not connected within {seconds:g} s"
-                    )
-                for place, connection in door.greeted(0.2):
-                    if place in found or place[0] >= len(running) or place[1] >= len(CHANNELS):
-                        connection.close()
-                    else:
-                        found[place] = connection
+        while len(found) < len(expected):
+            _expect_running(ray, running)
+            if time.monotonic() > deadline:
+                missing = sorted({rank for rank, _ in expected - set(found)})
+                raise EngineError(
+                    f"the workers of ranks {missing} have not connected within {seconds:g} s"
+                )
+            for place, connection in door.greeted(0.2):
+                if place in expected and place not in found:
+                    found[place] = connection
+                else:
+                    connection.close()
         undo.pop_all()
     return [
         [found[rank, number] for number in range(len(CHANNELS))] for rank in range(len(running))
@@ -226,7 +219,7 @@ def _close_all(found: Mapping[tuple[int, int], socket.socket]) -> None:
 
 
 def listening_store(address: str) -> tuple[Any, int]:
-    """Return a store by which ranks meet, and its port at an address of this host, at which alone it is reached."""
+    """Return a store by which ranks meet, and the port of the store at an address of this host."""
     listening = socket.create_server((address, 0), backlog=128)
     port: int = listening.getsockname()[1]
     store = partial(dist.TCPStore, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -247,11 +240,13 @@ def _expect_running(ray: Any, running: Sequence[Any]) -> None:
 
 
 class Door:
-    """Takes connections, and reads what all of them say first, so that one that says nothing holds up no other.
+    """Takes connections, and reads the first words of all at once: a silent connection holds up no other.
+
+    A worker first says the secret, the number of the channel in one byte, and its rank in four bytes.
 
     Args:
-        listening: where they come.
-        token: by which workers are known.
+        listening: where connections come.
+        token: the secret of the workers.
     """
 
     def __init__(self, listening: socket.socket, token: bytes) -> None:
@@ -261,32 +256,32 @@ class Door:
         self._selector.register(listening, selectors.EVENT_READ)
 
     def greeted(self, seconds: float) -> list[tuple[tuple[int, int], socket.socket]]:
-        """Wait for what is said, and return rank, channel and connection of workers; others are closed."""
+        """Wait for words; return rank, channel and connection of workers. Close strangers and silent connections."""
         ready = [key.fileobj for key, _ in self._selector.select(seconds)]
         if self._listening in ready:
-            connection, _ = self._listening.accept()
-            connection.setblocking(False)
-            watch(connection)
-            self._selector.register(connection, selectors.EVENT_READ)
-            self._waiting[connection] = bytearray(), time.monotonic() + _ANSWER_SECONDS
+            self._accept()
         found = []
         for connection, (said, deadline) in list(self._waiting.items()):
-            piece = _said(connection, _GREETING_BYTES - len(said)) if connection in ready else None
-            said += piece or b""
+            is_open = _read_into(said, connection) if connection in ready else True
             is_whole = len(said) == _GREETING_BYTES
-            if is_whole and self._is_known(bytes(said)):
+            if is_whole and self._is_known(said):
                 self._forget(connection)
-                found.append(
-                    ((int.from_bytes(said[-4:], "little"), said[_TOKEN_BYTES]), connection)
-                )
-            elif is_whole or piece == b"" or time.monotonic() > deadline:
+                connection.setblocking(True)
+                channel, rank = said[_TOKEN_BYTES], int.from_bytes(said[-4:], "little")
+                found.append(((rank, channel), connection))
+            elif is_whole or not is_open or time.monotonic() > deadline:
                 self._forget(connection)
                 connection.close()
-        for _, connection in found:
-            connection.setblocking(True)
         return found
 
-    def _is_known(self, said: bytes) -> bool:
+    def _accept(self) -> None:
+        connection, _ = self._listening.accept()
+        connection.setblocking(False)
+        watch(connection)
+        self._selector.register(connection, selectors.EVENT_READ)
+        self._waiting[connection] = bytearray(), time.monotonic() + _ANSWER_SECONDS
+
+    def _is_known(self, said: bytearray) -> bool:
         if hmac.compare_digest(said[:_TOKEN_BYTES], self._token):
             return True
         logger.warning(
@@ -299,29 +294,30 @@ class Door:
         del self._waiting[connection]
 
     def close(self) -> None:
-        """Close the connections that have not said who they are."""
+        """Close the connections that have not said the secret."""
         for connection in self._waiting:
             connection.close()
         self._selector.close()
 
 
-def _said(connection: socket.socket, size: int) -> bytes:
-    """Return what has come, of so many bytes at most; none where that is the end."""
+def _read_into(said: bytearray, connection: socket.socket) -> bool:
+    """Add bytes of a greeting that have come. Return False at the end."""
     try:
-        return connection.recv(size)
+        piece = connection.recv(_GREETING_BYTES - len(said))
     except OSError:
-        return b""
+        return False
+    said += piece
+    return bool(piece)
 
 
 def _tell(placed: Sequence[Placed], tensor: int) -> None:
-    hosts = [each.where.node for each in placed]
+    """Log where each rank is, and warn if ranks that share layers are on several hosts."""
     for rank, each in enumerate(placed):
-        devices = (
-            ", ".join(f"{kind} {' '.join(ids)}" for kind, ids in each.where.devices.items())
-            or "processors"
-        )
+        devices = [f"{kind} {' '.join(ids)}" for kind, ids in each.where.devices.items()]
         place = f"process {each.where.process} of {each.where.address}"
-        logger.info("rank %d is %s, with %s", rank, printable(place), printable(devices))
+        told = ", ".join(devices) or "processors"
+        logger.info("rank %d is %s, with %s", rank, printable(place), printable(told))
+    hosts = [each.where.node for each in placed]
     shards = [hosts[first : first + tensor] for first in range(0, len(hosts), tensor)]
     if any(len(set(each)) > 1 for each in shards):
         logger.warning(
