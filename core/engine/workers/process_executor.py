@@ -186,6 +186,6 @@ def _variables(size: int) -> dict[str, str]:
 
 @contextmanager
 def meeting_file() -> Iterator[str]:
-    """Yield the path of a file by which ranks of this host meet, in a folder that no other user can look into."""
+    """Yield the path of a file by which ranks of this host meet, in a folder of this user alone."""
     with tempfile.TemporaryDirectory(prefix="opgraft-") as folder:
         yield str(Path(folder) / "ranks")

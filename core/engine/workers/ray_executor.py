@@ -173,7 +173,7 @@ class RayLink(WorkerLink):
 
 
 def _variables(cpus: int) -> dict[str, str]:
-    """Return the variables of an actor: its threads, those of ours, which plugins may read, and what else decides."""
+    """Return the variables of an actor: threads, opgraft's variables, and others that decide."""
     ours = {name: value for name, value in os.environ.items() if name.startswith("OPGRAFT_")}
     return {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(cpus)),
@@ -240,9 +240,10 @@ def _expect_running(ray: Any, running: Sequence[Any]) -> None:
 
 
 class Door:
-    """Takes connections, and reads the first words of all at once: a silent connection holds up no other.
+    """Takes connections, and reads the first words of all at once: a silent one holds up no other.
 
-    A worker first says the secret, the number of the channel in one byte, and its rank in four bytes.
+    A worker first says the secret, the number of the channel in one byte, and its rank in four
+    bytes.
 
     Args:
         listening: where connections come.
@@ -256,7 +257,10 @@ class Door:
         self._selector.register(listening, selectors.EVENT_READ)
 
     def greeted(self, seconds: float) -> list[tuple[tuple[int, int], socket.socket]]:
-        """Wait for words; return rank, channel and connection of workers. Close strangers and silent connections."""
+        """Wait for words, and return rank, channel and connection of workers.
+
+        Strangers, and connections that are silent for too long, are closed.
+        """
         ready = [key.fileobj for key, _ in self._selector.select(seconds)]
         if self._listening in ready:
             self._accept()

@@ -134,7 +134,10 @@ class RemoteExecutor(Executor):
         raise workers.ended(SHUT_DOWN)
 
     def _job_of(self, rank: int) -> tuple[ParallelLayout, int]:
-        """Return the layout of the job that a rank is in, and its rank there: of this replica, or of all together."""
+        """Return the layout of the job of a rank, and the rank there.
+
+        The job is this replica, or all replicas together.
+        """
         parallel = self.opgraft_config.parallel
         if not self.in_rounds or parallel.data_rank is None:
             return self.layout, rank
@@ -142,7 +145,7 @@ class RemoteExecutor(Executor):
         return whole, parallel.data_rank * self.layout.world + rank
 
     def call(self, method: str, *args: Any) -> Any:
-        """Return what a method of the worker of the output rank returns, once all have made the call.
+        """Return the result of a method on the output rank, once all ranks have made the call.
 
         Raises:
             EngineError: there is no worker: before the start, after the shutdown, or when a process
@@ -151,7 +154,7 @@ class RemoteExecutor(Executor):
         return self.call_all(method, *args)[self.output_rank]
 
     def call_all(self, method: str, *args: Any) -> list[Any]:
-        """Return the results of a method of all workers, in the order of ranks, or raise the error of a worker.
+        """Return the results of a method of all workers, in the order of ranks, or raise an error of one.
 
         Raises:
             EngineError: there is no worker before the start, after the shutdown, or if a process
@@ -175,7 +178,7 @@ class RemoteExecutor(Executor):
 
     @property
     def depth(self) -> int:
-        """The number of steps that are worth submitting before the result of the first is asked for: one a stage."""
+        """The number of steps that are worth submitting ahead of results: one for each stage."""
         return self.layout.pipeline
 
     def submit(self, step: Step) -> None:
@@ -188,7 +191,7 @@ class RemoteExecutor(Executor):
         self._steps.append(self._send(encoded_step(step, self._name_of)))
 
     def result(self) -> StepResult:
-        """Return the result of the oldest submitted step without a result yet, or raise the error of the step.
+        """Return the result of the oldest submitted step without a result yet, or raise its error.
 
         If some ranks have failed and others are in the middle of the step, ranks would wait for
         each other for ever. Then all are ended.
@@ -211,13 +214,13 @@ class RemoteExecutor(Executor):
         return cast(StepResult, self._results(replies, [self.output_rank])[0])
 
     def drop(self) -> None:
-        """Forget the steps whose results were not asked for, once the workers have computed them."""
+        """Forget the submitted steps, once the workers have computed all."""
         while self._steps:
             with suppress(Exception):  # which nobody asks for either
                 self.result()
 
     def _post(self, method: str, args: Sequence[Any]) -> int:
-        """Send a call to all workers, each of which is to answer, and return the number of the call."""
+        """Send a call that all workers answer, and return the number of the call."""
         return self._send(encoded((method, args, True)))
 
     def _send(self, data: memoryview) -> int:
@@ -228,12 +231,12 @@ class RemoteExecutor(Executor):
         return number
 
     def _limit(self, method: str) -> float:
-        """Return the seconds after which ranks that have not come to the end of a call are taken to hang."""
+        """Return the seconds of a call after which a rank counts as hanging."""
         parallel = self.opgraft_config.parallel
         return parallel.start_seconds if method in STAGES_OF_START else parallel.step_seconds
 
     def _wait(self, deadline: float, is_done: Callable[[], bool]) -> bool:
-        """Take replies until a condition holds. Return False if the condition does not hold in time.
+        """Take replies until a condition holds. Return False if the time is over before.
 
         Raises:
             EngineError: a process has ended.
@@ -281,7 +284,7 @@ class RemoteExecutor(Executor):
         del self._awaited[number]
 
     def _out_of_step(self, number: int, replies: Replies, limit: float) -> NoReturn:
-        """End all and raise the first failure, or that ranks hang; those that have failed are waited for in vain."""
+        """End all workers. Raise the first failure, or an error that names the ranks that hang."""
         failed = _failures(replies)
         reason = (
             self._left_behind(replies) if failed else hanging(self.workers.links, number, limit)
@@ -313,14 +316,14 @@ class RemoteExecutor(Executor):
             workers.grammars.share(grammar, workers.ask_beside)
 
     def _name_of(self, found: Any) -> int | None:
-        """Return the name of a grammar, which the workers know from then on; of all else there is none."""
+        """Share a grammar, and return its name; ``None`` for any other object."""
         if not isinstance(found, Grammar):
             return None
         self.share(found)
         return id(found)
 
     def check_health(self) -> None:
-        """Raise where the workers are there no more, and none start in their place; from any thread.
+        """Raise if the workers are lost, and none start in their place; from any thread.
 
         Raises:
             EngineError: that is so.
@@ -336,7 +339,7 @@ class RemoteExecutor(Executor):
         workers.kill()
 
     def shutdown(self) -> None:
-        """End the processes, and with them their workers; from any thread. Further calls do nothing."""
+        """End the processes of the workers, from any thread. Further calls do nothing."""
         with self._changing:
             self._is_shut_down = True
             self.workers.restarts_left = 0
@@ -344,12 +347,12 @@ class RemoteExecutor(Executor):
 
     @property
     def loss(self) -> str:
-        """The reason why the workers are lost: one has ended, or all were ended; empty while they are not."""
+        """The reason why the workers are lost: one has ended, or all were ended. Empty before."""
         return self.workers.loss
 
     @property
     def can_restart(self) -> bool:
-        """Tell whether a worker is lost, and ``parallel.restart_workers`` allows to start it again."""
+        """True if a worker is lost, and ``parallel.restart_workers`` allows another start."""
         return self.workers.can_restart
 
     def restart(self, prepare: Callable[[], None]) -> None:
@@ -387,7 +390,7 @@ def _failures(replies: Replies) -> list[tuple[int, Exception]]:
 
 
 def encoded_step(step: Step, name_of: Callable[[Any], Any] | None = None) -> memoryview:
-    """Return the call that computes a step, which the output rank alone answers, as channels send it.
+    """Return the call that computes a step, as channels send it. Only the output rank answers.
 
     Args:
         step: which is plain where it adds no sequence, as most do not.

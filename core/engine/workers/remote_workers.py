@@ -35,7 +35,9 @@ def _nothing() -> None:
 
 
 class Started(NamedTuple):
-    """Processes that were started for workers. Nothing in it may hold the executor, which then would never be dropped.
+    """Processes that were started for workers.
+
+    Nothing in it may hold the executor: the executor would never be dropped.
 
     Attributes:
         links: to the workers, in the order of ranks.
@@ -93,7 +95,7 @@ class RemoteWorkers:
         self._disown = weakref.finalize(owner, self.end).detach
 
     def look(self) -> str:
-        """Return why they are there no more, and note it where a process has ended; from any thread."""
+        """Return the reason why the workers are lost, from any thread. Note a process that has ended."""
         if not self.reason:
             dead = next((link for link in self.links if link.ended()), None)
             if dead is not None:
@@ -102,7 +104,7 @@ class RemoteWorkers:
 
     @property
     def loss(self) -> str:
-        """The reason why they are there no more; empty while they are, and where somebody has shut them down."""
+        """The reason why the workers are lost; empty before, and after a shutdown."""
         reason = self.look()
         return "" if reason == SHUT_DOWN else reason
 
@@ -126,7 +128,7 @@ class RemoteWorkers:
             self.reason = self.reason or reason
 
     def _note_end(self, link: WorkerLink) -> None:
-        """Note that the process of a worker has ended, or that of another one whose end it has told."""
+        """Note that the process of a worker has ended, or of another worker that ended before."""
         dead = next((each for each in self.links if each.ended()), link)
         how = dead.ended(dead.telling_seconds) or "as far as its channels tell"
         whose = f"rank {dead.rank}" if len(self.links) > 1 else "the worker"
@@ -167,7 +169,7 @@ class RemoteWorkers:
     def reply(
         self, seconds: float, read: Callable[[Channel], Any] = Channel.receive
     ) -> tuple[int, Any] | None:
-        """Wait for a reply, and return the rank that it is of and what it says; ``None`` where none has come in time.
+        """Wait for a reply, and return its rank and its message; ``None`` if none comes in time.
 
         Args:
             seconds: to wait.
@@ -220,13 +222,14 @@ class RemoteWorkers:
             self._note_end(link)
 
     def _lost(self) -> EngineError:
-        """End those that are left: at once, as requests wait to be told, but for a shutdown, on which they end."""
+        """End the workers that are left: at once, because requests wait; gently for a shutdown."""
         return self.ended(self.reason, at_once=self.reason != SHUT_DOWN)
 
     def ask_beside(self, data: memoryview) -> None:
-        """Send a message by the second channel of each worker, from any thread, and raise the error of a worker.
+        """Send a message by the second channel of each worker, and raise the error of a worker.
 
-        The main thread asks, too. An interrupt ends the processes: nobody knows how much of a message has come.
+        Any thread may ask. An interrupt of the main thread ends the processes: nobody knows then
+        how much of a message has come.
 
         Raises:
             EngineError: the workers are lost, or one does not answer.

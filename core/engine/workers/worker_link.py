@@ -114,7 +114,7 @@ class WorkerLink(ABC):
         """
 
     def note_silence(self) -> None:  # noqa: B027  # optional
-        """Note that the host of the process does not answer, so that nobody waits for how that has ended."""
+        """Note that the host of the process is silent, so that nobody waits for an exit status."""
 
     @abstractmethod
     def kill(self) -> None:
@@ -133,7 +133,7 @@ class WorkerLink(ABC):
         return ""
 
     def hang_up(self) -> None:
-        """Have the channels come to their end, on which the process ends, and no thread waits at them any more."""
+        """End the channels: the process ends on that, and no thread waits at a channel any more."""
         self.calls.hang_up()
         self.beside.hang_up()
 
@@ -224,7 +224,7 @@ def end_workers(workers: Sequence[WorkerLink], patience: float = END_SECONDS) ->
 
 
 def _running(workers: Sequence[WorkerLink], seconds: float) -> list[WorkerLink]:
-    """Wait for the ends of workers, all together for so many seconds, and return those that still run."""
+    """Wait so many seconds for the ends of all workers, and return the workers that still run."""
     deadline = time.monotonic() + seconds
     return [
         worker for worker in workers if worker.ended(max(0.0, deadline - time.monotonic())) is None

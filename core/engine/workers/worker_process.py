@@ -1,4 +1,4 @@
-"""The process of a worker: it makes the calls that ``RemoteExecutor`` asks for, until nobody is there to ask."""
+"""The process of a worker: it makes the calls of a ``RemoteExecutor`` until the engine ends."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ class SharedGrammars:
 
 
 def main(calls_file: int, beside_file: int, pipe_file: int, record_file: int) -> None:
-    """Be the process of a worker until the other end of both sockets is closed. Then end, even in a step that hangs.
+    """Be the process of a worker until the engine closes both sockets.
+
+    Then the process ends, even in a step that hangs.
 
     Signals are for the process of the engine, which finishes its requests first.
     """
@@ -102,7 +104,7 @@ def serve_calls(
         calls_file: socket by which calls come.
         beside_file: socket by which grammars come.
         note: is told what the worker does.
-        ends_process: end the process when the second socket is closed. Otherwise the starter ends the process.
+        ends_process: end the process when the second socket is closed. Otherwise the starter does.
         pipe_file: pipe by which calls come instead.
     """
     grammars = SharedGrammars()
@@ -147,7 +149,7 @@ class WorkerCalls:
         self._note("starting")
 
     def __call__(self, method: str, arguments: Sequence[Any], everyone: bool) -> Any:
-        """Call a method, and return its result, or ``UNANSWERED`` where only the output rank is to answer."""
+        """Return the result of a method, or ``UNANSWERED`` if only the output rank answers."""
         if self._worker is None:
             self._worker = self._made()
         if method == EXECUTE_PARTS:
@@ -241,7 +243,7 @@ def _answer(
 
 
 def _outcome(channel: Channel, pickled: bytes, function: Callable[..., Any]) -> tuple[bool, Any]:
-    """Return whether a call has succeeded, with its result or what it, or reading its arguments, raised."""
+    """Return True and the result of a call, or False and the error of the call or its arguments."""
     try:
         with kernels_told_when_late(), exits_as_errors():
             return True, function(*channel.unpickled(pickled))

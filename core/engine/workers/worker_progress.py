@@ -34,7 +34,7 @@ class Progress(NamedTuple):
 
 
 def anonymous_file(size: int) -> int:
-    """Return a descriptor of a file without a name. The file is gone with the last process that has it open."""
+    """Return a descriptor of a file without a name, which ends with the processes that have it."""
     if sys.platform == "linux":
         file = os.memfd_create("opgraft")
     else:
@@ -97,14 +97,14 @@ class ProgressRecord:
 
 
 def thread_name(process: int | str) -> str:
-    """Return the name of the main thread of a process of this host, by its id or as ``self``, where the system says."""
+    """Return the name of the main thread of a process, by its id or as ``self``; empty if unknown."""
     with suppress(OSError):
         return Path(f"/proc/{process}/comm").read_text(errors="replace").strip()
     return ""
 
 
 def waits_for_others(stack: str) -> bool:
-    """Tell whether a stack, with the name of its thread in the first line, is that of a rank in a collective."""
+    """Return True for the stack of a rank in a collective. The first line names the thread."""
     name, *lines = stack.splitlines() or [""]
     return name == WAITS or any(
         _COLLECTIVES in line for line in lines if line.lstrip().startswith("File")
