@@ -19,13 +19,14 @@ from opgraft.models.gguf_tokenizer import (
     special_tokens,
 )
 from opgraft.models.settings_keys import TOKENIZER_CONFIG, refusals
-from opgraft.serving.tokenizer_classes import adds_more, usual_tokens
+from opgraft.serving.tokenizer_classes import adds_more, steps_of_class, usual_tokens
 from opgraft.serving.tokenizer_settings import (
     add_tokens,
     clean_spaces,
     is_of_bytes,
     lowers,
     needs_transformers,
+    padding_token,
     read_settings,
 )
 
@@ -176,8 +177,11 @@ def _from_folder(folder: Path) -> Tokenizer | None:
     try:
         backend = library.Tokenizer.from_file(str(file))
         config = _config(folder)
-        settings = {**usual_tokens(stated, config, is_of_bytes(backend)), **stated}
-        if adds_more(stated, config) or needs_transformers(backend, settings):
+        of_bytes = is_of_bytes(backend)
+        usual = usual_tokens(stated, config, of_bytes)
+        steps = steps_of_class(stated, config, of_bytes)
+        settings = {**padding_token(backend, steps), **usual, **stated}
+        if adds_more(stated, config) or needs_transformers(backend, settings, steps):
             return None
         cut = backend.truncation or {}
         side = settings.get("truncation_side") or cut.get("direction") or "right"

@@ -1,6 +1,6 @@
-"""Special tokens that a class of transformers adds if the settings of a checkpoint leave them out.
+"""Special tokens and steps of the classes of transformers, whatever ``tokenizer.json`` says.
 
-``tokenizer_classes.json`` has the classes, their tokens and their model types.
+``tokenizer_classes.json`` has a row for each class: tokens, model types and a digest of the steps.
 ``tools/record_tokenizer_classes.py`` writes the file.
 """
 
@@ -22,6 +22,7 @@ _WITH_MORE = (
     "CamembertTokenizer",
     "EsmcTokenizer",
     "LasrTokenizer",
+    "MLukeTokenizer",
     "RemBertTokenizer",
     "SeamlessM4TTokenizer",
     "T5Tokenizer",
@@ -42,11 +43,32 @@ def usual_tokens(
         config: the content of ``config.json``.
         of_bytes: the vocabulary is one of bytes.
     """
-    tokens = _tokens_of(_class_of(settings, config, of_bytes))
-    if _stated(settings, config) is None and "mask_token" not in tokens:
+    name = _class_of(settings, config, of_bytes)
+    if _stated(settings, config) is None and not _is_of_encoder(name):
         # Decoders without settings are read as they are: most have no such token in their files.
         return {}
-    return tokens
+    return _tokens_of(name)
+
+
+def steps_of_class(
+    settings: Mapping[str, Any], config: Mapping[str, Any], of_bytes: bool
+) -> Mapping[str, Any]:
+    """Return the row of the class of a tokenizer; empty if only ``tokenizer.json`` counts.
+
+    ``defaults`` has settings, ``parts`` the digest of ``tokenizer_parts.parts_of``, and ``around``
+    the names of the tokens before and behind a text. Each may be missing.
+    """
+    name = _class_of(settings, config, of_bytes)
+    # Without any settings, all steps in tokenizer.json are meant.
+    counts = bool(settings) and _is_of_encoder(name)
+    if _stated(settings, config) is None and not counts:
+        return {}
+    row: Mapping[str, Any] = _classes().get(name, {})
+    return row
+
+
+def _is_of_encoder(name: str) -> bool:
+    return "mask_token" in _tokens_of(name)
 
 
 def adds_more(settings: Mapping[str, Any], config: Mapping[str, Any]) -> bool:

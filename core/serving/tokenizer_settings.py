@@ -10,6 +10,7 @@ from typing import Any
 from opgraft.models.extras import import_extra
 from opgraft.models.files import read_json
 from opgraft.models.settings_keys import SHAPING
+from opgraft.serving.tokenizer_parts import parts_of, tokens_around
 
 _NAMED = (
     "bos_token",
@@ -39,8 +40,6 @@ _CLEANED = {
 _OF_BERT = {"tokenize_chinese_chars": "handle_chinese_chars", "clean_text": "clean_text"}
 """Settings that the normalizer of BERT has, by their names there."""
 
-_OF_LLAMA = ("LlamaTokenizer", "LlamaTokenizerFast")
-
 _EVEN_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 
 
@@ -58,31 +57,56 @@ def read_settings(folder: Path) -> dict[str, Any]:
         return settings
     special = _read(folder / "special_tokens_map.json")
     more = [*_more(settings), *(special.pop("extra_special_tokens", None) or ())]
-    extra = {"extra_special_tokens": more} if more else {}
-    return {**settings, **special, **extra, "added_tokens": _read(folder / "added_tokens.json")}
+    found = {**settings, **special}
+    by_name = settings.get("extra_special_tokens")
+    if more and not (by_name and isinstance(by_name, Mapping)):
+        found["extra_special_tokens"] = more
+    added = _read(folder / "added_tokens.json")
+    if added:
+        found["added_tokens"] = added
+    return found
 
 
 def _read(file: Path) -> dict[str, Any]:
     return read_json(file) if file.is_file() else {}
 
 
-def needs_transformers(backend: Any, settings: Mapping[str, Any]) -> bool:
-    """Return True if settings contradict ``tokenizer.json``.
+def needs_transformers(backend: Any, settings: Mapping[str, Any], steps: Mapping[str, Any]) -> bool:
+    """Return True if settings contradict ``tokenizer.json``, or their class makes other steps.
 
     A class of transformers may then make another tokenizer, and only transformers knows the class.
+
+    Args:
+        backend: the ``tokenizers.Tokenizer`` of ``tokenizer.json``.
+        settings: of the tokenizer.
+        steps: the row of ``steps_of_class``.
     """
+    usual = steps.get("defaults", {})
     for name in SHAPING:
-        value = settings.get(name)
+        value = settings.get(name, usual.get(name))
         if value is not None and _differs(backend, name, value):
             return True
-    return _has_old_prefix(backend, settings) or _has_other_tokens(backend, settings)
+    return _has_other_steps(backend, settings, steps) or _has_other_tokens(backend, settings)
 
 
-def _has_old_prefix(backend: Any, settings: Mapping[str, Any]) -> bool:
-    """Return True for the normalizer of an older Llama: today's class decides on the spaces."""
-    if settings.get("tokenizer_class") not in _OF_LLAMA or settings.get("legacy") is not None:
+def _has_other_steps(backend: Any, settings: Mapping[str, Any], steps: Mapping[str, Any]) -> bool:
+    """Return True if the class makes other steps than ``tokenizer.json`` has.
+
+    The tokens around a text are one of the steps.
+    """
+    if "parts" in steps:
+        takes_characters = steps.get("characters", False)
+        found = parts_of(backend, without_characters=takes_characters)
+        if found != steps["parts"]:
+            return True
+    if "around" not in steps:
         return False
-    return _scheme(list(_components(backend))) == "each"
+    named = _named(settings)
+    expected = []
+    for names in steps["around"]:
+        tokens = [_content(named.get(name)) for name in names]
+        expected.append(tokens)
+    return tokens_around(backend) != expected
 
 
 def _has_other_tokens(backend: Any, settings: Mapping[str, Any]) -> bool:
@@ -183,6 +207,17 @@ def _components(backend: Any) -> Iterator[dict[str, Any]]:
         left = inner + left
 
 
+def padding_token(backend: Any, steps: Mapping[str, Any]) -> dict[str, str]:
+    """Return the ``pad_token`` of settings without one: the token that ``tokenizer.json`` pads with.
+
+    A class that makes the steps anew leaves this token out.
+    """
+    padding = backend.padding
+    if padding is None or "parts" in steps:
+        return {}
+    return {"pad_token": padding["pad_token"]}
+
+
 def add_tokens(backend: Any, settings: Mapping[str, Any]) -> dict[str, str]:
     """Add the tokens of the settings to a ``tokenizers.Tokenizer``, in the order and with the flags of transformers.
 
@@ -197,12 +232,21 @@ def add_tokens(backend: Any, settings: Mapping[str, Any]) -> dict[str, str]:
         token.special = token.special or token.content in special
     there = backend.get_added_tokens_decoder().values()
     known = {token.content for token in (*there, *tokens)}
+    values: list[Any] = []
     for value in (*named.values(), *more):
-        content = _content(value)
-        if content in known:
+        if value in values:
             continue
-        known.add(content)
-        tokens.append(_token(value, special=True))
+        content = _content(value)
+        if content not in known:
+            values.append(value)
+    for value in values:
+        # a token without a name may have flags, and one of the flags makes the token special
+        content = _content(value)
+        is_special = None
+        if content in special or not isinstance(value, Mapping):
+            is_special = True
+        token = _token(value, is_special)
+        tokens.append(token)
     backend.add_tokens(tokens)
     return {name: _content(value) for name, value in named.items()}
 
@@ -250,8 +294,8 @@ def _more(settings: Mapping[str, Any]) -> list[Any]:
     """Return the special tokens without a name."""
     for name in _MORE_TOKENS:
         found = settings.get(name)
-        if found:
-            return found if isinstance(found, list) else []
+        if found and isinstance(found, list):
+            return found
     return []
 
 

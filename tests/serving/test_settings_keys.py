@@ -22,7 +22,7 @@ from opgraft.models.settings_keys import (
     row_of,
 )
 from opgraft.serving import tokenizer_classes
-from opgraft.serving.tokenizer import open_tokenizer
+from opgraft.serving.tokenizer import _from_folder, open_tokenizer
 from opgraft.serving.tokenizer_classes import usual_tokens
 from record_tokenizer_classes import recorded, written
 from support.small_tokenizers import trained_tokenizer
@@ -119,6 +119,17 @@ BYTE_LEVEL: dict[str, dict[str, Any]] = {
     "*_token": {"image_token": "<y>", "video_token": STRIPPING | {"content": "<z>"}},
     "additional_special_tokens": {"additional_special_tokens": ["<z>", "<y>"], "eos_token": "<y>"},
     "extra_special_tokens": {"extra_special_tokens": ["<z>", STRIPPING]},
+    "additional_special_tokens that are not special": {
+        "additional_special_tokens": ["<z>", STRIPPING | {"special": False}]
+    },
+    "a named token that is listed with flags": {
+        "bos_token": "<y>",
+        "additional_special_tokens": ["<z>", STRIPPING],
+    },
+    "tokens in a list and tokens by name": {
+        "additional_special_tokens": ["<z>"],
+        "extra_special_tokens": {"boi_token": "<y>"},
+    },
     "extra_special_tokens by name": {"extra_special_tokens": {"boi_token": "<z>"}},
     "model_specific_special_tokens": {"model_specific_special_tokens": {"boi_token": "<y>"}},
     "added_tokens_decoder": {
@@ -181,6 +192,16 @@ def test_keys_beside_a_vocabulary_of_bytes(row: str, byte_level: str, tmp_path: 
     assert_as_transformers(folder_with(tmp_path, byte_level, "gpt2", {**FAST, **BYTE_LEVEL[row]}))
 
 
+def test_a_token_that_fills_texts_up(tmp_path: Path) -> None:
+    """The padding token of ``tokenizer.json`` is a special token, unless the settings name one."""
+    tokenizer = trained_tokenizer()
+    tokenizer.enable_padding(pad_id=400, pad_token="<z>")  # noqa: S106  # no secret
+    content = tokenizer.to_str()
+    for number, settings in enumerate(({}, {"pad_token": "<y>"})):
+        folder = folder_with(tmp_path / str(number), content, "gpt2", {**FAST, **settings})
+        assert_as_transformers(folder)
+
+
 @pytest.mark.parametrize("row", BERT)
 def test_keys_beside_a_vocabulary_of_bert(row: str, tmp_path: Path) -> None:
     """Lower case, accents and Chinese characters are as the class reads the settings."""
@@ -191,6 +212,65 @@ def test_keys_beside_a_vocabulary_of_bert(row: str, tmp_path: Path) -> None:
 def test_keys_beside_a_vocabulary_of_llama(row: str, tmp_path: Path) -> None:
     """The space before a text is put where the class of transformers puts it."""
     assert_as_transformers(folder_with(tmp_path, llama_tokenizer(), "llama", dict(LLAMA[row])))
+
+
+OTHER_STEPS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "a space before a text": (
+        "gpt2",
+        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}},
+        {"tokenizer_class": "GPT2TokenizerFast"},
+    ),
+    "no composed characters": ("gpt2", {}, {"tokenizer_class": "GPTNeoXTokenizerFast"}),
+    "a class that counts always": ("qwen2", {}, FAST),
+    "no tokens around": ("roberta", {}, {"tokenizer_class": "RobertaTokenizer"}),
+}
+OTHER_STEPS_OF_BERT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "capitals": ({"lowercase": False}, {"tokenizer_class": "BertTokenizer"}),
+    "capitals and no class": ({"lowercase": False}, {"model_max_length": 16}),
+    "accents": ({"strip_accents": False}, {**OF_BERT, "do_lower_case": True}),
+    "Chinese characters": ({"handle_chinese_chars": False}, OF_BERT),
+    "a second name of the class": ({"lowercase": False}, {"tokenizer_class": "ElectraTokenizer"}),
+    "a class without a constructor": ({}, {"tokenizer_class": "DistilBertTokenizerFast"}),
+}
+
+
+@pytest.mark.parametrize("row", OTHER_STEPS)
+def test_steps_that_a_class_makes(row: str, byte_level: str, tmp_path: Path) -> None:
+    """A class that makes steps of its own takes the vocabulary of ``tokenizer.json`` alone."""
+    kind, steps, settings = OTHER_STEPS[row]
+    content = json.dumps(json.loads(byte_level) | steps)
+    assert_as_transformers(folder_with(tmp_path, content, kind, dict(settings)))
+
+
+@pytest.mark.parametrize("row", OTHER_STEPS_OF_BERT)
+def test_steps_that_a_class_of_bert_makes(row: str, tmp_path: Path) -> None:
+    """Lower case, accents and the tokens around a text are those of the class if no setting names them."""
+    fields, settings = OTHER_STEPS_OF_BERT[row]
+    content = json.loads(bert_tokenizer())
+    content["normalizer"] |= fields
+    if not fields:
+        content["post_processor"] = None
+    assert_as_transformers(folder_with(tmp_path, json.dumps(content), "bert", dict(settings)))
+
+
+def test_a_tokenizer_as_its_class_makes_it_is_read_without_transformers(tmp_path: Path) -> None:
+    """The steps in ``tokenizer.json`` are those of the class, so transformers is not asked."""
+    rows = {
+        "bert": (bert_tokenizer(), {**OF_BERT, "do_lower_case": True}),
+        "gpt2": (str(trained_tokenizer().to_str()), {"tokenizer_class": "GPT2TokenizerFast"}),
+    }
+    for kind, (content, settings) in rows.items():
+        folder = folder_with(tmp_path / kind, content, kind, settings)
+        assert _from_folder(folder) is not None, kind
+
+
+def test_a_folder_without_settings_is_read_as_it_is(tmp_path: Path) -> None:
+    """A ``tokenizer.json`` alone has all steps."""
+    model = tokenizers.models.WordLevel({"[UNK]": 0, "the": 1, "The": 2}, unk_token="[UNK]")  # noqa: S106  # no secret
+    tokenizer = tokenizers.Tokenizer(model)
+    folder = folder_with(tmp_path, tokenizer.to_str(), "bert", {})
+    (folder / "tokenizer_config.json").unlink()
+    assert open_tokenizer(Weights(folder, {})).encode("The") == [2]
 
 
 def made_by(cls: Any, tokens: dict[str, str]) -> dict[str, Any] | None:
