@@ -103,6 +103,8 @@ def fresh_host(
     for name in os.environ:
         if name.startswith("OPGRAFT_"):
             monkeypatch.delenv(name)
+    # The cache is on by default. No test writes to the folder of this machine's user.
+    monkeypatch.setenv("OPGRAFT_COMPILATION_CONFIG_CACHE", "false")
     written = str(tmp_path_factory.getbasetemp())
     monkeypatch.setenv(
         "PYTEST_DEBUG_TEMPROOT", written

@@ -183,9 +183,10 @@ def options(command: click.Command) -> Callable[[Known], Iterable[Row]]:
 
 def is_shared(option: click.Option) -> bool:
     """Tell of an option that every command has, which the page tells of once."""
-    return option.opts in (["-h", "--help"], ["--help"], ["--config"]) or (
-        option.opts == ["--json"] and option.is_flag
-    )
+    everywhere = {"--help", "--config", "--enforce-eager", "--compilation-config"}
+    if everywhere & {*option.opts}:
+        return True
+    return option.opts == ["--json"] and option.is_flag
 
 
 def docstrings_of(name: str) -> str:

@@ -20,16 +20,22 @@ from opgraft.registry.state import host_state
 @json_option
 @with_settings
 def command(as_json: bool) -> None:
-    """Show where the cache of compiled code is, what it holds, and what the folder holds that caches share."""
-    settings = host_state().settings().config.compilation_config
+    """Show where the cache of compiled code is, what it holds, whether it is on, and what caches share."""
+    resolved = host_state().settings()
+    settings = resolved.config.compilation_config
+    enabled = settings.cache is not False
     figures, url = CompilationCache.of(settings, make=False).figures(), settings.cache_remote
     shared = None if url is None else _shared(url)
     if as_json:
-        print_json("opgraft.cache.info/1", {**figures.to_dict(), "shared": shared})
+        print_json(
+            "opgraft.cache.info/1", {**figures.to_dict(), "enabled": enabled, "shared": shared}
+        )
         return
     print_wrapped(
         f"{figures.folder}: {figures.entries} entries, {figures.nbytes:,} of {figures.limit:,} bytes"
     )
+    off = f"off: {resolved.named('compilation_config.cache')} is false"
+    print_wrapped("on; compilation_config.cache=false turns it off" if enabled else off)
     if shared is not None:
         held = f"{url}: {shared['entries']} entries"
         print_wrapped(f"shared: {shared['problem'] or held}")

@@ -23,8 +23,13 @@ from opgraft.config import (
     set_config,
     text_of,
 )
+from opgraft.config.engine_arguments import (
+    advice_about_option,
+    compilation_settings,
+    level_of_eager,
+)
 from opgraft.config.environment import CONFIG, VARIABLES
-from opgraft.errors import OpgraftError
+from opgraft.errors import ConfigError, OpgraftError
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON of a versioned schema instead of text."
@@ -52,6 +57,9 @@ class GivenPath(click.Path):
 
 COMMAND_LINE = "the command line"
 """The origin of settings that are given as options."""
+
+_EAGER, _COMPILATION = "--enforce-eager", "--compilation-config"
+"""Options with vLLM's spelling."""
 
 _FILE = "config_file"
 """The parameter of the option ``--config``."""
@@ -83,6 +91,26 @@ class SettingsCommand(click.Command):
         with answers_apart():
             return super().invoke(ctx)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments.
+
+        Raises:
+            UsageError: an option is vLLM's; the message names the one to use here.
+        """
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            # Of "-tp", click reads "-t".
+            option = next(
+                (each for each in given if each.startswith(error.option_name)), error.option_name
+            )
+            advice = advice_about_option(option)
+            if advice is None:
+                raise
+            name = option.partition("=")[0]
+            raise click.UsageError(f"{name} is an option of vLLM: {advice}", ctx) from error
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, those of each section under a heading."""
         rows: dict[str, list[tuple[str, str]]] = {
@@ -93,6 +121,8 @@ class SettingsCommand(click.Command):
             record = parameter.get_help_record(ctx)
             name = settings.get(str(parameter.name))
             heading = "Options" if name is None else _GROUPS.get(name.partition(".")[0], "Host")
+            if {_EAGER, _COMPILATION} & {*parameter.opts}:
+                heading = _GROUPS["compilation_config"]
             if record is not None and isinstance(parameter, click.Option):
                 rows[heading].append(record)
         for heading, found in rows.items():
@@ -128,6 +158,8 @@ def with_settings(
         path = options.pop(_FILE)
         file = read_file(path) if path is not None else None
         values = {name: parse_text(name, text) for name, text in given.items() if text is not None}
+        for option in (_EAGER, _COMPILATION):
+            _add(values, option, options.pop(_parameter_of(option)))
         with set_config(config_from_fields(values), origin=COMMAND_LINE, file=file):
             return command(**options)
 
@@ -143,8 +175,38 @@ def with_settings(
             shell_complete=complete,
         )
         run = option(run)
+    run = click.option(
+        _COMPILATION,
+        metavar="JSON",
+        help="settings of compilation as one object, by their names after compilation_config",
+    )(run)
+    run = click.option(_EAGER, is_flag=True, help="compile nothing: -O 0")(run)
     help = f"{VARIABLES[CONFIG]} (instead of {CONFIG})."
     return click.option("--config", _FILE, metavar="FILE", help=help, type=GivenPath())(run)
+
+
+def _add(values: dict[str, Any], option: str, given: Any) -> None:
+    """Add the settings that an option with vLLM's spelling stands for.
+
+    Raises:
+        UsageError: another option sets one of them.
+        ConfigError: the text is no JSON, or has a key that is no setting.
+    """
+    if not given:
+        return
+    found = level_of_eager(given) if option == _EAGER else _of_compilation(given)
+    twice = sorted(values.keys() & found.keys())
+    if twice:
+        raise click.UsageError(f"{option} and --{twice[0]} both set {twice[0]}: leave one out")
+    values.update(found)
+
+
+def _of_compilation(text: str) -> dict[str, Any]:
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{_COMPILATION} {text!r:.80} is no JSON: {error}") from error
+    return compilation_settings(given)
 
 
 with_model_settings = functools.partial(
@@ -258,3 +320,7 @@ def width() -> int | None:
 
 def _parameter(field: str) -> str:
     return field.replace(".", "__")
+
+
+def _parameter_of(option: str) -> str:
+    return option.removeprefix("--").replace("-", "_")

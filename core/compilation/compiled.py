@@ -25,7 +25,7 @@ from opgraft.compilation.sources import Sources
 from opgraft.compilation.tensors import Places
 from opgraft.config import CompilationConfig, CompilationMode, OpgraftConfig, set_config
 from opgraft.config.compilation import PACKAGED
-from opgraft.errors import CacheEntryError, CompilationError
+from opgraft.errors import CacheEntryError, CompilationError, ConfigError
 from opgraft.logger import logger
 from opgraft.machine.memory import without_collections
 from opgraft.plugins.host import load_plugins
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     )
 
 _UNKEPT = "the cache of compiled code: nothing is kept: %s"
+_NO_FOLDER = (
+    "the cache of compiled code is off: %s. Or set compilation_config.cache to false, to go without"
+)
 
 
 class Compiled:
@@ -256,13 +259,33 @@ def _compiled(model: nn.Module, example: Example) -> Any:
         return compiled_by_torch(model, str(settings.backend), example)
     if settings.backend not in PACKAGED:
         return _verified(_built(model, example, settings), example)
-    if settings.cache and not settings.dump_graphs:
-        return _cached(model, example, settings, CompilationCache.of(settings))
+    cache = _cache_of(settings)
+    if cache is not None:
+        return _cached(model, example, settings, cache)
     # Where equal pieces have one code, which would be many packages.
     if settings.executed_otherwise:
         return _verified(_built(model, example, settings), example)
     with temporary() as packages:
         return _verified(_built(model, example, settings, packages), example)
+
+
+def _cache_of(settings: CompilationConfig) -> CompilationCache | None:
+    """Return the cache of compiled code, or ``None`` if it is off.
+
+    The cache is on by default. It is off by ``cache=False``, and if graphs are written down.
+
+    Raises:
+        ConfigError: the folder cannot be used, and a setting asks for the cache or names the folder.
+    """
+    if settings.cache is False or settings.dump_graphs:
+        return None
+    try:
+        return CompilationCache.of(settings)
+    except ConfigError as error:
+        if settings.cache or settings.cache_folder:
+            raise
+        logger.warning_once(_NO_FOLDER, error)
+        return None
 
 
 def _verified(compiled: Compiled, example: Example) -> Compiled:

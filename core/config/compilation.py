@@ -107,7 +107,8 @@ class CompilationConfig(Section):
         compile_sizes: sizes of the batch that have code of their own, under the mode ``FULL``.
         compile_ranges: ranges of such sizes, as ``"2-16"``, each of which has code of its own, likewise.
         pass_config: passes of opgraft, each to whether it runs, likewise.
-        cache: whether code that the mode ``FULL`` has generated is kept for other processes.
+        cache: False keeps no generated code for other processes. True requires the cache: a folder that cannot be used,
+            or a mode without code to keep, is an error. By default the cache is on where there is code to keep.
         cache_folder: where.
         cache_bytes: that it may take.
         cache_remote: folder of fsspec, or a path, that caches of several machines share.
@@ -162,9 +163,9 @@ class CompilationConfig(Section):
         "passes of opgraft, each to true or false, over their defaults; for the mode FULL",
         default={},
     )
-    cache: bool = setting(
-        "keep the code that the mode FULL has inductor generate, for processes to come",
-        default=False,
+    cache: bool | None = setting(
+        "keep the code that inductor generates, for processes to come; false turns the cache off",
+        unset="on, where inductor generates code and the folder can be used",
     )
     cache_folder: str | None = setting(
         "folder of that code, of this user alone",

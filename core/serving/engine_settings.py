@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
-from opgraft.config import OpgraftConfig, set_config
-from opgraft.config.whole import config_from_fields, resolve
+from opgraft.config import FIELDS, OpgraftConfig, set_config
+from opgraft.config.engine_arguments import (
+    COMPILATION,
+    ENFORCE_EAGER,
+    SHORT_NAMES,
+    advice_about,
+    compilation_settings,
+    level_of_eager,
+)
+from opgraft.config.whole import check_known, config_from_fields, resolve
 from opgraft.errors import ConfigError, close_matches
 from opgraft.plugins.host import load_plugins
 from opgraft.registry.state import host_state
-
-SHORT_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "dtype": "model.dtype",
-        "max_model_len": "model.max_model_len",
-        "seed": "model.seed",
-        "quantization": "quantization.method",
-        "tensor_parallel_size": "parallel.tensor",
-        "data_parallel_size": "parallel.data",
-        "block_size": "cache.block_size",
-        "kv_cache_dtype": "cache.dtype",
-        "enable_prefix_caching": "cache.prefix_reuse",
-        "max_num_seqs": "scheduler.max_num_seqs",
-        "max_num_batched_tokens": "scheduler.max_num_batched_tokens",
-        "enable_chunked_prefill": "scheduler.chunked_prefill",
-    }
-)
-"""Keyword arguments of ``LLM``, by the names of vLLM, to the settings that they stand for."""
 
 
 def engine_config(
@@ -52,26 +41,37 @@ def engine_config(
 
 def _by_dotted_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, tuple[str, Any]] = {}
-    for name, value in settings.items():
-        dotted = SHORT_NAMES.get(name, _dotted(name))
-        if dotted in found:
-            raise ConfigError(
-                f"{found[dotted][0]} is {found[dotted][1]!r:.80} and {name} {value!r:.80}, and both stand for "
-                f"{dotted}: leave one out"
-            )
-        found[dotted] = name, value
+    for name, given in settings.items():
+        for dotted, value in _settings_of(name, given).items():
+            if dotted in found:
+                first, other = found[dotted]
+                raise ConfigError(
+                    f"{first} is {other!r:.80} and {name} {given!r:.80}, and both stand for "
+                    f"{dotted}: leave one out"
+                )
+            found[dotted] = name, value
     return {dotted: value for dotted, (_, value) in found.items()}
 
 
-def _dotted(name: str) -> str:
-    if name == "gpu_memory_utilization":
-        raise ConfigError(
-            "gpu_memory_utilization is vLLM's share of all memory, for weights and cache: set cache.memory_share, the "
-            "cache's share of what is free when the model has been loaded, as in **{'cache.memory_share': 0.9}"
-        )
-    if "." not in name and name not in SHORT_NAMES:
-        raise ConfigError(
-            f"LLM has no argument {name!r}: {close_matches(name, SHORT_NAMES)} Every setting is taken by its dotted "
-            "name, as in **{'cache.memory_bytes': 1 << 30}"
-        )
-    return name
+def _settings_of(name: str, value: Any) -> dict[str, Any]:
+    """Return the settings, by dotted name, that a keyword argument stands for.
+
+    Raises:
+        ConfigError: there is no such argument.
+    """
+    if name == ENFORCE_EAGER:
+        return level_of_eager(value)
+    if name == COMPILATION:
+        return compilation_settings(value)
+    if name in FIELDS:
+        return {name: value}
+    if name in SHORT_NAMES:
+        return {SHORT_NAMES[name]: value}
+    if "." in name:
+        check_known(name)
+    advice = advice_about(name)
+    advice = f"{advice}." if advice else close_matches(name, SHORT_NAMES)
+    raise ConfigError(
+        f"LLM has no argument {name!r}: {advice} Every setting is taken by its dotted "
+        "name, as in **{'cache.memory_bytes': 1 << 30}"
+    )

@@ -70,8 +70,9 @@ class LLM(FrontEnd):
         on_step: called after each step with its ``EngineStats``, a change since the last call, and
             the requests that have news; see ``PrometheusExporter``. An encoder calls it after each
             batch, without requests. The thread of the engine makes the calls.
-        **settings: single settings, which go before those: by the names in ``SHORT_NAMES``, or by
-            dotted names as in ``**{"cache.memory_bytes": 1 << 30}``.
+        **settings: single settings, which go before those: by the names in ``SHORT_NAMES``, by
+            dotted names as in ``**{"cache.memory_bytes": 1 << 30}``, or ``enforce_eager=True`` for
+            level 0 and a mapping as ``compilation_config``.
 
     Raises:
         ConfigError: a setting that there is not, or a value that it does not take; a cache too

@@ -228,6 +228,60 @@ def test_the_command_line(cli: Any, tmp_path: Path) -> None:
     assert "0 entries" in cli("cache", "info", *folder).stdout
 
 
+@pytest.fixture
+def by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder of the cache by default, of a user of this test, and no setting about the cache."""
+    monkeypatch.delenv("OPGRAFT_COMPILATION_CONFIG_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "opgraft" / "compiled"
+
+
+def reason_of(model: nn.Module, x: Tensor, **settings: Any) -> str:
+    """Compile at level 2, and return the reason of the decision."""
+    made = opgraft.compile(model, CompilationConfig(level=2, **settings), args=(x,))
+    assert isinstance(made, opgraft.Compiled)
+    return str(made.decision.reason)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+def test_the_cache_is_on_by_default(by_default: Path, block: Block, x: Tensor) -> None:
+    """The second compilation takes the code of the first from the folder of the user."""
+    assert "one graph for any size" in reason_of(block, x)
+    assert by_default.stat().st_mode & 0o777 == 0o700
+    assert "taken from the cache of compiled code" in reason_of(block, x)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+def test_levels_without_generated_code_need_no_cache(
+    by_default: Path, block: Block, x: Tensor
+) -> None:
+    """Without a setting about the cache, a mode or a backend that keeps no code is no error."""
+    for settings in ({"level": 0}, {"level": 1}, {"mode": "STOCK_TORCH_COMPILE"}):
+        opgraft.compile(block, CompilationConfig(**settings), args=(x,))
+    assert not by_default.exists()
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+def test_a_default_folder_that_cannot_be_used_is_a_warning(
+    by_default: Path, block: Block, x: Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model is compiled without a cache. If a setting asks for the cache, the folder is an error."""
+    by_default.parent.mkdir()
+    by_default.write_text("")
+    with pytest.raises(ConfigError, match="cache_folder cannot be used"):
+        reason_of(block, x, cache=True)
+    assert "one graph for any size" in reason_of(block, x)
+    assert "the cache of compiled code is off: the folder" in caplog.text
+
+
+def test_the_command_line_tells_whether_the_cache_is_on(cli: Any, by_default: Path) -> None:
+    """`opgraft cache info` has the folder, and the setting that turns the cache off."""
+    assert json.loads(cli("cache", "info", "--json").stdout)["enabled"] is True
+    told = cli("cache", "info", OPGRAFT_COMPILATION_CONFIG_CACHE="0").stdout
+    assert str(by_default) in told
+    assert "off: compilation_config.cache (OPGRAFT_COMPILATION_CONFIG_CACHE) is false" in told
+
+
 def kept(model: nn.Module, folder: Path, x: Tensor) -> opgraft.Compiled:
     made = opgraft.compile(
         model, CompilationConfig(level=2, cache=True, cache_folder=str(folder)), args=(x,)

@@ -188,8 +188,8 @@ def test_a_flag_has_the_words_that_are_documented(
 ) -> None:
     """Each spelling in the reference is taken."""
     monkeypatch.setenv("OPGRAFT_STRICT", word)
-    ((_, layer),) = read_environment().layers
-    assert layer.strict is value
+    layers = dict(read_environment().layers)
+    assert layers["OPGRAFT_STRICT"].strict is value
 
 
 def test_text_is_a_mapping_everywhere(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import opgraft
 import pytest
 from docs.test_reference import code, rows_of
-from opgraft import LLM, AsyncLLM, SamplingParams
+from opgraft import LLM, AsyncLLM, CompilationConfig, SamplingParams
 from opgraft.errors import ConfigError, RequestError
 from opgraft.serving.engine_settings import engine_config
 
@@ -67,6 +67,10 @@ def refuses_setting(name: str, message: str) -> None:
         engine_config("smollm2", None, {name: 0.5})
 
 
+def compilation_of(**settings: object) -> CompilationConfig:
+    return engine_config("smollm2", None, settings).compilation_config
+
+
 def expect(holds: bool) -> None:
     assert holds
 
@@ -101,6 +105,10 @@ DIFFERENCES: Mapping[str, Callable[[], None]] = {
     "LLM.generate(priority=[…])": lambda: expect("priority" in parameters(LLM.generate)),
     "LLM(gpu_memory_utilization=…)": lambda: refuses_setting(
         "gpu_memory_utilization", r"cache\.memory_share"
+    ),
+    "LLM(enforce_eager=True)": lambda: expect(compilation_of(enforce_eager=True).level == 0),
+    "LLM(compilation_config=…)": lambda: expect(
+        compilation_of(compilation_config={"level": 2}).level == 2
     ),
     "LLM(swap_space=…)": lambda: refuses_setting("swap_space", "LLM has no argument 'swap_space'"),
     "LLM.embed(truncate_prompt_tokens=…)": lambda: expect("truncate" in parameters(LLM.embed)),

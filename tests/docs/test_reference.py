@@ -84,7 +84,8 @@ def test_every_command_is_described_with_its_options_and_schema(path: str) -> No
     section = section_of(path)
     settings = {f"--{name}" for name in FIELDS}
     for parameter in COMMANDS[path].params:
-        options = set(parameter.opts) - settings - {"--json", "--help", "--config"}
+        shared = {"--json", "--help", "--config", "--enforce-eager", "--compilation-config"}
+        options = set(parameter.opts) - settings - shared
         if isinstance(parameter, click.Option) and options:
             (option,) = options
             assert f"| `{option}" in section, option

@@ -43,6 +43,7 @@ class Ranks:
             name: value for name, value in os.environ.items() if not name.startswith("OPGRAFT_")
         }
         environ["OPGRAFT_PLUGINS"] = plugins
+        environ["OPGRAFT_COMPILATION_CONFIG_CACHE"] = "false"  # nothing goes to the user's folder
         self.job = (tuple(path), environ, sizes or {"tensor": size})
         self.size = size
         self.ends: list[Connection] = []

@@ -1,0 +1,169 @@
+"""Arguments of vLLM's engine, and the settings that stand for each here.
+
+``LLM`` takes ``SHORT_NAMES`` as keyword arguments. Messages about other arguments, and about options of vLLM's command
+line, name the setting to use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from opgraft.config.compilation import CompilationConfig
+from opgraft.config.declaration import values_of
+from opgraft.config.whole import FIELDS
+from opgraft.errors import ConfigError, close_matches
+
+SHORT_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "dtype": "model.dtype",
+        "max_model_len": "model.max_model_len",
+        "seed": "model.seed",
+        "quantization": "quantization.method",
+        "load_format": "load.format",
+        "tensor_parallel_size": "parallel.tensor",
+        "pipeline_parallel_size": "parallel.pipeline",
+        "data_parallel_size": "parallel.data",
+        "block_size": "cache.block_size",
+        "kv_cache_dtype": "cache.dtype",
+        "kv_cache_memory_bytes": "cache.memory_bytes",
+        "num_gpu_blocks_override": "cache.num_blocks",
+        "enable_prefix_caching": "cache.prefix_reuse",
+        "max_num_seqs": "scheduler.max_num_seqs",
+        "max_num_batched_tokens": "scheduler.max_num_batched_tokens",
+        "enable_chunked_prefill": "scheduler.chunked_prefill",
+        "scheduling_policy": "scheduler.policy",
+    }
+)
+"""Keyword arguments of ``LLM``, by the names of vLLM, to the settings that they stand for."""
+
+ENFORCE_EAGER = "enforce_eager"
+COMPILATION = "compilation_config"
+_LEVEL = "compilation_config.level"
+
+_ADVICE: Mapping[str, str] = MappingProxyType(
+    {
+        "gpu_memory_utilization": "gpu_memory_utilization is vLLM's share of all memory, for weights and cache: set "
+        "cache.memory_share, the cache's share of what is free when the model has been loaded",
+        "served_model_name": "set server.model_name",
+        "max_logprobs": "set server.max_logprobs",
+        "allowed_origins": "set server.cors_origins",
+        "model_impl": "set model.implementation to auto, opgraft or transformers",
+        "use_tqdm_on_load": "set load.progress",
+        "download_dir": "models are read from the Hub's own cache: set the variable HF_HUB_CACHE",
+        "distributed_executor_backend": "set parallel.executor to in_process, processes, ray or external",
+        "enable_expert_parallel": "set parallel.expert to the number of ranks that share the experts",
+        "enable_eplb": "set parallel.expert_balance_steps",
+        "num_redundant_experts": "set parallel.redundant_experts",
+        "device": "set platform",
+        "attention_backend": "set providers, such as attention=NAME",
+        "cudagraph_capture_sizes": "set compilation_config.capture_sizes",
+        "cuda_graph_sizes": "set compilation_config.capture_sizes",
+        "kv_cache_dtype_skip_layers": "cache.dtype holds for all layers",
+        "swap_space": "nothing is swapped: a request that gives way is computed anew",
+        "cpu_offload_gb": "weights are not offloaded: quantize them by quantization.method, or share layers between "
+        "ranks by parallel.tensor",
+        "worker_cls": "derive a worker from opgraft.kernels.engine.Worker and declare it by register_oot",
+        "scheduler_cls": "derive a scheduler and declare it by register_oot",
+        "trust_remote_code": "no code of a checkpoint runs: leave it out",
+        "enable_log_requests": "set server.log_prompts",
+        "disable_log_requests": "set server.log_prompts to false, which is the default",
+        "uvicorn_log_level": "set the variable OPGRAFT_LOG",
+        "additional_config": "a plugin declares settings of its own, each of which is an option",
+    }
+)
+"""Arguments of vLLM that no keyword of ``LLM`` takes, to the next step."""
+
+_ABBREVIATIONS = MappingProxyType(
+    {
+        "-tp": "tensor_parallel_size",
+        "-pp": "pipeline_parallel_size",
+        "-dp": "data_parallel_size",
+        "-q": "quantization",
+    }
+)
+
+_OF_COMPILATION: Mapping[str, str] = MappingProxyType(
+    {
+        "cudagraph_mode": "graph_mode",
+        "cudagraph_capture_sizes": "capture_sizes",
+        "cache_dir": "cache_folder",
+        "debug_dump_path": "dump_graphs",
+        "inductor_passes": "user_passes",
+        "compile_ranges_split_points": "compile_ranges",
+    }
+)
+"""Keys of vLLM's compilation config, to the settings of the section ``compilation_config`` here."""
+
+
+def advice_about(argument: str) -> str | None:
+    """Return what to set instead of an argument of vLLM, or ``None`` if the argument is not known."""
+    if argument in SHORT_NAMES:
+        return f"set {SHORT_NAMES[argument]}"
+    return _ADVICE.get(argument)
+
+
+def advice_about_option(option: str) -> str | None:
+    """Return the option to use instead of one of vLLM's command line, or ``None`` if it is not known."""
+    name = option.partition("=")[0]
+    argument = _ABBREVIATIONS.get(name, name.lstrip("-").replace("-", "_"))
+    if argument in FIELDS:  # with "-" for "_"
+        return f"use --{argument}"
+    negated = argument.removeprefix("no_")
+    advice = advice_about(argument)
+    if advice is None and negated != argument:
+        advice = advice_about(negated)
+        advice = advice and f"{advice} false"
+    if advice is None:
+        return None
+    words = (f"--{word}" if word in FIELDS else word for word in advice.split(" "))
+    return " ".join(words).replace("set --", "use --")
+
+
+def level_of_eager(value: Any) -> dict[str, int]:
+    """Return the setting that ``enforce_eager`` stands for: level 0, or none if the value is false.
+
+    Raises:
+        ConfigError: the value is neither true nor false.
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(f"{ENFORCE_EAGER} is {value!r:.80}: use True, which is level 0, or False")
+    return {_LEVEL: 0} if value else {}
+
+
+def compilation_settings(given: Any) -> dict[str, Any]:
+    """Return the settings of ``compilation_config`` by dotted names.
+
+    Args:
+        given: a mapping, as vLLM takes it, a ``CompilationConfig``, or the number of a mode.
+
+    Raises:
+        ConfigError: it is something else, or has a key that is no setting.
+    """
+    if isinstance(given, CompilationConfig):
+        return {field.name: value for field, value in values_of(given) if value is not None}
+    if isinstance(given, int) and not isinstance(given, bool):
+        return {f"{COMPILATION}.mode": given}
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"{COMPILATION} is {given!r:.80}: use a mapping, such as {{'level': 2}}, or a CompilationConfig"
+        )
+    return {_known_key(str(key)): value for key, value in given.items()}
+
+
+def _known_key(key: str) -> str:
+    """Return the dotted name of a key.
+
+    Raises:
+        ConfigError: there is no such setting.
+    """
+    dotted = f"{COMPILATION}.{key}"
+    if dotted in FIELDS:
+        return dotted
+    known = [
+        name.removeprefix(f"{COMPILATION}.") for name in FIELDS if name.startswith(COMPILATION)
+    ]
+    ours = _OF_COMPILATION.get(key)
+    advice = f"it is {ours!r} here" if ours else close_matches(key, known)
+    raise ConfigError(f"{COMPILATION} has no key {key!r}: {advice}")
