@@ -36,16 +36,20 @@ FUNCTIONS = """
 import torch
 CALLS = []
 
+def in_one_row(weight: torch.Tensor) -> torch.Tensor:
+    return weight.as_strided(weight.shape, (1,))  # whatever its strides
+
 def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float):
     CALLS.append("rms_norm")
     assert hidden_states.is_contiguous() and hidden_states.dtype == weight.dtype != torch.float64
+    weight = in_one_row(weight)
     wide = hidden_states.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(hidden_states.dtype)
 
 def add_rms_norm(residual, x, weight, bias, eps: float, add_back: bool = False):
     CALLS.append("add_rms_norm")
     assert bias is None, "bias is not supported in add_rmsnorm yet"
-    total = residual.float() + x.float()
+    weight, total = in_one_row(weight), residual.float() + x.float()
     if add_back:
         residual.copy_(total)
     return (total * torch.rsqrt(total.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
@@ -163,6 +167,16 @@ def test_norm(calls, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         expected = op.forward_native(x, residual)
         torch.testing.assert_close(op(x, residual), expected, **tolerance)
     assert calls == ["rms_norm", "rms_norm", "add_rms_norm"]
+
+
+def test_norm_with_a_strided_weight(calls) -> None:
+    """A weight that is a column of a matrix reaches the kernels in one row."""
+    op, x = RMSNorm(32), torch.randn(5, 32)
+    op.weight = torch.nn.Parameter(torch.randn(32, 3)[:, 1])
+    with torch.no_grad():
+        torch.testing.assert_close(op(x), op.forward_native(x))
+        torch.testing.assert_close(op(x, x.clone()), op.forward_native(x, x.clone()))
+    assert calls == ["rms_norm", "add_rms_norm"]
 
 
 @pytest.mark.parametrize("neox", [True, False])

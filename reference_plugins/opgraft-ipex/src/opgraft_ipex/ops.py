@@ -35,14 +35,14 @@ class IpexRMSNorm(RMSNorm):
             return self.forward_native(x, residual)
         if x.shape[-1] != self.hidden_size or any(other.shape != x.shape for other in others):
             return self.forward_native(x, residual)  # which says what is wrong
+        # The kernel reads the weight's memory in one row, whatever its strides.
+        weight = self.weight.contiguous()
         normed: Tensor
         if residual is None:
-            normed = ipex.rms_norm(x.contiguous(), self.weight, self.variance_epsilon)
+            normed = ipex.rms_norm(x.contiguous(), weight, self.variance_epsilon)
             return normed
         total = residual.contiguous()
-        normed = ipex.add_rms_norm(
-            total, x.contiguous(), self.weight, None, self.variance_epsilon, True
-        )
+        normed = ipex.add_rms_norm(total, x.contiguous(), weight, None, self.variance_epsilon, True)
         return normed, total
 
     forward_xpu = forward_cpu
