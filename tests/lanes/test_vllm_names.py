@@ -22,6 +22,10 @@ ROWS = [
 ]
 
 OTHER_VERSIONS = {
+    "vllm.attention.Attention",
+    "vllm.attention.layer.Attention",
+    "vllm.attention.layer.MLAAttention",
+    "vllm.attention.layers.mm_encoder_attention.MMEncoderAttention",
     "vllm.model_executor.layers.fused_moe.FusedMoE",
     "vllm.model_executor.layers.fused_moe.layer.FusedMoE",
     "vllm.model_executor.layers.fused_moe.layer.UnquantizedFusedMoEMethod",

@@ -66,6 +66,53 @@ def test_a_plugin_runs_as_it_is(bridged: Any, caplog: pytest.LogCaptureFixture) 
     assert re.fullmatch(r".*/acme_vllm/platform\.py:\d+", fact.source)
 
 
+BY_VARIABLES = """
+import os
+
+SEEN_AT_IMPORT = os.environ.get("ACME_DEVICES")
+
+
+def register():
+    found = SEEN_AT_IMPORT and os.getenv("ACME_DEVICES") and "ACME_DEVICES" in os.environ
+    return "acme_vllm.platform.AcmePlatform" if found else None
+
+
+def register_ops():
+    pass
+"""
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_a_platform_function_reads_the_variables_of_the_machine(
+    bridged: Any, monkeypatch: pytest.MonkeyPatch, found: bool
+) -> None:
+    """A function that reads a variable finds its device. Without a device the reason tells what it was told."""
+    if found:
+        monkeypatch.setenv("ACME_DEVICES", "0,1")
+    install_acme(bridged, __init__=BY_VARIABLES)
+    candidates = {each.name: each for each in selected_platform().decision.candidates}
+    assert current_platform().name == ("acme" if found else "cpu")
+    assert ("acme_vllm:register finds no device; it is told" in candidates["acme"].reason) != found
+
+
+def test_earlier_paths_of_attention(bridged: Any) -> None:
+    """The classes are found at the paths that earlier versions of vLLM had."""
+    imports = (
+        "from vllm.attention import Attention\n"
+        "from vllm.attention.layer import MLAAttention\n"
+        "from vllm.attention.layers.mm_encoder_attention import MMEncoderAttention\n"
+    )
+    check = "FOUND = Attention, MLAAttention, MMEncoderAttention\n"
+    install_acme(
+        bridged,
+        {"vllm.general_plugins": ["acme_ops = acme_vllm:register_ops"]},
+        ops=imports + check,
+    )
+    load_plugins()
+    found = importlib.import_module("acme_vllm.ops").FOUND
+    assert found == (ops.Attention, ops.MLAAttention, ops.MMEncoderAttention)
+
+
 def test_conformance_judges_it(bridged: Any) -> None:
     """The kit asks of its platform and its ops what it asks of any plugin's, and it passes."""
     install_acme(bridged)

@@ -63,6 +63,10 @@ _KERNELS = "opgraft.kernels"
 
 _OTHERS: Mapping[str, Mapping[str, str]] = {
     "vllm": {"opgraft": "SamplingParams"},
+    # The paths of earlier versions, which plugins for these import.
+    "vllm.attention": {"opgraft.ops": "Attention"},
+    "vllm.attention.layer": {"opgraft.ops": "Attention MLAAttention"},
+    "vllm.attention.layers.mm_encoder_attention": {"opgraft.ops": "MMEncoderAttention"},
     "vllm.config": {"opgraft": "CompilationMode"},
     "vllm.config.compilation": {"opgraft": "CompilationMode"},
     "vllm.distributed": {"opgraft.distributed": f"{_GROUPS} {_COLLECTIVES}"},

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +19,26 @@ from opgraft_vllm_bridge.finder import VllmFinder, is_installed
 from opgraft_vllm_bridge.judging import Judgement, expect_counterparts, judge
 
 _PACKAGES = "pip install libcst tomlkit, or the bridge with its extra 'port'"
+_TOLD = (
+    "it is told this machine's variables, but for those whose names speak of secrets, such as TOKEN"
+)
 _ASIDE = "vLLM itself is installed, and runs its plugins: uninstall one of both"
 
 
 def platform(offer: Offer) -> PlatformSpec:
     """Return a platform of opgraft for an entry point of the group ``vllm.platform_plugins``.
 
-    The entry point's function, which returns the path of a class where the device is there, is the probe.
+    The probe calls the entry point's function, which returns the path of a class if the device is
+    there. The function reads the variables that the machine tells probes.
     """
 
     def probe(machine: Machine) -> Evidence:
         if is_installed():
             return Evidence(False, _ASIDE)
-        path = _class_path(offer)
+        with _variables_of(machine):
+            path = _class_path(offer)
         if path is None:
-            return Evidence(False, f"{offer.value} finds no device")
+            return Evidence(False, f"{offer.value} finds no device; {_TOLD}")
         judgement = _judged(offer, path.rpartition(".")[0])
         expect_counterparts(offer.name, judgement)
         facts = [
@@ -56,6 +63,22 @@ def platform(offer: Offer) -> PlatformSpec:
         return adapted
 
     return PlatformSpec(probe, load)
+
+
+@contextmanager
+def _variables_of(machine: Machine) -> Iterator[None]:
+    """Give a function of vLLM the variables of a machine, which it reads from ``os.environ``.
+
+    A process that asks a probe has a minimal environment. The machine has all variables but those
+    whose names speak of secrets.
+    """
+    before = dict(os.environ)
+    os.environ.update(machine.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 class Plugin:
