@@ -154,15 +154,33 @@ def with_settings(
 
     @functools.wraps(command)
     def run(**options: Any) -> Any:
-        given = {name: options.pop(_parameter(name)) for name in FIELDS}
         path = options.pop(_FILE)
         file = read_file(path) if path is not None else None
-        values = {name: parse_text(name, text) for name, text in given.items() if text is not None}
-        for option in (_EAGER, _COMPILATION):
-            _add(values, option, options.pop(_parameter_of(option)))
-        with set_config(config_from_fields(values), origin=COMMAND_LINE, file=file):
+        layer = config_from_fields(_given(options))
+        with set_config(layer, origin=COMMAND_LINE, file=file):
             return command(**options)
 
+    run = _with_options(run, short, hidden)
+    help = f"{VARIABLES[CONFIG]} (instead of {CONFIG})."
+    return click.option("--config", _FILE, metavar="FILE", help=help, type=GivenPath())(run)
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """Take the settings out of the options of a command; return those that are given, by dotted name."""
+    values = {}
+    for name in FIELDS:
+        text = options.pop(_parameter(name))
+        if text is not None:
+            values[name] = parse_text(name, text)
+    for option in (_EAGER, _COMPILATION):
+        _add(values, option, options.pop(_parameter_of(option)))
+    return values
+
+
+def _with_options(
+    run: Callable[..., Any], short: Mapping[str, str], hidden: Collection[str]
+) -> Callable[..., Any]:
+    """Give a command one option per setting, and those with vLLM's spelling."""
     for name, field in reversed(list(FIELDS.items())):
         complete = functools.partial(_complete, name)
         spellings = [short[name], f"--{name}"] if name in short else [f"--{name}"]
@@ -180,9 +198,7 @@ def with_settings(
         metavar="JSON",
         help="settings of compilation as one object, by their names after compilation_config",
     )(run)
-    run = click.option(_EAGER, is_flag=True, help="compile nothing: -O 0")(run)
-    help = f"{VARIABLES[CONFIG]} (instead of {CONFIG})."
-    return click.option("--config", _FILE, metavar="FILE", help=help, type=GivenPath())(run)
+    return click.option(_EAGER, is_flag=True, help="compile nothing: -O 0")(run)
 
 
 def _add(values: dict[str, Any], option: str, given: Any) -> None:

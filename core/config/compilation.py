@@ -107,8 +107,8 @@ class CompilationConfig(Section):
         compile_sizes: sizes of the batch that have code of their own, under the mode ``FULL``.
         compile_ranges: ranges of such sizes, as ``"2-16"``, each of which has code of its own, likewise.
         pass_config: passes of opgraft, each to whether it runs, likewise.
-        cache: False keeps no generated code for other processes. True requires the cache: a folder that cannot be used,
-            or a mode without code to keep, is an error. By default the cache is on where there is code to keep.
+        cache: False keeps no generated code. True requires the cache: a folder that cannot be used,
+            or a mode without code to keep, is an error. By default the cache is on if there is code.
         cache_folder: where.
         cache_bytes: that it may take.
         cache_remote: folder of fsspec, or a path, that caches of several machines share.

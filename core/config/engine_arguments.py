@@ -1,7 +1,7 @@
 """Arguments of vLLM's engine, and the settings that stand for each here.
 
-``LLM`` takes ``SHORT_NAMES`` as keyword arguments. Messages about other arguments, and about options of vLLM's command
-line, name the setting to use.
+``LLM`` takes ``SHORT_NAMES`` as keyword arguments. Messages about other arguments, and about
+options of vLLM's command line, name the setting to use.
 """
 
 from __future__ import annotations
@@ -44,27 +44,29 @@ _LEVEL = "compilation_config.level"
 
 _ADVICE: Mapping[str, str] = MappingProxyType(
     {
-        "gpu_memory_utilization": "gpu_memory_utilization is vLLM's share of all memory, for weights and cache: set "
-        "cache.memory_share, the cache's share of what is free when the model has been loaded",
+        "gpu_memory_utilization": "gpu_memory_utilization is vLLM's share of all memory, for "
+        "weights and cache: set cache.memory_share, the cache's share of what is free when the model has "
+        "been loaded",
         "served_model_name": "set server.model_name",
         "max_logprobs": "set server.max_logprobs",
         "allowed_origins": "set server.cors_origins",
         "model_impl": "set model.implementation to auto, opgraft or transformers",
         "use_tqdm_on_load": "set load.progress",
         "download_dir": "models are read from the Hub's own cache: set the variable HF_HUB_CACHE",
-        "distributed_executor_backend": "set parallel.executor to in_process, processes, ray or external",
-        "enable_expert_parallel": "set parallel.expert to the number of ranks that share the experts",
+        "distributed_executor_backend": "set parallel.executor to in_process, processes, ray or "
+        "external",
+        "enable_expert_parallel": "set parallel.expert to the number of ranks that share experts",
         "enable_eplb": "set parallel.expert_balance_steps",
         "num_redundant_experts": "set parallel.redundant_experts",
         "device": "set platform",
         "attention_backend": "set providers, such as attention=NAME",
         "cudagraph_capture_sizes": "set compilation_config.capture_sizes",
-        "cuda_graph_sizes": "set compilation_config.capture_sizes",
         "kv_cache_dtype_skip_layers": "cache.dtype holds for all layers",
         "swap_space": "nothing is swapped: a request that gives way is computed anew",
-        "cpu_offload_gb": "weights are not offloaded: quantize them by quantization.method, or share layers between "
-        "ranks by parallel.tensor",
-        "worker_cls": "derive a worker from opgraft.kernels.engine.Worker and declare it by register_oot",
+        "cpu_offload_gb": "weights are not offloaded: quantize them by quantization.method, or "
+        "share layers between ranks by parallel.tensor",
+        "worker_cls": "derive a worker from opgraft.kernels.engine.Worker, and declare it by "
+        "register_oot",
         "scheduler_cls": "derive a scheduler and declare it by register_oot",
         "trust_remote_code": "no code of a checkpoint runs: leave it out",
         "enable_log_requests": "set server.log_prompts",
@@ -98,14 +100,14 @@ _OF_COMPILATION: Mapping[str, str] = MappingProxyType(
 
 
 def advice_about(argument: str) -> str | None:
-    """Return what to set instead of an argument of vLLM, or ``None`` if the argument is not known."""
+    """Return the next step for an argument of vLLM, or ``None`` if the argument is not known."""
     if argument in SHORT_NAMES:
         return f"set {SHORT_NAMES[argument]}"
     return _ADVICE.get(argument)
 
 
 def advice_about_option(option: str) -> str | None:
-    """Return the option to use instead of one of vLLM's command line, or ``None`` if it is not known."""
+    """Return the option to use instead of an option of vLLM, or ``None`` if it is not known."""
     name = option.partition("=")[0]
     argument = _ABBREVIATIONS.get(name, name.lstrip("-").replace("-", "_"))
     if argument in FIELDS:  # with "-" for "_"
@@ -147,7 +149,8 @@ def compilation_settings(given: Any) -> dict[str, Any]:
         return {f"{COMPILATION}.mode": given}
     if not isinstance(given, Mapping):
         raise ConfigError(
-            f"{COMPILATION} is {given!r:.80}: use a mapping, such as {{'level': 2}}, or a CompilationConfig"
+            f"{COMPILATION} is {given!r:.80}: use a mapping, such as {{'level': 2}}, or a "
+            "CompilationConfig"
         )
     return {_known_key(str(key)): value for key, value in given.items()}
 
