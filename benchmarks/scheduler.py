@@ -14,7 +14,7 @@ from typing import Any
 
 import transformers
 from opgraft import LLM, SamplingParams
-from opgraft.config import SchedulerConfig
+from opgraft.config import OpgraftConfig, SchedulerConfig
 from opgraft.engine.request import Request
 from opgraft.engine.schedule.kv_cache import KVCacheManager, LayerKind
 from opgraft.engine.schedule.scheduler import Scheduler
@@ -36,7 +36,8 @@ def microseconds(running: int, kinds: list[LayerKind]) -> tuple[float, float]:
         max_num_seqs=256, max_num_batched_tokens=1 << 20, chunked_prefill=True, policy="fcfs"
     )
     blocks = running * len(kinds) * ((PROMPT + STEPS) // 32 + 3)
-    scheduler = Scheduler(config, KVCacheManager(kinds, blocks, 32), 8192)
+    settings = OpgraftConfig(scheduler=config)
+    scheduler = Scheduler(settings, KVCacheManager(kinds, blocks, 32), 8192)
     params = SamplingParams(max_tokens=STEPS + 10, ignore_eos=True, temperature=0)
     for number in range(running):
         scheduler.add(Request(str(number), [number] * PROMPT, params, eos={2}))

@@ -115,15 +115,18 @@ class EngineCore:
         first = ranks[0]
         reuse = self.opgraft_config.cache.prefix_reuse
         self.cache = KVCacheManager(
-            first.kinds, room.num_blocks, first.block_size, reuse, room.num_states
+            first.kinds,
+            room.num_blocks,
+            first.block_size,
+            reuse,
+            room.num_states,
+            opgraft_config=self.opgraft_config,
         )
         self._expect_room(max(sizes.bytes_per_block for sizes in ranks))
         self.executor.call_all("allocate_cache", *room)
         fits = self.executor.call("context_fits")
         depth = self.executor.depth
-        self.scheduler = Scheduler(
-            self.opgraft_config.scheduler, self.cache, self.max_model_len, fits, depth
-        )
+        self.scheduler = Scheduler(self.opgraft_config, self.cache, self.max_model_len, fits, depth)
         self.counters = self.scheduler.counters
 
     def _cache_sizes(self) -> list[CacheSizes]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from opgraft import SamplingParams
-from opgraft.config import SchedulerConfig
+from opgraft.config import OpgraftConfig, SchedulerConfig
 from opgraft.engine.request import Request
 from opgraft.engine.schedule.kv_cache import KVCacheManager, LayerKind
 from opgraft.engine.schedule.scheduler import Scheduler
@@ -314,7 +314,7 @@ def make_scheduler(
         policy=policy,
     )
     return Scheduler(
-        config,
+        OpgraftConfig(scheduler=config),
         KVCacheManager(kinds, num_blocks, block_size, prefix_reuse),
         max_model_len,
         depth=depth,

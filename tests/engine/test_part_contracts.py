@@ -81,6 +81,22 @@ def test_parts_on_the_toy_npu_keep_their_contracts(given: OpgraftConfig, toy_npu
         check_memory_query(MemoryQuery(torch.device("cpu")))
 
 
+def test_parts_of_the_engine_have_the_whole_config(folder: Path, given: OpgraftConfig) -> None:
+    """Worker, runner, sampler, scheduler and cache manager hold every setting, with the built-in defaults."""
+    worker = Worker(OpgraftConfig())
+    worker.init_device()
+    assert worker.opgraft_config == OpgraftConfig().resolved()
+    assert worker.runner.sampler.opgraft_config is worker.runner.opgraft_config
+    assert Sampler().opgraft_config.cache.block_size == 32
+    core: Any = engine(folder)
+    try:
+        parts = core.scheduler, core.cache, core.executor.worker.runner.sampler
+        assert {part.opgraft_config.model.name for part in parts} == {given.model.name}
+        assert core.scheduler.config == given.resolved().scheduler
+    finally:
+        core.shutdown()
+
+
 class Likeliest(Sampler):
     def __call__(self, logits: Any, batch: Any) -> Any:
         found = super().__call__(logits, batch)

@@ -39,7 +39,7 @@ class ModelRunner(PluggableClass):
     """Holds the model, its cache and the sequences of the batch, and computes steps.
 
     Args:
-        opgraft_config: resolved.
+        opgraft_config: all settings; what it leaves open has the built-in default.
         device: where the model is.
     """
 
@@ -47,10 +47,10 @@ class ModelRunner(PluggableClass):
     """Of the workers of an engine that share layers, the first has logits and samples: its tokens come with steps."""
 
     def __init__(self, opgraft_config: OpgraftConfig, device: torch.device) -> None:
-        self.opgraft_config = opgraft_config
+        self.opgraft_config = opgraft_config.resolved()
         self.device = device
-        self.sampler = Sampler()
-        self.sampling = SamplingBatch(opgraft_config.model.seed)
+        self.sampler = Sampler(self.opgraft_config)
+        self.sampling = SamplingBatch(self.opgraft_config.model.seed)
         self.compiled: CompiledModel | None = None
         self.link: StageLink | None = None
         self._prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = {}

@@ -9,6 +9,7 @@ from math import isfinite
 
 import torch
 from opgraft.binding.pluggable_class import PluggableClass
+from opgraft.config import OpgraftConfig
 from opgraft.engine.sampling.batch import Plan, SamplingBatch
 from opgraft.engine.sampling.drawing import draw, draw_filtered
 from opgraft.engine.sampling.greatest_values import row_maximum
@@ -50,7 +51,13 @@ class Sampler(PluggableClass):
     Logits are changed in the order of vLLM: allowed tokens, bad words and tokens that ``min_tokens`` holds back are
     banned, then come biases, users' processors and penalties. Greedy requests take the likeliest token of that. For
     the others the logits are divided by the temperature, limited by min-p, top-k and top-p, and drawn from.
+
+    Args:
+        opgraft_config: all settings, for subclasses; the built-in defaults if not given.
     """
+
+    def __init__(self, opgraft_config: OpgraftConfig | None = None) -> None:
+        self.opgraft_config = (opgraft_config or OpgraftConfig()).resolved()
 
     @torch.inference_mode()
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> Sampled:

@@ -13,6 +13,7 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from opgraft.binding.pluggable_class import PluggableClass
+from opgraft.config import OpgraftConfig
 from opgraft.engine.request import Request
 from opgraft.engine.schedule.blocks import BlockPool
 from opgraft.engine.schedule.state_slots import StateSlots
@@ -103,6 +104,7 @@ class KVCacheManager(PluggableClass):
         prefix_reuse: find blocks of earlier sequences that begin alike.
         num_states: slots for states, one for each sequence that runs and the others for copies; 0
             for models whose layers keep none.
+        opgraft_config: all settings, for subclasses; the built-in defaults if not given.
 
     Attributes:
         states: the slots; ``None`` for such models.
@@ -117,7 +119,10 @@ class KVCacheManager(PluggableClass):
         block_size: int,
         prefix_reuse: bool = True,
         num_states: int = 0,
+        *,
+        opgraft_config: OpgraftConfig | None = None,
     ) -> None:
+        self.opgraft_config = (opgraft_config or OpgraftConfig()).resolved()
         self.kinds = tuple(kinds)
         self.block_size = block_size
         self.prefix_reuse = prefix_reuse

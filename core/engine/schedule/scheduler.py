@@ -15,7 +15,7 @@ from operator import attrgetter
 from time import monotonic
 
 from opgraft.binding.pluggable_class import PluggableClass
-from opgraft.config import SchedulerConfig
+from opgraft.config import OpgraftConfig
 from opgraft.engine.request import FinishReason, Request
 from opgraft.engine.runner.context_fit import ContextFit
 from opgraft.engine.schedule.draft import Draft, Drafts, no_token
@@ -39,7 +39,7 @@ class Scheduler(PluggableClass):
     that.
 
     Args:
-        config: the limits of a step, and the policy; every field is set.
+        opgraft_config: all settings. Those of ``scheduler`` are the limits of a step, and the policy.
         cache: the tables of blocks, which nobody else changes.
         max_model_len: tokens of prompt and output together, at most.
         fits: the model's ropes that depend on the length of the context. They rotate tokens for the
@@ -54,13 +54,14 @@ class Scheduler(PluggableClass):
 
     def __init__(
         self,
-        config: SchedulerConfig,
+        opgraft_config: OpgraftConfig,
         cache: KVCacheManager,
         max_model_len: int,
         fits: Sequence[ContextFit] = (),
         depth: int = 1,
     ) -> None:
-        self.config = config
+        self.opgraft_config = opgraft_config.resolved()
+        self.config = self.opgraft_config.scheduler
         self.cache = cache
         self.max_model_len = max_model_len
         self.fits = fits

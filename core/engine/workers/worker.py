@@ -44,7 +44,7 @@ class Worker(PluggableClass):
     """Prepares a device, loads the model there, and computes steps.
 
     Args:
-        opgraft_config: resolved.
+        opgraft_config: all settings; what it leaves open has the built-in default.
         local_rank: place among the workers of this host, which chooses the device where there are
             several.
         local_size: the number of workers of this host.
@@ -53,7 +53,7 @@ class Worker(PluggableClass):
     def __init__(
         self, opgraft_config: OpgraftConfig, local_rank: int = 0, local_size: int = 1
     ) -> None:
-        self.opgraft_config = opgraft_config
+        self.opgraft_config = opgraft_config.resolved()
         self.local_rank = local_rank
         self.local_size = local_size
         self._paged = False
