@@ -17,7 +17,7 @@ from opgraft.compilation.cache import INDEX, CompilationCache
 from opgraft.compilation.code import Code
 from opgraft.compilation.entries import read_code, read_signature, write_code, write_signature
 from opgraft.compilation.example import Example
-from opgraft.compilation.graph_pass import ALL_SIZES
+from opgraft.compilation.graph_pass import ALL_SIZES, GraphPass
 from opgraft.compilation.inputs import InputCheck, Signature, expect_apart
 from opgraft.compilation.key import Key, key_of
 from opgraft.compilation.packages import Packages, temporary
@@ -258,21 +258,21 @@ def _compiled(model: nn.Module, example: Example) -> Any:
         backend_of(str(settings.backend))
         return compiled_by_torch(model, str(settings.backend), example)
     if settings.backend not in PACKAGED:
-        return _verified(_built(model, example, settings), example)
+        return _verified(_built(model, example, settings), example, settings)
     cache = _cache_of(settings)
     if cache is not None:
         return _cached(model, example, settings, cache)
     # Where equal pieces have one code, which would be many packages.
     if settings.executed_otherwise:
-        return _verified(_built(model, example, settings), example)
+        return _verified(_built(model, example, settings), example, settings)
     with temporary() as packages:
-        return _verified(_built(model, example, settings, packages), example)
+        return _verified(_built(model, example, settings, packages), example, settings)
 
 
 def _cache_of(settings: CompilationConfig) -> CompilationCache | None:
-    """Return the cache of compiled code, or ``None`` if it is off.
+    """Return the cache of compiled code, or ``None`` if the cache is off.
 
-    The cache is on by default. It is off by ``cache=False``, and if graphs are written down.
+    The cache is on by default. ``cache=False`` and ``dump_graphs`` turn the cache off.
 
     Raises:
         ConfigError: the folder cannot be used, and a setting asks for the cache or names the folder.
@@ -288,12 +288,65 @@ def _cache_of(settings: CompilationConfig) -> CompilationCache | None:
         return None
 
 
-def _verified(compiled: Compiled, example: Example) -> Compiled:
+def _verified(compiled: Compiled, example: Example, settings: CompilationConfig) -> Compiled:
     with warm_up():
-        compiled.verify(example)
+        _expect_alike(compiled, example, settings)
         if compiled.backend in FIXED_SIZES:  # whose program for the example is made now, too
             compiled(*example.args, **example.kwargs)
     return compiled
+
+
+def _expect_alike(compiled: Compiled, example: Example, settings: CompilationConfig) -> None:
+    """Compare code with its model.
+
+    Raises:
+        CompilationError: code and model differ. The message names the pass that changes values.
+    """
+    try:
+        compiled.verify(example)
+    except CompilationError as error:
+        guilty = _pass_that_changes_values(compiled.model, example, settings)
+        if guilty is None:
+            raise
+        kind = type(guilty)
+        own = kind.__module__.startswith("opgraft.")
+        switch = f"pass_config={{{guilty.name!r}: False}}" if own else "user_passes"
+        raise CompilationError(
+            f"the pass {guilty.name} ({kind.__module__}.{kind.__qualname__}) changes values: {error}. "
+            f"Next: correct the pass, or leave it out by compilation_config.{switch}"
+        ) from error
+
+
+def _pass_that_changes_values(
+    model: nn.Module, example: Example, settings: CompilationConfig
+) -> GraphPass | None:
+    """Return the first pass after which the graph differs from the model, or ``None``.
+
+    The graphs after the first passes run without a backend, so that a fault of the backend is no pass's.
+    """
+    from opgraft.compilation.generation import passes_to_run
+
+    unchanged = replace(settings, backend="eager", cache=False, dump_graphs=None)
+    passes = passes_to_run(settings)
+
+    def differs(count: int) -> bool:
+        built = _built(model, example, unchanged, most_passes=count)
+        try:
+            built.verify(example)
+        except CompilationError:
+            return True
+        return False
+
+    if not passes or differs(0) or not differs(len(passes)):
+        return None
+    alike, different = 0, len(passes)
+    while different - alike > 1:
+        middle = (alike + different) // 2
+        if differs(middle):
+            different = middle
+        else:
+            alike = middle
+    return passes[different - 1]
 
 
 def _cached(
@@ -329,13 +382,15 @@ def _kept(
         compiled = _built(model, example, settings, packages)
         if compiled.unkept:
             logger.warning(_UNKEPT, compiled.unkept)
-        return _verified(compiled, example)
+        return _verified(compiled, example, settings)
     name = key.name
     packages.fetch(name)
     compiled = _taken_or_made(model, example, settings, packages, name)
     # Not while the lock is held: a model that ranks share waits for the others, and one of them may wait for the lock.
     try:
-        if compiled.graph is not None or key.unseen:
+        if compiled.graph is not None:
+            _expect_alike(compiled, example, settings)
+        elif key.unseen:
             compiled.verify(example)
         return compiled
     except CompilationError as error:
@@ -343,7 +398,8 @@ def _kept(
         if compiled.graph is not None:
             raise
         reason = f"its entry could not be used: {error}"
-    return _verified(_taken_or_made(model, example, settings, packages, name, reason), example)
+    made = _taken_or_made(model, example, settings, packages, name, reason)
+    return _verified(made, example, settings)
 
 
 def _taken_or_made(
@@ -409,6 +465,7 @@ def _built(
     settings: CompilationConfig,
     packages: Packages | None = None,
     cached: str = "",
+    most_passes: int | None = None,
 ) -> Compiled:
     """Capture a model, and generate code for any size, for ``compile_sizes`` and ranges; ``cached`` says why."""
     # As long to import as an entry of the cache to load.
@@ -416,7 +473,7 @@ def _built(
         codes_of,
     )
 
-    captured, codes = codes_of(model, example, settings, packages)
+    captured, codes = codes_of(model, example, settings, packages, most_passes)
     setting, backend = "compilation_config.backend", settings.backend
     reason = "one graph for any size, in which each op runs the kernel that it is bound to"
     subject = f"compilation of {type(model).__name__}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from opgraft.compilation.backends import Runner, built
@@ -9,7 +10,7 @@ from opgraft.compilation.capture import DYNAMO, WAYS, CapturedGraph, capture
 from opgraft.compilation.code import Code, Packaged
 from opgraft.compilation.example import Example
 from opgraft.compilation.execution import executed
-from opgraft.compilation.graph_pass import ALL_SIZES
+from opgraft.compilation.graph_pass import ALL_SIZES, GraphPass
 from opgraft.compilation.inputs import Signature
 from opgraft.compilation.lowering import lower, lowerings_of
 from opgraft.compilation.manager import run_passes
@@ -24,9 +25,20 @@ from torch import fx, nn
 
 
 def codes_of(
-    model: nn.Module, example: Example, settings: CompilationConfig, packages: Packages | None
+    model: nn.Module,
+    example: Example,
+    settings: CompilationConfig,
+    packages: Packages | None,
+    most_passes: int | None = None,
 ) -> tuple[CapturedGraph, dict[range, Code]]:
     """Capture a model, and generate code for any size of the batch, for ``compile_sizes`` and for ranges.
+
+    Args:
+        model: in evaluation mode.
+        example: a call of the model.
+        settings: of compilation.
+        packages: as ``generate`` takes them.
+        most_passes: run so many passes only, the first of all; by default all.
 
     Raises:
         CompilationError: the model cannot be captured; or as ``generate``.
@@ -34,17 +46,30 @@ def codes_of(
     """
     ways = WAYS if settings.mode is CompilationMode.FULL else (DYNAMO,)
     captured = capture(model, example, ways)
-    codes = {ALL_SIZES: generate(model, captured, settings, packages=packages)}
+    passes = passes_to_run(settings)[:most_passes]
+    codes = {ALL_SIZES: generate(model, captured, settings, passes, packages=packages)}
     for sizes in (*(range(size, size + 1) for size in settings.compile_sizes), *settings.ranges):
         sized = capture(model, _of_sizes(example, captured.signature, sizes), ways)
-        codes[sizes] = generate(model, sized, settings, sizes, packages)
+        codes[sizes] = generate(model, sized, settings, passes, sizes, packages)
     return captured, codes
+
+
+def passes_to_run(settings: CompilationConfig) -> list[GraphPass]:
+    """Return the passes that run under settings, in their order.
+
+    Raises:
+        ConfigError: a setting names no pass.
+    """
+    if settings.mode != CompilationMode.FULL:
+        return []
+    return passes_of(settings.user_passes, settings.pass_config)
 
 
 def generate(
     model: nn.Module,
     captured: CapturedGraph,
     settings: CompilationConfig,
+    passes: Sequence[GraphPass],
     sizes: range = ALL_SIZES,
     packages: Packages | None = None,
 ) -> Code:
@@ -53,17 +78,16 @@ def generate(
     Args:
         model: which was captured.
         captured: the graph.
-        settings: which passes run, which backend does, and where graphs are written to.
+        settings: which backend runs, and where graphs are written to.
+        passes: in their order.
         sizes: of the batch, for which the graph is.
         packages: where the code is to be written to; what cannot be is made in memory.
 
     Raises:
         CompilationError: a pass breaks the graph, or the backend fails.
-        ConfigError: a setting names no pass, no backend, or no folder that can be written to.
+        ConfigError: a setting names no backend, or no folder that can be written to.
     """
     graph, folder = captured.module, Path(settings.dump_graphs) if settings.dump_graphs else None
-    full = settings.mode == CompilationMode.FULL
-    passes = passes_of(settings.user_passes, settings.pass_config) if full else []
     if sizes != ALL_SIZES and folder is not None:
         folder = folder / (
             f"size-{sizes[0]}" if len(sizes) == 1 else f"sizes-{sizes[0]}-{sizes[-1]}"

@@ -76,7 +76,8 @@ def key_of(
     held = held_by(modules)
     descriptions, given = Descriptions(held), Descriptions(held, contents=False)
     described = list(_modules(modules, descriptions))
-    names = descriptions.modules | {name.partition(":")[0] for name in settings.user_passes}
+    passes = [_pass(each, descriptions) for each in settings.user_passes]
+    names = descriptions.modules | {name.partition(":")[0] for name in _names_of_passes(settings)}
     parts = {
         "versions": [__version__, torch.__version__, torch.version.git_version, sys.version],
         "platform": [
@@ -94,7 +95,7 @@ def key_of(
             given.of(changed_settings()),
         ],
         "variables": read_compilers(),
-        "settings": [*_settings_in_key(settings), *_host_settings()],
+        "settings": [*_settings_in_key(settings), passes, *_host_settings()],
         "providers": sorted(_providers(sources)),
         "ranks": [str(parallelism().layout), get_world_group().rank],
         "model": described,
@@ -113,9 +114,21 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:40]
 
 
+def _names_of_passes(settings: CompilationConfig) -> Iterator[str]:
+    yield from (each for each in settings.user_passes if isinstance(each, str))
+
+
+def _pass(given: Any, descriptions: Descriptions) -> Any:
+    """Describe a pass of the user: a name, a class, or an object with class and state."""
+    if isinstance(given, (str, type)):
+        return descriptions.of(given)
+    return [descriptions.of(type(given)), descriptions.of(given)]
+
+
 def _settings_in_key(settings: CompilationConfig) -> Iterator[str]:
     for field, value in values_of(settings):
-        if field.name.rpartition(".")[2] not in _OF_THE_CACHE:
+        name = field.name.rpartition(".")[2]
+        if name not in _OF_THE_CACHE and name != "user_passes":
             yield f"{field.name}={value!r}"
 
 

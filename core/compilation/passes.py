@@ -171,11 +171,11 @@ BUILT_IN: tuple[type[GraphPass], ...] = (
 """The passes in the order in which they run."""
 
 
-def passes_of(names: Sequence[str], switches: Mapping[str, bool]) -> list[GraphPass]:
-    """Return the passes to run: opgraft's own, as far as ``switches`` leave them on, and then those of other modules.
+def passes_of(given: Sequence[Any], switches: Mapping[str, bool]) -> list[GraphPass]:
+    """Return the passes to run: opgraft's own, as far as ``switches`` leave them on, and then those of the user.
 
     Args:
-        names: of the latter, as ``module:Class``.
+        given: the passes of the user, each as ``module:Class``, as a class or as an object.
         switches: by the name of a pass of opgraft, whether it runs; one that is not named does if it ``is_default``.
 
     Raises:
@@ -189,25 +189,33 @@ def passes_of(names: Sequence[str], switches: Mapping[str, bool]) -> list[GraphP
             )
     return [
         *(each() for each in BUILT_IN if switches.get(each.name, each.is_default)),
-        *map(_user_pass, names),
+        *map(_user_pass, given),
     ]
 
 
-def _user_pass(name: str) -> GraphPass:
-    module, _, attribute = name.partition(":")
+def _user_pass(given: Any) -> GraphPass:
+    """Return a pass of the user.
+
+    Raises:
+        ConfigError: the pass cannot be constructed, is no ``GraphPass``, or has no name.
+    """
+    told = f"compilation_config.user_passes has {given!r}"
     try:
-        made = getattr(import_module(module), attribute)()
-    except Exception as error:  # whatever the user's module raises
+        made = _made(given)
+    except Exception as error:  # whatever the user's code raises
         raise ConfigError(
-            f"compilation_config.user_passes has {name!r}, which cannot be constructed: {described(error)}. Name a "
-            "class as module:Class"
+            f"{told}, which cannot be constructed: {described(error)}. Name a class as module:Class, or give an object"
         ) from error
-    if isinstance(made, GraphPass) and not isinstance(getattr(made, "name", None), str):
-        raise ConfigError(
-            f"compilation_config.user_passes has {name!r}, whose name is no text: give the class a name"
-        )
     if not isinstance(made, GraphPass):
-        raise ConfigError(
-            f"compilation_config.user_passes has {name!r}, which is no opgraft.GraphPass: derive it so"
-        )
+        raise ConfigError(f"{told}, which is no opgraft.GraphPass: derive it so")
+    if not isinstance(getattr(made, "name", None), str):
+        raise ConfigError(f"{told}, whose name is no text: give the class a name")
     return made
+
+
+def _made(given: Any) -> Any:
+    """Return an object of a class, or of the class of a name; another object is returned unchanged."""
+    if isinstance(given, str):
+        module, _, attribute = given.partition(":")
+        return getattr(import_module(module), attribute)()
+    return given() if isinstance(given, type) else given

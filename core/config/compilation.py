@@ -100,7 +100,8 @@ class CompilationConfig(Section):
             is not ``NONE``, else ``all``. Under ``auto`` an op that is enabled so takes what was measured to be best.
         backend: name of the ``torch.compile`` backend.
         mode: a ``CompilationMode``, its name or its number.
-        user_passes: ``module:Class`` of passes that run after opgraft's own, under the mode ``FULL``.
+        user_passes: passes that run after opgraft's own, under the mode ``FULL``: each as ``module:Class``, as a class
+            that derives from ``GraphPass``, or as an object of one.
         dump_graphs: a folder for the graph before the first pass and after each, likewise.
         fail_on_recompile: on devices whose programs have fixed shapes, all compiled before the first request.
         level: from 0, which compiles nothing, to 3; sets what ``LEVELS`` says of the fields that nothing else sets.
@@ -131,8 +132,9 @@ class CompilationConfig(Section):
         "the torch.compile backend that models are meant for", default="inductor"
     )
     mode: CompilationMode | None = setting("how models are compiled", default=CompilationMode.NONE)
-    user_passes: Sequence[str] = setting(
-        "passes over the graph that run after opgraft's own, as module:Class; for the mode FULL",
+    user_passes: Sequence[Any] = setting(
+        "passes over the graph that run after opgraft's own, as module:Class, or in Python a class or an object; for "
+        "the mode FULL",
         default=(),
     )
     dump_graphs: str | None = setting(

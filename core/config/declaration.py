@@ -331,6 +331,12 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
 
 
+def _are_texts_or_objects(value: Any) -> bool:
+    """Return True for texts, classes and objects of classes that are no plain data."""
+    plain = (int, float, bytes, tuple, list, dict, type(None))
+    return isinstance(value, tuple) and not any(isinstance(item, plain) for item in value)
+
+
 def _are_numbers(value: Any) -> bool:
     return isinstance(value, tuple) and all(map(_is(int), value))
 
@@ -357,6 +363,13 @@ KINDS: dict[str, Kind] = {
         "NUMBER", "a number", _is(int, float), functools.partial(_parse_number, float, "a number")
     ),
     "Sequence[str]": Kind("LIST", "a list of strings", _are_texts, _parse_list, _as_tuple),
+    "Sequence[Any]": Kind(
+        "LIST",
+        "a list of strings, or in Python of classes and objects",
+        _are_texts_or_objects,
+        _parse_list,
+        _as_tuple,
+    ),
     "Sequence[int]": Kind(
         "INTEGERS", "a list of integers", _are_numbers, _parse_numbers, _as_tuple
     ),

@@ -260,8 +260,14 @@ def text_of(value: Any) -> str:
         if isinstance(value, enum.Enum)
         else value
         if isinstance(value, str)
-        else json.dumps(value)
+        else json.dumps(value, default=_named)
     )
+
+
+def _named(value: Any) -> str:
+    """Return ``module:Class`` of a class, or of the class of an object."""
+    cls = value if isinstance(value, type) else type(value)
+    return f"{cls.__module__}:{cls.__qualname__}"
 
 
 def resolve(

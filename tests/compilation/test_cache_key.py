@@ -10,7 +10,7 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import opgraft
@@ -23,12 +23,13 @@ from opgraft import CompilationConfig, OpgraftConfig, set_config
 from opgraft.compilation import key as keys
 from opgraft.compilation import sources
 from opgraft.compilation.example import Example
+from opgraft.compilation.graph_pass import GraphPass, PassOutcome
 from opgraft.compilation.sources import Sources
 from opgraft.config import ShadowConfig
 from opgraft.errors import CompilationError
 from opgraft.ops import RMSNorm
 from opgraft.plugins.selection import current_platform
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 
@@ -401,6 +402,31 @@ class Own(GraphPass):
     def run(self, module, model):
         return {0}, {0}
 """
+
+
+class Numbered(GraphPass):
+    """A pass with a number of its own. It is never run here."""
+
+    name: ClassVar[str] = "numbered"
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+
+    def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
+        raise NotImplementedError
+
+
+def test_classes_and_objects_of_passes_are_in_the_key(x: Tensor, tmp_path: Path) -> None:
+    """An object counts by its class and its state: each compilation asks for the lock of its key."""
+    locks = []
+    for given in (Numbered, Numbered(1), Numbered(2), Numbered(1)):
+        config = CompilationConfig(
+            level=2, cache=True, cache_folder=str(tmp_path), user_passes=[given]
+        )
+        with pytest.raises(CompilationError, match="planted"):
+            opgraft.compile(Failing().eval(), config, args=(x,))
+        locks.append(len(list(tmp_path.glob("*.lock"))))
+    assert locks == [1, 2, 3, 3]
 
 
 def test_passes_of_users_are_in_the_key(

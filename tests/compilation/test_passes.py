@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import opgraft
 import pytest
@@ -14,6 +14,7 @@ from compilation.blocks import WIDTH, Block
 from opgraft import CompilationConfig
 from opgraft.compilation.graph_pass import GraphPass, PassOutcome
 from opgraft.compilation.passes import BUILT_IN
+from opgraft.config import text_of
 from opgraft.errors import CompilationError, ConfigError
 from opgraft.ops import RMSNorm
 from torch import Tensor, fx, nn
@@ -21,9 +22,9 @@ from torch import Tensor, fx, nn
 EAGER = CompilationConfig(backend="eager")
 
 
-def compiled_for(model: nn.Module, *passes: str) -> opgraft.Compiled:
+def compiled_for(model: nn.Module, *passes: Any) -> opgraft.Compiled:
     """The model compiled by the backend eager, with passes of this file besides opgraft's own."""
-    names = [f"{__name__}:{name}" for name in passes]
+    names = [f"{__name__}:{each}" if isinstance(each, str) else each for each in passes]
     compiled = opgraft.compile(
         model.eval(),
         CompilationConfig(backend="eager", user_passes=names),
@@ -254,7 +255,7 @@ def test_passes_of_a_user_run_after_the_others() -> None:
     config = CompilationConfig(backend="eager", user_passes=[f"{__name__}:Doubling"])
     with pytest.raises(
         CompilationError,
-        match="differs from the model itself, by more than rounding: where it draws",
+        match=r"the pass doubling .* changes values: .* by more than rounding: where it draws",
     ):
         opgraft.compile(model.eval(), config, args=(x,), dynamic_shapes=(None,))
     compiled = compiled_for(model, "OtherSizes")
@@ -315,6 +316,79 @@ def test_names_that_lead_to_no_pass(name: str, message: str) -> None:
     """A name without a class behind it, or with one that is no pass, is an error of the setting."""
     with pytest.raises(ConfigError, match=f"user_passes has .*{name}.* {message}"):
         compiled_for(Residuals(), name)
+
+
+class Scaling(Doubling):
+    """Multiplies the results by a number of its own."""
+
+    name: ClassVar[str] = "scaling"
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
+        (output,) = (node for node in module.graph.nodes if node.op == "output")
+        (results,) = output.args
+        multiply = torch.ops.aten.mul.Tensor
+        with module.graph.inserting_before(output):
+            scaled = [module.graph.call_function(multiply, (r, self.factor)) for r in results]
+        output.args = (tuple(scaled),)
+        return PassOutcome(len(results), len(results))
+
+
+@pytest.mark.parametrize("given", [OtherSizes, OtherSizes(), Scaling(1.0)])
+def test_a_class_or_an_object_is_a_pass(given: Any) -> None:
+    """The settings take a class, which is constructed, and an object, which keeps its state."""
+    model, x = Residuals(), torch.randn(4, 5, WIDTH)
+    compiled = compiled_for(model, given)
+    names = [report.name for report in compiled.passes]
+    assert ("scaling" in names) == isinstance(given, Scaling)
+    torch.testing.assert_close(compiled(x), model(x))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (Scaling, "Scaling.*cannot be constructed: TypeError"),
+        (Residuals, "Residuals.*no opgraft.GraphPass"),
+        (Nameless(), "Nameless.*whose name is no text"),
+        (object(), "object.*no opgraft.GraphPass"),
+        (3, "user_passes is .3.: use a list of strings, or in Python of classes and objects"),
+    ],
+)
+def test_a_class_or_an_object_that_is_no_pass(given: Any, message: str) -> None:
+    """A class that is no pass, an object that is none, and plain data are errors of the setting."""
+    with pytest.raises(ConfigError, match=message):
+        compiled_for(Residuals(), given)
+
+
+def test_a_config_with_passes_is_shown_by_their_classes() -> None:
+    """Classes and objects are shown as module:Class, as text names them."""
+    shown = text_of((Doubling, Scaling(2.0), "a:B"))
+    assert shown == f'["{__name__}:Doubling", "{__name__}:Scaling", "a:B"]'
+
+
+@pytest.mark.parametrize("passes", [(Doubling,), (OtherSizes, Scaling(3.0), Scaling(1.0))])
+def test_a_pass_that_changes_values_is_named(passes: tuple[Any, ...]) -> None:
+    """The error names the first pass after which the graph computes something else, and the setting."""
+    name = "doubling" if Doubling in passes else "scaling"
+    message = rf"the pass {name} \(.*{name.title()}\) changes values: .*differs from the model itself.*user_passes"
+    with pytest.raises(CompilationError, match=message):
+        compiled_for(Residuals(), *passes)
+
+
+def test_a_model_that_differs_by_itself_is_no_fault_of_a_pass() -> None:
+    """A model that computes something else the next time is told as before, without the name of a pass."""
+
+    class Counting(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x * self.calls
+
+    with pytest.raises(CompilationError, match=r"^Counting compiled differs from the model itself"):
+        compiled_for(Counting(), OtherSizes)
 
 
 def test_graphs_are_written_down(tmp_path: Path) -> None:

@@ -308,7 +308,7 @@ def make_scheduler(
     depth: int = 1,
 ) -> Scheduler:
     config = SchedulerConfig(
-        max_num_seqs=max_num_seqs,
+        max_num_seqs=min(max_num_seqs, budget),
         max_num_batched_tokens=budget,
         chunked_prefill=chunked,
         policy=policy,
