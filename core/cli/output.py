@@ -160,9 +160,11 @@ def with_settings(
         with set_config(layer, origin=COMMAND_LINE, file=file):
             return command(**options)
 
-    run = _with_options(run, short, hidden)
+    with_options = _with_options(run, short, hidden)
     help = f"{VARIABLES[CONFIG]} (instead of {CONFIG})."
-    return click.option("--config", _FILE, metavar="FILE", help=help, type=GivenPath())(run)
+    return click.option("--config", _FILE, metavar="FILE", help=help, type=GivenPath())(
+        with_options
+    )
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
