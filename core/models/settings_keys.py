@@ -212,6 +212,11 @@ TOKENIZER_CONFIG: tuple[Key, ...] = (
         "word_tokenizer_type",
     ),
     *_refused(
+        "transformers then reads one of these files by its version, and opgraft reads tokenizer.json",
+        "fast_tokenizer_files",
+        harmless=(None, [], ["tokenizer.json"]),
+    ),
+    *_refused(
         "transformers itself fills it in, and no file has it",
         "post_processor",
         "tokenizer_object",
