@@ -22,6 +22,7 @@ from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from opgraft.compat import intervening
 from opgraft.plugins.changes import Change
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.function_code import Code, CodeReader, changes_of_code, code_of
@@ -30,7 +31,10 @@ from opgraft.registry.state import ACTIVATING
 _OPGRAFT = "opgraft"
 _TORCH = "torch"
 _LAYERS = "torch.nn"
-_OF_TORCH = (torch, torch.Tensor, torch.linalg, torch.fft, torch.special)
+_OF_TORCH = (
+    *(torch, torch.Tensor, torch.linalg, torch.fft, torch.special),
+    *intervening.modules_of_c(),
+)
 
 _OF_METADATA = ("importlib.metadata", "importlib_metadata")
 """Modules that find plugins. Plugins and their libraries call them."""
@@ -59,12 +63,13 @@ _CODE = (
 
 @dataclass(frozen=True)
 class _Owner:
-    """A module, a class or an object, the module that defines the thing, and the names."""
+    """A module, a class or an object, the module that defines the thing, its names and its shape."""
 
     thing: Any
     home: str
     place: str
     names: Mapping[str, Any]
+    shape: Mapping[str, Any]
 
     @property
     def is_of_torch(self) -> bool:
@@ -101,7 +106,8 @@ class Definitions:
     """The functions, classes and methods of some modules, an aspect of the process.
 
     A new name in a module changes nothing for others. Neither does a new name in a class of torch,
-    unless it hides an inherited one.
+    unless it hides an inherited one. The class of a thing and the bases of a class count as
+    definitions, too.
 
     Args:
         things: returns the modules with their classes and objects.
@@ -126,8 +132,9 @@ class Definitions:
             imported, self._imported = self._imported, {}
             imported_code, self._imported_code = self._imported_code, {}
             # Unchanged names are not copied again: there are 16,000 and more.
-            now = [_names_of(thing) for thing in things]
-            known = [owner.names for owner in self._known.values()]
+            now = [*map(_names_of, things), *map(_shape_of, things)]
+            owners = self._known.values()
+            known = [owner.names for owner in owners] + [owner.shape for owner in owners]
             if not _alike(known, now):
                 self._known = {id(thing): self._owner(thing) for thing in things}
                 self._names = tuple(owner.names for owner in self._known.values())
@@ -149,10 +156,10 @@ class Definitions:
         return things
 
     def _owner(self, thing: Any) -> _Owner:
-        known, names = self._known.get(id(thing)), _names_of(thing)
-        if known is not None and _alike([known.names], [names]):
+        known, names, shape = self._known.get(id(thing)), _names_of(thing), _shape_of(thing)
+        if known is not None and _alike([known.names, known.shape], [names, shape]):
             return known
-        return _Owner(thing, *_described(thing, known), dict(names))
+        return _Owner(thing, *_described(thing, known), dict(names), shape)
 
     def changes(self, before: _Seen, after: _Seen) -> Iterator[Change]:
         for key, owner in {**after.imported, **before.now}.items():
@@ -238,10 +245,30 @@ class _Reader(MetaPathFinder):
 
 
 def _changes_of(owner: _Owner) -> Iterator[Change]:
+    # First, as another class may hide the names of the thing.
+    yield from _reshaped(owner)
     yield from _missing(owner)
     yield from _replaced(owner)
     if isinstance(owner.thing, type):
         yield from _hiding(owner)
+
+
+def _reshaped(owner: _Owner) -> Iterator[Change]:
+    """Yield another class of a module, a class or an object, and other bases of a class."""
+    # Modules of plugins may have a class of their own, for names that they import lazily.
+    if not owner.is_checked_in_full:
+        return
+    now = _shape_of(owner.thing)
+    for name, value in owner.shape.items():
+        if now.get(name) is not value:
+            undo = partial(_set_shape, owner.thing, name, value)
+            yield Change(f"{owner.place}.{name}", undo, patch=owner.is_of_torch)
+
+
+def _set_shape(thing: Any, name: str, value: Any) -> None:
+    # By Python's own way, as the other class may refuse the assignment.
+    base = type if issubclass(type(thing), type) else object
+    base.__setattr__(thing, name, value)
 
 
 def _missing(owner: _Owner) -> Iterator[Change]:
@@ -330,6 +357,17 @@ def _names_of(thing: Any) -> Mapping[str, Any]:
     names = vars(thing)
     fixed = getattr(type(thing), "DEFINED_BY", None)
     return names if fixed is None else {name: names[name] for name in fixed if name in names}
+
+
+def _shape_of(thing: Any) -> Mapping[str, Any]:
+    """Return the class of a thing, and the bases if the thing is a class itself.
+
+    An assignment to one of these replaces methods, and no name of the thing shows the assignment.
+    """
+    kind = type(thing)
+    if issubclass(kind, type):
+        return {"__class__": kind, "__bases__": thing.__bases__}
+    return {"__class__": kind}
 
 
 def _is_below(module: str, package: str) -> bool:

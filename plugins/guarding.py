@@ -94,10 +94,10 @@ def definitions_kept(what: str, provider: Provider, code: object) -> Iterator[li
             if not (change.patch and brings_platform):
                 told.append(f"{what} changed {change.what}: {change.set_back()}")
         for words in told:
-            _tell(Finding(words, provider, location_of(code)))
+            tell(Finding(words, provider, location_of(code)))
 
 
-def _tell(finding: Finding) -> None:
+def tell(finding: Finding) -> None:
     """Log a finding once, and keep it with the records of the plugins of its distribution."""
     findings = PLATFORM_FINDINGS.get()
     records = [each for each in host_state().plugins.values() if each.provider == finding.provider]

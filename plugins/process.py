@@ -108,6 +108,16 @@ AT_EVERY_LOAD: tuple[Aspect, ...] = (
         torch.set_float32_matmul_precision,
     ),
     *of_torch.flags(),
+    value(
+        "whether tiny numbers become zero", of_torch.flushes_tiny_numbers, torch.set_flush_denormal
+    ),
+    Row(
+        "the kernel of torch's operator",
+        of_torch.kernels,
+        of_torch.remove_kernel,
+        added=_is_undone,
+        patch=True,
+    ),
     value("torch's random numbers", of_torch.random_state, of_torch.set_random_state, _digest),
     value(
         "Python's random numbers",
@@ -179,13 +189,6 @@ THOROUGH: tuple[Aspect, ...] = (
         torch.set_num_interop_threads,
     ),
     *of_torch.ways_of_attention(),
-    Row(
-        "the kernel of torch's operator",
-        of_torch.kernels,
-        of_torch.remove_kernel,
-        added=_is_undone,
-        patch=True,
-    ),
     *(_watcher(verb, sys, "this thread") for verb in ("trace", "profile")),
     *(_watcher(verb, threading, "new threads") for verb in ("trace", "profile")),
     _hook(sys, "excepthook"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 
@@ -39,6 +40,13 @@ def set_inference_mode(enabled: bool) -> None:
     mode.__enter__()
     _ENTERED.append(mode)
     torch.set_grad_enabled(recorded)
+
+
+def flushes_tiny_numbers() -> bool:
+    """Return True if the processor computes with zero instead of a number below the normal range."""
+    # torch has a function that sets the flag, and none that returns it.
+    smallest = sys.float_info.min
+    return smallest / 2 == 0
 
 
 def automatic_dtypes() -> dict[str, bool]:
@@ -100,6 +108,19 @@ def _backends() -> list[ModuleType]:
     return [each for each in vars(torch.backends).values() if isinstance(each, ModuleType)]
 
 
+_ATEN = "aten/"
+"""The beginning of the names of torch's own operators."""
+
+_OF_A_DEVICE = ("", "Autograd", "Autocast")
+"""The beginnings of the dispatch keys of a device."""
+
+_OF_EVERY_DEVICE = (
+    *("", "Autograd", "ADInplaceOrView", "Functionalize", "Python"),
+    *("CompositeExplicitAutograd", "CompositeImplicitAutograd"),
+)
+"""The dispatch keys of kernels for every device."""
+
+
 def kernels() -> dict[str, str]:
     """Return the kernels of torch's operators from Python code, for the devices in use.
 
@@ -107,18 +128,22 @@ def kernels() -> dict[str, str]:
     shapes alone.
     """
     devices = {"CPU", _device_type().upper()}
-    keys = {"Autograd", *devices, *(f"Autograd{device}" for device in devices)}
+    of_devices = (f"{layer}{device}" for layer in _OF_A_DEVICE for device in devices)
+    keys = {*_OF_EVERY_DEVICE, *of_devices}
     found = {}
-    for kernel in sorted(intervening.registered_kernels()):
-        namespace, _, rest = kernel.partition("/")
-        name, _, key = rest.rpartition("/")
-        if namespace == "aten" and key in keys:
+    for kernel in intervening.registered_kernels():
+        # Before the rest, as Python code has registered 1,800 kernels and more.
+        if not kernel.startswith(_ATEN):
+            continue
+        name, _, key = kernel.removeprefix(_ATEN).rpartition("/")
+        if key in keys:
             found[f"{name} for {key}"] = kernel
     return found
 
 
 def remove_kernel(key: str, former: object) -> None:
-    raise RuntimeError("it lasts as long as the library object that has registered it")
+    name, _, dispatch_key = key.rpartition(" for ")
+    intervening.remove_kernel(f"{_ATEN}{name}/{dispatch_key}")
 
 
 def number_of_hooks(hooks: list[dict[int, object]]) -> str:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,6 +50,7 @@ from opgraft.logger import logger
 from opgraft.platform import effective_chain
 from opgraft.plugins.agreement import expect_choice_agrees
 from opgraft.plugins.discovery import discover
+from opgraft.plugins.guarding import tell
 from opgraft.plugins.host import check_loaded_with, decide_with_plugins, plugins_decision
 from opgraft.plugins.outcomes import absence_of, state_of
 from opgraft.plugins.selection import selected_platform
@@ -57,6 +58,7 @@ from opgraft.registry import watching
 from opgraft.registry.choice import ReplacementChoice, choose_replacement, objection_to
 from opgraft.registry.decision import Decision, Provider
 from opgraft.registry.declarations import Replacement
+from opgraft.registry.finding import Finding
 from opgraft.registry.op_classes import definer, location_of, qualified
 from opgraft.registry.state import HostState, host_state
 
@@ -568,10 +570,40 @@ def specialise(choice: KernelChoice) -> Any:
         if cache is None:
             cache = {}
             setattr(op_class, _CACHE, cache)
-        if key not in cache:
-            further = continuations(choice)
-            cache[key] = _specialisation(op_class, kernel, further)
-        return cache[key]
+        known = cache.get(key)
+        if known is None or _is_changed(*known):
+            made = _specialisation(op_class, kernel, continuations(choice))
+            known = cache[key] = (made, dict(vars(made)))
+        return known[0]
+
+
+def _is_changed(made: type, names: Mapping[str, Any]) -> bool:
+    """Return True if code of others has changed the methods of a specialisation, and tell of each.
+
+    A plugin may construct an op while it is loaded, and assign to a method of ``type(op)``. Later ops
+    of that class would have the method, too.
+    """
+    now = vars(made)
+    changed = [name for name in now if now[name] is not names.get(name) and _runs(now[name])]
+    for name in changed:
+        _tell_of_change(made, name)
+    return bool(changed) or not now.keys() >= names.keys()
+
+
+def _runs(value: object) -> bool:
+    """Return True for a method. Python and compilers note further values in a class."""
+    return callable(value) or isinstance(value, property | classmethod | staticmethod)
+
+
+def _tell_of_change(made: type, name: str) -> None:
+    method = vars(made)[name]
+    defined_in = str(getattr(method, "__module__", None) or "")
+    provider = discover().provider_of(defined_in)
+    words = (
+        f"{provider} assigned to {name} of the class of an op, {made.__qualname__}: ops constructed "
+        "from now on have their own method again"
+    )
+    tell(Finding(words, provider, location_of(method)))
 
 
 def _checked_constructor(op_class: Any, owner: type) -> Callable[..., None]:

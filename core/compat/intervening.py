@@ -1,10 +1,13 @@
 """Interventions in calls of torch by others: hooks of every module, modes, and kernels that Python code registers.
 
-torch has public names that add them, and none by which to look at them. Where a name is missing nothing is seen.
+torch has public names that add interventions, and no public name shows them. If a release of torch
+lacks a private name, the interventions behind that name are not seen.
 """
 
 from __future__ import annotations
 
+import gc
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,6 +24,9 @@ _HOOKS: tuple[dict[int, Any], ...] = tuple(
         "_global_forward_hooks_with_kwargs",
         "_global_backward_pre_hooks",
         "_global_backward_hooks",
+        "_global_module_registration_hooks",
+        "_global_buffer_registration_hooks",
+        "_global_parameter_registration_hooks",
     )
 )
 
@@ -29,6 +35,9 @@ _STACKS: Any = (
     getattr(_python_dispatch, "_get_current_dispatch_mode_stack", list),
 )
 """Functions that return the modes of this thread, the one that is asked first at the end."""
+
+_OF_C = ("_nn", "_linalg", "_fft", "_special", "_sparse", "_nested")
+"""Modules with the functions that ``torch.nn.functional`` and its siblings call."""
 
 _pop_function_mode: Any = getattr(overrides, "_pop_mode", None)
 
@@ -43,6 +52,12 @@ def set_hooks_of_every_module(hooks: list[dict[int, Any]]) -> None:
     for registry, entries in zip(_HOOKS, hooks, strict=True):
         registry.clear()
         registry.update(entries)
+
+
+def modules_of_c() -> tuple[ModuleType, ...]:
+    """Return the modules of functions in C that public functions of torch call."""
+    found = (getattr(torch._C, name, None) for name in _OF_C)
+    return tuple(module for module in found if isinstance(module, ModuleType))
 
 
 def entered_modes() -> list[Any]:
@@ -65,3 +80,18 @@ def leave_other_modes(kept: list[Any]) -> None:
 def registered_kernels() -> frozenset[str]:
     """Return the kernels that Python code has registered, each as ``namespace/operator/dispatch key``."""
     return frozenset(getattr(torch.library, "_impls", ()))
+
+
+def remove_kernel(kernel: str) -> None:
+    """Remove a kernel of ``registered_kernels``, with all else that the same object has registered.
+
+    Raises:
+        RuntimeError: no object was found that has registered the kernel.
+    """
+    # Such an object lives in a module of a plugin, under any name.
+    libraries = [each for each in gc.get_objects() if issubclass(type(each), torch.library.Library)]
+    owners = [each for each in libraries if kernel in getattr(each, "_op_impls", ())]
+    for owner in owners:
+        owner._destroy()
+    if kernel in registered_kernels():
+        raise RuntimeError("it lasts as long as the library object that has registered it")

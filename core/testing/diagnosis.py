@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -21,8 +21,10 @@ from opgraft.errors import ConfigError, ConflictError, OpgraftError, PluginError
 from opgraft.ops.spec import Arguments, OpSpec, tensors
 from opgraft.platform import DISPATCH_KEYS, effective_chain
 from opgraft.plugins import hookspecs
+from opgraft.plugins.changes import Change
 from opgraft.plugins.device_types import why_unusable
 from opgraft.plugins.discovery import PLUGIN_GROUP, discover
+from opgraft.plugins.guarding import Guard
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.choice import ReplacementChoice
 from opgraft.registry.decision import Provider
@@ -334,14 +336,34 @@ def wrong_results() -> Iterator[Finding]:
     """Find kernels of plugins that raise on small inputs, or return tensors of another form.
 
     Number, shape, dtype, device and layout of the results are compared with those of the native
-    definition. ``plugins check`` compares the numbers, too.
+    definition. ``plugins check`` compares the numbers, too. A kernel that changes the process for
+    others, such as the default dtype or a function of torch, is a finding as well.
     """
+    guard = Guard()
     for replacement, kernel, spec in _called():
-        faults = _faults(replacement, kernel, _wrong_results(spec, kernel))
+        changes = list[str]()
+        with guard.watching("when it was called", _no_change_stays, _list_in(changes)):
+            faults = _faults(replacement, kernel, _wrong_results(spec, kernel))
+        for change in changes:
+            yield Finding(f"{kernel} {change}", replacement.provider, kernel.location)
         further = f". 'opgraft plugins check {replacement.plugin}' compares all its results"
         for fault in faults:
             message = f"{kernel} {fault}{further if replacement.plugin else ''}"
             yield Finding(message, replacement.provider, kernel.location)
+
+
+def _no_change_stays(change: Change) -> bool:
+    """Return False: no kernel has to change the process for others."""
+    return False
+
+
+def _list_in(changes: list[str]) -> Callable[[Sequence[Change], Sequence[str]], None]:
+    """Return a function that receives the changes by a step, and adds their words to the list."""
+
+    def report(kept: Sequence[Change], told: Sequence[str]) -> None:
+        changes.extend(told)
+
+    return report
 
 
 def _faults(replacement: Replacement, kernel: Kernel, found: Iterator[str]) -> list[str]:
@@ -354,6 +376,15 @@ def _wrong_results(spec: OpSpec, kernel: Kernel) -> Iterator[str]:
     """Yield the faults in the results of a kernel in each dtype, as a module and as a function."""
     claimed = claimed_dtypes(selected_platform().platform)
     made_contiguous = kernel.functional(spec.functional.name) is not None
+    # Some forms draw random numbers, and that is no change by the kernel.
+    drawn = torch.random.fork_rng([]) if spec.functional.random else nullcontext()
+    with drawn:
+        yield from _wrong_in_dtypes(spec, kernel, claimed, made_contiguous)
+
+
+def _wrong_in_dtypes(
+    spec: OpSpec, kernel: Kernel, claimed: Collection[torch.dtype], made_contiguous: bool
+) -> Iterator[str]:
     for dtype in spec.dtypes:
         # float64 is for proofs; models rarely use float64.
         if dtype not in claimed or dtype == torch.float64:

@@ -7,7 +7,7 @@ from faults.planting import PLUGIN
 HEAD = """
 import opgraft, os, torch
 from opgraft.ops import FastGELU, FatreluAndMul, GELU, GELUTanh, GeluAndMul, MulAndSilu, NewGELU, QuickGELU
-from opgraft.ops import ReLU, SiluAndMulWithClamp, SwigluOAIAndMul
+from opgraft.ops import ReLU, SiLU, SiluAndMulWithClamp, SwigluOAIAndMul
 from opgraft.ops.rotary import RotaryEmbeddingBase
 from opgraft.ops import ReLUSquaredActivation, RMSNorm, SiluAndMul, SwigluStepAndMul
 platforms = "any"
@@ -166,6 +166,13 @@ FINDINGS: dict[str, tuple[str, str, int]] = {
             "    pass\n", "    def __init__(self, *args, **kwargs): self.size = 8\n"
         ),
         "Acme.__init__ at",
+        1,
+    ),
+    "a kernel that changes the process": (
+        kernel(
+            "SiLU", "torch.set_default_dtype(torch.float64); return SiLU.forward_native(self, x)"
+        ),
+        "Acme.forward_oot changed the default dtype from torch.float32 to torch.float64 when it was",
         1,
     ),
     "a kernel that raises": (

@@ -83,6 +83,30 @@ AT_EVERY_LOAD = {
     "torch.nn.modules.module.register_module_forward_hook(lambda *_: None)": (
         "the hooks that torch calls for every module from 0 to 1 while"
     ),
+    "torch.nn.modules.module.register_module_parameter_registration_hook(lambda *_: None)": (
+        "the hooks that torch calls for every module from 0 to 1 while"
+    ),
+    "torch.nn.modules.module.register_module_module_registration_hook(lambda *_: None)": (
+        "the hooks that torch calls for every module from 0 to 1 while"
+    ),
+    "torch.set_flush_denormal(True)": "whether tiny numbers become zero from False to True while",
+    "torch._C._nn.silu = torch.relu": "torch._C._nn.silu while",
+    "torch.nn.functional.__class__ = type('Other', (types.ModuleType,), {})": (
+        "torch.nn.functional.__class__ while"
+    ),
+    "opgraft.functional.__class__ = type('Other', (types.ModuleType,), {})": (
+        "opgraft.functional.__class__ while"
+    ),
+    "form = opgraft.functional.rms_norm; form.__class__ = type('Other', (type(form),), {})": (
+        "opgraft's rms_norm.__class__ while"
+    ),
+    "RMSNorm.__bases__ = (type('Other', RMSNorm.__bases__, {}),)": "opgraft's RMSNorm.__bases__ while",
+    "torch.nn.Linear.__bases__ = (type('Other', torch.nn.Linear.__bases__, {}),)": (
+        "torch's Linear.__bases__ while"
+    ),
+    "globals()['own'] = torch.library.Library('aten', 'IMPL'); own.impl('special_i0e', abs, 'CPU')": (
+        "the kernel of torch's operator special_i0e for CPU while"
+    ),
 }
 """Source of a plugin, and what each load of plugins says of it; each is set back."""
 

@@ -11,6 +11,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import opgraft
 import pytest
 import torch
 from faults.process_rows import IMPORTS, PLUGIN, SET_BACK, comparing
@@ -312,17 +313,47 @@ def test_modes_that_look_at_each_call(site, kind: str) -> None:
     assert all(message.endswith("it was set back") for message in told)
 
 
-def test_a_kernel_of_an_operator_of_torch(site) -> None:
-    """It meets everybody and cannot be removed, so it is named; one for another device meets nobody here."""
-    source = "library = torch.library.Library('aten', 'IMPL')\n" + "".join(
-        f"library.impl('special_i0e', lambda x: x, '{key}')\n" for key in ("CPU", "PrivateUse1")
-    )
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+def test_kernels_of_operators_of_torch(site) -> None:
+    """Kernels for this device or for every device are removed. A kernel for another device meets nobody."""
+    keys = {"special_i0e": "CPU", "special_i1e": "CompositeExplicitAutograd", "i0": "PrivateUse1"}
+    rows = [f"library.impl({name!r}, abs, {key!r})\n" for name, key in keys.items()]
+    source = f"library = torch.library.Library('aten', 'IMPL')\n{''.join(rows)}"
     site.plugin("acme", IMPORTS + source + PLUGIN.format("pass"))
-    with thorough():
-        load_plugins()
+    x = torch.tensor([-1.0, 2.0])
+    before = [torch.special.i0e(x), torch.special.i1e(x)]
+    load_plugins()
+    found = sorted(finding.message for finding in host_state().plugins["acme"].findings)
+    assert [message.partition(" operator ")[2] for message in found] == [
+        "special_i0e for CPU while it was loaded: it was set back",
+        "special_i1e for CompositeExplicitAutograd while it was loaded: it was set back",
+    ]
+    assert torch.equal(torch.special.i0e(x), before[0])
+    assert torch.equal(torch.special.i1e(x), before[1])
+
+
+ON_THE_CLASS_OF_AN_OP = {
+    "a kernel": "type(op).forward = lambda self, x, residual=None: x * 0",
+    "a call": "type(op).__call__ = lambda self, x, residual=None: x * 0",
+}
+
+
+@pytest.mark.parametrize("kind", ON_THE_CLASS_OF_AN_OP)
+def test_a_method_of_the_class_of_an_op(site, caplog, kind: str) -> None:
+    """Ops that others construct do without the method, and a finding names the plugin with file and line."""
+    source = f"{IMPORTS}op = RMSNorm(4)\n{ON_THE_CLASS_OF_AN_OP[kind]}\n"
+    site.plugin("acme", source + PLUGIN.format("pass"))
+    x = torch.linspace(-2, 2, 8).reshape(2, 4)
+    for _ in range(2):
+        op = RMSNorm(4)
+        torch.testing.assert_close(op(x), op.forward_native(x))
     (finding,) = host_state().plugins["acme"].findings
-    said = "changed the kernel of torch's operator special_i0e for CPU while it was loaded: it cannot be set back: "
-    assert said in finding.message
+    assert finding.message.startswith("acme 1.0 assigned to ")
+    assert finding.location == f"{site.folder / 'acme.py'}:{source.count(chr(10))}"
+    assert caplog.messages.count(str(finding)) == 1
+    type(op).note = "no code of anybody runs"
+    opgraft.reset()
+    assert type(RMSNorm(4)) is type(op)
 
 
 def test_a_handler_of_others_that_is_turned_down(site, caplog) -> None:
