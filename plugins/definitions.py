@@ -63,7 +63,7 @@ _CODE = (
 
 @dataclass(frozen=True)
 class _Owner:
-    """A module, a class or an object, the module that defines the thing, its names and its shape."""
+    """A module, a class or an object, with the defining module, the names and the shape."""
 
     thing: Any
     home: str

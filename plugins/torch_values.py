@@ -43,7 +43,7 @@ def set_inference_mode(enabled: bool) -> None:
 
 
 def flushes_tiny_numbers() -> bool:
-    """Return True if the processor computes with zero instead of a number below the normal range."""
+    """Return True if the processor takes numbers below the normal range for zero."""
     # torch has a function that sets the flag, and none that returns it.
     smallest = sys.float_info.min
     return smallest / 2 == 0

@@ -571,6 +571,7 @@ def specialise(choice: KernelChoice) -> Any:
             cache = {}
             setattr(op_class, _CACHE, cache)
         known = cache.get(key)
+        # Code of others may have changed the class since.
         if known is None or _is_changed(*known):
             made = _specialisation(op_class, kernel, continuations(choice))
             known = cache[key] = (made, dict(vars(made)))
@@ -578,11 +579,9 @@ def specialise(choice: KernelChoice) -> Any:
 
 
 def _is_changed(made: type, names: Mapping[str, Any]) -> bool:
-    """Return True if code of others has changed the methods of a specialisation, and tell of each.
-
-    A plugin may construct an op while it is loaded, and assign to a method of ``type(op)``. Later ops
-    of that class would have the method, too.
-    """
+    """Return True if methods of a specialisation were changed, and tell of each."""
+    # A plugin may construct an op while it is loaded, and assign to a method of type(op).
+    # Later ops of that class would have the method, too.
     now = vars(made)
     changed = [name for name in now if now[name] is not names.get(name) and _runs(now[name])]
     for name in changed:
@@ -591,7 +590,8 @@ def _is_changed(made: type, names: Mapping[str, Any]) -> bool:
 
 
 def _runs(value: object) -> bool:
-    """Return True for a method. Python and compilers note further values in a class."""
+    """Return True for a method."""
+    # Python and compilers note further values in a class.
     return callable(value) or isinstance(value, property | classmethod | staticmethod)
 
 

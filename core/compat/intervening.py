@@ -1,7 +1,7 @@
 """Interventions in calls of torch by others: hooks of every module, modes, and kernels that Python code registers.
 
-torch has public names that add interventions, and no public name shows them. If a release of torch
-lacks a private name, the interventions behind that name are not seen.
+torch has public names for adding interventions, and private names for looking at them. Without a
+private name in a release of torch, nothing is seen.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _STACKS: Any = (
 """Functions that return the modes of this thread, the one that is asked first at the end."""
 
 _OF_C = ("_nn", "_linalg", "_fft", "_special", "_sparse", "_nested")
-"""Modules with the functions that ``torch.nn.functional`` and its siblings call."""
+"""Modules of functions in C, behind ``torch.nn.functional`` and its siblings."""
 
 _pop_function_mode: Any = getattr(overrides, "_pop_mode", None)
 
@@ -55,9 +55,14 @@ def set_hooks_of_every_module(hooks: list[dict[int, Any]]) -> None:
 
 
 def modules_of_c() -> tuple[ModuleType, ...]:
-    """Return the modules of functions in C that public functions of torch call."""
-    found = (getattr(torch._C, name, None) for name in _OF_C)
-    return tuple(module for module in found if isinstance(module, ModuleType))
+    """Return the modules of functions in C behind public functions of torch."""
+    modules = []
+    for name in _OF_C:
+        module = getattr(torch._C, name, None)
+        # A release of torch may lack one.
+        if isinstance(module, ModuleType):
+            modules.append(module)
+    return tuple(modules)
 
 
 def entered_modes() -> list[Any]:
@@ -83,15 +88,18 @@ def registered_kernels() -> frozenset[str]:
 
 
 def remove_kernel(kernel: str) -> None:
-    """Remove a kernel of ``registered_kernels``, with all else that the same object has registered.
+    """Remove a kernel of ``registered_kernels``, with the other kernels of the same library.
 
     Raises:
-        RuntimeError: no object was found that has registered the kernel.
+        RuntimeError: the library was not found.
     """
-    # Such an object lives in a module of a plugin, under any name.
-    libraries = [each for each in gc.get_objects() if issubclass(type(each), torch.library.Library)]
-    owners = [each for each in libraries if kernel in getattr(each, "_op_impls", ())]
-    for owner in owners:
-        owner._destroy()
+    # A plugin holds the library under any name.
+    for each in gc.get_objects():
+        # By type, as a proxy gives the class of another object.
+        if not issubclass(type(each), torch.library.Library):
+            continue
+        own = getattr(each, "_op_impls", ())
+        if kernel in own:
+            each._destroy()
     if kernel in registered_kernels():
         raise RuntimeError("it lasts as long as the library object that has registered it")
