@@ -600,8 +600,8 @@ def _tell_of_change(made: type, name: str) -> None:
     defined_in = str(getattr(method, "__module__", None) or "")
     provider = discover().provider_of(defined_in)
     words = (
-        f"{provider} assigned to {name} of the class of an op, {made.__qualname__}: ops constructed "
-        "from now on have their own method again"
+        f"{provider} assigned to {name} of the class of an op, {made.__qualname__}: "
+        "ops constructed from now on have their own method again"
     )
     tell(Finding(words, provider, location_of(method)))
 
