@@ -1,7 +1,6 @@
-"""Running Python code in a child process that cannot hold this one up, whatever it or its own children do.
+"""Run Python code in a child process, which cannot hold this process up.
 
-The child gets an environment of its own: what an interpreter needs to start, and nothing secret. It is reached through
-pipes alone, so that it can be asked where no folder can be written to.
+The child gets an environment of its own, without secrets. Pipes alone reach the child, so no folder is written to.
 """
 
 from __future__ import annotations
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
 
 NEEDED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "LD_LIBRARY_PATH")
 """Variables that an interpreter needs to start."""
+
+_TAKE_PATH = "import json, sys\nsys.path[:] = json.loads(sys.argv[1])\n"
 
 _LARGEST_REPLY = 1 << 24  # bytes
 _KEPT_OUTPUT = 1 << 14  # bytes, of which the last line is quoted
@@ -109,9 +110,9 @@ def run_child(
     memory_limit: int | None = None,
     heard: Callable[[bytes], None] | None = None,
 ) -> Ended:
-    """Run ``code`` in a new interpreter with this one's ``sys.path`` and wait until it ends or its time is over.
+    """Run ``code`` in a new interpreter with this ``sys.path`` until the code ends or its time is over.
 
-    It is stopped, too, when it has more than ``memory_limit`` bytes in memory, which is looked at 20 times a second.
+    The interpreter is stopped, too, above ``memory_limit`` bytes. Its memory is read 20 times a second.
 
     The code finds a file descriptor to write to in ``reply_to``, its arguments in ``sys.argv[3:]``, and in ``data``
     what was handed over, which must be ready for ``json.dumps``. It runs in a minimal environment, or in ``environ``,
@@ -177,13 +178,9 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     import subprocess  # costs 10 ms, which detection should not pay where no child is asked
 
-    # Isolated: neither variables nor the working folder decide what is imported before the preface sets the path.
-    # Which is a variable, too.
-    kept = ("-X", f"pycache_prefix={sys.pycache_prefix}") if sys.pycache_prefix else ()
-    preface = (GUARDIAN + code, _search_path(), " ".join(map(str, ends)))
-    command = [sys.executable, "-I", *kept, "-c", *preface, *arguments]
+    files = " ".join(map(str, ends))
     return subprocess.Popen(  # noqa: S603  # our own interpreter
-        command,
+        child_command(GUARDIAN + code, files, *arguments),
         env=minimal_environment() if environ is None else dict(environ),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -193,9 +190,14 @@ def _start(
     )
 
 
-def _search_path() -> str:
-    # As imports look there.
-    return json.dumps([entry for entry in sys.path if isinstance(entry, str)])
+def child_command(code: str, *arguments: str) -> list[str]:
+    """Return the command line of a new interpreter: for code with this ``sys.path``, and arguments at ``argv[2:]``."""
+    # Imports pass over entries of other types.
+    path = [entry for entry in sys.path if isinstance(entry, str)]
+    # An isolated interpreter reads no variable, such as this one.
+    kept = ("-X", f"pycache_prefix={sys.pycache_prefix}") if sys.pycache_prefix else ()
+    # Isolated: no variable and no working folder decides what is imported before the path is set.
+    return [sys.executable, "-I", *kept, "-c", _TAKE_PATH + code, json.dumps(path), *arguments]
 
 
 def minimal_environment(*more: str) -> dict[str, str]:

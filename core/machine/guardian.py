@@ -7,8 +7,7 @@ What the code starts and leaves behind becomes a child of it, whichever session 
 from __future__ import annotations
 
 GUARDIAN = """
-import json, os, signal, sys, threading, time
-sys.path[:] = json.loads(sys.argv[1])
+import os, signal, threading, time
 reply_to, parent = map(int, sys.argv[2].split())
 def adopt():
     import ctypes

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import socket
 import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Mapping
@@ -14,7 +12,7 @@ from contextlib import suppress
 from typing import Any, BinaryIO
 
 from opgraft.errors import ChildError
-from opgraft.machine.child import minimal_environment
+from opgraft.machine.child import child_command, minimal_environment
 from opgraft.serving.template_answer import LENGTH_BYTES, READY, AnswerKind
 
 MOST_SECONDS = 10.0
@@ -31,8 +29,6 @@ _END_SECONDS = 5.0
 _CRASHED = "it has crashed the process that renders templates"
 
 _MAIN = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
 from opgraft.serving.template_process import main
 main()
 """
@@ -125,12 +121,11 @@ class _Helper:
 
 def _start(there: socket.socket) -> subprocess.Popen[bytes]:
     """Start a helper that reads from a socket and writes to the socket."""
-    path = json.dumps([str(entry) for entry in sys.path])
-    # Isolated: neither variables nor the working folder decide what is imported. In a session of
-    # its own: an interrupt from the terminal is for the parent, and the helper ends with the parent.
+    # In a session of its own: an interrupt from the terminal is for the parent, and the helper ends
+    # with the parent.
     try:
         return subprocess.Popen(  # noqa: S603 - our own interpreter
-            [sys.executable, "-I", "-c", _MAIN, path],
+            child_command(_MAIN),
             stdin=there.fileno(),
             stdout=there.fileno(),
             env=minimal_environment("TZ"),  # templates ask for the time, and find no secret

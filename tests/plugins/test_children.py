@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import opgraft
 import pytest
 from machines.build import Tree, build
 from opgraft.errors import ChildError
-from opgraft.machine.child import ask_child, run_child
+from opgraft.machine.child import ask_child, child_command, run_child
 from opgraft.machine.machine import RECORD, Machine
 
 TELLS = (
@@ -346,3 +347,25 @@ def test_a_process_that_may_open_few_files(left: int) -> None:
     assert bool(failed) >= (left < NEEDED - 4)
     assert not failed or "Too many open files" in failed
     assert sorted(map(int, os.listdir("/proc/self/fd")))[:-1] == opened
+
+
+def test_one_place_builds_the_command_line_of_a_child() -> None:
+    """Whoever starts an interpreter asks ``child_command``; kept results alone name it besides."""
+    package = Path(opgraft.__file__).parent
+    sources = [file for file in package.rglob("*.py") if file.is_file()]
+    files = [file for file in sources if "sys.executable" in file.read_text("utf-8")]
+    names = sorted(str(file.relative_to(package)) for file in files)
+    assert names == ["cli/kept_results.py", "machine/child.py"]
+
+
+def test_children_import_as_this_process_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The command line has the path, without entries that imports pass over, and where bytecode goes."""
+    monkeypatch.setattr(sys, "path", ["first", Path("passed over"), "second"])
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
+    code = (
+        "import os; os.write(1, json.dumps([sys.path, sys.pycache_prefix, sys.argv[2:]]).encode())"
+    )
+    told = subprocess.run(child_command(code, "a", "b"), capture_output=True, check=True).stdout
+    assert json.loads(told) == [["first", "second"], str(tmp_path), ["a", "b"]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
@@ -29,6 +28,7 @@ from opgraft.engine.workers.worker_progress import (
 )
 from opgraft.logger import logger
 from opgraft.machine.channel import Channel, PipeSender
+from opgraft.machine.child import child_command
 
 _STACK_SECONDS = 0.2
 """Seconds in which a process writes its stack."""
@@ -40,8 +40,6 @@ _SIGNALLED = {
 }
 
 _MAIN = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
 from opgraft.engine.workers.worker_process import main
 main(*map(int, sys.argv[2:]))
 """
@@ -147,11 +145,9 @@ class LocalProcess(WorkerLink):
 
 def _start(files: tuple[int, ...], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start a worker that has some of our descriptors."""
-    path = json.dumps([str(entry) for entry in sys.path])
-    # Isolated: neither variables nor the working folder decide what is imported before the path is
-    # set. In a session of its own: an interrupt from the terminal is for the process that asks.
+    # In a session of its own: an interrupt from the terminal is for the process that asks.
     return subprocess.Popen(  # noqa: S603 - our own interpreter
-        [sys.executable, "-I", "-c", _MAIN, path, *map(str, files)],
+        child_command(_MAIN, *map(str, files)),
         pass_fds=files,
         stdin=subprocess.DEVNULL,
         stdout=2,

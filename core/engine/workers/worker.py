@@ -144,7 +144,7 @@ class Worker(PluggableClass):
         return None if config is None else trained_context(config.get_text_config())
 
     def why_uncached(self) -> str:
-        """Say why a model of transformers runs without a cache; empty where it has one, or is a written one."""
+        """Return the reason for a model of transformers to run without a cache, or an empty text."""
         model = self.runner.model
         if not isinstance(model, TransformersModel) or not model.uncached:
             return ""
