@@ -139,6 +139,24 @@ def test_a_router_of_the_model() -> None:
     torch.testing.assert_close(made(X, LOGITS), summed(torch.ones(7, 3), ids))
 
 
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
+def test_the_dtype_of_router_logits(dtype: torch.dtype | None, given: torch.dtype) -> None:
+    """Logits are converted to that dtype before experts are chosen, for the model's own router too."""
+    seen: list[torch.dtype] = []
+
+    def route(x: Any, logits: torch.Tensor, top_k: int, renormalize: bool) -> Any:
+        seen.append(logits.dtype)
+        return logits.float().softmax(-1).topk(top_k)
+
+    logits = LOGITS.to(given)
+    converted = logits if dtype is None else logits.to(dtype)
+    found = filled(layer(router_logits_dtype=dtype))(X, logits)
+    torch.testing.assert_close(found, filled(layer())(X, converted), rtol=0, atol=0)
+    filled(layer(router_logits_dtype=dtype, custom_routing_function=route))(X, logits)
+    assert seen == [converted.dtype]
+
+
 def test_shared_experts_and_leading_dimensions() -> None:
     """A shared expert sees every token; batches keep their shape."""
     shared = nn.Linear(HIDDEN, HIDDEN).requires_grad_(False)

@@ -78,6 +78,7 @@ class FusedMoE(PluggableLayer):
         ep_size: how many ranks share the experts: those of the expert group, or 1 where each has a part of all.
         enable_eplb: count the tokens that experts compute, for a balancer.
         num_redundant_experts: places for experts beyond one for each, of all ranks.
+        router_logits_dtype: logits of another dtype are converted to this one before experts are chosen.
 
     Attributes:
         quant_method: holds the weights; the unquantized one as ``w13_weight`` and ``w2_weight``.
@@ -125,6 +126,7 @@ class FusedMoE(PluggableLayer):
         ep_size: int = 1,
         enable_eplb: bool = False,
         num_redundant_experts: int = 0,
+        router_logits_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.prefix = prefix
@@ -156,6 +158,7 @@ class FusedMoE(PluggableLayer):
         self.router = GroupedTopk(
             top_k, renormalize, groups, kept, scoring_func, routed_scaling_factor
         )
+        self.router_logits_dtype = router_logits_dtype
         self.custom_routing_function = custom_routing_function
         self.e_score_correction_bias = e_score_correction_bias
         self.apply_router_weight_on_input = apply_router_weight_on_input
@@ -314,6 +317,8 @@ class FusedMoE(PluggableLayer):
             ValueError: logits are NaN, where the setting ``check_values`` is on; else such a token gets weights of NaN.
         """
         expect_last_dim("fused_moe", "router_logits", router_logits, self.moe_config.num_experts)
+        if self.router_logits_dtype is not None:
+            router_logits = router_logits.to(self.router_logits_dtype)
         if (
             values_are_known(router_logits)
             and host_state().checks_values()
