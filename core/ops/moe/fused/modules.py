@@ -78,7 +78,7 @@ class FusedMoE(PluggableLayer):
         ep_size: how many ranks share the experts: those of the expert group, or 1 where each has a part of all.
         enable_eplb: count the tokens that experts compute, for a balancer.
         num_redundant_experts: places for experts beyond one for each, of all ranks.
-        router_logits_dtype: logits of another dtype are converted to this one before experts are chosen.
+        router_logits_dtype: logits are converted to this dtype before experts are chosen.
 
     Attributes:
         quant_method: holds the weights; the unquantized one as ``w13_weight`` and ``w2_weight``.
