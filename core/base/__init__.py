@@ -1,1 +1,1 @@
-"""Small helpers that know nothing of devices or ops: text, files, caches, progress, installed distributions."""
+"""Small helpers without devices or ops: text, files, caches, progress, installed distributions."""

@@ -1,4 +1,4 @@
-"""Decisions that calls look up."""
+"""``Caches``: the decisions that constructions and calls look up."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Any
 
 @dataclass(slots=True)
 class Caches:
-    """The decisions made under one scope of settings, dropped together when a plugin or a setting changes.
+    """The decisions under one scope of settings. A change of a plugin or setting drops all.
 
     Attributes:
-        constructed: op class → the ``Binding`` for constructing it.
-        existing: (target, class) → the ``Binding`` of existing ops of that class.
-        classes: class that is no op → the ``ReplacementChoice`` for constructing it.
-        functions: functional form → its kernel, and the stand-in for gradients, if it needs one.
-        settings: the ``Settings`` that hold, ``None`` until they are read; never modified.
+        constructed: op class → the ``Binding`` for constructing the class.
+        existing: (target, class) → the ``Binding`` of existing ops of the class.
+        classes: other replaceable class → the ``ReplacementChoice`` for constructing the class.
+        functions: functional form → the kernel, and the native definition for gradients if the
+            kernel has no backward.
+        settings: the current ``Settings``, ``None`` before the first read; never modified.
         check_values: the setting of that name, or ``None``.
-        platform_agrees: whether settings ask for no other platform than the process has.
+        platform_agrees: settings ask for no other platform than the selected one.
     """
 
     constructed: dict[type, Any] = field(default_factory=dict)

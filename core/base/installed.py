@@ -1,4 +1,4 @@
-"""Versions of installed distributions, read with limits: metadata is written by everybody, and may be anything."""
+"""Read the versions and origins of installed distributions, with limits against broken metadata."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ import importlib_metadata
 from opgraft.base.files import read_regular
 
 LARGEST = 1 << 22
-"""Bytes of a file of metadata."""
+"""The largest number of bytes of a file of metadata."""
 
 _ORIGIN = "direct_url.json"
-"""Written by an installer for what comes from a folder or a URL, and not from an index."""
+"""The file of an installer for a distribution from a folder or URL instead of an index."""
 
 _FILES = ("METADATA", "PKG-INFO")
 _VERSION = re.compile(rb"^Version:[ \t]*(\S+)", re.M)
 
 
 def version_of(name: str) -> str | None:
-    """Return the version of an installed distribution, ``None`` of one without metadata that can be read."""
+    """Return the version of an installed distribution, ``None`` without readable metadata."""
     found = next(iter(importlib_metadata.distributions(name=name)), None)
     if found is None:
         return None
-    place = vars(found).get("_path")  # for which importlib-metadata has no public name
-    if not isinstance(place, Path):  # in an archive
+    # importlib-metadata has no public name for this.
+    place = vars(found).get("_path")
+    # A distribution in an archive has no folder.
+    if not isinstance(place, Path):
         return found.version
     for file in _FILES:
+        # The headers end at an empty line, and the description below may say anything.
         try:
             version = _VERSION.search(read_regular(place / file, LARGEST).partition(b"\n\n")[0])
         except (OSError, ValueError):
@@ -40,13 +43,14 @@ def version_of(name: str) -> str | None:
 
 
 def source_of(name: str) -> str:
-    """Return the folder or URL of an installed distribution as pip takes it; of one from an index, its name."""
+    """Return the folder or URL of an installed distribution for pip; from an index, the name."""
     found = next(iter(importlib_metadata.distributions(name=name)), None)
     try:
         text = found.read_text(_ORIGIN) if found else None
         return name if text is None else _url_for_pip(json.loads(text))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return name  # of a broken file
+        # The file is broken.
+        return name
 
 
 def _url_for_pip(origin: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ def progress_bar(
     Args:
         words: a name for the items.
         total: the number of items at the end.
-        shown: whether to show the bar; by default, if stderr is a terminal.
+        shown: show the bar; by default, if stderr is a terminal.
     """
     console = Console(stderr=True)
     visible = console.is_terminal if shown is None else shown

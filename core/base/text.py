@@ -1,4 +1,4 @@
-"""Text for terminals: foreign text made harmless, and tables of aligned columns that fit a width."""
+"""Text for terminals: make foreign text harmless, and lay out tables within a width."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from itertools import zip_longest
 
 WIDTH = 80
 
-_LONGEST = 2000  # characters of a message
+_LONGEST = 2000
+"""The largest number of characters of a message."""
 
-_JOINERS = "\u200c\u200d"  # Persian words and emoji are spelled with them; they neither move nor hide other text
+_JOINERS = "\u200c\u200d"
+"""Persian words and emoji need these characters. Other text neither moves nor hides."""
 
 
 def printable(text: str) -> str:
-    """Return foreign text as one line that a terminal shows and does not obey.
+    """Return foreign text as one harmless line for a terminal.
 
-    Text from plugins, packages and files goes through here before it is printed or logged. Terminal sequences, line
-    breaks, marks that reorder text and lone surrogates are shown as their escapes, such as ``\\x1b``.
+    All text of plugins, packages and files passes here before printing or logging. Terminal
+    sequences, line breaks, reordering marks and lone surrogates become escapes, such as ``\\x1b``.
     """
     return text if text.isprintable() else "".join(map(_shown, text))
 
@@ -31,26 +33,29 @@ def _shown(character: str) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Return the type and the message of somebody else's exception as one line, even where it cannot be printed."""
+    """Return the type and message of any exception as one line, even if ``str`` of it raises."""
     kind = type(error).__name__
     try:
         message = " ".join(str(error).split())
     except KeyboardInterrupt:
         raise
-    except BaseException as failure:  # a plugin's __str__ may raise whatever it likes
+    # The __str__ of a plugin's class may raise anything.
+    except BaseException as failure:
         return printable(f"{kind} (its message cannot be printed: {type(failure).__name__})")
     return printable(shortened(f"{kind}: {message}" if message else kind))
 
 
 def shortened(text: str) -> str:
-    """Return text that somebody else may have made very long as far as anybody reads it."""
+    """Return a text, cut if it is very long."""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text):,} characters)"
 
 
 def table(rows: Sequence[Sequence[object]], width: int | None = WIDTH) -> list[str]:
-    """Lay rows, the header first, out as lines of aligned columns. The widest give way: their cells go on below.
+    """Lay out rows, the header first, as lines of aligned columns.
 
-    Words, such as paths, are broken only where no width would do otherwise. Without a ``width`` every row is one line.
+    If the rows are too wide, the widest columns become narrower, and their cells continue below.
+    Words, such as paths, are broken only if nothing else helps. Without a ``width``, every row is
+    one line.
     """
     texts = [[printable(str(cell)) for cell in row] for row in rows]
     columns = list(zip(*texts, strict=True))
@@ -58,6 +63,7 @@ def table(rows: Sequence[Sequence[object]], width: int | None = WIDTH) -> list[s
     if width is not None:
         room = width - 2 * (len(widths) - 1)
         words = [max(len(word) for word in " ".join(column).split() or [""]) for column in columns]
+        # First down to the longest word of each column; then, if need be, into words.
         widths = _narrowed(_narrowed(widths, room, words), room, [1] * len(widths))
     lines = []
     for row in texts:
@@ -76,7 +82,7 @@ def table(rows: Sequence[Sequence[object]], width: int | None = WIDTH) -> list[s
 
 
 def _narrowed(widths: Sequence[int], room: int, least: Sequence[int]) -> list[int]:
-    """Take columns off the widest until all fit into ``room``, as far as each stays as wide as its ``least``."""
+    """Narrow the widest columns until all fit into ``room``; no column below its ``least``."""
     narrowed = list(widths)
     while sum(narrowed) > room:
         spare = [index for index, size in enumerate(narrowed) if size > least[index]]

@@ -1,7 +1,8 @@
-"""One configuration object, its layers and its scope.
+"""The configuration object, with layers and scopes.
 
-A field that is ``None`` is not set in that layer. Layers, highest first: ``set_config`` scopes (inner before outer; the
-command line is one), the environment, a file, plugins, the platform, the built-in defaults.
+A field with ``None`` is not set in a layer. The layers, highest first: scopes of ``set_config``
+(inner before outer; the command line is one), the environment, a file, plugins, the platform, the
+built-in defaults.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The declaration of settings: each is a field of a section, written once with its type, default, bounds and help.
+"""The declaration of settings. Each setting is a field of a section, with default, bounds and help.
 
-Names, environment variables, options of the command line, files and the reference page all come from here.
+Names, environment variables, options of the command line, files and the reference page all come
+from these fields.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ def setting(
     maximum: float | None = None,
     variable: str = "",
 ) -> Any:
-    """Declare a setting, in a class that derives from ``Section``. Its type is the field's annotation.
+    """Declare a setting in a subclass of ``Section``. The annotation of the field is the type.
 
     Args:
-        help: what it does, in one line, as the command line and the reference show it.
-        default: the built-in default; ``None`` where the code that reads it decides.
-        unset: that decision, in words.
-        choices: the values that it may have.
-        instead: values that other programs take in its place → what to use here, and why.
+        help: the effect in one line, for the command line and the reference.
+        default: the built-in default; ``None`` if the reading code decides.
+        unset: the decision of the reading code, in words.
+        choices: the allowed values.
+        instead: values of other programs → the value to use here, and why.
         minimum, above, maximum: the bounds of a number.
-        variable: its environment variable, where that has an older name than the rule gives.
+        variable: the environment variable, if the name does not follow the rule.
     """
     bounds = Bounds(choices, minimum, above, maximum, instead)
     return dataclasses.field(
@@ -58,7 +59,7 @@ def setting(
 
 
 class Bounds(NamedTuple):
-    """The values that a setting may have within its type."""
+    """The allowed values of a setting within the type."""
 
     choices: tuple[str, ...]
     minimum: int | None
@@ -67,7 +68,7 @@ class Bounds(NamedTuple):
     instead: Mapping[str, str]
 
     def hold(self, value: Any) -> bool:
-        """Tell whether a value of the type is one of the choices and within the limits, which NaN never is."""
+        """Return True if a value is one of the choices and within the limits. NaN never is."""
         return (
             (not self.choices or value in self.choices)
             and (self.minimum is None or value >= self.minimum)
@@ -88,8 +89,9 @@ class Kind(NamedTuple):
     Attributes:
         metavar: the value in the help of the command line.
         words: the value in messages and in the reference.
-        accepts: tells whether a value is of the type.
-        parse: turns text from the command line or the environment into a value; the first argument names the source.
+        accepts: returns True for a value of the type.
+        parse: turns text of the command line or environment into a value. The second argument
+            names the source.
         prepare: turns other spellings in Python into the type.
     """
 
@@ -105,10 +107,10 @@ class Field(NamedTuple):
 
     Attributes:
         name: the dotted name, such as ``parallel.tensor``.
-        kind, bounds: the values that it may have.
-        default: the built-in default, ``None`` where the code that reads it decides as ``unset`` tells.
-        help: what it does.
-        variable: its environment variable.
+        kind, bounds: the allowed values.
+        default: the built-in default; ``None`` if the reading code decides, as ``unset`` tells.
+        help: the effect.
+        variable: the environment variable.
     """
 
     name: str
@@ -121,21 +123,21 @@ class Field(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Say which values it takes."""
+        """The allowed values in words."""
         if self.bounds.choices:
             return f"one of {', '.join(self.bounds.choices)}"
         return " ".join(filter(None, (self.kind.words, str(self.bounds))))
 
     @property
     def metavar(self) -> str:
-        """Return its value as the help of the command line shows it."""
+        """The value in the help of the command line, such as ``NAME``."""
         return "|".join(self.bounds.choices) or self.kind.metavar
 
     def check(self, value: Any) -> Any:
-        """Return the value in the form in which it is kept.
+        """Return the value in the kept form.
 
         Raises:
-            ConfigError: it is not of the type, or out of the bounds.
+            ConfigError: the value has another type, or is outside of the bounds.
         """
         kept = self.kind.prepare(value)
         if not (self.kind.accepts(kept) and self.bounds.hold(kept)):
@@ -144,21 +146,21 @@ class Field(NamedTuple):
         return kept
 
     def parse(self, text: str, source: str) -> Any:
-        """Parse text that ``source`` gives, such as an option or an environment variable; ``check`` comes after it.
+        """Parse text of a ``source``, such as an option or environment variable, for ``check``.
 
         Raises:
-            ConfigError: the text is not of the form.
+            ConfigError: the text has another form.
         """
         return self.kind.parse(text, source)
 
 
 class Section:
-    """Base of the frozen dataclasses that hold settings. Values are checked when a section is made.
+    """Base of the frozen dataclasses with settings. The constructor checks the values.
 
-    A subclass may add settings of its own; they reach whatever reads them with the rest.
+    A subclass may add settings. Readers of the section see these, too.
 
     Attributes:
-        section: the name that stands before those of its fields, empty for the whole.
+        section: the first part of the names of all fields, empty for the whole.
     """
 
     section: ClassVar[str] = ""
@@ -179,7 +181,7 @@ _SUBSECTIONS: dict[type, dict[str, type[Section]]] = {}
 
 
 def own_fields(cls: type[Section]) -> Mapping[str, Field]:
-    """Return the settings that a section declares itself, by attribute."""
+    """Return the settings of a section by attribute, without inner sections."""
     if cls not in _FIELDS:
         attributes = dataclasses.fields(cls)  # type: ignore[arg-type]  # every subclass is a dataclass
         _FIELDS[cls] = {
@@ -206,7 +208,7 @@ def subsections(cls: type[Section]) -> Mapping[str, type[Section]]:
 
 
 def all_fields(cls: type[Section]) -> dict[str, Field]:
-    """Return the settings of a section and of those within it, by dotted name."""
+    """Return the settings of a section and of inner sections, by dotted name."""
     fields = {field.name: field for field in own_fields(cls).values()}
     for inner in subsections(cls).values():
         fields |= all_fields(inner)
@@ -214,7 +216,7 @@ def all_fields(cls: type[Section]) -> dict[str, Field]:
 
 
 def values_of(section: Section) -> Iterator[tuple[Field, Any]]:
-    """Yield each setting of a section, and of those within it, with its value; ``None`` is not set."""
+    """Yield each setting of a section and of inner sections with the value; ``None``: not set."""
     cls = type(section)
     for attribute, field in own_fields(cls).items():
         yield field, getattr(section, attribute)
@@ -223,13 +225,13 @@ def values_of(section: Section) -> Iterator[tuple[Field, Any]]:
 
 
 def made_of(cls: type[_S], values: Mapping[str, Any], classes: Mapping[str, type[Section]]) -> _S:
-    """Make a section of values by dotted name that have been checked, with sections of the given ``classes``."""
+    """Make a section of checked values by dotted name, with inner sections of some ``classes``."""
     attributes = {attribute: values.get(field.name) for attribute, field in own_fields(cls).items()}
     inner = {
         name: made_of(classes.get(name, kind), values, classes)
         for name, kind in subsections(cls).items()
     }
-    # Without __init__, which would check what was checked when its layer was made.
+    # Without __init__: each layer has checked its values.
     section = cls.__new__(cls)
     vars(section).update(attributes | inner)
     return section
@@ -262,7 +264,7 @@ def without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Make a mapping of pairs.
 
     Raises:
-        ValueError: a key stands there twice.
+        ValueError: a key occurs twice.
     """
     content = dict(pairs)
     if len(content) < len(pairs):
@@ -307,7 +309,8 @@ def _parse_mapping(text: str, source: str) -> Any:
     )
     if not all(isinstance(value, str) and key and value for key, value in found.items()):
         raise ConfigError(
-            f"{source} is {text!r}: use key=value pairs separated by commas, or a JSON object of them"
+            f"{source} is {text!r}: use key=value pairs separated by commas, or a JSON object of "
+            "them"
         )
     return found
 
@@ -317,13 +320,14 @@ def _as_tuple(value: Any) -> Any:
 
 
 def _as_dict(value: Any) -> Any:
-    if isinstance(value, str):  # in Python as on the command line
+    # The spelling of the command line works in Python, too.
+    if isinstance(value, str):
         return _parse_mapping(value, "a mapping")
     return dict(value) if isinstance(value, Mapping) else value
 
 
 def _is(*types: type) -> Callable[[Any], bool]:
-    """Accept values of the types; True and False are no numbers."""
+    """Return a test for values of the types. True and False are no numbers."""
     return lambda value: isinstance(value, types) and (bool in types or not isinstance(value, bool))
 
 

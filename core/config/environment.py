@@ -1,4 +1,4 @@
-"""The environment variables of opgraft, read and validated here and nowhere else."""
+"""Read and validate the environment variables of opgraft. No other module reads them."""
 
 from __future__ import annotations
 
@@ -35,38 +35,47 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
         SIMULATED_DEVICE: "an accelerator to simulate: name=Acme X1,memory=64MiB, or default",
     }
 )
-"""Every variable with its meaning: one for each setting, and those of the process as a whole."""
+"""Every variable with the meaning: one for each setting, and some for the whole process."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-"""The values that ``OPGRAFT_LOG`` may have."""
+"""The values of ``OPGRAFT_LOG``."""
 
 
 @dataclass(frozen=True)
 class SharedDecision:
-    """The decisions of the process of that identity, each with what it is about."""
+    """The decisions of a process.
+
+    Attributes:
+        process: the identity of the process.
+        rows: the choice by subject, such as ``kernel of rms_norm``.
+    """
 
     process: str
     rows: Mapping[str, str]
 
     @property
     def digest(self) -> str:
-        """Tell these decisions from others, and from what is left of them where a variable was cut."""
+        """A digest of the decisions. A variable that was cut does not match it."""
         return hashlib.sha256(json.dumps(dict(self.rows), sort_keys=True).encode()).hexdigest()[:16]
 
     def to_text(self) -> str:
-        """Return what the variable holds."""
+        """Return the text for the variable."""
         return json.dumps({"digest": self.digest, "process": self.process, "rows": dict(self.rows)})
 
     def rows_for(self, process: str) -> Mapping[str, str] | None:
-        """Return them for another process than the one that has made them."""
+        """Return the decisions for another process, ``None`` for the process that has decided."""
         return None if process == self.process else self.rows
 
 
 @dataclass(frozen=True)
 class Environment:
-    """The environment's say: a layer per variable that is set, the path of a file of settings, the level of logs.
+    """The values of the environment variables.
 
-    ``decision`` is what another process has shared.
+    Attributes:
+        layers: a layer of settings per variable.
+        path: the path of a file of settings, or ``None``.
+        log: the level of logs, or ``None``.
+        decision: the decisions of another process, or ``None``.
     """
 
     layers: Layers = ()
@@ -76,10 +85,10 @@ class Environment:
 
     @functools.cached_property
     def file(self) -> ConfigFile | None:
-        """Return the file of settings, read on first use: where another one stands in its place it is never opened.
+        """The file of settings, read at the first use. A scope with a file leaves it unread.
 
         Raises:
-            ConfigError: it cannot be used.
+            ConfigError: the file cannot be used.
         """
         try:
             return read_file(self.path) if self.path else None
@@ -91,13 +100,14 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     """Read the variables of ``VARIABLES`` from a mapping, by default from ``os.environ``.
 
     Raises:
-        ConfigError: a value is not one of those listed, or a variable beginning with ``OPGRAFT_`` is not known.
+        ConfigError: a value is not allowed, or a variable with the prefix ``OPGRAFT_`` is unknown.
     """
     values = os.environ if variables is None else variables
     for name in values:
         if name.startswith("OPGRAFT_") and name not in VARIABLES:
             raise ConfigError(
-                f"unknown environment variable {name}: {close_matches(name, VARIABLES)} Unset or rename it."
+                f"unknown environment variable {name}: {close_matches(name, VARIABLES)} Unset or "
+                "rename it."
             )
     return Environment(
         _layers(values),
@@ -124,9 +134,10 @@ def _shared(text: str | None) -> SharedDecision | None:
 
 
 def _layers(values: Mapping[str, str]) -> Layers:
-    """Make a layer of each variable, so that a setting's origin names its variable. An empty list is a value."""
+    """Return a layer per variable: the origin of a setting names the variable."""
     layers = []
     for field in FIELDS.values():
+        # An empty text is a value for a list only.
         text = values.get(field.variable)
         if text == "" and field.variable == LOCKFILE:
             raise ConfigError(
@@ -147,11 +158,11 @@ def _log_level(value: str | None) -> str | None:
 
 _DECIDING = (PLATFORM, PLUGINS, PLUGINS_DISABLE, LOCKFILE, PROVIDERS)
 _OF_TORCH = ("ATEN_", "DNNL_", "ONEDNN_", "TORCH_ALLOW_")
-"""Beginnings of the names of variables by which torch and its libraries choose how they compute."""
+"""Beginnings of the names of variables that change computations of torch and its libraries."""
 
 
 def deciding_variables(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables that are set and may change what a process computes, by default of ``os.environ``."""
+    """Return the set variables that may change computations, by default of ``os.environ``."""
     values = os.environ if variables is None else variables
     return {
         name: value
@@ -166,18 +177,18 @@ _OF_SESSIONS = re.compile(
 
 
 def lasting_variables(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables, by default of ``os.environ``, less those that differ from one terminal to the next."""
+    """Return the variables, by default of ``os.environ``, without those of one terminal."""
     values = os.environ if variables is None else variables
     return {name: values[name] for name in sorted(values) if not _OF_SESSIONS.fullmatch(name)}
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The place of a process among those that a launcher such as ``torchrun`` has started.
+    """The place of a process among the processes of a launcher such as ``torchrun``.
 
     Attributes:
-        size: the number of processes, on all hosts.
-        local_rank: its number on this host.
+        size: the number of processes on all hosts.
+        local_rank: the number of this process on this host.
         local_size: the number of processes on this host.
     """
 
@@ -187,10 +198,12 @@ class Launch:
 
 
 def read_launch(variables: Mapping[str, str] | None = None) -> Launch:
-    """Read the variables that launchers set, by default from ``os.environ``; without them this process is alone.
+    """Read the variables of launchers, by default from ``os.environ``.
+
+    Without such variables, this process is alone.
 
     Raises:
-        ConfigError: one of them is no number.
+        ConfigError: a value is no number.
     """
     values = os.environ if variables is None else variables
     size = _number(values, "WORLD_SIZE", 1)
@@ -201,7 +214,8 @@ def _number(values: Mapping[str, str], name: str, otherwise: int) -> int:
     text = values.get(name) or str(otherwise)
     if not text.isdecimal():
         raise ConfigError(
-            f"{name}={text!r:.80} is no number: unset it, or start with a launcher, such as torchrun"
+            f"{name}={text!r:.80} is no number: unset it, or start with a launcher, such as "
+            "torchrun"
         )
     return int(text)
 
@@ -218,7 +232,10 @@ _FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
 def read_compilers(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables that change what compilers make, by default of ``os.environ``; not where they keep it."""
+    """Return the variables that change the code of compilers, by default of ``os.environ``.
+
+    The folders of their caches are left out.
+    """
     values = os.environ if variables is None else variables
     return {
         name: values[name]
@@ -228,15 +245,15 @@ def read_compilers(variables: Mapping[str, str] | None = None) -> dict[str, str]
 
 
 def cache_home(variables: Mapping[str, str] | None = None) -> Path:
-    """Return the folder in which programs of this user keep caches, by default as ``os.environ`` says."""
+    """Return the user's folder for caches, by default from ``os.environ``."""
     values = os.environ if variables is None else variables
     return Path(values.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
 def hub_cache(variables: Mapping[str, str] | None = None) -> Path:
-    """Return the folder of models from the Hugging Face Hub, by default as ``os.environ`` says.
+    """Return the folder of models from the Hugging Face Hub, by default from ``os.environ``.
 
-    The variables are those that the Hub's own library reads, and so are no settings of opgraft.
+    The Hub's own library reads the same variables. They are no settings of opgraft.
     """
     values = os.environ if variables is None else variables
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
@@ -248,7 +265,7 @@ def hub_cache(variables: Mapping[str, str] | None = None) -> Path:
 
 
 def state_home(variables: Mapping[str, str] | None = None) -> Path:
-    """Return the folder in which programs of this user keep what outlives a run, by default as ``os.environ`` says.
+    """Return the user's folder for data that outlives a run, by default from ``os.environ``.
 
     Raises:
         RuntimeError: the user has no home folder.

@@ -15,26 +15,31 @@ from opgraft.config.whole import FIELDS, OpgraftConfig, check_known, config_from
 from opgraft.errors import ConfigError, close_matches
 
 Layers = tuple[tuple[str, OpgraftConfig], ...]
-"""Configs, lowest first, each with the words that name its origin."""
+"""Configs, lowest first, each with the origin in words."""
 
-
-_LARGEST = 1 << 20  # bytes of a file of settings
+_LARGEST = 1 << 20
+"""The largest number of bytes of a file of settings."""
 
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """A file of settings that was read: its path, and a layer per setting whose origin names file and line."""
+    """The content of a file of settings.
+
+    Attributes:
+        path: the path of the file.
+        layers: a layer per setting. The origin names file and line.
+    """
 
     path: str
     layers: Layers
 
 
 def read_file(path: str) -> ConfigFile:
-    """Read a file of settings, ``.json`` or ``.toml``: sections are objects or tables, fields stand in them.
+    """Read a file of settings, ``.json`` or ``.toml``. Sections are objects or tables with fields.
 
     Raises:
-        ConfigError: the file cannot be read, is malformed, or holds a setting that nobody knows or a value that a
-            setting does not take. The message names the file, and the line where there is one.
+        ConfigError: the file cannot be read or is malformed, or holds an unknown setting or a wrong
+            value. The message names the file, and the line if known.
     """
     try:
         text = read_regular(path, _LARGEST).decode()
@@ -42,7 +47,8 @@ def read_file(path: str) -> ConfigFile:
         raise ConfigError(f"the config file {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"the config file {path} is not UTF-8 text: {error}") from error
-    except ValueError as error:  # a pipe, a device, too much, or a path with a zero byte
+    # The path is a pipe or device, or has a null byte, or the file is too large.
+    except ValueError as error:
         raise ConfigError(f"the config file {path} cannot be read: {error}") from error
     layers: list[tuple[str, OpgraftConfig]] = []
     seen: set[str] = set()
@@ -50,7 +56,8 @@ def read_file(path: str) -> ConfigFile:
         origin = f"{path}, line {_line(text, name)}"
         if name in seen:
             raise ConfigError(
-                f"{origin}: {name} stands in the file twice, in its section and outside: take one out"
+                f"{origin}: {name} stands in the file twice, in its section and outside: take one "
+                "out"
             )
         seen.add(name)
         try:
@@ -64,7 +71,8 @@ def _layer(name: str, value: Any) -> OpgraftConfig:
     sections = subsections(OpgraftConfig)
     if name in sections:
         raise ConfigError(
-            f"{name} is {'null' if value is None else repr(value)}, but it is a section: give it fields"
+            f"{name} is {'null' if value is None else repr(value)}, but it is a section: give it "
+            "fields"
         )
     if isinstance(value, dict) and name not in FIELDS and "." not in name:
         raise ConfigError(f"unknown section {name!r}: {close_matches(name, sections)}")
@@ -95,7 +103,8 @@ def _content(path: str, text: str) -> Mapping[str, Any]:
 
 
 def _parse_toml(text: str) -> Any:
-    if sys.version_info >= (3, 11):  # imported here: a command without a file need not pay for it
+    # A command without a file need not pay for the import.
+    if sys.version_info >= (3, 11):
         import tomllib
     else:
         import tomli as tomllib
@@ -113,7 +122,7 @@ def _fields(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _line(text: str, name: str) -> int:
-    """Find the line of a setting: that of its field's name, after its section's, outside of comments."""
+    """Return the line of a setting: the line of the field's name after the section's name."""
     position = 0
     for part in name.split("."):
         spelled = rf"""(?m)^[^#\n]*?(?<![\w-])["']?(?P<key>{re.escape(part)})["']?\s*[=:\].]"""

@@ -1,4 +1,4 @@
-"""The scope in which a config holds."""
+"""``set_config``: settings for a block of code."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from opgraft.errors import ConfigError
 
 
 class Scope:
-    """An active ``set_config``: its layers above the outer scopes, and the decisions made under it.
+    """An active ``set_config``.
 
     Attributes:
-        file: the file of settings that is used instead of the environment's, where one was named.
+        layers: the layers of this scope, above those of outer scopes.
+        file: a file of settings in place of the environment's file, or ``None``.
+        caches: the decisions under this scope.
+        generation: the generation of the host state at the last use of the caches.
     """
 
     def __init__(self, layers: Layers, file: ConfigFile | None) -> None:
@@ -33,9 +36,9 @@ CURRENT_SCOPE: ContextVar[Scope | None] = ContextVar("opgraft_scope", default=No
 def set_config(
     config: OpgraftConfig, *, origin: str = "set_config", file: ConfigFile | None = None
 ) -> Iterator[None]:
-    """Use ``config`` for what is constructed within the block, over enclosing scopes, the environment and defaults.
+    """Use ``config`` within the block, above outer scopes, the environment and defaults.
 
-    A ``file`` takes the place of that of ``OPGRAFT_CONFIG``, and so stands below the environment.
+    A ``file`` takes the place of the file of ``OPGRAFT_CONFIG``, below the environment.
 
     Raises:
         ConfigError: ``config`` is no ``OpgraftConfig``.

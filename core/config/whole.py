@@ -1,4 +1,4 @@
-"""The whole configuration, the merge of its layers, and contradictions between sections."""
+"""``OpgraftConfig``, the whole configuration; merge layers and find contradictions."""
 
 from __future__ import annotations
 
@@ -42,26 +42,30 @@ from opgraft.config.sections import (
 from opgraft.errors import ConfigError, close_matches
 
 NATIVE_CHOICE = "native"
-"""The choice of ``providers`` that is no provider: the op's own class, by its native definition."""
+"""The choice in ``providers`` for the op's own class with the native definition."""
 
 
 @dataclass(frozen=True)
 class OpgraftConfig(Section):
-    """Every setting of opgraft; ``None`` means "not set here". ``resolved()`` puts the defaults in their place.
+    """Every setting of opgraft. ``None`` means "not set here"; ``resolved()`` fills in defaults.
 
     Attributes:
-        platform: name of the platform to use instead of the detected one. Decided once per process.
-        plugins: allow list of plugins, by entry-point or distribution name; ``()`` means none. Read when plugins load.
-        plugins_disable: deny list of plugins, likewise.
-        strict: whether a failing plugin or probe raises, and a call for which ``torch.compile`` would compile anew what
-            ``opgraft.compile`` had it compile.
-        check_values: whether ops check values of tensors, such as positions, on accelerators too, which then must wait.
-        cpu_keep_memory: whether the CPU platform has glibc keep freed memory in the process. Decided once per process.
-        lockfile: file that pins the distributions of plugins and platforms. Read when the platform is decided.
-        providers: op name to the entry-point or distribution name of the provider whose replacement is to be used, or
-            to ``native``; a mapping, or text as the command line takes it.
-        compilation_config, model, cache, scheduler, parallel, load, quantization, shadow, server: sections, see their
-            classes.
+        platform: the platform to use instead of the detected one. Decided once per process.
+        plugins: allow list of plugins, by entry-point or distribution name; ``()`` means none. Read
+            when plugins load.
+        plugins_disable: deny list of plugins. Read when plugins load.
+        strict: a failing plugin or probe raises. A call raises, too, if ``torch.compile`` would
+            compile again after ``opgraft.compile``.
+        check_values: ops check values of tensors, such as positions, on accelerators too, and wait
+            for the device.
+        cpu_keep_memory: on the CPU platform, glibc keeps freed memory in the process. Decided once
+            per process.
+        lockfile: a file with the pinned distributions of plugins and platforms. Read when the
+            platform is decided.
+        providers: op name → the entry-point or distribution name of a provider, or ``native``. A
+            mapping, or text as on the command line.
+        compilation_config, model, cache, scheduler, parallel, load, quantization, shadow, server:
+            sections, see the classes.
     """
 
     platform: str | None = setting(
@@ -107,10 +111,10 @@ class OpgraftConfig(Section):
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig, kw_only=True)
 
     _scoped: ClassVar[Mapping[str, str] | None] = None
-    """Of a config that ``Settings.handed_down`` has made, the origin of each field that a scope set."""
+    """In a config of ``Settings.handed_down``, the scope of each field that a scope has set."""
 
     def op_names(self) -> dict[str, list[str]]:
-        """Map a field to the names of ops that it mentions; whether they exist is known once plugins are loaded."""
+        """Return the names of ops in each field with such names. The ops may not exist yet."""
         setting = CustomOpsSetting.parse(self.compilation_config.custom_ops or ())
         return {
             "compilation_config.custom_ops": sorted(setting.on | setting.off),
@@ -118,11 +122,11 @@ class OpgraftConfig(Section):
         }
 
     def resolved(self) -> OpgraftConfig:
-        """Return this config with the built-in default of every field that it does not set.
+        """Return this config with built-in defaults for fields with ``None``.
 
         Code with a config for an argument reads the config through this method, so that
-        ``OpgraftConfig()`` is enough for a call. Neither the environment nor a ``set_config`` scope
-        has a say: an entry point merges those in before. A complete config is returned as it is.
+        ``OpgraftConfig()`` is enough for a call. The environment and scopes of ``set_config`` do
+        not count: an entry point merges them in before. A complete config is returned as it is.
 
         Raises:
             ConfigError: two settings contradict each other.
@@ -138,7 +142,7 @@ FIELDS: Mapping[str, Field] = all_fields(OpgraftConfig)
 
 @dataclass(frozen=True)
 class Settings:
-    """The layers merged: a config with every field set, and for each dotted field name the layer that set it.
+    """Merged layers: a config with a value for every field, and the origin of each value.
 
     Attributes:
         config: the merged settings.
@@ -151,12 +155,12 @@ class Settings:
     scoped: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def to_change(self, name: str, ways: str, addition: str = "") -> str:
-        """Say how to change a field.
+        """Describe how to change a field.
 
         Args:
             name: the dotted name.
-            ways: the ways that work if no scope sets the field.
-            addition: what to add where a scope sets the field; not given if the field has one value.
+            ways: the answer if no scope sets the field.
+            addition: an addition to the value in the scope; empty for a field with one value.
         """
         if name not in self.scoped:
             return ways
@@ -165,12 +169,12 @@ class Settings:
         return f"{name} is set by {scope}, which outranks {variable}: {what} there"
 
     def handed_down(self, whole: str = "") -> OpgraftConfig:
-        """Return the config for parts of the program with a scope of their own, such as engines.
+        """Return the config for a part of the program with a separate scope, such as an engine.
 
-        Messages of such a part name the scope that sets a field here, instead of the part's own scope.
+        Messages of the part name the scope of a field here, instead of the part's scope.
 
         Args:
-            whole: the name of a scope that stands for every field; empty if there is none.
+            whole: the name of a scope for every field; empty if there is none.
         """
         scoped = dict.fromkeys(FIELDS, whole) if whole else {}
         scoped |= self.scoped
@@ -181,12 +185,13 @@ class Settings:
         return config
 
     def named(self, name: str) -> str:
-        """Return the field's name with the layer that set it."""
+        """Return the field's name with the origin of the value."""
         return f"{name} ({self.origins[name]})"
 
     def compiling(self, backend: str) -> OpgraftConfig:
-        """Return a layer for who asks for compilation: the default level and the platform's backend, as far as no
-        setting says how.
+        """Return the lowest layer for ``opgraft.compile``: default level and platform's backend.
+
+        A value of any setting leaves the layer's value out.
         """
 
         def is_open(*names: str) -> bool:
@@ -197,29 +202,29 @@ class Settings:
         return OpgraftConfig(compilation_config=CompilationConfig(level=level, backend=chosen))
 
     def chosen_provider(self, op_name: str | None) -> str | None:
-        """Return what ``providers`` asks for by the registered name of an op or class."""
+        """Return the provider in ``providers`` for the registered name of an op or class."""
         return (self.config.providers or {}).get(op_name or "")
 
     def with_provider(self, op_name: str, provider: str, origin: str) -> Settings:
-        """Return the settings for one op, of which something else than a layer chooses the provider."""
+        """Return the settings with a provider for one op, from another ``origin`` than a layer."""
         providers = dict(self.config.providers or {})
         providers[op_name] = provider
         config = dataclasses.replace(self.config, providers=providers)
 
         name = "providers"
         origins = {**self.origins, name: origin}
-        # No scope says this any more.
+        # The value is no scope's any more.
         scoped = dict(self.scoped)
         scoped.pop(name, None)
         return Settings(config, origins, scoped)
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
-        """Yield the dotted name of every setting, its value as text for the command line, and its layer."""
+        """Yield the dotted name, the value as text for the command line, and the origin of each."""
         for field, value in values_of(self.config):
             yield field.name, text_of(value), self.origins[field.name]
 
     def enabled(self, op_name: str | None) -> tuple[bool, str]:
-        """Decide whether the custom op of that registered name is enabled, and give the reason in words."""
+        """Return True if the op of a registered name is enabled, with the reason in words."""
         compilation = self.config.compilation_config
         setting = CustomOpsSetting.parse(compilation.custom_ops or ())
         origin = self.origins["compilation_config.custom_ops"]
@@ -237,12 +242,13 @@ class Settings:
         if self.leaves_to_compiler(op_name):
             return (
                 False,
-                f"custom_ops defaults to 'none': backend inductor compiles (mode {compilation.mode!s})",
+                "custom_ops defaults to 'none': backend inductor compiles (mode "
+                f"{compilation.mode!s})",
             )
         return True, "custom_ops defaults to 'all'"
 
     def leaves_to_compiler(self, op_name: str | None) -> bool:
-        """Return True if an op is disabled only because the backend may fuse its parts."""
+        """Return True if an op is disabled only for the backend to fuse the native definition."""
         compilation = self.config.compilation_config
         setting = CustomOpsSetting.parse(compilation.custom_ops or ())
         if setting.default is not None or op_name in setting.on | setting.off:
@@ -252,7 +258,7 @@ class Settings:
 
 
 def text_of(value: Any) -> str:
-    """Return the value of a setting as the command line takes it; empty where it is not set."""
+    """Return the value of a setting as text for the command line; empty for ``None``."""
     if value is None:
         return ""
     return (
@@ -273,14 +279,16 @@ def _named(value: Any) -> str:
 def resolve(
     layers: Iterable[tuple[str, OpgraftConfig]], scopes: Iterable[tuple[str, OpgraftConfig]] = ()
 ) -> Settings:
-    """Merge layers, lowest first, each with the words that name its origin, over the built-in defaults.
+    """Merge layers over the built-in defaults.
 
-    Those of ``scopes`` stand above the other ``layers``.
+    Each section has the most derived class of all layers, so that settings of a subclass remain.
 
-    A section has the most derived class of all layers, so that settings of a subclass come through.
+    Args:
+        layers: configs with their origins in words, lowest first.
+        scopes: further configs above the others.
 
     Raises:
-        ConfigError: two settings contradict each other; the message names both and where each was set.
+        ConfigError: two settings contradict each other. The message names both and their origins.
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -292,7 +300,7 @@ def resolve(
             classes[name] = given if issubclass(given, base) else base
         for field, value in values_of(config):
             if value is not None:
-                # prepared, and so copied where it can be written to: a resolved config shares nothing with others
+                # prepare() copies: a resolved config shares no mutable value with others.
                 values[field.name], origins[field.name] = field.kind.prepare(value), origin
     _fill_by_level(values, origins)
     _leave_out_defaults(values, origins)
@@ -313,14 +321,14 @@ def resolve(
 
 
 def _set_by_scope(origin: str, layer: OpgraftConfig) -> Mapping[str, str]:
-    """Return the scope by which each field of a scope's layer was set first."""
+    """Return the first scope of each field in a scope's layer."""
     if layer._scoped is not None:
         return layer._scoped
     return {field.name: origin for field, value in values_of(layer) if value is not None}
 
 
 def _fill_by_level(values: dict[str, Any], origins: dict[str, str]) -> None:
-    """Set what ``compilation_config.level`` says of its section, where no layer does."""
+    """Fill fields without a value by ``compilation_config.level``."""
     name, section = "compilation_config.level", "compilation_config"
     if name not in values:
         return
@@ -328,7 +336,8 @@ def _fill_by_level(values: dict[str, Any], origins: dict[str, str]) -> None:
         f"+{op}" for op, choice in values.get("providers", {}).items() if choice == NATIVE_CHOICE
     }
     for attribute, value in LEVELS[values[name]].items():
-        if attribute == "custom_ops":  # an op that is chosen by hand is not the level's to enable
+        # The level must not enable an op with a provider chosen by hand.
+        if attribute == "custom_ops":
             value = tuple(token for token in value if token not in native)
         if f"{section}.{attribute}" not in values:
             values[f"{section}.{attribute}"] = value
@@ -336,7 +345,7 @@ def _fill_by_level(values: dict[str, Any], origins: dict[str, str]) -> None:
 
 
 def _leave_out_defaults(values: dict[str, Any], origins: dict[str, str]) -> None:
-    """Leave out what plugins and platforms change of settings that the mode does not use: nobody asks for that."""
+    """Drop values of plugins and platforms for settings that the mode does not use."""
     mode = values.get("compilation_config.mode")
     unused = () if mode is CompilationMode.FULL else OF_FULL
     if not is_packaged(mode, values.get("compilation_config.backend", "inductor")):
@@ -350,7 +359,7 @@ def config_from_fields(values: Mapping[str, Any]) -> OpgraftConfig:
     """Make a config from dotted field names, such as ``{"compilation_config.custom_ops": ["none"]}``.
 
     Raises:
-        ConfigError: an unknown field, with close matches, or a value that its field does not take.
+        ConfigError: a field is unknown, or a value is not allowed.
     """
     for name in values:
         check_known(name)
@@ -364,10 +373,10 @@ def config_from_fields(values: Mapping[str, Any]) -> OpgraftConfig:
 
 
 def check_known(name: str) -> None:
-    """Reject a dotted name that is no setting.
+    """Check a dotted name.
 
     Raises:
-        ConfigError: with close matches.
+        ConfigError: no setting has the name. The message has close matches.
     """
     if name not in FIELDS:
         inner = [known for known in FIELDS if known.rpartition(".")[2] == name]
@@ -383,13 +392,14 @@ def parse_text(name: str, text: str, source: str = "") -> Any:
     """Parse the value of the field ``name``: JSON for lists and mappings, else plain text.
 
     Args:
-        name: of the field, with its section.
-        text: of the value.
-        source: what gives it, such as an environment variable; the option of the command line if empty.
+        name: the dotted name of the field.
+        text: the text of the value.
+        source: the source of the text, such as an environment variable. Empty for the option of the
+            command line.
 
     Raises:
-        ConfigError: an unknown field, or text that is not of its form, or a value that it does not take; the message
-            names the source.
+        ConfigError: the field is unknown, the text has another form, or the value is not allowed.
+            The message names the source.
     """
     check_known(name)
     option = f"--{name}"
@@ -459,7 +469,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[OpgraftConfig], bool], str], ...]
         "level 0 compiles nothing, and those above it are of the mode FULL: leave one of them out, or set both alike",
     ),
 )
-"""Settings that can contradict each other, the test that they do not, and why, with the way out."""
+"""Settings that can contradict each other, the test, and the reason with the way out."""
 
 
 def _check_contradictions(config: OpgraftConfig, origins: Mapping[str, str]) -> None:

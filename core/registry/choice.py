@@ -1,4 +1,4 @@
-"""Choose the class that is constructed for an op: a pure function of declarations, a platform and settings."""
+"""Choose the class to construct for an op, by declarations, platform and settings alone."""
 
 from __future__ import annotations
 
@@ -18,10 +18,16 @@ _NOT_ASKED = "providers asks for"
 
 @dataclass(frozen=True)
 class ReplacementChoice:
-    """The class constructed for ``target``.
+    """The choice of the class to construct for ``target``.
 
-    ``rows`` pairs each active replacement with the objection to it. ``asked`` names the setting that chooses, if one
-    does.
+    Attributes:
+        target: the class that is called.
+        own: the provider of the target.
+        op_name: the name of the op in settings, or ``None``.
+        rows: each active replacement of the target, with the objection or ``None``.
+        winner: the replacement to construct; ``None`` keeps the target.
+        asked: the setting that has chosen, in words; empty if none has.
+        settings: the settings of the choice.
     """
 
     target: type
@@ -42,7 +48,7 @@ class ReplacementChoice:
 
     @property
     def chosen(self) -> str:
-        """The class and its provider, as processes tell each other what they construct."""
+        """The class and the provider in words. Processes compare these words."""
         return f"{qualified(self.cls)} of {self.provider}"
 
     @property
@@ -77,7 +83,7 @@ class ReplacementChoice:
         return told_apart(cls, (self.target, *(row.cls for row, _ in self.rows)))
 
     def _setting(self) -> str:
-        """Say which setting would choose another class, or return "" where none does."""
+        """Return the setting to choose another class, in words; empty if none does."""
         free = [
             choice_name(r)
             for r, no in self.rows
@@ -107,25 +113,26 @@ def choose_replacement(
     kin: Sequence[Replacement],
     absence_of: Callable[[str], str],
 ) -> ReplacementChoice:
-    """Choose the active replacement, if any, constructed in place of ``target``, on ``platform`` under ``settings``.
+    """Choose the active replacement to construct in place of ``target``.
 
     Args:
-        target: the class that is constructed.
-        op_name: by which settings know its op; ``None`` if they have no name for it.
+        target: the class that is called.
+        op_name: the name of the op in settings, or ``None``.
         own: the provider of ``target``.
-        active: the replacements of active plugins, of any class.
-        platform: the current one.
-        settings: as resolved.
-        kin: the active replacements of other classes of the same op. A provider that ``providers``
-            asks for may serve one of these instead.
-        absence_of: returns why nothing of a provider is active; empty if that is not known.
+        active: the replacements of active plugins, for any class.
+        platform: the current platform.
+        settings: the current settings.
+        kin: the active replacements of other classes of the same op. A provider in ``providers``
+            may serve one of these instead.
+        absence_of: returns the reason why a provider has nothing active; empty if not known.
 
     Returns:
-        The choice. It keeps the class itself where no replacement applies.
+        The choice. Without a replacement that applies, the choice keeps ``target``.
 
     Raises:
-        ConflictError: several apply at equal priority and ``providers`` does not choose.
-        ConfigError: ``providers`` chooses what is not there.
+        ConflictError: several replacements apply at equal priority, and ``providers`` does not
+            choose.
+        ConfigError: ``providers`` names a provider without a replacement here.
     """
     wanted = settings.chosen_provider(op_name)
     of_target = [each for each in active if each.target is target]
@@ -133,6 +140,7 @@ def choose_replacement(
     eligible = [each for each, objection in rows if objection is None]
     highest = max((each.priority for each in eligible), default=0)
     best = [each for each in eligible if each.priority == highest]
+    # The order of loading must not decide.
     if len(best) > 1:
         raise _conflict(best, target, op_name, platform, settings)
 
@@ -142,7 +150,7 @@ def choose_replacement(
         why = f"{_NOT_ASKED} {wanted!r} for {op_name!r} ({settings.origins['providers']})"
     keeps_own = wanted in (own.name, NATIVE_CHOICE)
     if wanted and winner is None and not keeps_own:
-        # Passed over, the native kernel would run without a word where a plugin's was asked for.
+        # Without the error, the native kernel would run in silence in place of the plugin's.
         if not any(_is_of(wanted, each) for each in kin):
             absence = absence_of(wanted)
             raise _missing(why, wanted, target, own, of_target, kin, platform, absence)
@@ -157,8 +165,9 @@ def _conflict(
     platform: Platform,
     settings: Settings,
 ) -> ConflictError:
-    """Return the error about replacements of one class that have the same priority."""
-    ordered = sorted(rivals, key=lambda each: each.provider.name)  # not as they were loaded
+    """Return the error about replacements of one class with the same priority."""
+    # By name: the order of loading may differ from run to run.
+    ordered = sorted(rivals, key=lambda each: each.provider.name)
     names = [choice_name(each) for each in ordered]
     advice = f"Choose by {choosing(settings, op_name, names, names[0])}."
     # Settings name providers and plugins, so none tells these apart.
@@ -183,24 +192,30 @@ def _missing(
     platform: Platform,
     absence: str,
 ) -> ConfigError:
-    """Return the error about a provider that was asked for and replaces no class of the op."""
+    """Return the error about a provider in ``providers`` without a replacement for the op."""
     offered = ", ".join(map(_who, of_target)) or "none"
     known = {own.name, NATIVE_CHOICE, *map(choice_name, of_target), *map(choice_name, kin)}
     mend = f", as {absence}. Mend that, or choose another" if absence else ""
     return ConfigError(
-        f"{asked}, which has no replacement of {target.__qualname__} that applies on {platform.name}{mend} "
-        f"(active: {offered}; {own.name!r} keeps the op's own class, {NATIVE_CHOICE!r} runs its native "
-        f"definition): {close_matches(wanted, known)}"
+        f"{asked}, which has no replacement of {target.__qualname__} that applies on "
+        f"{platform.name}{mend} (active: {offered}; {own.name!r} keeps the op's own class, "
+        f"{NATIVE_CHOICE!r} runs its native definition): {close_matches(wanted, known)}"
     )
 
 
 def _is_of(wanted: str, replacement: Replacement) -> bool:
-    """Return True if ``providers`` means a replacement by its provider or its plugin."""
+    """Return True if a name in ``providers`` is the provider or the plugin of a replacement."""
     return wanted in (replacement.provider.name, replacement.plugin)
 
 
 def objection_to(replacement: Replacement, platform: Platform, wanted: str | None) -> str | None:
-    """Say why a replacement does not apply here, or return ``None`` if it does."""
+    """Return the reason why a replacement does not apply here, ``None`` if it does.
+
+    Args:
+        replacement: the replacement.
+        platform: the current platform.
+        wanted: the provider that settings ask for, or ``None``.
+    """
     if ANY_PLATFORM not in replacement.platforms and platform.name not in replacement.platforms:
         return f"applies on {', '.join(replacement.platforms)} only, this is {platform.name}"
     if wanted and not _is_of(wanted, replacement):
@@ -211,9 +226,13 @@ def objection_to(replacement: Replacement, platform: Platform, wanted: str | Non
 def choosing(
     settings: Settings | None, op_name: str | None, names: Sequence[str], dispensable: str = ""
 ) -> str:
-    """Say how to choose the first of ``names``, in each form that a user may paste, or to go without a plugin.
+    """Describe how to choose a provider, in each form for a user to paste.
 
-    A class that derives from no registered op has no name for ``providers``.
+    Args:
+        settings: the current settings, or ``None``.
+        op_name: the name of the op. Without a registered name, ``providers`` cannot choose.
+        names: the providers; the first one is chosen.
+        dispensable: a plugin to go without, as another way; empty for none.
     """
     ways = []
     if op_name and names:

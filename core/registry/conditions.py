@@ -1,4 +1,4 @@
-"""Conditions under which a replacement applies: of the platform, decided once it is known; of arguments, at a call."""
+"""Conditions of replacements on the platform, decided once the platform is known."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from opgraft.registry.decision import Provider
 from opgraft.registry.watching import kept, watched
 
 _LEVEL = re.compile(r"sm_(\d+)(\d)")
-"""A feature that is a compute level, such as ``sm_90``."""
+"""A feature with a compute level, such as ``sm_90``."""
 
 
 @dataclass(frozen=True)
 class When:
-    """A condition that a replacement states, so that a decision can say what does not hold.
+    """A condition of a replacement in fields. A decision names the field that does not hold.
 
-    Each field is text, or several joined by commas. All that are given must hold.
+    Each field is a text with terms, joined by commas. All given fields must hold.
 
     Attributes:
-        platform: names of platforms, one of which it must be.
-        capability: features that the device must have, such as ``avx512f``, and bounds of its compute level, such as
-            ``>=8.0,<10``, which are for platforms whose devices have one.
-        dtype: floating-point dtypes that kernels may be given there, such as ``bfloat16``.
-        package: distributions that must be installed, such as ``flash-attn>=2.5``.
+        platform: names of platforms. The current platform must be one of these.
+        capability: features of the device, such as ``avx512f``, and bounds of the compute level,
+            such as ``>=8.0,<10``. Bounds hold only on devices with a compute level.
+        dtype: floating-point dtypes that the device must support, such as ``bfloat16``.
+        package: required distributions, such as ``flash-attn>=2.5``.
     """
 
     platform: str = ""
@@ -66,11 +66,12 @@ class When:
                 _name_and_bounds(line)
         except ValueError as error:
             raise RegistrationError(
-                f"{self} is malformed: {error}. A capability is like 'avx512f' or '>=8.0,<10', a package like 'x>=2'"
+                f"{self} is malformed: {error}. A capability is like 'avx512f' or '>=8.0,<10', a "
+                "package like 'x>=2'"
             ) from error
 
     def against(self, platform: Platform) -> str | None:
-        """Say what does not hold on a platform, or ``None``."""
+        """Return the term that does not hold on a platform, in words; ``None`` if all hold."""
         if self.platform and platform.name not in _terms(self.platform):
             return f"platform is {platform.name}, wanted {self.platform}"
         for line in _requirements(self.package):
@@ -95,7 +96,10 @@ class When:
             return f"capability {missing[0]} is none of {device.name}"
         level = next((f"{m[1]}.{m[2]}" for m in map(_LEVEL.fullmatch, device.features) if m), None)
         if bounds and (level is None or not _within(level, ",".join(bounds))):
-            return f"compute level of {device.name} is {level or 'not known'}, wanted {','.join(bounds)}"
+            return (
+                f"compute level of {device.name} is {level or 'not known'}, wanted "
+                f"{','.join(bounds)}"
+            )
         return None
 
     def __str__(self) -> str:
@@ -113,13 +117,13 @@ Condition: TypeAlias = Callable[[Platform], Any] | When
 def objection_of(
     condition: Condition, platform: Platform, what: str, provider: Provider
 ) -> str | None:
-    """Say why the condition of a replacement does not hold on a platform, or ``None``.
+    """Return the reason why a condition does not hold on a platform, ``None`` if it does.
 
     Args:
-        condition: of the replacement.
-        platform: the one that is in use.
-        what: the condition in words, for whoever waits for the answer.
-        provider: of the replacement.
+        condition: the condition of the replacement.
+        platform: the current platform.
+        what: the condition in words, for messages about a slow or faulty one.
+        provider: the provider of the replacement.
 
     Raises:
         PluginError: a ``When`` asks for the capability of the device, and the platform fails.
@@ -133,14 +137,16 @@ def objection_of(
         return None if holds else "its when= condition is false here"
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a plugin's code; the reason stays in the decision
+    # A plugin's code may raise anything. The decision keeps the reason.
+    except BaseException as error:
         return f"its when= condition raised {described(error)}"
 
 
 def _against(condition: When, platform: Platform) -> str | None:
     try:
         return condition.against(platform)
-    except PluginError:  # names the platform, which is at fault
+    # This error names the platform at fault.
+    except PluginError:
         raise
     except Exception as error:
         raise PluginError(
@@ -150,12 +156,12 @@ def _against(condition: When, platform: Platform) -> str | None:
 
 
 def _check_dtypes(names: list[str]) -> None:
-    """Refuse names that no device can have among its dtypes.
+    """Check the names of dtypes in a condition.
 
     Raises:
-        RegistrationError: there is one.
+        RegistrationError: torch has no floating-point dtype of the name.
     """
-    # Whoever registers a replacement has imported it; a condition alone needs none.
+    # Not imported here: to register a replacement needs torch, and a condition alone does not.
     torch = sys.modules.get("torch")
     if names and torch:
         dtypes = [each for each in list(vars(torch).values()) if isinstance(each, torch.dtype)]
@@ -163,7 +169,8 @@ def _check_dtypes(names: list[str]) -> None:
         unknown = next((name for name in names if name not in known), None)
         if unknown:
             raise RegistrationError(
-                f"When(dtype={unknown!r:.80}) is no floating-point dtype: {close_matches(unknown, known)}"
+                f"When(dtype={unknown!r:.80}) is no floating-point dtype: "
+                f"{close_matches(unknown, known)}"
             )
 
 
@@ -172,12 +179,12 @@ def _terms(text: str) -> list[str]:
 
 
 def _bounds(text: str) -> list[str]:
-    """Return the terms that bound a compute level."""
+    """Return the terms with bounds of a compute level."""
     return [term for term in _terms(text) if term[0] in "<>=!~"]
 
 
 def _requirements(text: str) -> Iterable[str]:
-    """Yield requirements, each with the bounds that follow it: ``x>=2,<3,y`` are two."""
+    """Yield requirements, each with all bounds: ``x>=2,<3,y`` gives ``x>=2,<3`` and ``y``."""
     line = ""
     for term in _terms(text):
         if line and term[0] not in "<>=!~":
@@ -189,13 +196,15 @@ def _requirements(text: str) -> Iterable[str]:
 
 
 def _within(version: str, bounds: str) -> bool:
-    from packaging.specifiers import SpecifierSet  # costs 20 ms, only some plugins need it
+    # Few plugins need this import of 20 ms.
+    from packaging.specifiers import SpecifierSet
 
+    # Nightly builds count, too.
     return SpecifierSet(bounds).contains(version, prereleases=True)
 
 
 def _name_and_bounds(line: str) -> tuple[str, str]:
-    from packaging.requirements import Requirement  # likewise
+    from packaging.requirements import Requirement
 
     requirement = Requirement(line)
     return requirement.name, str(requirement.specifier)

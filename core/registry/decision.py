@@ -1,8 +1,8 @@
-"""Decisions that explain themselves.
+"""``Decision``, the record of a choice.
 
-Choosing a platform, a plugin or a kernel yields one ``Decision``: every candidate, accepted or rejected, with the
-reason, the evidence and the provider, and the setting that would change the outcome. The same object is the Python
-API, the text of errors, the ``--json`` output and the bug report.
+Choosing a platform, a plugin or a kernel yields one ``Decision``: every candidate, accepted or
+rejected, with reason, evidence and provider, and the setting to change the outcome. The same object
+is the Python API, the text of errors, the ``--json`` output and the bug report.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from opgraft.base.text import html_table, html_text, printable
 from opgraft.machine.evidence import Evidence
 
 NOT_PROBED = "not probed: "
-"""The beginning of the reason of a candidate that nothing was asked of, as a setting asks for another one."""
+"""The beginning of a candidate's reason, if a setting has chosen another one without a probe."""
 
 
 @dataclass(frozen=True)
 class Provider:
-    """The provider of something: a distribution and its version, or a module where no distribution is known."""
+    """The provider of a class or plugin: a distribution with a version.
+
+    A module without a distribution is its own provider, without a version.
+    """
 
     name: str
     version: str | None = None
@@ -29,7 +32,7 @@ class Provider:
         return {"name": self.name, "version": self.version}
 
     def attributes(self) -> dict[str, str]:
-        """Return attributes of what is logged about it; there is no version where none is known."""
+        """Return attributes for log lines about the provider, without an unknown version."""
         found = {"opgraft.provider.name": printable(self.name)}
         return (
             found
@@ -43,7 +46,16 @@ class Provider:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One option that was considered: ``location`` is ``file:line``, ``evidence`` what its probe found."""
+    """One option of a choice.
+
+    Attributes:
+        name: the option, such as a class or platform.
+        accepted: the option was chosen.
+        reason: why the option was chosen, or not.
+        provider: the provider of the option, if known.
+        location: ``file:line`` of the option, if known.
+        evidence: the findings of the platform's probe.
+    """
 
     name: str
     accepted: bool
@@ -65,10 +77,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Decision:
-    """The choice made for ``subject``: why, from which candidates, and which ``setting`` would change it.
+    """The record of one choice.
 
-    ``chosen`` is ``None`` where nothing could be chosen. ``parts`` are decisions that this one rests on, such as the
-    choice of a replacement class within the choice of a kernel.
+    Attributes:
+        subject: the question, such as ``kernel of rms_norm``.
+        chosen: the chosen candidate, or ``None``.
+        reason: the reason for the choice.
+        candidates: all options.
+        setting: the setting to change the choice, in words; empty if none does.
+        parts: decisions below this one, such as the choice of the class below the choice of a
+            kernel.
     """
 
     subject: str
@@ -94,14 +112,14 @@ class Decision:
         return printable(f"{self.subject}: {self.chosen or 'none'} ({self.reason})")
 
     def attributes(self) -> dict[str, str]:
-        """Return attributes of the line that logs the decision."""
+        """Return attributes for log lines about the decision."""
         parts = {"subject": self.subject, "chosen": self.chosen or "", "reason": self.reason}
         return {f"opgraft.decision.{name}": printable(text) for name, text in parts.items()}
 
     def lines(self) -> Iterator[str]:
         """Yield the decision in words, a line per candidate and per observation.
 
-        Of the decisions that this one rests on, candidates that nothing was asked of are left out.
+        The decisions in ``parts`` follow, without candidates that were not probed.
         """
         yield from self._lines(self.candidates)
 
@@ -133,7 +151,7 @@ class Decision:
         return f"<Decision {self.summary()}; {len(self.candidates)} candidates>"
 
     def _repr_html_(self) -> str:
-        """Return the decision for a notebook: its candidates as a table, and the decisions that it rests on."""
+        """Return the decision for a notebook: a table of the candidates, then the parts."""
         rows = [
             ("chosen" if row.accepted else "", row.name, row.provider or "", row.reason)
             for row in self.candidates

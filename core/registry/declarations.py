@@ -1,6 +1,6 @@
-"""Declarations: op classes by name, and replacements by target.
+"""``Registry``: op classes by name, and replacements by target.
 
-Declarations outlive ``reset()``. Which replacements are active in this process is the state's concern.
+Declarations outlive ``reset()``. ``HostState`` knows the active replacements of this process.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ class OpRecord:
 
 @dataclass(eq=False)
 class Replacement:
-    """A class declared to be constructed in place of ``target``.
+    """The declaration of a class to construct in place of ``target``.
 
     Attributes:
-        asked_for: the target as the plugin named it; ``target`` is ``None`` while that name is pending.
+        asked_for: the plugin's name for the target. ``target`` is ``None`` while no class has the
+            name.
         provider: the distribution of the class.
         plugin: the plugin's entry-point name, ``None`` outside of plugins.
         platforms: names of the platforms for the class, or ``("any",)``.
@@ -56,7 +57,10 @@ class Replacement:
     _judged: tuple[Platform, str | None] | None = field(default=None, init=False, repr=False)
 
     def objection_on(self, platform: Platform) -> str | None:
-        """Say why its condition does not hold on a platform, which is asked once, or ``None``."""
+        """Return the reason why the condition does not hold on a platform, ``None`` if it does.
+
+        The condition is asked once per platform.
+        """
         if self.when is None:
             return None
         if self._judged is None or self._judged[0] is not platform:
@@ -69,10 +73,11 @@ class Replacement:
         return location_of(self.cls)
 
     def takes_over(self, known: Replacement) -> bool:
-        """Tell whether ``known``, for the same target, is an earlier definition of this one.
+        """Return True if ``known``, for the same target, is an earlier definition of this class.
 
-        Of classes that a function defines, a hook perhaps, only those of an earlier activation are: within one the same
-        statement may define several, each with a condition of its own.
+        A class inside a function is an earlier definition only if an earlier activation declared
+        it: within one activation, the function may define several classes with different
+        conditions.
         """
         again = self.activation is not None and known.activation is not self.activation
         return redefines(known.cls, self.cls) and (again or not _is_local(self.cls))
@@ -80,11 +85,11 @@ class Replacement:
 
 @dataclass(frozen=True)
 class Owner:
-    """The plugin or the platform whose activation declares something.
+    """The plugin or platform of a declaration.
 
     Attributes:
         kind: ``"plugin"`` or ``"platform"``.
-        name: of its entry point.
+        name: the name of the entry point.
         provider: the distribution of the entry point.
     """
 
@@ -98,12 +103,12 @@ class Owner:
 
 @dataclass
 class Declaration:
-    """A named declaration of an owner, such as an op. It is taken back if the owner is left out.
+    """A named declaration of an owner, such as an op. Leaving out the owner takes it back.
 
     Attributes:
-        make: declares it, again if need be, and returns the undo.
+        make: makes the declaration, and returns the undo. May be called again.
         take_back: the undo of the latest ``make``.
-        holds: it is declared now.
+        holds: the declaration holds now.
     """
 
     make: Callable[[], Callable[[], None]]
@@ -111,7 +116,7 @@ class Declaration:
     holds: bool = True
 
     def renew(self) -> None:
-        """Declare it again if it was taken back.
+        """Make the declaration again, if it was taken back.
 
         Raises:
             ConflictError: somebody else has taken the name meanwhile.
@@ -121,7 +126,7 @@ class Declaration:
             self.holds = True
 
     def withdraw(self) -> None:
-        """Take it back if it holds."""
+        """Take the declaration back, if it holds."""
         if self.holds:
             self.take_back()
             self.holds = False
@@ -133,10 +138,10 @@ class Registry:
 
     Attributes:
         ops: the op classes by name.
-        classes: the other classes that plugins may replace, by name; no setting switches them.
-        replacements: of both.
-        owned: what plugins and platforms declared under a name while they were activated. It stays here if they are
-            left out: their modules are imported, and would not declare it again.
+        classes: the other replaceable classes by name. No setting disables these.
+        replacements: the replacements of ops and classes.
+        owned: by owner, the named declarations of plugins and platforms. These stay if the owner is
+            left out: a module is imported once, and would not declare again.
     """
 
     ops: dict[str, OpRecord] = field(default_factory=dict)
@@ -145,7 +150,7 @@ class Registry:
     owned: dict[Owner, dict[str, Declaration]] = field(default_factory=dict)
 
     def add_op(self, name: str, cls: type, provider: Provider) -> Callable[[], None]:
-        """Declare an op class. The same class again is a no-op, a reloaded definition of it takes its place.
+        """Declare an op class. A reloaded definition replaces the former one.
 
         Returns:
             The undo.
@@ -162,44 +167,51 @@ class Registry:
     def _add(
         self, records: dict[str, OpRecord], name: str, cls: type, provider: Provider
     ) -> Callable[[], None]:
-        # One space of names for both, as ``providers`` names both.
+        # Ops and classes share one space of names: ``providers`` may name both.
         known = self.ops.get(name) or self.classes.get(name)
         if known is not None and not (redefines(known.cls, cls) and known.provider == provider):
             kind = "op" if records is self.ops else "class"
             raise ConflictError(
-                f"{kind} name {name!r} is registered twice: by {qualified(known.cls)} at {location_of(known.cls)} "
-                f"({known.provider}) and by {qualified(cls)} at {location_of(cls)} ({provider}). To replace the first, "
-                f"derive from it and decorate with @{known.cls.__name__}.register_oot{_import_of(known.cls)} instead; "
+                f"{kind} name {name!r} is registered twice: by {qualified(known.cls)} at "
+                f"{location_of(known.cls)} ({known.provider}) and by {qualified(cls)} at "
+                f"{location_of(cls)} ({provider}). To replace the first, derive from it and "
+                f"decorate with @{known.cls.__name__}.register_oot{_import_of(known.cls)} instead; "
                 "otherwise rename one of them."
             )
         record = records[name] = OpRecord(name, cls, provider)
 
         def remove() -> None:
+            # A reloaded definition may hold the name by now.
             if records.get(name) is record:
                 del records[name]
 
         return remove
 
     def records(self) -> dict[str, OpRecord]:
-        """Return what is declared under a name: ops, and other classes."""
+        """Return all named declarations: ops and other classes."""
         return {**self.ops, **self.classes}
 
     def named_by(self, field: str) -> dict[str, OpRecord]:
-        """Return what a field of the settings may name: ``providers`` everything, any other field ops only."""
+        """Return the declarations with names for a field of the settings.
+
+        ``providers`` may name ops and classes, and any other field ops only.
+        """
         return self.records() if field == "providers" else self.ops
 
     def add_replacement(self, new: Replacement) -> tuple[Replacement, Replacement | None]:
         """Declare a replacement.
 
         Returns:
-            Its record, the former one if the same class is declared again, and the one that it takes the place of.
+            The record, and the former record that it replaces or ``None``. If the same class is
+            declared again, the record is the known one.
 
         Raises:
-            RegistrationError: it is no subclass of its target, or fails in a call that is made of its target.
+            RegistrationError: the class is no subclass of the target, or fails in a call that
+                callers of the target make.
         """
         former, name = None, new.cls.__qualname__
         for known in [each for each in self.replacements if each.cls.__qualname__ == name]:
-            # While a target is pending, the name that was asked for is all that is known of it.
+            # A pending target is known by name only.
             same_target = (
                 known.target is new.target if new.target else known.asked_for == new.asked_for
             )
@@ -218,15 +230,16 @@ class Registry:
         """Resolve the target of a pending replacement.
 
         Raises:
-            UnknownTargetError: nothing answers to the name that it asked for.
-            RegistrationError: the replacement does not fit its target.
+            UnknownTargetError: no class has the name.
+            RegistrationError: the replacement does not fit the target.
         """
         if replacement.target is None:
             target = self.find_target(replacement.asked_for)
             if target is None:
                 raise UnknownTargetError(
-                    f"{qualified(replacement.cls)} at {replacement.location} ({replacement.provider}) replaces "
-                    f"{replacement.asked_for!r}, which no registered op answers to: "
+                    f"{qualified(replacement.cls)} at {replacement.location} "
+                    f"({replacement.provider}) replaces {replacement.asked_for!r}, which no "
+                    "registered op answers to: "
                     f"{close_matches(replacement.asked_for, self.target_names())} "
                     "Name it by op name, class name, 'module:Class' or the class itself."
                 )
@@ -244,8 +257,9 @@ class Registry:
         )
         if above is not None and above.target is not None:
             raise RegistrationError(
-                f"{qualified(replacement.cls)} at {replacement.location} is declared for {qualified(target)}, which is "
-                f"itself a replacement of {above.target.__qualname__} and would hide it: declare it for "
+                f"{qualified(replacement.cls)} at {replacement.location} is declared for "
+                f"{qualified(target)}, which is itself a replacement of "
+                f"{above.target.__qualname__} and would hide it: declare it for "
                 f"{above.target.__qualname__}, with a higher priority."
             )
         return check_replacement(target, replacement.cls)
@@ -253,15 +267,16 @@ class Registry:
     def find_target(self, name: str) -> type | None:
         """Return the op class called ``name``: an op name, a class name or ``module:Class``.
 
-        A class that derives from a registered op in the op's own package, as a variant of it, is found too.
+        Variants are found too: classes derived from a registered op in the op's own package.
 
         Raises:
-            ConflictError: several op classes have that bare class name.
+            ConflictError: several op classes have the class name.
         """
         records = self.records()
         if name in records:
             return records[name].cls
         module, _, qualname = name.rpartition(":")
+        # The module may be a package that exports a class of an inner module.
         named = [cls for cls in self.targets() if cls.__qualname__ == qualname]
         found = [cls for cls in named if module in ("", cls.__module__) or _exports(module, cls)]
         if len(found) > 1:
@@ -284,7 +299,10 @@ class Registry:
 
 
 def _with_variants(cls: type, replacements: set[type]) -> Iterator[type]:
-    """Yield ``cls`` and, in its package, what derives from it; neither replacements nor classes that binding makes."""
+    """Yield ``cls`` and the classes derived from it in the same package.
+
+    Replacements and specialisations are left out.
+    """
     yield cls
     derived: type
     for derived in cls.__subclasses__():
@@ -298,12 +316,12 @@ def _with_variants(cls: type, replacements: set[type]) -> Iterator[type]:
 
 
 def _exports(module: str, cls: type) -> bool:
-    """Return whether an imported module has a class of another module under its own name."""
+    """Return True if an imported module has the class as an attribute with the class's name."""
     return getattr(sys.modules.get(module), cls.__qualname__, None) is cls
 
 
 def _import_of(cls: type) -> str:
-    """Give the statement that imports a class from the outermost package that has it; empty where none has."""
+    """Return the import of a class from the outermost package with the class, or an empty text."""
     parts = cls.__module__.split(".")
     packages = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
     found = next((package for package in packages if _exports(package, cls)), None)
@@ -311,11 +329,14 @@ def _import_of(cls: type) -> str:
 
 
 def redefines(old: Any, new: Any) -> bool:
-    """Tell whether ``new`` is ``old``, or stands in for it: a reloaded module, a notebook cell or a repeated call."""
+    """Return True if ``new`` is ``old``, or a later definition of it.
+
+    A reloaded module, a notebook cell or a repeated call of a function defines a class again.
+    """
     if old is new:
         return True
-    # While a module is reloaded its name leads to the old one still, afterwards to the new one. Where it leads to a
-    # third, two things share a name.
+    # During a reload the name still leads to the old class, afterwards to the new one. If it leads
+    # to a third class, two different classes share the name.
     bound = getattr(sys.modules.get(old.__module__), old.__qualname__, None)
     same_statement = _is_local(old) and location_of(old) == location_of(new)
     return qualified(old) == qualified(new) and (bound in (old, new) or same_statement)

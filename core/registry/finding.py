@@ -11,13 +11,13 @@ from opgraft.registry.decision import Provider
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong.
+    """One fault.
 
     Attributes:
         message: the fault, the reason and the next step.
         provider: the distribution with the fault, if known.
         location: ``file:line`` of the fault, if known.
-        exit_code: ends a command whose worst finding is this one.
+        exit_code: the exit code of a command with this finding as the worst.
         others: further distributions, as in a conflict; not part of the plain data.
     """
 
@@ -32,18 +32,18 @@ class Finding:
         return self.message if told else f"{self.message} ({self.location})"
 
     def concerns(self, providers: Iterable[Provider]) -> bool:
-        """Tell whether it is about one of the providers."""
+        """Return True if the finding is about one of the providers."""
         return not {self.provider, *self.others}.isdisjoint(providers)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Finding:
-        """Return the finding that ``to_dict`` wrote down."""
+        """Undo ``to_dict``."""
         return cls(
             **{**data, "provider": Provider(**data["provider"]) if data["provider"] else None}
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the finding as plain data, with the names that all JSON of opgraft has for it."""
+        """Return the finding as plain data, with the names of all JSON of opgraft."""
         return {
             "message": self.message,
             "provider": self.provider.to_dict() if self.provider else None,

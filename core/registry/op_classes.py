@@ -1,4 +1,4 @@
-"""Definitions of op classes: what they define, where, and whether one may replace another."""
+"""Read op classes: find definitions and their lines, and check replacements."""
 
 from __future__ import annotations
 
@@ -18,36 +18,38 @@ from opgraft.registry.recorded_calls import FORWARD, forms_called, recorded_call
 from opgraft.registry.signatures import calls_of, method_signature, rejected_call
 
 NEEDS = "__opgraft_needs__"
-"""The attribute by which ``opgraft.needs`` marks a kernel that cannot run everywhere."""
+"""The attribute of a kernel with the check of ``opgraft.needs``."""
 
 
 def check_replacement(target: type, cls: type) -> tuple[str, ...]:
-    """Reject a replacement that could not stand in for ``target``.
+    """Check a replacement of ``target``.
 
     Returns:
-        What is questionable about it, though no call that the target's own callers make would fail.
+        Findings about the replacement that make no known call fail.
 
     Raises:
         RegistrationError: ``cls`` is no subclass, overrides nothing, or has an async method. Or a
-            call by the target's own callers would fail: of an op's constructor, ``forward`` or a
-            kernel that may be bound; of any method of a class that is no op.
+            call by callers of the target would fail: a call of an op's constructor, of ``forward``
+            or of a kernel; for other classes, a call of any method.
     """
     if cls is target:
         raise RegistrationError(
-            f"{qualified(cls)} at {location_of(cls)} is declared to replace itself: name the op class it stands in for"
+            f"{qualified(cls)} at {location_of(cls)} is declared to replace itself: name the op "
+            "class it stands in for"
         )
     if not (
         isinstance(target, type) and any("__op_base__" in vars(base) for base in target.__mro__)
     ):
         raise RegistrationError(
-            f"{qualified(cls)} at {location_of(cls)} is declared for {target!r}, which is no opgraft.CustomOp: only "
-            "ops, and classes that derive from opgraft.PluggableClass, have their class chosen at construction. "
-            "graft() turns a model's modules into ops first."
+            f"{qualified(cls)} at {location_of(cls)} is declared for {target!r}, which is no "
+            "opgraft.CustomOp: only ops, and classes that derive from opgraft.PluggableClass, have "
+            "their class chosen at construction. graft() turns a model's modules into ops first."
         )
     if not issubclass(cls, target):
         raise RegistrationError(
-            f"{qualified(cls)} at {location_of(cls)} cannot replace {qualified(target)}: it is not a subclass of it, "
-            f"so isinstance checks and inherited state would break. Derive it from {target.__name__}."
+            f"{qualified(cls)} at {location_of(cls)} cannot replace {qualified(target)}: it is not "
+            "a subclass of it, so isinstance checks and inherited state would break. Derive it "
+            f"from {target.__name__}."
         )
     between = [base for base in own_classes(cls) if base not in target.__mro__]
     defined = {name for base in between for name in vars(base)}
@@ -61,10 +63,10 @@ def check_replacement(target: type, cls: type) -> tuple[str, ...]:
 
 
 def _expect_plain(cls: type, method: str) -> None:
-    """Refuse an ``async def``, since opgraft awaits no call.
+    """Check a method: opgraft awaits no call.
 
     Raises:
-        RegistrationError: the method is one.
+        RegistrationError: the method is an ``async def``.
     """
     owner = definer(cls, method)
     if owner is None:
@@ -79,7 +81,9 @@ def _expect_plain(cls: type, method: str) -> None:
 
 
 def _unserved_forms(target: type, between: Sequence[type]) -> Iterator[str]:
-    """Describe each form of ``target`` that layers of opgraft call, and for which a replacement brings no function.
+    """Describe each form of ``target`` without a function of the replacement.
+
+    Only forms that layers of opgraft call count.
 
     Args:
         target: the op.
@@ -95,9 +99,10 @@ def _unserved_forms(target: type, between: Sequence[type]) -> Iterator[str]:
         for name in forms:
             if not _brings(functions, name):
                 yield (
-                    f"{base.__qualname__}.{method} at {location_of(vars(base)[method])} never runs in layers that "
-                    f"call opgraft.functional.{name}, such as those of the engine. They run the native definition, as "
-                    f"{base.__qualname__} brings no function for that form. Bring one by functional_oot = "
+                    f"{base.__qualname__}.{method} at {location_of(vars(base)[method])} never runs "
+                    f"in layers that call opgraft.functional.{name}, such as those of the engine. "
+                    f"They run the native definition, as {base.__qualname__} brings no function "
+                    "for that form. Bring one by functional_oot = "
                     f"opgraft.FunctionalKernels({{{name!r}: ...}})."
                 )
 
@@ -105,17 +110,21 @@ def _unserved_forms(target: type, between: Sequence[type]) -> Iterator[str]:
 def _brings(functions: Any, form: str) -> bool:
     try:
         return form in functions
-    except Exception:  # a module that cannot be imported here, or no mapping: other checks tell
+    # The value is no mapping, or its module cannot be imported: other checks report that.
+    except Exception:
         return True
 
 
 def _narrowness(target: type, cls: type, method: str) -> str | None:
-    """Describe the first call that ``target`` accepts and ``cls.method`` does not, if that call is never made.
+    """Describe the first call that ``target`` accepts and ``cls.method`` refuses.
+
+    ``None`` if there is no such call.
 
     Raises:
-        RegistrationError: the target's callers make the call.
+        RegistrationError: callers of the target make such a call.
     """
     owner = definer(cls, method, above=target)
+    # The replacement inherits the method.
     if owner is None:
         return None
     native = method if method == "__init__" else reference_method(target) or method
@@ -138,13 +147,13 @@ def _narrowness(target: type, cls: type, method: str) -> str | None:
 
 
 def _failing_call(target: type, method: str, accepted: Signature, offered: Signature) -> str | None:
-    """Describe the first call that callers of ``target`` make and ``offered`` does not take.
+    """Describe the first call that callers of ``target`` make and ``offered`` refuses.
 
-    The calls of opgraft's own classes are recorded. Of the callers of another class nothing is known but what
-    ``called_with`` says: they may make every other call that ``accepted`` allows.
+    The calls of opgraft's own classes are recorded. Callers of other classes may make every call
+    that ``accepted`` and ``called_with`` allow.
 
     Args:
-        target: the class that is replaced.
+        target: the class to replace.
         method: the constructor, a method, or the reference method of an op.
         accepted: the signature of the target.
         offered: the signature of the replacement.
@@ -163,19 +172,20 @@ def _failing_call(target: type, method: str, accepted: Signature, offered: Signa
 
 
 def _place_of(cls: type, method: str) -> str:
-    """Return ``file:line`` of a method, of the class where no class of ours defines it."""
+    """Return ``file:line`` of a method; of the class, if only a base outside of opgraft has it."""
     owner = definer(cls, method)
     return location_of(vars(owner)[method] if owner else cls)
 
 
 def _may_be_bound(cls: type, owner: type, method: str) -> bool:
-    """Tell whether a call of the op can reach ``method`` as ``owner`` defines it.
+    """Return True if a call of the op can reach ``method`` of the class ``owner``.
 
-    A definition of ``forward``, and one of ``forward_oot`` that can run everywhere, hides other kernels of its class
-    and of the classes above it. A disabled op runs ``forward_native``, whatever hides it.
+    A ``forward`` hides other kernels of the same class and of the classes above. A ``forward_oot``
+    without needs does so too. A disabled op runs ``forward_native`` in any case.
     """
     if method not in kernel_methods() or method in ("forward_native", "forward"):
         return True
+    # Classes more derived than the owner may hide the method, and so may the owner itself.
     between = own_classes(cls)
     for base in between[: between.index(owner) + 1]:
         if "forward" in vars(base):
@@ -186,26 +196,34 @@ def _may_be_bound(cls: type, owner: type, method: str) -> bool:
 
 
 _KERNEL_CUTOFF = 0.915
-"""Above it a name is a misspelt kernel's; 'forward_npu' and 'forward_cpu', at 0.909, differ by a vendor."""
+"""The least similarity of a misspelt name: 'forward_npu' and 'forward_cpu', at 0.909, differ."""
 
 
 def _suggestion(name: str) -> str:
-    """Say what a method that is named like a kernel may be meant to be; a device of no dispatch key has its own."""
+    """Return a hint for a method with a name like a kernel's."""
     near = near_matches(name, kernel_methods(), _KERNEL_CUTOFF)
     if near:
         return f"did you mean {' or '.join(map(repr, near))}?"
-    return "no dispatch key has that name, and a kernel for a device of your own is called 'forward_oot'."
+    return (
+        "no dispatch key has that name, and a kernel for a device of your own is called "
+        "'forward_oot'."
+    )
 
 
 _SET_BY_OPGRAFT = frozenset({"op_class", "_overrides_helpers"})
-"""Attributes that ``CustomOp`` gives every subclass, so that a replacement has it without defining anything."""
+"""Attributes that ``CustomOp`` sets in every subclass: no definitions of a replacement."""
 
 
 def _without_effect(target: type, cls: type, defined: Set[str]) -> str | None:
-    """Describe a replacement that overrides nothing of ``target`` by the names that it has ``defined``.
+    """Describe a replacement that overrides nothing of ``target``; ``None`` for any other.
+
+    Args:
+        target: the op.
+        cls: the replacement.
+        defined: the names that the replacement defines.
 
     Raises:
-        RegistrationError: it is empty, or has what looks like a misspelt kernel.
+        RegistrationError: the replacement is empty, or has a name like a misspelt kernel's.
     """
     plain = {name for name in defined - _SET_BY_OPGRAFT if not name.startswith("__")}
     if defined & {"__init__", "__new__", "__call__", *kernel_methods()} or any(
@@ -215,9 +233,9 @@ def _without_effect(target: type, cls: type, defined: Set[str]) -> str | None:
     near = {name: _suggestion(name) for name in sorted(plain) if name.startswith("forward_")}
     hint = "".join(f" It defines {name}: {match}" for name, match in near.items())
     text = (
-        f"{qualified(cls)} at {location_of(cls)} overrides nothing of {target.__qualname__}, so replacing would change "
-        f"nothing.{hint} Define {_meant(target)}; a mixin that brings it stands before "
-        f"{target.__name__} in the bases."
+        f"{qualified(cls)} at {location_of(cls)} overrides nothing of {target.__qualname__}, so "
+        f"replacing would change nothing.{hint} Define {_meant(target)}; a mixin that brings it "
+        f"stands before {target.__name__} in the bases."
     )
     if near or not plain:
         raise RegistrationError(text)
@@ -236,7 +254,7 @@ def _is_op(target: type) -> bool:
 
 
 def called_methods(target: type) -> Sequence[str]:
-    """List the methods that callers of a class call: kernels of an op, ``__call__`` and public methods of another."""
+    """List the methods that callers may call: an op's kernels; another class's public methods."""
     if _is_op(target):
         return kernel_methods()
     found = {name: value for base in own_classes(target) for name, value in vars(base).items()}
@@ -246,28 +264,35 @@ def called_methods(target: type) -> Sequence[str]:
 
 
 def kernel_methods() -> tuple[str, ...]:
-    """Return the names of the methods that can be bound as an op's ``forward``."""
+    """Return the names of all kernels: ``forward``, ``forward_oot`` and so on."""
     return ("forward", *(f"forward_{key}" for key in DISPATCH_KEYS))
 
 
 def reference_method(target: type) -> str | None:
-    """Return the method whose signature states how the op is called: the native definition, else ``forward``."""
+    """Return the method with the signature of the op: ``forward_native``, else ``forward``."""
     return next((name for name in ("forward_native", "forward") if definer(target, name)), None)
 
 
 def own_classes(cls: type) -> list[type]:
-    """Return the classes of the MRO that may define kernels: from ``cls`` down, the base of all ops left out."""
+    """Return the classes of the MRO below the base of all ops, the most derived first.
+
+    Only these classes may define kernels.
+    """
     mro = cls.__mro__
     ends = [index for index, base in enumerate(mro) if "__op_base__" in vars(base)]
     return list(mro[: min(ends)]) if ends else list(mro)
 
 
 def location_of(thing: object) -> str:
-    """Give ``file:line`` of a class or function, below its decorators, or its module where there is no source."""
+    """Return ``file:line`` of a class or function, below decorators.
+
+    Without a source, the name of the module is returned.
+    """
     source: Any = thing
     try:
         return _kept_location(source)
-    except TypeError:  # a callable object of a plugin that has no hash
+    # A callable object of a plugin may have no hash.
+    except TypeError:
         return _location(source)
 
 
@@ -276,7 +301,10 @@ def _location(thing: Any) -> str:
         thing = thing.__func__
     code = getattr(inspect.unwrap(thing) if callable(thing) else thing, "__code__", None)
     if code is not None:
-        return f"{code.co_filename}:{_line_of_name(code.co_filename, code.co_firstlineno, code.co_name)}"
+        return (
+            f"{code.co_filename}:"
+            f"{_line_of_name(code.co_filename, code.co_firstlineno, code.co_name)}"
+        )
     try:
         file = inspect.getsourcefile(thing) or ""
         return f"{file}:{_line_of_name(file, inspect.getsourcelines(thing)[1], thing.__name__)}"
@@ -285,18 +313,21 @@ def _location(thing: Any) -> str:
 
 
 _kept_location = functools.lru_cache(maxsize=1024)(_location)
-"""Finding a class parses its whole file."""
+"""A cache: to find a class in the source parses the whole file."""
 
 
 def _line_of_name(file: str, first: int, name: str) -> int:
-    """Find the line of the ``def`` or ``class`` of ``name``, whose decorators may begin at the line ``first``."""
+    """Return the line of the ``def`` or ``class`` of ``name``. Decorators begin at ``first``."""
     statement = re.compile(rf"\s*(async\s+def|def|class)\s+{re.escape(name)}\b")
     lines = linecache.getlines(file)[first - 1 :]
     return next((first + index for index, line in enumerate(lines) if statement.match(line)), first)
 
 
 def definer(cls: type, name: str, above: type | None = None) -> type | None:
-    """Return the class that defines ``name`` for ``cls``, looking only above ``above`` in the MRO."""
+    """Return the most derived class with a definition of ``name``, or ``None``.
+
+    The search walks the MRO of ``cls``, and ends at the class ``above`` if given.
+    """
     for base in own_classes(cls):
         if base is above:
             return None
@@ -306,11 +337,11 @@ def definer(cls: type, name: str, above: type | None = None) -> type | None:
 
 
 def told_apart(cls: type, others: Iterable[type]) -> str:
-    """Give the name of a class, with its module where another class among ``others`` has the same name."""
+    """Return the name of a class, with the module if one of ``others`` has the same name."""
     alike = any(other is not cls and other.__qualname__ == cls.__qualname__ for other in others)
     return qualified(cls) if alike else cls.__qualname__
 
 
 def qualified(cls: Any) -> str:
-    """Give ``module:Class``, as settings and plugins name a class, or ``module:function``."""
+    """Return ``module:Class``, the name of a class in settings and plugins."""
     return f"{cls.__module__}:{cls.__qualname__}"

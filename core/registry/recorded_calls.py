@@ -1,9 +1,9 @@
-"""The calls that opgraft makes of its own classes, as a test has recorded them.
+"""The recorded calls of opgraft's own classes.
 
-``recorded_calls.json`` has, for each constructor and method, how many arguments calls give by position and which by
-name. ``tools/record_calls.py`` writes the file. It runs the written families, models of transformers, grafted models
-with composites and quantized layers, each with every class replaced. The example of an op's spec stands for an op that
-none of them calls.
+``recorded_calls.json`` lists the calls of each constructor and method: the number of arguments by
+position, and the names of the others. ``tools/record_calls.py`` writes the file. The tool runs the
+written families, models of transformers, grafted models with composites and quantized layers, with
+every class replaced. An op without a call in these models has the call of its spec's example.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from opgraft.registry.signatures import bound_call
 
 FILE = Path(__file__).with_name("recorded_calls.json")
 FORWARD = "forward"
-"""The name of an op's call in the file, whichever ``forward_<key>`` it runs."""
+"""The name of an op's call in the file, for any ``forward_<key>``."""
 
 FUNCTIONAL = "functional"
-"""Stands in the file between an op and the name of a functional form of it, which layers call directly."""
+"""The word in the file between an op and the name of a form that layers call directly."""
 
 
 @dataclass(frozen=True, order=True)
@@ -30,7 +30,7 @@ class RecordedCall:
     """The shape of a call.
 
     Attributes:
-        positional: how many arguments are given by position.
+        positional: the number of arguments by position.
         keywords: the names of the other arguments.
     """
 
@@ -38,7 +38,7 @@ class RecordedCall:
     keywords: tuple[str, ...]
 
     def failure(self, target: Signature, replacement: Signature) -> str | None:
-        """Say why ``replacement`` does not take this call of ``target``, or return ``None``."""
+        """Return the reason why ``replacement`` refuses this call of ``target``, or ``None``."""
         names = [p.name for p in target.parameters.values() if p.kind in _BY_POSITION]
         others = [f"argument {index}" for index in range(len(names), self.positional)]
         return bound_call([*names, *others][: self.positional], self.keywords, target, replacement)
@@ -61,7 +61,7 @@ def recorded_calls(cls: type, method: str) -> Sequence[RecordedCall] | None:
 
 
 def is_constructed(cls: type) -> bool:
-    """Return True if a record has a call that constructs the class itself."""
+    """Return True if a recorded call constructs the class itself."""
     return _key(cls, "__init__") in _table()
 
 
@@ -72,7 +72,7 @@ def forms_called(cls: type) -> Sequence[str]:
 
 
 def written(calls: Mapping[str, Sequence[RecordedCall]]) -> str:
-    """Return the text of the file that holds ``calls``: a line for each constructor and method."""
+    """Return the text of the file for ``calls``: a line for each constructor and method."""
     rows = []
     for key in sorted(calls):
         shapes = [[call.positional, list(call.keywords)] for call in sorted(calls[key])]
@@ -89,7 +89,8 @@ def read() -> Mapping[str, Sequence[RecordedCall]]:
     }
 
 
-_table = functools.cache(read)  # only a replacement with another signature asks for it
+# Read late: only a replacement with another signature needs the table.
+_table = functools.cache(read)
 
 
 def _key(cls: type, method: str) -> str:

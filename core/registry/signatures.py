@@ -1,8 +1,8 @@
-"""Compare signatures: does one callable accept every call that another accepts, or every call that is ever made?
+"""Compare signatures: find a call that one callable accepts and another refuses.
 
-Decided by binding real calls (``inspect.Signature.bind``) instead of by rules on parameter kinds: for each count of
-positional arguments, once with as few and once with as many keywords as the target takes. The same value must land
-under the same name, so a renamed or reordered parameter is found too.
+The comparison binds calls (``inspect.Signature.bind``) instead of comparing kinds of parameters.
+For each number of positional arguments, one call has as few keywords as possible, and one as many.
+Each value must land under the same name, so renamed and reordered parameters are found too.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Calls:
-    """The calls that a method gets, where its signature allows more than its callers make use of."""
+    """The calls of a method, if callers use less than the signature allows; see ``called_with``."""
 
     always: Sequence[str] = ()
     never: Sequence[str] = ()
     by_position: Sequence[str] = ()
 
     def narrowed(self, signature: Signature) -> Signature:
-        """Return the signature that accepts exactly the calls that are made."""
+        """Return a signature for exactly these calls."""
         parameters = [
             self._narrowed(p) for name, p in signature.parameters.items() if name not in self.never
         ]
@@ -45,21 +45,23 @@ class Calls:
 
 
 EVERY_CALL = Calls()
-"""Nothing is known of the callers: they may make every call that the signature accepts."""
+"""Callers may make every call that the signature accepts."""
 
 
 def called_with(
     *, always: Sequence[str] = (), never: Sequence[str] = (), by_position: Sequence[str] = ()
 ) -> Callable[[Function], Function]:
-    """Mark a constructor or a native definition with the calls that its callers make.
+    """Mark a constructor or a native definition with the calls that callers make.
 
-    A replacement has to accept those. What else the signature accepts and the replacement does not is a finding. The
-    calls of opgraft's own classes are recorded; of those, calls with a parameter that is ``never`` given do not count.
+    A replacement must accept these calls. If it refuses another call of the signature, that is a
+    finding. The calls of opgraft's own classes are recorded; recorded calls with a parameter in
+    ``never`` do not count.
 
     Args:
-        always: parameters with a default that every caller gives all the same.
-        never: optional parameters that no caller gives, or that plugins lack by the version of vLLM that they serve.
-        by_position: parameters, the first ones, that no caller gives by name.
+        always: parameters with a default that every caller gives nevertheless.
+        never: optional parameters that no caller gives, or that plugins for older versions of vLLM
+            lack.
+        by_position: the first parameters, if no caller gives them by name.
     """
 
     def decorate(function: Function) -> Function:
@@ -70,14 +72,14 @@ def called_with(
 
 
 def calls_of(cls: type, name: str) -> Calls:
-    """Return how callers call ``cls.name``: as ``called_with`` says, else in every way that the signature accepts."""
+    """Return the calls of ``cls.name``: the mark of ``called_with``, else every call."""
     raw = inspect.getattr_static(cls, name)
     calls: Calls = getattr(getattr(raw, "__func__", raw), _CALLS, EVERY_CALL)
     return calls
 
 
 def method_signature(cls: type, name: str) -> Signature:
-    """Return the signature of ``cls.name`` as an instance's caller sees it: without ``self``."""
+    """Return the signature of ``cls.name`` without ``self``."""
     raw = inspect.getattr_static(cls, name)
     if isinstance(raw, staticmethod):
         return inspect.signature(raw.__func__)
@@ -86,22 +88,21 @@ def method_signature(cls: type, name: str) -> Signature:
     return _of_function(raw) if isinstance(raw, FunctionType) else _without_self(raw)
 
 
-@functools.lru_cache(
-    maxsize=256
-)  # an op's native definition is compared with each of its replacements
+# An op's native definition is compared with each replacement.
+@functools.lru_cache(maxsize=256)
 def _of_function(function: FunctionType) -> Signature:
     return _without_self(function)
 
 
 def _without_self(function: Any) -> Signature:
-    """Return the signature of a function less the first parameter, which no caller writes."""
+    """Return the signature of a function without the first parameter."""
     signature = inspect.signature(function)
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 def rejected_call(target: Signature, replacement: Signature) -> str | None:
-    """Describe the first call that ``target`` accepts and ``replacement`` does not; ``None`` if there is none."""
-    # Most do, and are spared the calls.
+    """Describe the first call that ``target`` accepts and ``replacement`` refuses, or ``None``."""
+    # Most replacements end here, without a call.
     if _takes_whatever(replacement) or _form_of_signature(replacement) == _form_of_signature(
         target
     ):
@@ -109,7 +110,8 @@ def rejected_call(target: Signature, replacement: Signature) -> str | None:
     for args, kwargs in _extreme_calls(target):
         try:
             wanted = target.bind(*args, **kwargs)
-        except TypeError:  # no call of the target
+        # The target refuses the call, too.
+        except TypeError:
             continue
         try:
             got = replacement.bind(*args, **kwargs)
@@ -124,16 +126,16 @@ def rejected_call(target: Signature, replacement: Signature) -> str | None:
 def bound_call(
     args: Sequence[str], keywords: Sequence[str], target: Signature, replacement: Signature
 ) -> str | None:
-    """Say why ``replacement`` does not take one call, or return ``None``.
+    """Return the reason why ``replacement`` refuses one call, or ``None``.
 
-    Another name for a parameter that is given by position is fine, unless ``target`` has another parameter of that
+    A parameter by position may have another name, unless ``target`` has another parameter of that
     name: then two values have changed places.
 
     Args:
-        args: what is given by position, each value the name of the parameter of ``target`` that takes it.
-        keywords: the names of what is given by name.
-        target: whose call it is.
-        replacement: which is to take the call.
+        args: the arguments by position; each value is the name of the parameter of ``target``.
+        keywords: the names of the other arguments.
+        target: the signature of the call.
+        replacement: the signature to check.
     """
     given = {name: name for name in keywords}
     try:
@@ -154,12 +156,12 @@ def _takes_whatever(signature: Signature) -> bool:
 
 
 def _form_of_signature(signature: Signature) -> list[tuple[str, Any, bool]]:
-    """Return what decides which calls a signature accepts, and where their values land."""
+    """Return name, kind and requirement of each parameter: these decide on the accepted calls."""
     return [(p.name, p.kind, p.default is Parameter.empty) for p in signature.parameters.values()]
 
 
 def _extreme_calls(signature: Signature) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """Yield calls that span what ``signature`` accepts. Each value is the name of the parameter it is meant for."""
+    """Yield the smallest and largest calls of a signature. Each value is a parameter's name."""
     parameters = list(signature.parameters.values())
     positional = [
         p
@@ -184,7 +186,10 @@ def _extreme_calls(signature: Signature) -> Iterator[tuple[list[str], dict[str, 
 
 
 def _landing(signature: Signature, arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Return where each value of a bound call landed; values in ``*args`` or ``**kwargs`` keep their own name."""
+    """Return the parameter of each value in a bound call.
+
+    Values in ``*args`` and ``**kwargs`` keep their own names.
+    """
     landing: dict[str, str] = {}
     for name, value in arguments.items():
         kind = signature.parameters[name].kind
@@ -206,7 +211,7 @@ def _moved_value(
             Parameter.VAR_KEYWORD,
         ):
             continue
-        # Nobody can write the name of a positional-only parameter, so that it may differ.
+        # No caller can write the name of a positional-only parameter, so the name may differ.
         if parameter.kind is not Parameter.POSITIONAL_ONLY and landing[name] != name:
             return f"the value for {name!r} lands in {landing[name]!r}"
     return None

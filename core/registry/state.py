@@ -45,7 +45,7 @@ class PlatformSelection:
 
 
 class PluginStatus(enum.Enum):
-    """The stage that a plugin reached. ``rejected``, ``vetoed`` and ``failed`` are ends, explained in the record."""
+    """The stage of a plugin. ``rejected``, ``vetoed`` and ``failed`` are ends with a reason."""
 
     DISCOVERED = "discovered"
     REJECTED = "rejected"
@@ -58,13 +58,13 @@ class PluginStatus(enum.Enum):
 
 @dataclass
 class PluginRecord:
-    """One entry point of the group ``opgraft.plugins`` and its fate.
+    """One entry point of the group ``opgraft.plugins``, with the outcome of loading.
 
     Attributes:
-        location: ``file:line`` in the plugin where it failed or refused, if known, else where its module begins.
-        findings: faults of a plugin that was loaded all the same.
+        location: ``file:line`` of the failure or refusal in the plugin, else of the module.
+        findings: faults of a plugin that was loaded nevertheless.
         notes: facts worth knowing.
-        seconds: the time of its import.
+        seconds: the time of the import.
     """
 
     name: str
@@ -80,7 +80,7 @@ class PluginRecord:
     seconds: float = 0.0
 
     def attributes(self) -> dict[str, str]:
-        """Return attributes of what is logged about the plugin."""
+        """Return attributes for log lines about the plugin."""
         own = {
             "opgraft.plugin.name": printable(self.name),
             "opgraft.plugin.status": self.status.value,
@@ -90,12 +90,12 @@ class PluginRecord:
 
 @dataclass
 class Transaction:
-    """The activation of a plugin or a platform that is under way.
+    """The activation of a plugin or platform, while it runs.
 
     Attributes:
         owner: the plugin or the platform.
-        module: the module that its entry point names.
-        undos: take back all that the activation did.
+        module: the module of the entry point.
+        undos: take back all changes of the activation.
     """
 
     owner: Owner
@@ -118,7 +118,7 @@ ACTIVATING: ContextVar[Transaction | None] = ContextVar("opgraft_activating", de
 
 @contextmanager
 def activating(transaction: Transaction) -> Iterator[None]:
-    """Attribute what is declared meanwhile to a transaction."""
+    """Attribute declarations within the block to a transaction."""
     token = ACTIVATING.set(transaction)
     try:
         yield
@@ -135,12 +135,12 @@ class LoadingState:
     """The progress of loading plugins.
 
     Attributes:
-        lock: held by the one thread that decides on the platform and loads plugins; taken before ``HostState.lock``,
-            never after it.
-        thread: the thread that is loading plugins. Ops that plugins construct meanwhile are bound to the plugins that
-            are active by then.
-        done: whether all plugins are loaded.
-        config: the settings that plugins were loaded with.
+        lock: held by the thread that decides on the platform and loads plugins. Threads take this
+            lock before ``HostState.lock``, never after.
+        thread: the thread that loads plugins. Ops that plugins construct meanwhile are bound to the
+            plugins active by then.
+        done: all plugins are loaded.
+        config: the settings at the time of loading.
     """
 
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -155,17 +155,18 @@ class HostState:
 
     Attributes:
         registry: all declarations. ``reset`` keeps them.
-        lock: held for a moment around changes of this object, never while a plugin's code or an import runs.
+        lock: held for a moment around changes of this object, never while a plugin's code or an
+            import runs.
         loading: the progress of loading plugins.
         selection: the platform, once it is decided.
-        plugins: every installed plugin by its name.
-        active: the replacements that apply.
+        plugins: every installed plugin by name.
+        active: the active replacements.
         adjustments: the settings that plugins adjust, each with the plugin's name.
-        environment: the settings of the environment, once they are read.
+        environment: the settings of the environment, after the first read.
         caches: the decisions outside of every scope of settings.
         generation: grows whenever decisions are forgotten.
-        identity: tells this process from every other one. Process numbers do not: they are alike in containers.
-        values: what single modules remember, each under the key of its ``StateValue``.
+        identity: a number for this process alone. Process numbers repeat in containers.
+        values: the values of single modules, by the key of the ``StateValue``.
     """
 
     registry: Registry = field(default_factory=Registry)
@@ -201,7 +202,8 @@ class HostState:
 
     def shared_settings(self) -> Settings:
         """Return the cached settings. Do not modify them."""
-        if not self.loading.done:  # each that is loaded may change some
+        # Each plugin may still adjust settings.
+        if not self.loading.done:
             return self.settings()
         caches = self.current_caches()
         if caches.settings is None:
@@ -210,11 +212,11 @@ class HostState:
         return shared
 
     def current_caches(self) -> Caches:
-        """Return the decisions of the active scope; new after each activation."""
+        """Return the decisions of the active scope. Each activation empties them."""
         scope = CURRENT_SCOPE.get()
         if scope is None:
             return self.caches
-        # Compared on use: scopes of other threads and tasks are out of the reach of invalidate().
+        # Compared on use: invalidate() cannot reach the scopes of other threads and tasks.
         if scope.generation != self.generation:
             scope.caches = Caches()
             scope.generation = self.generation
@@ -223,9 +225,14 @@ class HostState:
     def decide_once(
         self, cache: Callable[[Caches], dict[Key, Any]], key: Key, decide: Callable[[], Value]
     ) -> Value:
-        """Return the decision that a cache of the active scope keeps under ``key``, or make one.
+        """Return the decision for ``key`` from a cache of the active scope, or make one.
 
-        A new decision is kept, unless what it rests on has changed while it was made.
+        A new decision is kept, unless a plugin or setting has changed meanwhile.
+
+        Args:
+            cache: returns the cache among all caches of a scope.
+            key: the key of the decision.
+            decide: makes the decision. May run code of plugins.
         """
         known: Value | None = cache(self.current_caches()).get(key)
         if known is not None:
@@ -234,6 +241,7 @@ class HostState:
         # Made without the lock, as plugins' code may run.
         decision = decide()
         with self.lock:
+            # A change meanwhile makes the decision stale: the next caller decides again.
             if self.generation == generation:
                 cache(self.current_caches())[key] = decision
         return decision
@@ -246,7 +254,7 @@ class HostState:
         return caches.check_values
 
     def log_fallback(self, kernel: str, reason: str) -> None:
-        """Log once for each reason that a call ran the native definition instead of ``kernel``."""
+        """Log a call of the native definition in place of ``kernel``, once for each reason."""
         logged = _LOGGED_FALLBACKS.of(self)
         if logger.isEnabledFor(logging.DEBUG) and (kernel, reason) not in logged:
             logged.add((kernel, reason))
@@ -255,12 +263,12 @@ class HostState:
             logger.debug(words, printable(kernel), reason, extra=extra)
 
     def invalidate(self) -> None:
-        """Forget what was decided, because what the choices rest on has changed."""
+        """Forget all decisions, since a plugin or a setting has changed."""
         self.caches = Caches()
         self.generation += 1
 
     def activate(self, replacement: Replacement) -> Callable[[], None]:
-        """Let a declared replacement take effect; returns the undo. Already active: a no-op."""
+        """Let a declared replacement take effect, and return the undo."""
         with self.lock:
             if replacement in self.active:
                 return lambda: None
@@ -281,12 +289,13 @@ class HostState:
     def declare(
         self, what: str, provider: Provider, make: Callable[[], Callable[[], None]]
     ) -> None:
-        """Declare something, until the plugin or platform that is being activated is left out.
+        """Make a declaration. It holds until the plugin or platform under activation is left out.
 
         Args:
-            what: its kind and name, such as ``op rms_norm``.
-            provider: its distribution. Declarations of a distribution that is not activated now stay.
-            make: declares it, and returns the undo.
+            what: kind and name, such as ``op rms_norm``.
+            provider: the distribution. A declaration outside of an activation of this distribution
+                stays for good.
+            make: makes the declaration, and returns the undo.
 
         Raises:
             ConflictError: as ``make``.
@@ -297,12 +306,13 @@ class HostState:
             self.invalidate()
             for owner, declarations in self.registry.owned.items():
                 if owner.provider == provider:
-                    declarations.pop(what, None)  # of a definition that this one takes the place of
+                    # A former definition of the same name.
+                    declarations.pop(what, None)
             if transaction is not None and transaction.provider == provider:
                 self.registry.owned.setdefault(transaction.owner, {})[what] = declaration
 
     def renew_declarations(self, owner: Owner) -> None:
-        """Renew the declarations of an owner, as its modules are not imported again.
+        """Renew the declarations of an owner. Python does not import the modules again.
 
         Raises:
             ConflictError: somebody else has taken a name meanwhile.
@@ -313,24 +323,25 @@ class HostState:
             self.invalidate()
 
     def withdraw_declarations(self, owner: Owner) -> None:
-        """Take back the declarations of an owner, because it is left out."""
+        """Take back the declarations of an owner that is left out."""
         with self.lock:
             for declaration in self.registry.owned.get(owner, {}).values():
                 declaration.withdraw()
             self.invalidate()
 
     def resolve_or_leave_out(self, replacement: Replacement, strict: bool) -> bool:
-        """Look the target of a replacement up. Without one, leave the replacement out and warn.
+        """Look up the target of a replacement. Without a target, leave it out with a warning.
 
         Returns:
-            Whether the target is known. Other registrations stay in any case.
+            True if the target is known. Other registrations stay in any case.
 
         Raises:
-            UnknownTargetError: nothing has that name, in strict mode.
-            RegistrationError: the replacement does not fit its target.
+            UnknownTargetError: no class has that name, in strict mode.
+            RegistrationError: the replacement does not fit the target.
         """
         try:
             self.registry.resolve_pending(replacement)
+        # Only strict mode stops a program for a wrong name in one plugin.
         except UnknownTargetError as error:
             if strict:
                 raise
@@ -344,7 +355,7 @@ class HostState:
         return True
 
     def drop_superseded(self) -> None:
-        """Deactivate replacements whose declaration a reloaded definition has taken over."""
+        """Deactivate replacements without a declaration, such as those of a reloaded module."""
         declared = set(self.registry.replacements)
         self.active = [known for known in self.active if known in declared]
 
@@ -353,7 +364,7 @@ _KEYS = itertools.count()
 
 
 class StateValue(Generic[Value]):
-    """A value that one module remembers for the process, in the host state, until ``reset``.
+    """A value of one module for the process, in the host state, until ``reset``.
 
     Example::
 
@@ -361,7 +372,7 @@ class StateValue(Generic[Value]):
         SHADOWS.get()[name] = shadow
 
     Args:
-        make: returns the first value, when somebody asks for it.
+        make: returns the first value, at the first use.
     """
 
     def __init__(self, make: Callable[[], Value]) -> None:
@@ -393,21 +404,21 @@ class StateValue(Generic[Value]):
 
 
 _LOGGED_FALLBACKS = StateValue[set[tuple[str, str]]](set)
-"""Kernels that gave way to the native definition at a call, each with the reason, as they were logged."""
+"""Logged kernels with the reason, after calls of the native definition in their place."""
 
 _STATE = HostState()
 
 
 def _begin_anew() -> None:
-    global _STATE  # the one place that replaces the one object
-    # The generation goes on, so that scopes which are open see that their caches are stale.
+    global _STATE
+    # The generation goes on, so that open scopes find their caches stale.
     _STATE = HostState(
         registry=_STATE.registry, generation=_STATE.generation + 1, identity=_STATE.identity
     )
 
 
 LOADING_PATIENCE = 60.0
-"""Seconds that a thread waits for another one that loads plugins."""
+"""Seconds of waiting for another thread that loads plugins."""
 
 
 @contextmanager
@@ -415,12 +426,14 @@ def loading(state: HostState) -> Iterator[None]:
     """Hold the loading lock.
 
     Raises:
-        PluginError: another thread has held it for a minute, most likely because it waits for this very thread.
+        PluginError: another thread has held the lock for a minute, most likely since it waits for
+            this thread.
     """
     if not state.loading.lock.acquire(timeout=LOADING_PATIENCE):
         raise PluginError(
-            f"plugins have been loading in another thread for {LOADING_PATIENCE:g} s, which may wait for this one: "
-            "call opgraft.load_plugins() before starting threads, and construct no ops while a plugin is imported"
+            f"plugins have been loading in another thread for {LOADING_PATIENCE:g} s, which may "
+            "wait for this one: call opgraft.load_plugins() before starting threads, and construct "
+            "no ops while a plugin is imported"
         )
     try:
         yield
@@ -434,36 +447,40 @@ def host_state() -> HostState:
 
 
 def reset() -> None:
-    """Forget the selected platform, the loaded plugins and every activation; keep what was declared.
+    """Forget the selected platform, the loaded plugins and every activation.
 
-    Op classes stay registered. Replacements apply again when their plugin or platform is activated again, or when a
-    script registers them again. Existing ops keep their kernels. Compiled code is dropped. Open scopes of
-    ``set_config`` stay open. If another thread loads plugins, the function waits.
+    Declarations stay: op classes remain registered. A replacement applies again after its plugin or
+    platform is activated again, or after a script registers the replacement again. Existing ops
+    keep their kernels. Compiled code is dropped. Open scopes of ``set_config`` stay open. If
+    another thread loads plugins, the function waits.
 
     Raises:
-        PluginError: a plugin or a platform calls it while it is loaded, which would forget earlier ones.
+        PluginError: a plugin or platform calls the function while it is loaded. That would forget
+            the plugins loaded before.
     """
     transaction = ACTIVATING.get()
     if transaction is not None:
         raise PluginError(
-            f"{transaction.owner} called opgraft.reset() while it was loaded: leave that to who loads plugins"
+            f"{transaction.owner} called opgraft.reset() while it was loaded: leave that to who "
+            "loads plugins"
         )
     with loading(_STATE):
         if _STATE.environment is not None and _STATE.environment.log:
             set_level(None)
         _begin_anew()
-    if "torch" in sys.modules:  # who never imported it has compiled nothing
+    # Without torch, nothing was compiled.
+    if "torch" in sys.modules:
         sys.modules["torch"].compiler.reset()
 
 
 class _Fork(threading.local):
-    """The locks of the forking thread, so that no other thread holds them in the child for ever."""
+    """Holds the locks during a fork: a lock of another thread would stay locked in the child."""
 
     def __init__(self) -> None:
         self.held: list[threading.RLock] = []
 
     def begins(self) -> None:
-        """Wait for another thread that loads plugins: a child could not go on with its work."""
+        """Take the locks, and wait for a thread that loads plugins: a child could not go on."""
         locks = (_STATE.loading.lock, _STATE.lock)
         self.held = [lock for lock in locks if lock.acquire(timeout=LOADING_PATIENCE)]
 
@@ -473,7 +490,7 @@ class _Fork(threading.local):
         self.held = []
 
     def begins_child(self) -> None:
-        """Go on in the child, with a fresh state if another thread held the parent's."""
+        """Go on in the child; with a new state, if another thread held a lock of the parent."""
         whole = len(self.held) == 2
         self.ends()
         if not whole:
@@ -482,7 +499,8 @@ class _Fork(threading.local):
 
 
 _fork = _Fork()
-if hasattr(os, "register_at_fork"):  # where processes fork
+# Windows does not fork.
+if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=_fork.begins, after_in_parent=_fork.ends, after_in_child=_fork.begins_child
     )

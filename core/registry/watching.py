@@ -1,4 +1,4 @@
-"""Knowing whose code runs: for when it takes the process down, holds it up, or raises an interrupt itself."""
+"""Watch the running code of plugins, in case it takes long, raises an interrupt or kills."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ from opgraft.registry.decision import Provider
 logger = logging.getLogger("opgraft.watching")
 
 PATIENCE = 5.0
-"""Seconds after which a line says for whose code this process waits."""
+"""Seconds of waiting until a line names the code that this process waits for."""
 
-_TICK = 0.25  # seconds between two looks at what runs
+_TICK = 0.25
+"""Seconds between two looks at the running code."""
 
 
 class Listener(Protocol):
@@ -43,24 +44,28 @@ class Listener(Protocol):
 
 
 LISTENERS: list[Listener] = []
-"""Told directly, as the log is something that a plugin can switch off with one call, often by mistake."""
+"""Called directly, since a plugin can switch the log off with one call, often by mistake."""
 
 KEEPERS: list[Callable[[str, Provider, object], AbstractContextManager[list[str]]]] = []
-"""Functions that put back, at the end of a scope, what code of others replaces in opgraft and torch.
+"""Functions that undo, at the end of a scope, replaced attributes of opgraft and torch.
 
-The arguments are the code and the occasion in words, the distribution of the code, and the code itself.
-The list has what was put back, once the scope has ended.
+The arguments are the code and the occasion in words, the distribution of the code, and the code
+itself. At the end of the scope, the list names the restored attributes.
 """
 
 
 @contextmanager
 def watched(what: str, provider: Provider | None) -> Iterator[None]:
-    """Tell when the code of ``provider`` begins and ends, at level DEBUG too; ``what`` names it and the occasion.
+    """Tell listeners and the log at level DEBUG when code of a plugin begins and ends.
 
-    Where nobody listens, a line says that the code takes long.
+    Without listeners, a warning tells if the code takes long.
+
+    Args:
+        what: the code and the occasion, in words.
+        provider: the provider of the code.
 
     Raises:
-        PluginError: the code raised ``KeyboardInterrupt``, and nobody has interrupted this process.
+        PluginError: the code raised ``KeyboardInterrupt`` without an interrupt from outside.
     """
     logger.debug("%s: begins", printable(what), extra=provider.attributes() if provider else None)
     for listener in LISTENERS:
@@ -77,10 +82,12 @@ def watched(what: str, provider: Provider | None) -> Iterator[None]:
 
 @contextmanager
 def kept(what: str, provider: Provider, code: object) -> Iterator[list[list[str]]]:
-    """Put back what a short step of others replaces in opgraft and torch. The finding names ``what``.
+    """Undo attributes of opgraft and torch that the code in the block replaces.
+
+    The finding names ``what``.
 
     Yields:
-        Lists that have what was put back, once the scope has ended.
+        Lists with the names of restored attributes, filled at the end of the scope.
     """
     with ExitStack() as stack:
         yield [stack.enter_context(keeper(what, provider, code)) for keeper in KEEPERS]
@@ -88,9 +95,9 @@ def kept(what: str, provider: Provider, code: object) -> Iterator[list[list[str]
 
 @dataclass
 class Keeping:
-    """Puts back what a step of others replaces, each time until the step has replaced nothing.
+    """Undoes attributes that a step of others replaces, until a step has replaced nothing.
 
-    A look at all definitions takes milliseconds, and the step runs for each op of a model.
+    To compare all definitions takes milliseconds, and the step runs for each op of a model.
     """
 
     what: str
@@ -125,13 +132,13 @@ def told_when_late(
 
 @dataclass(frozen=True)
 class RunningCall:
-    """A call of a plugin's code that a thread is in.
+    """A running call of a plugin's code.
 
     Attributes:
         identity: equal at each look at the same call.
         what: the code and its place, in words.
         provider: the distribution of the code.
-        setting: the setting that goes without the code.
+        setting: the setting to go without the code.
     """
 
     identity: object
@@ -161,12 +168,12 @@ class _Watched:
         self.began = time.monotonic()
 
     def look(self, now: float, is_innermost: bool) -> None:
-        """Tell if something is late. An inner scope in the same thread may tell better."""
+        """Tell if code is late. An inner scope in the same thread may know more."""
         raise NotImplementedError
 
 
 class _Step(_Watched):
-    """A step that takes at most ``PATIENCE`` seconds, unless it is late."""
+    """A step that is late after ``PATIENCE`` seconds."""
 
     def __init__(self, what: str, provider: Provider | None, time_limit: float | None) -> None:
         super().__init__()
@@ -190,7 +197,7 @@ class _Step(_Watched):
 
 
 class _Calls(_Watched):
-    """Steps that call code of plugins, in which each call takes at most ``PATIENCE`` seconds."""
+    """Steps with calls of plugins' code. A call is late after ``PATIENCE`` seconds."""
 
     def __init__(self, running: Callable[[FrameType], RunningCall | None]) -> None:
         super().__init__()
@@ -218,7 +225,8 @@ class _Calls(_Watched):
         frame = sys._current_frames().get(self.thread)
         try:
             return None if frame is None else self.running(frame)
-        except Exception as error:  # of an object that a plugin has put there
+        # An object of a plugin on the stack may raise anything.
+        except Exception as error:
             logger.debug("the stack of a thread cannot be read: %s", error)
             return None
 
@@ -229,7 +237,7 @@ class _Calls(_Watched):
 
 
 class _Late:
-    """Tells of each step that is late, once, from a thread that lives as long as there are steps."""
+    """Tells of each late step once, from a thread that lives as long as there are steps."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -251,7 +259,8 @@ class _Late:
             if self.thread is None:
                 # A daemon, as no process waits for it.
                 thread = threading.Thread(target=self._look, name="opgraft-watching", daemon=True)
-                with suppress(RuntimeError):  # this process may start no thread: nobody is told
+                # A process that cannot start threads gets no warnings.
+                with suppress(RuntimeError):
                     thread.start()
                     self.thread = thread
 
@@ -276,12 +285,16 @@ class _Late:
 
 
 _LATE = _Late()
-if hasattr(os, "register_at_fork"):  # where processes fork; the thread stays behind
-    os.register_at_fork(after_in_child=_LATE.__init__)  # type: ignore[misc]  # all of it begins anew
+# A fork has no thread that looks, so the child begins anew.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_LATE.__init__)  # type: ignore[misc]
 
 
 class _Interrupts:
-    """The handler of interrupts such as Ctrl-C while code of others runs; counts them and hands them on."""
+    """The handler of interrupts such as Ctrl-C while code of others runs.
+
+    Interrupts are counted and handed on to the former handler.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -292,7 +305,7 @@ class _Interrupts:
         return self.before(number, frame)
 
     def begin(self) -> bool:
-        """Take the place of the handler; returns whether that is to be undone."""
+        """Take the place of the handler; return True if ``end`` must undo that."""
         before = signal.getsignal(signal.SIGINT)
         if before is self or not callable(before) or not _in_main_thread():
             return False
@@ -301,7 +314,7 @@ class _Interrupts:
         return True
 
     def end(self) -> None:
-        """Put the handler back, unless somebody has set another one."""
+        """Restore the former handler, unless other code has set another one."""
         if signal.getsignal(signal.SIGINT) is self:
             signal.signal(signal.SIGINT, self.before)
 
@@ -310,16 +323,16 @@ _INTERRUPTS = _Interrupts()
 
 
 def _in_main_thread() -> bool:
-    """Return True in the thread that handlers of signals run in."""
+    """Return True in the thread of signal handlers."""
     return threading.current_thread() is threading.main_thread()
 
 
 @contextmanager
 def _own_interrupts_as_errors() -> Iterator[None]:
-    """Turn a ``KeyboardInterrupt`` that code raises itself into an error, as the code is at fault.
+    """Turn a ``KeyboardInterrupt`` of the code itself into an error.
 
     Raises:
-        PluginError: the code raised it, and no interrupt has come from outside.
+        PluginError: the code raised the exception, and no interrupt has come from outside.
     """
     with interrupts_counted() as interrupted:
         try:
