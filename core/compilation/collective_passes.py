@@ -1,4 +1,4 @@
-"""Passes over the collectives of a model whose layers ranks share, and what is around them."""
+"""Passes over the collectives of a model with shared layers: sums, norms and maps around them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _aten = torch.ops.aten
 _opgraft = torch.ops.opgraft
 
 _AFTER_SUM = "fused_add_"
-"""The beginning of the names of forms that add a residual first, whose last result is the sum."""
+"""The beginning of the names of forms that add a residual first, and return the sum last."""
 
 _FUSED: dict[str, Functional[..., Any]] = {
     "rms_norm": functional.all_reduce_rms_norm,
@@ -27,7 +27,7 @@ _FUSED: dict[str, Functional[..., Any]] = {
     "rms_norm_quant_fp8_dynamic": functional.all_reduce_rms_norm_quant_fp8_dynamic,
     "rms_norm_quant_fp4": functional.all_reduce_rms_norm_quant_fp4,
 }
-"""By form of a norm, quantised too: the form that sums over ranks before."""
+"""By form of a norm, with or without quantisation: the form with a sum over ranks before."""
 
 _NORMS = (*_FUSED, *(f"{_AFTER_SUM}{name}" for name in _FUSED))
 
@@ -37,7 +37,10 @@ def _is_all_reduce(node: object) -> bool:
 
 
 class AllReduceRMSNorm(GraphPass):
-    """Joins a sum over ranks, that of a residual stream, and the norm of it, quantised too, into one form."""
+    """Joins a sum over ranks, the sum of a residual stream, and the norm, into one form.
+
+    The norm may be quantised.
+    """
 
     name: ClassVar[str] = "all_reduce_rms_norm"
 
@@ -85,9 +88,18 @@ def _join_sum_and_norm(
     arguments: Mapping[str, Any],
     has_sum: bool,
 ) -> list[fx.Node]:
-    """Put one form in the place of a sum over ranks and a norm, which returns a sum besides if it ``has_sum``.
+    """Put one form in the place of a sum over ranks and a norm.
 
-    Returns the results of the form.
+    Args:
+        graph: the graph.
+        reduced: the sum over ranks.
+        norm: the norm, which returns a sum besides if ``has_sum``.
+        name: the name of the form.
+        arguments: the arguments of the form.
+        has_sum: the norm adds a residual.
+
+    Returns:
+        The results of the form.
     """
     scaled = _returns_scales(name)
     with graph.inserting_before(reduced):
@@ -107,17 +119,18 @@ def _join_sum_and_norm(
 
 
 class SequenceParallelism(GraphPass):
-    """Has each rank compute norms, and the sums of a residual stream, for its part of the rows (arXiv:2205.05198).
+    """Splits the rows of norms and residual sums over the ranks (arXiv:2205.05198).
 
-    A sum over ranks becomes a reduce-scatter, and what is read of all rows is gathered behind the norm. Of a stream
-    that every rank has, each takes its part. Where ranks do not divide the rows, the last ones are padded.
+    A sum over ranks becomes a reduce-scatter, and an all-gather follows the norm. Each rank takes a
+    part of a stream that all ranks hold. If the ranks do not divide the rows, the last rows are
+    padded.
     """
 
     name: ClassVar[str] = "sequence_parallelism"
     is_default: ClassVar[bool] = False
 
     def applies(self, sizes: range) -> bool:
-        """Tell whether there may be a row for each rank."""
+        """Return True if a batch may have a row for each rank."""
         return 1 < get_tp_group().world_size < sizes.stop
 
     def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
@@ -142,11 +155,11 @@ class SequenceParallelism(GraphPass):
 
 
 class _Rows:
-    """The tensors of a graph of which each rank has a part of the rows.
+    """The tensors of a graph with rows split over the ranks.
 
     Attributes:
-        parts: by the node of a whole tensor, that of its part.
-        sizes: by the node of a part, how many rows the whole has.
+        parts: the node of the part, by the node of the whole tensor.
+        sizes: the number of rows of the whole, by the node of the part.
     """
 
     def __init__(self, graph: fx.Graph, world_size: int) -> None:
@@ -162,11 +175,11 @@ class _Rows:
         }
 
     def are_apart(self, node: fx.Node) -> bool:
-        """Tell whether ranks have parts of a tensor."""
+        """Return True if the rows of a tensor are split."""
         return node in self.parts
 
     def part(self, whole: fx.Node, reader: fx.Node) -> fx.Node:
-        """Return the part of a tensor that each rank has, or is given before ``reader``."""
+        """Return the part of a tensor on each rank. A whole tensor is split before ``reader``."""
         if whole in self.parts:
             return self.parts[whole]
         summed = _is_sum_of_rows(whole)
@@ -183,7 +196,7 @@ class _Rows:
         return part
 
     def gather(self, whole: fx.Node, made: fx.Node) -> None:
-        """Put what all ranks have computed by ``made`` in the place of a result; removed where nobody reads it."""
+        """Put the gathered result of ``made`` in the place of a whole result."""
         with self.graph.inserting_before(whole):
             part = made
             if whole.target is operator.getitem:
@@ -201,7 +214,7 @@ class _Rows:
         size = node.meta["val"].shape[0]
         if isinstance(size, int):
             return size
-        # Of an input where one has it, so that nothing but the sum reads the node.
+        # By an input if possible: the node then has the sum as its only reader.
         return self.graph.call_function(_aten.sym_size.int, self._inputs.get(str(size), (node, 0)))
 
     def _called(self, name: str, *args: Any) -> fx.Node:
@@ -209,7 +222,7 @@ class _Rows:
 
 
 def _is_sum_of_rows(node: object) -> bool:
-    """Tell whether a node sums rows, of which there may be one for each rank, over the ranks of the tensor group."""
+    """Return True if a node sums over the tensor group, with a row or more for each rank."""
     if not isinstance(node, fx.Node) or not _is_all_reduce(node) or node.args[1] != "tensor":
         return False
     shape = node.meta["val"].shape
@@ -219,7 +232,7 @@ def _is_sum_of_rows(node: object) -> bool:
 
 
 def _has_rows_apart(name: str, given: Mapping[str, Any]) -> bool:
-    """Tell whether no row of a result depends on another, as by one scale that is computed for all."""
+    """Return True if no row of a result depends on another row, such as by one scale for all."""
     if "group_shape" not in given:
         return True
     return bool(given["group_shape"][0] == (1 if name.endswith("dynamic") else -1))
@@ -234,9 +247,10 @@ def _returns_scales(name: str) -> bool:
 
 
 class AsyncTensorParallelism(GraphPass):
-    """Joins a linear map and the reduce-scatter of its rows, and the gathering of rows and the linear map of them.
+    """Joins a linear map and a reduce-scatter behind, and an all-gather and a linear map behind.
 
-    That is what ``sequence_parallelism`` leaves around layers. A kernel sends rows while it computes others.
+    ``sequence_parallelism`` leaves these pairs around layers. A kernel computes some rows and sends
+    other rows at the same time.
     """
 
     name: ClassVar[str] = "async_tensor_parallelism"
@@ -260,7 +274,7 @@ class AsyncTensorParallelism(GraphPass):
 
 
 Found = tuple[Functional[..., Any], tuple[Any, ...]] | None
-"""A form that stands for a node and the one before it, and its arguments."""
+"""A form in the place of a node and the node before, with the arguments of the form."""
 
 
 def _scattered_map(node: fx.Node) -> Found:
@@ -285,7 +299,7 @@ def _map_of_gathered(node: fx.Node) -> Found:
 
 
 def _plain_map(node: object) -> tuple[fx.Node, Any, Any] | None:
-    """Return input, weight and bias of a linear map with nothing behind it."""
+    """Return input, weight and bias of a linear map without an activation or residual."""
     called = semantic_call(node, "linear")
     if called is None:
         return None

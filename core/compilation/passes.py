@@ -1,4 +1,4 @@
-"""The passes of opgraft. Matchers compare literals, such as an epsilon, and hand them on as they are."""
+"""The passes of opgraft, in order. Matchers compare literals, such as an epsilon, and keep them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
-from opgraft import functional as _functional  # noqa: F401  # registers every form, of which passes make nodes
+
+# Registers every form, for the nodes that passes make.
+from opgraft import functional as _functional  # noqa: F401
 from opgraft.base.text import described
 from opgraft.compat.graphs import returns_new_memory
 from opgraft.compilation.collective_passes import (
@@ -34,11 +36,11 @@ _aten = torch.ops.aten
 _opgraft = torch.ops.opgraft
 
 _ALIASING = frozenset(("view", "reshape", "slice", "expand", "to", "alias", "detach", "contiguous"))
-"""Operators that return their argument, or the same memory seen otherwise."""
+"""Operators that return their argument, or a view of the same memory."""
 
 
 class NoOps(GraphPass):
-    """Removes what changes neither sizes nor dtypes: reshapes, slices, casts and expansions, and checks of these."""
+    """Removes reshapes, slices, casts and expansions without an effect, and checks of dtypes."""
 
     name: ClassVar[str] = "no_ops"
 
@@ -71,7 +73,7 @@ def _changes_nothing(node: fx.Node) -> bool:
 
 
 class Copies(GraphPass):
-    """Removes copies of memory that nobody else reads afterwards, such as those made for kernels that work in place."""
+    """Removes copies of memory without another reader, such as copies for kernels in place."""
 
     name: ClassVar[str] = "copies"
 
@@ -98,7 +100,7 @@ def _is_needless(copy: fx.Node) -> bool:
 
 
 class AddRMSNorm(GraphPass):
-    """Joins the sum of a residual stream and the norm of it into the form that computes both."""
+    """Joins the sum of a residual stream and the norm of the sum into the form for both."""
 
     name: ClassVar[str] = "add_rms_norm"
     _fused: ClassVar[dict[str, Any]] = {
@@ -130,7 +132,8 @@ class AddRMSNorm(GraphPass):
                 normed, total = (
                     module.graph.call_function(operator.getitem, (both, place)) for place in (0, 1)
                 )
-            total.meta.update(summed.meta)  # by which the sum that it is a part of is known
+            # A later pass may look for the sum by these.
+            total.meta.update(summed.meta)
             norm.replace_all_uses_with(normed)
             summed.replace_all_uses_with(total)
             replaced += 1
@@ -138,7 +141,7 @@ class AddRMSNorm(GraphPass):
 
 
 def _is_sum(node: object) -> bool:
-    """Tell whether a node adds two tensors of one layout, neither of them scaled."""
+    """Return True if a node adds two tensors of one layout, without a scale."""
     if (
         not isinstance(node, fx.Node)
         or node.target is not _aten.add.Tensor
@@ -168,18 +171,19 @@ BUILT_IN: tuple[type[GraphPass], ...] = (
     AsyncTensorParallelism,
     AllReduceRMSNorm,
 )
-"""The passes in the order in which they run."""
+"""The passes in the order of the runs."""
 
 
 def passes_of(given: Sequence[Any], switches: Mapping[str, bool]) -> list[GraphPass]:
-    """Return the passes to run: opgraft's own, as far as ``switches`` leave them on, and then those of the user.
+    """Return the passes to run: opgraft's own, then the passes of the user.
 
     Args:
         given: the passes of the user, each as ``module:Class``, as a class or as an object.
-        switches: by the name of a pass of opgraft, whether it runs; one that is not named does if it ``is_default``.
+        switches: by the name of a pass of opgraft, ``False`` to leave the pass out. The default is
+            the pass's ``is_default``.
 
     Raises:
-        ConfigError: a name is of another form, or leads to no pass.
+        ConfigError: a name has another form, or leads to no pass.
     """
     known = [each.name for each in BUILT_IN]
     for name in switches:
@@ -202,9 +206,11 @@ def _user_pass(given: Any) -> GraphPass:
     told = f"compilation_config.user_passes has {given!r}"
     try:
         made = _made(given)
-    except Exception as error:  # whatever the user's code raises
+    # The user's code may raise anything.
+    except Exception as error:
         raise ConfigError(
-            f"{told}, which cannot be constructed: {described(error)}. Name a class as module:Class, or give an object"
+            f"{told}, which cannot be constructed: {described(error)}. Name a class as "
+            "module:Class, or give an object"
         ) from error
     if not isinstance(made, GraphPass):
         raise ConfigError(f"{told}, which is no opgraft.GraphPass: derive it so")

@@ -1,4 +1,4 @@
-"""Pieces of a graph, each with its code, run one after another."""
+"""``Pieces``: a graph cut into pieces with code, which run one after another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ from torch import Tensor, fx
 
 @dataclass(frozen=True)
 class _Part:
-    """Code, the places of its arguments and results among the values of a call, and places that nobody reads later."""
+    """The code of a piece. Places are those of a list with all values of a call.
+
+    Attributes:
+        run: the code.
+        inputs: the places of the arguments.
+        outputs: the places of the results.
+        last_read: the places without a later reader.
+    """
 
     run: Runner
     inputs: tuple[int, ...]
@@ -26,19 +33,19 @@ class _Part:
 
 
 class Pieces:
-    """A graph in pieces, called with the tensors of its placeholders.
+    """A graph in pieces, called with the tensors of the placeholders.
 
     Args:
-        graph: with semantic nodes.
-        cuts: operators at which it is cut.
+        graph: the graph, with semantic nodes.
+        cuts: the operators to cut at.
         build: makes code of a lowered graph.
         batch: the name of the size of the batch.
-        sizes: of the batch, for which the pieces between the cuts have static graphs.
+        sizes: the sizes of the batch with static graphs. Cuts have none.
 
     Attributes:
-        pieces: in order.
-        forms: by the name of a form how many of its nodes were lowered.
-        num_compiled: pieces whose code is made; of equal ones one is.
+        pieces: the pieces in order.
+        forms: the number of lowered nodes by the name of the form.
+        num_compiled: the number of compiled pieces. Equal pieces count as one.
 
     Raises:
         CompilationError: a static graph cannot record a piece.
@@ -73,7 +80,7 @@ class Pieces:
         self._place(graph, runs)
 
     def _place(self, graph: fx.GraphModule, runs: Sequence[Runner]) -> None:
-        """Give each tensor that pieces exchange its place among the values of a call."""
+        """Give each exchanged tensor a place among the values of a call."""
         *nodes, end = graph.graph.nodes
         self._given = [node for node in nodes if node.op == "placeholder"]
         held = [node for node in nodes if node.op == "get_attr"]

@@ -1,4 +1,4 @@
-"""Passes that join what computes a tensor and its quantisation to floating point of 8 or 4 bits."""
+"""Passes that join a computation and the quantisation of its result to floats of 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 import torch
 from opgraft.compilation.graph_pass import PASSED_OVER, GraphPass, PassOutcome
 from opgraft.compilation.nodes import OPERATOR, has_kernel, semantic_call, semantic_calls
-from opgraft.ops.fused.quantization import functional as _functional  # noqa: F401  # registers the forms
+
+# Registers the forms.
+from opgraft.ops.fused.quantization import functional as _functional  # noqa: F401
 from torch import fx, nn
 
 _opgraft = torch.ops.opgraft
@@ -19,7 +21,7 @@ _NORMS = ("rms_norm", "fused_add_rms_norm")
 
 
 class _QuantizedResult(GraphPass):
-    """Joins forms and the quantisation of their result, where nobody else reads it."""
+    """Joins a form and the quantisation of the result, if the result has no other reader."""
 
     forms: ClassVar[tuple[str, ...]]
     quantizers: ClassVar[tuple[str, ...]]
@@ -83,7 +85,7 @@ class SiluAndMulQuantFP4(_QuantizedResult):
 
 
 class AttentionQuantFP8(GraphPass):
-    """Joins attention and the quantisation of its result by one scale, wherever heads go in between."""
+    """Joins attention and the quantisation of the result by one scale, past moves of the heads."""
 
     name: ClassVar[str] = "attention_quant_fp8"
     _form: ClassVar[str] = "scaled_dot_product_attention"
@@ -125,11 +127,14 @@ class AttentionQuantFP8(GraphPass):
 
 
 _MOVES = frozenset(("transpose", "permute", "contiguous", "clone", "reshape", "view", "flatten"))
-"""Operators that leave what elements there are."""
+"""Operators that move elements and change none."""
 
 
 def _moved(x: Any) -> list[fx.Node]:
-    """Return the operators that moved the elements of ``x``, in order, as far as nobody else reads what they return."""
+    """Return the operators that have moved the elements of ``x``, in order.
+
+    The search ends at an operator with another reader of the result.
+    """
     found: list[fx.Node] = []
     while isinstance(x.target, OPERATOR) and x.target.namespace == "aten" and len(x.users) == 1:
         if x.target.name().removeprefix("aten::").partition(".")[0] not in _MOVES:
@@ -146,7 +151,7 @@ def _quantize_before(
     moved: Sequence[fx.Node],
     quantized: fx.Node,
 ) -> None:
-    """Quantise what is computed before its elements are moved, and move the quantised ones."""
+    """Quantise a result before the moves of elements, and move the quantised elements."""
     with graph.inserting_before(quantized):
         result = graph.call_function(getattr(_opgraft, name).default, (), dict(arguments))
         for each in moved:
@@ -157,10 +162,10 @@ def _quantize_before(
 
 
 def _merge_equal(graph: fx.Graph, quantizers: Sequence[str]) -> None:
-    """Quantise a tensor once that several layers quantise alike."""
+    """Keep one of several equal quantisations of a tensor."""
     first: dict[Any, fx.Node] = {}
     for node, name, given in semantic_calls(graph, *quantizers):
-        # Nodes have names of their own.
+        # The text of a node is its unique name.
         kept = first.setdefault((name, *map(str, given.items())), node)
         if kept is not node:
             node.replace_all_uses_with(kept)
@@ -182,7 +187,15 @@ def _source_of(x: object, forms: tuple[str, ...]) -> tuple[fx.Node, str, dict[st
 def _join_with_quantization(
     graph: fx.Graph, made: fx.Node, quantized: fx.Node, name: str, arguments: Mapping[str, Any]
 ) -> None:
-    """Put one form in the place of two, of which the first may return a sum besides, and the second a scale."""
+    """Put one form in the place of two.
+
+    Args:
+        graph: the graph.
+        made: the first form, which may return a sum besides.
+        quantized: the second form, which may return a scale besides.
+        name: the name of the new form.
+        arguments: the arguments of the new form.
+    """
     with graph.inserting_before(made):
         fused = graph.call_function(getattr(_opgraft, name).default, (), dict(arguments))
     tupled, has_sum = not name.endswith("static"), name.startswith("fused_add")

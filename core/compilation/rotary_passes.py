@@ -1,4 +1,4 @@
-"""The pass that joins the norms of the heads of query and key with their rotation."""
+"""The pass that joins the norms of query and key heads with the rotary embedding."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _opgraft = torch.ops.opgraft
 _NORMS = ("rms_norm", "gemma_rms_norm")
 _REGROUPING = frozenset(("view", "reshape", "flatten"))
 _ELEMENTWISE = frozenset(("cos", "sin", "to", "mul"))
-"""Operators that make equal halves of equal halves, where their other arguments are numbers."""
+"""Operators that keep equal halves equal, if the other arguments are numbers."""
 
 
 @dataclass(frozen=True)
 class _Norm:
-    """A norm of heads ``x``, ``[..., head_size]``, whose result nobody reads but what rotates it."""
+    """A norm of heads ``x``, ``[..., head_size]``. Only a rotation reads the result."""
 
     name: str
     x: fx.Node
@@ -30,7 +30,7 @@ class _Norm:
     eps: float
 
     def is_like(self, other: _Norm) -> bool:
-        """Tell whether one form can compute both; literals are compared."""
+        """Return True if one form can compute both. Literals are compared."""
         return (self.name, self.eps, _sizes(self.x)[-1]) == (
             other.name,
             other.eps,
@@ -40,16 +40,18 @@ class _Norm:
 
 @dataclass(frozen=True)
 class _Rotated:
-    """Normed heads, rotated by rows of a table that are given for each token.
+    """Heads after a norm and a rotation by rows of a table, a row for each token.
 
     Attributes:
         node: the rotated heads.
-        norm: of the heads.
-        normed_by_heads: ``[..., heads, tokens, head_size]`` is normed, and not ``[..., tokens, heads, head_size]``.
-        by_heads: likewise of the rotated heads.
-        cos: for each token the cosines of all pairs; of ``by_heads`` twice, and with a dimension for the batch.
-        sin: the same.
-        is_neox_style: how elements are paired.
+        norm: the norm of the heads.
+        normed_by_heads: the norm sees ``[..., heads, tokens, head_size]``, and not
+            ``[..., tokens, heads, head_size]``.
+        by_heads: the rotation sees heads before tokens.
+        cos: the cosines of all pairs for each token. With ``by_heads``, each cosine stands twice,
+            and the batch is a dimension.
+        sin: the sines, with the same shape.
+        is_neox_style: pairs are elements of the two halves, not neighbours.
     """
 
     node: fx.Node
@@ -62,14 +64,14 @@ class _Rotated:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Name the rotation and the sizes that query and key have in common."""
+        """The rotation, and the sizes that query and key must have in common."""
         sizes = _sizes(self.norm.x)
         lead = (*sizes[:-3], sizes[-2]) if self.normed_by_heads else sizes[:-2]
         return self.cos, self.sin, self.is_neox_style, self.by_heads, lead
 
 
 class QKNormRope(GraphPass):
-    """Joins the norms of the heads of query and key and their rotation, by positions or by rows for each token."""
+    """Joins the norms of query and key heads with the rotation, by positions or by table rows."""
 
     name: ClassVar[str] = "qk_norm_rope"
 
@@ -80,7 +82,7 @@ class QKNormRope(GraphPass):
 
 
 def _join_by_position(graph: fx.Graph) -> PassOutcome:
-    """Join rotations by positions, as the decoders of opgraft have them."""
+    """Join rotations by positions, as in the decoders of opgraft."""
     replaced, left = 0, list[str]()
     for node, name, given in semantic_calls(graph, "rotary_embedding"):
         heads = [given.pop("query"), given.pop("key")]
@@ -107,7 +109,7 @@ def _join_by_position(graph: fx.Graph) -> PassOutcome:
 
 
 def _join_by_row(graph: fx.Graph) -> PassOutcome:
-    """Join rotations by rows for each token, as transformers has them, by an op of its own or by many operators."""
+    """Join rotations by a table row for each token, as in transformers: an op or operators."""
     replaced, left = 0, list[str]()
     order = {node: place for place, node in enumerate(graph.nodes)}
     tables: dict[Any, tuple[fx.Node, fx.Node]] = {}
@@ -130,7 +132,14 @@ def _join_by_row(graph: fx.Graph) -> PassOutcome:
 def _replace(
     graph: fx.Graph, query: _Rotated, key: _Rotated, tables: dict[Any, tuple[fx.Node, fx.Node]]
 ) -> None:
-    """Put the form in the place of two norms and two rotations; ``tables`` are those that the graph has already."""
+    """Put the form in the place of two norms and two rotations.
+
+    Args:
+        graph: the graph.
+        query: the heads of the query.
+        key: the heads of the key.
+        tables: the tables in the graph by now, for one table per kind of rotation.
+    """
     with graph.inserting_before(query.node):
         heads = [
             _swapped(graph, each.norm.x) if each.normed_by_heads else each.norm.x
@@ -156,7 +165,7 @@ def _replace(
 
 
 def _joined(graph: fx.Graph, norms: Any, heads: Any, given: dict[str, Any]) -> list[fx.Node]:
-    """Call the form, and return what it makes of query and key."""
+    """Call the form, and return the new query and key."""
     query, key = norms
     weights = {"query_weight": query.weight, "key_weight": key.weight, "eps": query.eps}
     gemma = {"one_plus_weight": query.name == "gemma_rms_norm"}
@@ -169,21 +178,24 @@ def _joined(graph: fx.Graph, norms: Any, heads: Any, given: dict[str, Any]) -> l
 
 
 def _is_free(rotation: str, norm: _Norm) -> bool:
-    """Tell whether no provider's kernel is passed over."""
+    """Return True if the join passes over no provider's kernel."""
     return has_kernel("qk_norm_rope") or not (has_kernel(rotation) or has_kernel(norm.name))
 
 
 def _sizes(x: Any) -> tuple[str, ...]:
-    """Return sizes as they are written, since a comparison of symbols would fix them."""
+    """Return sizes as texts, since a comparison of symbols would fix their values."""
     return tuple(map(str, x.meta["val"].shape))
 
 
 def _norm_of(x: Any, readers: int = 1) -> tuple[_Norm, bool] | None:
-    """Return the norm that ``x`` is of, and whether tokens and heads were swapped since; nobody else reads either.
+    """Find the norm behind ``x``, if no other node reads the result of the norm.
 
     Args:
-        x: heads, rotated by so many ``readers``.
-        readers: nodes that have ``x`` for an argument.
+        x: the heads before the rotation.
+        readers: the number of nodes with ``x`` for an argument.
+
+    Returns:
+        The norm, and True if tokens and heads were swapped after it; ``None`` without a norm.
     """
     swapped = False
     while isinstance(x, fx.Node) and len(x.users) == readers:
@@ -198,7 +210,7 @@ def _norm_of(x: Any, readers: int = 1) -> tuple[_Norm, bool] | None:
 
 
 def _calls(node: Any, *names: str) -> bool:
-    """Tell whether a node calls one of torch's operators of these names."""
+    """Return True if a node calls one of torch's operators with these names."""
     target = node.target if isinstance(node, fx.Node) else None
     return (
         isinstance(target, OPERATOR)
@@ -207,13 +219,13 @@ def _calls(node: Any, *names: str) -> bool:
 
 
 def _apart(x: Any) -> Any:
-    """Return the heads that are in a row in ``x``; ``x`` itself where it was not made of heads."""
+    """Return the separate heads that ``x`` holds side by side, or ``x`` itself."""
     source = x.args[0] if _calls(x, *_REGROUPING) and len(x.users) == 1 else x
     return source if _sizes(source)[:-2] == _sizes(x)[:-1] else x
 
 
 def _rotated(node: Any) -> _Rotated | None:
-    """Return the rotation of normed heads that a node ends, if it does."""
+    """Return the rotation of normed heads that ends at a node, or ``None``."""
     called = semantic_call(node, "apply_rotary_emb")
     if called is None:
         return _rotated_by_operators(node)
@@ -225,7 +237,7 @@ def _rotated(node: Any) -> _Rotated | None:
 
 
 def _rotated_by_operators(node: Any) -> _Rotated | None:
-    """Find ``x · cos + cat(-second half of x, first half of x) · sin``, of heads before tokens."""
+    """Find ``x · cos + cat(-second half of x, first half of x) · sin``, heads before tokens."""
     if (
         node.target is not _aten.add.Tensor
         or node.kwargs
@@ -248,7 +260,7 @@ def _rotated_by_operators(node: Any) -> _Rotated | None:
 
 
 def _turns(turned: Any, x: Any) -> bool:
-    """Tell whether a node is ``cat((-second half of x, first half of x), -1)``."""
+    """Return True if a node is ``cat((-second half of x, first half of x), -1)``."""
     parts: Any = turned.args[0] if _calls(turned, "cat") and turned.args[1:] == (-1,) else ()
     if len(parts) != 2 or not _calls(parts[0], "neg"):
         return False
@@ -261,7 +273,7 @@ def _turns(turned: Any, x: Any) -> bool:
 
 
 def _repeats(x: Any) -> bool:
-    """Tell whether the last dimension is twice the same, as it is made by what computes each element alike."""
+    """Return True if both halves of the last dimension hold equal values."""
     while _calls(x, *_ELEMENTWISE) and not any(isinstance(each, fx.Node) for each in x.args[1:]):
         x = x.args[0]
     return (
@@ -270,7 +282,7 @@ def _repeats(x: Any) -> bool:
 
 
 def _swapped_source(x: Any) -> Any:
-    """Return that of which ``x`` is a view with tokens and heads the other way round; ``None`` where it is none."""
+    """Return the tensor before a swap of tokens and heads; ``None`` if ``x`` is no such swap."""
     rank = len(_sizes(x))
     dims = {dim % rank for dim in x.args[1:]} if _calls(x, "transpose") else ()
     return x.args[0] if dims == {rank - 3, rank - 2} else None
@@ -282,7 +294,7 @@ def _swapped(graph: fx.Graph, x: fx.Node) -> fx.Node:
 
 
 def _laid_out(graph: fx.Graph, x: fx.Node, wanted: Tensor) -> fx.Node:
-    """Copy the rotated heads, swapped, where those that were there lay one after another."""
+    """Return the swapped heads, copied if the former heads had another layout in memory."""
     view = wanted.new_empty(wanted.transpose(1, 2).shape).transpose(1, 2)
     return (
         x
@@ -292,7 +304,7 @@ def _laid_out(graph: fx.Graph, x: fx.Node, wanted: Tensor) -> fx.Node:
 
 
 def _table(graph: fx.Graph, rotated: _Rotated) -> tuple[fx.Node, fx.Node]:
-    """Make a table with a row for each token, and the number of its row for each token of the heads."""
+    """Make a table with a row for each token. Return the table and the row's number per token."""
 
     def call(target: Any, *args: Any, **settings: Any) -> fx.Node:
         return graph.call_function(target, args, settings)

@@ -1,4 +1,7 @@
-"""Splitting: a graph cut at operators into pieces that exchange tensors, of which equal ones are compiled once."""
+"""Splitting: cut a graph at operators into pieces that exchange tensors.
+
+Equal pieces, such as the layers of a decoder, have equal keys and are compiled once.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from opgraft.errors import ConfigError
 from torch import Tensor, fx
 
 HELD = "opgraft_held"
-"""The key in ``meta`` of an input of a piece: whether it is a tensor of the model, the same at each call."""
+"""The key in ``meta`` of a piece's input: True for a tensor of the model, the same at each call."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +26,11 @@ class Piece:
     """A part of a graph as a graph of its own.
 
     Attributes:
-        module: takes tensors and returns tensors: parameters too are given, so that pieces may share code.
-        inputs: of the whole graph, the nodes of what it is called with.
-        outputs: of the whole graph, the nodes of what it returns.
-        cut: the operator that it is, at which the graph was cut; empty for what is between these.
-        key: the same for pieces that compute the same.
+        module: takes and returns tensors. Parameters are arguments, so equal pieces share code.
+        inputs: the nodes of the arguments in the whole graph.
+        outputs: the nodes of the results in the whole graph.
+        cut: the operator of a cut; empty for a piece between cuts.
+        key: equal for pieces with equal computations.
     """
 
     module: fx.GraphModule
@@ -38,11 +41,11 @@ class Piece:
 
 
 def split(module: fx.GraphModule, cuts: Collection[str]) -> list[Piece]:
-    """Cut a graph at each node that calls one of some operators; L of them that lie apart give 2 L + 1 pieces.
+    """Cut a graph at each call of some operators. L calls give up to 2 L + 1 pieces.
 
     Args:
-        module: the graph; it stays as it is.
-        cuts: ``namespace::name``, of every overload.
+        module: the graph, which stays as it is.
+        cuts: operators as ``namespace::name``, with all overloads.
 
     Raises:
         ConfigError: there is no such operator.
@@ -53,7 +56,8 @@ def split(module: fx.GraphModule, cuts: Collection[str]) -> list[Piece]:
     for node in module.graph.nodes:
         if node.op != "call_function" or not _is_exchanged(node):
             continue
-        if node.target is operator.getitem:  # of a tuple, which is not exchanged
+        # Pieces exchange no tuples, so the piece of the tuple takes the parts out.
+        if node.target is operator.getitem:
             home[node] = home[node.args[0]]
             groups[home[node]][1].append(node)
             continue
@@ -67,18 +71,18 @@ def split(module: fx.GraphModule, cuts: Collection[str]) -> list[Piece]:
 
 
 def expect_operators(names: Collection[str]) -> None:
-    """Refuse names that no operator has.
+    """Check names of operators.
 
     Raises:
-        ConfigError: there is one; the message says how they are written.
+        ConfigError: no operator has the name. The message describes the form of names.
     """
     for name in names:
         namespace, _, short = name.partition("::")
         if not (re.fullmatch(r"\w+::\w+", name) and hasattr(getattr(torch.ops, namespace), short)):
             raise ConfigError(
-                f"compilation_config.splitting_ops has {name!r}, and torch knows no such operator: write it as "
-                "namespace::name, such as aten::scaled_dot_product_attention, and see that what registers it is "
-                "imported before"
+                f"compilation_config.splitting_ops has {name!r}, and torch knows no such operator: "
+                "write it as namespace::name, such as aten::scaled_dot_product_attention, and see "
+                "that what registers it is imported before"
             )
 
 
@@ -88,7 +92,7 @@ def _cut(node: fx.Node, names: Collection[str]) -> str:
 
 
 def _is_exchanged(node: fx.Node) -> bool:
-    """Tell whether a node has tensors for results; what it computes of sizes, each piece computes for itself."""
+    """Return True if a node returns tensors. Each piece computes sizes for itself."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) or (
         isinstance(value, (tuple, list)) and any(isinstance(x, Tensor) for x in value)
@@ -96,7 +100,7 @@ def _is_exchanged(node: fx.Node) -> bool:
 
 
 def _sizes(module: fx.GraphModule) -> dict[str, fx.Node]:
-    """Return for each dynamic size an input of the graph that has it as a dimension."""
+    """Return an input of the graph with each dynamic size as a dimension, by name of the size."""
     found: dict[str, fx.Node] = {}
     for node in module.graph.nodes:
         if node.op == "placeholder":
@@ -109,7 +113,14 @@ def _sizes(module: fx.GraphModule) -> dict[str, fx.Node]:
 def _piece(
     module: fx.GraphModule, nodes: Sequence[fx.Node], cut: str, sizes: Mapping[str, fx.Node]
 ) -> Piece:
-    """Make a graph of some nodes of another; ``sizes`` are those of ``_sizes``."""
+    """Make a piece of some nodes of a graph.
+
+    Args:
+        module: the whole graph.
+        nodes: the nodes of the piece.
+        cut: the operator of a cut, or empty.
+        sizes: the result of ``_sizes``.
+    """
     given = _given(module, nodes, sizes)
     graph = fx.Graph()
     known: dict[fx.Node | str, fx.Node] = {}
@@ -119,7 +130,7 @@ def _piece(
 
     def copied(node: fx.Node) -> fx.Node:
         name = _size_of(node, sizes)
-        # Whatever tensor the graph has it from, so that equal pieces are alike.
+        # By any input of the piece with this size: equal pieces have equal texts then.
         if name and name not in known:
             place, dim = next(
                 _dimensions(name, {each: each.meta["val"] for each in known.values()})
@@ -148,7 +159,10 @@ def _piece(
 def _given(
     module: fx.GraphModule, nodes: Sequence[fx.Node], sizes: Mapping[str, fx.Node]
 ) -> list[fx.Node]:
-    """Return what nodes read that others compute; last, inputs of the graph for sizes that none of these has."""
+    """Return the nodes outside of a piece that the piece reads.
+
+    Last come inputs of the graph for sizes without a dimension among the other nodes.
+    """
     inside, given, named = {*nodes}, dict[fx.Node, Tensor](), set[str]()
 
     def gather(node: fx.Node) -> None:
@@ -179,13 +193,13 @@ def _given(
 
 
 def _size_of(node: fx.Node, sizes: Container[str]) -> str:
-    """Return which size of the graph's inputs a node stands for; empty for anything else."""
+    """Return the name of the input's size in the place of a node; empty for other nodes."""
     value = node.meta.get("val")
     return str(value) if isinstance(value, torch.SymInt) and str(value) in sizes else ""
 
 
 def _dimensions(name: str, tensors: Mapping[fx.Node, Any]) -> Iterator[tuple[fx.Node, int]]:
-    """Yield where tensors have a size as a dimension."""
+    """Yield the nodes and dimensions of tensors with a size."""
     for node, value in tensors.items():
         for dim, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
             if str(size) == name:
@@ -193,9 +207,10 @@ def _dimensions(name: str, tensors: Mapping[fx.Node, Any]) -> Iterator[tuple[fx.
 
 
 def _is_given(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Tell whether a piece is given what a node stands for, and does not compute or hold it."""
+    """Return True if the value of a node is an argument of a piece."""
+    # The branches of torch.cond are attributes, too.
     if node.op == "get_attr":
-        return isinstance(attribute_of(module, node), Tensor)  # and no branch of torch.cond
+        return isinstance(attribute_of(module, node), Tensor)
     return node.op == "placeholder" or _is_exchanged(node)
 
 
@@ -204,7 +219,7 @@ def _value(module: fx.GraphModule, node: fx.Node) -> Any:
 
 
 def _lines(module: fx.GraphModule, graph: fx.Graph) -> Iterator[str]:
-    """Write a graph so that equal ones are written alike, whatever their nodes are called."""
+    """Yield a text for each node. Equal graphs have equal texts, with any names of nodes."""
     numbers = {node: f"%{number}" for number, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         what = f"{node.target}" if node.op == "call_function" else node.op

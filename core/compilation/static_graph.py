@@ -1,4 +1,4 @@
-"""Static graphs: code that is recorded for a size of the batch and replayed for all calls that fit in it."""
+"""Static graphs: record code for one size of the batch, and replay the record for smaller calls."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from opgraft.plugins.selection import current_platform
 from torch import Tensor, fx
 
 _UNRECORDED = ("data_dependent_output", "cudagraph_unsafe")
-"""Names of the tags of operators that no recording has: the host reads a value, or they say so themselves."""
+"""Tags of operators that cannot be recorded: the host reads a value, or the operator refuses."""
 
 
 @PluggableClass.register("static_graph")
 class StaticGraph(PluggableClass):
-    """Code for inputs that lie in the same memory at each call.
+    """Code for inputs in the same memory at each call.
 
-    On a platform with a ``graph_class`` the kernels are captured once and launched together. On others the code is
-    called, and computes the same in the same places.
+    On a platform with a ``graph_class``, the kernels are captured once and launched together. On
+    other platforms, the code is called, and the results are copied to the same memory.
 
     Args:
         run: the code.
-        inputs: for all calls.
-        before: a graph whose memory for what it computes in between this one may use, too: they never run at once.
+        inputs: the tensors for all calls.
+        before: a graph that lends its working memory: the two never run at once.
 
     Attributes:
-        inputs: to which a caller writes before ``replay``.
-        outputs: what the code returns, tensors in memory that each ``replay`` writes to, and constants.
+        inputs: a caller writes to these tensors before ``replay``.
+        outputs: the results of the code. Each ``replay`` writes to the tensors among them.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class StaticGraph(PluggableClass):
         self.inputs = inputs
         self._run = run
         self._graph: Any = None
-        # Which also makes what code makes when it is first called.
+        # The first call may compile, or allocate memory, which cannot be recorded.
         self.outputs: Sequence[Any] = run(*inputs)
         kind = current_platform().graph_class
         if kind is not None:
@@ -52,7 +52,7 @@ class StaticGraph(PluggableClass):
                 self.outputs = run(*inputs)
 
     def replay(self) -> Sequence[Any]:
-        """Compute from what is in ``inputs``, and return ``outputs``."""
+        """Run the code on the current values of ``inputs``, and return ``outputs``."""
         if self._graph is not None:
             self._graph.replay()
             return self.outputs
@@ -63,15 +63,16 @@ class StaticGraph(PluggableClass):
 
 
 class ReplayedCode:
-    """Code with a static graph for each of some sizes of the batch, to the next of which calls are padded.
+    """Code with static graphs for some sizes of the batch. A call is padded to the next size.
 
-    Rows of padding hold zeros, or what an earlier call had there. A call of more rows runs the code itself.
+    Padding holds zeros, or rows of an earlier call. A call with more rows than the largest size
+    runs the code itself.
 
     Args:
         run: the code.
-        module: the graph that it is of; its placeholders say where the size of the batch is.
-        batch: the name of that size.
-        sizes: ascending.
+        module: the graph of the code. The placeholders tell the places of the batch's size.
+        batch: the name of the size.
+        sizes: the sizes, ascending.
     """
 
     def __init__(
@@ -88,12 +89,13 @@ class ReplayedCode:
         plain = ((place, each.plain.get(batch)) for place, each in enumerate(self._given))
         self._batch = next(((place, dim) for place, dim in plain if dim is not None), None)
         if any(each.names - {batch} for each in (*self._given, *self._returned) if each):
-            self._batch = None  # a size that only the values of tensors tell
+            # Only the values of tensors tell such a size.
+            self._batch = None
         self._graphs: dict[int, StaticGraph] = {}
 
     @property
     def recorded(self) -> tuple[int, ...]:
-        """The sizes of the graphs that there are."""
+        """The sizes with a static graph by now."""
         return tuple(sorted(self._graphs))
 
     def __call__(self, *tensors: Tensor) -> Sequence[Any]:
@@ -121,17 +123,18 @@ class _Extent:
     """The shape of a tensor as terms in the size of the batch.
 
     Args:
-        value: of the shape.
-        held: whether it is the same tensor at each call.
+        value: a tensor of the shape, without values.
+        held: the tensor is the same at each call.
 
     Attributes:
-        names: of the sizes that it depends on.
-        plain: for each of these that is a dimension as it is, which one.
-        is_shared: whether a dimension is a part of another, rounded, such as the rows that each of some ranks has.
+        names: the names of all sizes in the shape.
+        plain: by name, the dimension of each size that is a dimension unchanged.
+        is_shared: a dimension is a rounded part of a size, such as the rows of one rank.
     """
 
     def __init__(self, value: Tensor, held: bool = False) -> None:
-        import sympy  # which an engine that compiles nothing starts without
+        # An engine without compilation starts faster without this import.
+        import sympy
 
         terms = {
             dim: sympy.sympify(str(size))
@@ -147,7 +150,7 @@ class _Extent:
         }
 
     def enlarged(self, x: Tensor, size: int) -> Tensor:
-        """Return memory for such a tensor of a batch, zeros where it is larger; a tensor that is held itself."""
+        """Return a tensor of zeros for a larger batch; a held tensor is returned itself."""
         if self._held:
             return x
         return x.new_zeros(
@@ -155,44 +158,50 @@ class _Extent:
         )
 
     def part(self, x: Tensor, batch: int) -> Tensor:
-        """Return the rows of a batch of a tensor for a larger one."""
+        """Return the rows of a batch in a tensor for a larger batch."""
         for dim, term in self._terms.items():
             x = x.narrow(dim, 0, term(batch))
         return x
 
 
 def expect_recordable(module: fx.GraphModule) -> None:
-    """Refuse a graph that no recording computes again.
+    """Check a graph for operators that a static graph cannot record.
 
     Raises:
-        CompilationError: an operator needs the host, or says that it must not be recorded; the message names it.
+        CompilationError: an operator needs the host, or refuses. The message names the operator.
     """
     given = [_Extent(node.meta["val"]) for node in module.graph.nodes if node.op == "placeholder"]
     (end,) = (node for node in module.graph.nodes if node.op == "output")
     returned = [_Extent(node.meta["val"]) for node in end.all_input_nodes]
     if any(each.is_shared for each in (*given, *returned)):
         raise CompilationError(
-            "compilation_config.graph_mode is set, and pieces exchange a tensor of which each rank has a part of the "
-            "rows, other rows in a recording for a larger batch. Next: set graph_mode to full or none, or turn the "
-            "pass sequence_parallelism off by compilation_config.pass_config"
+            "compilation_config.graph_mode is set, and pieces exchange a tensor of which each rank "
+            "has a part of the rows, other rows in a recording for a larger batch. Next: set "
+            "graph_mode to full or none, or turn the pass sequence_parallelism off by "
+            "compilation_config.pass_config"
         )
     for node in module.graph.nodes:
         if node.op == "placeholder" and is_written(node) and not node.meta.get(HELD):
             raise CompilationError(
-                "compilation_config.graph_mode is set, and the graph writes to a tensor that it is given, while a "
-                "recording has another one for it. Next: set graph_mode to none, or have the model return the tensor"
+                "compilation_config.graph_mode is set, and the graph writes to a tensor that it is "
+                "given, while a recording has another one for it. Next: set graph_mode to none, or "
+                "have the model return the tensor"
             )
         why = _unrecordable(node, {name for each in given for name in each.names})
         if why:
             name = node.target.name().partition(".")[0]
             raise CompilationError(
-                f"compilation_config.graph_mode is set, and a static graph cannot record {name}, as {why}. Next: add "
-                "it to compilation_config.splitting_ops under the mode piecewise, or set graph_mode to none"
+                f"compilation_config.graph_mode is set, and a static graph cannot record {name}, "
+                f"as {why}. Next: add it to compilation_config.splitting_ops under the mode "
+                "piecewise, or set graph_mode to none"
             )
 
 
 def _unrecordable(node: fx.Node, names: Collection[str]) -> str:
-    """Say why the call of an operator cannot be recorded; ``names`` are of the sizes that are known before it."""
+    """Return the reason why a call cannot be recorded; empty if it can.
+
+    ``names`` are the sizes of the graph's inputs.
+    """
     if not isinstance(node.target, OPERATOR):
         return ""
     value = node.meta.get("val")

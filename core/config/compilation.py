@@ -1,4 +1,4 @@
-"""Settings of compilation, and of which custom ops are enabled."""
+"""The settings of compilation and of enabled ops."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from opgraft.errors import ConfigError
 
 
 class CompilationMode(enum.IntEnum):
-    """The way in which a model built under this config is meant to be compiled; vLLM's names and numbers.
+    """How to compile a model under this config, with vLLM's names and numbers.
 
-    ``NONE``: not at all. ``STOCK_TORCH_COMPILE``: by ``torch.compile``. ``DYNAMO_TRACE_ONCE``: by one trace of Dynamo,
-    without its guards. ``FULL``, which vLLM calls ``VLLM_COMPILE``: by the host's own passes and pieces.
-    ``TORCH_COMPILE`` is the older name of ``STOCK_TORCH_COMPILE``. All but ``NONE`` let custom ops default to ``none``
-    where ``backend`` is ``inductor``.
+    ``NONE``: not at all. ``STOCK_TORCH_COMPILE``: by ``torch.compile``. ``DYNAMO_TRACE_ONCE``: by
+    one trace of Dynamo, without guards. ``FULL``: by opgraft's own passes and pieces; vLLM's name
+    is ``VLLM_COMPILE``. ``TORCH_COMPILE`` is the older name of ``STOCK_TORCH_COMPILE``. With all
+    modes but ``NONE`` and the backend ``inductor``, custom ops default to ``none``.
     """
 
     NONE = 0
@@ -31,7 +31,7 @@ class CompilationMode(enum.IntEnum):
 
 
 def _mode(value: Any) -> Any:
-    """Return the mode of a name or a number; another value as it is, for the check of its type to reject."""
+    """Return the mode of a name or number. Other values stay, and the check of types fails."""
     names = CompilationMode.__members__
     text = str(value)
     if isinstance(value, str) and text.upper() in names:
@@ -56,12 +56,13 @@ LEVELS: tuple[Mapping[str, Any], ...] = (
     {"mode": CompilationMode.FULL, "custom_ops": ("+linear",)},
     {"mode": CompilationMode.FULL, "custom_ops": ("+linear",), "compile_sizes": (1,)},
 )
-"""Settings of a ``CompilationConfig`` that each level fills, where nothing else sets them.
+"""By level, values for settings of a ``CompilationConfig`` without another value.
 
-Level 1 generates no code, so it starts soon. At levels above, linear layers keep their kernel for packed weights."""
+Level 1 generates no code, so it starts soon. At higher levels, linear layers keep the kernel for
+packed weights."""
 
 GRAPH_MODES = ("none", "piecewise", "full")
-"""The parts of a call that static graphs record: none, each piece between ``splitting_ops``, or the whole."""
+"""The recorded parts of a call: none, each piece between ``splitting_ops``, or the whole."""
 
 ATTENTION = (
     "opgraft::attend_layer",
@@ -76,49 +77,51 @@ CAPTURE_SIZES = (1, 2, 4, 8, 16, 32)
 """Sizes of the batch with a static graph unless ``capture_sizes`` says otherwise."""
 
 _MOST = 1 << 31
-"""Rows that no batch has."""
+"""A number of rows above that of any batch."""
 
 PACKAGED = ("inductor",)
-"""Backends whose code can be written to a file."""
+"""Backends with code for files."""
 
 DEFAULT_LEVEL = 2
-"""The level of those who ask for compilation, and not for how much of it."""
+"""The level of ``opgraft.compile`` without a setting."""
 
 
 def is_packaged(mode: CompilationMode | None, backend: str | None) -> bool:
-    """Tell whether there is code that the cache could keep."""
+    """Return True if mode and backend make code for the cache."""
     return mode in (CompilationMode.FULL, CompilationMode.DYNAMO_TRACE_ONCE) and backend in PACKAGED
 
 
 @dataclass(frozen=True)
 class CompilationConfig(Section):
-    """The settings of compilation, and of which custom ops are enabled.
+    """The settings of compilation and of enabled ops.
 
     Attributes:
-        custom_ops: ``all``, ``none`` or ``auto`` (one of them at most), ``+op``, ``-op``; ``["none,+a"]`` is
-            ``["none", "+a"]``. Without ``all`` and ``none``, ``none`` holds if ``backend`` is ``inductor`` and ``mode``
-            is not ``NONE``, else ``all``. Under ``auto`` an op that is enabled so takes what was measured to be best.
-        backend: name of the ``torch.compile`` backend.
-        mode: a ``CompilationMode``, its name or its number.
-        user_passes: passes that run after opgraft's own, under the mode ``FULL``: each as ``module:Class``, as a class
-            that derives from ``GraphPass``, or as an object of one.
-        dump_graphs: a folder for the graph before the first pass and after each, likewise.
-        fail_on_recompile: on devices whose programs have fixed shapes, all compiled before the first request.
-        level: from 0, which compiles nothing, to 3; sets what ``LEVELS`` says of the fields that nothing else sets.
-        compile_sizes: sizes of the batch that have code of their own, under the mode ``FULL``.
-        compile_ranges: ranges of such sizes, as ``"2-16"``, each of which has code of its own, likewise.
-        pass_config: passes of opgraft, each to whether it runs, likewise.
+        custom_ops: ``all``, ``none`` or ``auto`` (one at most), ``+op``, ``-op``. A text may hold
+            several: ``["none,+a"]`` is ``["none", "+a"]``. Without ``all`` and ``none``, the
+            default is ``none`` if ``backend`` is ``inductor`` and ``mode`` is not ``NONE``, else
+            ``all``. Under ``auto``, an enabled op runs the fastest measured kernel.
+        backend: the name of a ``torch.compile`` backend.
+        mode: a ``CompilationMode``, a name or a number.
+        user_passes: passes after opgraft's own, each as ``module:Class``, as a subclass of
+            ``GraphPass``, or as an object. Only for the mode ``FULL``.
+        dump_graphs: a folder for the graph before the first pass and after each. Only for ``FULL``.
+        fail_on_recompile: a request must not compile a program. For devices with programs of fixed
+            shapes, all compiled before the first request.
+        level: from 0 (compile nothing) to 3. Fills fields without a value by ``LEVELS``.
+        compile_sizes: sizes of the batch with separate code. Only for ``FULL``.
+        compile_ranges: ranges of sizes with separate code, such as ``"2-16"``. Only for ``FULL``.
+        pass_config: pass of opgraft → ``True`` to run the pass. Only for ``FULL``.
         cache: False keeps no generated code. True requires the cache: a folder that cannot be used,
             or a mode without code to keep, is an error. By default the cache is on if there is code.
-        cache_folder: where.
-        cache_bytes: that it may take.
-        cache_remote: folder of fsspec, or a path, that caches of several machines share.
-        cache_key: file of the key that signs what is in it.
-        tuning_file: what ``opgraft tune`` has measured on this machine, for ``custom_ops`` ``auto``.
-        splitting_ops: operators that cut the graph into pieces, ``namespace::name``; ``ATTENTION`` if this is
-            not set and ``graph_mode`` is ``piecewise``. The operators themselves run as they are, in no compiled code.
+        cache_folder: the folder of the cache.
+        cache_bytes: the largest number of bytes in the cache.
+        cache_remote: a folder of fsspec, or a path, with entries for several machines.
+        cache_key: the file of the key for signatures in ``cache_remote``.
+        tuning_file: the measurements of ``opgraft tune`` on this machine, for ``auto``.
+        splitting_ops: operators to cut the graph at, as ``namespace::name``. The default for the
+            ``graph_mode`` ``piecewise`` is ``ATTENTION``. The operators run outside of compiled code.
         graph_mode: one of ``GRAPH_MODES``.
-        capture_sizes: sizes of the batch with a recorded static graph; a call is padded to the next size.
+        capture_sizes: sizes of the batch with a static graph. A call is padded to the next size.
     """
 
     section: ClassVar[str] = "compilation_config"
@@ -216,30 +219,31 @@ class CompilationConfig(Section):
         ):
             if any(not 1 <= size < _MOST for size in sizes or ()):
                 raise ConfigError(
-                    f"compilation_config.{name} is {sizes}: use sizes of at least 1, and below {_MOST}"
+                    f"compilation_config.{name} is {sizes}: use sizes of at least 1, and below "
+                    f"{_MOST}"
                 )
         _expect_apart(self.ranges)
 
     @property
     def ranges(self) -> tuple[range, ...]:
-        """The ranges of ``compile_ranges``, ascending; the last size of each is in it."""
+        """The ranges of ``compile_ranges``, ascending, with the last size of each."""
         return tuple(sorted(map(_range, self.compile_ranges or ()), key=lambda each: each.start))
 
     @property
     def cuts(self) -> tuple[str, ...]:
-        """The operators at which the graph is cut."""
+        """The operators to cut the graph at."""
         if self.splitting_ops is not None:
             return tuple(self.splitting_ops)
         return ATTENTION if self.graph_mode == "piecewise" else ()
 
     @property
     def executed_otherwise(self) -> bool:
-        """Tell whether the graph runs in pieces or from static graphs, and not as one function."""
+        """True if the graph runs in pieces or from static graphs, and not as one function."""
         return bool(self.cuts or self.recorded_sizes)
 
     @property
     def recorded_sizes(self) -> tuple[int, ...]:
-        """The sizes of the batch that static graphs are recorded for, ascending; none without a ``graph_mode``."""
+        """The sizes of the batch with static graphs, ascending; none without a ``graph_mode``."""
         if self.graph_mode in (None, "none"):
             return ()
         return tuple(
@@ -247,34 +251,37 @@ class CompilationConfig(Section):
         )
 
     def expect_followed(self) -> None:
-        """Refuse settings of the compiler that the mode does not use.
+        """Check that the mode uses all settings of the compiler.
 
         Raises:
-            ConfigError: one of them is set, and the mode is not ``FULL``; or sizes of graphs, and no ``graph_mode``, or
-                the reverse; or the cache, and there is no code for it.
+            ConfigError: a setting for ``FULL`` is set under another mode; or sizes are set without
+                a ``graph_mode``, or the reverse; or the cache is on, and there is no code for it.
         """
         if self.capture_sizes and not self.recorded_sizes:
             raise ConfigError(
-                "compilation_config.capture_sizes is set, and compilation_config.graph_mode is none: set it to "
-                "piecewise or full, or leave the sizes out"
+                "compilation_config.capture_sizes is set, and compilation_config.graph_mode is "
+                "none: set it to piecewise or full, or leave the sizes out"
             )
         if self.graph_mode not in (None, "none") and not self.recorded_sizes:
             raise ConfigError(
-                f"compilation_config.graph_mode is {self.graph_mode}, and compilation_config.capture_sizes is empty: "
-                "name sizes that are to be recorded, or set the mode to none"
+                f"compilation_config.graph_mode is {self.graph_mode}, and "
+                "compilation_config.capture_sizes is empty: name sizes that are to be recorded, "
+                "or set the mode to none"
             )
         unused = [name for name in OF_FULL if getattr(self, name) not in (None, "none", (), {})]
         if unused and self.mode is not CompilationMode.FULL:
             raise ConfigError(
-                f"compilation_config.{unused[0]} is set, and is for the mode FULL; compilation_config.mode is "
-                f"{CompilationMode(self.mode or 0).name}: set it to FULL, or leave the other out"
+                f"compilation_config.{unused[0]} is set, and is for the mode FULL; "
+                f"compilation_config.mode is {CompilationMode(self.mode or 0).name}: set it to "
+                "FULL, or leave the other out"
             )
         if self.cache and not is_packaged(self.mode, self.backend):
             raise ConfigError(
-                f"compilation_config.cache is set, and keeps code that one of the backends {', '.join(PACKAGED)} makes "
-                "under the mode FULL or DYNAMO_TRACE_ONCE; compilation_config.backend is "
-                f"{self.backend!r} and compilation_config.mode {CompilationMode(self.mode or 0).name}: set the cache "
-                "to false, or the others to such"
+                "compilation_config.cache is set, and keeps code that one of the backends "
+                f"{', '.join(PACKAGED)} makes under the mode FULL or DYNAMO_TRACE_ONCE; "
+                f"compilation_config.backend is {self.backend!r} and compilation_config.mode "
+                f"{CompilationMode(self.mode or 0).name}: set the cache to false, or the others to "
+                "such"
             )
 
 
@@ -282,29 +289,30 @@ def _range(text: str) -> range:
     """Return the sizes of a range.
 
     Raises:
-        ConfigError: it is none, or has none, or begins below 1.
+        ConfigError: the text is no range, or has fewer than two sizes, or begins below 1.
     """
     found = re.fullmatch(r"\s*([0-9]{1,18})\s*-\s*([0-9]{1,18})\s*", text)
     first, last = map(int, found.groups()) if found else (0, 0)
     if not 1 <= first < last:
         raise ConfigError(
-            f"compilation_config.compile_ranges has {text!r}: write the first and the last of two sizes or more, of at "
-            "least 1, as 2-16, and a single size in compile_sizes"
+            f"compilation_config.compile_ranges has {text!r}: write the first and the last of two "
+            "sizes or more, of at least 1, as 2-16, and a single size in compile_sizes"
         )
     return range(first, last + 1)
 
 
 def _expect_apart(ranges: Sequence[range]) -> None:
-    """Refuse ranges that have a size in common.
+    """Check that ranges have no size in common.
 
     Raises:
-        ConfigError: two do.
+        ConfigError: two ranges have a size in common.
     """
     for lower, upper in itertools.pairwise(ranges):
         if upper.start in lower:
             pair = " and ".join(f"{each.start}-{each.stop - 1}" for each in (lower, upper))
             raise ConfigError(
-                f"compilation_config.compile_ranges has {pair}, which both have the size {upper.start}: leave it to one"
+                f"compilation_config.compile_ranges has {pair}, which both have the size "
+                f"{upper.start}: leave it to one"
             )
 
 
@@ -325,9 +333,10 @@ class CustomOpsSetting:
     """A parsed ``custom_ops``.
 
     Attributes:
-        default: of ops that are not named, ``None`` where it is not stated.
-        on, off: the ops that are switched by name.
-        auto: whether measurements choose for the others.
+        tokens: the entries of the setting.
+        default: for ops without an entry: enabled or not; ``None`` without ``all`` and ``none``.
+        on, off: the ops with an entry ``+op`` or ``-op``.
+        auto: measurements choose for all other ops.
     """
 
     tokens: tuple[str, ...]
@@ -338,16 +347,17 @@ class CustomOpsSetting:
 
     @classmethod
     def parse(cls, value: Sequence[str]) -> CustomOpsSetting:
-        """Parse tokens, each possibly several joined by commas.
+        """Parse tokens. A text may hold several tokens, joined by commas.
 
         Raises:
-            ConfigError: a token of another form, two of ``all``, ``none`` and ``auto``, or ``+x`` with ``-x``.
+            ConfigError: a token has another form, or two tokens contradict each other.
         """
         tokens = tuple(part.strip() for name in value for part in name.split(",") if part.strip())
         wrong = [t for t in tokens if t not in _FOR_ALL and not (t[0] in "+-" and len(t) > 1)]
         if wrong:
             raise ConfigError(
-                f"custom_ops has {wrong[0]!r}: each entry is 'all', 'none', 'auto', '+op' or '-op' (got {tokens})"
+                f"custom_ops has {wrong[0]!r}: each entry is 'all', 'none', 'auto', '+op' or '-op' "
+                f"(got {tokens})"
             )
         rivals = [token for token in _FOR_ALL if token in tokens]
         if len(rivals) > 1:
@@ -364,9 +374,9 @@ class CustomOpsSetting:
         return cls(tokens, default, on, off, "auto" in tokens)
 
     def leaves_to_measurements(self, op: str) -> bool:
-        """Tell whether measurements may choose for an op, as nobody switches it by name."""
+        """Return True if measurements may choose for an op: no entry names the op."""
         return self.auto and op not in self.on | self.off
 
 
 _FOR_ALL = ("all", "none", "auto")
-"""Entries of ``custom_ops`` that are no op's."""
+"""Entries of ``custom_ops`` for all ops."""

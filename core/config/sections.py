@@ -1,6 +1,6 @@
-"""Settings of models, of engines and of the server: what is loaded, how it runs, and who may use it.
+"""The settings of models, engines and the server.
 
-The annotation of a field is the type that it has in a resolved config; in a layer it may also be ``None``, not set.
+The annotation of a field is the type in a resolved config. In a layer, ``None`` means "not set".
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
-    """The model: which one, in which precision, for how long a context."""
+    """The model, with precision and length of the context."""
 
     section: ClassVar[str] = "model"
 
@@ -114,9 +114,9 @@ class ParallelConfig(Section):
     """The sizes of the groups that ranks form.
 
     Attributes:
-        data_rank: the replica that an engine is, of those that ``data`` counts. No setting: the front end tells each of
-            its engines, and a merge of layers forgets it.
-        meeting: path of the file by which the ranks of replicas meet that share experts; no setting either.
+        data_rank: the number of the engine's replica, below ``data``. No setting: the front end
+            assigns numbers to engines, and a merge of layers drops this one.
+        meeting: the path of the file for the meeting of ranks with shared experts. No setting.
     """
 
     section: ClassVar[str] = "parallel"
@@ -189,7 +189,7 @@ class ParallelConfig(Section):
 
     @property
     def in_rounds(self) -> bool:
-        """True where replicas make their steps together, as they share experts."""
+        """True if replicas share experts, and make steps together."""
         return self.data > 1 and self.expert > self.tensor
 
 
@@ -210,7 +210,7 @@ class LoadConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationSettings(Section):
-    """The quantization of weights: of the whole model, and of parts by the prefixes of their names."""
+    """The quantization of weights: for the whole model, and for parts by prefixes of names."""
 
     section: ClassVar[str] = "quantization"
 
@@ -225,7 +225,7 @@ class QuantizationSettings(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ShadowConfig(Section):
-    """Shadow mode: calls of kernels that are compared with the native definitions of their ops."""
+    """Shadow mode: compare calls of kernels with native definitions."""
 
     section: ClassVar[str] = "shadow"
 
@@ -245,7 +245,7 @@ class ShadowConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig(Section):
-    """The HTTP server: where it listens, whom it admits, and what a request may ask for."""
+    """The HTTP server: address, admission of clients, limits of requests."""
 
     section: ClassVar[str] = "server"
 
