@@ -14,7 +14,7 @@ from opgraft.errors import ConfigError
 
 
 class CompilationMode(enum.IntEnum):
-    """How to compile a model under this config, with vLLM's names and numbers.
+    """The way to compile a model under this config, with vLLM's names and numbers.
 
     ``NONE``: not at all. ``STOCK_TORCH_COMPILE``: by ``torch.compile``. ``DYNAMO_TRACE_ONCE``: by
     one trace of Dynamo, without guards. ``FULL``: by opgraft's own passes and pieces; vLLM's name
