@@ -1,1 +1,1 @@
-"""The engine: requests, their schedule, the cache of keys and values, and the steps that compute tokens."""
+"""The engine: requests, their schedule, the cache of keys and values, and the steps."""

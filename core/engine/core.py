@@ -1,4 +1,18 @@
-"""``EngineCore``: requests in, tokens out, a step at a time."""
+"""``EngineCore``: requests in, tokens out, a step at a time.
+
+One step has three parts, in ``EngineCore.step``:
+
+1. Schedule. ``Scheduler.schedule`` chooses the tokens to compute, gives their sequences blocks of the
+   cache, and returns a ``Step``: plain data without tensors. The executor sends the step to the
+   workers.
+2. Run. The ``ModelRunner`` of each worker makes tensors of the step, calls the model and samples.
+   The executor returns a ``StepResult``: a token for each sequence that samples.
+3. Update. ``Scheduler.update`` appends the tokens to their requests, and requests end. The step
+   returns an ``EngineOutput`` for each new token.
+
+For example, a request with a prompt of five tokens takes one step for the prompt, which samples the
+first token, and one step for each further token.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +52,16 @@ Starting: TypeAlias = Callable[[Executor], AbstractContextManager[object]]
 
 
 class EngineOutput(NamedTuple):
-    """The news of one request; a named tuple, as one is made per sequence and step.
+    """The news of one request. A named tuple is cheap to make: each sequence and step has one.
 
     Attributes:
-        token: sampled in this step; ``None`` where the request ended without one.
-        finish_reason: why it ended; ``None`` while it goes on.
-        error: what failed, for the reason ``"error"``.
-        refused: whether it failed by what the request asks for.
-        logprobs: of the token, where they are asked for.
-        prompt_logprobs: of the prompt, once, where they are asked for.
+        request_id: of the request.
+        token: sampled in this step; ``None`` if the request ended without a token.
+        finish_reason: the reason of the end; ``None`` while the request goes on.
+        error: a description of the failure, for the reason ``"error"``.
+        refused: True if the request asks for something impossible, and failed for this reason.
+        logprobs: of the token, if the request asks for them.
+        prompt_logprobs: of the prompt, once, if the request asks for them.
     """
 
     request_id: str
@@ -59,7 +74,7 @@ class EngineOutput(NamedTuple):
 
 
 class _Failure(NamedTuple):
-    """An error of a step that was not computed to its end."""
+    """An error that ended the computation of a step."""
 
     step: Step
     error: BaseException
@@ -69,18 +84,18 @@ class EngineCore:
     """A scheduler and the executor that computes its steps.
 
     Args:
-        opgraft_config: the process's where not given; every section is read from it.
-        starting: called with the executor, for a context in which the workers start and prepare.
+        opgraft_config: settings; by default, those of the process. Every section is used.
+        starting: called with the executor. Returns a context; the workers start within.
 
     Attributes:
-        hands_over: whether requests stay when the workers are lost, for ``surrender``, instead of
-            failing.
+        hands_over: True if requests stay for ``surrender`` when the workers are lost. Otherwise
+            they fail.
         step_failure: the exception of the last failed step, if a plugin raised it.
 
     Raises:
-        ModelError: no model is named, or it has no attention layers and so is no decoder.
+        ModelError: no model is named, or the model has no attention layers and is no decoder.
         ConfigError: the cache is too small for one request of the longest context, or too large for
-            the memory, or the context is longer than the model was made for, or the devices cannot
+            the memory; the context is longer than the model was made for; or the devices cannot
             compute the split.
     """
 
@@ -98,7 +113,8 @@ class EngineCore:
             with starting(self.executor):
                 self.executor.start()
                 self._prepare()
-            undo.pop_all()  # nothing raised: the worker stays
+            # Nothing raised, so the workers stay.
+            undo.pop_all()
         self.hands_over = False
         self._stopped: BaseException | None = None
         self.step_failure: BaseException | None = None
@@ -106,31 +122,37 @@ class EngineCore:
         logger.info(self.capacity())
 
     def _prepare(self) -> None:
+        """Load the model, and size the cache and the scheduler for it."""
+        call_all = self.executor.call_all
         ranks = self._cache_sizes()
         self.max_model_len = self._context()
-        room = smallest_room(
-            ranks, self.opgraft_config, lambda: self.executor.call_all("cache_bytes")
-        )
-        self.executor.call_all("expect_memory", *room)
-        first = ranks[0]
-        reuse = self.opgraft_config.cache.prefix_reuse
+        room = smallest_room(ranks, self.opgraft_config, lambda: call_all("cache_bytes"))
+        call_all("expect_memory", *room)
         self.cache = KVCacheManager(
-            first.kinds,
+            ranks[0].kinds,
             room.num_blocks,
-            first.block_size,
-            reuse,
+            ranks[0].block_size,
+            self.opgraft_config.cache.prefix_reuse,
             room.num_states,
             opgraft_config=self.opgraft_config,
         )
+        # Before the memory is taken: a refusal then costs nothing.
         self._expect_room(max(sizes.bytes_per_block for sizes in ranks))
-        self.executor.call_all("allocate_cache", *room)
-        fits = self.executor.call("context_fits")
-        depth = self.executor.depth
-        self.scheduler = Scheduler(self.opgraft_config, self.cache, self.max_model_len, fits, depth)
+        call_all("allocate_cache", *room)
+        self.scheduler = Scheduler(
+            self.opgraft_config,
+            self.cache,
+            self.max_model_len,
+            self.executor.call("context_fits"),
+            self.executor.depth,
+        )
         self.counters = self.scheduler.counters
 
     def _cache_sizes(self) -> list[CacheSizes]:
-        """Have the model loaded; return which cache each rank needs, with groups of layers that are the same on all."""
+        """Load the model, and return the cache of each rank.
+
+        All ranks have the same groups of layers, because one table of blocks serves all of them.
+        """
         ranks: list[CacheSizes] = self.executor.call_all("load_model")
         if not any(sizes.bytes_per_block or sizes.bytes_per_state for sizes in ranks):
             reason = self.executor.call("why_uncached") or (
@@ -144,11 +166,13 @@ class EngineCore:
         return ranks
 
     def _context(self) -> int:
+        """Return the tokens of the longest context."""
         asked = self.opgraft_config.model.max_model_len
         trained = self.executor.call("trained_context")
         if asked is not None and trained is not None and asked > trained:
+            name = self.opgraft_config.model.name
             raise ConfigError(
-                f"model.max_model_len is {asked}, and {self.opgraft_config.model.name} was made for contexts of up to "
+                f"model.max_model_len is {asked}, and {name} was made for contexts of up to "
                 f"{trained} tokens, beyond which it answers nonsense: set it to at most {trained}"
             )
         longest = self.executor.call("max_context")
@@ -159,28 +183,30 @@ class EngineCore:
         return int(longest)
 
     def _expect_room(self, bytes_per_block: int) -> None:
-        needed = self.cache.most_blocks(
-            self.max_model_len, self.opgraft_config.scheduler.max_num_batched_tokens
-        )
+        """Refuse a cache that is too small for one request of the longest context."""
+        step_tokens = self.opgraft_config.scheduler.max_num_batched_tokens
+        needed = self.cache.most_blocks(self.max_model_len, step_tokens)
         there = self.cache.pool.num_blocks
-        if needed > there:
-            raise ConfigError(
-                f"the cache has room for {there} blocks of {bytes_per_block} bytes, and one request of "
-                f"{self.max_model_len} tokens takes {needed}: raise cache.memory_bytes to "
-                f"{needed * bytes_per_block}, cache.memory_share or cache.num_blocks, or lower "
-                "model.max_model_len"
-            )
+        if needed <= there:
+            return
+        raise ConfigError(
+            f"the cache has room for {there} blocks of {bytes_per_block} bytes, and one request of "
+            f"{self.max_model_len} tokens takes {needed}: raise cache.memory_bytes to "
+            f"{needed * bytes_per_block}, cache.memory_share or cache.num_blocks, or lower "
+            "model.max_model_len"
+        )
 
     @property
     def cache_tokens(self) -> int:
-        """Return how many tokens of long sequences the cache holds."""
+        """Return the number of tokens of long sequences that the cache has room for."""
         kinds = self.cache.kinds
         full = sum(kind.sliding_window is None for kind in kinds)
+        # Layers with a window hardly cost a long sequence anything.
         blocks_of_a_place = full or len(kinds) or 1
         return self.cache.pool.num_blocks // blocks_of_a_place * self.cache.block_size
 
     def capacity(self) -> str:
-        """Say in words what the cache holds."""
+        """Return the sizes of the cache as a sentence for the log."""
         states = f"{self.cache.num_states:,} states and " if self.cache.states else ""
         blocks = f"{self.cache.pool.num_blocks:,} blocks of {self.cache.block_size}"
         held = f"the cache holds {states}{self.cache_tokens:,} tokens in {blocks}"
@@ -188,11 +214,11 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Tell whether a request runs or waits, or a step of one that has ended is still computed."""
+        """Return True while a request runs or waits, or workers compute a step of ended requests."""
         return self.scheduler.has_work or len(self.scheduler.steps) > 0
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Have requests wait for their turn: all of them, or none if one cannot be served.
+        """Add requests to those that wait. If one cannot be served, none is added.
 
         Raises:
             RequestError: an id is in use, or a request can never be served.
@@ -210,23 +236,26 @@ class EngineCore:
             raise
 
     def restart(self) -> None:
-        """Start workers that are lost again, as often as that is allowed, with an empty cache; not while requests run.
+        """Start lost workers again with an empty cache, as often as settings allow.
 
-        Where they cannot be started, ``check_health`` says why.
+        Nothing happens while requests run. If workers cannot start, ``check_health`` raises.
         """
-        if self.executor.can_restart and not self.has_work:
-            counters = self.counters
-            try:
-                self.executor.restart(self._prepare)
-            finally:
-                self.counters = self.scheduler.counters = counters
+        if not self.executor.can_restart or self.has_work:
+            return
+        counters = self.counters
+        try:
+            self.executor.restart(self._prepare)
+        finally:
+            # The new scheduler goes on counting: metrics of a server never fall.
+            self.counters = counters
+            self.scheduler.counters = counters
 
     def withdraw(self, requests: Iterable[Request]) -> None:
-        """Forget requests that were added since the last step, as if they had not been; others are left alone."""
+        """Forget requests that were added since the last step, without a count; others stay."""
         self.scheduler.withdraw(requests)
 
     def surrender(self) -> None:
-        """Forget all requests, none of which is counted as ended, so that another engine can go on with them."""
+        """Forget all requests, so that another engine can go on with them. None counts as ended."""
         self._recover(None)
         self.scheduler.withdraw(self.scheduler.requests)
 
@@ -234,148 +263,94 @@ class EngineCore:
         """End a request now.
 
         Raises:
-            RequestError: none of that id runs or waits.
+            RequestError: no request of that id runs or waits.
         """
         try:
             self.scheduler.abort(request_id, reason)
         except RequestError:
             raise
         except BaseException:
+            # Queues and tables may be half changed.
             self._recover(None)
             raise
 
     def step(self) -> list[EngineOutput]:
-        """Compute a step and return the news of its requests; steps behind it may be computed beside it.
+        """Compute a step: schedule, run, update. Return the news of its requests.
 
-        If an error is raised in the middle of it, its requests end with that error and the others
-        go on, those of steps behind it anew; under ``scheduler.on_step_error=stop`` all requests
-        end, and the engine stops. After an interrupt requests are computed anew.
+        In a pipeline, workers compute further steps beside this one, as many as there are stages.
+
+        If the step raises an error, its requests end with the error. Other requests go on, and
+        requests of further steps are computed anew. Under ``scheduler.on_step_error=stop`` all
+        requests end, and the engine stops. After an interrupt, requests are computed anew.
 
         Raises:
             EngineError: the engine has stopped.
         """
         self._expect_going()
-        taken: Step | None = None
+        step: Step | None = None
         try:
-            found = self._compute()
-            if isinstance(found, _Failure):
-                self.executor.drop()
-                return self._step_failed(self.scheduler.undo(found.step), found.error)
-            taken = self.scheduler.steps.first.step
-            return self._taken(taken, found)
-        except BaseException as error:  # with queues and tables half changed
-            batch = self._recover(taken)
-            if taken is None or not isinstance(error, step_failures()):
+            outcome = self._schedule() or self._run()
+            if isinstance(outcome, _Failure):
+                return self._undo(outcome)
+            step = self.scheduler.steps.first.step
+            return self._update(step, outcome)
+        except BaseException as error:
+            # The scheduler's queues and tables may be half changed.
+            requests = self._recover(step)
+            if step is None or not isinstance(error, step_failures()):
                 raise
-            return self._step_failed(batch, error)
+            return self._end(requests, error)
 
-    def _compute(self) -> StepResult | _Failure:
-        """Have steps computed, as many as are useful at once, and return the result of the first.
+    def _schedule(self) -> _Failure | None:
+        """Choose steps and send them to the workers, until ``executor.depth`` steps are under way.
 
-        Where that fails, nothing has changed but the runner, and the cache keeps its contents.
+        The depth is 1, unless the model is split into stages of a pipeline.
         """
         while len(self.scheduler.steps) < self.executor.depth:
             with self.counters.timed("schedule"):
                 step = self.scheduler.schedule()
             if step is None:
-                break
+                return None
             self.counters.steps += 1
             try:
                 self.executor.submit(step)
             except step_failures() as error:
                 return _Failure(step, error)
+        return None
+
+    def _run(self) -> StepResult | _Failure:
+        """Wait for the workers, and return the result of the step that was sent first."""
         try:
             return self.executor.result()
         except step_failures() as error:
             return _Failure(self.scheduler.steps.first.step, error)
 
-    def _recover(self, step: Step | None) -> list[Request]:
-        self.executor.drop()
-        return self.scheduler.recover(step)
-
-    def stats(self) -> EngineStats:
-        """Return a snapshot of what runs and of the counters, from any thread."""
-        return EngineStats(
-            running=len(self.scheduler.running),
-            waiting=self.scheduler.num_waiting,
-            blocks_used=self.cache.pool.num_blocks - self.cache.pool.num_free,
-            num_blocks=self.cache.pool.num_blocks,
-            counters=copied(self.counters),
-            replica=self.opgraft_config.parallel.data_rank or 0,
-        )
-
-    def explain(self) -> Explanation:
-        """Tell which kernel runs each op of the model, and of which classes the parts of the engine are, and why."""
-        explained: Explanation = self.executor.call("explain")
-        return explained.within(
-            scheduler=self.scheduler, kv_cache_manager=self.cache, executor=self.executor
-        )
-
-    def check_health(self) -> None:
-        """Raise where the engine cannot go on.
+    def _update(self, step: Step, result: StepResult) -> list[EngineOutput]:
+        """Append sampled tokens to the requests, and return the news of those still running.
 
         Raises:
-            EngineError: it has stopped, or its worker is lost.
-        """
-        self._expect_going()
-        self.executor.check_health()
-
-    def _expect_going(self) -> None:
-        if self._shut_down:
-            raise EngineError("the engine was shut down: make a new one")
-        if self._stopped is not None:
-            raise EngineError(
-                f"the engine has stopped, because a step failed ({described(self._stopped)}) and "
-                "scheduler.on_step_error is stop: start the engine or server anew, or set it to fail_requests"
-            ) from self._stopped
-
-    def _step_failed(self, batch: Sequence[Request], error: BaseException) -> list[EngineOutput]:
-        self.counters.failed_steps += 1
-        told = explain_exception(error)
-        # Any other exception would keep the tensors of the step alive through its frames.
-        of_plugin = isinstance(error, PluginError) or (told is not None and told.of_plugin)
-        self.step_failure = error if of_plugin else None
-        message = f"the step of {_named(batch)} failed: {described(error)}"
-        if told:
-            message += f" ({told})"
-        if self.opgraft_config.scheduler.on_step_error == "stop":
-            self._stopped = error
-            message += "; the engine stops"
-            batch = self.scheduler.requests
-        elif self.executor.is_lost:
-            batch = self.scheduler.requests
-        logger.error("%s", message)
-        if self.hands_over and self.executor.is_lost:
-            return []
-        errors = dict.fromkeys((request.request_id for request in batch), message)
-        for request_id in errors:
-            self.scheduler.abort(request_id, "error")
-        return _failed(errors)
-
-    def _taken(self, step: Step, result: StepResult) -> list[EngineOutput]:
-        """Take in the result of a step, and return the news that it makes of those that have not left it.
-
-        Raises:
-            EngineError: it is none of this step.
+            EngineError: the result is not of this step.
         """
         _expect_result_of(step, result)
         with self.counters.timed("schedule"):
-            left = self.scheduler.steps.first.left
             errors = result.errors
+            tokens = result.tokens
+            # Requests aborted while the step was computed. Nobody wants their tokens any more.
+            left = self.scheduler.steps.first.left
             if left:
                 errors = {name: error for name, error in errors.items() if name not in left}
-            ended = self.scheduler.update(step, result.tokens, errors)
-            finished = {each.request_id: each.finish_reason for each in ended}
-            logprobs = result.logprobs
-            prompt_logprobs = result.prompt_logprobs
-            tokens = result.tokens
+            ended = self.scheduler.update(step, tokens, errors)
+            finished = {request.request_id: request.finish_reason for request in ended}
             if errors or left:
                 tokens = {
                     name: token
                     for name, token in tokens.items()
                     if name not in errors and name not in left
                 }
-            news = [  # by half the time of a call of the class
+            logprobs = result.logprobs
+            prompt_logprobs = result.prompt_logprobs
+            # A call of the class takes twice as long as tuple.__new__.
+            news = [
                 tuple.__new__(
                     EngineOutput,
                     (
@@ -392,10 +367,86 @@ class EngineCore:
             ]
         self.counters.add_seconds(result.seconds)
         self.counters.sampled_tokens += len(result.tokens)
-        return _failed(errors, result.refused) + news
+        return _news_of_errors(errors, result.refused) + news
+
+    def _undo(self, failure: _Failure) -> list[EngineOutput]:
+        """End the requests of a step that failed in the workers.
+
+        Only the runner has changed. The scheduler takes the steps back, and the cache keeps all
+        contents.
+        """
+        self.executor.drop()
+        requests = self.scheduler.undo(failure.step)
+        return self._end(requests, failure.error)
+
+    def _recover(self, step: Step | None) -> list[Request]:
+        """Drop all steps and the cache's contents, and return the requests of ``step``."""
+        self.executor.drop()
+        return self.scheduler.recover(step)
+
+    def _end(self, requests: Sequence[Request], error: BaseException) -> list[EngineOutput]:
+        """End the requests of a failed step with the error, and return the news."""
+        self.counters.failed_steps += 1
+        told = explain_exception(error)
+        # Any other exception would keep the tensors of the step alive through its frames.
+        of_plugin = isinstance(error, PluginError) or (told is not None and told.of_plugin)
+        self.step_failure = error if of_plugin else None
+        message = f"the step of {_named(requests)} failed: {described(error)}"
+        if told:
+            message += f" ({told})"
+        if self.opgraft_config.scheduler.on_step_error == "stop":
+            self._stopped = error
+            message += "; the engine stops"
+            requests = self.scheduler.requests
+        elif self.executor.is_lost:
+            requests = self.scheduler.requests
+        logger.error("%s", message)
+        if self.hands_over and self.executor.is_lost:
+            return []
+        errors = {request.request_id: message for request in requests}
+        for request_id in errors:
+            self.scheduler.abort(request_id, "error")
+        return _news_of_errors(errors)
+
+    def stats(self) -> EngineStats:
+        """Return a snapshot of the queues and counters. Any thread may call this."""
+        return EngineStats(
+            running=len(self.scheduler.running),
+            waiting=self.scheduler.num_waiting,
+            blocks_used=self.cache.pool.num_blocks - self.cache.pool.num_free,
+            num_blocks=self.cache.pool.num_blocks,
+            counters=copied(self.counters),
+            replica=self.opgraft_config.parallel.data_rank or 0,
+        )
+
+    def explain(self) -> Explanation:
+        """Return the kernel of each op of the model and the class of each part of the engine."""
+        explained: Explanation = self.executor.call("explain")
+        return explained.within(
+            scheduler=self.scheduler, kv_cache_manager=self.cache, executor=self.executor
+        )
+
+    def check_health(self) -> None:
+        """Check that the engine can go on.
+
+        Raises:
+            EngineError: the engine has stopped, or its worker is lost.
+        """
+        self._expect_going()
+        self.executor.check_health()
+
+    def _expect_going(self) -> None:
+        if self._shut_down:
+            raise EngineError("the engine was shut down: make a new one")
+        if self._stopped is not None:
+            raise EngineError(
+                f"the engine has stopped, because a step failed ({described(self._stopped)}) and "
+                "scheduler.on_step_error is stop: start the engine or server anew, or set it to "
+                "fail_requests"
+            ) from self._stopped
 
     def shutdown(self) -> None:
-        """Let go of the workers; requests that are added afterwards are refused."""
+        """Release the workers. The engine refuses requests that are added afterwards."""
         self._shut_down = True
         self.executor.shutdown()
 
@@ -403,14 +454,16 @@ class EngineCore:
 def step_failures() -> tuple[type[BaseException], ...]:
     """Return the exceptions that fail a step.
 
-    In the main thread an exit or an interrupt may be a signal's, and is raised on. No signal comes
-    to another thread: there only the code of a step can have raised the exception.
+    In the main thread an exit or an interrupt may come from a signal, and is raised on. Other
+    threads receive no signals: there, only the code of a step can raise such an exception.
     """
     main = threading.current_thread() is threading.main_thread()
     return (Exception,) if main else (BaseException,)
 
 
-def _failed(errors: Mapping[str, str], refused: Set[str] = frozenset()) -> list[EngineOutput]:
+def _news_of_errors(
+    errors: Mapping[str, str], refused: Set[str] = frozenset()
+) -> list[EngineOutput]:
     return [
         EngineOutput(request_id, None, "error", message, refused=request_id in refused)
         for request_id, message in errors.items()
@@ -418,14 +471,15 @@ def _failed(errors: Mapping[str, str], refused: Set[str] = frozenset()) -> list[
 
 
 def _expect_result_of(step: Step, result: StepResult) -> None:
-    """Raise where a result has tokens or errors for others than those that a step computes."""
-    unknown = result.tokens.keys() - {each.request_id for each in step.sequences if each.samples}
+    """Check that a result has tokens and errors for requests of the step only."""
+    sampling = {each.request_id for each in step.sequences if each.samples}
+    unknown = result.tokens.keys() - sampling
     if result.errors:
         unknown |= result.errors.keys() - {each.request_id for each in step.sequences}
     if unknown:
         raise EngineError(
-            f"the model runner has a token or an error for {sorted(unknown)[0]!r}, which the step does not sample: it "
-            "is to use the ids of Step.sequences"
+            f"the model runner has a token or an error for {sorted(unknown)[0]!r}, which the step "
+            "does not sample: it is to use the ids of Step.sequences"
         )
 
 

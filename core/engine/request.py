@@ -1,4 +1,4 @@
-"""A request: one prompt that becomes one sequence of tokens, and the conditions that end it."""
+"""A request: one prompt that becomes one sequence of tokens, and the conditions of its end."""
 
 from __future__ import annotations
 
@@ -19,34 +19,33 @@ class Request:
     Attributes:
         request_id: unique among the requests that the engine holds.
         prompt, output: token ids; the output grows.
-        params: how it is sampled; ``n`` is for ``split``, a request is always one sequence.
-        eos: tokens that end it unless ``params.ignore_eos``.
-        ends: all tokens that end it.
-        num_least: tokens of prompt and output before which nothing ends it.
-        num_most: tokens of prompt and output that it has at most, as far as ``params`` say.
-        priority: under the policy "priority" lower ones come first.
-        cache_salt: requests with different salts never share blocks of the cache, such as those of
-            two tenants.
+        params: settings of sampling; ``n`` is for ``split``, a request is always one sequence.
+        eos: tokens that end the request unless ``params.ignore_eos``.
+        ends: all tokens that end the request.
+        num_least: tokens of prompt and output before the request may end.
+        num_most: tokens of prompt and output at most, as far as ``params`` say.
+        priority: under the policy "priority" lower numbers come first.
+        cache_salt: requests with different salts, such as two tenants, never share blocks of the
+            cache.
         bad_words: ``params.bad_words`` as tokens.
         grammar: compiled from ``params.structured_output``.
-        parent: the request whose prompt's blocks this one shares, for ``n > 1``.
-        context: length of the context that its first tokens are rotated for, by ropes that depend
-            on it: its prompt's, or the length that it had when it was rotated anew; see
-            ``Scheduler``.
-        rotation: names the ways in which ropes rotate its keys; sequences share blocks only where
-            these are the same.
-        arrival: its number in the order of arrival; the scheduler gives one where it is below zero,
-            and to replicas of an engine requests come with one.
-        rank: its place in the scheduler's order.
-        admitted: when it was scheduled first, in seconds of ``time.monotonic()``; ``None`` before.
+        parent: for ``n > 1``, the id of the request that computes the shared prompt.
+        context: for ropes that depend on the length of the context: the length that the first
+            tokens are rotated for. At first the length of the prompt; see ``Scheduler``.
+        rotation: names the rotations of the keys. Sequences share blocks only if these names agree.
+        arrival: number in the order of arrival. If below zero, the scheduler gives a number;
+            replicas of an engine receive requests with numbers.
+        rank: place in the scheduler's order.
+        admitted: moment of the first admission, in seconds of ``time.monotonic()``; before,
+            ``None``.
         num_tokens: tokens of prompt and output.
-        num_admitted: tokens that it had when it was last admitted.
-        num_computed: tokens whose keys and values are in the cache.
-        num_cached: tokens that were found there when it was last admitted.
-        num_preemptions: how often it gave its blocks to others.
-        computing: the step that computes some of its tokens now, as the scheduler keeps it;
-            ``None`` if none does.
-        block_hashes: those of its full blocks so far, which the cache manager keeps.
+        num_admitted: tokens of prompt and output at the last admission.
+        num_computed: tokens with keys and values in the cache.
+        num_cached: tokens that the last admission found in the cache.
+        num_preemptions: number of times that the request gave its blocks to others.
+        computing: the scheduler's record of the step that computes tokens of the request now, or
+            ``None``.
+        block_hashes: hashes of the full blocks so far, kept by the cache manager.
 
     Raises:
         RequestError: the prompt is empty, or an id, a priority or a salt is of the wrong type.
@@ -107,14 +106,15 @@ class Request:
         self.output: list[int] = []
         self.params = params
         self.eos = frozenset(eos)
-        self.ends = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos else self.eos
-        )
+        self.ends = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            self.ends |= self.eos
         self.priority = priority
         self.cache_salt = cache_salt
         self.bad_words = tuple(map(tuple, bad_words))
         self.grammar = grammar
         self.parent = parent
+        # The scheduler and the cache manager write everything below.
         self.context = len(self.prompt)
         self.rotation: tuple[int, ...] = ()
         self.arrival = -1
@@ -133,15 +133,21 @@ class Request:
         self.block_hashes: list[bytes] = []
 
     def tokens(self, start: int = 0, stop: int | None = None) -> list[int]:
-        """Return the tokens of prompt and output from position ``start`` to before ``stop``."""
-        stop = self.num_tokens if stop is None else stop
-        prompt = len(self.prompt)
-        return self.prompt[start:stop] + self.output[max(start - prompt, 0) : max(stop - prompt, 0)]
+        """Return the tokens of prompt and output from position ``start`` to before ``stop``.
+
+        With a prompt of 5 tokens, ``tokens(4, 7)`` is the last of the prompt and two of the output.
+        """
+        if stop is None:
+            stop = self.num_tokens
+        prompt_length = len(self.prompt)
+        first_output = max(start - prompt_length, 0)
+        last_output = max(stop - prompt_length, 0)
+        return self.prompt[start:stop] + self.output[first_output:last_output]
 
     def split(self) -> list[Request]:
-        """Return a request of its own for each of ``params.n``: the others share the first's prompt.
+        """Return ``params.n`` requests with one completion each. They share the first one's prompt.
 
-        With a seed, each has another one. The first alone gives log-probabilities of the prompt.
+        The seeds of the requests differ. Only the first gives log-probabilities of the prompt.
         """
         if self.params.n == 1:
             return [self]
@@ -150,10 +156,11 @@ class Request:
     def _sample(self, index: int) -> Request:
         seed = None if self.params.seed is None else self.params.seed + index
         prompt_logprobs = None if index else self.params.prompt_logprobs
+        params = dataclasses.replace(self.params, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
         sample = Request(
             f"{self.request_id}/{index}",
             self.prompt,
-            dataclasses.replace(self.params, n=1, seed=seed, prompt_logprobs=prompt_logprobs),
+            params,
             eos=self.eos,
             priority=self.priority,
             cache_salt=self.cache_salt,
@@ -161,21 +168,29 @@ class Request:
             grammar=self.grammar,
             parent=f"{self.request_id}/0" if index else None,
         )
-        sample.prompt = self.prompt  # one list for all, which nobody changes
+        # One list for all samples: prompts are long, and nobody changes the list.
+        sample.prompt = self.prompt
         return sample
 
     def drop_output(self, num_tokens: int) -> None:
-        """Drop the tokens of the output from position ``num_tokens`` of the sequence."""
+        """Drop the output's tokens from position ``num_tokens`` of prompt and output on."""
         del self.output[num_tokens - len(self.prompt) :]
 
     def start_anew(self) -> None:
-        """Wait with the tokens that there are, nothing of them computed, whatever was being done with it."""
-        self.status, self.finish_reason, self.computing = "waiting", None, None
-        self.num_tokens, self.num_computed = len(self.prompt) + len(self.output), 0
+        """Wait again, with the same prompt and output, and none of the tokens computed."""
+        self.status = "waiting"
+        self.finish_reason = None
+        self.computing = None
+        self.num_tokens = len(self.prompt) + len(self.output)
+        self.num_computed = 0
         self.block_hashes = []
 
     def append(self, token: int, max_model_len: int) -> bool:
-        """Add a sampled token to the output, and tell whether that ends it; ``finish_reason`` says why."""
+        """Add a sampled token to the output. Return True if the token ends the request.
+
+        ``finish_reason`` then says why: ``"stop"`` for a token of ``ends``, ``"length"`` if the
+        output or the context is full.
+        """
         self.output.append(token)
         self.num_tokens += 1
         if token in self.ends and self.num_tokens > self.num_least:
@@ -186,6 +201,12 @@ class Request:
 
 
 def _expect_type(field: str, value: object, kind: Any, expected: str) -> None:
-    """Refuse a value of another type: the scheduler would fail by it with all requests that it holds."""
+    """Check the type of a field.
+
+    In the scheduler, a value of a wrong type would make all requests fail.
+
+    Raises:
+        RequestError: the value has another type than ``kind``.
+    """
     if not isinstance(value, kind) or isinstance(value, bool):
         raise RequestError(f"{field} is {value!r:.80}: give {expected}", field)

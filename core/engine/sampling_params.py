@@ -1,4 +1,4 @@
-"""The settings of one request: how its tokens are sampled, and when it ends."""
+"""The settings of one request: the sampling of its tokens, and the conditions of its end."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ COLDEST = 0.001
 
 
 class _Rule(NamedTuple):
+    """The values that a setting may have, and words for a message about other values."""
+
     accepts: Callable[[Any], bool]
     words: str
 
@@ -28,24 +30,24 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and abs(value) <= sys.float_info.max
-    )
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    # NaN, infinities and integers beyond every float are refused.
+    return abs(value) <= sys.float_info.max
+
+
+def _is_token_id(value: Any) -> bool:
+    return _is_integer(value) and value >= 0
 
 
 def _integer(minimum: int, note: str = "") -> _Rule:
-    return _Rule(
-        lambda v: _is_integer(v) and v >= minimum, f"an integer of at least {minimum}{note}"
-    )
+    words = f"an integer of at least {minimum}{note}"
+    return _Rule(lambda v: _is_integer(v) and v >= minimum, words)
 
 
 def _optional_integer(note: str) -> _Rule:
-    return _Rule(
-        lambda v: v is None or (_is_integer(v) and v >= 0),
-        f"None or an integer of at least 0{note}",
-    )
+    words = f"None or an integer of at least 0{note}"
+    return _Rule(lambda v: v is None or (_is_integer(v) and v >= 0), words)
 
 
 def _number(minimum: float, maximum: float, note: str = "") -> _Rule:
@@ -62,14 +64,25 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_unicode(value: Any) -> bool:
-    return _is_text(value) and not any("\ud800" <= character <= "\udfff" for character in value)
+    if not _is_text(value):
+        return False
+    # Tokenizers in Rust cannot read halves of surrogate pairs.
+    return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _is_bias(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        _is_integer(token) and token >= 0 and _is_number(bias) and -100 <= bias <= 100
-        for token, bias in value.items()
+    if not isinstance(value, dict):
+        return False
+    tokens_are_ids = all(map(_is_token_id, value))
+    return tokens_are_ids and all(
+        _is_number(bias) and -100 <= bias <= 100 for bias in value.values()
     )
+
+
+def _is_allowed_tokens(value: Any) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, tuple) and value != () and all(map(_is_token_id, value))
 
 
 _FLAG = _Rule(lambda v: isinstance(v, bool), "True or False")
@@ -91,21 +104,14 @@ _RULES: Mapping[str, _Rule] = {
     "min_p": _number(0, 1, ", where 0 keeps every token"),
     "presence_penalty": _number(-2, 2),
     "frequency_penalty": _number(-2, 2),
-    "repetition_penalty": _number(
-        0.001, 1000, ", where 1 is no penalty"
-    ),  # others overflow in half precision
+    # Other penalties overflow in half precision.
+    "repetition_penalty": _number(0.001, 1000, ", where 1 is no penalty"),
     "seed": _optional_integer(", where None draws other numbers for each request"),
     "stop": _tuple_of(_is_text, "strings that are not empty, as every text ends with an empty one"),
     "allowed_token_ids": _Rule(
-        lambda v: (
-            v is None
-            or (isinstance(v, tuple) and v != () and all(_is_integer(t) and t >= 0 for t in v))
-        ),
-        "None or a list of token ids, integers of at least 0, one at least",
+        _is_allowed_tokens, "None or a list of token ids, integers of at least 0, one at least"
     ),
-    "stop_token_ids": _tuple_of(
-        lambda v: _is_integer(v) and v >= 0, "token ids, integers of at least 0"
-    ),
+    "stop_token_ids": _tuple_of(_is_token_id, "token ids, integers of at least 0"),
     "bad_words": _tuple_of(
         _is_unicode, "strings that are not empty, and have no halves of surrogate pairs"
     ),
@@ -126,37 +132,37 @@ _RULES: Mapping[str, _Rule] = {
     "skip_special_tokens": _FLAG,
     "include_stop_str_in_output": _FLAG,
 }
-"""By field: what it may be, and the words that say so."""
+"""Rules by field."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Settings of one request. They are checked when they are made; the names are vLLM's.
+    """Settings of one request, checked when they are made. The names are those of vLLM.
 
     Attributes:
         n: completions of the prompt.
-        temperature: divides the logits; 0 takes the likeliest token, which is greedy decoding.
-        top_k: the likeliest tokens that are kept, 0 or -1 for all.
-        top_p: probability that the kept tokens, the likeliest first, reach together.
-        min_p: least probability of a kept token, as a share of the likeliest one's.
+        temperature: divides the logits; 0 takes the likeliest token (greedy decoding).
+        top_k: number of likeliest tokens to keep, 0 or -1 for all.
+        top_p: keep the likeliest tokens, until their probabilities add up to this number.
+        min_p: least probability of a kept token, as a share of the likeliest token's.
         presence_penalty, frequency_penalty: taken off the logits of tokens in the output: once, and
             per occurrence.
-        repetition_penalty: divides the logits of tokens in prompt and output, or multiplies those
-            below 0.
+        repetition_penalty: divides positive logits of tokens in prompt and output, and multiplies
+            negative ones.
         seed: of the request's own random numbers.
         stop: strings that end the output; a single string is a list of one.
         stop_token_ids: tokens that end the output.
-        allowed_token_ids: the only tokens that the output has.
-        bad_words: strings that do not occur in the output.
-        logit_bias: by token id, what is added to its logit.
-        min_tokens: tokens before which nothing ends the output.
+        allowed_token_ids: the only tokens that the output may have.
+        bad_words: strings that never occur in the output.
+        logit_bias: numbers to add to logits, by token id.
+        min_tokens: tokens of the output, at least.
         max_tokens: tokens of the output, at most; ``None`` for as many as the context holds.
         ignore_eos: go on after the model's end of sequence.
-        logprobs, prompt_logprobs: the likeliest tokens whose log-probabilities are given, at each
+        logprobs, prompt_logprobs: number of likeliest tokens to give log-probabilities of, at each
             token; -1 for all, kept as ``sys.maxsize``.
         logits_processors: called with the output so far and the logits; each returns logits.
-        structured_output: the form that the output has, such as ``{"json": schema}``.
-        structured_outputs: vLLM's name for the same, a mapping or an object with these attributes;
+        structured_output: the form of the output, such as ``{"json": schema}``.
+        structured_outputs: vLLM's name for the same, a mapping or an object with such attributes;
             kept as ``structured_output``.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: leave the string of ``stop`` that ended the output in the text.
@@ -193,10 +199,14 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._take_words_of_vllm()
         for name, rule in _RULES.items():
-            value = _kept(getattr(self, name))
+            given = getattr(self, name)
+            value = _kept(given)
             if not rule.accepts(value):
-                raise _refused(f"{name} is {getattr(self, name)!r}: use {rule.words}", name)
+                raise _refused(f"{name} is {given!r}: use {rule.words}", name)
             object.__setattr__(self, name, value)
+        self._expect_no_contradiction()
+
+    def _expect_no_contradiction(self) -> None:
         if self.structured_output is not None:
             try:
                 expect_form(self.structured_output)
@@ -216,14 +226,10 @@ class SamplingParams:
             )
 
     def _take_words_of_vllm(self) -> None:
-        """Keep what vLLM says in other words as it is said here."""
-        for name, kept in (
-            ("top_k", 0),
-            ("logprobs", sys.maxsize),
-            ("prompt_logprobs", sys.maxsize),
-        ):
+        """Replace values of vLLM by their equals here: -1, and ``structured_outputs``."""
+        for name, value in _MEANT_BY_MINUS_ONE:
             if getattr(self, name) == -1:
-                object.__setattr__(self, name, kept)
+                object.__setattr__(self, name, value)
         if self.structured_outputs is None:
             return
         if self.structured_output is not None:
@@ -236,13 +242,20 @@ class SamplingParams:
 
     @property
     def most_tokens(self) -> int:
-        """The tokens of the output, at most, as far as these settings say."""
+        """Return the tokens of the output, at most; ``sys.maxsize`` if the settings do not say."""
         return sys.maxsize if self.max_tokens is None else self.max_tokens
 
     @property
     def greedy(self) -> bool:
-        """Tell whether the likeliest token is always taken."""
+        """Return True if every token is the likeliest one."""
         return self.temperature == 0
+
+
+_MEANT_BY_MINUS_ONE = (
+    ("top_k", 0),
+    ("logprobs", sys.maxsize),
+    ("prompt_logprobs", sys.maxsize),
+)
 
 
 def _refused(message: str, field: str) -> RequestError:
@@ -250,19 +263,18 @@ def _refused(message: str, field: str) -> RequestError:
 
 
 def _of_vllm(given: Any) -> Any:
-    """Return a structured output of vLLM's form, in which kinds that are not asked for are None."""
-    found = (
-        given
-        if isinstance(given, Mapping)
-        else {kind: getattr(given, kind, None) for kind in KINDS}
-    )
-    return {kind: value for kind, value in found.items() if value is not None}
+    """Return a structured output, from a mapping or object with a value or None for each kind."""
+    if not isinstance(given, Mapping):
+        given = {kind: getattr(given, kind, None) for kind in KINDS}
+    return {kind: value for kind, value in given.items() if value is not None}
 
 
 def _kept(value: Any) -> Any:
-    """Return a value in the form in which it is kept: tuples for lists and sets, and a dictionary of its own."""
+    """Return a value that no caller can change: tuples for lists and sets, copies of mappings."""
     if isinstance(value, str):
         return (value,)
     if isinstance(value, Mapping):
         return dict(value)
-    return tuple(value) if isinstance(value, Collection) and not isinstance(value, bytes) else value
+    if isinstance(value, Collection) and not isinstance(value, bytes):
+        return tuple(value)
+    return value

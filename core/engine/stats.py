@@ -1,4 +1,4 @@
-"""Counters and timings of the engine: what its steps computed, and where their time went."""
+"""Counters and timings of the engine's steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TypeVar, get_args
 from opgraft.engine.request import FinishReason
 
 PARTS = ("schedule", "inputs", "model", "sample", "text")
-"""Parts of a step that are timed, in their order. Text is the front's, where the engine has one."""
+"""The timed parts of a step, in their order. Text is the front end's, if the engine has one."""
 
 FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
 
@@ -29,22 +29,22 @@ def _none_finished() -> dict[str, int]:
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the engine was made, which the parts of the engine add to as they go.
+    """Totals since the engine was made. Each part of the engine adds its own.
+
+    An encoder counts batches as steps, and texts as requests.
 
     Attributes:
-        steps: that were computed, failed ones included. Of an encoder, batches.
-        failed_steps: of these, those in which something was raised.
-        prompt_tokens: computed of prompts, and anew of sequences that had given their blocks away.
-            Of an encoder, of texts.
-        decode_tokens: computed of outputs, one for each sequence and step.
-        sampled_tokens: that came out.
-        prefix_queries: tokens of the sequences that were admitted.
-        prefix_hits: of these, those whose keys and values were found in the cache.
+        steps: computed steps, failed ones included.
+        failed_steps: steps with an error.
+        prompt_tokens: computed tokens of prompts, and tokens computed anew after a preemption.
+        decode_tokens: computed tokens of outputs, one for each sequence and step.
+        sampled_tokens: tokens from the sampler.
+        prefix_queries: tokens of admitted sequences.
+        prefix_hits: the part of these tokens with keys and values in the cache.
         preemptions: sequences that gave their blocks to others.
-        finished: requests that have ended, by ``finish_reason``. Of an encoder, texts, by "stop" or
-            "error".
-        seconds: by part of the step. Host time: where a device computes behind the host's back,
-            what it takes is counted where the host waits for it, which is "sample".
+        finished: ended requests by ``finish_reason``. An encoder has "stop" and "error" only.
+        seconds: host time by part of the step. A device may compute while the host goes on. The
+            time of the device then counts under "sample", because the host waits there.
     """
 
     steps: int = 0
@@ -59,13 +59,13 @@ class Counters:
     seconds: dict[str, float] = field(default_factory=_no_time)
 
     def add_seconds(self, seconds: Mapping[str, float]) -> None:
-        """Add times by part of the step; those of parts that are not in ``PARTS`` are not counted."""
+        """Add times by part of the step. Parts that are not in ``PARTS`` do not count."""
         for part in PARTS:
             self.seconds[part] += seconds.get(part, 0.0)
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Add the time of a block to a part of the step, whether it raises or not."""
+        """Add the time of a ``with`` block to a part of the step, even if the block raises."""
         started = perf_counter()
         try:
             yield
@@ -75,17 +75,16 @@ class Counters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """State and counters of an engine at a moment: totals since it was made, or changes ``since`` another moment.
+    """State and counters of an engine: totals, or changes ``since`` an earlier moment.
 
     Attributes:
-        running: requests that hold blocks of the cache; each of several completions counts as one.
-            Of an encoder, the texts of the batch that is computed.
-        waiting: requests that hold none. Of an encoder, the texts of later batches.
-        blocks_used: blocks of the cache that a request holds.
+        running: requests with blocks of the cache; each of several completions counts as one. For
+            an encoder, texts of the batch under way.
+        waiting: requests without blocks. For an encoder, texts of later batches.
+        blocks_used: blocks of the cache that requests hold.
         num_blocks: blocks of the cache.
         counters: totals, or changes.
-        replica: the number of the engine among replicas; 0 for one that is alone, and for the sum
-            of several.
+        replica: number of the engine among replicas; 0 for a single engine, and for a sum.
     """
 
     running: int
@@ -97,11 +96,13 @@ class EngineStats:
 
     @property
     def cache_usage(self) -> float:
-        """Return the share of the cache's blocks that are used, 0 to 1; 0 without a cache, as in an encoder."""
-        return self.blocks_used / self.num_blocks if self.num_blocks else 0.0
+        """Return the used share of the cache's blocks, 0 to 1; 0 for an encoder without a cache."""
+        if not self.num_blocks:
+            return 0.0
+        return self.blocks_used / self.num_blocks
 
     def since(self, earlier: EngineStats) -> EngineStats:
-        """Return the state of now, with the changes of the counters from an ``earlier`` moment."""
+        """Return this state, with the changes of the counters since an ``earlier`` one."""
         return EngineStats(
             running=self.running,
             waiting=self.waiting,
@@ -113,7 +114,7 @@ class EngineStats:
 
 
 def summed(stats: Sequence[EngineStats]) -> EngineStats:
-    """Return what several engines do and have done together."""
+    """Return the sum of the states and counters of several engines."""
     return EngineStats(
         running=sum(each.running for each in stats),
         waiting=sum(each.waiting for each in stats),
@@ -124,11 +125,12 @@ def summed(stats: Sequence[EngineStats]) -> EngineStats:
 
 
 def _sum(first: Counters, second: Counters) -> Counters:
+    # a + b = a - (0 - b), so that one function lists the fields.
     return _difference(first, _difference(_ZERO, second))
 
 
 def copied(counters: Counters) -> Counters:
-    """Return counters that stay as these are now."""
+    """Return a copy of the counters."""
     return _difference(counters, _ZERO)
 
 

@@ -1,4 +1,8 @@
-"""One step of the engine, as it goes from the scheduler to the runner and back: plain data, changes only."""
+"""One step of the engine on its way from the scheduler to the runner and back.
+
+A step is plain data without tensors, so it can be sent to another process. A step names changes
+only: the runner keeps the tokens and tables of each sequence.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +14,30 @@ from typing import Any, NamedTuple
 from opgraft.engine.sampling_params import SamplingParams
 
 Blocks = tuple[tuple[int, ...], ...]
-"""Ids of blocks, for each kind of layers one tuple in the order of the tokens that they hold."""
+"""Ids of blocks: a tuple for each kind of layers, in the order of the tokens in the blocks."""
 
 StateMove = tuple[int | None, int]
-"""Slots of states: the first's content is copied to the second, which is zeroed for ``None``."""
+"""Slots of states: copy the first to the second. If the first is ``None``, zero the second."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """A sequence that the runner does not know: new, or resumed after it was preempted.
+    """A sequence unknown to the runner: new, or resumed after a preemption.
 
     Attributes:
+        request_id: of its request.
         tokens: prompt and outputs so far.
         prompt_length: tokens of the prompt.
-        context: length of the context that its first tokens are rotated for, by ropes that depend
-            on it.
-        blocks: the whole table, with what this step writes to. Before a sliding window stand zeros,
-            which nobody reads.
-        arrival: its number in the order of arrival, which seeds random numbers where
-            ``params.seed`` is ``None``.
-        eos: tokens that end it unless ``params.ignore_eos``.
+        context: as ``Request.context``, for ropes that depend on the length of the context.
+        params: settings of sampling.
+        blocks: the whole table, with the blocks for this step. Blocks before a sliding window are
+            zeros; nobody reads such entries.
+        arrival: number in the order of arrival. If ``params.seed`` is ``None``, this number seeds
+            the random numbers.
+        eos: tokens that end the sequence unless ``params.ignore_eos``.
         bad_words: ``params.bad_words`` as tokens.
         grammar: compiled from ``params.structured_output``.
-        state: its slot, where layers keep a state of a sequence.
+        state: slot of the sequence, if layers keep a state of each sequence.
     """
 
     request_id: str
@@ -49,21 +54,27 @@ class NewSequence:
 
 
 class Scheduled(NamedTuple):
-    """The part of a sequence that a step computes; a named tuple, as one is made per sequence and step.
+    """The part of a sequence in one step.
+
+    A named tuple is cheap to make: each sequence and step has one.
+
+    For example, a prompt of 5 tokens is ``Scheduled(id, start=0, count=5, samples=True)``. The next
+    step has ``start=5, count=1`` and the sampled ``token``.
 
     Attributes:
+        request_id: of its request.
         start: tokens computed before, those of a reused prefix included.
-        count: tokens that the step computes.
-        new_blocks: appended to the tables since the last step; empty where the sequence is among
-            the added.
-        samples: the logits of the last token are sampled. Otherwise it is a chunk after which known
-            tokens follow.
-        token: the one that the step computes, where it was sampled after the sequence was added.
+        count: tokens to compute.
+        new_blocks: blocks appended to the tables since the last step; empty if the sequence is
+            among ``Step.added``.
+        samples: True to sample from the logits of the last token. False for a chunk of a prompt
+            before its last one.
+        token: the token to compute, if it was sampled after the sequence was added.
     """
 
     request_id: str
     start: int
-    count: int  # type: ignore[assignment]  # instead of tuple.count, which nobody calls
+    count: int  # type: ignore[assignment]  # hides tuple.count
     new_blocks: Blocks
     samples: bool
     token: int | None = None
@@ -71,16 +82,16 @@ class Scheduled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Everything that changes for the runner, which goes through it in the order of the attributes.
+    """Everything that changes for the runner. The runner follows the order of the attributes.
 
     Attributes:
-        removed: sequences that have finished, or were aborted or preempted. An added one may have
-            the same id. After a step that was not computed to its end, the runner may not know one.
-        added: sequences that are new to the runner.
-        copies: pairs of blocks; the first's content is copied to the second before anything is
+        removed: finished, aborted and preempted sequences. An added sequence may
+            have the same id. After a failed step, the runner may not know a removed sequence.
+        added: sequences new to the runner.
+        copies: pairs of blocks. Copy the content of the first to the second before anything is
             computed.
         sequences: the batch.
-        states: what happens to the slots of states, in this order, before anything is computed.
+        states: copies and zeroing of slots of states, in this order, before anything is computed.
     """
 
     removed: tuple[str, ...]
@@ -90,16 +101,20 @@ class Step:
     states: tuple[StateMove, ...] = ()
 
     def parts(self) -> tuple[Any, ...]:
-        """Return what ``step_of`` makes the step of again: tuples, numbers and texts, where no sequence is added."""
-        return self.removed, self.added, self.copies, tuple(map(tuple, self.sequences)), self.states
+        """Return the arguments of ``step_of`` for an equal step.
+
+        If no sequence is added, all of them are tuples, numbers and texts.
+        """
+        sequences = tuple(map(tuple, self.sequences))
+        return self.removed, self.added, self.copies, sequences, self.states
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle plain tuples, which takes a third of the time: a step is sent while processors wait for it."""
+        # Plain tuples take a third of the time, and processors wait while a step is sent.
         return step_of, self.parts()
 
 
 def step_of(removed: Any, added: Any, copies: Any, sequences: Any, states: Any) -> Step:
-    """Return the step that has these parts."""
+    """Return the step of these parts, as ``Step.parts`` gives them."""
     return Step(removed, added, copies, tuple(map(Scheduled._make, sequences)), states)
 
 
@@ -108,15 +123,13 @@ class StepResult:
     """The outcome of a step, by request.
 
     Attributes:
-        tokens: the token of each sequence that samples and did not fail.
-        logprobs: the log-probabilities of those that ask for them.
-        errors: the reason for each request that failed alone, such as logits that are NaN.
-        refused: those of them that failed by what they ask for, such as a grammar that leads
-            nowhere.
-        prompt_logprobs: of the prompts that this step has come to the end of, for who asks for
-            them.
-        seconds: time by part of the step; a runner names those of ``stats.PARTS`` that it knows,
-            others do not count.
+        tokens: the token of each sampling sequence, failed ones left out.
+        logprobs: log-probabilities by request, if asked for.
+        errors: the reason for each request that failed alone, such as NaN among its logits.
+        refused: failed requests with an impossible wish, such as a grammar without a next token.
+        prompt_logprobs: log-probabilities of a whole prompt, in the last step of the prompt, if
+            asked for.
+        seconds: time by part of the step. Parts that are not in ``stats.PARTS`` do not count.
     """
 
     tokens: Mapping[str, int]

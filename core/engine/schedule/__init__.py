@@ -1,1 +1,1 @@
-"""The schedule: which tokens of which requests a step computes, and in which blocks of the cache."""
+"""The schedule: the tokens of each step, and blocks of the cache for them."""

@@ -1,4 +1,4 @@
-"""The pool of blocks: reference counts, contents by key, and reuse of the block that was unused for longest."""
+"""The pool of blocks: reference counts, contents by key, and reuse of the longest unused block."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from opgraft.errors import RequestError
 
 
 class BlockPool:
-    """Blocks by number, each in use by some sequences or free. Every operation takes O(1) per block.
+    """Blocks by number. A block is free, or in use by some sequences.
 
-    A free block keeps its content, under the key that it was kept by, until it is allocated again.
-    Those without content go first, then the one that was freed first.
+    Every operation takes O(1) per block. A free block keeps its content and the content's key
+    until somebody allocates the block. Blocks without content are allocated first, then the block
+    that was freed first.
 
     Attributes:
-        revived: how often a free block came into use again for its content.
+        revived: number of times that a free block came into use again for its content.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -28,23 +29,23 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Return the number of blocks that nobody uses, whether they have content or not."""
+        """Return the number of blocks that no sequence uses, with content or without."""
         return len(self._free)
 
     def references(self, block: int) -> int:
-        """Return how many tables a block stands in."""
+        """Return the number of tables with this block."""
         return self._references[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` free blocks, whose contents are forgotten.
+        """Take ``count`` free blocks, and forget their contents.
 
         Raises:
-            RequestError: fewer are free.
+            RequestError: fewer blocks are free.
         """
         if count > len(self._free):
             raise RequestError(
-                f"{count} blocks of the cache are allocated and {len(self._free)} of {self.num_blocks} are free: "
-                "compare with num_free before"
+                f"{count} blocks of the cache are allocated and {len(self._free)} of "
+                f"{self.num_blocks} are free: compare with num_free before"
             )
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
@@ -54,21 +55,23 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Take one more reference to each of some blocks, which may be free with content."""
+        """Take one more reference to each block. A free block comes back with its content."""
         for block in blocks:
             self.revived += not self._references[block]
             self._references[block] += 1
             self._free.pop(block, None)
 
     def adopt(self, block: int) -> int:
-        """Take a free block with its content, which nobody else finds from now on, and return it."""
+        """Take a free block with its content, and return the block. Nobody else finds it again."""
         self.share([block])
         self._by_key.pop(self._keys[block], None)
         self._keys[block] = None
         return block
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Give a reference to each of a sequence's blocks back; the last are to be reused before the first.
+        """Give back a reference to each block of a sequence.
+
+        The last blocks are reused before the first, because more sequences share a beginning.
 
         Raises:
             RequestError: a block is free already.
@@ -76,15 +79,17 @@ class BlockPool:
         for block in reversed(blocks):
             if not self._references[block]:
                 raise RequestError(
-                    f"block {block} of the cache is freed twice: free what was allocated or shared, once"
+                    f"block {block} of the cache is freed twice: free what was allocated or "
+                    "shared, once"
                 )
             self._references[block] -= 1
             if not self._references[block]:
                 self._free[block] = None
+                # Blocks without content go to the front: their reuse costs nothing.
                 self._free.move_to_end(block, last=self._keys[block] is not None)
 
     def keep(self, block: int, key: Hashable) -> None:
-        """Note the key of a block's content, unless another block holds the same."""
+        """Note the key of a block's content, unless another block has the same content."""
         if key not in self._by_key:
             self._by_key[key] = block
             self._keys[block] = key
@@ -102,9 +107,9 @@ class BlockPool:
         self._by_key.clear()
 
     def holds(self, key: Hashable) -> bool:
-        """Tell whether some block has the content of a key."""
+        """Return True if some block has the content of a key."""
         return key in self._by_key
 
     def lookup(self, keys: Iterable[Hashable]) -> list[int | None]:
-        """Return the block that holds the content of each key, ``None`` where none does."""
+        """Return the block with the content of each key, or ``None``."""
         return [self._by_key.get(key) for key in keys]

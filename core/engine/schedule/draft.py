@@ -1,4 +1,4 @@
-"""Steps: one in the making, and those that are being computed."""
+"""Steps in the making, and steps under way in the workers."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from opgraft.errors import RequestError
 
 
 class Draft:
-    """The tokens and places that are left for a step, and what it holds so far.
+    """A step in the making: the tokens and places left, and the sequences so far.
 
     Args:
         budget: tokens of the step, at most.
-        places: sequences of those that run, at most.
+        places: running sequences of the step, at most.
 
     Attributes:
-        kept: of the tokens that are left, those for a request that waits, which others of a worse
-            priority leave alone.
-        kept_for: the priority of that request.
-        prompt_tokens: that it computes of prompts, or anew.
-        batch: the requests of ``sequences``; ``None`` in the place of each that has left since.
-        left: the ids of those.
+        budget: tokens left.
+        kept: tokens left that belong to a waiting request; running requests of a worse priority
+            leave them alone.
+        kept_for: priority of this waiting request.
+        prompt_tokens: tokens of prompts, and tokens computed anew.
+        batch: the requests of ``sequences``; ``None`` in place of a request that has left since.
+        left: ids of the requests that have left.
         sequences, added, copies: as of ``Step``.
-        step: what was made of it.
+        step: the finished step.
     """
 
     step: Step
@@ -32,7 +33,8 @@ class Draft:
     def __init__(self, budget: int, places: int) -> None:
         self.budget = budget
         self.places = places
-        self.kept, self.kept_for = 0, 0
+        self.kept = 0
+        self.kept_for = 0
         self.prompt_tokens = 0
         self.batch: list[Request | None] = []
         self.left: set[str] = set()
@@ -41,7 +43,7 @@ class Draft:
         self.copies: list[tuple[int, int]] = []
 
     def take(self, request: Request, count: int, new_blocks: Blocks) -> None:
-        """Have the step compute the next ``count`` tokens of a request."""
+        """Add the next ``count`` tokens of a request to the step."""
         start = request.num_computed
         samples = start + count == request.num_tokens
         token = None
@@ -57,15 +59,16 @@ class Draft:
         self.budget -= count
 
     def admit(self, request: Request, count: int, blocks: Blocks, state: int) -> None:
-        """Have the step compute the next ``count`` tokens of a request that the runner does not know.
+        """Add the next ``count`` tokens of a request unknown to the runner.
 
         Args:
-            request: that is admitted.
-            count: of its tokens.
-            blocks: its whole tables.
-            state: its slot, where layers keep a state of a sequence.
+            request: to admit.
+            count: tokens to compute.
+            blocks: whole tables of the request.
+            state: slot of the request, if layers keep a state of each sequence.
         """
-        self.take(request, count, ((),) * len(blocks))
+        no_new_blocks = ((),) * len(blocks)
+        self.take(request, count, no_new_blocks)
         self.added.append(
             NewSequence(
                 request.request_id,
@@ -83,33 +86,35 @@ class Draft:
         )
 
     def leave(self, request: Request) -> None:
-        """Have what the step computes of a request dropped: it was aborted, or gave its blocks to others."""
+        """Drop the result for a request: it was aborted, or gave its blocks to others."""
         request.computing = None
         self.batch[self.batch.index(request)] = None
         self.left.add(request.request_id)
 
     def requests(self) -> list[Request]:
-        """Return those of the batch that have not left."""
+        """Return the requests of the batch that have not left."""
         return [request for request in self.batch if request is not None]
 
     def drop_tokens(self) -> list[Request]:
-        """Drop the tokens that the step has sampled, if they have been taken in; return those of the batch."""
+        """Take sampled tokens off the outputs of the batch, if any, and return its requests."""
         for request, scheduled in zip(self.batch, self.sequences, strict=True):
             if request is not None and scheduled.samples:
                 request.drop_output(scheduled.start + scheduled.count)
         return self.requests()
 
     def budget_of(self, request: Request) -> int:
-        """Return the tokens that are left for a request that runs."""
-        return max(self.budget - self.kept, 0) if request.rank[0] > self.kept_for else self.budget
+        """Return the tokens left for a running request."""
+        if request.rank[0] > self.kept_for:
+            return max(self.budget - self.kept, 0)
+        return self.budget
 
 
 class Drafts:
-    """The steps that are being computed, in their order, as drafts.
+    """The steps under way in the workers, in their order, as drafts.
 
     Attributes:
-        removed: ids of sequences that the next step removes.
-        updated: the step whose tokens were taken in last.
+        removed: ids of the sequences that the next step removes.
+        updated: the step of the last update.
     """
 
     def __init__(self) -> None:
@@ -122,41 +127,45 @@ class Drafts:
 
     @property
     def first(self) -> Draft:
-        """Return that which was made first."""
+        """Return the oldest draft."""
         return self._drafts[0]
 
     def make(self, draft: Draft, moves: tuple[StateMove, ...]) -> Step:
-        """Make a step of a draft, which is computed from now on."""
-        removed = tuple(self.removed)
+        """Make a step of a draft, and add the draft to those under way."""
         draft.step = Step(
-            removed, tuple(draft.added), tuple(draft.copies), tuple(draft.sequences), moves
+            tuple(self.removed),
+            tuple(draft.added),
+            tuple(draft.copies),
+            tuple(draft.sequences),
+            moves,
         )
         self._drafts.append(draft)
-        self.removed = []  # not before: an interrupt must not lose whom nobody removes
+        # Not before: after an interrupt, the next step still removes these sequences.
+        self.removed = []
         return draft.step
 
     def take_first(self) -> Draft:
-        """Return the first, which is computed."""
+        """Take the oldest draft off the list: its result has arrived."""
         self.updated = self._drafts.popleft()
         return self.updated
 
     def of(self, step: Step | None) -> Draft | None:
-        """Return the draft of a step that is computed or was updated last; ``None`` for any other."""
-        known = (each for each in (self.updated, *self._drafts) if each is not None)
-        return next((each for each in known if each.step is step), None)
+        """Return the draft of a step under way or of the last update; ``None`` for others."""
+        for draft in (self.updated, *self._drafts):
+            if draft is not None and draft.step is step:
+                return draft
+        return None
 
     def forget(self) -> None:
-        """Forget the steps that are computed; what they were to remove is left for the next one."""
-        self.removed = [
-            *(name for draft in self._drafts for name in draft.step.removed),
-            *self.removed,
-        ]
+        """Forget the steps under way. The next step removes their removed sequences."""
+        lost = [name for draft in self._drafts for name in draft.step.removed]
+        self.removed = [*lost, *self.removed]
         self._drafts.clear()
 
 
 def no_token(request: Request) -> RequestError:
-    """Return the error for a step that has sampled no token for a request."""
+    """Return the error for a step without a token for a sampling request."""
     return RequestError(
-        f"the step gave no token for request {request.request_id!r}, which samples: give one for each sequence "
-        "that samples, and abort those that failed before"
+        f"the step gave no token for request {request.request_id!r}, which samples: give one for "
+        "each sequence that samples, and abort those that failed before"
     )

@@ -1,7 +1,10 @@
 """The cache of keys and values, as tables of blocks: one table per sequence and kind of layers.
 
-Nothing here touches a tensor: a block is a number, and what lies in it is the runner's and the
-attention's matter.
+Nothing here touches a tensor: a block is a number. The runner and the attention layers know the
+tensors with the contents.
+
+For example, a sequence of 40 tokens has blocks 7, 2 and 9 of 16 tokens each. Tokens 0 to 15 lie in
+block 7, and token 39 is the eighth of block 9.
 """
 
 from __future__ import annotations
@@ -22,34 +25,39 @@ from opgraft.engine.step import Blocks
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Layers that keep the same tokens: all, or the last ``sliding_window``, the current one included."""
+    """Layers that keep the same tokens: all tokens, or the last ``sliding_window`` ones.
+
+    The current token is one of the window.
+    """
 
     sliding_window: int | None = None
 
     def first_kept(self, num_computed: int, block_size: int) -> int:
-        """Return the first block that the token after ``num_computed`` ones still attends to."""
+        """Return the first block that the token after ``num_computed`` ones attends to."""
         if self.sliding_window is None:
             return 0
         return max(num_computed + 1 - self.sliding_window, 0) // block_size
 
     def most_blocks(self, num_tokens: int, chunk: int, block_size: int) -> int:
-        """Return the most blocks in use at once, if ``num_tokens`` are computed in steps of at most ``chunk``."""
+        """Return the most blocks in use at once for ``num_tokens`` in steps of ``chunk`` tokens."""
         whole = -(-num_tokens // block_size)
         if self.sliding_window is None:
             return whole
-        return min(whole, -(-(self.sliding_window - 1 + chunk) // block_size) + 1)
+        seen_by_a_step = self.sliding_window - 1 + chunk
+        # One more: the window may begin in the middle of a block.
+        return min(whole, -(-seen_by_a_step // block_size) + 1)
 
 
 class Prefix(NamedTuple):
     """The computed beginning of a sequence, as blocks of the cache.
 
     Attributes:
-        num_tokens: its length.
-        blocks: for each kind the full blocks that the next token attends to; those before it are
-            not needed.
-        partial: for each kind the block whose first tokens are to be copied; empty where all blocks
-            are full. With a state it is free, and taken over as it is.
-        state: slot of the state after it, where layers keep states.
+        num_tokens: length of the beginning.
+        blocks: for each kind, the full blocks that the next token attends to. Blocks before a
+            window are not needed.
+        partial: for each kind, the block with the last tokens, to be copied; empty if all blocks
+            are full. With a state the block is free, and used without a copy.
+        state: slot of the state at the end, if layers keep states.
     """
 
     num_tokens: int
@@ -59,15 +67,14 @@ class Prefix(NamedTuple):
 
 
 class _Lack(NamedTuple):
-    """A sequence that did not fit, in numbers that tell at a glance whether it may by now.
+    """Numbers of a waiting misfit, for a quick look whether there may be room by now.
 
     Attributes:
         request: of the sequence.
-        needed: blocks that it takes of the free ones, those aside that others used already.
-        revived: of the pool at that moment. Each block that came into use since may be one that it
-            needs no more.
-        absent: keys of the blocks that would make its prefix longer, as far as the pool had none of
-            them.
+        needed: free blocks for the sequence.
+        revived: of the pool at that moment. The sequence may share each block that came into use
+            since then, and need one less.
+        absent: keys of the next blocks of the prefix that were not in the pool.
     """
 
     request: Request
@@ -77,7 +84,10 @@ class _Lack(NamedTuple):
 
 
 class _Table:
-    """Blocks of one sequence and kind by position; the first ``dropped`` are out of the window, and given back."""
+    """Blocks of one sequence and kind, by position.
+
+    The first ``dropped`` blocks have left the window and are given back.
+    """
 
     __slots__ = ("blocks", "dropped")
 
@@ -91,23 +101,23 @@ class _Table:
 
 @PluggableClass.register("kv_cache_manager")
 class KVCacheManager(PluggableClass):
-    """Tables of blocks from one pool, and the beginnings of sequences that are found in it again.
+    """Tables of blocks from one pool, with reuse of beginnings of earlier sequences.
 
-    A full block is known by a hash of its tokens and of everything before them, chained from block
-    to block, of the request's salt, and of the ways in which its keys are rotated. It is SHA-256:
-    whoever could make two beginnings collide could read another tenant's.
+    The key of a full block is a hash of its tokens and of everything before: hashes are chained
+    from block to block, and begin with the request's salt and the rotations of the keys. The hash
+    is SHA-256: a person who makes two beginnings collide could read another tenant's cache.
 
     Args:
-        kinds: of the model's layers; each has a table, and blocks of its own in it.
-        num_blocks: blocks of the pool, which all kinds draw from.
+        kinds: of the model's layers; each has tables and blocks of its own.
+        num_blocks: blocks of the pool, for all kinds together.
         block_size: tokens in a block.
-        prefix_reuse: find blocks of earlier sequences that begin alike.
-        num_states: slots for states, one for each sequence that runs and the others for copies; 0
-            for models whose layers keep none.
-        opgraft_config: all settings, for subclasses; the built-in defaults if not given.
+        prefix_reuse: find blocks of earlier sequences with the same beginning.
+        num_states: slots for states, one for each running sequence and the rest for copies; 0 for
+            models without such layers.
+        opgraft_config: all settings, for subclasses; by default the built-in ones.
 
     Attributes:
-        states: the slots; ``None`` for such models.
+        states: the slots; ``None`` for models without such layers.
     """
 
     states: StateSlots | None
@@ -140,7 +150,7 @@ class KVCacheManager(PluggableClass):
         self._lack: _Lack | None = None
 
     def most_blocks(self, num_tokens: int, chunk: int) -> int:
-        """Return the most blocks that a sequence uses at once, if it is computed in steps of at most ``chunk``."""
+        """Return the most blocks of a sequence in use at once, in steps of ``chunk`` tokens."""
         return sum(kind.most_blocks(num_tokens, chunk, self.block_size) for kind in self.kinds)
 
     def blocks(self, request: Request) -> Blocks:
@@ -148,66 +158,68 @@ class KVCacheManager(PluggableClass):
         return tuple(tuple(table.blocks) for table in self._tables[request.request_id])
 
     def longest_prefix(self, request: Request) -> Prefix:
-        """Find the longest beginning of a sequence that is in the cache, short of its last token.
+        """Return the longest beginning of a sequence in the cache, without the last token.
 
-        Of a kind with a sliding window only the blocks in the window need to be there. Where layers
-        keep states, that of its end does.
+        The last token is computed in any case, for its logits. A kind with a sliding window needs
+        the blocks of the window only. Layers with states need the state at the end.
         """
         if not self.prefix_reuse:
             return self.no_prefix
-        if (
-            self.states
-            and request.num_preemptions
-            and (left := self._left(request, self.states)) is not None
-        ):
-            return left
+        if self.states and request.num_preemptions:
+            left = self._left(request, self.states)
+            if left is not None:
+                return left
         count = (request.num_tokens - 1) // self.block_size
         self._hash(request, count)
         hashes = request.block_hashes[:count]
-        found = [
-            self.pool.lookup((kind, digest) for digest in hashes) for kind in range(len(self.kinds))
-        ]
-        length, state = self._covered(found, count), None
-        while self.states and length and (state := self.states.find(hashes[length - 1])) is None:
+        found = self._found(hashes)
+        length = self._covered(found, count)
+        state = None
+        # Shorter and shorter, until blocks and state are both there.
+        while self.states and length:
+            state = self.states.find(hashes[length - 1])
+            if state is not None:
+                break
             length = self._covered(found, length - 1)
         return self._prefix(length * self.block_size, found, (), state)
 
     def leave(self, request: Request) -> None:
-        """Have a sequence that is preempted find all that it has computed when it comes back, if it is still there.
+        """Keep the state of a sequence before its preemption, and its last block.
 
-        At the end of a block that would be so without this. Its state, and what it has of a block
-        that is not full, are kept under the hash of all its tokens.
+        Their key is the hash of all computed tokens. So the sequence may go on at the same token.
         """
-        full, rest = divmod(request.num_computed, self.block_size)
         if not (self.states and self.prefix_reuse and request.num_computed):
             return
+        full, rest = divmod(request.num_computed, self.block_size)
         digest = self._digest(request, request.num_computed)
-        for kind, table in enumerate(self._tables[request.request_id] if rest else ()):
-            self.pool.keep(table.blocks[full], (kind, digest))
+        if rest:
+            for kind, table in enumerate(self._tables[request.request_id]):
+                self.pool.keep(table.blocks[full], (kind, digest))
         self.states.leave(request.request_id, digest)
 
     def _left(self, request: Request, states: StateSlots) -> Prefix | None:
-        """Find all but the last token of a sequence, as it has left them in the middle of a block."""
+        """Return all but the last token of a sequence, as ``leave`` has kept them."""
         full, rest = divmod(request.num_tokens - 1, self.block_size)
-        digest = self._digest(request, request.num_tokens - 1) if rest else b""
-        if not rest or (state := states.find(digest)) is None:
+        if not rest:
+            # At the end of a block, longest_prefix finds the blocks and the state.
             return None
-        kinds = range(len(self.kinds))
-        partial = [
-            block
-            for block in self.pool.lookup((kind, digest) for kind in kinds)
-            if block is not None
-        ]
-        found = [
-            self.pool.lookup((kind, each) for each in request.block_hashes[:full]) for kind in kinds
-        ]
-        if (
-            len(partial) < len(kinds)
-            or any(map(self.pool.references, partial))
-            or self._covered(found, full) < full
-        ):
+        digest = self._digest(request, request.num_tokens - 1)
+        state = states.find(digest)
+        if state is None:
+            return None
+        looked_up = self._found([digest])
+        partial = [block for [block] in looked_up if block is not None]
+        if len(partial) < len(self.kinds) or any(map(self.pool.references, partial)):
+            return None
+        found = self._found(request.block_hashes[:full])
+        if self._covered(found, full) < full:
             return None
         return self._prefix(request.num_tokens - 1, found, partial, state)
+
+    def _found(self, hashes: Sequence[bytes]) -> list[list[int | None]]:
+        """Return for each kind the blocks with these hashes, or ``None`` for each."""
+        kinds = range(len(self.kinds))
+        return [self.pool.lookup((kind, digest) for digest in hashes) for kind in kinds]
 
     def _prefix(
         self,
@@ -216,55 +228,65 @@ class KVCacheManager(PluggableClass):
         partial: Sequence[int],
         state: int | None,
     ) -> Prefix:
-        """Return the beginning of so many tokens with those of its blocks that are needed, all of which were found."""
+        """Return the beginning of ``num_tokens`` tokens, with the needed blocks of ``found``."""
         full = num_tokens // self.block_size
-        kept = [
-            blocks[first:full]
-            for blocks, first in zip(found, self._first_kept(num_tokens), strict=True)
-        ]
-        return Prefix(
-            num_tokens, [[b for b in blocks if b is not None] for blocks in kept], partial, state
-        )
+        kept = []
+        for blocks, first in zip(found, self._first_kept(num_tokens), strict=True):
+            kept.append([block for block in blocks[first:full] if block is not None])
+        return Prefix(num_tokens, kept, partial, state)
 
     def _covered(self, found: Sequence[Sequence[int | None]], length: int) -> int:
-        """Return the most blocks, at most ``length``, of which each kind has found those that are needed.
+        """Return the longest beginning, in blocks, for which every needed block was found.
 
-        Where one is missing, every length that needs it is out: the next to try ends before it.
+        Args:
+            found: for each kind, the block at each position, or ``None``.
+            length: blocks of the beginning, at most.
         """
-        while gaps := [
-            blocks.index(None, first, length)
-            for blocks, first in zip(found, self._first_kept(length * self.block_size), strict=True)
-            if None in blocks[first:length]
-        ]:
+        while True:
+            first_kept = self._first_kept(length * self.block_size)
+            gaps = []
+            for blocks, first in zip(found, first_kept, strict=True):
+                if None in blocks[first:length]:
+                    gaps.append(blocks.index(None, first, length))
+            if not gaps:
+                return length
+            # A longer beginning would need the missing block, too.
             length = min(gaps)
-        return length
 
     def _first_kept(self, num_tokens: int) -> list[int]:
         return [kind.first_kept(num_tokens, self.block_size) for kind in self.kinds]
 
     def common_prefix(self, request: Request, parent: Request) -> Prefix | None:
-        """Return the prompt short of its last token as the blocks of a ``parent`` that has computed the same prompt.
+        """Return a prompt without its last token, as blocks of a parent with the same prompt.
 
-        ``None`` where the parent holds a part of it no longer, as a window has slid or a state has
-        gone on.
+        ``None`` if the parent no longer holds a part of the prompt: a window has moved on, or a
+        state has changed.
         """
         if self.states:
             return None
-        full, rest = divmod(len(request.prompt) - 1, self.block_size)
+        num_tokens = len(request.prompt) - 1
+        full, rest = divmod(num_tokens, self.block_size)
         tables = self._tables[parent.request_id]
-        first = self._first_kept(len(request.prompt) - 1)
-        if any(table.dropped > block for table, block in zip(tables, first, strict=True)):
+        needed = list(zip(tables, self._first_kept(num_tokens), strict=True))
+        if any(table.dropped > first for table, first in needed):
             return None
-        blocks = [table.blocks[block:full] for table, block in zip(tables, first, strict=True)]
+        blocks = [table.blocks[first:full] for table, first in needed]
         partial = [table.blocks[full] for table in tables] if rest else []
-        return Prefix(len(request.prompt) - 1, blocks, partial)
+        return Prefix(num_tokens, blocks, partial)
 
     def num_held(self, request: Request) -> int:
-        """Return how many blocks a sequence uses, those that it shares included."""
+        """Return the number of blocks in use by a sequence, shared ones included."""
         return sum(len(table.blocks) - table.dropped for table in self._tables[request.request_id])
 
     def fits(self, request: Request, prefix: Prefix, chunk: int, reserve: int) -> bool:
-        """Tell whether the whole sequence so far fits after ``prefix``, and leaves ``reserve`` blocks free."""
+        """Return True if the whole sequence so far fits, and leaves ``reserve`` blocks free.
+
+        Args:
+            request: of the sequence.
+            prefix: beginning in the cache.
+            chunk: tokens of a step, at most.
+            reserve: blocks to leave free.
+        """
         in_use = sum(
             self.pool.references(block) > 0 for blocks in prefix.blocks for block in blocks
         )
@@ -272,39 +294,39 @@ class KVCacheManager(PluggableClass):
         if needed + reserve <= self.pool.num_free:
             return True
         full = prefix.num_tokens // self.block_size
-        longer = [
-            (kind, each)
-            for each in request.block_hashes[full : full + 1]
-            for kind in range(len(self.kinds))
-        ]
-        absent = [key for key in longer if not self.pool.holds(key)]
+        absent = []
+        for digest in request.block_hashes[full : full + 1]:
+            keys = [(kind, digest) for kind in range(len(self.kinds))]
+            absent += [key for key in keys if not self.pool.holds(key)]
         self._lack = _Lack(request, needed, self.pool.revived, absent)
         return False
 
     def still_lacks(self, request: Request, reserve: int) -> bool:
-        """Tell, in the same time for any length, that a waiting sequence which did not fit does not fit yet.
+        """Return True if a waiting sequence that did not fit surely does not fit yet.
 
-        Where this is not certain, the answer is no, and ``fits`` has the right one.
+        This takes the same time for any length. If the answer is False, ask ``fits``.
         """
         lack = self._lack
         if lack is None or lack.request is not request:
             return False
         least = lack.needed - (self.pool.revived - lack.revived)
-        return least + reserve > self.pool.num_free and not any(map(self.pool.holds, lack.absent))
+        if least + reserve <= self.pool.num_free:
+            return False
+        return not any(map(self.pool.holds, lack.absent))
 
     def open(self, request: Request, prefix: Prefix) -> tuple[tuple[int, int], ...]:
-        """Give a sequence its tables, which begin with ``prefix``, and return the copies to make of partial blocks."""
+        """Give a sequence tables that begin with ``prefix``. Return the blocks to copy, as pairs."""
         self._lack = None
         if self.states:
             self.states.open(request.request_id, prefix.state)
         for blocks in prefix.blocks:
             self.pool.share(blocks)
+        # A sequence that comes back takes its own partial blocks; others copy them.
         adopted = prefix.state is not None
-        own = (
-            list(map(self.pool.adopt, prefix.partial))
-            if adopted
-            else self.pool.allocate(len(prefix.partial))
-        )
+        if adopted:
+            own = [self.pool.adopt(block) for block in prefix.partial]
+        else:
+            own = self.pool.allocate(len(prefix.partial))
         full = prefix.num_tokens // self.block_size
         tables = [_Table(full - len(blocks), blocks) for blocks in prefix.blocks]
         for table, block in zip(tables, own, strict=False):
@@ -313,14 +335,16 @@ class KVCacheManager(PluggableClass):
         return () if adopted else tuple(zip(prefix.partial, own, strict=True))
 
     def extend(self, request: Request, count: int) -> Blocks | None:
-        """Append blocks for the next ``count`` tokens, and return them; ``None``, and nothing, where too few are free.
+        """Append blocks for the next ``count`` tokens, and return them.
 
-        Blocks that slid out of a window are given back before.
+        Blocks before a window are given back first. If too few blocks are free, nothing is
+        appended, and ``None`` is returned.
         """
         tables = self._tables[request.request_id]
         if not tables:
             return self.no_blocks
-        missing = -(-(request.num_computed + count) // self.block_size) - len(tables[0].blocks)
+        needed = -(-(request.num_computed + count) // self.block_size)
+        missing = needed - len(tables[0].blocks)
         if missing <= 0:
             return self.no_blocks
         self._drop(tables, request.num_computed)
@@ -332,6 +356,7 @@ class KVCacheManager(PluggableClass):
         return new
 
     def _drop(self, tables: Sequence[_Table], num_computed: int) -> None:
+        """Give back the blocks before a window."""
         for kind, table in zip(self.kinds, tables, strict=True):
             first = kind.first_kept(num_computed, self.block_size)
             if first > table.dropped:
@@ -339,7 +364,7 @@ class KVCacheManager(PluggableClass):
                 table.dropped = first
 
     def computed(self, request: Request, start: int) -> None:
-        """Have the blocks found that became full when the tokens from ``start`` to ``num_computed`` were computed."""
+        """Note the keys of the blocks that became full with the tokens from ``start`` on."""
         first, last = start // self.block_size, request.num_computed // self.block_size
         if first == last or not self.prefix_reuse:
             return
@@ -347,69 +372,68 @@ class KVCacheManager(PluggableClass):
         for kind, table in enumerate(self._tables[request.request_id]):
             for index in range(first, last):
                 self.pool.keep(table.blocks[index], (kind, request.block_hashes[index]))
-        if (
-            self.states
-            and start < len(request.prompt)
-            and not request.num_computed % self.block_size
-        ):
+        at_end_of_block = not request.num_computed % self.block_size
+        if self.states and start < len(request.prompt) and at_end_of_block:
             self.states.keep(request.request_id, request.block_hashes[last - 1])
 
     def chunk(self, request: Request, start: int, count: int) -> int:
-        """Return how many of the next ``count`` tokens are to be computed before a state is copied, at least one.
+        """Return the number of next tokens to compute before a state is copied, at most ``count``.
 
-        Of a prompt that is the end of the last full block among them, short of the last token.
+        At least one. A prompt is computed up to the end of its last full block first, short of the
+        last token.
         """
         if not (self.states and self.prefix_reuse and start < len(request.prompt)):
             return count
-        end = min(start + count, request.num_tokens - 1) // self.block_size * self.block_size
-        return end - start if end > start else count
+        last = min(start + count, request.num_tokens - 1)
+        end_of_block = last // self.block_size * self.block_size
+        return end_of_block - start if end_of_block > start else count
 
     def discard(self, request: Request) -> None:
-        """Have nothing of a sequence found any more that failed by what it computed: NaN is in its blocks, perhaps."""
-        self.pool.discard(
-            (kind, digest) for kind in range(len(self.kinds)) for digest in request.block_hashes
-        )
+        """Forget the contents of a failed sequence: its blocks may hold NaN."""
+        kinds = range(len(self.kinds))
+        self.pool.discard((kind, digest) for kind in kinds for digest in request.block_hashes)
         if self.states:
             self.states.pool.discard(request.block_hashes)
 
     def close(self, request: Request) -> None:
-        """Give the blocks of a sequence back; they keep their contents until they are needed."""
+        """Give the blocks of a sequence back. The contents stay until others need the blocks."""
         for table in self._tables.pop(request.request_id):
             self.pool.free(table.held())
         if self.states:
             self.states.close(request.request_id)
 
     def _digest(self, request: Request, count: int) -> bytes:
-        """Return the hash of a request's first ``count`` tokens; of full blocks, that of the last."""
+        """Return the hash of the first ``count`` tokens; at an end of a block, the block's hash."""
         full, rest = divmod(count, self.block_size)
         self._hash(request, full)
         before = request.block_hashes[full - 1] if full else _root(request)
+        if not rest:
+            return before
         tokens = array("q", request.tokens(full * self.block_size, count))
-        return sha256(b"part" + before + tokens.tobytes()).digest() if rest else before
+        return sha256(b"part" + before + tokens.tobytes()).digest()
 
     def _hash(self, request: Request, count: int) -> None:
-        """Have the hashes of a request's first ``count`` blocks, all full; those that are known stay."""
+        """Compute the missing hashes of a request's first ``count`` blocks, all full."""
         hashes = request.block_hashes
         for index in range(len(hashes), count):
             before = hashes[-1] if hashes else _root(request)
-            tokens = array(
-                "q", request.tokens(index * self.block_size, (index + 1) * self.block_size)
-            )
+            first = index * self.block_size
+            tokens = array("q", request.tokens(first, first + self.block_size))
             hashes.append(sha256(b"block" + before + tokens.tobytes()).digest())
 
 
 def _root(request: Request) -> bytes:
-    """Return what the first block's hash begins with, as long as a hash.
+    """Return the 32 bytes before the first block, made of the salt and the rotations.
 
-    Hashes of salts, rotations and blocks begin differently, so that no salt that somebody makes up
-    is a block's.
+    Hashes of salts, rotations and blocks begin with different words. So nobody can make up a salt
+    with the hash of a block.
     """
     salt = request.cache_salt
-    root = bytes(sha256().digest_size)
-    if salt is not None:
+    if salt is None:
+        root = bytes(sha256().digest_size)
+    else:
         root = sha256(b"salt" + salt.encode("utf-8", "surrogatepass")).digest()
-    return (
-        sha256(b"rotation" + root + array("q", request.rotation).tobytes()).digest()
-        if any(request.rotation)
-        else root
-    )
+    if not any(request.rotation):
+        return root
+    rotation = array("q", request.rotation).tobytes()
+    return sha256(b"rotation" + root + rotation).digest()

@@ -1,8 +1,11 @@
-"""The choice of what the next step computes: continuous batching without phases.
+"""The choice of the next step: continuous batching without phases.
 
-A request's computed tokens catch up with its tokens. A prompt, a chunk of it, a decode and a
-sequence that starts anew after it gave its blocks away differ in nothing but the number of tokens
-that are missing.
+A request has tokens and computed tokens, and each step computes some of the missing ones. There is
+one rule for a prompt, a chunk of a prompt, a decode, and a sequence that starts anew after its
+blocks went to others: compute the tokens that are missing, as far as the step has room.
+
+``schedule`` makes a step of running requests first, usually one token each, and of waiting requests
+with the rest of the budget. The workers compute the step, and ``update`` takes their tokens.
 """
 
 from __future__ import annotations
@@ -30,26 +33,27 @@ _rank = attrgetter("rank")
 
 @PluggableClass.register("scheduler")
 class Scheduler(PluggableClass):
-    """Requests that run and requests that wait, each in order, and the step that comes next.
+    """Running and waiting requests, each list in order, and the choice of the next step.
 
-    The order is that of arrival; under the policy "priority" that of priorities, and of arrival
-    among equals. It holds for who is scheduled first, who is admitted next and, from its end, who
-    gives its blocks to others. So whoever is first gets on, and among equals nobody starves. Those
-    of a worse priority give place and blocks to a better one that waits, if it can be admitted by
-    that.
+    The order is the order of arrival. Under the policy "priority", priorities come first, and
+    arrival decides among equals. The first request in the order is scheduled and admitted first.
+    The last one gives its blocks to others. So the first request always gets on, and among equals
+    no request starves. A waiting request takes places and blocks from running requests of a worse
+    priority, if it can then be admitted.
 
     Args:
-        opgraft_config: all settings. Those of ``scheduler`` are the limits of a step, and the policy.
-        cache: the tables of blocks, which nobody else changes.
+        opgraft_config: all settings. Those of ``scheduler`` are the limits of a step, and the
+            policy.
+        cache: the tables of blocks; only the scheduler changes them.
         max_model_len: tokens of prompt and output together, at most.
-        fits: the model's ropes that depend on the length of the context. They rotate tokens for the
-            length of their own sequence: those of a prompt for that of the prompt, later ones for
-            the length that the sequence has with them. A sequence that comes to where all its keys
-            should have been rotated in another way is computed anew.
-        depth: steps that are computed at the same time, one behind the other, as by the stages of a
-            pipeline. Each has its part of the requests, and no request is in two. A step reads what
-            those before it have written, so blocks that are given away while one is computed may be
-            in the next.
+        fits: ropes of the model that depend on the length of the context. They rotate the tokens of
+            a prompt for the length of the prompt, and each later token for the length of the
+            sequence with this token. A sequence is computed anew once its length requires another
+            rotation of all keys.
+        depth: number of steps under way at the same time, one behind the other, as in the stages of
+            a pipeline. Each step has a part of the requests, and no request is in two steps. The
+            workers compute the steps in order, so a block that is given away may be in the next
+            step.
     """
 
     def __init__(
@@ -76,33 +80,31 @@ class Scheduler(PluggableClass):
 
     @property
     def has_work(self) -> bool:
-        """Tell whether a request runs or waits."""
+        """Return True while a request runs or waits."""
         return bool(self._requests)
 
     @property
     def requests(self) -> Sequence[Request]:
-        """Return those that run or wait, in the order in which they were added."""
+        """Return the running and waiting requests, in the order of their addition."""
         return list(self._requests.values())
 
     @property
     def num_waiting(self) -> int:
-        """Return how many wait, those included that wait for the prompt that they share."""
+        """Return the number of waiting requests, parked ones included."""
         return len(self._requests) - len(self.running)
 
     def add(self, request: Request) -> None:
-        """Have a request wait for its turn.
+        """Add a request to the waiting ones.
 
         Raises:
-            RequestError: its id is in use, or it could never be served: prompt, cache and limits do
-                not fit.
+            RequestError: the id is in use, or the request could never be served: prompt, cache and
+                limits do not fit.
         """
         expect_servable(request, self._requests, self.config, self.cache, self.max_model_len)
         if request.arrival < 0:
             request.arrival = next(self._arrivals)
-        request.rank = (
-            request.priority if self.config.policy == "priority" else 0,
-            request.arrival,
-        )
+        priority = request.priority if self.config.policy == "priority" else 0
+        request.rank = (priority, request.arrival)
         request.rotation = self._rotation(request)
         self._requests[request.request_id] = request
         insort(self.waiting, request, key=_rank)
@@ -116,63 +118,60 @@ class Scheduler(PluggableClass):
         request = self._requests.get(request_id)
         if request is None:
             raise RequestError(
-                f"request {request_id!r} cannot be aborted, as none of that id runs or waits: it has finished, or was "
-                "never added; see that the id is the one that it was added by"
+                f"request {request_id!r} cannot be aborted, as none of that id runs or waits: it "
+                "has finished, or was never added; see that the id is the one that it was added by"
             )
         request.finish_reason = reason
         self._finish(request)
         return request
 
     def withdraw(self, requests: Iterable[Request]) -> None:
-        """Forget requests that were added since the last step, as if they had not been."""
+        """Forget requests that were added since the last step, without a count."""
         for request in requests:
             if self._requests.get(request.request_id) is request:
                 del self._requests[request.request_id]
-        self.waiting = [
-            each for each in self.waiting if self._requests.get(each.request_id) is each
-        ]
+        known = self._requests
+        self.waiting = [each for each in self.waiting if known.get(each.request_id) is each]
 
     def schedule(self) -> Step | None:
-        """Choose the tokens of the next step: of those that run, then of those that wait.
+        """Choose the tokens of the next step: of running requests, then of waiting ones.
 
-        ``None`` where others are being computed, and there is none for a further step.
+        Returns:
+            The step. ``None`` if other steps are under way, and no request is left for another one.
         """
         draft = Draft(self.config.max_num_batched_tokens, self._part_of(len(self.running)))
         if self.fits:
-            for request in [
-                each for each in self.running if not each.computing and self._is_outgrown(each)
-            ]:
-                self._rotate_anew(request)
-        made_way = self._make_way(draft)
+            self._rotate_outgrown()
+        preempted = self._make_way(draft)
         if self._schedule_running(draft):
             most = self._part_of(len(self._requests)) - len(draft.batch)
-            self._admit(draft, min(most, 1) if made_way else most)
+            # After a preemption, only the request that it was for is admitted.
+            self._admit(draft, min(most, 1) if preempted else most)
         if self.steps and not draft.batch:
             return None
+        taken = self.config.max_num_batched_tokens - draft.budget
         self.counters.prompt_tokens += draft.prompt_tokens
-        self.counters.decode_tokens += (
-            self.config.max_num_batched_tokens - draft.budget - draft.prompt_tokens
-        )
+        self.counters.decode_tokens += taken - draft.prompt_tokens
         moves = self.cache.states.take_moves() if self.cache.states else ()
         return self.steps.make(draft, moves)
 
     def update(
         self, step: Step, tokens: Mapping[str, int], failed: Collection[str] = ()
     ) -> list[Request]:
-        """Take the tokens that a step has sampled, the first of those that are computed; return who finishes by them.
+        """Append the sampled tokens of a step to their requests. Return the finished requests.
 
         Args:
-            step: that was computed.
+            step: the oldest step under way.
             tokens: by request.
-            failed: requests that end by an error of their own, and have no token.
+            failed: requests that end with an error of their own, and have no token.
 
         Raises:
-            RequestError: a sequence that samples, and has not left, has no token. ``recover`` is
-                due then.
+            RequestError: a sampling sequence has no token, and has not left. Call ``recover`` then.
         """
         draft = self.steps.take_first()
         finished = []
         for request, scheduled in zip(draft.batch, step.sequences, strict=True):
+            # Aborted or preempted while the step was computed.
             if request is None:
                 continue
             request.computing = None
@@ -185,39 +184,50 @@ class Scheduler(PluggableClass):
             self.cache.computed(request, scheduled.start)
             if self._parked and request.num_computed >= len(request.prompt):
                 self._release(request)
-            if scheduled.samples:
-                if (token := tokens.get(request.request_id)) is None:
-                    raise no_token(request)
-                if request.append(token, self.max_model_len):
-                    self._finish(request)
-                    finished.append(request)
+            if not scheduled.samples:
+                continue
+            token = tokens.get(request.request_id)
+            if token is None:
+                raise no_token(request)
+            if request.append(token, self.max_model_len):
+                self._finish(request)
+                finished.append(request)
         return finished
 
     def undo(self, step: Step | None = None) -> list[Request]:
-        """Have all steps that are computed forgotten, as one was not computed to its end: that given, or the first.
+        """Take all steps under way back, after the computation of one of them failed.
 
-        Returns its requests. Those of all steps wait and are computed anew, unless they are aborted
-        now. What the steps were to remove is removed by the next one, together with what they were
-        to compute.
+        The requests of all steps wait again, unless they are aborted now. The next step removes
+        the sequences of these steps from the runner.
+
+        Args:
+            step: the failed one; by default, the oldest.
+
+        Returns:
+            The requests of the failed step.
         """
-        draft = self.steps.of(step) if step or not self.steps else self.steps.first
+        if step is None and self.steps:
+            draft: Draft | None = self.steps.first
+        else:
+            draft = self.steps.of(step)
         failed = draft.requests() if draft else []
         self.steps.forget()
-        for request in [each for each in self.running if each.computing]:
+        computing = [each for each in self.running if each.computing]
+        for request in computing:
             self._requeue(request)
         if self.cache.states:
             self.cache.states.forget()
         return failed
 
     def recover(self, step: Step | None) -> list[Request]:
-        """Have all requests wait, to be computed anew, after something was raised while queues or tables changed.
+        """Let all requests wait and start anew, after an error while queues or tables changed.
 
-        Nothing is presumed of these, so all that the cache holds is given up, and all steps that
-        are computed.
+        Nothing in queues and tables can be trusted then. So the cache loses all contents, and all
+        steps under way are dropped.
 
         Args:
-            step: the one that was updated last, or is to be, if nobody has been told of its tokens:
-                they are dropped, and who ended by them goes on. ``None`` where there is none.
+            step: the step of the update that failed, or ``None``. Nobody has received its tokens.
+                So the tokens are dropped, and requests go on that had ended.
 
         Returns:
             The requests of the step.
@@ -231,7 +241,8 @@ class Scheduler(PluggableClass):
         self.steps.forget()
         self.steps.removed += self._requests
         self.cache.clear()
-        self.running, self._parked = [], {}
+        self.running = []
+        self._parked = {}
         for request in self._requests.values():
             request.start_anew()
             request.rotation = self._rotation(request)
@@ -239,27 +250,29 @@ class Scheduler(PluggableClass):
         return batch
 
     def _part_of(self, number: int) -> int:
-        """Return how many of so many requests a step may have, so that each of ``depth`` steps has its part."""
+        """Return the most requests of a step, if ``number`` requests share ``depth`` steps."""
         most = min(number, self.config.max_num_seqs)
-        return most if self.depth == 1 else -(-most // self.depth)
+        if self.depth == 1:
+            return most
+        return -(-most // self.depth)
 
     def _schedule_running(self, draft: Draft) -> bool:
-        """Schedule those that run, and tell whether there were blocks for all of them.
+        """Add running requests to a step, and return True if there were blocks for all of them.
 
-        Where there are none, the last one gives its own up. If it is the last itself, it keeps them
-        and waits.
+        If blocks run out, the last running request gives up its own. If this is the request that
+        needs blocks, it keeps its own and waits.
         """
         had_blocks = True
-        for request in self.running:  # which gets shorter at its end only
+        # Preemption shortens the list at its end only, so the loop stays valid.
+        for request in self.running:
             if self.depth > 1 and (request.computing or len(draft.batch) == draft.places):
                 continue
             budget = draft.budget_of(request) if draft.kept else draft.budget
             missing = request.num_tokens - request.num_computed
-            count = (
-                1
-                if missing == 1 and budget
-                else self._count(request, request.num_computed, missing, budget)
-            )
+            # A decode, by far the most frequent case, needs no look at chunks.
+            count = 1
+            if missing != 1 or not budget:
+                count = self._count(request, request.num_computed, missing, budget)
             if not count:
                 continue
             while (new_blocks := self.cache.extend(request, count)) is None:
@@ -271,30 +284,40 @@ class Scheduler(PluggableClass):
         return had_blocks
 
     def _make_way(self, draft: Draft) -> bool:
-        """Have those of a worse priority give place, blocks and tokens of the step to the first that waits.
+        """Preempt requests of a worse priority than the first waiting one, and return True if any.
 
-        They give them up only where it can be admitted by that. Tells whether any was preempted.
+        Places, blocks and tokens of this step become free. Nothing happens if the waiting
+        request cannot be admitted even so.
         """
         first = self._first_waiting()
         if first is None:
             return False
-        worse = self.running[bisect_right(self.running, (first.rank[0], inf), key=_rank) :]
+        priority = first.rank[0]
+        worse = self.running[bisect_right(self.running, (priority, inf), key=_rank) :]
         if not worse or self._prefix_if_room(first, worse) is None:
             return False
         before = len(self.running)
-        while (prefix := self._prefix_if_room(first)) is None and worse:
+        prefix = self._prefix_if_room(first)
+        while prefix is None and worse:
             self._preempt(worse.pop())
+            prefix = self._prefix_if_room(first)
         if prefix is not None and self.config.chunked_prefill:
-            draft.kept, draft.kept_for = (
-                min(first.num_tokens - prefix.num_tokens, draft.budget),
-                first.rank[0],
-            )
+            draft.kept = min(first.num_tokens - prefix.num_tokens, draft.budget)
+            draft.kept_for = priority
         return len(self.running) < before
 
     def _admit(self, draft: Draft, most: int) -> None:
-        """Admit at most so many of those that wait, in order, until one does not fit: then those behind it wait too."""
-        while draft.budget and most and (request := self._first_waiting()) is not None:
-            if (prefix := self._prefix_if_room(request)) is None:
+        """Admit waiting requests in order, at most ``most``, until the first misfit.
+
+        Requests behind this one wait too, even if they would fit. Otherwise a long prompt might
+        wait for ever.
+        """
+        while draft.budget and most:
+            request = self._first_waiting()
+            if request is None:
+                return
+            prefix = self._prefix_if_room(request)
+            if prefix is None:
                 return
             missing = request.num_tokens - prefix.num_tokens
             count = self._count(request, prefix.num_tokens, missing, draft.budget)
@@ -304,40 +327,46 @@ class Scheduler(PluggableClass):
             most -= 1
 
     def _first_waiting(self) -> Request | None:
-        """Return the first that may be admitted; put aside those before it whose shared prompt is being computed."""
+        """Return the first request that may be admitted.
+
+        Requests before it wait for a running request to compute a prompt that they share. They are
+        parked until then.
+        """
         while self.waiting and self._awaits_parent(self.waiting[0]):
             request = self.waiting.pop(0)
             self._parked.setdefault(request.parent, []).append(request)
         return self.waiting[0] if self.waiting else None
 
     def _prefix_if_room(self, request: Request, without: Sequence[Request] = ()) -> Prefix | None:
-        """Return what need not be computed of a request; ``None`` where it cannot be admitted.
+        """Return the computed beginning of a waiting request; ``None`` if there is no room for it.
 
         Args:
-            request: the first that waits.
-            without: requests that run and would give their places and blocks to it.
+            request: the first waiting one.
+            without: running requests that would give up their places and blocks.
         """
         if len(self.running) - len(without) >= self.config.max_num_seqs:
             return None
-        if self.cache.states and not self.cache.states.num_free + len(without):
+        states = self.cache.states
+        if states and not states.num_free + len(without):
             return None
-        reserve = self._reserve() - sum(
-            self.cache.num_held(each) + len(self.cache.kinds) for each in without
-        )
+        kinds = len(self.cache.kinds)
+        given_up = sum(self.cache.num_held(each) + kinds for each in without)
+        reserve = self._reserve() - given_up
         if self.cache.still_lacks(request, reserve):
             return None
         prefix = self._prefix(request)
-        return (
-            prefix
-            if self.cache.fits(request, prefix, self.config.max_num_batched_tokens, reserve)
-            else None
-        )
+        if not self.cache.fits(request, prefix, self.config.max_num_batched_tokens, reserve):
+            return None
+        return prefix
 
     def _start(self, request: Request, prefix: Prefix, count: int, draft: Draft) -> None:
+        """Move a request from the waiting to the running ones, and add it to a step."""
         _take_out(self.waiting, request)
         insort(self.running, request, key=_rank)
-        request.status, request.num_admitted = "running", request.num_tokens
-        request.num_computed = request.num_cached = prefix.num_tokens
+        request.status = "running"
+        request.num_admitted = request.num_tokens
+        request.num_computed = prefix.num_tokens
+        request.num_cached = prefix.num_tokens
         request.admitted = request.admitted or monotonic()
         self.counters.prefix_queries += request.num_tokens
         self.counters.prefix_hits += prefix.num_tokens
@@ -347,46 +376,57 @@ class Scheduler(PluggableClass):
         draft.admit(request, count, self.cache.blocks(request), state)
 
     def _count(self, request: Request, start: int, missing: int, budget: int) -> int:
-        """Return how many of the tokens that are missing from ``start`` on a step takes that has ``budget`` left.
+        """Return the number of missing tokens that a step computes.
 
-        Without chunks it takes all or none. A sequence that outgrew a whole step before it was
-        preempted needs several.
+        Args:
+            request: of the tokens.
+            start: position of the first missing token.
+            missing: number of missing tokens.
+            budget: tokens left in the step.
         """
-        if self.config.chunked_prefill or missing > budget == self.config.max_num_batched_tokens:
-            return self.cache.chunk(request, start, min(missing, budget)) if budget else 0
-        return missing if missing <= budget else 0
+        # Without chunks, a step takes all or none. But a sequence that outgrew a whole step before
+        # its preemption needs several steps.
+        needs_chunks = missing > budget == self.config.max_num_batched_tokens
+        if not self.config.chunked_prefill and not needs_chunks:
+            return missing if missing <= budget else 0
+        if not budget:
+            return 0
+        return self.cache.chunk(request, start, min(missing, budget))
 
     def _reserve(self) -> int:
-        """Return the blocks that stay free when a request is admitted: as many as those that run will ask for next.
+        """Return the blocks to leave free when a request is admitted: the next of running requests.
 
-        Without them the newcomer would soon give its blocks back, and be computed anew.
+        Without this reserve, a new request would soon give its blocks back and start anew.
         """
         return len(self.running) * len(self.cache.kinds)
 
     def _awaits_parent(self, request: Request) -> bool:
+        """Return True while a running request computes the shared prompt of a waiting one."""
         parent = self._requests.get(request.parent) if request.parent else None
-        return (
-            parent is not None
-            and parent.status == "running"
-            and parent.num_computed < len(parent.prompt)
-        )
+        if parent is None or parent.status != "running":
+            return False
+        return parent.num_computed < len(parent.prompt)
 
     def _prefix(self, request: Request) -> Prefix:
-        """Return what need not be computed of a request: the parent's prompt, or what else the cache has."""
-        if request.params.prompt_logprobs is not None:  # the logits of every position are asked for
+        """Return the computed beginning of a request: the parent's prompt, or one in the cache."""
+        # These need the logits of every position of the prompt.
+        if request.params.prompt_logprobs is not None:
             return self.cache.no_prefix
         parent = self._requests.get(request.parent) if request.parent else None
-        shared = None
-        if parent is not None and parent.status == "running" and not request.output:
-            # an id may have been given anew, to another prompt
-            same = (parent.rotation, parent.cache_salt) == (request.rotation, request.cache_salt)
-            same = (
-                same
-                and parent.num_computed >= len(parent.prompt)
-                and parent.prompt == request.prompt
-            )
-            shared = self.cache.common_prefix(request, parent) if same else None
-        return shared or self.cache.longest_prefix(request)
+        if parent is not None and _shares_prompt(request, parent):
+            shared = self.cache.common_prefix(request, parent)
+            if shared:
+                return shared
+        return self.cache.longest_prefix(request)
+
+    def _rotate_outgrown(self) -> None:
+        """Start the running sequences anew that have outgrown the rotation of their keys."""
+        outgrown = [each for each in self.running if not each.computing and self._is_outgrown(each)]
+        for request in outgrown:
+            request.context = request.num_tokens
+            request.rotation = self._rotation(request)
+            request.block_hashes = []
+            self._requeue(request)
 
     def _is_outgrown(self, request: Request) -> bool:
         return any(fit.outgrown(request.context, request.num_tokens) for fit in self.fits)
@@ -394,15 +434,9 @@ class Scheduler(PluggableClass):
     def _rotation(self, request: Request) -> tuple[int, ...]:
         return tuple(fit.way(request.context) for fit in self.fits)
 
-    def _rotate_anew(self, request: Request) -> None:
-        """Have all tokens of a sequence computed for the length that it has now."""
-        request.context = request.num_tokens
-        request.rotation = self._rotation(request)
-        request.block_hashes = []
-        self._requeue(request)
-
     def _preempt(self, request: Request) -> None:
-        if request.computing is None:  # else its state may have gone on
+        # A step under way may have changed the state already.
+        if request.computing is None:
             self.cache.leave(request)
         self._requeue(request)
         request.num_preemptions += 1
@@ -415,9 +449,10 @@ class Scheduler(PluggableClass):
         insort(self.waiting, request, key=_rank)
 
     def _finish(self, request: Request) -> None:
+        parked = self._parked.get(request.parent, [])
         if request.status == "running":
             self._stop(request)
-        elif request in (parked := self._parked.get(request.parent, [])):
+        elif request in parked:
             parked.remove(request)
         else:
             _take_out(self.waiting, request)
@@ -426,6 +461,7 @@ class Scheduler(PluggableClass):
         del self._requests[request.request_id]
 
     def _stop(self, request: Request) -> None:
+        """Take a request off the running ones, and give its blocks back."""
         if request.computing is not None:
             request.computing.leave(request)
         self._release(request)
@@ -434,9 +470,20 @@ class Scheduler(PluggableClass):
         self.steps.removed.append(request.request_id)
 
     def _release(self, parent: Request) -> None:
-        """Have those wait in the queue that were put aside until the prompt of ``parent`` is computed."""
+        """Put the requests parked for the prompt of ``parent`` back among the waiting ones."""
         for request in self._parked.pop(parent.request_id, ()):
             insort(self.waiting, request, key=_rank)
+
+
+def _shares_prompt(request: Request, parent: Request) -> bool:
+    """Return True if a request may start with the blocks of its parent's prompt."""
+    if parent.status != "running" or request.output:
+        return False
+    # The parent may have ended, and its id may name a request with another prompt now.
+    if (parent.rotation, parent.cache_salt) != (request.rotation, request.cache_salt):
+        return False
+    is_computed = parent.num_computed >= len(parent.prompt)
+    return is_computed and parent.prompt == request.prompt
 
 
 def _take_out(queue: list[Request], request: Request) -> None:

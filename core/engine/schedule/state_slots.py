@@ -1,4 +1,4 @@
-"""The slots for states of sequences, which layers keep that have no key and value for each token."""
+"""Slots for the states of sequences, of layers without a key and value for each token."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from opgraft.engine.step import StateMove
 
 
 class StateSlots:
-    """Slots by number: one for each sequence that runs, and copies of what some of them had once.
+    """Slots by number: one for each running sequence, and copies of earlier states.
 
-    A state cannot be cut off where another sequence goes its own way. So it is copied where one
-    may: at the ends of blocks, under the keys of these. A sequence that is preempted leaves its own
-    behind. Copies make room for sequences, the one first that was not used for longest.
+    A state cannot be cut off at the token after which another sequence differs. So a state is
+    copied at ends of blocks, under the key of the block: other sequences go on from there. A
+    preempted sequence leaves its own state behind. Sequences take the slots of copies, the longest
+    unused copy first.
 
-    Nothing here touches a tensor. What is to happen to them is noted in ``moves``, in order, for
-    the next step: so a slot may be given away before what it held has been copied.
+    Nothing here touches a tensor. ``moves`` lists the copies for the next step in order, so a slot
+    may be given away before its content has been copied.
 
     Args:
-        count: of all slots.
+        count: number of slots.
 
     Attributes:
         moves: for the next step.
@@ -32,7 +33,7 @@ class StateSlots:
 
     @property
     def num_free(self) -> int:
-        """Return the number of sequences that may run besides."""
+        """Return the number of further sequences that may run."""
         return self.pool.num_free
 
     def slot(self, request_id: str) -> int:
@@ -40,16 +41,17 @@ class StateSlots:
         return self._slots[request_id]
 
     def find(self, key: Hashable) -> int | None:
-        """Return the slot that has the state of a key."""
+        """Return the slot with the state of a key."""
         return self.pool.lookup([key])[0]
 
     def open(self, request_id: str, kept: int | None) -> None:
-        """Give a sequence a slot with a copy of the state that another slot has, or with zeros.
+        """Give a sequence a slot with a copy of the slot ``kept``, or with zeros for ``None``.
 
         Raises:
-            RequestError: none is free.
+            RequestError: no slot is free.
         """
-        if kept is not None:  # the last to be taken
+        if kept is not None:
+            # Used and freed anew, the slot is the last one that the pool gives away.
             self.pool.share([kept])
             self.pool.free([kept])
         [slot] = self.pool.allocate(1)
@@ -58,7 +60,7 @@ class StateSlots:
             self.moves.append((kept, slot))
 
     def keep(self, request_id: str, key: Hashable) -> None:
-        """Copy the state that a sequence has now, unless it is known or there is no room."""
+        """Copy the present state of a sequence, unless the key is known or no slot is free."""
         if self.pool.holds(key) or not self.pool.num_free:
             return
         [copy] = self.pool.allocate(1)
@@ -67,7 +69,7 @@ class StateSlots:
         self.pool.free([copy])
 
     def leave(self, request_id: str, key: Hashable) -> None:
-        """Have the state that a sequence has now found in its own slot, which is to be closed."""
+        """Note the key of the present state of a sequence. The caller closes the slot next."""
         self.pool.keep(self._slots[request_id], key)
 
     def close(self, request_id: str) -> None:
@@ -75,11 +77,12 @@ class StateSlots:
         self.pool.free([self._slots.pop(request_id)])
 
     def forget(self) -> None:
-        """Forget all copies and moves: a step that was to make some was not computed to its end."""
+        """Forget all copies and moves. A failed step may not have made its copies."""
         self.pool.forget()
         self.moves = []
 
     def take_moves(self) -> tuple[StateMove, ...]:
-        """Return the moves, which the next step makes."""
-        moves, self.moves = tuple(self.moves), []
+        """Return the moves for the next step, and forget them."""
+        moves = tuple(self.moves)
+        self.moves = []
         return moves
