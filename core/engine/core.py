@@ -2,8 +2,8 @@
 
 One step has three parts, in ``EngineCore.step``:
 
-1. Schedule. ``Scheduler.schedule`` chooses the tokens to compute, gives their sequences blocks of the
-   cache, and returns a ``Step``: plain data without tensors. The executor sends the step to the
+1. Schedule. ``Scheduler.schedule`` chooses the tokens to compute, gives their sequences blocks of
+   the cache, and returns a ``Step``: plain data without tensors. The executor sends the step to the
    workers.
 2. Run. The ``ModelRunner`` of each worker makes tensors of the step, calls the model and samples.
    The executor returns a ``StepResult``: a token for each sequence that samples.
@@ -214,7 +214,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Return True while a request runs or waits, or workers compute a step of ended requests."""
+        """Return True while a request runs or waits, or workers compute a step without requests."""
         return self.scheduler.has_work or len(self.scheduler.steps) > 0
 
     def add(self, requests: Iterable[Request]) -> None:

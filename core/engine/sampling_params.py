@@ -214,8 +214,8 @@ class SamplingParams:
                 raise _refused(str(error), "structured_output") from error
         if self.min_tokens > self.most_tokens:
             raise _refused(
-                f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}, and no output has "
-                "more tokens than it may have: lower the one or raise the other",
+                f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}, and no output "
+                "has more tokens than it may have: lower the one or raise the other",
                 "min_tokens",
             )
         if self.n > 1 and self.greedy:

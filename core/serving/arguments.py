@@ -1,4 +1,4 @@
-"""Arguments of ``LLM``, for one prompt or for several, as a list with an entry for each."""
+"""Arguments of ``LLM`` as lists, for one prompt or several."""
 
 from __future__ import annotations
 
@@ -14,45 +14,51 @@ _MESSAGE = "{'role': 'user', 'content': '...'}"
 
 
 def listed_prompts(given: Any, what: str = "prompts") -> Sequence[Any]:
-    """Return prompts as a list, also where it is a single one.
+    """Return prompts as a list. A single prompt becomes a list of one.
 
     Args:
-        given: what a user passed.
-        what: the argument's name, for errors.
+        given: the argument of a user.
+        what: name of the argument, for errors.
 
     Raises:
-        RequestError: it is neither a prompt nor a list of prompts.
+        RequestError: the argument is neither a prompt nor a list of prompts.
     """
     if isinstance(given, str | Mapping):
         return [given]
     if isinstance(given, bytes) or not isinstance(given, Sequence):
         raise RequestError(f"{what} is {_kind(given)}: give {_PROMPT}, or a list of these", what)
-    return [given] if given and isinstance(given[0], int) else given
-
-
-def listed_chats(given: Any) -> Sequence[Any]:
-    """Return chats as a list, also where it is a single one.
-
-    Raises:
-        RequestError: it is neither a list of messages nor a list of such lists.
-    """
-    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
-        raise RequestError(
-            f"messages is {_kind(given)}: give a list of messages such as {_MESSAGE}", "messages"
-        )
-    if given and isinstance(given[0], Mapping):
+    # A list of integers is a single prompt of token ids.
+    if given and isinstance(given[0], int):
         return [given]
-    for index, chat in enumerate(given):
-        if isinstance(chat, str | bytes | Mapping) or not isinstance(chat, Sequence):
-            name = placed("chat", index, len(given))
-            raise RequestError(
-                f"{name} is {_kind(chat)}: give a list of messages such as {_MESSAGE}", "messages"
-            )
     return given
 
 
+def listed_chats(given: Any) -> Sequence[Any]:
+    """Return chats as a list. A single chat becomes a list of one.
+
+    Raises:
+        RequestError: the argument is neither a list of messages nor a list of such lists.
+    """
+    _expect_list_of_messages(given, "messages")
+    if given and isinstance(given[0], Mapping):
+        return [given]
+    for index, chat in enumerate(given):
+        _expect_list_of_messages(chat, placed("chat", index, len(given)))
+    listed: Sequence[Any] = given
+    return listed
+
+
+def _expect_list_of_messages(given: Any, name: str) -> None:
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
+        raise RequestError(
+            f"{name} is {_kind(given)}: give a list of messages such as {_MESSAGE}", "messages"
+        )
+
+
 def text_messages(chat: Sequence[Any]) -> list[Any]:
-    """Return the messages of a chat with the text of those whose content is a list of parts, OpenAI's form.
+    """Return the messages of a chat with their content as text.
+
+    OpenAI's form of a content is a list of parts, such as ``{"type": "text", "text": "Hello"}``.
 
     Raises:
         RequestError: a part is no text.
@@ -65,11 +71,7 @@ def _text_message(message: Any, index: int) -> Any:
     if not isinstance(content, list | tuple):
         return message
     for place, part in enumerate(content):
-        if (
-            not isinstance(part, Mapping)
-            or part.get("type") != "text"
-            or not isinstance(part.get("text"), str)
-        ):
+        if not _is_text_part(part):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise RequestError(
                 f"messages[{index}].content[{place}] is {kind!r:.40}: the model takes text, as in "
@@ -79,16 +81,24 @@ def _text_message(message: Any, index: int) -> Any:
     return {**message, "content": "\n".join(part["text"] for part in content)}
 
 
+def _is_text_part(part: Any) -> bool:
+    if not isinstance(part, Mapping) or part.get("type") != "text":
+        return False
+    return isinstance(part.get("text"), str)
+
+
 def placed(what: str, index: int, count: int) -> str:
-    """Name one of several prompts or chats by its place in their list, and a single one as such."""
-    return f"the {what}" if count == 1 else f"{what} {index + 1} of {count}"
+    """Return a name for a prompt or chat: "the prompt", or "prompt 2 of 3"."""
+    if count == 1:
+        return f"the {what}"
+    return f"{what} {index + 1} of {count}"
 
 
 def params_for(given: Any, prompts: int) -> Sequence[SamplingParams]:
-    """Return the ``SamplingParams`` of each of so many prompts.
+    """Return the ``SamplingParams`` of each prompt.
 
     Raises:
-        RequestError: they are something else, or as many as there are no prompts.
+        RequestError: the argument is something else, or a list of another length.
     """
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * prompts
@@ -101,22 +111,23 @@ def params_for(given: Any, prompts: int) -> Sequence[SamplingParams]:
 
 
 def priorities_for(given: Any, prompts: int) -> Sequence[int]:
-    """Return the priority of each of so many prompts.
+    """Return the priority of each prompt.
 
     Raises:
-        RequestError: there are as many priorities as there are no prompts.
+        RequestError: the argument is a list of another length.
     """
     if isinstance(given, Sequence) and not isinstance(given, str):
         return _as_many(given, prompts, "priorities", "priority")
-    one: Any = given  # of whatever kind: a request refuses what is no priority
+    # Of any type: the request itself refuses wrong ones.
+    one: Any = given
     return [one] * prompts
 
 
 def expect_params(given: Any) -> None:
-    """Refuse what is no ``SamplingParams``.
+    """Check that an argument is a ``SamplingParams``.
 
     Raises:
-        RequestError: it is something else.
+        RequestError: the argument is something else.
     """
     if not isinstance(given, SamplingParams):
         advice = "SamplingParams(**params)" if isinstance(given, Mapping) else "SamplingParams(...)"
@@ -132,9 +143,7 @@ def _as_many(given: Sequence[_T], prompts: int, what: str, field: str) -> Sequen
 
 
 def _kind(given: object) -> str:
-    """Say what was given: a short value itself, of others the type."""
-    return (
-        repr(given)
-        if given is None or isinstance(given, int | float)
-        else f"of the type {type(given).__name__}"
-    )
+    """Return words for an argument: numbers and None themselves, or the type."""
+    if given is None or isinstance(given, int | float):
+        return repr(given)
+    return f"of the type {type(given).__name__}"

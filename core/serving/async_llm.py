@@ -1,4 +1,4 @@
-"""``AsyncLLM``: a model that answers many readers in event loops."""
+"""``AsyncLLM``: a model for many readers in event loops."""
 
 from __future__ import annotations
 
@@ -30,24 +30,25 @@ from opgraft.serving.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
 _PREPARING = 2
-"""Threads that prepare requests, so that one long template or prompt does not hold up all others."""
+"""Threads that prepare requests. One long template or prompt then does not hold up all others."""
 
 
 class AsyncLLM(FrontEnd):
-    """A language model or an encoder whose engine runs in a thread of its own and sleeps while nothing is asked.
+    """A language model or an encoder, with its engine in a thread of its own.
 
-    Prompts are tokenized in threads beside it, and grammars compiled in another, so that neither
-    steps nor event loops wait.
-    It may be used from several event loops. ``async with`` shuts it down at the end.
+    Other threads tokenize prompts and compile grammars, so that neither steps nor event loops wait.
+    Several event loops may use one ``AsyncLLM``. ``async with`` shuts the model down at the end.
+
+    For example, ``async for output in llm.generate("Hello"): print(output.outputs[0].text)``.
 
     Args:
         model, opgraft_config, on_step, **settings: as for ``LLM``. ``on_step`` is called in the
             engine's thread.
 
     Raises:
-        ConfigError: a setting that there is not, or a value that it does not take; a cache too
-            small for one request.
-        ModelError: no model is named, or none is registered for its architecture.
+        ConfigError: a setting is unknown or has a wrong value, or the cache is too small for one
+            request.
+        ModelError: no model is named, or its architecture is unknown.
         CheckpointError: the checkpoint cannot be read.
     """
 
@@ -70,13 +71,15 @@ class AsyncLLM(FrontEnd):
         """The tokenizer of the model.
 
         Raises:
-            InputError: it has none.
+            InputError: the model has no tokenizer.
         """
-        return self.encoder.tokenizer if self.embeds else self.engine.inputs.expect_tokenizer()
+        if self.embeds:
+            return self.encoder.tokenizer
+        return self.engine.inputs.expect_tokenizer()
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens that the model knows."""
+        """The number of tokens of the vocabulary."""
         return self.encoder.vocab_size if self.embeds else self.engine.inputs.vocab_size
 
     @property
@@ -85,10 +88,10 @@ class AsyncLLM(FrontEnd):
         return self.encoder.max_model_len if self.embeds else self.engine.core.max_model_len
 
     async def warm_up(self) -> None:
-        """Generate a token in each engine, or embed one.
+        """Generate a token in each engine, or embed a token.
 
         Raises:
-            RequestError: an engine could not, as with damaged weights.
+            RequestError: an engine fails, for example by damaged weights.
             EngineError: an engine has stopped.
         """
         if self.embeds:
@@ -104,7 +107,7 @@ class AsyncLLM(FrontEnd):
                 raise RequestError(f"the first token could not be generated: {failed}")
 
     async def prepare(self, function: Callable[..., _T], *args: object) -> _T:
-        """Call a function in a thread that prepares requests, such as one that tokenizes a text.
+        """Call a function, such as a tokenizer, in a thread that prepares requests.
 
         Raises:
             EngineError: the engine was shut down.
@@ -112,11 +115,13 @@ class AsyncLLM(FrontEnd):
         return await called_in(self._preparing, function, *args)
 
     async def compile(self, params: SamplingParams) -> None:
-        """Compile the grammar of a structured output, unless that is done; ``generate`` and ``chat`` begin with it.
+        """Compile the grammar of a structured output, unless it is known.
+
+        ``generate`` and ``chat`` call this first.
 
         Raises:
-            InputError: it cannot be compiled, or not in time.
-            ChildError: no process can be started to try it.
+            InputError: the grammar cannot be compiled, or not in time.
+            ChildError: no process can be started to try the compilation.
             EngineError: the engine was shut down.
         """
         if params.structured_output is None:
@@ -135,27 +140,26 @@ class AsyncLLM(FrontEnd):
         cache_salt: str | None = None,
         arrival: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer a prompt, and yield the answer so far whenever it has grown.
+        """Answer a prompt, and yield the answer so far whenever the answer has grown.
 
-        Each output is cumulative: it has the whole answer up to now, and does not change any more.
-        A reader that is slower than the engine gets the newest one, and misses those between. The
-        last one is ``finished``. A request that fails while it is computed ends with the
-        ``finish_reason`` ``"error"``, one that is aborted with ``"abort"``. Leaving the iterator,
-        by ``break`` or by cancellation, aborts the request between two steps, before the next that
-        has not begun; who keeps a reference to the iterator closes it with ``aclose``.
+        Each output has the whole answer up to now, and does not change any more. A slow reader
+        receives the newest output, and misses those between. The last output is ``finished``. A
+        failed request ends with the ``finish_reason`` ``"error"``, an aborted one with ``"abort"``.
+
+        Leaving the iterator, by ``break`` or by cancellation, aborts the request before the next
+        step. If you keep a reference to the iterator, close it with ``aclose``.
 
         Args:
             prompt: text, or token ids; or ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``,
-                where ``"cache_salt"`` may stand too.
-            sampling_params: ``SamplingParams()`` if not given.
-            request_id: unique among those that run; made up if not given.
-            priority: lower ones come first; it needs ``scheduler.policy=priority``.
+                also with ``"cache_salt"``.
+            sampling_params: by default ``SamplingParams()``.
+            request_id: unique among running requests; by default a new one.
+            priority: lower numbers come first, under ``scheduler.policy=priority``.
             cache_salt: requests of different salts share nothing in the cache.
-            arrival: when the request came, in seconds of ``time.monotonic``, for its times; now if
-                not given.
+            arrival: moment of the arrival, in seconds of ``time.monotonic``; by default now.
 
         Raises:
-            RequestError: the request cannot be taken; raised when the first output is asked for.
+            RequestError: the request cannot be served. Raised by the first step of the iterator.
             EngineError: the engine has ended.
         """
         name = request_id or uuid4().hex
@@ -181,7 +185,7 @@ class AsyncLLM(FrontEnd):
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer a chat by the chat template of the model, and yield the answer as ``generate`` does.
+        """Answer a chat by the chat template of the model. Yields outputs like ``generate``.
 
         Args:
             messages: ``{"role": "user", "content": "…"}``.
@@ -189,8 +193,8 @@ class AsyncLLM(FrontEnd):
             tools: JSON schemas of functions that the model may call.
 
         Raises:
-            RequestError: the model has no chat template, it refuses the messages, or the request
-                cannot be taken.
+            RequestError: the model has no chat template, the template refuses the messages, or the
+                request cannot be served.
             EngineError: the engine has ended.
         """
         name = request_id or uuid4().hex
@@ -216,6 +220,14 @@ class AsyncLLM(FrontEnd):
         prepare: Callable[[], OpenRequest],
         only: Replica | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
+        """Prepare a request in another thread, open it, and yield its outputs.
+
+        Args:
+            request_id: of the request.
+            params: settings of the request.
+            prepare: makes the request.
+            only: the one replica that may take the request.
+        """
         self._replicas.check()
         expect_params(params)
         await self.compile(params)
@@ -223,7 +235,7 @@ class AsyncLLM(FrontEnd):
         stream = Stream(request_id, self._mailbox_of(asyncio.get_running_loop()))
         finished = False
         try:
-            (opened,) = self._replicas.open([(stream, prepared)], only)
+            [opened] = self._replicas.open([(stream, prepared)], only)
             await asyncio.wrap_future(opened)
             while not finished:
                 output = await stream.next()
@@ -238,7 +250,7 @@ class AsyncLLM(FrontEnd):
 
         Raises:
             ModelError: the model generates text.
-            RequestError: a text cannot be taken.
+            RequestError: a text cannot be embedded.
         """
         requests = await self._prepared(texts, truncate=False)
         return [request.ids for request in requests]
@@ -246,17 +258,17 @@ class AsyncLLM(FrontEnd):
     async def embed(
         self, texts: Sequence[Prompt], *, truncate: bool = False
     ) -> list[EmbeddingOutput]:
-        """Return the embeddings of texts, in their order, as ``LLM.embed`` does.
+        """Return the embeddings of texts, in their order, like ``LLM.embed``.
 
         Texts of several calls share batches. If the call is cancelled, the texts leave the queue.
 
         Args:
             texts: each as text or token ids.
-            truncate: cut texts that are longer than the model takes, instead of refusing them.
+            truncate: cut texts that are too long for the model, instead of refusing them.
 
         Raises:
             ModelError: the model generates text.
-            RequestError: a text cannot be taken.
+            RequestError: a text cannot be embedded.
             CheckpointError, PluginError: a vector has NaN or infinity.
             EngineError: the engine has ended.
         """
@@ -279,19 +291,19 @@ class AsyncLLM(FrontEnd):
         self._replicas.check()
 
         def prepare() -> list[EmbeddingRequest]:
-            return [
-                encoder.prepare(
-                    uuid4().hex, text, placed("text", number, len(texts)), truncate=truncate
-                )
-                for number, text in enumerate(texts)
-            ]
+            requests = []
+            for number, text in enumerate(texts):
+                name = placed("text", number, len(texts))
+                requests.append(encoder.prepare(uuid4().hex, text, name, truncate=truncate))
+            return requests
 
         return await self.prepare(prepare)
 
     def _leave(self, streams: Iterable[Stream]) -> None:
-        """Have requests aborted that nobody reads any more."""
+        """Abort requests that nobody reads any more."""
         for stream in streams:
-            with suppress(EngineError):  # then the engine has ended, and so has the request
+            # If the engine has ended, so has the request.
+            with suppress(EngineError):
                 self._replicas.close(stream)
 
     def _mailbox_of(self, loop: asyncio.AbstractEventLoop) -> Mailbox:
@@ -300,16 +312,16 @@ class AsyncLLM(FrontEnd):
         return self._mailbox
 
     async def abort(self, request_id: str) -> None:
-        """Abort a request; its iterator ends with what it has so far.
+        """Abort a request. Its iterator yields the answer so far, and ends.
 
         Raises:
-            RequestError: none of that id runs or waits.
+            RequestError: no request of that id runs or waits.
             EngineError: the engine has ended.
         """
         await asyncio.wrap_future(self._replicas.abort(request_id))
 
     async def check_health(self) -> None:
-        """Raise where the engine cannot go on, or too few of several can; see to those whose workers are lost.
+        """Check that the engine can go on, or enough of several. Wake engines without workers.
 
         Raises:
             EngineError: a thread has ended, or an engine has stopped after an error.
@@ -322,23 +334,22 @@ class AsyncLLM(FrontEnd):
 
     @property
     def busy_seconds(self) -> float:
-        """The seconds that the step of this moment has taken: of one that hangs they grow.
+        """The seconds of the present step so far. They grow if the step hangs.
 
-        Of several engines, of that which has begun with a step last: where one hangs, the others go
-        on.
+        Of several engines, the seconds of the youngest step. If one engine hangs, others go on.
         """
         return self._replicas.busy_seconds
 
     def end_hanging(self, seconds: float) -> None:
-        """End the workers of an engine whose step takes longer than so many seconds, where there are other engines."""
+        """End the workers of engines with a step of more than ``seconds``, if others can go on."""
         self._replicas.end_hanging(seconds)
 
     def kill(self) -> None:
-        """End workers that do not answer, where they have processes of their own."""
+        """End the workers, if workers have processes of their own."""
         self._replicas.kill()
 
     async def explain(self) -> Explanation:
-        """Return which kernel of which provider runs each op of the model, the classes in use, and the reasons.
+        """Return the kernel and provider of each op of the model, and the classes, with reasons.
 
         Raises:
             EngineError: the engine has ended.

@@ -1,4 +1,4 @@
-"""Chats as the text that a model was trained on, by the template in its checkpoint."""
+"""Chats as text for a model, by the chat template of its checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from opgraft.serving.template_renderer import TemplateRenderer
 from opgraft.serving.tokenizer import Tokenizer
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message that hold the same."""
+"""Names for the reasoning of a message, in different templates."""
 
 
 class ChatTemplate:
@@ -39,31 +39,33 @@ class ChatTemplate:
         """Return the text of a chat.
 
         Args:
-            messages: plain data, usually with ``role`` and ``content``. Keys whose value is None
+            messages: plain data, usually with ``role`` and ``content``. Keys with the value None
                 are left out.
             tools: JSON schemas of functions that the model may call.
-            documents: texts that the model may quote.
+            documents: texts for the model to quote.
             add_generation_prompt: end with the text before an answer.
             name: the template's name; by default ``tool_use`` with tools, else ``default``.
             values: further values for the template, by name, such as ``enable_thinking``.
 
         Raises:
-            RequestError: the model has no chat template or none of the name, or the template
-                refuses the messages, fails, or exceeds a limit of time, memory or characters.
-            CheckpointError: the template's source is no template.
+            RequestError: the model has no chat template of the name, or the template refuses the
+                messages, fails, or exceeds a limit of time, memory or characters.
+            CheckpointError: the source is no valid template.
             ChildError: the helper process could not be started.
         """
         if not messages:
             raise RequestError(
-                'the chat has no messages: give one at least, such as {"role": "user", "content": "..."}'
+                "the chat has no messages: give one at least, such as "
+                '{"role": "user", "content": "..."}'
             )
         chosen = name or self._default(tools)
         source = self._source(chosen)
         chat = [_message(message, index) for index, message in enumerate(messages)]
-        extra = {"tools": tools, "documents": documents, **(values or {})}
+        given = {"tools": tools, "documents": documents, **(values or {})}
+        further = {key: _as_plain_data(value, key) for key, value in given.items()}
         known = {
             **self._tokenizer.special_tokens,
-            **{key: _as_plain_data(value, key) for key, value in extra.items()},
+            **further,
             "messages": chat,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -75,20 +77,19 @@ class ChatTemplate:
             return text
         if kind is AnswerKind.INVALID:
             raise CheckpointError(
-                f"the chat template {chosen!r} of {self._tokenizer.path}{text}. Download it again, or pass prompts "
-                "as text."
+                f"the chat template {chosen!r} of {self._tokenizer.path}{text}. Download it again, "
+                "or pass prompts as text."
             )
         raise RequestError(
-            f"the chat template {chosen!r} of the model cannot make a text of these {len(chat)} messages: {text}. "
-            "Change the messages, or pass a prompt as text."
+            f"the chat template {chosen!r} of the model cannot make a text of these {len(chat)} "
+            f"messages: {text}. Change the messages, or pass a prompt as text."
         )
 
     def _default(self, tools: object) -> str:
-        return (
-            "tool_use"
-            if tools is not None and "tool_use" in self._tokenizer.chat_templates
-            else "default"
-        )
+        """Return the name of the template for a call without a name."""
+        if tools is not None and "tool_use" in self._tokenizer.chat_templates:
+            return "tool_use"
+        return "default"
 
     def _source(self, name: str) -> str:
         sources = self._tokenizer.chat_templates
@@ -96,8 +97,8 @@ class ChatTemplate:
             return sources[name]
         if not sources:
             raise RequestError(
-                "the model has no chat template, so how it was taught to chat is not known: pass a prompt as text "
-                "to generate(), or put a chat_template.jinja beside the weights"
+                "the model has no chat template, so how it was taught to chat is not known: pass a "
+                "prompt as text to generate(), or put a chat_template.jinja beside the weights"
             )
         raise RequestError(
             f"the model has no chat template {name!r:.80}: {close_matches(name[:80], sources)}"
@@ -105,40 +106,37 @@ class ChatTemplate:
 
 
 def _message(message: object, index: int) -> dict[str, Any]:
-    """Return a copy of a message for a template, its reasoning under the keys that templates look for."""
+    """Return a copy of a message for a template, with its reasoning under every usual key."""
     if not isinstance(message, Mapping):
         raise RequestError(
-            f"messages[{index}] is {type(message).__name__}, expected a dict: {{'role': 'user', 'content': '...'}}"
+            f"messages[{index}] is {type(message).__name__}, expected a dict: "
+            "{'role': 'user', 'content': '...'}"
         )
-    plain = {
-        key: value
-        for key, value in _as_plain_data(message, f"messages[{index}]").items()
-        if value is not None
-    }
-    reasoning = next((plain[key] for key in _REASONING if key in plain), None)
-    return (
-        plain
-        if reasoning is None
-        else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
-    )
+    copied = _as_plain_data(message, f"messages[{index}]")
+    plain = {key: value for key, value in copied.items() if value is not None}
+    for key in _REASONING:
+        if key in plain:
+            return {"thinking": plain[key], **plain, "reasoning_content": plain[key]}
+    return plain
 
 
 def _as_plain_data(value: Any, place: str) -> Any:
-    """Copy plain data, so that a template reaches no object of the caller's and no method of one.
+    """Copy plain data, so that a template reaches no object of the caller, and no method.
 
     Raises:
-        RequestError: there is something else in it.
+        RequestError: there is an object of another type.
     """
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
-        return {
-            _as_plain_data(key, f"a key of {place}"): _as_plain_data(inner, f"{place}[{key!r:.40}]")
-            for key, inner in value.items()
-        }
+        copied = {}
+        for key, inner in value.items():
+            plain_key = _as_plain_data(key, f"a key of {place}")
+            copied[plain_key] = _as_plain_data(inner, f"{place}[{key!r:.40}]")
+        return copied
     if isinstance(value, list | tuple):
         return [_as_plain_data(inner, f"{place}[{index}]") for index, inner in enumerate(value)]
     raise RequestError(
-        f"{place} is {type(value).__name__}, and chat templates take plain data: convert it to text, numbers, "
-        "lists and dicts"
+        f"{place} is {type(value).__name__}, and chat templates take plain data: convert it to "
+        "text, numbers, lists and dicts"
     )

@@ -1,4 +1,4 @@
-"""Text from tokens as they come, at a constant cost for each, with stop strings."""
+"""Text from growing lists of tokens, at a constant cost for each token, with stop strings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from opgraft.serving.stop_strings import StopStrings
 from opgraft.serving.tokenizer import Tokenizer
 
 MOST_HELD = 16
-"""Tokens that may wait for a character to be whole. The library decodes all of them for each further one."""
+"""Tokens that may wait for the rest of a character.
+
+The library decodes all of them again for each further token.
+"""
 
 _LONGEST_CHARACTER = 4
 """Bytes, and so tokens, of a character in UTF-8."""
@@ -32,7 +35,7 @@ class Detokenizer:
         skip_special_tokens: leave special tokens, such as ``bos_token``, out of the text.
         stop: strings that end the text; none may be empty.
         include_stop_str_in_output: end the text after the stop string, not before.
-        min_tokens: number of first tokens that are not searched for stop strings.
+        min_tokens: number of first tokens without a search for stop strings.
     """
 
     def __init__(
@@ -58,22 +61,22 @@ class Detokenizer:
 
     @property
     def written(self) -> StringIO:
-        """All text that is certain so far: none after a stop string."""
+        """All certain text so far, up to a stop string."""
         self._catch_up()
         return self._written
 
     @property
     def text(self) -> str:
-        """All text that is certain so far, put together."""
+        """All certain text so far, as one string."""
         return self.written.getvalue()
 
     @property
     def stop_reason(self) -> str | None:
-        """The stop string at which the text ended, if it did."""
+        """The stop string at the end of the text, or None."""
         return self._stops.found if self._stops else None
 
     def add(self, token: int) -> bool:
-        """Take a token, and tell whether the text has come to a stop string."""
+        """Add a token, and return True if the text now has a stop string."""
         self._added.append(token)
         if self._stops is None:
             return False
@@ -81,7 +84,7 @@ class Detokenizer:
         return self._stops.found is not None
 
     def finish(self) -> None:
-        """Write the text that was held back, after the last token. It may end with U+FFFD."""
+        """Write the held-back text after the last token. The text may end with U+FFFD."""
         self._catch_up()
         self._show(self._flush(len(self._waiting)))
         if self._stops and self._stops.found is None:
@@ -101,27 +104,38 @@ class Detokenizer:
         self._waiting.append(token)
         try:
             piece = self._stream.step(self._tokenizer.backend, token)
-        except Exception:  # the library gives up where further bytes change what it has returned
+        # The library gives up if further bytes change the text that it has returned.
+        except Exception:
             return self._flush(len(self._waiting))
         if piece is not None:
-            self._context, self._waiting = self._waiting, []
+            self._context = self._waiting
+            self._waiting = []
             return str(piece)
-        return self._flush(self._border()) if len(self._waiting) >= MOST_HELD else ""
+        if len(self._waiting) < MOST_HELD:
+            return ""
+        return self._flush(self._border())
 
     def _border(self) -> int:
-        """Return how many of the waiting tokens end before the last character begins, whole or not."""
+        """Return the number of waiting tokens before the last character, whole or not."""
         whole = self._decode(self._waiting)
         count = len(self._waiting)
         for border in range(count - 1, count - 1 - _LONGEST_CHARACTER, -1):
-            if self._decode(self._waiting[:border]) + self._decode(self._waiting[border:]) == whole:
+            before = self._decode(self._waiting[:border])
+            after = self._decode(self._waiting[border:])
+            # A cut within a character would give broken characters on both sides.
+            if before + after == whole:
                 return border
         return count
 
     def _flush(self, count: int) -> str:
-        """Return the text of so many waiting tokens, broken or not, and go on after them with a new stream."""
+        """Return the text of the first waiting tokens, broken or not.
+
+        The other waiting tokens are decoded by a new stream.
+        """
         if not count:
             return ""
-        done, waiting = self._waiting[:count], self._waiting[count:]
+        done = self._waiting[:count]
+        waiting = self._waiting[count:]
         before = self._decode(self._context)
         text = self._decode([*self._context, *done])
         self._waiting = []
@@ -138,7 +152,7 @@ class Detokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
-        """Return the fewest last tokens of a prompt that begin with a whole character, if any do."""
+        """Return the fewest last tokens of a prompt, at least four, without a broken character."""
         for length in range(_LONGEST_CHARACTER, MOST_HELD):
             end = list(prompt[-length:])
             if _BROKEN not in self._decode(end):

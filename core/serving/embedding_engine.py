@@ -35,14 +35,14 @@ from opgraft.serving.step_reports import OnStep, StepReports
 from opgraft.serving.tokenizer import Tokenizer, open_tokenizer
 
 _LONGEST = 512
-"""Tokens of the longest text, where neither settings nor checkpoint say."""
+"""Tokens of the longest text, if neither settings nor checkpoint give a number."""
 _NAMED = 3
-"""Texts that an error names, at most."""
+"""Names of texts in an error, at most."""
 
 
 @dataclass
 class EmbeddingRequest(OpenRequest):
-    """A request for the vector of a text, which has no answers.
+    """A request for the vector of a text, without answers.
 
     Attributes:
         name: of the text, for errors.
@@ -76,16 +76,16 @@ class EmbeddingRequest(OpenRequest):
 class EmbeddingEngine(RequestEngine):
     """An encoder with its tokenizer.
 
-    Each batch has the text that has waited longest, and texts of like length.
+    Each batch has the text with the longest wait, and texts of similar length.
 
     Args:
-        opgraft_config: ``scheduler`` says how many texts and tokens a batch has at most.
+        opgraft_config: ``scheduler`` limits the texts and tokens of a batch.
         on_step: see ``OnStep``; called after each batch.
 
     Raises:
-        ModelError: no model is named, or it cannot be made.
-        ConfigError: ``model.max_model_len`` is more than there are positions, the devices cannot
-            compute the split, or the encoder cannot be compiled as ``compilation_config`` says.
+        ModelError: no model is named, or the model cannot be made.
+        ConfigError: ``model.max_model_len`` exceeds the positions of the model, the devices cannot
+            compute the split, or the encoder cannot be compiled.
         CheckpointError: the checkpoint cannot be read.
     """
 
@@ -106,7 +106,8 @@ class EmbeddingEngine(RequestEngine):
                 self.tokenizer.lower_case()
             self.vocab_size = int(read_config(weights).get_text_config().vocab_size)
             self.max_model_len = self._longest()
-            undo.pop_all()  # nothing raised: the worker stays
+            # Nothing raised, so the worker stays.
+            undo.pop_all()
         self.counters = Counters()
         self._shut_down = False
         self._running = 0
@@ -114,17 +115,16 @@ class EmbeddingEngine(RequestEngine):
         self._reports = StepReports(self.stats, on_step)
 
     def _longest(self) -> int:
-        """Return the tokens of the longest text: as set, or as the checkpoint says of its sentences."""
-        there, asked = self.executor.call("max_context"), self.opgraft_config.model.max_model_len
+        """Return the tokens of the longest text, from settings or from the checkpoint."""
+        there: int | None = self.executor.call("max_context")
+        asked = self.opgraft_config.model.max_model_len
         if asked is None:
-            return min(
-                (limit for limit in (there, self.settings.max_tokens) if limit is not None),
-                default=_LONGEST,
-            )
+            limits = [limit for limit in (there, self.settings.max_tokens) if limit is not None]
+            return min(limits, default=_LONGEST)
         if there is not None and there < asked:
             raise ConfigError(
-                f"model.max_model_len is {asked}, and the encoder {self.opgraft_config.model.name} has positions for "
-                f"{there} tokens: set it to at most {there}"
+                f"model.max_model_len is {asked}, and the encoder {self.opgraft_config.model.name} "
+                f"has positions for {there} tokens: set it to at most {there}"
             )
         return asked
 
@@ -147,7 +147,7 @@ class EmbeddingEngine(RequestEngine):
     def prepare(
         self, request_id: str, text: Prompt, name: str, *, truncate: bool = False
     ) -> EmbeddingRequest:
-        """Check a text and make it ready for ``submit``, from any thread.
+        """Check and tokenize a text for ``submit``. Any thread may call this.
 
         Args:
             request_id: unique among open requests.
@@ -156,13 +156,13 @@ class EmbeddingEngine(RequestEngine):
             truncate: cut a text that is too long, instead of refusing it.
 
         Raises:
-            RequestError: the text cannot be taken.
+            RequestError: the text is empty, too long, or of a wrong type.
         """
         shown, ids = self._tokenized(text, name, truncate)
         return EmbeddingRequest(RequestOutput(request_id, shown, ids, []), {}, name=name)
 
     def results(self, requests: Sequence[EmbeddingRequest]) -> list[EmbeddingOutput]:
-        """Return the vectors of requests that have ended.
+        """Return the vectors of ended requests.
 
         Raises:
             CheckpointError, PluginError: vectors have NaN or infinity.
@@ -174,10 +174,11 @@ class EmbeddingEngine(RequestEngine):
         faults = {request.name: request.fault for request in requests if request.fault}
         if faults:
             raise self._refusal(faults)
-        return [
-            EmbeddingOutput(str(number), request.output.prompt, request.ids, list(request.vector))
-            for number, request in enumerate(requests)
-        ]
+        outputs = []
+        for number, request in enumerate(requests):
+            vector = list(request.vector)
+            outputs.append(EmbeddingOutput(str(number), request.output.prompt, request.ids, vector))
+        return outputs
 
     @property
     def has_work(self) -> bool:
@@ -201,10 +202,10 @@ class EmbeddingEngine(RequestEngine):
         return request.output
 
     def step(self) -> list[RequestOutput]:
-        """Compute the next batch, and return the outputs of the texts, all of which have ended.
+        """Compute the next batch, and return the outputs of its texts.
 
-        If a batch of several texts raises an error, each is computed alone, so that the others have
-        vectors.
+        If a batch of several texts raises an error, each text is computed alone. So only the text
+        with the fault has no vector.
         """
         batch = self._next()
         self._settle(batch)
@@ -213,9 +214,10 @@ class EmbeddingEngine(RequestEngine):
         return [request.output for request in batch]
 
     def _next(self) -> list[EmbeddingRequest]:
-        """Take the batch of the text that has waited longest."""
+        """Take the texts of the next batch off the waiting ones."""
         waiting = list(self._waiting.values())
         batches = self._batches([len(request.ids) for request in waiting])
+        # Text 0 has waited longest.
         chosen = next((batch for batch in batches if 0 in batch), [])
         batch = [waiting[index] for index in sorted(chosen)]
         for request in batch:
@@ -279,19 +281,22 @@ class EmbeddingEngine(RequestEngine):
             request.vector = vector[: self.settings.size]
             if not all(map(math.isfinite, request.vector)):
                 wrong.append(request)
-        verdicts = self._verdicts(
-            [request.ids for request in wrong], [request.ids for request in batch]
-        )
+        ids_of_wrong = [request.ids for request in wrong]
+        ids_of_batch = [request.ids for request in batch]
+        verdicts = self._verdicts(ids_of_wrong, ids_of_batch)
         for request, verdict in zip(wrong, verdicts, strict=True):
             request.fault = verdict
 
     def _verdicts(
         self, wrong: Sequence[Sequence[int]], batch: Sequence[Sequence[int]]
     ) -> list[str]:
-        """Return what is wrong with some texts of a batch."""
-        verdicts = verdicts_on(
-            lambda index: self.executor.call("wrong_kernel", [wrong[index]]), len(wrong)
-        )
+        """Return a verdict for each wrong text of a batch: the kernel to blame, or unexplained."""
+
+        def verdict_alone(index: int) -> str:
+            verdict: str = self.executor.call("wrong_kernel", [wrong[index]])
+            return verdict
+
+        verdicts = verdicts_on(verdict_alone, len(wrong))
         if "" in verdicts and len(batch) > 1:
             # A kernel may be wrong for several texts at a time only.
             together: str = self.executor.call("wrong_kernel", batch)
@@ -303,7 +308,7 @@ class EmbeddingEngine(RequestEngine):
         return verdicts
 
     def _tokenized(self, text: Prompt, name: str, truncate: bool) -> tuple[str | None, list[int]]:
-        """Return the text as given, and the token ids of the checkpoint's prompt and the text."""
+        """Return the given text, and the token ids of the checkpoint's prompt and the text."""
         given, _ = unsalted(text, name)
         shown = given if isinstance(given, str) else None
         prompted = given if shown is None else self.settings.prompt + shown
@@ -324,28 +329,27 @@ class EmbeddingEngine(RequestEngine):
         self.executor.shutdown()
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Yield the indices of texts in batches, the shortest first."""
-        scheduler = self.opgraft_config.scheduler
+        """Yield batches as lists of indices of texts, the shortest texts first."""
+        limits = self.opgraft_config.scheduler
         batch: list[int] = []
         tokens = 0
         for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-            full = (
-                len(batch) == scheduler.max_num_seqs
-                or tokens + lengths[index] > scheduler.max_num_batched_tokens
-            )
-            if batch and full:
+            has_most_texts = len(batch) == limits.max_num_seqs
+            has_most_tokens = tokens + lengths[index] > limits.max_num_batched_tokens
+            if batch and (has_most_texts or has_most_tokens):
                 yield batch
-                batch, tokens = [], 0
+                batch = []
+                tokens = 0
             batch.append(index)
             tokens += lengths[index]
         if batch:
             yield batch
 
     def _refusal(self, faults: Mapping[str, str]) -> OpgraftError:
-        """Return the error of texts that have no embedding.
+        """Return the error of texts without an embedding.
 
         Args:
-            faults: what is wrong, by the names of the texts.
+            faults: the fault by the name of each text.
 
         Returns:
             A ``PluginError`` if the kernel of a plugin is to blame for a text, else a
@@ -355,7 +359,7 @@ class EmbeddingEngine(RequestEngine):
         texts: dict[str, list[str]] = {}
         first: dict[str, str] = {}
         for name, fault in faults.items():
-            # What follows are numbers of a single text; those of the first do for all.
+            # The numbers after the colon differ by text. Those of the first text are shown.
             kernel = fault.partition(": ")[0]
             texts.setdefault(kernel, []).append(name)
             first.setdefault(kernel, fault)
@@ -380,7 +384,7 @@ class EmbeddingEngine(RequestEngine):
 
 
 def _raisable(error: BaseException, name: str) -> Exception:
-    """Return the error of a text, such that an exit or interrupt of a kernel is none of the caller."""
+    """Return the error of a text. An exit or interrupt of a kernel becomes an ``EngineError``."""
     if isinstance(error, Exception):
         return error
     failed = EngineError(f"the batch of {name} failed: {described(error)}")

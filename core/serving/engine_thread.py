@@ -1,4 +1,10 @@
-"""An engine in a thread of its own, and the readers of its news."""
+"""An engine in a thread of its own, and the readers of its news.
+
+Only the thread touches the engine. Other threads hand it calls, such as ``EngineThread.open`` for a
+new request. The thread makes the calls, computes a step, and gives the news of each request to the
+reader of the request: a ``QueuedReader`` for ``LLM``, or a ``Stream`` of an event loop for
+``AsyncLLM``.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +34,10 @@ News: TypeAlias = "Callable[[], RequestOutput] | BaseException"
 
 
 class Mailbox:
-    """News for the streams of one event loop, which is woken once, however many streams have some.
+    """News for the streams of one event loop. The loop is woken once for the news of all streams.
 
-    A stream whose news has not been fetched yet gets the newer in its place, so nothing piles up
-    behind a slow loop. News that come to nobody are never put together.
+    Newer news of a stream replace older ones that have not been read. So nothing piles up behind a
+    slow loop. The output of replaced news is never put together.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -40,21 +46,28 @@ class Mailbox:
         self._news: dict[Stream, News] = {}
 
     def put(self, stream: Stream, news: News) -> bool:
-        """Leave news, from the engine's thread, and tell whether the loop is still open."""
+        """Leave news for a stream. The engine's thread calls this.
+
+        Returns:
+            True if the loop is still open.
+        """
         with self._lock:
             if self.loop.is_closed():
                 return False
+            # With news already there, the loop has been woken.
             if not self._news:
                 try:
                     self.loop.call_soon_threadsafe(self._deliver)
-                except RuntimeError:  # it was closed since it was asked
+                # The loop was closed since the question above.
+                except RuntimeError:
                     return False
             self._news[stream] = news
         return True
 
     def _deliver(self) -> None:
         with self._lock:
-            found, self._news = self._news, {}
+            found = self._news
+            self._news = {}
         for stream, news in found.items():
             stream.take(news)
 
@@ -64,7 +77,7 @@ class Reader(ABC):
 
     Attributes:
         request_id: of the request.
-        left: whether nobody reads any more.
+        left: True once nobody reads any more.
     """
 
     def __init__(self, request_id: str) -> None:
@@ -73,15 +86,18 @@ class Reader(ABC):
 
     @abstractmethod
     def put(self, output: RequestOutput) -> bool:
-        """Leave news, from the engine's thread, and return whether somebody may read them.
+        """Leave news. The engine's thread calls this.
 
         Args:
-            output: of the request. It may grow later.
+            output: of the request; may grow later.
+
+        Returns:
+            True if somebody may still read the news.
         """
 
     @abstractmethod
     def fail(self, error: BaseException) -> None:
-        """Leave an error that ends the request, from the engine's thread."""
+        """Leave an error that ends the request. The engine's thread calls this."""
 
 
 class Stream(Reader):
@@ -94,19 +110,19 @@ class Stream(Reader):
         self._arrived = asyncio.Event()
 
     def take(self, news: News) -> None:
-        """Put news in the place of what has not been read."""
+        """Keep news for ``next``, in place of older ones."""
         self._news = news
         self._arrived.set()
 
     def put(self, output: RequestOutput) -> bool:
-        """Leave news, from the engine's thread, and return whether the loop is still open."""
+        """Leave news in the mailbox of the loop. Return True if the loop is still open."""
         return self.mailbox.put(self, output.deferred_snapshot())
 
     def fail(self, error: BaseException) -> None:
         self.mailbox.put(self, error)
 
     async def next(self) -> RequestOutput:
-        """Wait for news, and return the newest, or raise the error that it is."""
+        """Wait for news. Return the newest output, or raise the error of the request."""
         await self._arrived.wait()
         self._arrived.clear()
         news = self._news
@@ -118,15 +134,15 @@ class Stream(Reader):
 
 
 class QueuedReader(Reader):
-    """The news of one request, in a queue of a thread that waits for several.
+    """The news of one request, in a queue for the requests of one call of ``LLM``.
 
     Args:
         request_id: of the request.
         queue: takes the news.
-        grows: put each output, and not the last one alone.
+        grows: put every output into the queue. Otherwise, only the last one.
 
     Attributes:
-        ended: whether the last news came.
+        ended: True once the last news came.
     """
 
     def __init__(self, request_id: str, queue: SimpleQueue[News | None], grows: bool) -> None:
@@ -149,17 +165,19 @@ class QueuedReader(Reader):
 
 
 class _Call(Generic[_T]):
-    """A function that the engine's thread is to call."""
+    """A function for the engine's thread to call, and the future of its result."""
 
     def __init__(self, function: Callable[..., _T], *args: object) -> None:
         self.future: Future[_T] = Future()
         self._function: Callable[[], _T] | None = partial(function, *args)
 
     def make(self) -> None:
-        """Call the function, unless nobody waits for it any more; what it raises goes to who waits."""
+        """Call the function for the future, unless the future was cancelled."""
         if not self.future.set_running_or_notify_cancel():
             return
-        function, self._function = self._function, None  # which may hold what calls it
+        function = self._function
+        # The function may hold objects that hold this call: a circle.
+        self._function = None
         try:
             result = function()  # type: ignore[misc]
         except BaseException as error:
@@ -168,22 +186,21 @@ class _Call(Generic[_T]):
             self.future.set_result(result)
 
     def refuse(self, error: Exception) -> None:
-        """Raise an error where the result is waited for."""
+        """Make an error the result of the call."""
         if self.future.set_running_or_notify_cancel():
             self.future.set_exception(error)
 
 
 class EngineThread:
-    """A thread that makes an engine, runs its steps while there is work, and sleeps while there is none.
+    """A thread that makes an engine, computes steps while there is work, and sleeps otherwise.
 
-    Nothing else touches the engine: what others want of it is a call that the thread makes between
-    two steps.
+    Only this thread touches the engine. Calls of other threads are made between two steps.
 
     Args:
         make: makes the engine, in the thread and in a copy of the caller's context.
 
     Attributes:
-        engine: once it is made.
+        engine: set once ``wait`` has returned.
     """
 
     engine: RequestEngine
@@ -192,7 +209,8 @@ class EngineThread:
         self._wake = threading.Condition()
         self._calls: list[_Call[Any]] = []
         self._streams: dict[str, Reader] = {}
-        self._stopping = self._looks = False
+        self._stopping = False
+        self._looks = False
         self._ended: EngineError | None = None
         self._busy_since: float | None = None
         self._making = _Call(self._make, make)
@@ -202,7 +220,7 @@ class EngineThread:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the engine is made, or raise what was raised."""
+        """Wait until the engine is made, or raise the error of its constructor."""
         try:
             self._making.future.result()
         except BaseException:
@@ -210,12 +228,12 @@ class EngineThread:
             raise
 
     def together(self) -> AbstractContextManager[object]:
-        """Return a context in which calls are added, with no step between them."""
+        """Return a context for several calls, without a step between them."""
         return self._wake
 
     @property
     def has_engine(self) -> bool:
-        """Tell whether the engine is made."""
+        """Return True once the engine is made."""
         return self._making.future.done() and self._making.future.exception() is None
 
     def call(self, function: Callable[..., _T], *args: object) -> Future[_T]:
@@ -226,7 +244,8 @@ class EngineThread:
         Raises:
             EngineError: the thread has ended, or is in another process.
         """
-        self.expect_own_process()  # the lock of another process may never be free
+        # Before the lock: in a forked process, the lock may never be free.
+        self.expect_own_process()
         call = _Call(function, *args)
         with self._wake:
             self.check()
@@ -236,11 +255,12 @@ class EngineThread:
 
     @property
     def busy_seconds(self) -> float:
-        """The seconds that the step, or the call, of this moment has taken, but for a restart; from any thread."""
+        """The seconds of the present step or call so far, without a restart. Any thread may ask."""
         since = self._busy_since
         if since is None:
             return 0.0
-        return max(0.0, time.monotonic() - max(since, self.engine.executor.ready_since))
+        begin = max(since, self.engine.executor.ready_since)
+        return max(0.0, time.monotonic() - begin)
 
     @property
     def is_current(self) -> bool:
@@ -260,29 +280,28 @@ class EngineThread:
         """
         if self.is_inherited:
             raise EngineError(
-                f"the engine was made in the process that forked this one ({self._process}), and the engine's thread "
-                "is not here: make a new one"
+                f"the engine was made in the process that forked this one ({self._process}), and "
+                "the engine's thread is not here: make a new one"
             )
 
     def check(self) -> None:
-        """Raise if the thread has ended, or is in another process.
+        """Check that the thread runs, in this process.
 
         Raises:
-            EngineError: it has, or is.
+            EngineError: the thread has ended, or is in another process.
         """
         self.expect_own_process()
         if self._ended is not None:
             raise _again(self._ended)
 
     def open(self, stream: Reader, prepared: OpenRequest, beside: Sequence[Reader] = ()) -> bool:
-        """Add a request, and have the stream get the news; to be called in the thread.
+        """Add a request, and send its news to a reader. Only the thread itself calls this.
 
-        If the request is refused, the readers beside it leave, so that no request of the call is
-        computed.
+        If the request is refused, all requests of the same call of the front end are aborted.
 
         Args:
             stream: reads the news.
-            prepared: the request. It is aborted if nobody reads the stream any more.
+            prepared: the request. If nobody reads the stream any more, the request is aborted.
             beside: readers of all requests of the same call.
 
         Returns:
@@ -293,7 +312,8 @@ class EngineThread:
             return False
         try:
             self.engine.submit(prepared)
-        except EngineError:  # another engine may take the request
+        # Another engine may take the request, so the others are left alone.
+        except EngineError:
             raise
         except BaseException:
             for other in beside:
@@ -304,40 +324,41 @@ class EngineThread:
         return True
 
     def close(self, stream: Reader) -> None:
-        """Abort the request of a stream that nobody reads any more, if it still runs; to be called in the thread."""
+        """Abort the request of a reader that has left. Only the thread itself calls this."""
         if self._streams.get(stream.request_id) is stream:
             del self._streams[stream.request_id]
             self.engine.abort(stream.request_id)
 
     def abort(self, request_id: str) -> RequestOutput:
-        """Abort a request, whose stream gets what it has so far, and return that; to be called in the thread."""
+        """Abort a request, and return its output so far. Only the thread itself calls this."""
         output = self.engine.abort(request_id)
         self._send([output])
         return output
 
     def stop(self) -> None:
-        """Have the thread end after the current step: what runs is aborted."""
+        """Let the thread end after the current step. All requests are aborted."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
 
     def shutdown(self) -> None:
-        """Abort what runs, let go of the engine, and wait until the thread has ended. Further calls do nothing."""
+        """Abort all requests, release the engine, and wait for the thread. May be called again."""
         self.stop()
         self.join()
 
     def join(self, seconds: float | None = None) -> None:
-        """Wait until the thread has ended, for so many seconds at most."""
-        if not self.is_current:  # which may collect who owns the thread
+        """Wait for the end of the thread, for ``seconds`` at most."""
+        # The thread may collect the owner of this object as garbage, and cannot wait for itself.
+        if not self.is_current:
             self._thread.join(seconds)
 
     def kill(self, reason: str = HUNG) -> None:
-        """End the workers of the engine, if it is made, for a reason that it tells."""
+        """End the workers of the engine, if there is one. Messages give the reason."""
         if self.has_engine:
             self.engine.executor.kill(reason)
 
     def look(self) -> None:
-        """Have the thread see whether the engine has lost its workers, also while there is nothing to do."""
+        """Wake the thread, so that it looks for lost workers even without work."""
         with self._wake:
             self._looks = True
             self._wake.notify()
@@ -354,10 +375,8 @@ class EngineThread:
         try:
             self._serve()
         except BaseException as error:
-            cause, why = (
-                error,
-                f"the thread of the engine has ended by an error ({described(error)})",
-            )
+            cause = error
+            why = f"the thread of the engine has ended by an error ({described(error)})"
             logger.error("the engine has ended: %s", described(error))
         try:
             self._leave(cause)
@@ -370,6 +389,7 @@ class EngineThread:
             self.engine.shutdown()
 
     def _serve(self) -> None:
+        """Make calls and compute steps, until the thread is to stop."""
         while self._wait():
             if self.engine.is_lost:
                 self._surrender(self.engine.executor.loss)
@@ -394,7 +414,7 @@ class EngineThread:
         return False
 
     def _take_part(self) -> None:
-        """Compute a step of no requests, as engines that share the experts of the model compute one."""
+        """Compute a step without requests, because engines with the same experts compute one."""
 
     def _surrender(self, reason: str) -> None:
         """Give the open requests to other engines, if there are any."""
@@ -403,13 +423,14 @@ class EngineThread:
         return self.engine.has_work or self._is_behind()
 
     def _wait(self) -> bool:
-        """Sleep until there is something to do, make the calls, and return whether to go on."""
+        """Sleep until there is something to do, and make the calls. Return True to go on."""
         self._busy_since = None
         with self._wake:
             self._wake.wait_for(
                 lambda: self._calls or self._stopping or self._looks or self._has_work()
             )
-            calls, self._calls = self._calls, []
+            calls = self._calls
+            self._calls = []
             self._looks = False
         self._busy_since = time.monotonic()
         for call in calls:
@@ -417,23 +438,25 @@ class EngineThread:
         return not self._stopping
 
     def _send(self, outputs: Iterable[RequestOutput]) -> None:
+        """Give news to their readers, and abort requests of readers that have left."""
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:
                 continue
-            there = stream.put(output)
+            is_read = stream.put(output)
             if output.finished:
                 del self._streams[output.request_id]
-            elif not there:
+            elif not is_read:
                 self.close(stream)
 
     def _end(self, reason: str, cause: BaseException | None) -> None:
-        """Refuse calls from now on, and raise in every stream and call that is open."""
+        """Refuse calls from now on, and fail every open stream and call."""
         error = EngineError(reason)
         error.__cause__ = cause
         with self._wake:
             self._ended = error
-            calls, self._calls = self._calls, []
+            calls = self._calls
+            self._calls = []
         for stream in self._streams.values():
             stream.fail(_again(error))
         self._streams.clear()

@@ -1,4 +1,4 @@
-"""``FrontEnd``: what ``LLM`` and ``AsyncLLM`` share, a model whose engines run in threads of their own."""
+"""``FrontEnd``: the common base of ``LLM`` and ``AsyncLLM``, a model with engines in threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from opgraft.serving.step_reports import OnStep
 from opgraft.serving.text_engine import TextEngine
 
 END_SECONDS = 2.0
-"""The longest wait for a step that runs: when nobody has the model any more, after an interrupt, or at the end."""
+"""The longest wait for the end of a running step.
+
+It applies when the model is garbage, after an interrupt, and at the end of the process.
+"""
 
 
 class FrontEnd:
@@ -46,9 +49,9 @@ class FrontEnd:
 
     @property
     def engine(self) -> TextEngine:
-        """The engine of a model that generates, or the first of several.
+        """The engine of a generating model, or the first of several engines.
 
-        Other threads than the engine's own may call what changes nothing.
+        The engine has a thread of its own. Other threads may call methods that change nothing.
 
         Raises:
             ModelError: the model is an encoder.
@@ -56,8 +59,8 @@ class FrontEnd:
         if isinstance(self._first, TextEngine):
             return self._first
         raise ModelError(
-            f"{self.opgraft_config.model.name} is an encoder, which answers no prompt: LLM.embed gives the vectors of "
-            "texts"
+            f"{self.opgraft_config.model.name} is an encoder, which answers no prompt: LLM.embed "
+            "gives the vectors of texts"
         )
 
     @property
@@ -70,8 +73,8 @@ class FrontEnd:
         if isinstance(self._first, EmbeddingEngine):
             return self._first
         raise ModelError(
-            f"{self.opgraft_config.model.name} generates text, and has no embeddings of texts: give an encoder, such "
-            "as minilm"
+            f"{self.opgraft_config.model.name} generates text, and has no embeddings of texts: "
+            "give an encoder, such as minilm"
         )
 
     @property
@@ -81,34 +84,35 @@ class FrontEnd:
 
     @property
     def replicas(self) -> Replicas:
-        """The engines that share the requests: one, or as many as ``parallel.data`` says."""
+        """The engines that share the requests: one, or ``parallel.data`` of them."""
         return self._replicas
 
     @property
     def executor(self) -> Executor:
-        """The way to the workers, or to those of the first of several engines."""
+        """The executor of the engine, or of the first of several engines."""
         return self._first.executor
 
     def capacity(self) -> str:
-        """Return in words how much the cache holds."""
+        """Return the sizes of the cache as a sentence."""
         return self._replicas.capacity()
 
     def stats(self) -> EngineStats:
-        """Return what runs, and totals since the model was loaded; from any thread, also while requests run.
+        """Return the numbers of requests and tokens, as totals since the model was loaded.
 
-        For an encoder they count batches and texts; see ``EngineStats``.
+        Any thread may call this, also while requests run. For an encoder, batches and texts are
+        counted; see ``EngineStats``.
         """
         return self._replicas.stats()
 
     def shutdown(self) -> None:
-        """Abort what runs and let go of the model and the cache, after the current step.
+        """Abort all requests, and release the model and the cache after the current step.
 
-        Later requests are refused. A ``with`` block ends with it.
+        Later requests are refused. The end of a ``with`` block calls this.
         """
         self._end()
 
     def _end(self, patience: float | None = None) -> None:
-        """Shut down, and wait for a step that runs, for so many seconds at most."""
+        """Shut down, and wait for a running step, for ``patience`` seconds at most."""
         self._finalizer.detach()
         _shutdown(self._replicas, self._pools, patience)
 
@@ -116,7 +120,8 @@ class FrontEnd:
 def _shutdown(
     replicas: Replicas, pools: list[ThreadPoolExecutor], patience: float | None = None
 ) -> None:
-    if replicas.is_inherited:  # the engines and threads are in the process that forked this one
+    # The engines and threads are in the process that forked this one.
+    if replicas.is_inherited:
         return
     for pool in pools:
         pool.shutdown(wait=False)

@@ -1,4 +1,4 @@
-"""``Grammars``: compiled grammars of a model, kept for the requests that ask for them again."""
+"""``Grammars``: compiled grammars of a model, kept for later requests."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from opgraft.serving.tokenizer import Tokenizer
 
 _MOST = 128
 _MOST_CHARACTERS = 1 << 22
-"""Of the specs of the grammars that are kept, those that were used last: what they take grows with these."""
+"""Characters of the specs of kept grammars. The memory of a grammar grows with its spec."""
 
 
 class Grammars:
-    """Grammars by what is asked for; from any thread.
+    """Compiled grammars by the structured outputs of requests. Any thread may use this.
 
     Args:
         tokenizer: of the model.
-        vocab_size: tokens that it gives logits for.
+        vocab_size: number of logits of the model.
         eos: tokens that end an output.
-        share: called with each that is compiled.
+        share: called with each compiled grammar.
     """
 
     def __init__(
@@ -36,7 +36,9 @@ class Grammars:
         eos: frozenset[int],
         share: Callable[[Grammar], None],
     ) -> None:
-        self._backend, self._vocab_size, self._eos = tokenizer.backend, vocab_size, eos
+        self._backend = tokenizer.backend
+        self._vocab_size = vocab_size
+        self._eos = eos
         self._share = share
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, tuple[Grammar, int]] = OrderedDict()
@@ -46,19 +48,19 @@ class Grammars:
         return GrammarTokens(self._backend, self._vocab_size, self._eos)
 
     def __len__(self) -> int:
-        """Return how many are kept."""
+        """Return the number of kept grammars."""
         return len(self._kept)
 
     def of(self, params: SamplingParams) -> Grammar:
-        """Return the grammar of a structured output, which is compiled once.
+        """Return the grammar of a structured output, compiled if it is new.
 
         Raises:
-            InputError: it cannot be compiled.
+            InputError: the grammar cannot be compiled.
         """
         return self.find(params) or self._compiled(params)
 
     def find(self, params: SamplingParams) -> Grammar | None:
-        """Return the grammar of a structured output, if it is kept."""
+        """Return the kept grammar of a structured output, or None."""
         key, _ = _key(params.structured_output)
         with self._lock:
             if key not in self._kept:
@@ -67,11 +69,11 @@ class Grammars:
             return self._kept[key][0]
 
     def compile_safely(self, params: SamplingParams) -> None:
-        """Compile the grammar of a structured output, if that ends in time.
+        """Compile the grammar of a structured output, after a trial in another process.
 
         Raises:
-            InputError: it cannot be compiled, or takes too long.
-            ChildError: no process can be started to try it.
+            InputError: the grammar cannot be compiled, or not in time.
+            ChildError: no process can be started for the trial.
         """
         if self.find(params) is None:
             try_to_compile(params.structured_output, self._tokens)
@@ -85,16 +87,20 @@ class Grammars:
             return grammar
         with self._lock:
             self._kept[key] = grammar, characters
-            while (
-                len(self._kept) > _MOST
-                or sum(size for _, size in self._kept.values()) > _MOST_CHARACTERS
-            ):
+            # The grammar without use for the longest time goes first.
+            while len(self._kept) > _MOST or self._characters() > _MOST_CHARACTERS:
                 self._kept.popitem(last=False)
         return grammar
 
+    def _characters(self) -> int:
+        return sum(characters for _, characters in self._kept.values())
+
 
 def _key(wanted: Any) -> tuple[bytes, int]:
-    """Return what a structured output is kept by, and its size; 0 for what is no JSON, which is not kept."""
+    """Return the key of a structured output, and the number of its characters.
+
+    The number is 0 for values that are no JSON. Their grammars are not kept.
+    """
     try:
         text = json.dumps(wanted)
     except (TypeError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""``InputProcessor``: prompts and settings of sampling, made requests of the engine."""
+"""``InputProcessor``: makes requests of the engine from prompts and settings of sampling."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from opgraft.serving.chat_template import ChatTemplate
 from opgraft.serving.detokenizer import Detokenizer
 from opgraft.serving.grammars import Grammars
 from opgraft.serving.open_request import Answer, OpenRequest
-from opgraft.serving.outputs import RequestMetrics, RequestOutput
+from opgraft.serving.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from opgraft.serving.prompts import Prompt, tokenized, unsalted
 from opgraft.serving.stop_tokens import stop_tokens, suppressed_tokens
 from opgraft.serving.tokenizer import Tokenizer, find_tokenizer
 
 
 class InputProcessor:
-    """The tokenizer of a model, its chat template and its grammars; from any thread.
+    """The tokenizer of a model, its chat template and its grammars. Any thread may use this.
 
     Args:
         opgraft_config: resolved.
@@ -37,15 +37,16 @@ class InputProcessor:
 
     Attributes:
         eos: tokens that end an output.
-        tokenizer: ``None`` where the model has none.
-        vocab_size: tokens that the model gives logits for.
+        tokenizer: ``None`` if the model has no tokenizer.
+        vocab_size: number of logits of the model.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
     """
 
     def __init__(self, opgraft_config: OpgraftConfig, max_model_len: int) -> None:
-        self.opgraft_config, self.max_model_len = opgraft_config, max_model_len
+        self.opgraft_config = opgraft_config
+        self.max_model_len = max_model_len
         weights = open_weights(str(opgraft_config.model.name))
         self._unread: VocabularyError | None = None
         self.tokenizer = self._find_tokenizer(weights)
@@ -57,7 +58,10 @@ class InputProcessor:
         self._executors: weakref.WeakSet[Executor] = weakref.WeakSet()
 
     def _find_tokenizer(self, weights: Weights) -> Tokenizer | None:
-        """Open the tokenizer. A vocabulary that is not read is told to those who give text."""
+        """Open the tokenizer, or return None.
+
+        The error of an unreadable vocabulary is raised later, by prompts of text.
+        """
         try:
             return find_tokenizer(weights)
         except VocabularyError as error:
@@ -65,7 +69,7 @@ class InputProcessor:
             return None
 
     def share_with(self, executor: Executor) -> None:
-        """Have the workers of an executor know the grammars that are compiled from now on."""
+        """Share the grammars compiled from now on with the workers of an executor."""
         with self._lock:
             self._executors.add(executor)
 
@@ -73,7 +77,8 @@ class InputProcessor:
         with self._lock:
             executors = list(self._executors)
         for executor in executors:
-            with suppress(EngineError):  # of lost workers, of whom the engine tells
+            # The engine itself notices lost workers.
+            with suppress(EngineError):
                 executor.share(grammar)
 
     @cached_property
@@ -90,28 +95,30 @@ class InputProcessor:
         """Return the tokenizer.
 
         Raises:
-            InputError: the model has none, or one of a kind that is not read.
+            InputError: the model has no tokenizer, or an unreadable one.
         """
         if self._unread is not None:
             raise InputError(str(self._unread)) from self._unread
         if self.tokenizer is None:
             raise InputError(
-                "the model has no tokenizer: give prompts as token ids, or put tokenizer.json beside its weights"
+                "the model has no tokenizer: give prompts as token ids, or put tokenizer.json "
+                "beside its weights"
             )
         return self.tokenizer
 
     def encode(
         self, prompt: Prompt, *, add_special_tokens: bool = True, name: str = "the prompt"
     ) -> tuple[str | None, list[int]]:
-        """Return the text of a prompt, None where it is given as token ids, and its token ids.
+        """Return the text of a prompt (None for a prompt of token ids), and the token ids.
 
         Raises:
-            RequestError: the prompt cannot be taken.
-            InputError: it is text, and the model has no tokenizer.
+            RequestError: the prompt is empty, too long, or of a wrong type.
+            InputError: the prompt is text, and the model has no tokenizer.
         """
+        tokenizer = self.expect_tokenizer() if isinstance(prompt, str) else self.tokenizer
         return tokenized(
             prompt,
-            self.expect_tokenizer() if isinstance(prompt, str) else self.tokenizer,  # type: ignore[arg-type]
+            tokenizer,  # type: ignore[arg-type]  # token ids need none
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
             add_special_tokens=add_special_tokens,
@@ -138,9 +145,9 @@ class InputProcessor:
             params: sampling settings.
             priority: lower numbers come first, under the policy "priority".
             cache_salt: requests of different salts share nothing in the cache.
-            add_special_tokens: begin and end the text as the tokenizer does; not for a chat's text.
-            arrival: seconds of ``time.monotonic``; now if not given.
-            name: the prompt's, for errors; by default after the request.
+            add_special_tokens: begin and end the text as usual; False for the text of a chat.
+            arrival: seconds of ``time.monotonic``; by default now.
+            name: of the prompt, for errors; by default after the request.
 
         Raises:
             RequestError: the prompt cannot be taken, an argument has the wrong type or contradicts
@@ -155,7 +162,8 @@ class InputProcessor:
         name = name or f"the prompt of request {request_id!r}"
         prompt, salt = unsalted(prompt, name, cache_salt)
         text, ids = self.encode(prompt, add_special_tokens=add_special_tokens, name=name)
-        requests = Request(
+        grammar = None if params.structured_output is None else self.grammars.of(params)
+        request = Request(
             request_id,
             ids,
             params,
@@ -163,16 +171,19 @@ class InputProcessor:
             priority=priority,
             cache_salt=salt,
             bad_words=self._bad_words(params),
-            grammar=None if params.structured_output is None else self.grammars.of(params),
-        ).split()
-        answers = [Answer.of(i, each, self._detokenizer(each)) for i, each in enumerate(requests)]
-        output = RequestOutput(
-            request_id, text, ids, [answer.output for answer in answers], metrics=metrics
+            grammar=grammar,
         )
-        return OpenRequest(output, {answer.request.request_id: answer for answer in answers})
+        outputs: list[CompletionOutput] = []
+        growing = {}
+        for index, each in enumerate(request.split()):
+            answer = Answer.of(index, each, self._detokenizer(each))
+            outputs.append(answer.output)
+            growing[each.request_id] = answer
+        output = RequestOutput(request_id, text, ids, outputs, metrics=metrics)
+        return OpenRequest(output, growing)
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Return the sequences of tokens that the answer may not have."""
+        """Return the sequences of tokens that never occur in the answer."""
         if not params.bad_words:
             return self._suppressed
         words = bad_word_tokens(params.bad_words, self.expect_tokenizer())
@@ -183,27 +194,28 @@ class InputProcessor:
             highest = max(getattr(params, name) or (), default=0)
             if highest >= self.vocab_size:
                 raise RequestError(
-                    f"{name} has the token id {highest!s:.20}, and the vocabulary has {self.vocab_size}: use 0 to "
-                    f"{self.vocab_size - 1}",
+                    f"{name} has the token id {highest!s:.20}, and the vocabulary has "
+                    f"{self.vocab_size}: use 0 to {self.vocab_size - 1}",
                     name,
                 )
 
     def expect_priority(self, priority: int) -> None:
-        """Refuse a priority where the order is that of arrival.
+        """Refuse a priority, unless the scheduler follows priorities.
 
         Raises:
-            RequestError: there is one.
+            RequestError: the priority is not 0, and the order is that of arrival.
         """
         policy = self.opgraft_config.scheduler.policy
         if policy != "priority" and priority != 0:
             raise RequestError(
-                f"priority is {priority!r:.40}, and scheduler.policy is {policy}, by which it has no effect: leave it "
-                "out, or set scheduler.policy to priority",
+                f"priority is {priority!r:.40}, and scheduler.policy is {policy}, by which it has "
+                "no effect: leave it out, or set scheduler.policy to priority",
                 "priority",
                 code="unsupported_value",
             )
 
     def _detokenizer(self, request: Request) -> Detokenizer | None:
+        """Return the text of a request; None without a tokenizer."""
         params = request.params
         if self.tokenizer is None and not params.stop:
             return None

@@ -1,4 +1,4 @@
-"""``LLM``: a model that answers many prompts at once."""
+"""``LLM``: a model for many prompts at once."""
 
 from __future__ import annotations
 
@@ -37,15 +37,14 @@ from opgraft.serving.step_reports import OnStep
 Message: TypeAlias = Mapping[str, Any]
 
 _PATIENCE = 0.5
-"""Seconds in which a step may end after a second interrupt; then workers with processes of their own are ended."""
+"""The longest wait for a step after a second interrupt. Then processes of workers are ended."""
 
 
 class Interrupted(KeyboardInterrupt):
     """An interrupt while prompts were answered.
 
     Attributes:
-        outputs: of every prompt, in order; what had not ended has the ``finish_reason``
-            ``"abort"``.
+        outputs: of every prompt, in order. Unfinished ones have the ``finish_reason`` ``"abort"``.
     """
 
     def __init__(self, requests: Sequence[OpenRequest]) -> None:
@@ -60,24 +59,26 @@ class LLM(FrontEnd):
     """A language model with an engine of its own, in a thread of its own.
 
     Prompts of one call are answered together. Calls from several threads are answered one after the
-    other; for many readers at once there is ``AsyncLLM``.
+    other. For many readers at once, use ``AsyncLLM``.
+
+    For example, ``LLM("smollm2").generate(["Hello", "Good"])`` returns two outputs.
 
     Args:
-        model: a checkpoint's folder or file, the name of a packaged model, or a name such as
-            ``org/name`` of a model in the local Hugging Face cache; ``model.name`` of the settings
-            if not given.
+        model: folder or file of a checkpoint, the name of a packaged model, or a name such as
+            ``org/name`` of a model in the local Hugging Face cache. By default ``model.name`` of
+            the settings.
         opgraft_config: settings in place of the process's.
-        on_step: called after each step with its ``EngineStats``, a change since the last call, and
-            the requests that have news; see ``PrometheusExporter``. An encoder calls it after each
-            batch, without requests. The thread of the engine makes the calls.
-        **settings: single settings, which go before those: by the names in ``SHORT_NAMES``, by
-            dotted names as in ``**{"cache.memory_bytes": 1 << 30}``, or ``enforce_eager=True`` for
-            level 0 and a mapping as ``compilation_config``.
+        on_step: called after each step with its ``EngineStats``, as a change since the last call,
+            and the requests with news; see ``PrometheusExporter``. An encoder makes a call after
+            each batch, without requests. Calls come from the thread of the engine.
+        **settings: single settings, before all others: by the names in ``SHORT_NAMES``, by dotted
+            names as in ``**{"cache.memory_bytes": 1 << 30}``, or ``enforce_eager=True`` for level 0
+            and a mapping as ``compilation_config``.
 
     Raises:
-        ConfigError: a setting that there is not, or a value that it does not take; a cache too
-            small for one request.
-        ModelError: no model is named, or none is registered for its architecture.
+        ConfigError: a setting is unknown or has a wrong value, or the cache is too small for one
+            request.
+        ModelError: no model is named, or its architecture is unknown.
         CheckpointError: the checkpoint cannot be read.
     """
 
@@ -110,17 +111,17 @@ class LLM(FrontEnd):
 
         Args:
             prompts: one, or several: text, or token ids; or ``{"prompt": text}`` or
-                ``{"prompt_token_ids": [...]}``, where ``"cache_salt"`` may stand too: prompts of
-                different salts share nothing in the cache.
-            sampling_params: for all, or one for each; ``SamplingParams()`` if not given.
-            priority: for all, or one for each: lower ones come first. It needs
+                ``{"prompt_token_ids": [...]}``, also with ``"cache_salt"``. Prompts of different
+                salts share nothing in the cache.
+            sampling_params: for all, or one for each; by default ``SamplingParams()``.
+            priority: for all, or one for each. Lower numbers come first, under
                 ``scheduler.policy=priority``.
-            progress: show a bar on stderr; by default where that is a terminal.
+            progress: show a bar on stderr; by default if stderr is a terminal.
 
         Raises:
-            RequestError: a prompt cannot be taken; then none is computed.
+            RequestError: a prompt cannot be served; then none is computed.
             EngineError: the engine has stopped, or was shut down.
-            Interrupted: after an interrupt; it has what was computed.
+            Interrupted: after an interrupt, with the outputs so far.
         """
         listed = listed_prompts(prompts)
         return self._answer(listed, sampling_params, priority, progress)
@@ -138,22 +139,22 @@ class LLM(FrontEnd):
 
         Args:
             messages: of one chat, or of several: ``{"role": "user", "content": "…"}``. The content
-                may be a list of parts, ``{"type": "text", "text": "…"}``, which become lines of one
+                may be a list of parts, ``{"type": "text", "text": "…"}``; they become lines of one
                 text.
             sampling_params: for all, or one for each chat.
             tools: JSON schemas of functions that the model may call.
             priority, progress: as for ``generate``.
 
         Raises:
-            RequestError: the model has no chat template, or it refuses the messages.
+            RequestError: the model has no chat template, or the template refuses the messages.
             EngineError: the engine has stopped, or was shut down.
-            Interrupted: after an interrupt; it has what was computed.
+            Interrupted: after an interrupt, with the outputs so far.
         """
         chats = listed_chats(messages)
-        texts = [
-            self._rendered(chat, tools, placed("chat", i, len(chats)))
-            for i, chat in enumerate(chats)
-        ]
+        texts = []
+        for index, chat in enumerate(chats):
+            name = placed("chat", index, len(chats))
+            texts.append(self._rendered(chat, tools, name))
         return self._answer(texts, sampling_params, priority, progress, chat=True)
 
     def _rendered(
@@ -171,32 +172,30 @@ class LLM(FrontEnd):
         truncate: bool = False,
         progress: bool | None = None,
     ) -> list[EmbeddingOutput]:
-        """Return the embeddings of texts, in their order, pooled and normalised as the checkpoint says.
+        """Return the embeddings of texts, in their order.
+
+        The checkpoint names the pooling and the normalisation.
 
         Args:
-            texts: one, or several: text, or token ids. The default prompt of the checkpoint, if it
-                has one, is put before a text, and not before token ids.
-            truncate: cut texts that are longer than the model takes, instead of refusing them. The
-                checkpoint's ``truncation_side`` says at which end.
+            texts: one, or several: text, or token ids. A default prompt of the checkpoint is put
+                before texts, and not before token ids.
+            truncate: cut texts that are too long for the model, instead of refusing them. The
+                checkpoint's ``truncation_side`` names the end to cut.
             progress: as for ``generate``.
 
         Raises:
             ModelError: the model is no encoder.
-            RequestError: a text cannot be taken.
+            RequestError: a text cannot be embedded.
             CheckpointError: the model computes no numbers for a text.
         """
         encoder = self.encoder
         listed = listed_prompts(texts, "texts")
         with encoder.counters.timed("text"):
-            requests = [
-                encoder.prepare(
-                    str(next(self._numbers)),
-                    text,
-                    placed("text", number, len(listed)),
-                    truncate=truncate,
-                )
-                for number, text in enumerate(listed)
-            ]
+            requests = []
+            for index, text in enumerate(listed):
+                name = placed("text", index, len(listed))
+                number = str(next(self._numbers))
+                requests.append(encoder.prepare(number, text, name, truncate=truncate))
         by_id = {request.output.request_id: request for request in requests}
 
         def expect_vector(output: RequestOutput) -> None:
@@ -214,9 +213,9 @@ class LLM(FrontEnd):
         return tokenizer is not None and bool(tokenizer.chat_templates)
 
     def explain(self) -> Explanation:
-        """Return which kernel of which provider runs each op of the model, the classes in use, and the reasons.
+        """Return the kernel and provider of each op of the model, and the classes, with reasons.
 
-        Some parts tell about their work so far: after requests were answered there is more.
+        Some parts remark on their work so far, so there is more to see after answered requests.
 
         Raises:
             EngineError: the engine has ended.
@@ -232,7 +231,7 @@ class LLM(FrontEnd):
         return html_table([("model", "on", ""), (name, current_platform().name, self._kind())])
 
     def _kind(self) -> str:
-        """Return in words what the model is for, or how much the cache holds."""
+        """Return words for an encoder, or for the size of the cache."""
         return "an encoder, see embed()" if self.embeds else self.capacity()
 
     def __enter__(self) -> LLM:
@@ -240,7 +239,7 @@ class LLM(FrontEnd):
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is not None and issubclass(error, KeyboardInterrupt):
-            # A step may hang, and who interrupts is not to wait for it.
+            # A step may hang, and an interrupt must not wait for the end.
             self._end(END_SECONDS)
         else:
             self.shutdown()
@@ -288,7 +287,8 @@ class LLM(FrontEnd):
                 ended(1)
                 if check is not None:
                     check(output)
-        if interrupts.noted:  # after the last answer
+        # An interrupt may come after the last answer.
+        if interrupts.noted:
             raise Interrupted(requests)
 
     def answers(
@@ -298,17 +298,16 @@ class LLM(FrontEnd):
         grows: bool = False,
         interrupts: Interrupts | None = None,
     ) -> Generator[RequestOutput, None, None]:
-        """Compute prepared requests together, and yield the output of each once the request has ended.
+        """Compute prepared requests together, and yield the output of each request at its end.
 
-        After an interrupt, and if the iterator is closed, requests that have not ended are aborted.
-        Until the iterator has ended or is closed, calls of other threads wait. Interrupts are noted
-        while the iterator waits for news, and not in the code that reads from it.
+        After an interrupt, and if the iterator is closed, open requests are aborted. Until the
+        iterator has ended or is closed, calls of other threads wait. Interrupts are noted while the
+        iterator waits for news, and not in the code of the reader.
 
         Args:
-            requests: made by ``engine.inputs.prepare`` or ``encoder.prepare``, with ids that are
-                new.
-            grows: yield each output whenever there is more of the answer.
-            interrupts: notes interrupts for a caller that has them noted while it reads, too.
+            requests: from ``engine.inputs.prepare`` or ``encoder.prepare``, with new ids.
+            grows: also yield outputs whenever an answer has grown.
+            interrupts: notes interrupts, also for a caller in whose own code they are noted.
 
         Raises:
             RequestError: a request can never be served, and none is computed; this thread reads
@@ -332,7 +331,8 @@ class LLM(FrontEnd):
                 while left and not interrupts.noted:
                     with interrupts.awaited():
                         news = queue.get()
-                    if news is None:  # an interrupt was noted
+                    # None wakes this thread after an interrupt.
+                    if news is None:
                         continue
                     if isinstance(news, BaseException):
                         raise news
@@ -356,46 +356,51 @@ class LLM(FrontEnd):
     def _begin(
         self, requests: Sequence[OpenRequest], queue: SimpleQueue[News | None], grows: bool
     ) -> None:
-        """Have the engines begin with requests, and put the news into a queue."""
-        self._leave()  # requests of a call that a second interrupt has cut short
-        self._readers = [
-            QueuedReader(request.output.request_id, queue, grows) for request in requests
-        ]
-        for opened in self._replicas.open(list(zip(self._readers, requests, strict=True))):
+        """Let the engines begin with requests, and put the news into a queue."""
+        # A second interrupt may have cut short the call before.
+        self._leave()
+        self._readers = []
+        for request in requests:
+            self._readers.append(QueuedReader(request.output.request_id, queue, grows))
+        asked = list(zip(self._readers, requests, strict=True))
+        for opened in self._replicas.open(asked):
             opened.result()
 
     def _expect_free(self) -> None:
-        """Refuse to wait for what can never come.
+        """Refuse to wait for answers that can never come.
 
         Raises:
-            RequestError: this thread has to go on, so that requests are computed or read.
+            RequestError: this thread itself must go on, to compute or read other requests.
             EngineError: the engine belongs to another process.
         """
         self._replicas.expect_own_process()
         if self._replicas.current() is not None:
             raise RequestError(
-                "the thread of the engine asks for answers, which this thread is to compute: have another thread ask, "
-                "as on_step is called by the engine's"
+                "the thread of the engine asks for answers, which this thread is to compute: have "
+                "another thread ask, as on_step is called by the engine's"
             )
         if self._answering.locked() and self._answering_thread == get_ident():
             raise RequestError(
-                "this thread has an iterator of answers of this model that has not ended: read the iterator to its "
-                "end, or close it, before the next call; AsyncLLM answers several calls side by side"
+                "this thread has an iterator of answers of this model that has not ended: read the "
+                "iterator to its end, or close it, before the next call; AsyncLLM answers several "
+                "calls side by side"
             )
 
     def _leave_and_wait(self, seconds: float | None = None) -> bool:
-        """Have requests aborted that nobody reads any more, wait for that, and return True once they are gone."""
+        """Abort requests that nobody reads any more, and wait. Return True if they are gone."""
         leaving = self._leave()
+        # The engine's thread has collected an iterator as garbage, and cannot wait for itself.
         if self._replicas.current() is not None:
-            return True  # the engine's thread has collected an iterator, and cannot wait for itself
+            return True
         return not wait(leaving, seconds).not_done
 
     def _leave(self) -> list[Future[None]]:
-        """Have requests aborted that nobody reads any more, and return the aborts that are not done."""
+        """Abort requests that nobody reads any more, and return the unfinished aborts."""
         for reader in self._readers:
             if reader.ended:
                 continue
-            with suppress(EngineError):  # then the engine has ended, and so have the requests
+            # If the engine has ended, so have the requests.
+            with suppress(EngineError):
                 closing = self._replicas.close(reader)
                 if closing is not None:
                     self._leaving.append(closing)

@@ -1,4 +1,4 @@
-"""``OpenRequest``: a request with its answers that have not ended."""
+"""``OpenRequest``: a request with its unfinished answers."""
 
 from __future__ import annotations
 
@@ -21,20 +21,29 @@ class Answer:
 
     @classmethod
     def of(cls, index: int, request: Request, detokenizer: Detokenizer | None) -> Answer:
+        """Return an answer without tokens.
+
+        Args:
+            index: among the ``n`` answers.
+            request: of the answer.
+            detokenizer: makes the text; ``None`` to make none.
+        """
         nothing = StringIO()
-        return cls(
-            request,
-            GrowingOutput(index, lambda: detokenizer.written if detokenizer else nothing),
-            detokenizer,
-        )
+
+        def written() -> StringIO:
+            return detokenizer.written if detokenizer else nothing
+
+        return cls(request, GrowingOutput(index, written), detokenizer)
 
 
 @dataclass
 class OpenRequest:
-    """A request with its answers that have not ended, by the ids that the engine knows them by.
+    """A request with its unfinished answers, by the ids of the engine's requests.
 
     Attributes:
-        moves: how often it has gone on in another engine.
+        output: of the request.
+        growing: unfinished answers.
+        moves: number of times that the request has moved to another engine.
     """
 
     output: RequestOutput
@@ -42,26 +51,27 @@ class OpenRequest:
     moves: int = 0
 
     def end(self, child: str, reason: str) -> None:
-        """End an answer; the text that was held back may show that it came to a stop string."""
+        """End an answer. Its last text may complete a stop string, and change the reason."""
         answer = self.growing[child]
         output = answer.output
         if answer.detokenizer is not None:
             answer.detokenizer.finish()
             if answer.detokenizer.stop_reason is not None:
-                output.stop_reason, reason = answer.detokenizer.stop_reason, "stop"
+                output.stop_reason = answer.detokenizer.stop_reason
+                reason = "stop"
         output.finish_reason = reason
         self.output.outputs[output.index] = output.snapshot()
         del self.growing[child]
         self.output.finished = not self.growing
 
     def fail(self, message: str) -> None:
-        """End all answers by an error."""
+        """End all answers with an error."""
         for child in list(self.growing):
             self.growing[child].output.error = message
             self.end(child, "error")
 
     def abort(self) -> None:
-        """End a request that no engine has begun with."""
+        """End a request before any engine has begun with it."""
         for child in list(self.growing):
             self.end(child, "abort")
         self.output.finished = True
@@ -73,30 +83,38 @@ class OpenRequest:
         return self.output.finished and "abort" not in reasons
 
     def outstanding(self, expected: int) -> int:
-        """Return the tokens that are to be computed: the prompt until something came of it, and of the answers.
+        """Return the number of tokens still to compute.
+
+        The prompt counts until the first token of an answer. Each unfinished answer counts at least
+        one token.
 
         Args:
-            expected: tokens that an answer has unless it is limited to fewer; at least one is
-                outstanding of each.
+            expected: tokens of an answer, unless its limit is lower.
         """
-        answers = list(self.growing.values())  # in one go, as the engine's thread takes some out
-        lengths = [
-            (answer.request.params.most_tokens, len(answer.output.token_ids)) for answer in answers
-        ]
-        prompt = 0 if any(length for _, length in lengths) else len(self.output.prompt_token_ids)
-        return prompt + sum(max(min(most, expected) - length, 1) for most, length in lengths)
+        # Copied in one go, because the engine's thread removes answers.
+        answers = list(self.growing.values())
+        outstanding = 0
+        has_tokens = False
+        for answer in answers:
+            length = len(answer.output.token_ids)
+            has_tokens = has_tokens or length > 0
+            most = min(answer.request.params.most_tokens, expected)
+            outstanding += max(most - length, 1)
+        if not has_tokens:
+            outstanding += len(self.output.prompt_token_ids)
+        return outstanding
 
 
 def none_open(request_id: str) -> RequestError:
     """Return the error for an abort of a request that does not exist."""
     return RequestError(
-        f"request {request_id!r} cannot be aborted, as none of that id runs or waits: it has finished, or was never "
-        "added; see that the id is the one that it was added by"
+        f"request {request_id!r} cannot be aborted, as none of that id runs or waits: it has "
+        "finished, or was never added; see that the id is the one that it was added by"
     )
 
 
 def id_in_use(request_id: str) -> RequestError:
-    """Return the error for a new request with the id of one that runs or waits."""
+    """Return the error for a new request with the id of a running or waiting one."""
     return RequestError(
         f"request {request_id!r} is added, and one of that id runs: give each an id of its own"
     )

@@ -1,4 +1,4 @@
-"""Results of requests, by the names of vLLM."""
+"""Results of requests, with the names of vLLM."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from io import StringIO
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One of the likeliest tokens at a place, or the one that was sampled there.
+    """One of the likeliest tokens at a place, or the sampled token.
 
     Attributes:
-        logprob: natural logarithm of its probability.
+        logprob: natural logarithm of the probability.
         rank: 1 for the likeliest.
-        decoded_token: its text.
+        decoded_token: text of the token.
     """
 
     logprob: float
@@ -24,7 +24,13 @@ class Logprob:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of a request, in seconds of ``time.monotonic()``; None where it did not get so far."""
+    """Times of a request, in seconds of ``time.monotonic()``; None before the event.
+
+    Attributes:
+        arrival: of the request.
+        admitted: first step with a part of the request.
+        first_token, last_token: of the answers.
+    """
 
     arrival: float
     admitted: float | None = None
@@ -50,15 +56,15 @@ class CompletionOutput:
 
     Attributes:
         index: among the ``n`` answers.
-        text: up to the stop string, if one ended it.
+        text: of the answer, up to a stop string.
         token_ids: of the answer, those of a stop string included.
-        cumulative_logprob: sum of the sampled tokens' logprobs, where they were asked for.
-        logprobs: at each place, by token id, where they were asked for.
-        finish_reason: ``stop``, ``length``, ``abort`` or ``error``; None while it goes on.
+        cumulative_logprob: sum of the logprobs of sampled tokens, if asked for.
+        logprobs: at each place, by token id, if asked for.
+        finish_reason: ``stop``, ``length``, ``abort`` or ``error``; None before the end.
         stop_reason: the stop string or the stop token; None for the model's own end.
-        error: what failed, where ``finish_reason`` is ``error``.
-        refused: whether it failed by what the request asks for, such as a grammar that leads
-            nowhere.
+        error: a message, for the ``finish_reason`` ``error``.
+        refused: True if the request asked for something impossible, such as a grammar without a
+            next token.
     """
 
     index: int
@@ -90,18 +96,18 @@ class CompletionOutput:
         )
 
     def deferred_snapshot(self) -> Callable[[], CompletionOutput]:
-        """Return a function that makes the copy of now, whenever it is called."""
+        """Return a function for ``snapshot``."""
         return self.snapshot
 
 
 class GrowingOutput(CompletionOutput):
-    """An answer to which tokens and text are added, at the same cost however long it is.
+    """An answer that grows. A token costs the same for any length of the answer.
 
-    Its text is put together when it is read, in the thread that adds to it.
+    The text is put together when it is read, in the thread that adds to it.
 
     Args:
         index: among the ``n`` answers.
-        written: returns the text so far, which somebody else adds to.
+        written: returns the text so far; a detokenizer adds to this text.
     """
 
     __slots__ = ("_written",)
@@ -121,13 +127,14 @@ class GrowingOutput(CompletionOutput):
         self._written = lambda: written
 
     def deferred_snapshot(self) -> Callable[[], CompletionOutput]:
-        """Return a function that makes the copy of now, whenever it is called and in whichever thread.
+        """Return a function that makes a copy of the present state later, in any thread.
 
-        Text and lists only ever grow, so their lengths of now are all that is kept of them.
+        Text and lists only grow. So the present lengths are enough to cut the copy.
         """
         written = self._written()
         characters = written.tell()
-        tokens, logprobs = len(self.token_ids), self.logprobs
+        tokens = len(self.token_ids)
+        logprobs = self.logprobs
         places = len(logprobs or ())
         ended = self.finish_reason, self.stop_reason, self.error, self.refused
         cumulative = self.cumulative_logprob
@@ -146,10 +153,13 @@ class RequestOutput:
     """A request and its answers so far.
 
     Attributes:
-        prompt: None where it was given as token ids.
-        prompt_logprobs: at each place, where they were asked for; the first is None, for nothing
-            comes before it.
-        finished: whether all answers are.
+        request_id: of the request.
+        prompt: None for a prompt of token ids.
+        prompt_token_ids: of the prompt.
+        outputs: the ``n`` answers.
+        finished: True once all answers are finished.
+        prompt_logprobs: at each place, if asked for; None at the first place.
+        metrics: times of the request.
     """
 
     request_id: str
@@ -161,7 +171,7 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
 
     def snapshot(self) -> RequestOutput:
-        """Return a copy that does not grow; what never changes is shared."""
+        """Return a copy that does not grow. Constant parts are shared."""
         return RequestOutput(
             self.request_id,
             self.prompt,
@@ -173,9 +183,10 @@ class RequestOutput:
         )
 
     def deferred_snapshot(self) -> Callable[[], RequestOutput]:
-        """Return a function that makes the copy of now, whenever it is called and in whichever thread."""
+        """Return a function that makes a copy of the present state later, in any thread."""
         answers = [answer.deferred_snapshot() for answer in self.outputs]
-        state = self.finished, self.prompt_logprobs, self.metrics and self.metrics.snapshot()
+        metrics = self.metrics and self.metrics.snapshot()
+        state = self.finished, self.prompt_logprobs, metrics
         return lambda: RequestOutput(
             self.request_id,
             self.prompt,
@@ -190,7 +201,8 @@ class EmbeddingOutput:
     """The embedding of one text.
 
     Attributes:
-        embedding: numbers, as many as the model has dimensions.
+        request_id, prompt, prompt_token_ids: as of ``RequestOutput``.
+        embedding: one number for each dimension.
     """
 
     request_id: str

@@ -15,7 +15,9 @@ _T = TypeVar("_T")
 
 
 async def called_in(pool: ThreadPoolExecutor, function: Callable[..., _T], *args: object) -> _T:
-    """Call a function in a thread of a pool, in a copy of the caller's context, and return its result.
+    """Call a function in a thread of a pool, and return its result.
+
+    The thread has a copy of the caller's context.
 
     Raises:
         EngineError: the pool was shut down.
@@ -23,6 +25,7 @@ async def called_in(pool: ThreadPoolExecutor, function: Callable[..., _T], *args
     call = partial(contextvars.copy_context().run, function, *args)
     try:
         future = asyncio.get_running_loop().run_in_executor(pool, call)
+    # Raised by a pool after its shutdown.
     except RuntimeError as error:
         raise EngineError("the engine was shut down: make a new one") from error
     return await future

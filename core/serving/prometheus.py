@@ -1,4 +1,4 @@
-"""``PrometheusExporter``: the engine's counters and the times of requests, as operators of such engines know them."""
+"""``PrometheusExporter``: the engine's counters and the times of requests, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from opgraft.serving.outputs import RequestMetrics, RequestOutput
 
 COUNTERS = MappingProxyType(
     {
-        "prompt_tokens": "Tokens computed of prompts, also anew after a preemption, without tokens of the cache.",
+        "prompt_tokens": (
+            "Tokens computed of prompts, also anew after a preemption, without tokens of the cache."
+        ),
         "generation_tokens": "Tokens that were sampled.",
         "prefix_cache_queries": "Tokens of admitted sequences, each looked up in the cache.",
         "prefix_cache_hits": "Tokens of admitted sequences that were found in the cache.",
@@ -51,13 +53,13 @@ TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 class PrometheusExporter:
     """Metrics in a registry of ``prometheus_client``, to be passed as ``on_step``.
 
-    Names and labels are vLLM's with another prefix, ``opgraft:``; there are fewer of them. The
-    label ``engine`` is the number of a replica, 0 where there is one engine; ``kernel_info``, which
-    is of all, has none. The extra ``metrics`` brings the library.
+    Names and labels are those of vLLM, with the prefix ``opgraft:``. Some of vLLM's are missing.
+    The label ``engine`` is the number of a replica, 0 for a single engine. ``kernel_info`` counts
+    for all replicas, and lacks this label. The extra ``metrics`` installs the library.
 
     Args:
-        model_name: value of the label ``model_name``, which every metric has.
-        registry: a ``CollectorRegistry``; the library's own if not given. It takes one exporter.
+        model_name: value of the label ``model_name`` of every metric.
+        registry: a ``CollectorRegistry`` without another exporter; by default the library's own.
 
     Raises:
         InputError: ``prometheus_client`` is not installed.
@@ -67,17 +69,19 @@ class PrometheusExporter:
         self._client = import_extra("prometheus_client", "metrics")
         self._registry = self._client.REGISTRY if registry is None else registry
         self._model_name = model_name
-        self._families = {
-            **{name: self._family("Counter", name, text) for name, text in COUNTERS.items()},
-            **{name: self._family("Gauge", name, text) for name, text in GAUGES.items()},
-            **{name: self._histogram(name, text) for name, text in HISTOGRAMS.items()},
-            "request_success": self._family(
-                "Counter", "request_success", _ENDED, "engine", "finished_reason"
-            ),
-            "engine_step_seconds": self._family(
-                "Counter", "engine_step_seconds", _SECONDS, "engine", "part"
-            ),
-        }
+        self._families: dict[str, Any] = {}
+        for name, text in COUNTERS.items():
+            self._families[name] = self._family("Counter", name, text)
+        for name, text in GAUGES.items():
+            self._families[name] = self._family("Gauge", name, text)
+        for name, text in HISTOGRAMS.items():
+            self._families[name] = self._histogram(name, text)
+        self._families["request_success"] = self._family(
+            "Counter", "request_success", _ENDED, "engine", "finished_reason"
+        )
+        self._families["engine_step_seconds"] = self._family(
+            "Counter", "engine_step_seconds", _SECONDS, "engine", "part"
+        )
         self._kernels = self._family(
             "Gauge", "kernel_info", "Kernels that run, 1 each.", "op", "kernel", "provider"
         )
@@ -91,28 +95,28 @@ class PrometheusExporter:
 
     def _family(self, kind: str, name: str, text: str, *labels: str, **options: Any) -> Any:
         labelled = ("model_name", *(labels or ("engine",)))
-        return getattr(self._client, kind)(
-            f"opgraft:{name}", text, labelled, registry=self._registry, **options
-        )
+        made = getattr(self._client, kind)
+        return made(f"opgraft:{name}", text, labelled, registry=self._registry, **options)
 
     def _of_engine(self, number: int) -> dict[str, Any]:
-        """Return the metrics of an engine, which are shown from now on."""
-        if number not in self._engines:
-            of = self._model_name, str(number)
-            made = {
-                name: self._families[name].labels(*of) for name in (*COUNTERS, *GAUGES, *HISTOGRAMS)
-            }
-            for name, values in (
-                ("request_success", FINISH_REASONS),
-                ("engine_step_seconds", PARTS),
-            ):
-                made |= {value: self._families[name].labels(*of, value) for value in values}
-            self._engines[number] = made
-        return self._engines[number]
+        """Return the metrics of an engine by name. From now on, the metrics are exported."""
+        if number in self._engines:
+            return self._engines[number]
+        labels = self._model_name, str(number)
+        made = {}
+        for name in (*COUNTERS, *GAUGES, *HISTOGRAMS):
+            made[name] = self._families[name].labels(*labels)
+        for reason in FINISH_REASONS:
+            made[reason] = self._families["request_success"].labels(*labels, reason)
+        for part in PARTS:
+            made[part] = self._families["engine_step_seconds"].labels(*labels, part)
+        self._engines[number] = made
+        return made
 
     def __call__(self, stats: EngineStats, outputs: Sequence[RequestOutput]) -> None:
-        """Take what has changed since the last call, and the requests that have news."""
-        counted, of = stats.counters, self._of_engine(stats.replica)
+        """Add the changes since the last call, and the times of requests with news."""
+        counted = stats.counters
+        of = self._of_engine(stats.replica)
         of["prompt_tokens"].inc(counted.prompt_tokens)
         of["generation_tokens"].inc(counted.sampled_tokens)
         of["prefix_cache_queries"].inc(counted.prefix_queries)
@@ -141,24 +145,33 @@ class PrometheusExporter:
             observed["request_queue_time_seconds"] = metrics.time_in_queue
         if output.finished:
             self._begun.discard(output.request_id)
-        if output.finished and metrics.first_token is not None and metrics.last_token is not None:
-            decode = metrics.last_token - metrics.first_token
-            tokens = max(len(answer.token_ids) for answer in output.outputs)
-            observed["e2e_request_latency_seconds"] = metrics.last_token - metrics.arrival
-            observed["request_prefill_time_seconds"] = metrics.first_token - (
-                metrics.admitted or metrics.arrival
-            )
-            observed["request_decode_time_seconds"] = decode
-            observed["request_prompt_tokens"] = len(output.prompt_token_ids)
-            observed["request_generation_tokens"] = tokens
-            if tokens > 1:
-                observed["request_time_per_output_token_seconds"] = decode / (tokens - 1)
+            observed |= _of_finished(output, metrics)
         for name, value in observed.items():
             if value is not None:
                 of[name].observe(value)
 
     def show_kernels(self, explanation: Explanation) -> None:
-        """Show which kernel of which provider runs each op, as ``LLM.explain`` tells."""
+        """Export the kernel and provider of each op, from ``LLM.explain``."""
         for row in explanation.rows:
             if row.runs:
-                self._kernels.labels(self._model_name, row.op, row.kernel, str(row.provider)).set(1)
+                labels = self._model_name, row.op, row.kernel, str(row.provider)
+                self._kernels.labels(*labels).set(1)
+
+
+def _of_finished(output: RequestOutput, metrics: RequestMetrics) -> dict[str, float]:
+    """Return the observations of a finished request, by name; none without a token."""
+    if metrics.first_token is None or metrics.last_token is None:
+        return {}
+    decode = metrics.last_token - metrics.first_token
+    begin = metrics.admitted or metrics.arrival
+    tokens = max(len(answer.token_ids) for answer in output.outputs)
+    observed = {
+        "e2e_request_latency_seconds": metrics.last_token - metrics.arrival,
+        "request_prefill_time_seconds": metrics.first_token - begin,
+        "request_decode_time_seconds": decode,
+        "request_prompt_tokens": len(output.prompt_token_ids),
+        "request_generation_tokens": tokens,
+    }
+    if tokens > 1:
+        observed["request_time_per_output_token_seconds"] = decode / (tokens - 1)
+    return observed

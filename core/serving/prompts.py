@@ -1,4 +1,4 @@
-"""Prompts as text or as token ids, checked before a request is made of them."""
+"""Prompts as text or as token ids, and their checks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from opgraft.errors import RequestError
 from opgraft.serving.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, str | Sequence[int]]
-"""Text, token ids, or ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``, where ``"cache_salt"`` may stand too."""
+"""Text, token ids, or ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``.
 
-_TEXT, _IDS, _SALT = "prompt", "prompt_token_ids", "cache_salt"
+The last two may also have the key ``"cache_salt"``.
+"""
+
+_TEXT = "prompt"
+_IDS = "prompt_token_ids"
+_SALT = "cache_salt"
 
 
 def unsalted(
@@ -27,21 +32,26 @@ def unsalted(
     """
     if not isinstance(prompt, Mapping):
         return prompt, cache_salt
-    given, salt = _content(prompt, name), prompt.get(_SALT)
+    given = _content(prompt, name)
+    salt = prompt.get(_SALT)
     if None not in (salt, cache_salt) and salt != cache_salt:
         raise RequestError(
-            f"{name} has the {_SALT} {salt!r:.40}, and the argument of that name is {cache_salt!r:.40}: leave one out",
+            f"{name} has the {_SALT} {salt!r:.40}, and the argument of that name is "
+            f"{cache_salt!r:.40}: leave one out",
             _SALT,
         )
     return given, cache_salt if salt is None else salt  # type: ignore[return-value]
 
 
 def _content(prompt: Mapping[str, Any], name: str) -> Any:
-    """Return the text or the token ids of a prompt that is a mapping."""
-    if len({_TEXT, _IDS} & prompt.keys()) != 1 or prompt.keys() - {_TEXT, _IDS, _SALT}:
+    """Return the text or the token ids of a prompt in a mapping."""
+    contents = {_TEXT, _IDS} & prompt.keys()
+    unknown = prompt.keys() - {_TEXT, _IDS, _SALT}
+    if len(contents) != 1 or unknown:
         keys = ", ".join(repr(key)[:40] for key in prompt) or "none"
         raise RequestError(
-            f"{name} has the keys {keys}: give either {_TEXT!r} or {_IDS!r}, and {_SALT!r} if you like"
+            f"{name} has the keys {keys}: give either {_TEXT!r} or {_IDS!r}, and {_SALT!r} if you "
+            "like"
         )
     key = _TEXT if _TEXT in prompt else _IDS
     given = prompt[key]
@@ -65,17 +75,17 @@ def tokenized(
     advice: str = "",
     truncate: bool = False,
 ) -> tuple[str | None, list[int]]:
-    """Return the text of a prompt, or None for token ids, and the token ids.
+    """Return the text of a prompt (None for a prompt of token ids), and the token ids.
 
     Args:
         prompt: text or token ids of a user.
         tokenizer: for text.
         vocab_size: rows of the model's embedding.
         max_model_len: tokens of the longest sequence.
-        room: tokens that must fit after the prompt; 0 for an encoder.
+        room: number of tokens to fit after the prompt; 0 for an encoder.
         add_special_tokens: begin and end a text as usual; False after a chat template.
-        name: the prompt's, for errors.
-        advice: a further remedy for a prompt that is too long.
+        name: of the prompt, for errors.
+        advice: a further remedy for a long prompt.
         truncate: cut a long text instead of refusing it.
 
     Raises:
@@ -84,24 +94,25 @@ def tokenized(
     """
     prompt, _ = unsalted(prompt, name)
     text = prompt if isinstance(prompt, str) else None
-    ids = (
-        _given(prompt, name)
-        if text is None
-        else _of_text(
-            text, tokenizer, add_special_tokens, name, max_model_len if truncate else None
-        )
-    )
+    if text is None:
+        ids = _given(prompt, name)
+    else:
+        longest = max_model_len if truncate else None
+        ids = _of_text(text, tokenizer, add_special_tokens, name, longest)
     if not ids:
         raise RequestError(f"{name} has no tokens: give some text, or at least one token id")
     if len(ids) + room > max_model_len:
         also = f" and needs room for {room} more" if room else ""
         excess = len(ids) + room - max_model_len
+        plural = "" if excess == 1 else "s"
         raise RequestError(
-            f"{name} has {len(ids)} tokens{also}, and the model takes {max_model_len}: shorten it by "
-            f"{excess} token{'s' * (excess != 1)}, or raise model.max_model_len as far as the model allows{advice}",
+            f"{name} has {len(ids)} tokens{also}, and the model takes {max_model_len}: shorten it "
+            f"by {excess} token{plural}, or raise model.max_model_len as far as the model allows"
+            f"{advice}",
             code="context_length_exceeded",
         )
-    if text is None or max(ids) >= vocab_size:  # the tokenizer may be another model's
+    # Ids of a text are in the vocabulary, unless the tokenizer belongs to another model.
+    if text is None or max(ids) >= vocab_size:
         _expect_tokens(ids, vocab_size, name)
     return text, list(ids)
 
@@ -109,13 +120,14 @@ def tokenized(
 def _of_text(
     text: str, tokenizer: Tokenizer, add_special_tokens: bool, name: str, longest: int | None
 ) -> Sequence[int]:
-    """Return the token ids of a text, cut to the ``longest`` sequence where that is given."""
+    """Return the token ids of a text, cut to ``longest`` tokens if given."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
+        half = f"{text[error.start]!a}"
         raise RequestError(
-            f"{name} has half a surrogate pair, {text[error.start]!a}, at character {error.start}, which no text may "
-            "contain: remove it, or decode the text that it comes from with errors='replace'"
+            f"{name} has half a surrogate pair, {half}, at character {error.start}, which no text "
+            "may contain: remove it, or decode the text that it comes from with errors='replace'"
         ) from error
     if longest is not None:
         return tokenizer.encode_truncated(text, longest)
@@ -125,7 +137,8 @@ def _of_text(
 def _given(prompt: object, name: str) -> Sequence[int]:
     if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
         raise RequestError(
-            f"{name} is {type(prompt).__name__}: give text, a list of token ids, or {{{_IDS!r}: [...]}}"
+            f"{name} is {type(prompt).__name__}: give text, a list of token ids, or "
+            f"{{{_IDS!r}: [...]}}"
         )
     return prompt
 
@@ -134,10 +147,11 @@ def _expect_tokens(ids: Sequence[object], vocab_size: int, name: str) -> None:
     for place, token in enumerate(ids):
         if type(token) is not int:
             raise RequestError(
-                f"{name} has {token!r:.40} at place {place}, which is no token id: give whole numbers"
+                f"{name} has {token!r:.40} at place {place}, which is no token id: give whole "
+                "numbers"
             )
         if not 0 <= token < vocab_size:
             raise RequestError(
-                f"{name} has the token id {token!s:.20} at place {place}, and the vocabulary has {vocab_size} (0 to "
-                f"{vocab_size - 1}): encode the text with this model's tokenizer"
+                f"{name} has the token id {token!s:.20} at place {place}, and the vocabulary has "
+                f"{vocab_size} (0 to {vocab_size - 1}): encode the text with this model's tokenizer"
             )

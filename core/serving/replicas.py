@@ -1,4 +1,9 @@
-"""Data parallelism: engines that share the requests of a front end, each in a thread with workers of its own."""
+"""Data parallelism: several engines, each in a thread and with workers of its own.
+
+``Replicas`` shares the requests of a front end among the engines. A ``RequestRouter`` chooses the
+engine of each request. If an engine is lost, its requests move to another one. Without data
+parallelism, there is one engine, and everything goes to it.
+"""
 
 from __future__ import annotations
 
@@ -35,51 +40,52 @@ from opgraft.serving.step_reports import OnStep
 from opgraft.serving.text_engine import TextEngine
 
 _MOST_MOVES = 1
-"""Times that a request moves: one that brings down what computes it is not to bring down all replicas."""
+"""Moves of one request. A request that brings down its engine must not bring down all of them."""
 
 _EXPECTED = 256
-"""Tokens that an answer is taken to have, where it may have more: few are as long as they may be."""
+"""Expected tokens of an answer with a higher limit: few answers reach their limit."""
 
 BLOCK = 16
-"""Tokens by which beginnings of prompts are compared."""
+"""Tokens of a block. Beginnings of prompts are compared block by block."""
 
 WORTH = 4
-"""Outstanding tokens that are worth waiting for, rather than to compute one of a prompt anew.
+"""Outstanding tokens to wait for, instead of computing one token of a prompt anew.
 
-A token that is outstanding shares its step with a newcomer's; one that is computed anew is work for
-nothing.
+An outstanding token may share its step with a token of the new request. A token computed anew is
+work for nothing.
 """
 
 
 def choose_replica(loads: Mapping[int, int], held: Mapping[int, int]) -> int:
     """Return the replica with the least load, after a deduction for the cached part of the prompt.
 
-    A session's next turn goes to the replica that holds the chat, unless the queue there costs more
-    than computing the chat anew. Among equal replicas the first is taken.
+    The next turn of a chat goes to the replica with the chat in its cache, unless the queue there
+    costs more than computing the chat anew. Among equal replicas, the first is chosen.
+
+    For example, a replica with 1,000 outstanding tokens and 300 cached tokens of the prompt counts
+    as -200, and is chosen before an idle replica.
 
     Args:
-        loads: outstanding tokens of each replica that can take a request.
+        loads: outstanding tokens of each ready replica.
         held: tokens of the prompt's beginning in the cache of each replica; 0 if not named.
     """
-    return min(
-        loads,
-        key=lambda replica: (
-            loads[replica] - WORTH * held.get(replica, 0),
-            loads[replica],
-            replica,
-        ),
-    )
+
+    def cost(replica: int) -> tuple[int, int, int]:
+        load = loads[replica]
+        return load - WORTH * held.get(replica, 0), load, replica
+
+    return min(loads, key=cost)
 
 
 @PluggableClass.register("request_router")
 class RequestRouter(PluggableClass):
-    """Routes a request to the least loaded replica, or to one that holds the beginning of its prompt.
+    """Routes a request to the least loaded replica, or to one with the beginning of the prompt.
 
-    It remembers the prompts that went to each replica by hashes of their blocks, as many as that
-    replica's cache has room for. It is asked by one thread at a time.
+    The router remembers hashes of the prompts' blocks for each replica, as many as the cache of the
+    replica has room for. One thread at a time asks the router.
 
     Args:
-        capacities: tokens that the cache of each replica holds; 0 where it reuses none.
+        capacities: tokens of the cache of each replica; 0 for a cache without reuse.
     """
 
     def __init__(self, capacities: Sequence[int]) -> None:
@@ -87,34 +93,35 @@ class RequestRouter(PluggableClass):
         self._known: list[OrderedDict[int, None]] = [OrderedDict() for _ in capacities]
 
     def route(self, tokens: Sequence[int], cache_salt: str | None, loads: Mapping[int, int]) -> int:
-        """Return the replica that a request goes to, and remember its prompt there.
+        """Return the replica for a request, and remember the prompt there.
 
         Args:
-            tokens: of the prompt, and of the output so far where the request has moved.
+            tokens: of the prompt, and of the output so far if the request has moved.
             cache_salt: requests of different salts share nothing in the cache.
-            loads: tokens that are outstanding at each replica that can take a request; at least
-                one.
+            loads: outstanding tokens of each ready replica; at least one.
         """
         hashes = _hashes(tokens, cache_salt) if any(self._most) else []
-        chosen = choose_replica(loads, {replica: self._held(replica, hashes) for replica in loads})
+        held = {replica: self._held(replica, hashes) for replica in loads}
+        chosen = choose_replica(loads, held)
         self._remember(chosen, hashes)
         return chosen
 
     def forget(self, replica: int) -> None:
-        """Forget what went to a replica, whose cache was lost."""
+        """Forget the prompts of a replica after the loss of its cache."""
         self._known[replica].clear()
 
     def _held(self, replica: int, hashes: Sequence[int]) -> int:
+        """Return the number of first tokens of a prompt that are in the cache of a replica."""
         known = self._known[replica]
-        return BLOCK * next(
-            (index for index, each in enumerate(hashes) if each not in known), len(hashes)
-        )
+        for index, each in enumerate(hashes):
+            if each not in known:
+                return BLOCK * index
+        return BLOCK * len(hashes)
 
     def _remember(self, replica: int, hashes: Sequence[int]) -> None:
         known = self._known[replica]
-        for each in reversed(
-            hashes
-        ):  # so that the end of a prompt is forgotten before its beginning
+        # In reverse, so that the end of a prompt is forgotten before its beginning.
+        for each in reversed(hashes):
             known[each] = None
             known.move_to_end(each)
         while len(known) > self._most[replica]:
@@ -122,7 +129,7 @@ class RequestRouter(PluggableClass):
 
 
 def _hashes(tokens: Sequence[int], cache_salt: str | None) -> list[int]:
-    """Return a hash of each beginning of full blocks."""
+    """Return a hash of each beginning of a prompt in whole blocks."""
     hashes: list[int] = []
     before = hash(cache_salt)
     for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
@@ -135,22 +142,22 @@ class Member(Protocol):
     """An engine that makes rounds with others.
 
     Attributes:
-        rounds_made: rounds that the engine has taken part in.
+        rounds_made: number of rounds with this engine.
     """
 
     rounds_made: int
 
     def look(self) -> None:
-        """See that a round was opened, in a thread of the engine's own."""
+        """Wake the thread of the engine, because a round was opened."""
 
 
 class Rounds:
-    """Counts rounds, in each of which every engine makes one step: of its requests, or of none.
+    """Counts rounds. Every engine makes one step in each round, with requests or without.
 
-    An engine with work makes the next step when it likes, and opens a round if it is the first. The
-    other engines are woken, and make a step in the round too, with or without work. Nobody waits
-    for an agreement on a round, as collectives of the model bring the steps together. Without work
-    no round is opened, and all engines sleep.
+    An engine with work makes its next step at any time. The first engine of a round opens the
+    round and wakes the others. They make a step too, with or without work. No agreement on a round
+    is needed, because collectives of the model bring the steps together. Without work no round is
+    opened, and all engines sleep.
     """
 
     def __init__(self) -> None:
@@ -159,7 +166,7 @@ class Rounds:
         self.members: list[Member] = []
 
     def enter(self, member: Member) -> None:
-        """Have an engine take part in the next round."""
+        """Let an engine take part in its next round."""
         with self._lock:
             member.rounds_made += 1
             opens = member.rounds_made > self._opened
@@ -171,23 +178,22 @@ class Rounds:
                 other.look()
 
     def is_behind(self, member: Member) -> bool:
-        """Return True if a round is open in which an engine has not made a step."""
+        """Return True if a round is open without a step of this engine so far."""
         return member.rounds_made < self._opened
 
 
 class Replica(EngineThread):
-    """One of the engines, in the thread that steps it.
+    """One of the engines, in its thread.
 
     Args:
         number: among the replicas.
         make: makes the engine.
         owner: handles the loss of this replica, if there are others.
-        rounds: in which the engine steps together with the others.
+        rounds: common to engines that step together.
 
     Attributes:
-        requests: those that went to the engine and have not ended, by id, if there are other
-            replicas.
-        rounds_made: rounds that the engine has taken part in.
+        requests: open requests of the engine by id, if there are other replicas.
+        rounds_made: number of rounds with this engine.
     """
 
     def __init__(
@@ -225,8 +231,10 @@ class Replica(EngineThread):
         for reader in list(self._streams.values()):
             if reader.left:
                 self.close(reader)
-        failed, answers = [], 0
+        failed = []
+        answers = 0
         for opened in self.engine.surrender():
+            # Counted first: a failed request has no growing answers any more.
             growing = len(opened.growing)
             name = opened.output.request_id
             if not self._owner.move(self, self._streams[name], opened, reason):
@@ -238,15 +246,18 @@ class Replica(EngineThread):
     def begin(
         self, reader: Reader, prepared: OpenRequest, beside: Sequence[Reader] = ()
     ) -> Future[bool]:
-        """Have the engine begin with a request; the result is False if the reader has left.
+        """Let the engine begin with a request.
 
         Args:
             reader: reads the news.
             prepared: the request.
-            beside: readers of all requests of the same call, which leave if one is refused.
+            beside: readers of all requests of the same call. If one request is refused, all leave.
+
+        Returns:
+            The future of True; of False if the reader has left; or of an ``EngineError``.
 
         Raises:
-            EngineError: the engine has ended; the result may raise the error too.
+            EngineError: the engine has ended.
         """
         name = prepared.output.request_id
 
@@ -263,7 +274,7 @@ class Replica(EngineThread):
         return opening
 
     def fault(self) -> EngineError | None:
-        """Return the reason why the engine cannot go on, or None."""
+        """Return the error that keeps the engine from going on, or None."""
         try:
             self.check()
             self.engine.check_health()
@@ -288,19 +299,19 @@ class Replica(EngineThread):
                 self.requests.pop(name, None)
 
     def load(self) -> int:
-        """Return the tokens that are outstanding."""
+        """Return the number of outstanding tokens."""
         return sum(each.outstanding(_EXPECTED) for each in list(self.requests.values()))
 
 
 class Replicas:
-    """``parallel.data`` engines, which start at once.
+    """The ``parallel.data`` engines of a front end. All start at the same time.
 
-    Requests are numbered in the order of their arrival at all replicas, so that a request without a
-    seed has the same random numbers in each replica.
+    All replicas together number requests in the order of arrival. So a request without a seed has
+    the same random numbers in each replica.
 
     Args:
         opgraft_config: the engines' settings.
-        on_step: see ``OnStep``; called in the threads of the engines, by one at a time.
+        on_step: see ``OnStep``; called in the threads of the engines, one call at a time.
 
     Attributes:
         each: the replicas.
@@ -318,10 +329,12 @@ class Replicas:
         self._inputs: InputProcessor | None = None
         watched = None if on_step is None else _one_at_a_time(on_step)
         self.each: list[Replica] = []
-        self._meeting = ExitStack()  # of the ranks of all replicas
+        # The meeting file of the ranks of all replicas.
+        self._meeting = ExitStack()
         self._routes = False
         self._starting: list[Executor] = []
-        self._failed: BaseException | None = None  # the first error of a start
+        # The first error of a start.
+        self._failed: BaseException | None = None
         if not is_replicated(self._parallel):
             make = partial(_engine, opgraft_config, watched)
             self.each.append(Replica(0, make))
@@ -329,21 +342,19 @@ class Replicas:
             self._start(opgraft_config, watched)
         self._wait()
         reuse = opgraft_config.resolved().cache.prefix_reuse and len(self.each) > 1
-        self.router = RequestRouter(
-            [each.engine.cache_tokens if reuse else 0 for each in self.each]
-        )
+        capacities = [each.engine.cache_tokens if reuse else 0 for each in self.each]
+        self.router = RequestRouter(capacities)
         self._routes = True
 
     def _start(self, opgraft_config: OpgraftConfig, on_step: OnStep | None) -> None:
-        """Have the threads of several engines begin."""
+        """Start the threads of several engines."""
         _expect_decoder(opgraft_config)
         rounds = None
         if self._parallel.in_rounds:
             expect_rounds(self._parallel)
             rounds = Rounds()
-            opgraft_config = _with(
-                opgraft_config, meeting=self._meeting.enter_context(meeting_file())
-            )
+            meeting = self._meeting.enter_context(meeting_file())
+            opgraft_config = _with(opgraft_config, meeting=meeting)
         for number in range(self._parallel.data):
             ranked = _with(opgraft_config, data_rank=number)
             options: dict[str, Any] = {"hands_over": True, "starting": self._start_of}
@@ -358,7 +369,7 @@ class Replicas:
 
     @contextmanager
     def _start_of(self, executor: Executor) -> Iterator[None]:
-        """End all starts at once where this one fails, or another has: they may wait for it, as they share experts."""
+        """End all starts once one has failed. Ranks with the same experts wait for each other."""
         with self._lock:
             self._starting.append(executor)
             failed = self._failed is not None
@@ -375,7 +386,10 @@ class Replicas:
             raise
 
     def _wait(self) -> None:
-        """Wait until all engines are made; where one is not, let go of the others, and raise what failed first."""
+        """Wait until all engines are made. If one fails, release the others, and raise the error.
+
+        If several fail, the first error is raised, and the others are logged.
+        """
         failed: dict[int, Exception] = {}
         for replica in self.each:
             try:
@@ -395,23 +409,26 @@ class Replicas:
 
     @property
     def first(self) -> RequestEngine:
-        """The first engine, which has the settings of all."""
+        """The first engine. All engines have the same settings."""
         return self.each[0].engine
 
     def open(
         self, asked: Sequence[tuple[Reader, OpenRequest]], only: Replica | None = None
     ) -> list[Future[None]]:
-        """Have replicas begin with requests. All requests of a replica begin with the same step.
+        """Let replicas begin with requests. All requests of one replica begin in the same step.
 
-        If a replica is lost before it begins with a request, another one does. Each result is None
-        once a replica has begun, or the error that keeps all of them from it: a ``RequestError`` if
-        a request of the id runs, or if the request could never be served; an ``EngineError`` if no
-        replica is left. If an engine refuses a request, none of those that it has is computed, and
-        the others are aborted.
+        If a replica is lost before it begins with a request, another replica takes the request. If
+        an engine refuses a request, none of its requests is computed, and those of other replicas
+        are aborted.
 
         Args:
             asked: each request, with the reader of its news.
             only: the one replica that may take the requests.
+
+        Returns:
+            A future for each request: of None once a replica has begun; of a ``RequestError`` if a
+            request of the same id runs, or if the request could never be served; or of an
+            ``EngineError`` if no replica is left.
         """
         self.expect_own_process()
         readers = [reader for reader, _ in asked]
@@ -430,8 +447,10 @@ class Replicas:
         choices: Iterator[Replica],
         beside: Sequence[Reader] = (),
     ) -> Future[None]:
+        """Return the future of a request, and let the first of its choices begin."""
         result: Future[None] = Future()
-        result.set_running_or_notify_cancel()  # who gives it up closes the reader
+        # From here on, the future cannot be cancelled. Callers close the reader instead.
+        result.set_running_or_notify_cancel()
         begin = methodcaller("begin", reader, prepared, beside)
         self._begin(result, choices, begin)
         return result
@@ -442,7 +461,7 @@ class Replicas:
         choices: Iterator[Replica],
         begin: Callable[[Replica], Future[bool]],
     ) -> None:
-        """Have the next replica that may take a request begin with it, and so on until one has begun."""
+        """Let the next choice begin with a request, and further ones until one has begun."""
 
         def note(opening: Future[bool]) -> None:
             error = opening.exception()
@@ -459,31 +478,33 @@ class Replicas:
                     continue
                 opening.add_done_callback(note)
                 return
-        except BaseException as error:  # of the request, or of a plugin's router
+        # Of the request, or of the router of a plugin.
+        except BaseException as error:
             _settle(result, error)
 
     def _choices(
         self, prepared: OpenRequest, only: Replica | None = None, lost: int | None = None
     ) -> Iterator[Replica]:
-        """Yield the replica that a request goes to, and others as long as it is refused because a replica is lost.
+        """Yield replicas for a request, best first, one after each loss of the replica before.
 
         Args:
             prepared: the request.
-            only: the one replica that it may go to.
-            lost: the number of a replica that it may not go to, as it comes from there.
+            only: the one replica that may take the request.
+            lost: the number of a lost replica that had the request.
 
         Raises:
-            RequestError: one of its id runs.
-            EngineError: no replica is left that could take it.
+            RequestError: a request of the same id runs.
+            EngineError: no replica is left for the request.
         """
         tried = set() if lost is None else {lost}
         while True:
             with self._lock:
                 self._expect_new(prepared)
-                ready = [
-                    each for each in ([only] if only else self.each) if each.number not in tried
-                ]
-                ready = [each for each in ready if len(self.each) == 1 or each.state == "ready"]
+                allowed = [only] if only else self.each
+                ready = [each for each in allowed if each.number not in tried]
+                # A single engine says itself why it takes no request.
+                if len(self.each) > 1:
+                    ready = [each for each in ready if each.state == "ready"]
                 if not ready:
                     raise self._none_left()
                 chosen = ready[0] if len(ready) == 1 else self._routed(prepared, ready)
@@ -494,26 +515,33 @@ class Replicas:
             yield chosen
 
     def _routed(self, prepared: OpenRequest, ready: Sequence[Replica]) -> Replica:
+        """Return the router's choice for a request."""
         answers = list(prepared.growing.values())
         request = answers[0].request
         loads = {each.number: each.load() for each in ready}
-        return self.each[self.router.route(request.tokens(), request.cache_salt, loads)]
+        number = self.router.route(request.tokens(), request.cache_salt, loads)
+        return self.each[number]
 
     def _expect_new(self, prepared: OpenRequest) -> None:
+        """Refuse a request with the id of another one that runs."""
         name = prepared.output.request_id
         for replica in self.each:
             replica.forget_ended()
+        # A single engine knows its requests itself.
         holder = self._holder(name) if len(self.each) > 1 else None
         if holder is not None and holder.requests.get(name) is not prepared:
             raise id_in_use(name)
 
     def _number(self, prepared: OpenRequest) -> None:
+        """Give the answers of a request their numbers in the order of arrival."""
+        if len(self.each) == 1:
+            return
         for answer in prepared.growing.values():
-            if len(self.each) > 1 and answer.request.arrival < 0:
+            if answer.request.arrival < 0:
                 answer.request.arrival = next(self._arrivals)
 
     def _holder(self, request_id: str) -> Replica | None:
-        """Return the replica that a request runs in; of one engine that is it, and it knows its requests itself."""
+        """Return the replica of a running request. A single replica is returned for any id."""
         if len(self.each) == 1:
             return self.each[0]
         for replica in self.each:
@@ -523,12 +551,13 @@ class Replicas:
         return None
 
     def forget_cache(self, lost: Replica, reason: str) -> None:
-        """Forget which prompts a lost replica holds. Replicas that share experts with it cannot go on, and end."""
+        """Forget the prompts of a lost replica, and end replicas with the same experts."""
         number = lost.number
         left = sum(other.state == "ready" for other in self.each if other is not lost)
         logger.error("replica %d is lost: %d of %d are ready", number, left, len(self.each))
         with self._lock:
-            if self._routes:  # else it is lost before a request comes, while others start
+            # While other replicas still start, there is no router.
+            if self._routes:
                 self.router.forget(number)
         if not self._parallel.in_rounds:
             return
@@ -537,7 +566,15 @@ class Replicas:
                 other.kill(f"replica {number}, whose experts it shares, was lost: {reason}")
 
     def move(self, lost: Replica, reader: Reader, opened: OpenRequest, reason: str) -> bool:
-        """Have a request of a lost replica go on in another one, or fail; in the thread of the lost one.
+        """Move a request of a lost replica to another one, or fail the request.
+
+        The thread of the lost replica calls this.
+
+        Args:
+            lost: the replica.
+            reader: of the request.
+            opened: the request.
+            reason: of the loss.
 
         Returns:
             True if the request goes on.
@@ -546,8 +583,8 @@ class Replicas:
         lost.requests.pop(name, None)
         reason += self._other_losses(lost.number, reason)
         why = f"replica {lost.number} was lost while it computed request {name!r}: {reason}"
-        moves = self._parallel.on_replica_loss == "move" and opened.moves < _MOST_MOVES
-        if not moves:
+        may_move = self._parallel.on_replica_loss == "move" and opened.moves < _MOST_MOVES
+        if not may_move:
             _fail(reader, opened, why)
             return False
         opened.moves += 1
@@ -557,8 +594,9 @@ class Replicas:
             return False
 
         def note(opening: Future[None]) -> None:
-            if opening.exception() is not None:
-                _fail(reader, opened, f"{why}; it could not go on elsewhere: {opening.exception()}")
+            error = opening.exception()
+            if error is not None:
+                _fail(reader, opened, f"{why}; it could not go on elsewhere: {error}")
 
         opening.add_done_callback(note)
         holder = self._holder(name)
@@ -567,14 +605,22 @@ class Replicas:
         return True
 
     def _other_losses(self, number: int, reason: str) -> str:
-        """Say why others were lost that share the experts of a lost replica: one of them may be the cause."""
-        others = [each for each in self.each if self._parallel.in_rounds and each.number != number]
-        losses = {each.number: each.engine.executor.loss for each in others}
-        return "".join(
-            f"; replica {other}: {loss}"
-            for other, loss in losses.items()
-            if loss and loss not in reason and reason not in loss
-        )
+        """Return the losses of other replicas with the same experts. One of them may be the cause.
+
+        Args:
+            number: of the lost replica.
+            reason: of its loss.
+        """
+        if not self._parallel.in_rounds:
+            return ""
+        told = ""
+        for replica in self.each:
+            loss = replica.engine.executor.loss
+            if replica.number == number or not loss:
+                continue
+            if loss not in reason and reason not in loss:
+                told += f"; replica {replica.number}: {loss}"
+        return told
 
     def close(self, reader: Reader) -> Future[None] | None:
         """Abort a request that nobody reads any more.
@@ -586,16 +632,17 @@ class Replicas:
             EngineError: the engine has ended.
         """
         self.expect_own_process()
-        reader.left = True  # a replica that begins with the request from now on aborts it
+        # A replica that has not begun with the request aborts it at the beginning.
+        reader.left = True
         with self._lock:
             replica = self._holder(reader.request_id)
         return None if replica is None else replica.call(replica.close, reader)
 
     def abort(self, request_id: str) -> Future[RequestOutput]:
-        """Abort a request, and have the reader get the output so far.
+        """Abort a request. Its reader receives the output so far.
 
         Raises:
-            RequestError: none of that id runs or waits.
+            RequestError: no request of that id runs or waits.
             EngineError: the engine has ended.
         """
         self.expect_own_process()
@@ -623,10 +670,10 @@ class Replicas:
         self.each[0].expect_own_process()
 
     def check(self) -> None:
-        """Raise where all threads have ended.
+        """Check that the thread of a replica runs.
 
         Raises:
-            EngineError: they have.
+            EngineError: all threads have ended.
         """
         for replica in self.each:
             try:
@@ -636,10 +683,10 @@ class Replicas:
         raise ended
 
     def check_health(self) -> None:
-        """Raise where fewer replicas are left than there must be; see to those that have lost their workers.
+        """Check that enough replicas are left, and wake replicas that have lost their workers.
 
         Raises:
-            EngineError: the threads have ended, or engines have stopped.
+            EngineError: fewer than ``parallel.least_replicas`` can go on.
         """
         for replica in self.each:
             if replica.engine.executor.is_lost:
@@ -649,9 +696,9 @@ class Replicas:
             raise self._none_left()
 
     def _none_left(self) -> EngineError:
-        faults = [
-            fault for fault in (replica.fault() for replica in self.each) if fault is not None
-        ]
+        """Return the error for a request without a replica, with the faults of all replicas."""
+        found = [replica.fault() for replica in self.each]
+        faults = [fault for fault in found if fault is not None]
         if len(self.each) == 1 and faults:
             return faults[0]
         lost = "; ".join(dict.fromkeys(map(str, faults)))
@@ -665,55 +712,66 @@ class Replicas:
 
     @property
     def busy_seconds(self) -> float:
-        """The seconds that the step of this moment has taken, in the replica that has begun with one last."""
+        """The seconds of the youngest step of all replicas so far."""
         return min(replica.busy_seconds for replica in self.each)
 
     def end_hanging(self, seconds: float) -> None:
-        """End the workers of replicas whose step takes longer than so many seconds, where there are others."""
-        for replica in self.each if len(self.each) > 1 else ():
+        """End the workers of replicas with a step of more than ``seconds``.
+
+        A single replica is left alone, because no other could go on.
+        """
+        if len(self.each) == 1:
+            return
+        for replica in self.each:
             if replica.busy_seconds > seconds:
                 replica.kill(f"its step took more than {seconds:g} s: the workers were ended")
 
     def stats(self) -> EngineStats:
-        """Return what runs in all replicas, and totals since they were made."""
+        """Return the sums of the states and counters of all replicas."""
         found = [replica.engine.stats() for replica in self.each]
         return found[0] if len(found) == 1 else summed(found)
 
     def explain(self) -> Future[Explanation]:
-        """Tell which kernel runs each op, in the first replica that is left, or in the one whose thread asks.
+        """Return the kernel of each op and the class of each part, in the first sound replica.
+
+        In the thread of a replica, as in ``on_step``, the answer is that of this replica.
 
         Raises:
-            EngineError: none is.
+            EngineError: no replica is left.
         """
         self.check()
         replica = next((each for each in self.each if each.fault() is None), self.each[0])
-        # Nobody asks the router if there is one replica.
+        # A single replica has no use for a router.
         parts = {"router": self.router} if len(self.each) > 1 else {}
         current = self.current()
         if current is None:
             return replica.call(lambda: replica.engine.explain().within(**parts))
-        # The thread of an engine would wait for itself, or for one that waits to call on_step.
+        # The thread of an engine would wait for itself, or for another thread in on_step.
         explained: Future[Explanation] = Future()
         explained.set_result(current.engine.explain().within(**parts))
         return explained
 
     @property
     def cache_tokens(self) -> int:
-        """The tokens of long sequences that all caches hold."""
+        """The number of tokens of long sequences in all caches together."""
         return sum(replica.engine.cache_tokens for replica in self.each)
 
     def capacity(self) -> str:
-        """Return in words how much the caches hold."""
+        """Return the sizes of the caches as a sentence."""
         several = "" if len(self.each) == 1 else f"of each of {len(self.each)} replicas, "
         return f"{several}{self.first.capacity()}"
 
     def kill(self, reason: str = HUNG) -> None:
-        """End workers that do not answer, if they have processes of their own."""
+        """End the workers of all replicas, if workers have processes of their own."""
         for replica in self.each:
             replica.kill(reason)
 
     def shutdown(self, patience: float | None = None) -> None:
-        """Abort all requests and let go of the engines; wait for steps that run, for so many seconds at most."""
+        """Abort all requests and release the engines.
+
+        Args:
+            patience: the longest wait for running steps, in seconds.
+        """
         self._stop()
         for replica in self.each:
             replica.join(patience)
@@ -727,7 +785,7 @@ class Replicas:
 def _engine(
     opgraft_config: OpgraftConfig, on_step: OnStep | None, *arguments: Any, **options: Any
 ) -> RequestEngine:
-    """Make the engine that a model needs."""
+    """Make the engine for a model: of a decoder, or of an encoder."""
     with opened_once():
         if generates(opgraft_config):
             return TextEngine(opgraft_config, on_step, *arguments, **options)
@@ -743,13 +801,16 @@ def _expect_decoder(opgraft_config: OpgraftConfig) -> None:
     if not generates(opgraft_config):
         name = opgraft_config.model.name
         raise ConfigError(
-            f"parallel.data is {opgraft_config.parallel.data}, and {name} is an encoder, which runs as one engine: "
-            "leave it out, and start a server for each device"
+            f"parallel.data is {opgraft_config.parallel.data}, and {name} is an encoder, which "
+            "runs as one engine: leave it out, and start a server for each device"
         )
 
 
 def is_replicated(parallel: ParallelConfig) -> bool:
-    """Tell whether this process is the front end of several engines, rather than a rank of one that others started."""
+    """Return True in the front end of several engines.
+
+    A rank of an engine has the same settings, but another process has started it.
+    """
     here = parallelism().layout.world == 1 and parallel.executor != "external"
     return parallel.data > 1 and here
 
@@ -760,6 +821,7 @@ def _with(opgraft_config: OpgraftConfig, **values: Any) -> OpgraftConfig:
 
 
 def _one_at_a_time(on_step: OnStep) -> OnStep:
+    """Return a function for several threads that makes one call of ``on_step`` at a time."""
     lock = threading.Lock()
 
     def locked(*args: object) -> None:
@@ -770,7 +832,7 @@ def _one_at_a_time(on_step: OnStep) -> OnStep:
 
 
 def _settle(result: Future[None], error: BaseException | None) -> None:
-    """End the wait for a replica to begin, unless an interrupt has ended it before."""
+    """Give a future its result, unless an interrupt has ended the wait before."""
     if result.done():
         return
     if error is None:
@@ -785,32 +847,34 @@ def _fail(reader: Reader, opened: OpenRequest, message: str) -> None:
 
 
 def expect_rounds(parallel: ParallelConfig) -> None:
-    """Refuse settings under which replicas cannot share experts, or which promise what those that do cannot keep.
+    """Check settings of replicas that share experts.
 
     Raises:
-        ConfigError: workers are no processes, replicas have several stages, workers are to start
-            again, or requests to move.
+        ConfigError: workers are not processes, replicas have several stages, lost workers would
+            have to start again, or requests to move.
     """
     shared = f"parallel.expert is {parallel.expert}, so that replicas share experts"
     if parallel.restart_workers:
         raise ConfigError(
-            f"{shared}, and parallel.restart_workers {parallel.restart_workers}: the ranks of all are one job, in "
-            "which none can be replaced, so that they are lost together. Set it to 0, and have a supervisor start a "
-            f"new server where one ends with the exit code {EngineError.exit_code}"
+            f"{shared}, and parallel.restart_workers {parallel.restart_workers}: the ranks of all "
+            "are one job, in which none can be replaced, so that they are lost together. Set it "
+            "to 0, and have a supervisor start a new server where one ends with the exit code "
+            f"{EngineError.exit_code}"
         )
     if parallel.on_replica_loss == "move":
         raise ConfigError(
-            f"{shared}, and parallel.on_replica_loss is move: they are lost together, and none is left that requests "
-            "could move to: set it to fail"
+            f"{shared}, and parallel.on_replica_loss is move: they are lost together, and none is "
+            "left that requests could move to: set it to fail"
         )
     if parallel.executor not in (None, "processes"):
         raise ConfigError(
-            f"{shared}, and parallel.executor is {parallel.executor}, where each replica is a job of its own, and "
-            "experts are shared within one: set it to processes, on this host, or parallel.data to 1 and "
-            "parallel.expert to parallel.tensor, which may be ranks of several hosts"
+            f"{shared}, and parallel.executor is {parallel.executor}, where each replica is a job "
+            "of its own, and experts are shared within one: set it to processes, on this host, or "
+            "parallel.data to 1 and parallel.expert to parallel.tensor, which may be ranks of "
+            "several hosts"
         )
     if parallel.pipeline > 1:
         raise ConfigError(
-            f"{shared}, and parallel.pipeline {parallel.pipeline}: they make their steps together only without stages. "
-            "Set one of the two to 1"
+            f"{shared}, and parallel.pipeline {parallel.pipeline}: they make their steps together "
+            "only without stages. Set one of the two to 1"
         )

@@ -1,4 +1,4 @@
-"""``RequestEngine``: what a thread needs of an engine that it steps."""
+"""``RequestEngine``: the interface of an engine for its thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class RequestEngine(ABC):
     """Requests in, outputs with news out, a step at a time.
 
     Attributes:
-        executor: the way to the workers.
+        executor: of the engine; reaches the workers.
     """
 
     executor: Executor
@@ -23,14 +23,14 @@ class RequestEngine(ABC):
     @property
     @abstractmethod
     def has_work(self) -> bool:
-        """True if a request has not ended."""
+        """True while a request has not ended."""
 
     @abstractmethod
     def submit(self, prepared: OpenRequest) -> RequestOutput:
-        """Have a request wait for its turn, and return the output, which grows with the steps.
+        """Add a request to the waiting ones, and return its output. The output grows with steps.
 
         Raises:
-            RequestError: one of its id runs, or it could never be served.
+            RequestError: a request of the same id runs, or the request could never be served.
             EngineError: the engine has stopped.
         """
 
@@ -39,12 +39,12 @@ class RequestEngine(ABC):
         """End a request now, and return the output so far.
 
         Raises:
-            RequestError: none of that id runs or waits.
+            RequestError: no request of that id runs or waits.
         """
 
     @abstractmethod
     def step(self) -> list[RequestOutput]:
-        """Compute a step, and return the requests that have news.
+        """Compute a step, and return the outputs of requests with news.
 
         Raises:
             EngineError: the engine has stopped.
@@ -56,7 +56,7 @@ class RequestEngine(ABC):
 
     @abstractmethod
     def check_health(self) -> None:
-        """Raise if the engine cannot go on.
+        """Check that the engine can go on.
 
         Raises:
             EngineError: the engine was shut down, has stopped, or has lost its workers.
@@ -64,28 +64,28 @@ class RequestEngine(ABC):
 
     @abstractmethod
     def stats(self) -> EngineStats:
-        """Return what runs, and totals since the model was loaded; from any thread."""
+        """Return the state, and totals since the model was loaded. Any thread may call this."""
 
     @abstractmethod
     def explain(self) -> Explanation:
-        """Return which kernel runs each op of the model, the classes of the engine's parts, and the reasons."""
+        """Return the kernel of each op and the class of each part of the engine, with reasons."""
 
     @abstractmethod
     def capacity(self) -> str:
-        """Return in words how much the cache holds."""
+        """Return the sizes of the cache as a sentence."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Let go of the model. Requests that are submitted afterwards are refused."""
+        """Release the model, and refuse later requests."""
 
     @property
     def cache_tokens(self) -> int:
-        """The tokens of long sequences that the cache holds."""
+        """The number of tokens of long sequences in a full cache."""
         return 0
 
     @property
     def is_lost(self) -> bool:
-        """True if the workers are lost and the open requests are to be surrendered."""
+        """True if the workers are lost, and another engine is to take the open requests."""
         return False
 
     def restart(self) -> None:

@@ -1,4 +1,4 @@
-"""Reports of steps to who watches them."""
+"""Reports of steps to a watcher, such as an exporter of metrics."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from opgraft.logger import logger
 from opgraft.serving.outputs import RequestOutput
 
 OnStep: TypeAlias = Callable[[EngineStats, Sequence[RequestOutput]], None]
-"""Called after each step, and after an abort, with what has changed since the last call, and the requests with news.
+"""Called after each step and each abort, with the changes since the last call.
 
-An encoder calls it after each batch, without requests.
+The second argument has the outputs of requests with news. An encoder makes a call after each batch,
+without requests.
 """
 
 
 class StepReports:
-    """Reports to a watcher, each with what has changed since the last.
+    """Reports to a watcher, each with the changes since the last one.
 
     Args:
-        stats: gives the state and the totals of now.
-        on_step: the watcher, if there is one. If it raises, that is logged, and it is not called
+        stats: returns the present state and totals.
+        on_step: the watcher, or None. A watcher that raises an error is logged and not called
             again.
     """
 
@@ -33,13 +34,15 @@ class StepReports:
         self._reported = stats()
 
     def send(self, outputs: Sequence[RequestOutput] = ()) -> None:
-        """Report the changes up to now, and the requests that have news."""
+        """Report the changes up to now, and the outputs with news."""
         if self._on_step is None:
             return
-        stats, before = self._stats(), self._reported
+        before = self._reported
+        stats = self._stats()
         self._reported = stats
         try:
             self._on_step(stats.since(before), outputs)
-        except step_failures() as error:  # requests do not end because somebody watches them
+        # A fault of a watcher must not end requests.
+        except step_failures() as error:
             logger.error("on_step failed and is not called again: %s", described(error))
             self._on_step = None

@@ -6,14 +6,17 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """A search for the first stop string that the pieces of a text complete.
+    """A search for the first complete stop string in a text of pieces.
 
-    The result is that of a search after every single character, so it does not depend on where the
-    pieces end. Text that could be the beginning of a stop string is held back. Of stop strings that
-    end at the same place the longest counts.
+    The result is the same for any pieces, as if every character were a piece. A possible beginning
+    of a stop string is held back. If several stop strings end at the same place, the longest
+    counts.
+
+    For example, with the stop string "end", the piece "the e" returns "the ", and "nd" completes
+    the stop string.
 
     Attributes:
-        found: the stop string, once there is one.
+        found: the stop string, or None before.
     """
 
     def __init__(self, stop: Sequence[str], *, include: bool = False) -> None:
@@ -23,32 +26,38 @@ class StopStrings:
         self.found: str | None = None
 
     def add(self, piece: str) -> str:
-        """Take a piece of text and return what is now certain to be shown: up to a stop string, if it is complete.
+        """Add a piece of text, and return the text to show, up to a stop string.
 
-        A piece after the end changes nothing.
+        Pieces after the stop string change nothing.
         """
         if self.found is not None:
             return ""
         text = self._held + piece
-        ends = [
-            (text.find(stop) + len(stop), -len(stop), stop) for stop in self._stop if stop in text
-        ]
+        ends = []
+        for stop in self._stop:
+            if stop in text:
+                end = text.find(stop) + len(stop)
+                # The first end counts, and the longest of equal ends.
+                ends.append((end, -len(stop), stop))
         if ends:
             end, _, self.found = min(ends)
             self._held = ""
-            return text[: end if self._include else end - len(self.found)]
-        held = self._beginning(text)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+            return text[:end] if self._include else text[: end - len(self.found)]
+        certain = len(text) - self._beginning(text)
+        self._held = text[certain:]
+        return text[:certain]
 
     def rest(self) -> str:
-        """Return the text that was held back, at the end of the text."""
-        held, self._held = self._held, ""
+        """Return the held-back text, after the last piece."""
+        held = self._held
+        self._held = ""
         return held
 
     def _beginning(self, text: str) -> int:
-        """Return the length of the longest end of a text that a stop string begins with."""
-        longest = min(len(self._stop[0]) - 1, len(text)) if self._stop else 0
+        """Return the length of the longest end of a text at the beginning of a stop string."""
+        if not self._stop:
+            return 0
+        longest = min(len(self._stop[0]) - 1, len(text))
         for length in range(longest, 0, -1):
             end = text[-length:]
             if any(stop.startswith(end) for stop in self._stop):

@@ -1,4 +1,4 @@
-"""The tokens at which an answer ends."""
+"""The tokens that end an answer."""
 
 from __future__ import annotations
 
@@ -8,39 +8,41 @@ from opgraft.errors import CheckpointError
 from opgraft.models.files import Weights, read_json
 
 _ENDS = ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-"""Tokens of a GGUF file at which llama.cpp ends an answer, beside ``eos_token_id``."""
+"""Keys of a GGUF file for tokens that end an answer in llama.cpp, beside ``eos_token_id``."""
 
 SUPPRESSED = "tokenizer.ggml.suppress_tokens"
 """The key of a GGUF file for tokens that no answer may have."""
 
 
 def stop_tokens(tokenizer: Any, config: Any, weights: Weights, vocab_size: int) -> frozenset[int]:
-    """Return the ids that end an answer, as the tokenizer, the model's config and its checkpoint tell.
+    """Return the ids that end an answer: of the tokenizer, the model's config and the checkpoint.
 
-    Models that were trained to chat often end a turn with a token that only the checkpoint names:
-    in ``generation_config.json``, or under keys such as ``eot_token_id`` in a GGUF file.
+    Chat models often end a turn with another token than the tokenizer's. Only the checkpoint names
+    this token: in ``generation_config.json``, or under keys such as ``eot_token_id`` in a GGUF
+    file.
 
     Raises:
-        CheckpointError: ``generation_config.json`` cannot be read, or has other than ids of the
-            model's tokens.
+        CheckpointError: ``generation_config.json`` cannot be read, or has wrong ids.
     """
-    ends = _ends_of_turns(weights, vocab_size)
-    given = (getattr(tokenizer, "eos_token_id", None), getattr(config, "eos_token_id", None), ends)
-    return frozenset(
-        token
-        for ids in given
-        for token in (ids if isinstance(ids, list) else [ids])
-        if token is not None
+    given = (
+        getattr(tokenizer, "eos_token_id", None),
+        getattr(config, "eos_token_id", None),
+        _ends_of_turns(weights, vocab_size),
     )
+    found: set[int] = set()
+    for ids in given:
+        listed = ids if isinstance(ids, list) else [ids]
+        found.update(token for token in listed if token is not None)
+    return frozenset(found)
 
 
 def _ends_of_turns(weights: Weights, vocab_size: int) -> Any:
+    """Return an id or a list of ids from the checkpoint; None if there is none."""
     if weights.is_gguf:
         keys = [f"tokenizer.ggml.{end}_token_id" for end in _ENDS]
         return [weights.metadata.get(key) for key in keys]
-    file = (
-        weights.path if weights.path.is_dir() else weights.path.parent
-    ) / "generation_config.json"
+    folder = weights.path if weights.path.is_dir() else weights.path.parent
+    file = folder / "generation_config.json"
     found = read_json(file).get("eos_token_id") if file.is_file() else None
     for token in found if isinstance(found, list) else [found]:
         if token is not None and type(token) is not int:
@@ -49,8 +51,8 @@ def _ends_of_turns(weights: Weights, vocab_size: int) -> Any:
             )
         if token is not None and not 0 <= token < vocab_size:
             raise CheckpointError(
-                f"{file}: eos_token_id {token!s:.20} is no token of the model, whose vocabulary has {vocab_size}: take "
-                "the files of one model"
+                f"{file}: eos_token_id {token!s:.20} is no token of the model, whose vocabulary "
+                f"has {vocab_size}: take the files of one model"
             )
     return found
 

@@ -13,7 +13,7 @@ READY = b"\n"
 LENGTH_BYTES = 8
 
 MOST_CHARACTERS = 1 << 24
-"""Longest text of a chat; a million tokens have about a third of it."""
+"""Longest text of a chat: about three million tokens."""
 
 
 class AnswerKind(enum.Enum):
@@ -24,6 +24,6 @@ class AnswerKind(enum.Enum):
     REFUSED = b"R"
     """The reason why the template makes no text of the chat."""
     INVALID = b"I"
-    """The line where the source is no template, and the reason."""
+    """The line of a fault in the source of the template, and the reason."""
     EXHAUSTED = b"E"
-    """The limit of memory, which the process has reached. It ends."""
+    """The process has reached its limit of memory, and ends."""

@@ -31,14 +31,14 @@ MOST_BYTES = 1 << 29
 """Largest address space of the process."""
 
 MOST_TEMPLATES = 16
-"""Compiled templates that are kept."""
+"""Compiled templates to keep."""
 
 
 def main() -> None:
     """Answer the requests on stdin until their end, or until the memory is used up.
 
-    A request is a pickle of the source of a template, the values that the template knows, and the
-    seconds after which the system ends this process, if its parent is gone and does not.
+    A request is a pickle of the source of a template, the values for the template, and a number of
+    seconds. After these seconds the system ends this process, in case the parent is gone.
     """
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     _environment()
@@ -61,7 +61,8 @@ def main() -> None:
 def _limit_memory() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = MOST_BYTES if hard == resource.RLIM_INFINITY else min(MOST_BYTES, hard)
-    with suppress(ValueError, OSError):  # some systems have no such limit
+    # Some systems have no such limit.
+    with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
@@ -78,7 +79,8 @@ def _answer(source: str, values: dict[str, Any]) -> tuple[AnswerKind, str]:
         template = _compiled(source)
     except MemoryError:
         return _exhausted()
-    except Exception as error:  # of syntax mostly, and of nesting too deep
+    # Mostly of syntax, and of deep nesting.
+    except Exception as error:
         line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
         return AnswerKind.INVALID, f"{line} is none: {described(error)}"
     try:
@@ -87,7 +89,8 @@ def _answer(source: str, values: dict[str, Any]) -> tuple[AnswerKind, str]:
         return _exhausted()
     except jinja2.TemplateError as error:
         return AnswerKind.REFUSED, shortened(str(error))
-    except Exception as error:  # a template can do nearly anything that raises
+    # A template can raise nearly any error.
+    except Exception as error:
         return AnswerKind.REFUSED, described(error)
     if len(text) > MOST_CHARACTERS:
         return AnswerKind.REFUSED, f"it writes more than {MOST_CHARACTERS} characters"
@@ -111,12 +114,13 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _to_json
     environment.globals.update(raise_exception=_raise, strftime_now=_now)
-    del environment.globals["lipsum"]  # random text of any length
+    # Returns random text of any length.
+    del environment.globals["lipsum"]
     return environment
 
 
 class _Generation(Extension):
-    """The tag ``{% generation %}``, which marks a model's words for training; it shows its content."""
+    """The tag ``{% generation %}`` around a model's words, for training. Its content is shown."""
 
     tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
 
@@ -133,7 +137,7 @@ def _to_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON; jinja2's own filter escapes characters for HTML."""
+    """Return JSON. The filter of jinja2 itself would escape characters for HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -22,7 +22,7 @@ START_SECONDS = 60.0
 """Longest time until a helper is ready, on a busy machine."""
 
 _MOST_BYTES = 1 << 26
-"""Longest answer, which a text of the most characters cannot exceed."""
+"""Longest answer, enough for a text of the most characters."""
 
 _END_SECONDS = 5.0
 
@@ -50,7 +50,7 @@ class TemplateRenderer:
 
         Args:
             source: the template.
-            values: plain data that the template knows, by name.
+            values: plain data for the template, by name.
 
         Raises:
             ChildError: no helper could be started.
@@ -62,7 +62,8 @@ class TemplateRenderer:
             helper = self._running_helper()
             try:
                 kind, text = helper.ask(request)
-            except BaseException:  # an interrupt too: nobody would read the answer
+            # Also after an interrupt, because nobody would read the answer.
+            except BaseException:
                 helper.close()
                 raise
             if kind is not AnswerKind.EXHAUSTED:
@@ -77,7 +78,7 @@ class TemplateRenderer:
 
 
 class _Helper:
-    """A process that renders templates, and the socket that is its stdin and stdout."""
+    """A process that renders templates, with a socket as its stdin and stdout."""
 
     def __init__(self) -> None:
         self._socket, there = socket.socketpair()
@@ -112,7 +113,8 @@ class _Helper:
             encoded = self._answers.read(min(length, _MOST_BYTES))
         except TimeoutError:
             return AnswerKind.EXHAUSTED, f"it takes longer than {MOST_SECONDS:g} seconds"
-        except (OSError, ValueError):  # no byte is no kind
+        # ValueError: at the end of the stream there is no byte, and so no kind.
+        except (OSError, ValueError):
             return AnswerKind.EXHAUSTED, _CRASHED
         if len(encoded) != length:
             return AnswerKind.EXHAUSTED, _CRASHED
@@ -121,8 +123,8 @@ class _Helper:
 
 def _start(there: socket.socket) -> subprocess.Popen[bytes]:
     """Start a helper that reads from a socket and writes to the socket."""
-    # In a session of its own: an interrupt from the terminal is for the parent, and the helper ends
-    # with the parent.
+    # In a session of its own, because an interrupt from the terminal is for the parent. The helper
+    # ends with the parent.
     try:
         return subprocess.Popen(  # noqa: S603 - our own interpreter
             child_command(_MAIN),
@@ -138,9 +140,10 @@ def _start(there: socket.socket) -> subprocess.Popen[bytes]:
 
 
 def _end(process: subprocess.Popen[bytes], ours: socket.socket, answers: BinaryIO) -> None:
-    """End a helper at once, and have the system forget it."""
+    """End a helper at once, and collect its status."""
     answers.close()
     ours.close()
     process.kill()
-    with suppress(subprocess.TimeoutExpired):  # stuck in the kernel, where no signal reaches it
+    # No signal reaches a process that is stuck in the kernel.
+    with suppress(subprocess.TimeoutExpired):
         process.wait(_END_SECONDS)

@@ -20,7 +20,7 @@ from opgraft.logger import logger
 from opgraft.models.files import opened_once
 from opgraft.serving.input_processor import InputProcessor
 from opgraft.serving.open_request import Answer, OpenRequest, id_in_use, none_open
-from opgraft.serving.outputs import Logprob, RequestOutput
+from opgraft.serving.outputs import CompletionOutput, Logprob, RequestOutput
 from opgraft.serving.request_engine import RequestEngine
 from opgraft.serving.step_reports import OnStep, StepReports
 
@@ -34,14 +34,14 @@ class TextEngine(RequestEngine):
 
     Args:
         opgraft_config: of the engine.
-        on_step: see ``OnStep``. If it raises, that is logged, and it is not called again.
+        on_step: see ``OnStep``. A function that raises an error is logged and not called again.
         make_inputs: returns the ``InputProcessor`` for a config and the longest context.
-        hands_over: whether requests stay open when the workers are lost, for ``surrender``, instead
-            of failing.
+        hands_over: True if requests stay open for ``surrender`` when the workers are lost.
+            Otherwise they fail.
         starting: see ``EngineCore``.
 
     Raises:
-        ModelError: no model is named, or it is no decoder.
+        ModelError: no model is named, or the model is no decoder.
         ConfigError: the cache is too small for one request of the longest context.
         CheckpointError: the checkpoint cannot be read.
     """
@@ -58,10 +58,12 @@ class TextEngine(RequestEngine):
             self.core = EngineCore(opgraft_config, starting)
             undo.callback(self.core.shutdown)
             self.inputs = make_inputs(self.core.opgraft_config, self.core.max_model_len)
-            undo.pop_all()  # nothing raised: the engine stays
+            # Nothing raised, so the engine stays.
+            undo.pop_all()
         self.executor = self.core.executor
         self.inputs.share_with(self.executor)
-        self._hands_over = self.core.hands_over = hands_over
+        self.core.hands_over = hands_over
+        self._hands_over = hands_over
         self._open: dict[str, OpenRequest] = {}
         self._owner: dict[str, OpenRequest] = {}
         self._texts: dict[int, str] = {}
@@ -90,10 +92,10 @@ class TextEngine(RequestEngine):
         return opened.output
 
     def step(self) -> list[RequestOutput]:
-        """Compute a step, and return the requests that have news.
+        """Compute a step, and return the outputs of requests with news.
 
-        If the news of a request cannot be taken, the request ends with that error, and the others
-        go on.
+        If an error is raised while the text of a request grows, the request ends with this error,
+        and the others go on.
 
         Raises:
             EngineError: the engine has stopped.
@@ -104,7 +106,8 @@ class TextEngine(RequestEngine):
             now = time.monotonic()
             for news in found:
                 opened = self._owner.get(news.request_id)
-                if opened is None:  # an answer beside this one has failed
+                # Another answer of the same request has failed in this step.
+                if opened is None:
                     continue
                 try:
                     self._take(opened, news, now)
@@ -127,7 +130,8 @@ class TextEngine(RequestEngine):
     def _end_all(self, opened: OpenRequest, reason: FinishReason) -> None:
         """End all answers of a request now."""
         for child in list(opened.growing):
-            with suppress(RequestError):  # the core may have ended this answer already
+            # The core may have ended this answer already.
+            with suppress(RequestError):
                 self.core.abort(child, reason)
             self._end(opened, child, reason)
         self._close(opened)
@@ -137,8 +141,9 @@ class TextEngine(RequestEngine):
         return self._hands_over and self.executor.is_lost
 
     def take_part(self) -> None:
-        """Compute a step of no requests, as engines that share the experts of the model compute one."""
-        with suppress(EngineError):  # then the workers are lost
+        """Compute a step without requests, because engines with the same experts compute one."""
+        # The error of lost workers is noticed by the next check.
+        with suppress(EngineError):
             self.executor.submit(_NOTHING)
             self.executor.result()
 
@@ -149,46 +154,69 @@ class TextEngine(RequestEngine):
         self.core.check_health()
 
     def surrender(self) -> list[OpenRequest]:
-        """Forget the open requests, and return them. Another engine goes on after the tokens so far."""
+        """Forget the open requests, and return them.
+
+        Another engine can go on after the tokens so far.
+        """
         given = list(self._open.values())
         self.core.surrender()
-        self._open, self._owner = {}, {}
+        self._open = {}
+        self._owner = {}
         for opened in given:
             for answer in opened.growing.values():
                 answer.request.start_anew()
         return given
 
     def report_failed(self, outputs: Sequence[RequestOutput], answers: int) -> None:
-        """Count and report surrendered requests that failed, with the number of answers that had not ended."""
+        """Count and report surrendered requests that failed.
+
+        Args:
+            outputs: of the requests.
+            answers: number of their unfinished answers.
+        """
         self.core.counters.finished["error"] += answers
         self._reports.send(outputs)
 
     def _take(self, opened: OpenRequest, news: EngineOutput, now: float) -> None:
+        """Add the news of one answer to the output of its request.
+
+        Args:
+            opened: the request.
+            news: of an answer of the request.
+            now: moment of the step, in seconds of ``time.monotonic()``.
+        """
         request_id, token, reason, error, logprobs, prompt_logprobs, refused = news
         answer = opened.growing[request_id]
         output = answer.output
         if prompt_logprobs is not None:
+            # Nothing comes before the first token, so it has none.
             opened.output.prompt_logprobs = [None, *map(self._logprobs, prompt_logprobs)]
         if token is not None:
             metrics = opened.output.metrics
             if metrics is not None:
                 metrics.last_token = now
                 if metrics.first_token is None:
-                    metrics.admitted, metrics.first_token = answer.request.admitted, now
+                    metrics.admitted = answer.request.admitted
+                    metrics.first_token = now
             output.token_ids.append(token)
             if logprobs is not None:
-                output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprobs.logprob
-                output.logprobs = [] if output.logprobs is None else output.logprobs
-                output.logprobs.append(self._logprobs(logprobs))
+                self._take_logprobs(output, logprobs)
             if self._show(answer, token, reason) and reason is None:
                 self.core.abort(request_id, "stop")
                 reason = "stop"
         if reason is not None:
-            output.error, output.refused = error, refused
+            output.error = error
+            output.refused = refused
             self._end(opened, request_id, reason)
 
+    def _take_logprobs(self, output: CompletionOutput, found: TokenLogprobs) -> None:
+        output.cumulative_logprob = (output.cumulative_logprob or 0.0) + found.logprob
+        if output.logprobs is None:
+            output.logprobs = []
+        output.logprobs.append(self._logprobs(found))
+
     def _show(self, answer: Answer, token: int, reason: str | None) -> bool:
-        """Add a token to the text, and tell whether it came to a stop string."""
+        """Add a token to the text, and return True if the text now has a stop string."""
         if reason == "stop":
             params = answer.request.params
             if token in params.stop_token_ids:
@@ -198,7 +226,7 @@ class TextEngine(RequestEngine):
         return answer.detokenizer is not None and answer.detokenizer.add(token)
 
     def _end(self, opened: OpenRequest, child: str, reason: str) -> None:
-        """End an answer, and forget a request all of whose answers have ended."""
+        """End an answer, and forget the request after its last answer."""
         opened.end(child, reason)
         self._close(opened)
         del self._owner[child]
@@ -209,21 +237,24 @@ class TextEngine(RequestEngine):
             self._open.pop(opened.output.request_id, None)
 
     def _logprobs(self, found: TokenLogprobs) -> dict[int, Logprob]:
-        """Return the likeliest tokens at a place, and the one that stands there."""
+        """Return the likeliest tokens at a place, and the token of the output."""
         ranked = {token: (value, rank) for rank, (token, value) in enumerate(found.top, start=1)}
         ranked.setdefault(found.token, (found.logprob, found.rank))
-        return {
-            token: Logprob(value, rank, self._text(token))
-            for token, (value, rank) in ranked.items()
-        }
+        logprobs = {}
+        for token, (value, rank) in ranked.items():
+            logprobs[token] = Logprob(value, rank, self._text(token))
+        return logprobs
 
     def _text(self, token: int) -> str | None:
+        """Return the text of a single token; None without a tokenizer."""
         tokenizer = self.inputs.tokenizer
         if tokenizer is None:
             return None
         text = self._texts.get(token)
+        # Frequent tokens come back at many places.
         if text is None:
-            text = self._texts[token] = tokenizer.decode([token], skip_special_tokens=False)
+            text = tokenizer.decode([token], skip_special_tokens=False)
+            self._texts[token] = text
         return text
 
     def stats(self) -> EngineStats:

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint: the library tokenizers, its special tokens, and its chat templates."""
+"""The tokenizer of a checkpoint: the library, its special tokens, and its chat templates."""
 
 from __future__ import annotations
 
@@ -39,7 +39,11 @@ _FILES = (
     "vocab.txt",
 )
 _LONG = 4096
-"""Characters or ids. From there on the library's functions for several texts are called: other threads run then."""
+"""Characters or ids of a long text.
+
+For long texts the library's functions for several texts are called, because other threads can run
+beside them.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,11 +51,11 @@ class Tokenizer:
     """The text of token ids, and the token ids of text.
 
     Attributes:
-        path: the folder or file that it is from.
+        path: folder or file of the checkpoint.
         backend: the ``tokenizers.Tokenizer``.
         special_tokens: such as ``bos_token``, by their names in transformers, as text.
         chat_templates: by name; a single one is ``default``.
-        truncation_side: the end at which a long text is cut, "right" or "left".
+        truncation_side: the end to cut off from a long text, "right" or "left".
     """
 
     path: Path
@@ -62,7 +66,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens, those added to the vocabulary included."""
+        """The number of tokens, with those added to the vocabulary."""
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
     @property
@@ -72,7 +76,7 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
     def special_token(self, text: str) -> int | None:
-        """Return the id of a special token, by its text; None where that is none."""
+        """Return the id of a special token by its text; None for other texts."""
         added = self.backend.get_added_tokens_decoder()
         for number, token in added.items():
             if token.content == text and token.special:
@@ -80,7 +84,7 @@ class Tokenizer:
         return None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text, with those that begin and end a text if asked for."""
+        """Return the token ids of a text, by default with tokens at its beginning and end."""
         if len(text) < _LONG:
             return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -103,7 +107,7 @@ class Tokenizer:
         return list(self.backend.post_process(encoding).ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids; bytes that are no character become U+FFFD."""
+        """Return the text of token ids. Bytes of broken characters become U+FFFD."""
         if len(ids) < _LONG:
             return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
         (text,) = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
@@ -117,9 +121,9 @@ def open_tokenizer(weights: Weights) -> Tokenizer:
     transformers, and settings that contradict ``tokenizer.json``. Its import takes seconds.
 
     Raises:
-        VocabularyError: the vocabulary of a GGUF file is of a kind that is not read.
-        CheckpointError: there is no tokenizer, it is damaged, or a setting is refused.
-        InputError: a library that reads it is not installed.
+        VocabularyError: the vocabulary of a GGUF file is of an unknown kind.
+        CheckpointError: there is no tokenizer, the tokenizer is damaged, or a setting is refused.
+        InputError: a library for the tokenizer is not installed.
     """
     if weights.is_gguf:
         backend = gguf_tokenizer(weights.metadata, weights.path)
@@ -135,9 +139,9 @@ def find_tokenizer(weights: Weights) -> Tokenizer | None:
     """Open the tokenizer of a checkpoint. Return ``None`` if it has none, for prompts of token ids.
 
     Raises:
-        VocabularyError: the vocabulary of a GGUF file is of a kind that is not read.
+        VocabularyError: the vocabulary of a GGUF file is of an unknown kind.
         CheckpointError: the tokenizer is damaged, or a setting is refused.
-        InputError: a library that reads it is not installed.
+        InputError: a library for the tokenizer is not installed.
     """
     model = weights.metadata.get("tokenizer.ggml.model")
     if model is not None:
@@ -152,8 +156,8 @@ def _through_transformers(weights: Weights) -> Tokenizer:
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise CheckpointError(
-            f"{weights.path} has a tokenizer of the class {type(loaded).__name__}, which is written in Python alone: "
-            "convert it to a tokenizer.json"
+            f"{weights.path} has a tokenizer of the class {type(loaded).__name__}, which is "
+            "written in Python alone: convert it to a tokenizer.json"
         )
     given = loaded.chat_template or {}
     templates = given if isinstance(given, Mapping) else {"default": given}
@@ -163,7 +167,7 @@ def _through_transformers(weights: Weights) -> Tokenizer:
 
 
 def _from_folder(folder: Path) -> Tokenizer | None:
-    """Open a ``tokenizer.json``, unless the settings ask for another tokenizer: then return None."""
+    """Open a ``tokenizer.json``. Return None if the settings ask for another tokenizer."""
     file = folder / "tokenizer.json"
     library = import_extra("tokenizers")
     stated = read_settings(folder)
@@ -189,12 +193,11 @@ def _from_folder(folder: Path) -> Tokenizer | None:
         backend.encode_special_tokens = bool(settings.get("split_special_tokens"))
         clean_spaces(backend, settings)
         templates = _templates(folder, settings)
-    except (
-        Exception
-    ) as error:  # the library raises plain exceptions, and damaged values nearly anything
+    # The library raises plain exceptions, and damaged values lead to nearly any error.
+    except Exception as error:
         raise CheckpointError(
-            f"{file}, or what lies beside it, is no tokenizer that can be read: {described(error)}. Save it again with "
-            "save_pretrained."
+            f"{file}, or what lies beside it, is no tokenizer that can be read: "
+            f"{described(error)}. Save it again with save_pretrained."
         ) from error
     return _opened(folder, backend, special, templates, side)
 
@@ -211,14 +214,14 @@ def _opened(
     templates: Mapping[str, str],
     truncation_side: str = "right",
 ) -> Tokenizer:
-    # Files of sentence encoders may ask for cutting and filling. Prompts are neither cut nor filled.
+    # Files of sentence encoders may ask for cutting and filling. Prompts need neither.
     backend.no_truncation()
     backend.no_padding()
     return Tokenizer(path, backend, dict(special), dict(templates), truncation_side)
 
 
 def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the chat templates of a folder: files go before what the settings hold."""
+    """Return the chat templates of a folder, from files or else from settings."""
     extra = folder / "additional_chat_templates"
     files = {file.stem: file for file in sorted(extra.glob("*.jinja"))}
     files["default"] = folder / "chat_template.jinja"

@@ -36,7 +36,7 @@ _WITH_MORE = (
 def usual_tokens(
     settings: Mapping[str, Any], config: Mapping[str, Any], of_bytes: bool
 ) -> dict[str, str]:
-    """Return the special tokens that the class of a tokenizer adds.
+    """Return the special tokens of the class of a tokenizer.
 
     Args:
         settings: of the tokenizer.
@@ -72,7 +72,7 @@ def _is_of_encoder(name: str) -> bool:
 
 
 def adds_more(settings: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Return True if only the class of a tokenizer knows all tokens that the class adds."""
+    """Return True if the class of a tokenizer adds tokens that are not in our table."""
     name = _class_of(settings, config, of_bytes=False)
     return name in _WITH_MORE and "added_tokens_decoder" not in settings
 
@@ -82,7 +82,7 @@ def _stated(settings: Mapping[str, Any], config: Mapping[str, Any]) -> str | Non
 
 
 def _class_of(settings: Mapping[str, Any], config: Mapping[str, Any], of_bytes: bool) -> str:
-    """Return the name of the class that transformers takes, without "Fast"."""
+    """Return the name of the class in transformers, without "Fast"."""
     known, always = _by_kind()
     kind = config.get("model_type")
     registered = known.get(kind, "")
@@ -108,8 +108,9 @@ def _classes() -> Mapping[str, Any]:
 
 @functools.cache
 def _by_kind() -> tuple[dict[Any, str], frozenset[str]]:
-    """Return the classes by model type, and the types for which only this class counts."""
-    known, always = {}, set[str]()
+    """Return the classes by model type, and the types with this class in any case."""
+    known: dict[Any, str] = {}
+    always: set[str] = set()
     for name, row in _classes().items():
         known.update(dict.fromkeys(row["kinds"], name.removesuffix("Fast")))
         always.update(row["always"])

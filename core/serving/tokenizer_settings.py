@@ -110,7 +110,10 @@ def _has_other_steps(backend: Any, settings: Mapping[str, Any], steps: Mapping[s
 
 
 def _has_other_tokens(backend: Any, settings: Mapping[str, Any]) -> bool:
-    """Return True if settings name other tokens around a text, or for unknown words, than ``tokenizer.json``."""
+    """Return True if settings contradict ``tokenizer.json`` in special tokens.
+
+    These are the tokens around a text, and the token for unknown words.
+    """
     named = {name: _content(value) for name, value in _named(settings).items()}
     around = _tokens_around(backend)
     ends = [named[name] for name in ("cls_token", "sep_token") if name in named]
@@ -146,7 +149,7 @@ def _differs(backend: Any, name: str, value: Any) -> bool:
     if name == "do_lower_case":
         return asked != lowers(backend)
     if name == "strip_accents":
-        # of BERT, None is a third value: as lower case says
+        # For BERT there is a third value, None: strip accents if texts become lower case.
         known = _values(parts, name) or [_has(parts, name, "StripAccents")]
         return value not in known
     if name in _OF_BERT:
@@ -186,7 +189,10 @@ def _prefixes(parts: list[dict[str, Any]]) -> bool:
 
 
 def _scheme(parts: list[dict[str, Any]]) -> str | None:
-    """Return the places of a character for a space: before each piece of a text, the first, none."""
+    """Return the pieces of a text with a space before them: ``each``, ``first`` and so on.
+
+    These are the values of ``prepend_scheme``; None without such a step.
+    """
     for part in parts:
         if part.get("type") == "Metaspace":
             return str(part.get("prepend_scheme"))
@@ -196,13 +202,13 @@ def _scheme(parts: list[dict[str, Any]]) -> str | None:
 
 
 def _components(backend: Any) -> Iterator[dict[str, Any]]:
-    """Yield the parts of the normalizer and the pre-tokenizer, each as ``tokenizer.json`` has it."""
+    """Yield the parts of the normalizer and the pre-tokenizer, in the form of the file."""
     stages = (backend.normalizer, backend.pre_tokenizer)
     left = [json.loads(stage.__getstate__()) for stage in stages if stage is not None]
     while left:
         part = left.pop(0)
         yield part
-        # a sequence has its parts under one of two names
+        # A sequence has its parts under one of two names.
         inner = part.get("normalizers") or part.get("pretokenizers") or []
         left = inner + left
 
@@ -219,15 +225,18 @@ def padding_token(backend: Any, steps: Mapping[str, Any]) -> dict[str, str]:
 
 
 def add_tokens(backend: Any, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Add the tokens of the settings to a ``tokenizers.Tokenizer``, in the order and with the flags of transformers.
+    """Add the tokens of the settings to a ``tokenizers.Tokenizer``.
+
+    Order and flags are those of transformers.
 
     Returns:
-        The special tokens that have a name, as text.
+        The special tokens with a name, as text.
     """
-    named, more = _named(settings), _more(settings)
+    named = _named(settings)
+    more = _more(settings)
     special = {_content(value) for value in named.values()}
     tokens = _listed(backend, settings)
-    # a token is special if it has a name, whatever the list says
+    # A token with a name is special, even if the list says otherwise.
     for token in tokens:
         token.special = token.special or token.content in special
     there = backend.get_added_tokens_decoder().values()
@@ -252,11 +261,11 @@ def add_tokens(backend: Any, settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _listed(backend: Any, settings: Mapping[str, Any]) -> list[Any]:
-    """Return the added tokens that are listed with their ids, in the order of the ids."""
+    """Return the added tokens with a listed id, in the order of the ids."""
     if "added_tokens_decoder" in settings:
         rows = settings["added_tokens_decoder"]
         return [_token(rows[number]) for number in sorted(rows, key=int)]
-    # "additional_special_tokens" of an older file do not make a token special, as in transformers
+    # "additional_special_tokens" of an older file do not make a token special, as in transformers.
     extra = settings.get("extra_special_tokens")
     given = list(_named(settings).values())
     given += extra if isinstance(extra, list) else []
@@ -271,18 +280,20 @@ def _listed(backend: Any, settings: Mapping[str, Any]) -> list[Any]:
 
 
 def _named(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the special tokens that have a name: the usual ones, then the model's own."""
+    """Return the special tokens with a name: the usual ones, then the model's own."""
     usual = {}
     for name in _NAMED:
         if settings.get(name) is not None:
             usual[name] = settings[name]
-    flagged, plain = {}, {}
+    flagged = {}
+    plain = {}
     for name, value in settings.items():
         if name in _NAMED or not name.endswith("_token"):
             continue
         if isinstance(value, Mapping):
             flagged[name] = value
-        elif isinstance(value, str):  # others, such as add_bos_token, are no tokens
+        # Other values, such as of add_bos_token, are no tokens.
+        elif isinstance(value, str):
             plain[name] = value
     extra = settings.get("extra_special_tokens")
     plain |= extra if isinstance(extra, Mapping) else {}
@@ -315,13 +326,15 @@ def _token(value: Any, special: bool | None = None) -> Any:
 
 
 def clean_spaces(backend: Any, settings: Mapping[str, Any]) -> None:
-    """Have a ``tokenizers.Tokenizer`` take spaces before punctuation out of answers, if the settings say so."""
+    """Let a ``tokenizers.Tokenizer`` remove spaces before punctuation, if settings ask for this."""
+    if not settings.get("clean_up_tokenization_spaces"):
+        return
     tokenizers = import_extra("tokenizers")
     is_bpe = isinstance(backend.model, tokenizers.models.BPE)
-    if not settings.get("clean_up_tokenization_spaces") or (is_bpe and not settings.get(_EVEN_BPE)):
+    if is_bpe and not settings.get(_EVEN_BPE):
         return
     parts = tokenizers.decoders
-    # without a decoder, the library puts spaces between tokens
+    # Without a decoder, the library puts spaces between tokens.
     joined = backend.decoder or parts.WordPiece(prefix="\0", cleanup=False)
     steps = [joined, parts.Fuse()]
     for pair in _CLEANED.items():

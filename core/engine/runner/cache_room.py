@@ -11,10 +11,10 @@ from opgraft.engine.runner.cache_layout import CacheSizes
 from opgraft.errors import ConfigError
 
 STATES_SHARE = 0.5
-"""Of the cache, at most, for the states of models that have blocks too."""
+"""Share of the cache for states, at most, in models with blocks too."""
 
 STATES_PER_REQUEST = 2
-"""Its own state, and one that a request which begins alike finds."""
+"""The state of the request, and a copy for requests with the same beginning."""
 
 
 class Room(NamedTuple):
@@ -27,25 +27,27 @@ class Room(NamedTuple):
 def smallest_room(
     ranks: Sequence[CacheSizes], config: OpgraftConfig, cache_bytes: Callable[[], list[int]]
 ) -> Room:
-    """Return what the caches of all ranks have room for, each with the layers that it has.
+    """Return the sizes of a cache for which every rank has room. Ranks may have different layers.
 
     Args:
-        ranks: of each rank.
+        ranks: cache sizes of each rank.
         config: resolved.
-        cache_bytes: returns the bytes that the cache of each rank may take; not called where
-            settings say all.
+        cache_bytes: returns the bytes for the cache of each rank. Not called if settings give all
+            sizes.
 
     Raises:
         ConfigError: as of ``room_for``.
     """
+    # Workers are asked once, at the first rank that needs the answer.
     there = cache(cache_bytes)
-    rooms = [room_for(sizes, config, partial(_at, there, rank)) for rank, sizes in enumerate(ranks)]
-    blocks = [
-        room.num_blocks for sizes, room in zip(ranks, rooms, strict=True) if sizes.bytes_per_block
-    ]
-    states = [
-        room.num_states for sizes, room in zip(ranks, rooms, strict=True) if sizes.bytes_per_state
-    ]
+    blocks = []
+    states = []
+    for rank, sizes in enumerate(ranks):
+        room = room_for(sizes, config, partial(_at, there, rank))
+        if sizes.bytes_per_block:
+            blocks.append(room.num_blocks)
+        if sizes.bytes_per_state:
+            states.append(room.num_states)
     return Room(min(blocks, default=0), min(states, default=0))
 
 
@@ -54,22 +56,23 @@ def _at(numbers: Callable[[], list[int]], place: int) -> int:
 
 
 def room_for(sizes: CacheSizes, config: OpgraftConfig, cache_bytes: Callable[[], int]) -> Room:
-    """Return what a cache has room for, as set or as memory allows.
+    """Return the numbers of blocks and states, from settings or from the memory.
 
     Args:
         sizes: of the cache.
         config: resolved.
-        cache_bytes: returns the bytes that the cache may take; not called where settings say all.
+        cache_bytes: returns the bytes for the cache. Not called if settings give all sizes.
 
     Raises:
         ConfigError: there is no room for a single state, or the size is given twice.
     """
-    given, wanted = config.cache, 0
+    given = config.cache
     if given.num_blocks is not None and given.memory_bytes is not None:
         raise ConfigError(
-            f"cache.num_blocks is {given.num_blocks} and cache.memory_bytes {given.memory_bytes}, and both say how "
-            "large the cache is: leave one out"
+            f"cache.num_blocks is {given.num_blocks} and cache.memory_bytes {given.memory_bytes}, "
+            "and both say how large the cache is: leave one out"
         )
+    wanted = 0
     if sizes.bytes_per_state:
         wanted = given.num_states or STATES_PER_REQUEST * (config.scheduler.max_num_seqs or 1)
     if not sizes.bytes_per_block:
@@ -77,18 +80,21 @@ def room_for(sizes: CacheSizes, config: OpgraftConfig, cache_bytes: Callable[[],
     if given.num_blocks:
         return Room(given.num_blocks, wanted)
     there = cache_bytes()
-    states = wanted if given.num_states else _affordable(sizes, wanted, int(there * STATES_SHARE))
-    return Room(max(0, there - states * sizes.bytes_per_state) // sizes.bytes_per_block, states)
+    states = wanted
+    if not given.num_states:
+        states = _affordable(sizes, wanted, int(there * STATES_SHARE))
+    left = max(0, there - states * sizes.bytes_per_state)
+    return Room(left // sizes.bytes_per_block, states)
 
 
 def _affordable(sizes: CacheSizes, wanted: int, there: int) -> int:
-    """Return how many of the states that are wanted fit."""
+    """Return the number of wanted states that fit into ``there`` bytes."""
     if not wanted:
         return 0
     size = sizes.bytes_per_state
     if size > there:
         raise ConfigError(
-            f"the cache has {there} bytes for states of sequences, and one takes {size}: raise cache.memory_bytes or "
-            "cache.memory_share, or set cache.num_states"
+            f"the cache has {there} bytes for states of sequences, and one takes {size}: raise "
+            "cache.memory_bytes or cache.memory_share, or set cache.num_states"
         )
     return min(wanted, there // size)

@@ -1,4 +1,4 @@
-"""The model of an engine, compiled as ``compilation_config`` says."""
+"""The model of an engine, compiled as ``compilation_config`` asks for."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from opgraft.ops.decoder_plan import HasPlan
 from torch import Tensor
 
 SIZES = (2, 1)
-"""Tokens of the calls by which ``torch.compile`` compiles: a graph for any number, and one for a single token."""
+"""Tokens of the calls of the warm-up: the first makes a graph for any number, the second for 1."""
 
 
 AttentionLayer = CachedAttention | SequenceAttention
 
 
 class CompiledModel:
-    """A model as one graph for any number of tokens, in which each attention layer is a node.
+    """A model as one graph for any number of tokens. Each attention layer is a node of the graph.
 
     Args:
         model: called with token ids and positions.
-        layers: its attention layers by prefix.
-        settings: how to compile it; their mode is not ``NONE``.
-        strict: whether it is an error if ``torch.compile`` would compile anew after the warm-up.
+        layers: attention layers of the model, by prefix.
+        settings: of the compilation; the mode is not ``NONE``.
+        strict: raise an error if ``torch.compile`` would compile anew after the warm-up.
     """
 
     def __init__(
@@ -48,21 +48,23 @@ class CompiledModel:
         self.backend = str(settings.backend)
         self.strict = strict
         self._model = self._graph = model
-        self._plans = (
-            isinstance(model, HasPlan)
-            and settings.mode is CompilationMode.FULL
-            and not _is_asked_for(settings)
-        )
+        has_plan = isinstance(model, HasPlan) and settings.mode is CompilationMode.FULL
+        self._plans = has_plan and not _is_asked_for(settings)
         for layer in layers.values():
             layer.is_node = True
 
     def __call__(self, input_ids: Tensor, positions: Tensor, *inputs_embeds: Tensor) -> Tensor:
-        """Return what the model does, as a rule hidden states; the first two arguments are ``[tokens]``, int64."""
-        hidden: Tensor | None = (
-            self._model.planned(input_ids, positions, *inputs_embeds) if self._plans else None
-        )
-        if hidden is not None:
-            return hidden
+        """Return the result of the model, usually hidden states.
+
+        Args:
+            input_ids: ``[tokens]``, int64.
+            positions: ``[tokens]``, int64.
+            *inputs_embeds: further inputs of a stage of a pipeline.
+        """
+        if self._plans:
+            hidden: Tensor | None = self._model.planned(input_ids, positions, *inputs_embeds)
+            if hidden is not None:
+                return hidden
         with self.nodes.entered():
             computed: Tensor = self._graph(input_ids, positions, *inputs_embeds)
         return computed
@@ -74,8 +76,7 @@ class CompiledModel:
 
         Args:
             device: of the model.
-            empty: returns what the model is called with besides ids and positions of so many
-                tokens.
+            empty: returns the further inputs of the model for a number of tokens.
 
         Raises:
             ConfigError: the model cannot be traced, or the backend does not compile here.
@@ -89,7 +90,7 @@ class CompiledModel:
             if self.settings.mode is CompilationMode.STOCK_TORCH_COMPILE:
                 self._compile_stock(inputs)
             else:
-                # What is made in inference mode cannot be traced.
+                # Tensors of inference mode cannot be traced.
                 with torch.inference_mode(False), self.nodes.entered():
                     self._graph = compile(self._model, self.settings, args=inputs(max(SIZES)))
 
@@ -99,7 +100,8 @@ class CompiledModel:
         graph: Any = torch.compile(self._model, backend=self.backend, dynamic=True, fullgraph=True)
         if self.strict:
             graph = CompiledForGood(self._model, graph, len(SIZES))
-        # A step's are parts of one tensor, and a graph would be for the place of each in it.
+        # The inputs of a step are parts of one tensor. Without copies, torch.compile would make a
+        # graph for the place of each part.
         self._graph = lambda *tensors: graph(*(each.clone() for each in tensors))
         for size in SIZES:
             self(*inputs(size))
@@ -110,16 +112,18 @@ class CompiledModel:
             yield
         except ConfigError:
             raise
-        except Exception as error:  # whatever a backend raises
+        # Backends raise errors of all classes.
+        except Exception as error:
             raise ConfigError(
-                f"compilation_config.mode is set, and torch.compile with the backend {self.backend} fails on the "
-                f"model: {described(error)}. Set compilation_config.mode to NONE, or another "
-                "compilation_config.backend; inductor needs a C++ compiler, such as g++ or what CXX names"
+                f"compilation_config.mode is set, and torch.compile with the backend {self.backend}"
+                f" fails on the model: {described(error)}. Set compilation_config.mode to NONE, or "
+                "another compilation_config.backend; inductor needs a C++ compiler, such as g++ or "
+                "what CXX names"
             ) from error
 
 
 def _is_asked_for(settings: CompilationConfig) -> bool:
-    """Tell whether settings say how the graph runs, so that nothing may compute in its place."""
+    """Return True if settings change the graph, so that no plan may take its place."""
     return bool(settings.user_passes or settings.executed_otherwise)
 
 
@@ -134,31 +138,31 @@ def expect_compilable(config: OpgraftConfig) -> None:
         return
     if config.model.batch_invariant:
         raise ConfigError(
-            "compilation_config.mode and model.batch_invariant are set, and compiled code does not compute each token "
-            "alike: turn one of them off"
+            "compilation_config.mode and model.batch_invariant are set, and compiled code does not "
+            "compute each token alike: turn one of them off"
         )
 
 
 def compiled_as_set(
     model: Any, layers: Mapping[str, AttentionLayer], states: Iterable[str], config: OpgraftConfig
 ) -> CompiledModel | None:
-    """Return the model compiled as ``compilation_config`` says; ``None`` for its mode ``NONE``.
+    """Return the compiled model; ``None`` if ``compilation_config.mode`` is ``NONE``.
 
     Args:
-        model: to be compiled.
-        layers: its attention layers by prefix.
-        states: prefixes of layers that keep a state of each sequence.
+        model: to compile.
+        layers: attention layers of the model, by prefix.
+        states: prefixes of layers with a state of each sequence.
         config: resolved.
 
     Raises:
-        ConfigError: it has no graph.
+        ConfigError: the model has no graph.
     """
     if config.compilation_config.mode in (None, CompilationMode.NONE):
         return None
     if model.fitted_ropes:
         raise ConfigError(
-            "compilation_config.mode is set, and the model has ropes that depend on the length of the context, which "
-            "no graph has: set it to NONE"
+            "compilation_config.mode is set, and the model has ropes that depend on the length of "
+            "the context, which no graph has: set it to NONE"
         )
     for name in states:
         raise ConfigError(

@@ -7,23 +7,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ContextFit:
-    """A rope that rotates in another way beyond the context that the model was first trained for.
+    """A rope with another rotation beyond the context of the model's first training.
 
     Attributes:
-        trained: positions of that context.
-        gradual: the rotation changes with each further position. Otherwise there is one way more,
-            for the whole of a sequence that is longer.
+        trained: positions of this context.
+        gradual: True if the rotation changes with each further position. Otherwise, one other
+            rotation serves all tokens of every longer sequence.
     """
 
     trained: int
     gradual: bool
 
     def way(self, context: int) -> int:
-        """Return a number for the way in which keys are rotated that were computed for a context of that length."""
+        """Return a number for the rotation of keys in a context of this length; 0 for the first.
+
+        Keys with the same number have the same rotation.
+        """
         if context <= self.trained:
             return 0
         return context if self.gradual else 1
 
     def outgrown(self, context: int, num_tokens: int) -> bool:
-        """Tell whether a sequence that was rotated for ``context`` has come to where it must be computed anew."""
+        """Return True if a sequence of this length, rotated for ``context``, must start anew."""
         return not self.gradual and context <= self.trained < num_tokens

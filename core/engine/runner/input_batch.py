@@ -1,4 +1,11 @@
-"""The sequences that the runner knows, and the tensors that a step of them is computed from."""
+"""The runner's sequences, and the input tensors of a step.
+
+``InputBatch.apply`` follows the changes of a ``Step``: new sequences, tokens and blocks.
+``InputBatch.inputs`` then makes the tensors of the step.
+
+For example, a step with a prompt of 3 tokens and the sixth token of another sequence has the
+positions ``[0, 1, 2, 5]``, and the ``query_start_loc`` ``[0, 3, 4]``.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +25,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Inputs:
-    """One step as tensors. On a CPU the next step is written into the same memory.
+    """One step as tensors. On a CPU, the next step overwrites the same memory.
 
     Attributes:
         input_ids: ``[tokens]``, int64.
         positions: ``[tokens]``, int64, of each token in its sequence.
-        batch: what attention layers read.
-        sampled_rows: tokens whose logits are sampled, int64, in the order of ``sampled``.
-        sampled: the ids of their requests.
+        batch: for attention layers.
+        sampled_rows: int64, rows of the tokens to sample after, in the order of ``sampled``.
+        sampled: the ids of the sampling requests.
     """
 
     input_ids: Tensor
@@ -36,10 +43,14 @@ class Inputs:
 
 
 class _Sequence:
-    """Tokens and blocks of a sequence, its row in the tables, its state, and the context of its first tokens' rotation.
+    """A sequence of the runner.
 
     Attributes:
         blocks: of each group of layers.
+        context: as ``Request.context``, for the rotation of the first tokens.
+        row: in the tables of blocks.
+        state: slot of the sequence, if layers keep states.
+        tokens: prompt and outputs so far.
     """
 
     __slots__ = ("blocks", "context", "row", "state", "tokens")
@@ -58,7 +69,7 @@ class _Shape(NamedTuple):
     Attributes:
         tokens: of the step.
         sequences: of the step.
-        sampled: tokens that are sampled after.
+        sampled: tokens to sample after.
         width: blocks of the longest sequence.
     """
 
@@ -70,11 +81,11 @@ class _Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class _Memory:
-    """Memory that the host writes steps of one shape to, as parts of what is there already.
+    """Memory of the host for steps of one shape: views of the memory of ``InputBatch``.
 
     Attributes:
         shape: of the steps.
-        sent: token ids, positions, sampled rows, contexts and slots of each group one after
+        sent: token ids, positions, sampled rows, contexts, and slots of each group, one after
             another, for the device.
         bounds: ``query_start_loc`` and ``seq_lens`` one after the other, for the device.
         rows: of each sequence in the tables.
@@ -90,7 +101,7 @@ class _Memory:
 
 @dataclass(frozen=True)
 class _Arrived:
-    """The parts of ``_Memory`` on the device, as ``Inputs`` and ``AttentionBatch`` have them."""
+    """The parts of ``_Memory`` on the device, named as in ``Inputs`` and ``AttentionBatch``."""
 
     input_ids: Tensor
     positions: Tensor
@@ -102,17 +113,17 @@ class _Arrived:
 
 
 class InputBatch:
-    """Sequences by request, with their tables of blocks in tensors that are written to when blocks are added.
+    """Sequences by request, with tables of blocks. A table changes only when blocks are added.
 
     Args:
-        groups: for each group of layers the cache of each by its prefix.
+        groups: for each group of layers, the cache of each layer by prefix.
         max_num_seqs: sequences at once.
         max_num_batched_tokens: tokens of a step, at most.
         max_blocks: blocks of a sequence in a group.
         block_size: tokens in a block.
-        device: where the model is; tables and inputs are built on the host.
+        device: of the model; tables and inputs are built on the host.
         fits_context: the model has ropes that depend on the length of the context.
-        states: for each layer that keeps states the tensors of those by its prefix.
+        states: for each layer with states, their tensors by prefix.
     """
 
     def __init__(
@@ -133,9 +144,10 @@ class InputBatch:
         self.states = states or {}
         self._max_blocks = max_blocks
         self._sender = Sender(device)
-        self._tokens = Staging(
-            (3 + len(groups)) * max_num_batched_tokens + 2 * max_num_seqs, torch.int64
-        )
+        # Of each token: id, position, context, and a slot in each group.
+        of_tokens = (3 + len(groups)) * max_num_batched_tokens
+        # Of each sequence: a sampled row, and a row of the tables.
+        self._tokens = Staging(of_tokens + 2 * max_num_seqs, torch.int64)
         self._bounds = Staging(2 * max_num_seqs + 1, torch.int32)
         self._tables = [torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32) for _ in groups]
         self._selected = [torch.empty_like(table).flatten() for table in self._tables]
@@ -156,7 +168,7 @@ class InputBatch:
         return self._sequences[request_id].tokens
 
     def apply(self, step: Step) -> None:
-        """Add and extend sequences as a step says."""
+        """Add new sequences of a step, and append its tokens and blocks to known ones."""
         extended = []
         for new in step.added:
             sequence = _Sequence(self._rows.pop(), new, len(self.groups))
@@ -175,15 +187,18 @@ class InputBatch:
         self._rows.append(self._sequences.pop(request_id).row)
 
     def _extend(self, extended: Sequence[tuple[_Sequence, Blocks]]) -> None:
-        """Append blocks to sequences, and write them to the tables, those of a table at once."""
+        """Append blocks to sequences, and write them to the tables."""
         self._selected_for = ()
         for group, table in enumerate(self._tables):
-            places, written = array("q"), array("i")
+            places = array("q")
+            written = array("i")
             for sequence, new_blocks in extended:
+                added = new_blocks[group]
                 first = sequence.row * self._max_blocks + len(sequence.blocks[group])
-                places.extend(range(first, first + len(new_blocks[group])))
-                written.extend(new_blocks[group])
-                sequence.blocks[group].extend(new_blocks[group])
+                places.extend(range(first, first + len(added)))
+                written.extend(added)
+                sequence.blocks[group].extend(added)
+            # One call of torch for all sequences.
             if written:
                 table.put_(
                     torch.frombuffer(places, dtype=torch.int64),
@@ -194,89 +209,108 @@ class InputBatch:
         """Return the tensors of a step; ``continues`` as of ``AttentionBatch``."""
         names, starts, counts, _, samples, _ = zip(*scheduled, strict=True)
         sequences = [self._sequences[name] for name in names]
-        ends, lengths = list(accumulate(counts)), list(map(add, starts, counts))
+        ends = list(accumulate(counts))
+        lengths = list(map(add, starts, counts))
+        longest = max(lengths)
+        # A token is sampled after the last row of a sequence.
         sampled = [end - 1 for end in compress(ends, samples)]
         ids, positions, slots = _of_tokens(sequences, starts, counts, self.block_size)
-        contexts = (
-            chain.from_iterable(map(_contexts, sequences, starts, lengths))
-            if self.fits_context
-            else ()
-        )
+        contexts: Iterable[int] = ()
+        if self.fits_context:
+            contexts = chain.from_iterable(map(_contexts, sequences, starts, lengths))
         rows = [each.row for each in sequences]
+        # One list of Python's numbers takes less time than operations of torch.
         self._tokens.write(
             [*ids, *positions, *sampled, *contexts, *chain.from_iterable(slots), *rows]
         )
         self._bounds.write([0, *ends, *lengths])
-        arrived = self._arrive(
-            names, _Shape(ends[-1], len(rows), len(sampled), -(-max(lengths) // self.block_size))
-        )
-        batch = AttentionBatch(
+        shape = _Shape(ends[-1], len(rows), len(sampled), -(-longest // self.block_size))
+        arrived = self._arrive(names, shape)
+        states = self._states(sequences) if self.states else {}
+        batch = self._attention_batch(arrived, max(counts), longest, states, continues)
+        sampling = tuple(compress(names, samples))
+        return Inputs(arrived.input_ids, arrived.positions, batch, arrived.sampled_rows, sampling)
+
+    def _attention_batch(
+        self,
+        arrived: _Arrived,
+        most: int,
+        longest: int,
+        states: Mapping[str, LayerStates],
+        continues: bool,
+    ) -> AttentionBatch:
+        return AttentionBatch(
             arrived.query_start_loc,
             arrived.seq_lens,
-            max(counts),
-            max(lengths),
+            most,
+            longest,
             arrived.pages,
             self.block_size,
             context_lens=arrived.contexts if self.fits_context else None,
             continues=continues,
-            states=self._states([each.state for each in sequences]),
+            states=states,
         )
-        sampling = tuple(compress(names, samples))
-        return Inputs(arrived.input_ids, arrived.positions, batch, arrived.sampled_rows, sampling)
 
-    def _states(self, slots: list[int]) -> dict[str, LayerStates]:
-        if not self.states:
-            return {}
-        sent = self._sender.send(torch.tensor(slots))
+    def _states(self, sequences: Sequence[_Sequence]) -> dict[str, LayerStates]:
+        slots = torch.tensor([each.state for each in sequences])
+        sent = self._sender.send(slots)
         return {name: LayerStates(tensors, sent) for name, tensors in self.states.items()}
 
     def _arrive(self, names: tuple[str, ...], shape: _Shape) -> _Arrived:
-        """Return what was written for a step, with the tables of its sequences, as the model reads it.
+        """Return the written integers and the tables of a step as tensors on the model's device.
 
-        Where the model is on the host, that is the same for one step as for the next of its shape.
+        If the device is the host, the tensors are views of the written memory. A step of the same
+        shape as the one before then needs no new tensors.
+
+        Args:
+            names: requests of the step.
+            shape: of the step.
         """
-        memory, arrived = self._memory, self._arrived
+        memory = self._memory
+        arrived = self._arrived
         if memory is None or memory.shape != shape:
-            memory, arrived, self._selected_for = self._cut(shape), None, ()
+            memory = self._cut(shape)
+            arrived = None
+            self._selected_for = ()
         if names != self._selected_for:
             for table, selected in zip(self._tables, memory.tables, strict=True):
                 torch.index_select(table[:, : shape.width], 0, memory.rows, out=selected)
             self._selected_for = names
         if arrived is None or not self._sender.stays:
             arrived = self._sent(memory)
-        self._memory, self._arrived = memory, arrived
+        self._memory = memory
+        self._arrived = arrived
         return arrived
 
     def _sizes(self, shape: _Shape) -> list[int]:
-        """Return the sizes of what is sent: ids, positions, sampled rows, contexts, slots of each group."""
+        """Return the sizes of the parts of ``_Memory.sent``."""
         tokens = shape.tokens
-        return [
-            tokens,
-            tokens,
-            shape.sampled,
-            tokens * self.fits_context,
-            *[tokens] * len(self.groups),
-        ]
+        contexts = tokens if self.fits_context else 0
+        slots = [tokens] * len(self.groups)
+        return [tokens, tokens, shape.sampled, contexts, *slots]
 
     def _cut(self, shape: _Shape) -> _Memory:
-        size, sequences, width = sum(self._sizes(shape)), shape.sequences, shape.width
+        """Return the parts of the host's memory for steps of a shape."""
+        size = sum(self._sizes(shape))
+        sequences = shape.sequences
+        width = shape.width
         sent, rows = self._tokens.tensor[: size + sequences].split_with_sizes([size, sequences])
         bounds = self._bounds.tensor[: 2 * sequences + 1]
         tables = [table[: sequences * width].view(sequences, width) for table in self._selected]
         return _Memory(shape, sent, bounds, rows, tables)
 
     def _sent(self, memory: _Memory) -> _Arrived:
-        sequences, send = memory.shape.sequences, self._sender.send
-        ids, positions, sampled, contexts, *slots = send(memory.sent).split_with_sizes(
-            self._sizes(memory.shape)
-        )
-        bounds, pages = send(memory.bounds), dict[str, LayerPages]()
-        for caches, its_slots, table in zip(
-            self.groups, slots, map(send, memory.tables), strict=True
-        ):
-            pages.update(
-                (name, LayerPages(cache, table, its_slots)) for name, cache in caches.items()
-            )
+        """Send the integers and tables of a step to the device."""
+        sequences = memory.shape.sequences
+        send = self._sender.send
+        parts = send(memory.sent).split_with_sizes(self._sizes(memory.shape))
+        ids, positions, sampled, contexts, *slots = parts
+        bounds = send(memory.bounds)
+        tables = [send(table) for table in memory.tables]
+        pages: dict[str, LayerPages] = {}
+        for caches, slots_of_group, table in zip(self.groups, slots, tables, strict=True):
+            for name, cache in caches.items():
+                pages[name] = LayerPages(cache, table, slots_of_group)
         return _Arrived(
             ids,
             positions,
@@ -291,31 +325,32 @@ class InputBatch:
 def _of_tokens(
     sequences: Sequence[_Sequence], starts: Sequence[int], counts: Sequence[int], block_size: int
 ) -> tuple[Iterable[int], Iterable[int], list[Iterable[int]]]:
-    """Return of each token of a step its id and its position, and for each group of layers its slot."""
+    """Return the ids and positions of the tokens of a step, and slots for each group of layers."""
     groups = range(len(sequences[0].blocks))
-    if max(counts) == 1:  # none is computed of a prompt
-        ids = [each.tokens[start] for each, start in zip(sequences, starts, strict=True)]
-        places = [
-            (each.blocks, *divmod(start, block_size))
-            for each, start in zip(sequences, starts, strict=True)
-        ]
-        return (
-            ids,
-            starts,
-            [
-                [blocks[i][block] * block_size + offset for blocks, block, offset in places]
-                for i in groups
-            ],
-        )
+    if max(counts) == 1:
+        return _of_single_tokens(sequences, starts, block_size)
     parts = [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
-    ids_of = [
-        each.tokens[part.start : part.stop] for each, part in zip(sequences, parts, strict=True)
+    ids = [each.tokens[part.start : part.stop] for each, part in zip(sequences, parts, strict=True)]
+    slots = [chain.from_iterable(_slots(sequences, parts, group, block_size)) for group in groups]
+    return chain.from_iterable(ids), chain.from_iterable(parts), slots
+
+
+def _of_single_tokens(
+    sequences: Sequence[_Sequence], starts: Sequence[int], block_size: int
+) -> tuple[Iterable[int], Iterable[int], list[Iterable[int]]]:
+    """Return the same for a step with one token of each sequence, the most frequent one."""
+    # Comprehensions: appending in a loop takes longer, and every step comes through here.
+    ids = [each.tokens[start] for each, start in zip(sequences, starts, strict=True)]
+    places = [
+        (each.blocks, *divmod(start, block_size))
+        for each, start in zip(sequences, starts, strict=True)
     ]
-    return (
-        chain.from_iterable(ids_of),
-        chain.from_iterable(parts),
-        [chain.from_iterable(_slots(sequences, parts, group, block_size)) for group in groups],
-    )
+    slots: list[Iterable[int]] = []
+    for group in range(len(sequences[0].blocks)):
+        slots.append(
+            [blocks[group][block] * block_size + offset for blocks, block, offset in places]
+        )
+    return ids, starts, slots
 
 
 def _slots(
@@ -324,11 +359,16 @@ def _slots(
     """Yield the slots of parts of sequences, block by block."""
     for sequence, part in zip(sequences, parts, strict=True):
         blocks = sequence.blocks[group]
-        for begin in range(part.start - part.start % block_size, part.stop, block_size):
+        first = part.start - part.start % block_size
+        for begin in range(first, part.stop, block_size):
+            # Slots of a block are one behind the other, so a range stands for all of them.
             shift = blocks[begin // block_size] * block_size - begin
             yield range(max(begin, part.start) + shift, min(begin + block_size, part.stop) + shift)
 
 
 def _contexts(sequence: _Sequence, start: int, length: int) -> Iterator[int]:
-    """Return the length of the context that each token is rotated for: that of its sequence with it, or the first."""
+    """Return for each token the length of the context for its rotation.
+
+    This is the length of the sequence up to the token, at least the context of the first tokens.
+    """
     return map(max, repeat(sequence.context), range(start + 1, length + 1))

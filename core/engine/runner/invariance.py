@@ -1,4 +1,4 @@
-"""Tokens that do not depend on what else is in the batch, bit for bit."""
+"""Tokens independent of the rest of the batch, bit for bit."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from torch import nn
 
 
 def make_batch_invariant(model: nn.Module, block_size: int) -> None:
-    """Have each token of a batch computed alike, whatever stands beside it and however a prompt is cut.
+    """Make layers compute each token alike, with any neighbours and any chunks of a prompt.
 
     Raises:
-        ConfigError: some layers have no such way to compute; it lists them.
+        ConfigError: some layers cannot; the message lists them.
     """
-    problems = [
-        f"{path} ({reason})"
-        for path, layer in model.named_modules()
-        if (reason := _obstacle(layer, block_size))
-    ]
-    if problems:
-        listed = "; ".join(problems[:MOST_LISTED])
-        more = f" and {len(problems) - MOST_LISTED} more" if len(problems) > MOST_LISTED else ""
-        raise ConfigError(
-            f"model.batch_invariant is set, and layers have kernels that compute a token in other ways beside other "
-            f"tokens: {listed}{more}. Turn it off, or install a plugin whose kernels do not"
-            f"{_packages()}, and leave the weights float32 or bfloat16"
-        )
+    problems = []
+    for path, layer in model.named_modules():
+        reason = _obstacle(layer, block_size)
+        if reason:
+            problems.append(f"{path} ({reason})")
+    if not problems:
+        return
+    listed = "; ".join(problems[:MOST_LISTED])
+    if len(problems) > MOST_LISTED:
+        listed += f" and {len(problems) - MOST_LISTED} more"
+    raise ConfigError(
+        "model.batch_invariant is set, and layers have kernels that compute a token in other ways "
+        f"beside other tokens: {listed}. Turn it off, or install a plugin whose kernels do not"
+        f"{_packages()}, and leave the weights float32 or bfloat16"
+    )
 
 
 def _packages() -> str:
@@ -39,13 +41,16 @@ def _packages() -> str:
 
 
 def _obstacle(layer: nn.Module, block_size: int) -> str | None:
+    """Return the reason against a layer; ``None`` for a layer that computes tokens alike."""
     if isinstance(layer, CachedAttention):
         return None if layer.batch_invariant(block_size) else f"attention by {type(layer).__name__}"
+    # Looking a row up depends on no other token.
     if isinstance(layer, VocabParallelEmbedding) and layer.looks_up:
         return None
     if isinstance(layer, HasWeightMethod):
         return compute_rows_alike(layer)
-    matrices = [
-        name for name, parameter in layer.named_parameters(recurse=False) if parameter.dim() > 1
-    ]
-    return f"{type(layer).__name__} with its own {', '.join(matrices)}" if matrices else None
+    parameters = layer.named_parameters(recurse=False)
+    matrices = [name for name, parameter in parameters if parameter.dim() > 1]
+    if not matrices:
+        return None
+    return f"{type(layer).__name__} with its own {', '.join(matrices)}"

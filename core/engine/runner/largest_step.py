@@ -1,4 +1,4 @@
-"""The step that takes the most memory, for measuring it before there are requests."""
+"""The step with the most memory, to measure its memory before there are requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ _REBUILT = 4
 """Numbers for each code of a matrix: unpacked, less the offset, scaled, and as the layer needs."""
 
 _SORTED = 10
-"""Numbers for each logit of sampling: the logits, sorted ones with int64 indices, probabilities and their sums."""
+"""Numbers for each logit of sampling: logits, sorted logits with int64 indices, and probabilities.
+
+Probabilities count with their sums.
+"""
 
 _PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
 _LAYER = re.compile(r".*?\.\d+(?=\.|$)")
@@ -44,15 +47,15 @@ _LAYER = re.compile(r".*?\.\d+(?=\.|$)")
 _PARAMS = SamplingParams(
     temperature=1.0, top_p=0.9, max_tokens=1, seed=0, logprobs=1, prompt_logprobs=1
 )
-"""Of requests that take the most memory: tokens drawn from a part of the vocabulary, log-probabilities of all."""
+"""Settings with the most memory: drawing from a part of the vocabulary, and log-probabilities."""
 
 
 def largest_step(
     max_num_seqs: int, max_num_tokens: int, longest: int, block_size: int, kinds: int
 ) -> Step:
-    """Return a step of as many sequences, and as many tokens, as a step may have, each sampling a token.
+    """Return a step with the most sequences and the most tokens. Each sequence samples a token.
 
-    The first sequences are as long as they may be, since attention over one takes most then.
+    The first sequences are as long as possible, because their attention takes the most memory.
 
     Args:
         max_num_seqs: sequences of a step, at most.
@@ -61,17 +64,22 @@ def largest_step(
         block_size: tokens in a block.
         kinds: tables of a sequence.
     """
-    free_blocks, left = count(), max_num_tokens
-    added, sequences = [], []
-    for number in range(min(max_num_seqs, max_num_tokens)):
-        others = min(max_num_seqs, max_num_tokens) - number - 1
+    free_blocks = count()
+    left = max_num_tokens
+    added = []
+    sequences = []
+    num_seqs = min(max_num_seqs, max_num_tokens)
+    for number in range(num_seqs):
+        # A token for each of the others.
+        others = num_seqs - number - 1
         length = min(longest, left - others)
         left -= length
         needed = -(-length // block_size)
         blocks = tuple(tuple(islice(free_blocks, needed)) for _ in range(kinds))
         name = f"largest step {number}"
+        tokens = (0,) * length
         added.append(
-            NewSequence(name, (0,) * length, length, length, _PARAMS, blocks, number, state=number)
+            NewSequence(name, tokens, length, length, _PARAMS, blocks, number, state=number)
         )
         sequences.append(Scheduled(name, 0, length, ((),) * kinds, True))
     return Step((), tuple(added), (), tuple(sequences))
@@ -79,13 +87,14 @@ def largest_step(
 
 @dataclass
 class _Widths:
-    """Numbers of elements by which a step's memory is bounded.
+    """Numbers of elements for a bound on the memory of a step.
 
     Attributes:
-        layers: of each layer, the inputs and outputs of all its matrices for a token.
-        matrix: of the largest matrix, or of all experts of a layer, with copies of a quantized one.
+        layers: for each layer, inputs and outputs of all matrices for one token.
+        matrix: elements of the largest matrix, or of all experts of a layer, with the copies of a
+            quantized matrix.
         heads: query heads of a layer, at most.
-        context: made of the keys and values of one token of a context, at most.
+        context: elements made of the keys and values of one token of a context, at most.
         vocabulary: tokens of the vocabulary.
     """
 
@@ -96,7 +105,7 @@ class _Widths:
     vocabulary: int = 0
 
     def add(self, path: str, width: int, matrix: int) -> None:
-        """Count matrices of the layer that the module under a path belongs to."""
+        """Count matrices of the layer around the module at a path."""
         numbered = _LAYER.match(path)
         layer = path if numbered is None else numbered[0]
         known = self.layers.get(layer, 0)
@@ -107,17 +116,19 @@ class _Widths:
 def step_bound(
     model: nn.Module, tokens: int, rows: int, longest: int, sequences: int
 ) -> int | None:
-    """Return more bytes than a step takes beside weights and cache, ``None`` for unknown layers.
+    """Return an upper bound on the bytes of a step, beside weights and cache.
+
+    Returns ``None`` for a model with unknown layers.
 
     Everything counts as float32. A layer keeps inputs and outputs of all its matrices four times.
     Each token of the step may see a context of ``longest`` tokens, most of them in the cache.
-    Attention keeps the scores of all heads, and gathers the keys and values of the contexts that
-    it computes at a time. One matrix is rebuilt from codes. Sampling sorts the logits of its rows.
+    Attention keeps the scores of all heads, and gathers the keys and values of some contexts at a
+    time. One matrix is rebuilt from codes. Sampling sorts the logits of its rows.
 
     Args:
         model: a decoder.
         tokens: of the step.
-        rows: of logits that are in memory at a time.
+        rows: of logits in memory at a time.
         longest: tokens of the longest context.
         sequences: of the step, at most.
     """
@@ -141,7 +152,8 @@ def _count(widths: _Widths, path: str, module: nn.Module) -> bool:
         widths.add(path, inputs + outputs, inputs * outputs * _copies(module))
     elif isinstance(module, FusedMoE):
         _count_experts(widths, path, module)
-        return module.exchange is None  # with an exchange, tokens of other ranks come as well
+        # With an exchange, an unknown number of tokens of other ranks come as well.
+        return module.exchange is None
     elif isinstance(module, VocabParallelEmbedding):
         widths.vocabulary = max(widths.vocabulary, module.num_embeddings)
         matrix = module.num_embeddings_padded * module.embedding_dim
@@ -169,7 +181,7 @@ def _copies(layer: nn.Module) -> int:
 
 
 def _of_context(layer: Attention | MLAAttention) -> int:
-    """Return the numbers that a layer makes of keys and values of one token of a context."""
+    """Return the number of elements that a layer makes of one token of a context."""
     if isinstance(layer, MLAAttention):
         stored, key, value = layer.head_size, layer.qk_head_dim, layer.v_head_dim
         repeated = layer.num_heads * (layer.qk_nope_head_dim + key + value)

@@ -11,7 +11,7 @@ from opgraft.plugins.selection import current_platform
 
 @PluggableClass.register("memory_query")
 class MemoryQuery(PluggableClass):
-    """Tells how much memory is free, by which a worker sizes its cache. This one asks the platform, or the host.
+    """Returns the free memory, for the size of a worker's cache. Asks the platform, or the host.
 
     Args:
         device: of the worker.
@@ -22,15 +22,19 @@ class MemoryQuery(PluggableClass):
 
     @property
     def is_of_host(self) -> bool:
-        """Tell whether the memory is that of the host, which is everybody's."""
+        """Return True if the memory is the host's, shared with all other processes."""
+        if self.device.type != HOST:
+            return False
         platform = current_platform()
-        return self.device.type == HOST and (
-            platform.device_type != HOST or HOST in effective_chain(platform)
-        )
+        # A plugin may bring a platform of the device type "cpu" with memory of its own.
+        return platform.device_type != HOST or HOST in effective_chain(platform)
 
     def free(self) -> int | None:
-        """Return the bytes that are free; ``None`` where that is not known, as for a device of another platform."""
+        """Return the free bytes; ``None`` if unknown, as for a device of another platform."""
         platform = current_platform()
         if self.device.type == platform.device_type:
             return platform.memory(self.device.index or 0).free
-        return host_memory()[1] if self.is_of_host else None
+        if not self.is_of_host:
+            return None
+        _, free = host_memory()
+        return free

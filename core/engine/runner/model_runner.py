@@ -1,4 +1,17 @@
-"""``ModelRunner``: computes the steps of the engine with a model."""
+"""``ModelRunner``: computes the steps of the engine with a model.
+
+``ModelRunner.execute`` computes one step:
+
+1. ``_apply`` removes and adds sequences, appends tokens and blocks to known ones, and copies
+   blocks.
+2. ``_compute`` makes tensors of the step (``InputBatch.inputs``), calls the model, and takes the
+   logits of the last token of each sequence.
+3. ``_sample`` draws a token from each row of logits (``Sampler``). ``_take`` appends the tokens to
+   the sequences of the sampler, and makes a ``StepResult``.
+
+``InputBatch`` keeps the tokens and blocks of sequences for the model. ``SamplingBatch`` keeps the
+tokens and settings of requests for the sampler.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +57,10 @@ class ModelRunner(PluggableClass):
     """
 
     samples_on_first_rank: ClassVar[bool] = True
-    """Of the workers of an engine that share layers, the first has logits and samples: its tokens come with steps."""
+    """True if only the first of the workers that share layers has logits, and samples.
+
+    The other workers receive the tokens with the next step.
+    """
 
     def __init__(self, opgraft_config: OpgraftConfig, device: torch.device) -> None:
         self.opgraft_config = opgraft_config.resolved()
@@ -59,7 +75,7 @@ class ModelRunner(PluggableClass):
         """Make the model and read its weights.
 
         Raises:
-            ConfigError: data replicas are to share experts, and make no rounds.
+            ConfigError: data replicas share experts, but do not step together.
         """
         _expect_own_steps(self.opgraft_config.parallel)
         self.model: Any = load_model(self.opgraft_config)
@@ -68,28 +84,33 @@ class ModelRunner(PluggableClass):
         if self.opgraft_config.model.batch_invariant:
             make_batch_invariant(self.model, cache.block_size)
         dtype = cache_dtype(cache.dtype, self.model.dtype)
-        layers, states = attention_layers(self.model), state_layers(self.model)
+        layers = attention_layers(self.model)
+        states = state_layers(self.model)
         self.layout = CacheLayout.of(layers, cache.block_size, dtype, states)
         self.link = StageLink.of(self.model, self.device)
 
     def compile_model(self) -> None:
-        """Compile the model for ``execute``, if ``compilation_config`` says so.
+        """Compile the model for ``execute``, if ``compilation_config`` asks for this.
 
         Raises:
-            ConfigError: it cannot be compiled, or not here.
+            ConfigError: the model cannot be compiled, or not on this machine.
         """
         layout = self.layout
         self.compiled = compiled_as_set(
             self.model, layout.layers, layout.states, self.opgraft_config
         )
-        if self.compiled is not None:
-            self.compiled.warm_up(self.device, *(() if self.link is None else (self.link.empty,)))
+        if self.compiled is None:
+            return
+        if self.link is None:
+            self.compiled.warm_up(self.device)
+        else:
+            self.compiled.warm_up(self.device, self.link.empty)
 
     def prepare_encoder(self) -> None:
-        """Prepare the model for ``encode``: try two texts, and compile it if ``compilation_config`` says so.
+        """Prepare the model for ``encode``: try two texts, and compile if settings ask for this.
 
         Raises:
-            ConfigError: it cannot be compiled, or not here.
+            ConfigError: the model cannot be compiled, or not on this machine.
         """
         if isinstance(self.model, TransformersModel):
             self.model.try_texts(self.device)
@@ -100,10 +121,11 @@ class ModelRunner(PluggableClass):
             self.compiled.warm_up(self.device)
 
     def remark(self, owner: object) -> str:
+        """Return a remark on the model for ``explain``; empty without compilation."""
         return f"the model is compiled by {self.compiled.backend}" if self.compiled else ""
 
     def allocate_cache(self, num_blocks: int, num_states: int = 0) -> None:
-        """Make the cache, and slots for states; sequences that were known are forgotten."""
+        """Make the cache and the slots for states, and forget all sequences."""
         self.caches = self.layout.allocate(num_blocks, self.device)
         self.states = self.layout.allocate_states(num_states, self.device)
         self.batch = self._input_batch(self.device, self.caches, self.states)
@@ -114,12 +136,14 @@ class ModelRunner(PluggableClass):
         caches: Mapping[str, Tensor],
         states: Mapping[torch.dtype, Tensor],
     ) -> InputBatch:
+        limits = self.opgraft_config.scheduler
+        block_size = self.layout.block_size
         return InputBatch(
             [{name: caches[name] for name in group} for group in self.layout.groups],
-            self.opgraft_config.scheduler.max_num_seqs,
-            self.opgraft_config.scheduler.max_num_batched_tokens,
-            -(-self.model.max_position // self.layout.block_size),
-            self.layout.block_size,
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+            -(-self.model.max_position // block_size),
+            block_size,
             device,
             fits_context=bool(self.model.fitted_ropes),
             states=self.layout.states_of_layers(states),
@@ -132,7 +156,7 @@ class ModelRunner(PluggableClass):
 
     @torch.inference_mode()
     def encode(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Compute the hidden states ``[tokens, hidden_size]`` of each of some sequences, without a cache."""
+        """Return the hidden states ``[tokens, hidden_size]`` of each sequence, without a cache."""
         try:
             return self._encoded(self.compiled or self.model, sequences)
         except Exception as error:
@@ -142,11 +166,14 @@ class ModelRunner(PluggableClass):
             raise
 
     def _encoded(self, model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Call a model on whole sequences, as one packed batch if the model can."""
         if len(sequences) > 1 and not self._packs_texts:
             return [states for each in sequences for states in self._encoded(model, [each])]
         lengths = [len(each) for each in sequences]
-        ids = torch.tensor(list(chain.from_iterable(sequences)), device=self.device)
-        positions = torch.tensor(list(chain.from_iterable(map(range, lengths))), device=self.device)
+        tokens = list(chain.from_iterable(sequences))
+        places = list(chain.from_iterable(map(range, lengths)))
+        ids = torch.tensor(tokens, device=self.device)
+        positions = torch.tensor(places, device=self.device)
         if len(sequences) == 1:
             return [model(ids, positions)]
         with attending(AttentionBatch.of_sequences(lengths, device=self.device)):
@@ -154,21 +181,24 @@ class ModelRunner(PluggableClass):
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
-        """Compute a step: change what is known of the sequences, run the model, sample.
+        """Compute a step: apply the changes to sequences, run the model, sample.
 
-        If it raises, each sequence of the step is to be removed by the next one.
+        After an error, the next step must remove each sequence of this one.
         """
         if self.link is not None:
             self.link.begin(sum(each.count for each in step.sequences))
         try:
             return self._result(step)
         except Exception as error:
+            # The other stages of a pipeline wait for this one.
             if self.link is not None and step.sequences:
                 self.link.fail(error)
             names = [each.request_id for each in step.sequences]
-            blamed = self._blamed_for(
-                error, lambda: self._compute_again([self.batch.tokens(name) for name in names])
-            )
+
+            def passes() -> Iterator[Any]:
+                return self._compute_again([self.batch.tokens(name) for name in names])
+
+            blamed = self._blamed_for(error, passes)
             if blamed is not None:
                 raise blamed from error
             raise
@@ -176,7 +206,12 @@ class ModelRunner(PluggableClass):
     def _blamed_for(
         self, error: Exception, passes: Callable[[], Iterable[Any]]
     ) -> PluginError | None:
-        """Return the error about the kernel whose result made passes of the model fail, if there is one."""
+        """Return the error about a kernel with a wrong result, if one made the model fail.
+
+        Args:
+            error: of the model.
+            passes: calls the model again, and yields the results.
+        """
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
         if out_of_memory or not self._computes_alone:
             return None
@@ -190,24 +225,27 @@ class ModelRunner(PluggableClass):
             if self.opgraft_config.parallel.in_rounds:
                 self._take_part(started)
             return StepResult({})
-        if errors:  # of the last stage, which nevertheless computes what the others do
+        # Failed sequences are computed, because other stages compute them, but not sampled.
+        if errors:
             sequences = [
                 each._replace(samples=each.samples and each.request_id not in errors)
                 for each in sequences
             ]
         try:
             result = self._compute(sequences, started, continues=not step.added)
-        finally:  # sampling may fail on one rank alone, and the ranks count steps alike
+        finally:
+            # Sampling may fail on one rank alone, and all ranks must count the same steps.
             if self.balancer is not None:
                 self.balancer.after_step(started)
         if not errors:
             return result
+        all_errors = {**errors, **result.errors}
         return dataclasses.replace(
-            result, errors={**errors, **result.errors}, refused=errors.keys() | result.refused
+            result, errors=all_errors, refused=errors.keys() | result.refused
         )
 
     def _take_part(self, started: float) -> None:
-        """Run the model on no tokens, as replicas that share its experts run it now."""
+        """Run the model on no tokens, because replicas with the same experts run a step now."""
         none = torch.zeros(0, dtype=torch.long, device=self.device)
         self.model(none, none)
         if self.balancer is not None:
@@ -216,22 +254,24 @@ class ModelRunner(PluggableClass):
     def _compute(
         self, sequences: Sequence[Scheduled], started: float, *, continues: bool
     ) -> StepResult:
-        """Run the model on the sequences of a step and, on the last stage, sample; a subclass may do so in another way.
+        """Run the model on the sequences of a step, and sample on the last stage of a pipeline.
+
+        A subclass may do this in another way.
 
         Args:
-            sequences: all are known to ``self.batch`` and, where they are sampled here, to
-                ``self.sampling``.
-            started: when the step did, which the first of ``StepResult.seconds`` counts from.
+            sequences: all known to ``self.batch`` and, on the last stage, to ``self.sampling``.
+            started: begin of the step, for ``StepResult.seconds``.
             continues: as of ``AttentionBatch``.
         """
         inputs = self.batch.inputs(sequences, continues=continues)
         prepared = perf_counter()
         received = self.link.receive() if self.link is not None else None
         arrived = perf_counter()
+        model = self.compiled or self.model
+        # The first stage of a pipeline reads token ids, later ones also hidden states.
+        further = () if received is None else (received,)
         with attending(inputs.batch):
-            hidden = (self.compiled or self.model)(
-                inputs.input_ids, inputs.positions, *(() if received is None else (received,))
-            )
+            hidden = model(inputs.input_ids, inputs.positions, *further)
         if self.link is not None:
             self.link.pass_on(hidden)
         logits = self._logits_of(hidden, inputs, sequences) if self._samples else None
@@ -252,9 +292,9 @@ class ModelRunner(PluggableClass):
         return self._logits(hidden, inputs) if inputs.sampled else None
 
     def bound_of_largest_step(self) -> int | None:
-        """Return a bound on the bytes that the largest step takes, or ``None`` if the model's layers are not known.
+        """Return a bound on the bytes of the largest step; ``None`` for unknown layers.
 
-        Known are those of the written families, but for layers with states.
+        Layers of the model families in this package are known, except layers with states.
         """
         if isinstance(self.model, TransformersModel) or self.layout.states:
             return None
@@ -268,7 +308,7 @@ class ModelRunner(PluggableClass):
         )
 
     def calls_of_largest_step(self) -> int:
-        """Return about how many calls of modules the largest step has."""
+        """Return the approximate number of calls of modules in the largest step."""
         limits = self.opgraft_config.scheduler
         logits = limits.max_num_seqs + limits.max_num_batched_tokens // ROWS_AT_ONCE
         return sum(1 for _ in self.model.modules()) + logits
@@ -276,25 +316,22 @@ class ModelRunner(PluggableClass):
     def peak_of_largest_step(
         self, free: Callable[[], int], called: Callable[[], object] = lambda: None
     ) -> int:
-        """Return the bytes by which the free memory shrinks at most while the largest step is computed.
+        """Compute the largest step, and return the bytes of memory that it takes at most.
 
         Args:
-            free: returns the bytes that are free; asked after every call of a module.
-            called: called after every call of a module, to show how far the step has come.
+            free: returns the free bytes; called after every call of a module.
+            called: called after every call of a module, to show progress.
         """
         limits = self.opgraft_config.scheduler
-        kinds, longest = len(self.layout.groups), self.model.max_position
-        sizes = (
+        step = largest_step(
             limits.max_num_seqs,
             limits.max_num_batched_tokens,
-            longest,
+            self.model.max_position,
             self.layout.block_size,
-            kinds,
+            len(self.layout.groups),
         )
-        step = largest_step(*sizes)
-        self.allocate_cache(
-            sum(len(blocks) for new in step.added for blocks in new.blocks), len(step.added)
-        )
+        num_blocks = sum(len(blocks) for new in step.added for blocks in new.blocks)
+        self.allocate_cache(num_blocks, len(step.added))
         seen = [free()]
 
         def look(*_: object) -> None:
@@ -308,20 +345,23 @@ class ModelRunner(PluggableClass):
         finally:
             for hook in hooks:
                 hook.remove()
-            self.execute(Step(tuple(new.request_id for new in step.added), (), (), ()))
+            removed = tuple(new.request_id for new in step.added)
+            self.execute(Step(removed, (), (), ()))
             del self.caches, self.states, self.batch
         return seen[0] - min(seen)
 
     def _apply(self, step: Step) -> dict[str, str]:
-        """Change the known sequences, and return the errors of added ones."""
-        for request_id in step.removed:  # before anything that may raise
+        """Apply the changes of a step to the sequences, and return the errors of added ones."""
+        # Before anything that may raise: a removed sequence must not stay.
+        for request_id in step.removed:
             self._forget(request_id)
         errors: dict[str, str] = {}
-        for new in step.added if self._samples else ():
-            try:
-                self._add(new)
-            except RequestError as error:
-                errors[new.request_id] = str(error)
+        if self._samples:
+            for new in step.added:
+                try:
+                    self._add(new)
+                except RequestError as error:
+                    errors[new.request_id] = str(error)
         self.batch.apply(step)
         if step.copies:
             self._copy_blocks(step.copies)
@@ -330,16 +370,18 @@ class ModelRunner(PluggableClass):
 
     @property
     def _samples(self) -> bool:
-        """True on the last stage of a pipeline, and where there are no stages."""
+        """True on the last stage of a pipeline, and without a pipeline."""
         return self.link is None or self.link.group.is_last_rank
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         sources, targets = torch.tensor(copies, device=self.device).unbind(1)
-        for cache in {id(cache): cache for cache in self.caches.values()}.values():
+        # Layers of several groups share a tensor.
+        tensors = {id(cache): cache for cache in self.caches.values()}
+        for cache in tensors.values():
             cache[targets] = cache[sources]
 
     def _move_states(self, step: Step) -> None:
-        """Copy and zero states one after another, as a slot may have been given away behind a copy of it."""
+        """Copy and zero states in order: a slot may be copied first, and overwritten later."""
         for source, target in step.states:
             for slots in self.states.values():
                 if source is None:
@@ -362,7 +404,7 @@ class ModelRunner(PluggableClass):
             self._prompt_logprobs[new.request_id] = (new.params.prompt_logprobs, [])
 
     def _forget(self, request_id: str) -> None:
-        """Forget a sequence wherever it is known; a step that failed may have added it to some places only."""
+        """Forget a sequence. After a failed step, only some of the parts may know the sequence."""
         if request_id in self.sampling:
             self.sampling.remove(request_id)
         if request_id in self.batch:
@@ -376,7 +418,8 @@ class ModelRunner(PluggableClass):
         return logits
 
     def _sample(self, logits: Tensor | None, names: tuple[str, ...]) -> StepResult:
-        """Sample, where this rank has logits: of the ranks that share a layer, the first may have them alone."""
+        """Sample a token for each row of logits."""
+        # Of the ranks that share layers, perhaps the first alone has logits.
         if logits is None:
             self._ended_prompts(names)
             return StepResult({})
@@ -384,16 +427,15 @@ class ModelRunner(PluggableClass):
         return self._take(self.sampler(logits, self.sampling), names)
 
     def _take(self, sampled: Sampled, names: tuple[str, ...]) -> StepResult:
-        """Add what was sampled for requests to what is known of them."""
+        """Append sampled tokens to the requests, and return the result of the step."""
         tokens = dict(zip(names, sampled.tokens.tolist(), strict=True))
         errors = {str(name): error for name, error in sampled.errors.items()}
         errors |= self._blamed(errors, names)
         for request_id in errors:
             del tokens[request_id]
-        astray = {
-            str(request_id): error
-            for request_id, error in self.sampling.extend(tokens.items()).items()
-        }
+        refusals = self.sampling.extend(tokens.items())
+        # Tokens that the grammar of a request does not allow.
+        astray = {str(request_id): error for request_id, error in refusals.items()}
         for request_id in astray:
             del tokens[request_id]
         refused = {str(request_id) for request_id in sampled.refused} | astray.keys()
@@ -403,11 +445,11 @@ class ModelRunner(PluggableClass):
         )
 
     def _blamed(self, errors: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-        """Return the errors of requests that have no numbers, with the kernel that is to blame if one is found.
+        """Return the errors of requests with NaN or infinite logits, with the kernel to blame.
 
         Args:
-            errors: what the sampler says, by request.
-            names: the requests that were sampled together.
+            errors: messages of the sampler, by request.
+            names: the requests of the same step.
         """
         wrong = [name for name, error in errors.items() if NO_NUMBERS in error]
         if not wrong:
@@ -426,18 +468,18 @@ class ModelRunner(PluggableClass):
         return blamed
 
     def _wrong_kernel_of(self, request_id: str, names: Sequence[str]) -> str:
-        """Name the first kernel that is wrong as a request is computed once more, alone and beside the others."""
+        """Compute a request again, alone and beside the others, and name the first wrong kernel."""
         alone = [self.batch.tokens(request_id)]
         together = [self.batch.tokens(name) for name in names]
         found = culprit_of(self.model, lambda: self._compute_again(alone))
         if not found and len(together) > 1:
             found = culprit_of(self.model, lambda: self._compute_again(together))
-        # The memory may not have room for another cache.
+        # Without a cache, if the memory had no room for another cache.
         uncached = found or culprit_of(self.model, lambda: self._compute_uncached(alone[0]))
         return uncached or UNEXPLAINED
 
     def replaced_class(self) -> str:
-        """Name a class of a plugin that replaces a part of the engine or the model as a whole; empty if none does."""
+        """Name a plugin's class that replaces a part of the engine or the model; else empty."""
         return replaced_among((self, self.sampler, *self.model.modules()))
 
     @property
@@ -449,9 +491,9 @@ class ModelRunner(PluggableClass):
 
     @torch.inference_mode()
     def wrong_kernel(self, sequences: Sequence[Sequence[int]]) -> str:
-        """Encode sequences once more, and return what ``culprit_of`` says.
+        """Encode sequences once more, and return the answer of ``culprit_of``.
 
-        All ranks that share the model call this together.
+        All ranks of the model call this together.
 
         Args:
             sequences: token ids of each.
@@ -463,13 +505,15 @@ class ModelRunner(PluggableClass):
         )
 
     def _compute_again(self, sequences: Sequence[Sequence[int]]) -> Iterator[Any]:
-        """Compute sequences in a cache of their own, without what the model was compiled to.
+        """Compute sequences in a cache of their own, without the compiled model.
 
-        Yields what each step makes.
+        Yields hidden states and logits of each step.
         """
-        size, kinds = self.layout.block_size, len(self.layout.groups)
+        size = self.layout.block_size
+        kinds = len(self.layout.groups)
         caches = self.layout.allocate(blocks_of(sequences, size, kinds), self.device)
-        for cache in caches.values():  # what memory holds by chance may be NaN
+        # Unwritten memory may hold NaN by chance.
+        for cache in caches.values():
             cache.zero_()
         states = self.layout.allocate_states(len(sequences), self.device)
         batch = self._input_batch(self.device, caches, states)
@@ -491,42 +535,53 @@ class ModelRunner(PluggableClass):
         yield hidden, self.model.compute_logits(hidden[-1:])
 
     def _ended_prompts(self, names: tuple[str, ...]) -> dict[str, list[TokenLogprobs]]:
-        """Return the log-probabilities of the prompts that end with this step, and forget them."""
+        """Return the log-probabilities of prompts that end with this step, and forget them."""
         ended = [name for name in names if name in self._prompt_logprobs]
         return {name: self._prompt_logprobs.pop(name)[1] for name in ended}
 
     def _take_prompt_logprobs(self, hidden: Tensor, sequences: Sequence[Scheduled]) -> None:
-        """Compute the log-probabilities of a chunk of a prompt for who asks for them, a few rows at a time."""
+        """Compute the log-probabilities of chunks of prompts, for requests that ask for them."""
         first = 0
         for each in sequences:
-            found = self._prompt_logprobs.get(each.request_id)
-            if found is not None:
-                count, known = found
-                prompt = self.batch.tokens(each.request_id)
-                for done in range(0, each.count, ROWS_AT_ONCE):
-                    rows = slice(first + done, first + min(done + ROWS_AT_ONCE, each.count))
-                    logits = self.model.compute_logits(hidden[rows])
-                    if logits is not None:
-                        known += prompt_logprobs(logits, prompt, each.start + done, count)
+            if each.request_id in self._prompt_logprobs:
+                rows_of_chunk = hidden[first : first + each.count]
+                self._take_logprobs_of_chunk(rows_of_chunk, each)
             first += each.count
+
+    def _take_logprobs_of_chunk(self, hidden: Tensor, chunk: Scheduled) -> None:
+        count, known = self._prompt_logprobs[chunk.request_id]
+        prompt = self.batch.tokens(chunk.request_id)
+        # A few rows at a time: logits are larger than hidden states.
+        for done in range(0, chunk.count, ROWS_AT_ONCE):
+            logits = self.model.compute_logits(hidden[done : done + ROWS_AT_ONCE])
+            if logits is not None:
+                known += prompt_logprobs(logits, prompt, chunk.start + done, count)
 
 
 def _expect_own_steps(parallel: ParallelConfig) -> None:
-    """Raise ``ConfigError`` where steps need those of other data replicas, which step when they have work."""
+    """Check that no step needs data replicas that may have no work of their own.
+
+    Raises:
+        ConfigError: experts are on more ranks than the tensor group of this engine has.
+    """
     ranks = get_tensor_model_parallel_world_size()
     together = parallel.data_rank is not None and get_dp_group().world_size == parallel.data > 1
-    if parallel.expert > ranks and not together:
-        raise ConfigError(
-            f"parallel.expert is {parallel.expert}, and the engine's tensor group has {ranks} "
-            f"rank{'s' * (ranks > 1)}: an engine steps when it has work, and would wait for data replicas that have "
-            f"none. Set parallel.expert to 1{f' or {ranks}' * (ranks > 1)}, or have as many ranks share the experts: "
-            f"parallel.data {parallel.expert // ranks or 1} with parallel.tensor {ranks}, which step together, or "
-            f"parallel.tensor {parallel.expert}"
-        )
+    if parallel.expert <= ranks or together:
+        return
+    plural = "s" if ranks > 1 else ""
+    or_all_ranks = f" or {ranks}" if ranks > 1 else ""
+    replicas = parallel.expert // ranks or 1
+    raise ConfigError(
+        f"parallel.expert is {parallel.expert}, and the engine's tensor group has {ranks} "
+        f"rank{plural}: an engine steps when it has work, and would wait for data replicas that "
+        f"have none. Set parallel.expert to 1{or_all_ranks}, or have as many ranks share the "
+        f"experts: parallel.data {replicas} with parallel.tensor {ranks}, which step together, or "
+        f"parallel.tensor {parallel.expert}"
+    )
 
 
 def gather_on_first_rank() -> None:
-    """Have the first tensor rank alone sample, unless the runner has all do."""
+    """Gather logits on the first tensor rank only, unless the runner samples on every rank."""
     communicator = get_tp_group().communicator
     runner: type[ModelRunner] = choose_class(ModelRunner).cls
     if communicator is not None and runner.samples_on_first_rank:

@@ -9,21 +9,21 @@ from opgraft.engine.sampling_params import SamplingParams
 from opgraft.engine.step import NewSequence, Scheduled, Step
 
 _PARAMS = SamplingParams()
-"""Of sequences that are not sampled."""
+"""Settings of sequences without sampling."""
 
 
 def blocks_of(sequences: Sequence[Sequence[int]], block_size: int, kinds: int) -> int:
-    """Return the number of blocks that the sequences take."""
+    """Return the number of blocks for the sequences."""
     return kinds * sum(_blocks(len(tokens), block_size) for tokens in sequences)
 
 
 def steps_again(
     sequences: Sequence[Sequence[int]], block_size: int, kinds: int, most_tokens: int
 ) -> Iterator[Step]:
-    """Yield steps that compute sequences as prompts, then the last token of each as one of an answer.
+    """Yield steps for sequences as prompts, then for the last token of each as part of an answer.
 
     Kernels may compute prompts in one way and single tokens in another. Each step asks for the
-    logits of its last tokens.
+    logits of the last tokens.
 
     Args:
         sequences: token ids of each.
@@ -48,6 +48,7 @@ def steps_again(
 def _added(
     sequences: Sequence[Sequence[int]], block_size: int, kinds: int
 ) -> Iterator[NewSequence]:
+    # Nothing is shared: each sequence takes the next unused numbers.
     free_blocks = count()
     for number, tokens in enumerate(sequences):
         length = len(tokens)
@@ -72,7 +73,10 @@ def _added(
 def _prompts(
     sequences: Sequence[Sequence[int]], most_tokens: int
 ) -> Iterator[list[tuple[int, int, int]]]:
-    """Yield for each step the sequences in it: the number of each, its first token and how many follow."""
+    """Yield the parts of prompts in each step.
+
+    A part is the number of the sequence, the position of the first token, and the number of tokens.
+    """
     parts: list[tuple[int, int, int]] = []
     room = most_tokens
     for number, tokens in enumerate(sequences):
@@ -84,7 +88,8 @@ def _prompts(
             room -= taken
             if not room:
                 yield parts
-                parts, room = [], most_tokens
+                parts = []
+                room = most_tokens
     if parts:
         yield parts
 

@@ -13,7 +13,7 @@ _CODES = {torch.int32: "i", torch.int64: "q"}
 
 
 class Staging:
-    """Memory of the host, made once, that integers of a step are written to.
+    """Memory of the host for the integers of a step, made once.
 
     Args:
         size: the most integers of a step.
@@ -25,27 +25,27 @@ class Staging:
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         self._code = _CODES[dtype]
-        # So it stays where it is.
+        # A view keeps the array at its place, for the tensor below.
         self._memory = memoryview(array(self._code, bytes(size * dtype.itemsize)))
         self.tensor = torch.frombuffer(self._memory, dtype=dtype)
 
     def write(self, values: Iterable[int]) -> None:
-        """Write values to the beginning of the memory, over those that were written before."""
+        """Write values to the beginning of the memory."""
         given = array(self._code, values)
         self._memory[: len(given)] = given
 
 
 class Sender:
-    """The way of tensors from the host to a device; on the host itself they stay what they are.
+    """Sends tensors of the host to a device. If the device is the host, tensors stay the same.
 
-    What is sent to a device goes through pinned memory where there is such, so that the host need
-    not wait. torch keeps that memory, and gives it out again once the copy is made.
+    If there is pinned memory, tensors go through such memory, so that the host need not wait. torch
+    keeps the memory, and reuses it once a copy is made.
 
     Args:
-        device: where they go.
+        device: the target.
 
     Attributes:
-        stays: whether that is the host.
+        stays: True if the device is the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,15 +57,14 @@ class Sender:
         """Return a tensor of the host on the device."""
         if self.stays:
             return tensor
-        return (
-            tensor.pin_memory().to(self._device, non_blocking=True)
-            if self._pins
-            else tensor.to(self._device)
-        )
+        if not self._pins:
+            return tensor.to(self._device)
+        return tensor.pin_memory().to(self._device, non_blocking=True)
 
 
 def _has_pinned_memory() -> bool:
     try:
         return torch.zeros(1).pin_memory().is_pinned()
-    except RuntimeError:  # there is no accelerator of torch's, or it knows of no such memory
+    # torch knows no accelerator, or the accelerator has no such memory.
+    except RuntimeError:
         return False

@@ -1,4 +1,4 @@
-"""Programs of fixed shapes: a step of so many sequences with so many tokens each, compiled as one graph."""
+"""Programs of fixed shapes: a step with equal numbers of tokens per sequence, as one graph."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from torch.nn.functional import pad
 
 @dataclass(frozen=True)
 class StepShape:
-    """The shape of a step: as many rows for each sequence, and tables of one width.
+    """The shape of a step: equal numbers of rows per sequence, and tables of one width.
 
     Attributes:
-        sequences: that the step has room for.
+        sequences: room of the step.
         tokens: rows of each sequence.
         width: blocks of a sequence's table.
         groups: tables of a sequence, one for each group of layers.
@@ -33,11 +33,9 @@ class StepShape:
     groups: int
 
     def __str__(self) -> str:
-        return (
-            f"{self.sequences} sequences"
-            if self.tokens == 1
-            else f"a prompt of {self.tokens} tokens"
-        )
+        if self.tokens == 1:
+            return f"{self.sequences} sequences"
+        return f"a prompt of {self.tokens} tokens"
 
     @property
     def rows(self) -> int:
@@ -45,55 +43,61 @@ class StepShape:
 
     @property
     def sizes(self) -> list[int]:
-        """Return the integers of each input: ids, positions, slots, tables, bounds, lengths, sampled rows."""
-        slots, tables = self.groups * self.rows, self.groups * self.sequences * self.width
-        return [
-            self.rows,
-            self.rows,
-            slots,
-            tables,
-            self.sequences + 1,
-            self.sequences,
-            self.sequences,
-        ]
+        """Return the number of integers of each input.
+
+        Inputs are ids, positions, slots, tables, bounds, lengths and sampled rows.
+        """
+        ids = positions = self.rows
+        slots = self.groups * self.rows
+        tables = self.groups * self.sequences * self.width
+        lengths = sampled = self.sequences
+        bounds = self.sequences + 1
+        return [ids, positions, slots, tables, bounds, lengths, sampled]
 
     def padded(
         self, inputs: Inputs, groups: Sequence[str], scratch: int, block_size: int
     ) -> Tensor:
         """Return the inputs of a step, padded to this shape, as one tensor of int32.
 
-        Rows of padding write to a block that no sequence has, and are of sequences without tokens.
+        Rows of padding write to an unused block. They belong to sequences without tokens.
 
         Args:
-            inputs: on the host, of at most as many sequences and tokens.
+            inputs: on the host, with no more sequences and tokens than this shape.
             groups: a layer of each group.
-            scratch: that block.
+            scratch: the unused block.
             block_size: tokens in a block.
         """
-        batch, rows, slot = inputs.batch, self.rows, scratch * block_size
+        batch = inputs.batch
+        rows = self.rows
+        slot = scratch * block_size
         pages = [batch.pages[name] for name in groups]
+        slots = [_longer(each.slots, rows, slot) for each in pages]
+        tables = [self._table(each.block_table, scratch) for each in pages]
         bounds = batch.query_start_loc
+        missing = self.sequences + 1 - len(bounds)
         parts = [
             _longer(inputs.input_ids, rows),
             _longer(inputs.positions, rows),
-            *(_longer(each.slots, rows, slot) for each in pages),
-            *(self._table(each.block_table, scratch) for each in pages),
-            torch.cat((bounds, bounds[-1:].expand(self.sequences + 1 - len(bounds)))),
+            *slots,
+            *tables,
+            torch.cat((bounds, bounds[-1:].expand(missing))),
             _longer(batch.seq_lens, self.sequences),
             _longer(inputs.sampled_rows, self.sequences),
         ]
         return torch.cat([part.flatten().to(torch.int32) for part in parts])
 
     def empty(self, scratch: int, block_size: int) -> Tensor:
-        """Return the inputs of a step without sequences, as ``padded`` would."""
+        """Return the inputs of a step without sequences, in the form of ``padded``."""
         parts = [torch.zeros(size, dtype=torch.int32) for size in self.sizes]
-        parts[2] += scratch * block_size
-        parts[3] += scratch
+        _, _, slots, tables, *_ = parts
+        slots += scratch * block_size
+        tables += scratch
         return torch.cat(parts)
 
     def _table(self, table: Tensor, scratch: int) -> Tensor:
-        missing = self.width - table.shape[1], self.sequences - table.shape[0]
-        return pad(table, (0, missing[0], 0, missing[1]), value=scratch)
+        blocks = self.width - table.shape[1]
+        sequences = self.sequences - table.shape[0]
+        return pad(table, (0, blocks, 0, sequences), value=scratch)
 
 
 def _longer(values: Tensor, size: int, value: int = 0) -> Tensor:
@@ -105,7 +109,7 @@ class StepModule(nn.Module):
 
     Args:
         model: called with token ids and positions.
-        groups: the layers of each group, and for each the place of its cache among the caches.
+        groups: for each group, the number of each layer's cache among the caches.
         shape: of the step.
         block_size: tokens in a block.
     """
@@ -123,28 +127,22 @@ class StepModule(nn.Module):
         """Return the likeliest token of each sequence and the logits.
 
         Args:
-            packed: as ``StepShape.padded`` makes it.
-            *caches: in which new keys and values are written.
+            packed: from ``StepShape.padded``.
+            *caches: new keys and values are written there.
 
         Returns:
-            Tokens, int64 ``[sequences]``, -1 where the greatest logit is no finite number, and
+            Tokens, int64 ``[sequences]``, with -1 if the greatest logit is not finite; and logits
             ``[sequences, vocabulary]``.
         """
         shape = self.shape
-        ids, positions, slots, tables, bounds, lengths, sampled = packed.split_with_sizes(
-            shape.sizes
-        )
-        by_group = zip(
-            self.groups,
-            slots.long().view(shape.groups, -1),
-            tables.view(shape.groups, shape.sequences, shape.width),
-            strict=True,
-        )
-        pages = {
-            name: LayerPages(caches[place], table, places)
-            for group, places, table in by_group
-            for name, place in group.items()
-        }
+        parts = packed.split_with_sizes(shape.sizes)
+        ids, positions, slots, tables, bounds, lengths, sampled = parts
+        slots = slots.long().view(shape.groups, -1)
+        tables = tables.view(shape.groups, shape.sequences, shape.width)
+        pages = {}
+        for group, slots_of_group, table in zip(self.groups, slots, tables, strict=True):
+            for name, place in group.items():
+                pages[name] = LayerPages(caches[place], table, slots_of_group)
         batch = AttentionBatch(
             bounds,
             lengths,
@@ -165,7 +163,12 @@ class CopyModule(nn.Module):
     """Copies of blocks as a module."""
 
     def forward(self, pairs: Tensor, *caches: Tensor) -> None:
-        """Copy the first block of each of ``pairs``, int64 ``[copies, 2]``, to the second in all caches."""
+        """Copy the first block of each pair to the second, in all caches.
+
+        Args:
+            pairs: ``[copies, 2]``, int64.
+            *caches: with the blocks in the first dimension.
+        """
         sources, targets = pairs.unbind(1)
         for cache in caches:
             cache.index_copy_(0, targets, cache[sources])
@@ -174,8 +177,8 @@ class CopyModule(nn.Module):
 def exported(module: nn.Module, inputs: Tensor, caches: Sequence[Tensor]) -> GraphModule:
     """Return a module as a graph for arguments of these shapes.
 
-    Its Python is called once: the context that layers look their pages up in is nothing that a
-    compiler follows.
+    The module is called once. Compilers cannot follow the context with the pages of layers, so the
+    graph has the pages built in.
     """
     with torch.no_grad():
         graph_module: Any = torch.export.export(module, (inputs, *caches), strict=False).module()
@@ -186,12 +189,12 @@ def exported(module: nn.Module, inputs: Tensor, caches: Sequence[Tensor]) -> Gra
 
 @dataclass(frozen=True)
 class CacheOperators:
-    """Operators by which a backend learns what becomes of a cache, each with its arguments behind the cache.
+    """Operators that tell a backend about a cache, each with its arguments after the cache.
 
     Attributes:
-        donate: called before anything is written, so that the backend need not copy the cache to
-            write to it.
-        place: called after that; what it returns is the cache where it is to be among the devices.
+        donate: called before the step writes anything, so that the backend may write to the cache
+            without a copy.
+        place: called at the end; returns the cache at its place among the devices.
     """
 
     donate: tuple[Any, ...] = ()
@@ -204,31 +207,36 @@ def compiled(
     operators: Sequence[CacheOperators],
     whole: Callable[[int], tuple[Any, ...]],
 ) -> Any:
-    """Compile what ``exported`` returns.
+    """Compile a graph from ``exported``.
 
     Args:
-        program: its first argument are the inputs, the others caches.
+        program: called with inputs and caches.
         backend: of ``torch.compile``.
         operators: for each cache.
-        whole: gives for a number of dimensions an operator, and its arguments behind a result, that
-            brings the whole of it to where the host reads; nothing where it is there.
+        whole: called with a number of dimensions. Returns an operator that brings a result to the
+            host as a whole, and its arguments after the result; empty if no operator is needed.
     """
     graph = program.graph
-    given = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs, *caches = (node for node in graph.nodes if node.op == "placeholder")
     end = next(node for node in reversed(graph.nodes) if node.op == "output")
-    for cache, called in zip(given[1:], operators, strict=True):
+    last_input = caches[-1] if caches else inputs
+    for cache, called in zip(caches, operators, strict=True):
         if called.donate:
-            with graph.inserting_after(given[-1]):
-                graph.call_function(called.donate[0], (cache, *called.donate[1:]))
+            operator, *arguments = called.donate
+            with graph.inserting_after(last_input):
+                graph.call_function(operator, (cache, *arguments))
         if called.place:
+            operator, *arguments = called.place
             with graph.inserting_before(end):
-                placed = graph.call_function(called.place[0], (cache, *called.place[1:]))
+                placed = graph.call_function(operator, (cache, *arguments))
                 graph.call_function(torch.ops.aten.copy_.default, (cache, placed))
     gathered = {}
     for result in end.all_input_nodes:
-        if operator := whole(result.meta["val"].dim()):
+        gathering = whole(result.meta["val"].dim())
+        if gathering:
+            operator, *arguments = gathering
             with graph.inserting_before(end):
-                gathered[result] = graph.call_function(operator[0], (result, *operator[1:]))
+                gathered[result] = graph.call_function(operator, (result, *arguments))
     end.args = map_arg(end.args, lambda result: gathered.get(result, result))
     program.recompile()
     return torch.compile(program, backend=backend, dynamic=False, fullgraph=True)
@@ -236,17 +244,17 @@ def compiled(
 
 @PluggableClass.register("step_graph")
 class StepGraph(PluggableClass):
-    """A compiled program as a step calls it: this one calls it. A device may bring one that records and replays it.
+    """Calls a compiled program. A device may replace this class to record and replay the program.
 
     Args:
-        program: called with inputs and caches, to which it writes.
+        program: called with inputs and caches; writes to the caches.
     """
 
     def __init__(self, program: Callable[..., Any]) -> None:
         self.program = program
 
     def __call__(self, inputs: Tensor, *caches: Tensor) -> Any:
-        """Return what the program does, which no later call changes.
+        """Return the results of the program. No later call changes them.
 
         Args:
             inputs: other numbers at each call, of one shape.
@@ -256,12 +264,14 @@ class StepGraph(PluggableClass):
 
 
 def peak_bytes(program: GraphModule) -> int:
-    """Return the most bytes that results of operators take at once, each kept until its last use.
+    """Return the most bytes of results of operators at once. A result lives until its last use.
 
-    What an operator returns of its arguments, as views and what is written in place are, takes
-    none.
+    Views and results written in place take no bytes.
     """
-    last_use = {used: node for node in program.graph.nodes for used in node.all_input_nodes}
+    last_use = {}
+    for node in program.graph.nodes:
+        for used in node.all_input_nodes:
+            last_use[used] = node
     ends: dict[Node, list[Node]] = {}
     for used, node in last_use.items():
         ends.setdefault(node, []).append(used)
@@ -275,11 +285,10 @@ def peak_bytes(program: GraphModule) -> int:
 
 def _bytes_made(node: Node) -> int:
     schema = getattr(node.target, "_schema", None)
-    if (
-        node.op != "call_function"
-        or schema is None
-        or any(each.alias_info for each in schema.returns)
-    ):
+    if node.op != "call_function" or schema is None:
+        return 0
+    # A part of an argument, or the argument itself.
+    if any(each.alias_info for each in schema.returns):
         return 0
     made = node.meta.get("val")
     tensors = made if isinstance(made, (tuple, list)) else [made]

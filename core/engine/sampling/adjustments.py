@@ -1,4 +1,4 @@
-"""Changes to logits before a token is chosen: bans, allowed tokens, biases, users' processors and penalties."""
+"""Changes to logits before the choice of a token: bans, biases, processors of users, penalties."""
 
 from __future__ import annotations
 
@@ -13,64 +13,67 @@ from opgraft.engine.sampling.row import Row
 from opgraft.errors import RequestError
 from torch import Tensor
 
-_BANNED_BITS = (
-    torch.tensor(
-        [[not byte >> bit & 1 for bit in range(8)] for byte in range(256)], dtype=torch.bool
-    )
-    .view(torch.int64)
-    .flatten()
-)
-"""By byte of a mask: its 8 tokens, as 8 bools in the memory of one integer."""
+_UNSET_BITS = [[not byte >> bit & 1 for bit in range(8)] for byte in range(256)]
+_BANNED_BITS = torch.tensor(_UNSET_BITS, dtype=torch.bool).view(torch.int64).flatten()
+"""For each byte of a mask, 8 bools in the memory of one integer: True for a banned token."""
 
 
 class Adjustments:
-    """Changes that the rows of a batch ask for, prepared once and applied to the logits of each step.
+    """Changes that the requests of a batch ask for.
+
+    The tensors are prepared once. ``apply`` changes the logits of each step.
 
     Args:
         rows: the requests, in the order of the logits.
-        vocabulary: tokens that logits are given for.
+        vocabulary: number of logits of a row.
         device: of the logits.
+
+    Attributes:
+        any: True if any request asks for a change.
     """
 
     def __init__(self, rows: Sequence[Row], vocabulary: int, device: torch.device) -> None:
-        self._vocabulary, self._device = vocabulary, device
-        numbered = list(enumerate(rows))
-        self._grammars = [(index, row.grammar) for index, row in numbered if row.grammar]
-        self._allowed = [
-            (
-                index,
-                self._indices(
-                    [token for token in row.params.allowed_token_ids if token < vocabulary]
-                ),
-            )
-            for index, row in numbered
-            if row.params.allowed_token_ids is not None
-        ]
-        self._restricted = [(index, row) for index, row in numbered if row.restricted]
-        self._processed = [(index, row) for index, row in numbered if row.params.logits_processors]
-        biases = {
-            index * vocabulary + token: bias
-            for index, row in numbered
-            for token, bias in row.params.logit_bias.items()
-            if token < vocabulary
-        }
-        values = torch.tensor(list(biases.values()), dtype=torch.float32, device=device)
-        self._bias = (self._indices(list(biases)), values) if biases else ()
-        penalised = [(index, row) for index, row in numbered if row.penalised]
+        self._vocabulary = vocabulary
+        self._device = device
+        self._grammars = [(index, row.grammar) for index, row in enumerate(rows) if row.grammar]
+        self._allowed: list[tuple[int, Tensor]] = []
+        self._restricted: list[tuple[int, Row]] = []
+        self._processed: list[tuple[int, Row]] = []
+        penalised: list[tuple[int, Row]] = []
+        for index, row in enumerate(rows):
+            params = row.params
+            if params.allowed_token_ids is not None:
+                self._allowed.append((index, self._within(params.allowed_token_ids)))
+            if row.restricted:
+                self._restricted.append((index, row))
+            if params.logits_processors:
+                self._processed.append((index, row))
+            if row.penalised:
+                penalised.append((index, row))
+        self._bias = self._bias_of(rows)
         self._penalties = Penalties(penalised, vocabulary, device) if penalised else None
-        self.any = bool(
-            self._grammars
-            or self._allowed
-            or self._restricted
-            or self._processed
-            or biases
-            or penalised
-        )
+        listed = (self._grammars, self._allowed, self._restricted, self._processed, penalised)
+        self.any = self._bias is not None or any(listed)
+
+    def _bias_of(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor] | None:
+        """Return places in the logits as one flat tensor, and the numbers to add there."""
+        biases: dict[int, float] = {}
+        for index, row in enumerate(rows):
+            for token, bias in row.params.logit_bias.items():
+                if token < self._vocabulary:
+                    biases[index * self._vocabulary + token] = bias
+        if not biases:
+            return None
+        values = torch.tensor(list(biases.values()), dtype=torch.float32, device=self._device)
+        return self._indices(list(biases)), values
 
     def append(self, index: int | None, token: int, slot: int) -> None:
-        """Take note of a token that was added to the output of a row, and of its slot in the row's counts.
+        """Count a token that was appended to the output of a request.
 
-        The index is ``None`` where the row is not shown.
+        Args:
+            index: row of the request; ``None`` for a request without a row in this batch.
+            token: the appended one.
+            slot: of the token in the request's ``TokenCounts``.
         """
         if self._penalties and index is not None:
             self._penalties.append(index, token, slot)
@@ -79,7 +82,7 @@ class Adjustments:
         """Change logits ``[n, vocabulary]`` float32 in place.
 
         Returns:
-            By row, why it cannot be sampled.
+            By row, the reason for each row that cannot be sampled.
         """
         errors = self._allow(logits)
         for index, tokens in self._allowed:
@@ -87,26 +90,31 @@ class Adjustments:
             logits[index] = float("-inf")
             logits[index, tokens] = kept
         if self._restricted:
-            banned = [
-                index * self._vocabulary + token
-                for index, row in self._restricted
-                for token in row.banned()
-                if token < self._vocabulary
-            ]
-            logits.view(-1).index_fill_(0, self._indices(banned), float("-inf"))
+            logits.view(-1).index_fill_(0, self._indices(self._banned()), float("-inf"))
         if self._bias:
             logits.view(-1).index_add_(0, *self._bias)
-        errors |= {
-            index: error
-            for index, row in self._processed
-            if (error := _process(logits[index], row))
-        }
+        for index, row in self._processed:
+            error = _process(logits[index], row)
+            if error:
+                errors[index] = error
         if self._penalties:
             self._penalties.apply(logits)
         return errors
 
+    def _banned(self) -> list[int]:
+        """Return the places of banned tokens, in the logits as one flat tensor."""
+        banned = []
+        for index, row in self._restricted:
+            first = index * self._vocabulary
+            banned += [first + token for token in row.banned() if token < self._vocabulary]
+        return banned
+
     def _allow(self, logits: Tensor) -> dict[int, str]:
-        """Ban what grammars do not allow; tokens beyond a grammar's vocabulary are never allowed."""
+        """Ban the tokens that grammars do not allow, and tokens beyond a grammar's vocabulary.
+
+        Returns:
+            By row, the reason for each grammar that cannot go on.
+        """
         errors: dict[int, str] = {}
         if not self._grammars:
             return errors
@@ -116,7 +124,9 @@ class Adjustments:
                 grammar.fill(mask)
             except RequestError as error:
                 errors[index] = str(error)
-        banned = _BANNED_BITS[masks.view(torch.uint8).int()].view(torch.bool)[:, : self._vocabulary]
+        by_byte = _BANNED_BITS[masks.view(torch.uint8).int()]
+        # A mask has whole words of 32 tokens.
+        banned = by_byte.view(torch.bool)[:, : self._vocabulary]
         rows = [index for index, _ in self._grammars]
         if len(rows) == len(logits):
             logits.masked_fill_(banned.to(self._device), float("-inf"))
@@ -125,43 +135,50 @@ class Adjustments:
             logits[at] = logits[at].masked_fill_(banned.to(self._device), float("-inf"))
         return errors
 
+    def _within(self, tokens: Sequence[int]) -> Tensor:
+        return self._indices([token for token in tokens if token < self._vocabulary])
+
     def _indices(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
 def _process(logits: Tensor, row: Row) -> str | None:
-    """Let the processors of a request change its logits, and return what went wrong."""
+    """Let the processors of a request change its logits. Return an error, or ``None``."""
     for processor in row.params.logits_processors:
+        name = f"{processor!r:.80}"
         try:
             result = processor(*_arguments(processor, row), logits.clone())
             if isinstance(result, Tensor) and result.shape == logits.shape:
-                logits.copy_(result)  # which no tensor without numbers or of another layout is for
+                # Fails for a tensor without data, or of another layout.
+                logits.copy_(result)
                 continue
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # users' code raises anything, and must end no other request
-            return f"its logits processor {processor!r:.80} raised {described(error)}"
+        # Code of users raises anything, and must not end other requests.
+        except (Exception, SystemExit) as error:
+            return f"its logits processor {name} raised {described(error)}"
         shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-        return f"its logits processor {processor!r:.80} returned {shape}, expected a tensor {tuple(logits.shape)}"
+        expected = tuple(logits.shape)
+        return f"its logits processor {name} returned {shape}, expected a tensor {expected}"
     return None
 
 
 def _arguments(processor: Callable[..., Any], row: Row) -> tuple[list[int], ...]:
-    """Return what a processor takes before the logits: the output; prompt and output where it has to have three.
+    """Return the arguments of a processor before the logits: the output, or prompt and output.
+
+    A processor with three required parameters receives the prompt, too.
 
     Raises:
-        TypeError: it has to have something by name, too.
+        TypeError: the processor requires an argument by name.
     """
-    required = [
-        each
-        for each in inspect.signature(processor).parameters.values()
-        if each.default is each.empty
-    ]
+    parameters = inspect.signature(processor).parameters.values()
+    required = [each for each in parameters if each.default is each.empty]
     named = [each.name for each in required if each.kind is each.KEYWORD_ONLY]
     if named:
         raise TypeError(
-            f"it has to have {', '.join(named)} by name, and is given the output and the logits alone: give that a "
-            "default, or bind it by functools.partial"
+            f"it has to have {', '.join(named)} by name, and is given the output and the logits "
+            "alone: give that a default, or bind it by functools.partial"
         )
-    return (list(row.prompt), list(row.output)) if len(required) == 3 else (list(row.output),)
+    # Lists of their own, because a processor may change its arguments.
+    output = list(row.output)
+    if len(required) == 3:
+        return list(row.prompt), output
+    return (output,)

@@ -1,4 +1,4 @@
-"""``SamplingBatch``: the requests that tokens are sampled for, with the tensors of their settings."""
+"""``SamplingBatch``: the requests to sample for, with the tensors of their settings."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ class Plan:
     """Tensors of the settings of a batch, made when its requests change.
 
     Attributes:
-        drawn: rows that are not greedy: first those that draw from the whole vocabulary, then those with filters.
-        free: how many of these have no filters.
-        rows: ``drawn`` as a tensor; ``None`` where these are all rows in their order.
+        drawn: rows to draw for: first rows without filters, then rows with filters. Greedy rows are
+            left out.
+        free: number of drawn rows without filters.
+        rows: ``drawn`` as a tensor; ``None`` if ``drawn`` has all rows in their order.
         temperature: ``[drawn, 1]``.
         filters: of the filtered rows.
         adjustments: changes to the logits, for any row.
-        logprobs: rows that ask for log-probabilities, and how many.
+        logprobs: rows with log-probabilities, each with their number.
     """
 
     drawn: tuple[int, ...]
@@ -40,11 +41,11 @@ class Plan:
 
 
 class SamplingBatch:
-    """Requests that tokens are sampled for, each under a key such as its id.
+    """Requests to sample for, each under a key such as its id.
 
-    It holds requests between steps: ``select`` says which of them the rows of the logits stand for. Until it does, and
-    after one is added or removed, these are all in the order in which they were added. Tensors are made anew only when
-    they are asked for after the rows have changed.
+    The batch keeps requests between steps. ``select`` names the request of each row of the next
+    logits. Before the first ``select``, and after a request is added or removed, the rows are all
+    requests in the order of their addition. Tensors are made anew only if the rows have changed.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -87,24 +88,25 @@ class SamplingBatch:
         bad_words: Iterable[Sequence[int]] = (),
         grammar: Grammar | None = None,
     ) -> None:
-        """Add a request, new or resumed; it becomes the last row.
+        """Add a request, new or resumed, as the last row.
 
         Args:
-            key: names it in ``remove``, ``append`` and errors.
-            params: its settings.
-            prompt: its token ids.
-            output: tokens that were sampled before.
-            arrival: its number in the order of arrival, which with the batch's seed seeds it where ``params.seed``
-                is ``None``.
-            eos: tokens that end it beside ``params.stop_token_ids``.
-            bad_words: the tokens of ``params.bad_words``, as ``bad_word_tokens`` gives them.
+            key: of the request, for ``remove``, ``append`` and errors.
+            params: settings of the request.
+            prompt: token ids.
+            output: tokens sampled before.
+            arrival: number in the order of arrival. If ``params.seed`` is ``None``, this number and
+                the seed of the batch seed the request.
+            eos: tokens that end the request, beside ``params.stop_token_ids``.
+            bad_words: the tokens of ``params.bad_words``, from ``bad_word_tokens``.
             grammar: compiled from ``params.structured_output``.
 
         Raises:
-            RequestError: the key is held by another, bad words come without tokens, a structured output without
-                grammar, or the output does not follow the grammar.
+            RequestError: another request has the key, bad words come without tokens, a structured
+                output without grammar, or the output does not follow the grammar.
         """
-        tokens, words = list(output), tuple(tuple(word) for word in bad_words if word)
+        tokens = list(output)
+        words = tuple(tuple(word) for word in bad_words if word)
         if key in self._all:
             raise RequestError(
                 f"request {key!r} is in the batch already: remove it before it is added again"
@@ -115,30 +117,32 @@ class SamplingBatch:
             )
         if params.structured_output is not None and grammar is None:
             raise RequestError(
-                f"request {key!r} has a structured output without its grammar: compile one and pass it"
+                f"request {key!r} has a structured output without its grammar: compile one and "
+                "pass it"
             )
-        stop = (*params.stop_token_ids, *(() if params.ignore_eos else eos))
+        stop = tuple(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop += tuple(eos)
         state = grammar.start(tokens) if grammar else None
-        self._all[key] = Row(
-            params, prompt, tokens, stream_of(params.seed, arrival, self._seed), stop, words, state
-        )
+        stream = stream_of(params.seed, arrival, self._seed)
+        self._all[key] = Row(params, prompt, tokens, stream, stop, words, state)
         self._stale = True
 
     def remove(self, key: Hashable) -> None:
         """Forget a request.
 
         Raises:
-            RequestError: the batch has none of that key.
+            RequestError: the batch has no request of this key.
         """
         self._row(key)
         del self._all[key]
         self._stale = True
 
     def select(self, keys: Iterable[Hashable]) -> None:
-        """Say which requests the rows of the next logits stand for, in their order; the others wait.
+        """Choose the requests of the rows of the next logits, in their order. Others wait.
 
         Raises:
-            RequestError: the batch has none of a key.
+            RequestError: the batch has no request of a key.
         """
         wanted = tuple(keys)
         if self._stale or wanted != self._keys:
@@ -150,29 +154,32 @@ class SamplingBatch:
         """Add a token to the output of a request.
 
         Raises:
-            RequestError: the batch has none of that key, or the grammar of the request does not allow the token.
+            RequestError: the batch has no request of this key, or its grammar does not allow the
+                token.
         """
         row = self._row(key)
         if row.grammar:
             row.grammar.accept(token)
         row.output.append(token)
-        if (
-            row.counts
-            and (slot := row.counts.add(token)) is not None
-            and self._plan
-            and not self._stale
-        ):
+        if not row.counts:
+            return
+        slot = row.counts.add(token)
+        if slot is not None and self._plan and not self._stale:
             self._plan.adjustments.append(self._places.get(key), token, slot)
 
     def extend(self, tokens: Iterable[tuple[Hashable, int]]) -> dict[Hashable, str]:
-        """Add a token to the output of each of some requests, and return which grammars do not allow theirs, and why.
+        """Add a token to the output of each of some requests.
+
+        Returns:
+            By key, the reason for each request with a grammar that does not allow the token.
 
         Raises:
-            RequestError: the batch has none of a key.
+            RequestError: the batch has no request of a key.
         """
         refused: dict[Hashable, str] = {}
         for key, token in tokens:
             row = self._row(key)
+            # Most requests need no more.
             if row.grammar is None and row.counts is None:
                 row.output.append(token)
                 continue
@@ -183,15 +190,16 @@ class SamplingBatch:
         return refused
 
     def noise_keys(self, rows: Iterable[int]) -> list[int]:
-        """Return the key of the random numbers of the next token of each of some rows."""
+        """Return the key of the random numbers for the next token of each row."""
         shown = self.rows
         return [noise_key(shown[row].stream, len(shown[row].output)) for row in rows]
 
     def plan(self, vocabulary: int, device: torch.device) -> Plan:
-        """Return the tensors of the rows for logits of a size and on a device."""
+        """Return the tensors of the rows, for logits of this width on this device."""
         self._refresh()
         if self._plan is None or self._plan_for != (vocabulary, device):
-            self._plan, self._plan_for = _plan(self._rows, vocabulary, device), (vocabulary, device)
+            self._plan = _plan(self._rows, vocabulary, device)
+            self._plan_for = (vocabulary, device)
         return self._plan
 
     def _row(self, key: Hashable) -> Row:
@@ -204,29 +212,43 @@ class SamplingBatch:
             self._show(tuple(self._all))
 
     def _show(self, keys: tuple[Hashable, ...]) -> None:
-        self._keys, self._stale = keys, False
+        self._keys = keys
+        self._stale = False
         self._places = {key: index for index, key in enumerate(keys)}
         self._rows = [self._all[key] for key in keys]
         self._plan = None
 
 
 def _plan(rows: Sequence[Row], vocabulary: int, device: torch.device) -> Plan:
-    free = [index for index, row in enumerate(rows) if not (row.params.greedy or row.filtered)]
-    filtered = [index for index, row in enumerate(rows) if row.filtered and not row.params.greedy]
+    free = []
+    filtered = []
+    logprobs = []
+    for index, row in enumerate(rows):
+        if row.params.logprobs is not None:
+            logprobs.append((index, row.params.logprobs))
+        if row.params.greedy:
+            continue
+        if row.filtered:
+            filtered.append(index)
+        else:
+            free.append(index)
     drawn = (*free, *filtered)
-    limits = [rows[index].params for index in filtered]
+    all_in_order = drawn == tuple(range(len(rows)))
+    chosen = None if all_in_order else torch.tensor(drawn, dtype=torch.int64, device=device)
     temperatures = [[rows[index].params.temperature] for index in drawn]
-    logprobs = ((index, row.params.logprobs) for index, row in enumerate(rows))
     return Plan(
         drawn=drawn,
         free=len(free),
-        rows=None
-        if drawn == tuple(range(len(rows)))
-        else torch.tensor(drawn, dtype=torch.int64, device=device),
+        rows=chosen,
         temperature=torch.tensor(temperatures, dtype=torch.float32, device=device),
-        filters=Filters.of(
-            [p.top_k for p in limits], [p.top_p for p in limits], [p.min_p for p in limits], device
-        ),
+        filters=_filters([rows[index].params for index in filtered], device),
         adjustments=Adjustments(rows, vocabulary, device),
-        logprobs=tuple((index, count) for index, count in logprobs if count is not None),
+        logprobs=tuple(logprobs),
     )
+
+
+def _filters(params: Sequence[SamplingParams], device: torch.device) -> Filters:
+    top_k = [each.top_k for each in params]
+    top_p = [each.top_p for each in params]
+    min_p = [each.min_p for each in params]
+    return Filters.of(top_k, top_p, min_p, device)

@@ -1,6 +1,6 @@
-"""Drawing tokens: from the whole vocabulary, and from what top-k, min-p and top-p keep of it.
+"""Drawing tokens: from the whole vocabulary, or from the tokens that top-k, min-p and top-p keep.
 
-All is done row by row, and what a row gives is the same whatever stands in the other rows.
+Each row gives the same token with any other rows beside it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from opgraft.engine.sampling.random_numbers import first_to_arrive
 from torch import Tensor
 
 CANDIDATES = (64, 2048)
-"""Numbers of likeliest tokens among which those that the filters keep are looked for, before the whole vocabulary."""
+"""Numbers of likeliest tokens to filter first.
+
+If the filters keep more tokens, the next number is tried, and the whole vocabulary in the end.
+"""
 
 
 @dataclass(frozen=True)
@@ -23,10 +26,10 @@ class Filters:
     """Filters of some rows, each ``[n, 1]``.
 
     Attributes:
-        top_k: int64; the vocabulary's size or more for all tokens.
+        top_k: int64; at least the vocabulary's size for all tokens.
         top_p: float64; infinite for all tokens.
         min_p: float64, the logarithm of the share; ``-inf`` for all tokens.
-        whole: rows whose nucleus is a share of all tokens, for lack of top-k and min-p, bool.
+        whole: bool; True for rows without top-k and min-p. Their nucleus is a share of all tokens.
     """
 
     top_k: Tensor
@@ -42,19 +45,16 @@ class Filters:
         min_p: Sequence[float],
         device: torch.device,
     ) -> Filters:
-        """Make the filters of rows from their values as ``SamplingParams`` has them."""
+        """Make the filters of rows from the values of ``SamplingParams``."""
         most = torch.iinfo(torch.int64).max
-        k = torch.tensor([min(value, most) or most for value in top_k], device=device)
-        p = torch.tensor(
-            [value if value < 1 else float("inf") for value in top_p],
-            dtype=torch.float64,
-            device=device,
-        )
-        # As precise as the logits it is compared with.
+        counts = [min(value, most) or most for value in top_k]
+        shares = [value if value < 1 else float("inf") for value in top_p]
+        unlimited = [not (k or p) for k, p in zip(top_k, min_p, strict=True)]
+        k = torch.tensor(counts, device=device)
+        p = torch.tensor(shares, dtype=torch.float64, device=device)
+        # Rounded to float32, because logits are compared with these numbers.
         share = torch.tensor(min_p, dtype=torch.float64, device=device).log().float().double()
-        whole = torch.tensor(
-            [not (one or other) for one, other in zip(top_k, min_p, strict=True)], device=device
-        )
+        whole = torch.tensor(unlimited, device=device)
         return cls(k.unsqueeze(1), p.unsqueeze(1), share.unsqueeze(1), whole.unsqueeze(1))
 
     def take(self, rows: Tensor | slice) -> Filters:
@@ -65,12 +65,14 @@ class Filters:
 def draw(scaled: Tensor, keys: Tensor) -> Tensor:
     """Draw a token of each row from the distribution over the whole vocabulary.
 
-    First a block of the vocabulary is drawn and then a token of it, which takes a number for each block, not for each
-    token. Logits that differ by rounding nearly always give the same token.
+    First a block of the vocabulary is drawn, then a token of the block. This takes a random number
+    per block, not per token. If logits differ by rounding only, the token is nearly always the
+    same.
 
     Args:
-        scaled: ``[n, vocabulary]`` float32, logits over temperature, less the greatest of the row.
-        keys: ``[n, 1]`` int64, of ``random_numbers.noise_key``.
+        scaled: ``[n, vocabulary]`` float32, logits divided by the temperature, less the greatest of
+            the row.
+        keys: ``[n, 1]`` int64, from ``random_numbers.noise_key``.
 
     Returns:
         Tokens ``[n]``, int64.
@@ -79,33 +81,41 @@ def draw(scaled: Tensor, keys: Tensor) -> Tensor:
 
 
 def _draw_by(weights: Tensor, keys: Tensor) -> Tensor:
-    """Draw by weights ``[n, vocabulary]`` that need not add up to 1."""
+    """Draw by weights ``[n, vocabulary]``. The sum of a row need not be 1."""
     mass = blocks_of(weights, 0.0)
     block = _draw_block(_totals(mass), keys)
     ids = block * BLOCK + torch.arange(BLOCK, device=block.device)
-    inner = mass[torch.arange(len(mass), device=mass.device), block.squeeze(1)].double()
-    return ids.gather(1, first_to_arrive(inner, keys, ids).unsqueeze(1)).squeeze(1)
+    rows = torch.arange(len(mass), device=mass.device)
+    inner = mass[rows, block.squeeze(1)].double()
+    return _draw_id(inner, ids, keys)
 
 
 def _draw_among_ids(weights: Tensor, ids: Tensor, keys: Tensor) -> Tensor:
-    """Draw by weights ``[n, candidates]``, float64, of some ids, just as ``_draw_by`` does with 0 for all others."""
+    """Draw by weights ``[n, candidates]``, float64, of some ids.
+
+    The result is the same as that of ``_draw_by`` with weights of 0 for all other ids.
+    """
     of_block = ids // BLOCK
-    totals = weights.new_zeros(len(weights), int(of_block.max()) + 1).scatter_add_(
-        1, of_block, weights
-    )
+    num_blocks = int(of_block.max()) + 1
+    totals = weights.new_zeros(len(weights), num_blocks).scatter_add_(1, of_block, weights)
     inner = weights.where(of_block == _draw_block(totals, keys), 0.0)
-    return ids.gather(1, first_to_arrive(inner, keys, ids).unsqueeze(1)).squeeze(1)
+    return _draw_id(inner, ids, keys)
+
+
+def _draw_id(weights: Tensor, ids: Tensor, keys: Tensor) -> Tensor:
+    place = first_to_arrive(weights, keys, ids)
+    return ids.gather(1, place.unsqueeze(1)).squeeze(1)
 
 
 def _draw_block(totals: Tensor, keys: Tensor) -> Tensor:
-    """Draw blocks ``[n, 1]`` by their weights ``[n, blocks]``; counters below 0 are those of no token."""
-    return first_to_arrive(
-        totals, keys, ~torch.arange(totals.shape[1], device=totals.device)
-    ).unsqueeze(1)
+    """Draw blocks ``[n, 1]`` by weights ``[n, blocks]``."""
+    # Negative counters, so that no token has the same random number as a block.
+    counters = ~torch.arange(totals.shape[1], device=totals.device)
+    return first_to_arrive(totals, keys, counters).unsqueeze(1)
 
 
 def draw_filtered(scaled: Tensor, filters: Filters, keys: Tensor) -> Tensor:
-    """Draw a token of each row from what min-p, top-k and top-p keep of it, in this order.
+    """Draw a token of each row from the tokens that min-p, top-k and top-p keep, in this order.
 
     Args:
         scaled, keys: as for ``draw``.
@@ -114,34 +124,54 @@ def draw_filtered(scaled: Tensor, filters: Filters, keys: Tensor) -> Tensor:
     Returns:
         Tokens ``[n]``, int64.
     """
-    whole = bool((filters.whole & filters.top_p.isfinite()).any())
-    mass = scaled.exp() if whole else None
-    total = (
-        scaled.new_zeros(len(scaled), dtype=torch.float64)
-        if mass is None
-        else _totals(blocks_of(mass, 0.0)).sum(-1)
-    )
+    vocabulary = scaled.shape[1]
+    # The sum over the vocabulary is computed only for rows with top-p alone.
+    mass = None
+    total = scaled.new_zeros(len(scaled), dtype=torch.float64)
+    if bool((filters.whole & filters.top_p.isfinite()).any()):
+        mass = scaled.exp()
+        total = _totals(blocks_of(mass, 0.0)).sum(-1)
     tokens, left = _draw_among(CANDIDATES[0], scaled, filters, total, keys)
     if not len(left):
         return tokens
-    by_rank = filters.top_k[left, 0] < scaled.shape[1]
-    wide, ranked = left[~by_rank], left[by_rank]
+    has_top_k = filters.top_k[left, 0] < vocabulary
+    wide = left[~has_top_k]
+    ranked = left[has_top_k]
     if len(wide):
-        some, theirs = filters.take(wide), scaled[wide]
-        weights = theirs.exp() if mass is None else mass if len(wide) == len(mass) else mass[wide]
-        tokens[wide] = _draw_by(within_nucleus(theirs, weights, some.top_p, some.min_p), keys[wide])
-    for size in (CANDIDATES[1], scaled.shape[1]):
+        tokens[wide] = _draw_wide(scaled, mass, filters, wide, keys)
+    for size in (CANDIDATES[1], vocabulary):
         if len(ranked):
-            given = scaled[ranked], filters.take(ranked), total[ranked], keys[ranked]
-            tokens[ranked], later = _draw_among(size, *given)
+            some = filters.take(ranked)
+            drawn, later = _draw_among(size, scaled[ranked], some, total[ranked], keys[ranked])
+            tokens[ranked] = drawn
             ranked = ranked[later]
     return tokens
+
+
+def _draw_wide(
+    scaled: Tensor, mass: Tensor | None, filters: Filters, rows: Tensor, keys: Tensor
+) -> Tensor:
+    """Draw for rows without top-k that keep many tokens. May write to ``mass``."""
+    own = scaled[rows]
+    if mass is None:
+        weights = own.exp()
+    elif len(rows) == len(mass):
+        weights = mass
+    else:
+        weights = mass[rows]
+    some = filters.take(rows)
+    kept = within_nucleus(own, weights, some.top_p, some.min_p)
+    return _draw_by(kept, keys[rows])
 
 
 def _draw_among(
     size: int, scaled: Tensor, filters: Filters, total: Tensor, keys: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Draw among a number of the likeliest tokens; return tokens, and the rows in which more of them are kept."""
+    """Draw among the ``size`` likeliest tokens of each row.
+
+    Returns:
+        Tokens, and the numbers of the rows with a wrong token, because filters keep more tokens.
+    """
     values, ids = likeliest(scaled, size)
     values = values.double()
     limit, ties, needed = _limits(values, filters, total)
@@ -151,23 +181,22 @@ def _draw_among(
 
 
 def _totals(mass: Tensor) -> Tensor:
-    """Return the sums ``[n, blocks]`` of blocks in float64, in an order that the number of rows does not change.
-
-    A block is added up in float32: a copy of all rows in float64 would take longer than all that is done with it.
-    """
+    """Return the sums ``[n, blocks]`` of blocks in float64, the same for any number of rows."""
+    # A block is added up in float32. A copy of all rows in float64 would take longer than the rest.
     return mass.sum(-1).double()
 
 
 def _limits(values: Tensor, filters: Filters, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the least logit that is kept of each row, how many tokens with just that logit are, and what that rests on.
+    """Find the least logit to keep in each row, and the number of tokens with just this logit.
 
     Args:
         values: ``[n, candidates]`` float64, the greatest of ``scaled``, descending.
         filters: of these rows.
-        total: ``[n]``, sum of ``exp(scaled)`` over the vocabulary, of rows that are filtered by top-p alone.
+        total: ``[n]``, sum of ``exp(scaled)`` over the vocabulary, for rows with top-p alone.
 
     Returns:
-        Each ``[n, 1]``. They are right if all logits from the third on are among the candidates.
+        Three tensors ``[n, 1]``: the least logit, the number, and a bound. The first two are right
+        if all logits down to the bound are among the candidates.
     """
     candidates = values.shape[1]
     least = values.gather(1, (filters.top_k - 1).clamp(max=candidates - 1))
@@ -184,7 +213,10 @@ def _limits(values: Tensor, filters: Filters, total: Tensor) -> tuple[Tensor, Te
 
 
 def _draw_kept(values: Tensor, ids: Tensor, limit: Tensor, ties: Tensor, keys: Tensor) -> Tensor:
-    """Draw among the candidates above a limit and, of those at it, the first in the order of the vocabulary."""
+    """Draw among the candidates above a limit, and the first ``ties`` candidates at the limit.
+
+    The first are those with the lowest ids.
+    """
     ids, order = ids.sort(dim=-1)
     values = values.gather(1, order)
     level = values == limit

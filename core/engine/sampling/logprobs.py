@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, as the model gives them."""
+"""Log-probabilities of tokens under the model, before any setting of a request."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ import torch
 from torch import Tensor
 
 ROWS_AT_ONCE = 64
-"""Rows of logits whose log-probabilities are in memory at a time: a prompt may have thousands, a vocabulary 200,000."""
+"""Rows of log-probabilities in memory at a time.
+
+A prompt may have thousands of rows, and a vocabulary 200,000 tokens.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position: plain data that can go to another process.
+    """Log-probabilities at one position, as plain data for another process.
 
     Attributes:
-        token: the one that was sampled, or stands in the prompt.
-        logprob: its own.
-        rank: 1 for the likeliest; the number of tokens that are at least as likely.
-        top: the likeliest tokens with theirs, descending, as many as were asked for.
+        token: sampled, or of the prompt.
+        logprob: log-probability of the token.
+        rank: 1 for the likeliest token; the number of tokens at least as likely as this one.
+        top: the likeliest tokens with their log-probabilities, descending.
     """
 
     token: int
@@ -30,17 +33,19 @@ class TokenLogprobs:
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Give the log-probabilities of a token of each row, and of the likeliest.
+    """Return the log-probabilities of a token of each row, and of the likeliest tokens.
 
     Args:
         logits: ``[n, vocabulary]``, of any floating dtype; computed in float32.
         tokens: ``[n]``, int64.
-        counts: of each row, how many of the likeliest to give; more than the vocabulary has gives all.
+        counts: for each row, the number of likeliest tokens; a number above the vocabulary's size
+            gives all.
     """
-    parts = (slice(begin, begin + ROWS_AT_ONCE) for begin in range(0, len(logits), ROWS_AT_ONCE))
-    return [
-        each for part in parts for each in _token_logprobs(logits[part], tokens[part], counts[part])
-    ]
+    found = []
+    for begin in range(0, len(logits), ROWS_AT_ONCE):
+        part = slice(begin, begin + ROWS_AT_ONCE)
+        found += _token_logprobs(logits[part], tokens[part], counts[part])
+    return found
 
 
 def _token_logprobs(logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> list[TokenLogprobs]:
@@ -48,31 +53,36 @@ def _token_logprobs(logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> li
     own = logprobs.gather(1, tokens.unsqueeze(1))
     ranks = (logprobs >= own).sum(-1).tolist()
     top = logprobs.topk(min(max(counts, default=0), logits.shape[1]))
-    values, ids = top.values.tolist(), top.indices.tolist()
-    return [
-        TokenLogprobs(
-            token, value, rank, tuple(zip(ids[row][:count], values[row][:count], strict=True))
-        )
-        for row, (token, value, rank, count) in enumerate(
-            zip(tokens.tolist(), own.squeeze(1).tolist(), ranks, counts, strict=True)
-        )
-    ]
+    rows = zip(
+        tokens.tolist(),
+        own.squeeze(1).tolist(),
+        ranks,
+        top.indices.tolist(),
+        top.values.tolist(),
+        counts,
+        strict=True,
+    )
+    found = []
+    for token, logprob, rank, ids, values, count in rows:
+        likeliest = tuple(zip(ids[:count], values[:count], strict=True))
+        found.append(TokenLogprobs(token, logprob, rank, likeliest))
+    return found
 
 
 def prompt_logprobs(
     logits: Tensor, prompt: Sequence[int], start: int, count: int
 ) -> list[TokenLogprobs]:
-    """Give the log-probabilities of tokens of a prompt, for one chunk of it.
+    """Return the log-probabilities of the tokens of one chunk of a prompt.
 
     Args:
-        logits: ``[t, vocabulary]``, computed at the positions ``start`` to before ``start + t`` of the prompt.
-        prompt: all of its tokens.
+        logits: ``[t, vocabulary]``, of the positions ``start`` to before ``start + t``.
+        prompt: all tokens of the prompt.
         start: position of the first logits.
-        count: how many of the likeliest to give at each.
+        count: number of likeliest tokens at each position.
 
     Returns:
-        Those of the tokens from ``start + 1`` on; the first token of a prompt has none, and the logits at its last
-        position belong to the first sampled token.
+        Log-probabilities of the tokens from ``start + 1`` on. The first token of a prompt has none,
+        and the logits of the last position belong to the first sampled token.
     """
     following = list(prompt[start + 1 : start + 1 + len(logits)])
     tokens = torch.tensor(following, dtype=torch.int64, device=logits.device)

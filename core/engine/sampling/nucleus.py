@@ -1,4 +1,4 @@
-"""The nucleus of a flat distribution, of many tokens, without sorting them all."""
+"""The nucleus of a flat distribution with many tokens, without sorting all of them."""
 
 from __future__ import annotations
 
@@ -6,52 +6,61 @@ import torch
 from torch import Tensor
 
 BUCKETS = 1024
-"""Ranges of logits; the last holds all that are less than ``exp(-BUCKETS / PER_UNIT)`` times as likely as the best."""
+"""Ranges of logits.
+
+The last range holds every token that is less than ``exp(-BUCKETS / PER_UNIT)`` times as likely as
+the likeliest.
+"""
 
 PER_UNIT = 32
-"""Ranges by which a logit 1 lower is further: small enough that few tokens share the one in which the nucleus ends."""
+"""Ranges per unit of a logit: so many that few tokens lie in the range at the nucleus's end."""
 
 
 def within_nucleus(scaled: Tensor, mass: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Return the mass with 0 for the tokens that min-p and then top-p take out; both are written to.
+    """Return the mass with 0 for the tokens that min-p, and then top-p, take out.
 
-    The probabilities are added up by range of logits. The nucleus ends in one of the ranges, and only the tokens of
-    that one are sorted.
+    Probabilities are added up by range of logits. The nucleus ends in one of the ranges, and only
+    the tokens of this range are sorted.
 
     Args:
-        scaled: ``[n, vocabulary]`` float32, less the greatest of the row.
-        mass: ``exp(scaled)``.
+        scaled: ``[n, vocabulary]`` float32, less the greatest of the row. Overwritten.
+        mass: ``exp(scaled)``. Overwritten, and returned.
         top_p, min_p: ``[n, 1]`` as in ``Filters``.
     """
     least = min_p.float()
     if bool(least.isfinite().any()):
         mass *= scaled >= least
     range_of = (scaled * -PER_UNIT).clamp_(max=BUCKETS - 1).long()
-    # float32 to here: a copy of all rows in float64 would take longer than the rest
-    reached = (
-        mass.new_zeros(len(scaled), BUCKETS).scatter_add_(1, range_of, mass).double().cumsum(-1)
-    )
+    # float32 up to here: a copy of all rows in float64 would take longer than the rest.
+    by_range = mass.new_zeros(len(scaled), BUCKETS).scatter_add_(1, range_of, mass)
+    reached = by_range.double().cumsum(-1)
     wanted = torch.minimum(top_p, torch.ones_like(top_p)) * reached[:, -1:]
     end = torch.searchsorted(reached, wanted)
     values, ids = _descending(scaled, range_of == end, least)
-    before = torch.where(end > 0, reached.gather(1, (end - 1).clamp(min=0)), 0.0)
-    sums_inside = before + torch.nn.functional.pad(values.double().exp().cumsum(-1)[:, :-1], (1, 0))
-    count = (
-        (values.isfinite() & ((sums_inside < wanted) | top_p.isinf()))
-        .sum(-1, keepdim=True)
-        .clamp(min=1)
-    )
+    previous = reached.gather(1, (end - 1).clamp(min=0))
+    before = torch.where(end > 0, previous, 0.0)
+    sums = values.double().exp().cumsum(-1)
+    # The probability of all likelier tokens, for each token in the range.
+    likelier = before + torch.nn.functional.pad(sums[:, :-1], (1, 0))
+    is_kept = values.isfinite() & ((likelier < wanted) | top_p.isinf())
+    count = is_kept.sum(-1, keepdim=True).clamp(min=1)
     limit = values.gather(1, count - 1)
-    mass *= scaled.ge_(limit)  # numbers: to make them of truth values takes longer
-    _drop_ties(mass, values, ids, limit, count - (values > limit).sum(-1, keepdim=True))
+    # Comparing in place gives numbers. Truth values would have to be converted.
+    mass *= scaled.ge_(limit)
+    above = (values > limit).sum(-1, keepdim=True)
+    _drop_ties(mass, values, ids, limit, count - above)
     return mass
 
 
 def _descending(scaled: Tensor, chosen: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the chosen values of each row, descending, ``-inf`` for those below the least, and their ids."""
+    """Return the chosen values of each row, descending, and their ids.
+
+    Values below the least become ``-inf``.
+    """
     row, id_ = chosen.nonzero(as_tuple=True)
     counts = row.bincount(minlength=len(scaled))
-    place = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
+    first_of_row = counts.cumsum(0) - counts
+    place = torch.arange(len(row), device=row.device) - first_of_row[row]
     values = scaled.new_full((len(scaled), int(counts.max())), float("-inf"))
     ids = torch.zeros_like(values, dtype=torch.int64)
     found = scaled[row, id_]
@@ -62,8 +71,9 @@ def _descending(scaled: Tensor, chosen: Tensor, least: Tensor) -> tuple[Tensor, 
 
 
 def _drop_ties(mass: Tensor, values: Tensor, ids: Tensor, limit: Tensor, ties: Tensor) -> None:
-    """Keep as many of the tokens with just the logit of the limit as there shall be, the lowest ids first."""
+    """Keep ``ties`` of the tokens with just the logit of the limit, those with the lowest ids."""
     ids, order = ids.sort(dim=-1)
     level = values.gather(1, order) == limit
-    rows, places = (level & (level.cumsum(-1) > ties)).nonzero(as_tuple=True)
+    is_surplus = level & (level.cumsum(-1) > ties)
+    rows, places = is_surplus.nonzero(as_tuple=True)
     mass[rows, ids[rows, places]] = 0.0

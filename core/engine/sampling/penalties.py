@@ -1,10 +1,9 @@
-"""Presence, frequency and repetition penalties over the tokens that requests have seen."""
+"""Presence, frequency and repetition penalties for the tokens of requests."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterable, Sequence
-from itertools import accumulate
 
 import torch
 from opgraft.engine.sampling.row import Row
@@ -12,41 +11,49 @@ from torch import Tensor
 
 
 class Penalties:
-    """Penalties of the rows that have some, kept by the tokens that occur: the others of the vocabulary cost nothing.
+    """Penalties of some rows, for the tokens that occur. Other tokens cost nothing.
 
     Args:
-        rows: position among the logits and request of each row with a penalty.
-        vocabulary: tokens that logits are given for; others in a prompt are left out.
+        rows: for each request with a penalty, the number of its row among the logits.
+        vocabulary: number of logits of a row. Tokens of a prompt beyond it are left out.
         device: of the logits.
     """
 
     def __init__(
         self, rows: Sequence[tuple[int, Row]], vocabulary: int, device: torch.device
     ) -> None:
-        self._vocabulary, self._device = vocabulary, device
+        self._vocabulary = vocabulary
+        self._device = device
         self._params = {index: row.params for index, row in rows}
         known = [row.counted(vocabulary) for _, row in rows]
-        sizes = [len(each.tokens) for each in known]
-        starts = [0, *accumulate(sizes)]
-        self._size = starts[-1]
-        self._spans = {
-            index: (start, size)
-            for (index, _), start, size in zip(rows, starts, sizes, strict=False)
-        }
+        # Tokens of all rows stand in one tensor, those of a row in one span.
+        self._spans: dict[int, tuple[int, int]] = {}
+        self._size = 0
+        for (index, _), counts in zip(rows, known, strict=True):
+            size = len(counts.tokens)
+            self._spans[index] = (self._size, size)
+            self._size += size
+        # Tokens that occurred later come after all spans.
         self._later: dict[tuple[int, int], int] = {}
         self._new: list[int] = []
         self._touched: list[int] = []
-        repeats = torch.tensor(sizes, dtype=torch.int64)
-        first = torch.tensor([index * vocabulary for index in self._params], dtype=torch.int64)
+        repeats = torch.tensor([len(each.tokens) for each in known], dtype=torch.int64)
+        firsts = torch.tensor([index * vocabulary for index in self._params], dtype=torch.int64)
         tokens = _joined((each.tokens for each in known), torch.int64)
-        self._places = (tokens + first.repeat_interleave(repeats)).to(device)
+        places = tokens + firsts.repeat_interleave(repeats)
+        settings = self._settings_of(self._params).repeat_interleave(repeats, dim=1)
+        self._places = places.to(device)
         self._counts = _joined((each.counts for each in known), torch.float32).to(device)
-        self._settings = (
-            self._settings_of(self._params).repeat_interleave(repeats, dim=1).to(device)
-        )
+        self._settings = settings.to(device)
 
     def append(self, index: int, token: int, slot: int) -> None:
-        """Count a token of the output of a row, which has the slot in the row's ``TokenCounts``."""
+        """Count a token of the output of a row.
+
+        Args:
+            index: of the row.
+            token: the new one.
+            slot: of the token in the ``TokenCounts`` of the row.
+        """
         start, size = self._spans[index]
         if slot < size:
             self._touched.append(start + slot)
@@ -57,10 +64,11 @@ class Penalties:
         self._touched.append(self._later[index, slot])
 
     def apply(self, logits: Tensor) -> None:
-        """Change logits ``[n, vocabulary]`` float32 in place: repetition first, then frequency and presence.
+        """Change logits ``[n, vocabulary]`` float32 in place.
 
-        Repetition divides logits above 0 and multiplies the others, of tokens in prompt and output. Frequency counts,
-        and presence notes, tokens of the output only.
+        The order is repetition, frequency, presence. Repetition divides logits above 0, and
+        multiplies the others, for tokens in prompt and output. Frequency and presence look at
+        tokens of the output only: frequency at their number, presence at whether there are any.
         """
         self._count()
         repetition, frequency, presence = self._settings
@@ -72,11 +80,11 @@ class Penalties:
         flat[self._places] = values
 
     def _count(self) -> None:
+        """Add the tokens since the last step to the tensors."""
         if self._new:
             places = torch.tensor(self._new, dtype=torch.int64, device=self._device)
-            settings = self._settings_of([place // self._vocabulary for place in self._new]).to(
-                self._device
-            )
+            rows = [place // self._vocabulary for place in self._new]
+            settings = self._settings_of(rows).to(self._device)
             self._places = torch.cat((self._places, places))
             self._settings = torch.cat((self._settings, settings), dim=1)
             self._counts = torch.nn.functional.pad(self._counts, (0, len(places)))
@@ -87,11 +95,10 @@ class Penalties:
             self._touched.clear()
 
     def _settings_of(self, rows: Collection[int]) -> Tensor:
-        """Return ``[3, rows]`` with the penalties of some rows."""
+        """Return ``[3, rows]`` with the penalties of some rows, in the order of ``_NAMES``."""
         params = [self._params[row] for row in rows]
-        return torch.tensor(
-            [[getattr(each, name) for each in params] for name in _NAMES], dtype=torch.float32
-        )
+        penalties = [[getattr(each, name) for each in params] for name in _NAMES]
+        return torch.tensor(penalties, dtype=torch.float32)
 
 
 _NAMES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
@@ -99,5 +106,6 @@ _NAMES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 def _joined(parts: Iterable[array[int] | array[float]], dtype: torch.dtype) -> Tensor:
     """Return the numbers of arrays as one tensor."""
+    # Writable, because torch warns of memory that is not.
     data = bytearray(b"".join(parts))
     return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)

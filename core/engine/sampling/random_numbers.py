@@ -1,4 +1,4 @@
-"""The random numbers of requests: for each token of an output, one for each token of the vocabulary."""
+"""The random numbers of requests: a number per token of the vocabulary, at each output token."""
 
 from __future__ import annotations
 
@@ -6,25 +6,30 @@ from hashlib import blake2b
 
 from torch import Tensor
 
-# The constants of SplitMix64, as the signed numbers that torch multiplies by: Steele, Lea and Flood, "Fast splittable
-# pseudorandom number generators", OOPSLA 2014.
-_STEP, _FIRST, _SECOND = (
-    0x9E3779B97F4A7C15 - 2**64,
-    0xBF58476D1CE4E5B9 - 2**64,
-    0x94D049BB133111EB - 2**64,
-)
+# The constants of SplitMix64, as signed numbers, because torch multiplies signed numbers.
+# Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+_STEP = 0x9E3779B97F4A7C15 - 2**64
+_FIRST = 0xBF58476D1CE4E5B9 - 2**64
+_SECOND = 0x94D049BB133111EB - 2**64
 _BITS = 52
 
 
 def stream_of(seed: int | None, arrival: int, engine_seed: int = 0) -> bytes:
-    """Name the random numbers of a request: those of its seed, or of its place in the order of arrival at an engine."""
-    return b"arrival %d at %d" % (arrival, engine_seed) if seed is None else b"seed %d" % seed
+    """Return a name for the random numbers of a request.
+
+    Requests with equal seeds have equal names. Without a seed, the name depends on the place in the
+    order of arrival at an engine.
+    """
+    if seed is None:
+        return b"arrival %d at %d" % (arrival, engine_seed)
+    return b"seed %d" % seed
 
 
 def noise_key(stream: bytes, position: int) -> int:
-    """Return the key of the random numbers of a token of a request, a signed number of 64 bits.
+    """Return the key of the random numbers for one token of a request, signed, of 64 bits.
 
-    It is a hash of both, so no state has to survive a preemption, and nothing that other requests do changes it.
+    The key is a hash of stream and position. So no state has to survive a preemption, and no other
+    request has an influence.
 
     Args:
         stream: from ``stream_of``.
@@ -35,11 +40,13 @@ def noise_key(stream: bytes, position: int) -> int:
 
 
 def exponentials(keys: Tensor, counters: Tensor) -> Tensor:
-    """Return random numbers above 0, distributed exponentially with the mean 1, the same for equal arguments.
+    """Return random numbers above 0, exponentially distributed with the mean 1.
+
+    Equal arguments give equal numbers.
 
     Args:
         keys: ``[n, 1]`` int64, from ``noise_key``.
-        counters: ``[m]`` or ``[n, m]`` int64, which tell the numbers of a key apart.
+        counters: ``[m]`` or ``[n, m]`` int64, a different one for each number of a key.
 
     Returns:
         ``[n, m]`` float64.
@@ -47,20 +54,23 @@ def exponentials(keys: Tensor, counters: Tensor) -> Tensor:
     state = counters * _STEP + keys
     state = state.bitwise_xor_(_shifted(state, 30)).mul_(_FIRST)
     state = state.bitwise_xor_(_shifted(state, 27)).mul_(_SECOND)
-    uniform = _shifted(state, 64 - _BITS).double().add_(0.5).mul_(2.0**-_BITS)  # neither 0 nor 1
+    # Half a step is added, so that no number is 0 or 1.
+    uniform = _shifted(state, 64 - _BITS).double().add_(0.5).mul_(2.0**-_BITS)
     return uniform.log_().neg_()
 
 
 def _shifted(state: Tensor, bits: int) -> Tensor:
-    """Shift to the right with zeros, where torch repeats the sign."""
+    """Return the state shifted to the right, with zeros from the left."""
+    # torch itself repeats the sign.
     return (state >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def first_to_arrive(weights: Tensor, keys: Tensor, counters: Tensor) -> Tensor:
-    """Draw a position of each row by weights that need not add up to 1: the least of exponential times over weights.
+    """Draw a position of each row by weights. The sum of a row need not be 1.
 
-    Nearly equal weights nearly always give the same position, wherever in the row they differ. One without weight never
-    comes first.
+    Each position has an exponential random number, divided by its weight. The position with the
+    least quotient is drawn. Nearly equal weights nearly always give the same position. A position
+    without weight is never drawn.
 
     Args:
         weights: ``[n, m]`` float64, some of each row above 0.

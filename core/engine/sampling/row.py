@@ -12,16 +12,16 @@ from opgraft.engine.sampling_params import SamplingParams
 
 @dataclass(slots=True)
 class Row:
-    """One request: its settings, its tokens so far, and the state of its grammar.
+    """One request: settings, tokens so far, and the state of the grammar.
 
     Attributes:
-        params: its settings.
+        params: settings of the request.
         prompt, output: token ids; the output grows.
-        stream: names its random numbers.
-        stop: tokens that end it, which ``min_tokens`` holds back.
+        stream: name of the random numbers, from ``stream_of``.
+        stop: tokens that end the request, banned before ``min_tokens``.
         bad_words: token ids of each bad word.
         grammar: of structured output, with every token of the output accepted.
-        counts: of its tokens, once penalties have asked for them.
+        counts: of the tokens, once penalties need them.
     """
 
     params: SamplingParams
@@ -35,35 +35,36 @@ class Row:
 
     @property
     def penalised(self) -> bool:
-        """Tell whether any penalty is asked for."""
+        """Return True if the request asks for a penalty."""
         params = self.params
-        return (
-            params.repetition_penalty != 1
-            or params.frequency_penalty != 0
-            or params.presence_penalty != 0
-        )
+        if params.repetition_penalty != 1:
+            return True
+        return params.frequency_penalty != 0 or params.presence_penalty != 0
 
     @property
     def filtered(self) -> bool:
-        """Tell whether top-k, top-p or min-p is asked for."""
-        return self.params.top_k > 0 or self.params.top_p < 1 or self.params.min_p > 0
+        """Return True if the request asks for top-k, top-p or min-p."""
+        params = self.params
+        return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
 
     @property
     def restricted(self) -> bool:
-        """Tell whether there are tokens that may be banned at some position."""
+        """Return True if tokens may be banned at some position."""
         return bool(self.bad_words) or self.params.min_tokens > 0
 
     def banned(self) -> Iterator[int]:
-        """Yield the tokens that may not come next: those that end it too early, and the last ones of bad words."""
+        """Yield the tokens that may not come next: early ends, and last tokens of bad words."""
         if len(self.output) < self.params.min_tokens:
             yield from self.stop
+        # The last token of a bad word is banned if the tokens before it have just come.
         for *begin, last in self.bad_words:
             if not begin or self.output[-len(begin) :] == begin:
                 yield last
 
     def counted(self, vocabulary: int) -> TokenCounts:
-        """Return the counts of its tokens, which penalties are taken by; they grow with the output from now on."""
+        """Return the counts of the tokens. From now on, the counts grow with the output."""
         if self.counts is None or self.counts.vocabulary != vocabulary:
+            # Only repetition looks at the prompt.
             prompt = self.prompt if self.params.repetition_penalty != 1 else ()
             self.counts = TokenCounts(prompt, self.output, vocabulary)
         return self.counts

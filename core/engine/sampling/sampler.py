@@ -19,7 +19,7 @@ from opgraft.platform import HOST
 from torch import Tensor
 
 IN_CACHE = 2**18
-"""Logits that are drawn from at a time on a CPU: more take three times as long, in memory that is fetched anew."""
+"""Logits to draw from at a time on a CPU. More leave the caches, and take three times as long."""
 
 
 NO_NUMBERS = (
@@ -32,10 +32,10 @@ class Sampled:
     """Tokens of a step, log-probabilities and failures.
 
     Attributes:
-        tokens: ``[n]``, int64, on the logits' device; -1 in a row that failed.
-        logprobs: by key, of the requests that ask for them.
-        errors: by key, why a request could not be sampled.
-        refused: keys of those whose own grammar or processor is the reason.
+        tokens: ``[n]``, int64, on the device of the logits; -1 in a failed row.
+        logprobs: by key of the request, if asked for.
+        errors: by key, the reason for each failed row.
+        refused: keys of requests that failed by their own grammar or processor.
     """
 
     tokens: Tensor
@@ -48,12 +48,15 @@ class Sampled:
 class Sampler(PluggableClass):
     """Samples a token for each request of a batch.
 
-    Logits are changed in the order of vLLM: allowed tokens, bad words and tokens that ``min_tokens`` holds back are
-    banned, then come biases, users' processors and penalties. Greedy requests take the likeliest token of that. For
-    the others the logits are divided by the temperature, limited by min-p, top-k and top-p, and drawn from.
+    Logits are changed in the order of vLLM:
+
+    1. Tokens are banned: by grammars, by allowed tokens, by bad words and by ``min_tokens``.
+    2. Biases are added, processors of users called, and penalties taken off.
+    3. Greedy requests take the likeliest token. For others, logits are divided by the temperature,
+       filtered by min-p, top-k and top-p, and a token is drawn.
 
     Args:
-        opgraft_config: all settings, for subclasses; the built-in defaults if not given.
+        opgraft_config: all settings, for subclasses; by default the built-in ones.
     """
 
     def __init__(self, opgraft_config: OpgraftConfig | None = None) -> None:
@@ -61,11 +64,11 @@ class Sampler(PluggableClass):
 
     @torch.inference_mode()
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
-        """Sample.
+        """Sample a token for each row of the logits.
 
         Args:
-            logits: ``[n, vocabulary]``, of any floating dtype; left as they are.
-            batch: its rows are those of the logits.
+            logits: ``[n, vocabulary]``, of any floating dtype; not changed.
+            batch: with a request for each row.
 
         Raises:
             RequestError: the batch has another number of rows.
@@ -73,8 +76,8 @@ class Sampler(PluggableClass):
         if logits.dim() != 2 or len(logits) != len(batch):
             shape = tuple(logits.shape)
             raise RequestError(
-                f"logits {shape} for a batch of {len(batch)} requests: give [{len(batch)}, vocabulary], or select the "
-                "requests that the rows stand for"
+                f"logits {shape} for a batch of {len(batch)} requests: give [{len(batch)}, "
+                "vocabulary], or select the requests that the rows stand for"
             )
         if not len(batch):
             return Sampled(torch.empty(0, dtype=torch.int64, device=logits.device))
@@ -82,30 +85,29 @@ class Sampler(PluggableClass):
         working = logits.float() if plan.drawn or plan.adjustments.any else logits
         own: dict[int, str] = {}
         if plan.adjustments.any:
-            working = working.clone() if working is logits else working
+            # float() returns logits of float32 themselves, and the caller's must not change.
+            if working is logits:
+                working = working.clone()
             own = plan.adjustments.apply(working)
         maximum, tokens = self.likeliest(working)
         errors = _unusable(maximum, logits, working) | own
         if plan.drawn:
-            if errors:  # numbers that harm no other row
+            if errors:
+                # Zeros in failed rows: NaN would harm the drawing of other rows.
                 failed = torch.tensor(list(errors), device=logits.device)
-                working, maximum = (
-                    working.index_fill(0, failed, 0.0),
-                    maximum.index_fill(0, failed, 0.0),
-                )
+                working = working.index_fill(0, failed, 0.0)
+                maximum = maximum.index_fill(0, failed, 0.0)
             drawn = _draw(working, maximum, plan, batch)
             tokens = drawn if plan.rows is None else tokens.index_copy_(0, plan.rows, drawn)
         result = _result(tokens, logits, plan, batch, errors)
-        return (
-            dataclasses.replace(result, refused=frozenset(batch.keys[row] for row in own))
-            if own
-            else result
-        )
+        if not own:
+            return result
+        return dataclasses.replace(result, refused=frozenset(batch.keys[row] for row in own))
 
     def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the greatest logit of each row, float32, and the first token that has it; NaN for a row with NaN.
+        """Return the greatest logit of each row, float32, and its first token.
 
-        A subclass may find them in another way.
+        The logit is NaN for a row with NaN. A subclass may search in another way.
 
         Args:
             logits: ``[n, vocabulary]``, of any floating dtype.
@@ -114,21 +116,27 @@ class Sampler(PluggableClass):
 
 
 def _draw(logits: Tensor, maximum: Tensor, plan: Plan, batch: SamplingBatch) -> Tensor:
-    """Draw tokens for the rows that are not greedy, in the order of the plan, a few rows at a time."""
-    keys = torch.tensor(
-        batch.noise_keys(plan.drawn), dtype=torch.int64, device=logits.device
-    ).unsqueeze(1)
-    few = max(1, IN_CACHE // logits.shape[1]) if logits.device.type == HOST else len(plan.drawn)
+    """Draw tokens for the rows of ``plan.drawn``, in this order, a few rows at a time."""
+    number = len(plan.drawn)
+    noise_keys = batch.noise_keys(plan.drawn)
+    keys = torch.tensor(noise_keys, dtype=torch.int64, device=logits.device).unsqueeze(1)
+    few = max(1, IN_CACHE // logits.shape[1]) if logits.device.type == HOST else number
     tokens = []
-    for begin, end in (*_parts(0, plan.free, few), *_parts(plan.free, len(plan.drawn), few)):
-        rows: slice | Tensor = slice(begin, end) if plan.rows is None else plan.rows[begin:end]
-        scaled = (logits[rows] - maximum[rows].unsqueeze(1)).div_(plan.temperature[begin:end])
-        if begin < plan.free:
-            tokens.append(draw(scaled, keys[begin:end]))
-        else:
-            filters = plan.filters.take(slice(begin - plan.free, end - plan.free))
-            tokens.append(draw_filtered(scaled, filters, keys[begin:end]))
+    for begin, end in _parts(0, plan.free, few):
+        scaled = _scaled(logits, maximum, plan, begin, end)
+        tokens.append(draw(scaled, keys[begin:end]))
+    for begin, end in _parts(plan.free, number, few):
+        scaled = _scaled(logits, maximum, plan, begin, end)
+        filters = plan.filters.take(slice(begin - plan.free, end - plan.free))
+        tokens.append(draw_filtered(scaled, filters, keys[begin:end]))
     return torch.cat(tokens)
+
+
+def _scaled(logits: Tensor, maximum: Tensor, plan: Plan, begin: int, end: int) -> Tensor:
+    """Return logits less the greatest of the row, divided by the temperature, for drawn rows."""
+    rows: slice | Tensor = slice(begin, end) if plan.rows is None else plan.rows[begin:end]
+    below_greatest = logits[rows] - maximum[rows].unsqueeze(1)
+    return below_greatest.div_(plan.temperature[begin:end])
 
 
 def _parts(begin: int, end: int, size: int) -> list[tuple[int, int]]:
@@ -136,16 +144,20 @@ def _parts(begin: int, end: int, size: int) -> list[tuple[int, int]]:
 
 
 def _unusable(maximum: Tensor, logits: Tensor, working: Tensor) -> dict[int, str]:
-    """Say by row why nothing can be sampled, where the greatest logit is no number."""
+    """Return the reason for each row that cannot be sampled: its greatest logit is not finite."""
     if all(map(isfinite, maximum.tolist())):
         return {}
-    return {
-        row: _reason(logits[row], working[row])
-        for row in (~maximum.isfinite()).nonzero().flatten().tolist()
-    }
+    rows = (~maximum.isfinite()).nonzero().flatten().tolist()
+    return {row: _reason(logits[row], working[row]) for row in rows}
 
 
 def _reason(logits: Tensor, working: Tensor) -> str:
+    """Return words for the failure of a row.
+
+    Args:
+        logits: of the row, from the model.
+        working: the same after the adjustments of the request.
+    """
     where = f"of {len(logits)} logits"
     if bool(logits.isnan().any()):
         return f"{int(logits.isnan().sum())} {where} are NaN: {NO_NUMBERS}"
@@ -154,13 +166,15 @@ def _reason(logits: Tensor, working: Tensor) -> str:
     if bool(logits.isneginf().all()):
         return f"all {where} are -inf, so that the model allows no token: {NO_NUMBERS}"
     if not bool(working.isneginf().all()):
+        changed = int((~working.isfinite()).sum())
         return (
-            f"what the request does to its logits made {int((~working.isfinite()).sum())} {where} NaN or infinite: "
-            "see to its logits_processors"
+            f"what the request does to its logits made {changed} {where} NaN or infinite: see to "
+            "its logits_processors"
         )
     return (
-        "no token is left: together, what the request bans, allows and processes leaves none to sample. Leave out one "
-        "of bad_words, logit_bias, min_tokens, logits_processors and the structured output"
+        "no token is left: together, what the request bans, allows and processes leaves none to "
+        "sample. Leave out one of bad_words, logit_bias, min_tokens, logits_processors and the "
+        "structured output"
     )
 
 
@@ -174,6 +188,8 @@ def _result(
     found: dict[Hashable, TokenLogprobs] = {}
     if wanted:
         rows = [row for row, _ in wanted]
-        given = token_logprobs(logits[rows], tokens[rows], [count for _, count in wanted])
+        counts = [count for _, count in wanted]
+        # Of the logits before adjustments, as the model gave them.
+        given = token_logprobs(logits[rows], tokens[rows], counts)
         found = {keys[row]: logprobs for row, logprobs in zip(rows, given, strict=True)}
     return Sampled(tokens, found, {keys[row]: error for row, error in errors.items()})

@@ -1,4 +1,4 @@
-"""Counts of the tokens that a request has so far."""
+"""Counts of the tokens of a request so far."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Iterable
 
 
 class TokenCounts:
-    """Tokens of a request, each once, and how often each is in the output: none of the times for those of the prompt.
+    """The different tokens of a request, each with the number of times in the output.
 
-    It grows with the output and stays while others come and go, so that nothing is counted twice.
+    A token of the prompt alone has the number 0. The counts grow with the output, and are kept when
+    other requests come and go. So no token is counted again.
 
     Args:
         prompt, output: token ids.
-        vocabulary: tokens that logits are given for; others are left out.
+        vocabulary: number of logits of a row. Tokens beyond it are left out.
 
     Attributes:
         tokens: in the order of their slots, int64.
@@ -24,6 +25,7 @@ class TokenCounts:
     __slots__ = ("_slots", "counts", "tokens", "vocabulary")
 
     def __init__(self, prompt: Iterable[int], output: Iterable[int], vocabulary: int) -> None:
+        # Counts of the output replace the zeros of the prompt.
         found = dict.fromkeys(prompt, 0) | Counter(output)
         kept = {token: count for token, count in found.items() if token < vocabulary}
         self.vocabulary = vocabulary
@@ -32,7 +34,7 @@ class TokenCounts:
         self._slots = {token: slot for slot, token in enumerate(kept)}
 
     def add(self, token: int) -> int | None:
-        """Count a token of the output, and return its slot; ``None`` where it is beyond the vocabulary."""
+        """Count a token of the output. Return its slot; ``None`` for one beyond the vocabulary."""
         if token >= self.vocabulary:
             return None
         slot = self._slots.setdefault(token, len(self.tokens))

@@ -315,7 +315,7 @@ class KVCacheManager(PluggableClass):
         return not any(map(self.pool.holds, lack.absent))
 
     def open(self, request: Request, prefix: Prefix) -> tuple[tuple[int, int], ...]:
-        """Give a sequence tables that begin with ``prefix``. Return the blocks to copy, as pairs."""
+        """Give a sequence tables, beginning with ``prefix``. Return pairs of blocks to copy."""
         self._lack = None
         if self.states:
             self.states.open(request.request_id, prefix.state)
