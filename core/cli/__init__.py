@@ -74,15 +74,16 @@ def cli() -> None:
 def main() -> NoReturn:
     """Run the console script: an error becomes one message on stderr and its exit code."""
     _open_standard_streams()
-    faulthandler.enable()  # a plugin that crashes the process is named by its file
-    # By torch, where nobody needs it.
+    # Prints the file of a plugin that crashes the process.
+    faulthandler.enable()
+    # A warning of torch. Nobody here needs NumPy.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A terminal of another encoding must not end a command.
             stream.reconfigure(errors="backslashreplace")
     code = _run(sys.argv[1:])
-    # Code of others may have run, and may print at exit.
+    # Code of plugins may have run, and may print at exit.
     if "opgraft.plugins.loading" in sys.modules:
         importlib.import_module("opgraft.cli.answers").divert(sys.stdout)
         importlib.import_module("opgraft.cli.ending").end_in_time(code)
@@ -95,7 +96,8 @@ def _open_standard_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # which takes the lowest number that is free
+            # The new descriptor is the lowest free number, so this one.
+            os.open(os.devnull, os.O_RDWR)
             mode = "r" if number == 0 else "w"
             stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115  # it stays
             setattr(sys, name, stream)
@@ -176,9 +178,10 @@ def _failure(error: Exception, told: Any) -> Exception:
 
 
 def _of_finder(error: Exception) -> OpgraftError | None:
-    """Return an error about a finder on ``sys.meta_path`` that raised at an import, if there is one.
+    """Return an error about a finder on ``sys.meta_path`` that raised an error at an import.
 
-    The finder is removed, as what tells of the error is imported, too.
+    The finder is removed, because the code for the message must be imported, too. Returns ``None``
+    if no finder raised the error.
     """
     trace = error.__traceback__
     while trace is not None and not isinstance(error, OpgraftError):
@@ -201,5 +204,6 @@ def _of_finder(error: Exception) -> OpgraftError | None:
 
 
 def _output() -> Any:
-    """Import what commands print with; one that goes well has done so while the garbage collector was off."""
+    """Import the functions for printing."""
+    # Only here: a command without an error has imported them with the garbage collector off.
     return importlib.import_module("opgraft.cli.output")

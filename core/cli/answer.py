@@ -1,4 +1,7 @@
-"""The answers of ``opgraft run MODEL PROMPT…``: one is shown as it is generated, several are computed at once."""
+"""The answers of ``opgraft run MODEL PROMPT…``.
+
+A single answer is shown while it grows. Several answers are computed together.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
+from typing import Any
 
 import click
 import torch
@@ -29,7 +33,7 @@ from opgraft.serving.text_engine import TextEngine
 
 
 def open_llm(model: str) -> LLM:
-    """Load a model, and print on stderr how much the cache holds, if there is one."""
+    """Load a model, and print the size of its cache, if any, on stderr."""
     expect_split(engine_config(model, None, {}).resolved())
     llm = LLM(model)
     if not llm.embeds:
@@ -38,16 +42,16 @@ def open_llm(model: str) -> LLM:
 
 
 def show_idle_plugins() -> None:
-    """Print a line on stderr for each active plugin that has no kernel for this process."""
+    """Print a line on stderr for each active plugin without a kernel for this process."""
     for idle in idle_plugins():
         click.echo(str(idle), err=True)
 
 
 def measure_answers(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> Measurement:
-    """Answer prompts and take the time; what is prepared at the first call is not in it.
+    """Answer prompts and measure the time, without the preparations of the first call.
 
     Raises:
-        RequestError: a prompt cannot be taken, or failed.
+        RequestError: a prompt cannot be answered.
         Interrupted: after an interrupt.
     """
     logits: dict[str, torch.Tensor] = {}
@@ -56,13 +60,13 @@ def measure_answers(llm: LLM, prompts: Sequence[str], params: SamplingParams) ->
         logits[str(prompt)] = values.float().cpu()
         return values
 
-    first = _ask(llm, prompts, replace(params, max_tokens=1, logits_processors=(keep,)))
+    first_token = replace(params, max_tokens=1, logits_processors=(keep,))
+    first = _ask(llm, prompts, first_token)
     outputs, seconds = timed(lambda: _ask(llm, prompts, params))
     expect_answers(llm, outputs)
     numbers = torch.stack([logits[str(output.prompt_token_ids)] for output in first])
-    return Measurement(
-        numbers, [output.outputs[0].token_ids for output in outputs], _tokens(outputs), seconds
-    )
+    answers = [output.outputs[0].token_ids for output in outputs]
+    return Measurement(numbers, answers, _tokens(outputs), seconds)
 
 
 def answer_prompts(
@@ -73,11 +77,13 @@ def answer_prompts(
     as_json: bool,
     comparison: Comparison | None = None,
 ) -> None:
-    """Answer prompts, in the chat template where there is one, and print the answers; what it took goes to stderr.
+    """Answer prompts and print the answers. The time goes to stderr.
+
+    If the model has a chat template, a prompt becomes the first message of a chat.
 
     Raises:
-        RequestError: a prompt cannot be taken, or failed.
-        Abort: after an interrupt, when what there is has been printed.
+        RequestError: a prompt cannot be answered.
+        Abort: after an interrupt, and after the answers so far are printed.
     """
     start = time.perf_counter()
     if len(prompts) == 1 and not as_json:
@@ -93,7 +99,8 @@ def answer_prompts(
     if comparison and not as_json:
         echo()
         comparison.print()
-    if not as_json and _tokens(outputs):  # none where every request has failed
+    # If every request has failed, there are no tokens.
+    if not as_json and _tokens(outputs):
         click.echo(_speed(outputs, seconds), err=True)
     if any(output.outputs[0].finish_reason == "abort" for output in outputs):
         raise click.Abort
@@ -104,7 +111,8 @@ def _streamed(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
     chats = llm.chats
     inputs = llm.engine.inputs
     text = inputs.chat_template.render([_message(prompt)]) if chats else prompt
-    return show_stream(llm, inputs.prepare("0", text, params, add_special_tokens=not chats))
+    request = inputs.prepare("0", text, params, add_special_tokens=not chats)
+    return show_stream(llm, request)
 
 
 def _at_once(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[RequestOutput]:
@@ -121,17 +129,14 @@ def _ask(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[Reque
 
 
 def expect_answers(llm: LLM, outputs: Sequence[RequestOutput]) -> None:
-    """Raise if answers have failed.
+    """Check that no answer has failed.
 
     Raises:
-        Exception: the one that a plugin's kernel raised in a step.
-        RequestError: for all other reasons.
+        Exception: raised by a plugin's kernel in a step.
+        RequestError: answers have failed for another reason.
     """
-    failed = [
-        str(output.outputs[0].error)
-        for output in outputs
-        if output.outputs[0].finish_reason == "error"
-    ]
+    answers = [output.outputs[0] for output in outputs]
+    failed = [str(answer.error) for answer in answers if answer.finish_reason == "error"]
     if not failed:
         return
     for replica in llm.replicas.each:
@@ -146,14 +151,16 @@ def _message(prompt: str) -> dict[str, str]:
 
 
 def show_stream(llm: LLM, request: OpenRequest) -> RequestOutput:
-    """Show an answer on stdout as it grows, and a line break after it; an interrupt ends the answer.
+    """Show an answer on stdout while it grows, with a line break at the end.
+
+    An interrupt ends the answer.
 
     Args:
         llm: computes the answer.
-        request: with one answer.
+        request: for one answer.
 
     Returns:
-        The answer, so far as it was computed.
+        The answer so far.
     """
     shown = 0
     interrupts = Interrupts()
@@ -164,7 +171,7 @@ def show_stream(llm: LLM, request: OpenRequest) -> RequestOutput:
     ):
         for output in news:
             text = output.outputs[0].text
-            # A terminal shows a token at once, and not the whole answer again.
+            # Only the new text.
             _show(text[shown:])
             shown = len(text)
     answer = request.output.outputs[0]
@@ -174,7 +181,7 @@ def show_stream(llm: LLM, request: OpenRequest) -> RequestOutput:
 
 
 def _show(piece: str) -> None:
-    """Write a part of an answer to stdout at once; line breaks stay, terminal sequences are shown escaped."""
+    """Write a part of an answer to stdout. Terminal sequences are escaped, line breaks kept."""
     try:
         click.echo(_harmless(piece), nl=False, file=answers())
     except BrokenPipeError:
@@ -191,33 +198,36 @@ def _print_as_text(prompts: Sequence[str], outputs: Sequence[RequestOutput]) -> 
 
 
 def print_kernels(llm: LLM) -> None:
-    """Print which kernel of whom runs each op, how often the model has it, and what other parts say of themselves."""
+    """Print the kernel and provider of each op, with counts, and remarks of the engine's parts."""
     explained = llm.explain()
-    running = [row for row in explained.rows if row.runs]
-    counts = Counter((row.op or row.op_class, f"{row.kernel} of {row.provider}") for row in running)
-    print_table(
-        ("count", "op", "implementation"), [(count, *key) for key, count in counts.most_common()]
-    )
-    told = [
-        row
-        for row in explained.classes
-        if row.remark or row.provider != discover().provider_of(__name__)
-    ]
-    parts = Counter((row.name, f"{row.cls} of {row.provider}", row.remark) for row in told)
+    ops: Counter[tuple[str, str]] = Counter()
+    for row in explained.rows:
+        if row.runs:
+            ops[row.op or row.op_class, f"{row.kernel} of {row.provider}"] += 1
+    print_table(("count", "op", "implementation"), _counted(ops))
+
+    parts: Counter[tuple[str, str, str]] = Counter()
+    own = discover().provider_of(__name__)
+    for part in explained.classes:
+        # The usual classes of opgraft without a remark tell nothing new.
+        if part.remark or part.provider != own:
+            parts[part.name, f"{part.cls} of {part.provider}", part.remark] += 1
     if parts:
         echo()
-        print_table(
-            ("count", "part", "implementation", ""),
-            [(count, *key) for key, count in parts.most_common()],
-        )
+        print_table(("count", "part", "implementation", ""), _counted(parts))
+
+
+def _counted(rows: Counter[Any]) -> list[tuple[object, ...]]:
+    """Return the rows of a table with their counts, the most frequent first."""
+    return [(count, *row) for row, count in rows.most_common()]
 
 
 def _speed(outputs: Sequence[RequestOutput], seconds: float) -> str:
     tokens = _tokens(outputs)
     given = sum(len(output.prompt_token_ids) for output in outputs)
     return (
-        f"{given} tokens of prompt, {tokens} of answer in {seconds:.1f} s on {current_platform().name}: "
-        f"{tokens / seconds:.1f} tokens per second"
+        f"{given} tokens of prompt, {tokens} of answer in {seconds:.1f} s on "
+        f"{current_platform().name}: {tokens / seconds:.1f} tokens per second"
     )
 
 
@@ -233,29 +243,27 @@ def _print_as_json(
     seconds: float,
     comparison: Comparison | None,
 ) -> None:
-    answers = [
-        {
-            "prompt": prompt,
-            "prompt_tokens": len(output.prompt_token_ids),
-            "answer": answer.text,
-            "tokens": answer.token_ids,
-            "finish_reason": answer.finish_reason,
-            "error": answer.error,
-        }
-        for prompt, output in zip(prompts, outputs, strict=True)
-        for answer in output.outputs
-    ]
-    print_json(
-        "opgraft.answer/2",
-        {
-            "model": model,
-            "platform": current_platform().name,
-            "decision": selected_platform().decision.to_dict(),
-            "cache_tokens": llm.replicas.cache_tokens,
-            "answers": answers,
-            "seconds": seconds,
-            "tokens_per_second": _tokens(outputs) / seconds,
-            "comparison": comparison.to_dict() if comparison else None,
-            **llm.explain().to_dict(),
-        },
-    )
+    answers = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        for answer in output.outputs:
+            row = {
+                "prompt": prompt,
+                "prompt_tokens": len(output.prompt_token_ids),
+                "answer": answer.text,
+                "tokens": answer.token_ids,
+                "finish_reason": answer.finish_reason,
+                "error": answer.error,
+            }
+            answers.append(row)
+    data = {
+        "model": model,
+        "platform": current_platform().name,
+        "decision": selected_platform().decision.to_dict(),
+        "cache_tokens": llm.replicas.cache_tokens,
+        "answers": answers,
+        "seconds": seconds,
+        "tokens_per_second": _tokens(outputs) / seconds,
+        "comparison": comparison.to_dict() if comparison else None,
+        **llm.explain().to_dict(),
+    }
+    print_json("opgraft.answer/2", data)

@@ -1,7 +1,7 @@
-"""The stream that answers are written to, which nothing else gets hold of while a command runs.
+"""The stream for answers. While a command runs, nothing else can write to this stream.
 
-Plugins print while they are loaded, and their kernels may print later: in Python, in C, or in a process that they
-start. All of that goes to stderr, so that stdout holds the answer alone.
+Plugins print while they are loaded, and kernels may print later: in Python, in C, or in processes
+of their own. All of this goes to stderr. So stdout has the answer alone.
 """
 
 from __future__ import annotations
@@ -14,26 +14,32 @@ from typing import TextIO
 
 _STDERR = 2
 _apart: list[TextIO] = []
-"""The streams for answers of the commands that run, the innermost last; a test may run one within another."""
+"""The streams for answers of running commands, the innermost last.
+
+A test may run one command within another.
+"""
 
 
 def answers() -> TextIO:
-    """Return the stream that answers are written to."""
+    """Return the stream for answers."""
     return _apart[-1] if _apart else sys.stdout
 
 
 @contextmanager
 def answers_apart() -> Iterator[None]:
-    """Keep stdout for ``answers`` alone; whatever else is written to it goes to stderr.
+    """Keep stdout for ``answers`` alone. All other output to stdout goes to stderr.
 
-    Both streams are as before at the end, if a plugin has closed or replaced them meanwhile.
+    At the end, both streams are as before, even if a plugin has closed or replaced one.
     """
-    stdout, stderr = sys.stdout, sys.stderr
-    number, errors = _number_of(stdout), _number_of(stderr)
+    stdout = sys.stdout
+    stderr = sys.stderr
+    number = _number_of(stdout)
+    errors = _number_of(stderr)
     stream = stdout if number is None else _copy(stdout, number)
     kept = None if errors is None else os.dup(errors)
     _apart.append(stream)
-    if number is None:  # such as a text that a test collects
+    # A stream without a descriptor, such as a text of a test.
+    if number is None:
         sys.stdout = sys.stderr
     else:
         divert(stdout, number)
@@ -41,7 +47,8 @@ def answers_apart() -> Iterator[None]:
         yield
     finally:
         _apart.remove(stream)
-        sys.stdout, sys.stderr = stdout, stderr
+        sys.stdout = stdout
+        sys.stderr = stderr
         if number is not None:
             _flush(stdout)
             sys.stdout = _put_back(stdout, number, stream.fileno())
@@ -52,7 +59,11 @@ def answers_apart() -> Iterator[None]:
 
 
 def _put_back(stream: TextIO, number: int, copy: int) -> TextIO:
-    """Let a descriptor be the file of its copy again; returns its stream, a new one if that was closed."""
+    """Let a descriptor be the file of its copy again.
+
+    Returns:
+        The stream of the descriptor: a new one, if a plugin has closed it.
+    """
     os.dup2(copy, number)
     if _is_open(stream):
         return stream
@@ -61,16 +72,17 @@ def _put_back(stream: TextIO, number: int, copy: int) -> TextIO:
 
 
 def _is_open(stream: TextIO) -> bool:
-    """Return False for a stream that was closed, or that has lost its buffer."""
+    """Return False for a closed stream, and for a stream without its buffer."""
     try:
         return not stream.closed
-    except ValueError:  # its buffer was detached
+    # The buffer was detached.
+    except ValueError:
         return False
 
 
 @contextmanager
 def stdout_for_answers() -> Iterator[None]:
-    """Let stdout lead to the stream for answers, as ``input`` shows its prompt and what is typed on stdout."""
+    """Let stdout be the stream for answers, for the prompt and the echo of ``input``."""
     number = _number_of(sys.stdout)
     if not _apart or number is None:
         yield
@@ -103,10 +115,13 @@ def _copy(stdout: TextIO, number: int) -> TextIO:
 
 
 def _flush(stdout: TextIO) -> None:
-    """Write out what Python and C keep for stdout."""
-    with suppress(OSError, ValueError):  # its reader has gone, or a plugin has closed it
+    """Write the buffers of Python and C to stdout."""
+    # Its reader has gone, or a plugin has closed the stream.
+    with suppress(OSError, ValueError):
         stdout.flush()
-    if "torch" in sys.modules:  # without torch nobody's C code has run
-        import ctypes  # which torch has imported
+    # Without torch, no C code of a plugin has run.
+    if "torch" in sys.modules:
+        # torch has imported this module.
+        import ctypes
 
         ctypes.CDLL(None).fflush(None)

@@ -31,10 +31,10 @@ key_option = click.option(
 @json_option
 @with_settings
 def command(file: str, key: Path | None, as_json: bool) -> None:
-    """Write all entries of the cache of compiled code to FILE, a path or a URL such as s3://bucket/name.
+    """Write all entries of the cache of compiled code to FILE, a path or a URL.
 
-    'opgraft cache import' takes it on machines of the same kind. It tells the bundle's SHA-256, which is needed there
-    unless the bundle is signed.
+    An example of a URL is s3://bucket/name. 'opgraft cache import' reads the bundle on machines of
+    the same kind. The import needs the SHA-256 of the bundle, unless the bundle is signed.
     """
     cache = CompilationCache.of(host_state().settings().config.compilation_config, make=False)
     bundle = export_entries(cache, file, read_key(key) if key else None)

@@ -1,4 +1,4 @@
-"""``opgraft cache import``: take compiled code from a file that another machine has written."""
+"""``opgraft cache import``: take compiled code from a file of another machine."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from opgraft.registry.state import host_state
 @click.option(
     "--sha256",
     metavar="DIGEST",
-    help="The digest of the bundle, as 'opgraft cache export' has told it.",
+    help="The digest of the bundle, from the output of 'opgraft cache export'.",
 )
 @json_option
 @with_settings
 def command(file: str, key: Path | None, sha256: str | None, as_json: bool) -> None:
-    """Take the entries of the bundle FILE, a path or a URL, that the cache of compiled code has not.
+    """Take the new entries of the bundle FILE, a path or a URL, into the cache of compiled code.
 
-    They are code that runs in processes to come, so the bundle must be the one that is meant, by --sha256, or signed
-    with a key of yours, by --key. One that was made in another environment is refused.
+    The entries are code for later processes. So name the SHA-256 of the bundle by --sha256, or the
+    key that has signed it by --key. A bundle of another environment is refused.
     """
     cache = CompilationCache.of(host_state().settings().config.compilation_config)
     bundle = import_entries(cache, file, key=read_key(key) if key else None, sha256=sha256)

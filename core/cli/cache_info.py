@@ -1,4 +1,4 @@
-"""``opgraft cache info``: where the cache of compiled code is, and what it holds."""
+"""``opgraft cache info``: the place and content of the cache of compiled code."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from opgraft.registry.state import host_state
 @json_option
 @with_settings
 def command(as_json: bool) -> None:
-    """Show where the cache of compiled code is, what it holds, whether it is on, and what caches share."""
+    """Show the cache of compiled code: its place, its content, a shared folder, and if it is on."""
     resolved = host_state().settings()
     settings = resolved.config.compilation_config
     enabled = settings.cache is not False
-    figures, url = CompilationCache.of(settings, make=False).figures(), settings.cache_remote
+    figures = CompilationCache.of(settings, make=False).figures()
+    url = settings.cache_remote
     shared = None if url is None else _shared(url)
     if as_json:
         print_json(
@@ -32,7 +33,8 @@ def command(as_json: bool) -> None:
         )
         return
     print_wrapped(
-        f"{figures.folder}: {figures.entries} entries, {figures.nbytes:,} of {figures.limit:,} bytes"
+        f"{figures.folder}: {figures.entries} entries, {figures.nbytes:,} of {figures.limit:,} "
+        "bytes"
     )
     off = f"off: {resolved.named('compilation_config.cache')} is false"
     print_wrapped("on; compilation_config.cache=false turns it off" if enabled else off)
@@ -42,7 +44,7 @@ def command(as_json: bool) -> None:
 
 
 def _shared(url: str) -> dict[str, str | int | None]:
-    """Describe the folder that caches share, also where it cannot be read."""
+    """Return the shared folder as plain data, with the problem of an unreadable one."""
     try:
         return {"folder": url, "entries": count_entries(url), "problem": None}
     except InputError as error:

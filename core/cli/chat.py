@@ -68,8 +68,9 @@ def command(model: str, system: str | None, max_tokens: int, temperature: float)
         )
     if not llm.chats:
         raise RequestError(
-            f"{model} has no chat template, so how it was taught to chat is not known: 'opgraft run MODEL PROMPT' "
-            "continues a text without one; or put a chat_template.jinja beside the weights"
+            f"{model} has no chat template, so how it was taught to chat is not known: 'opgraft "
+            "run MODEL PROMPT' continues a text without one; or put a chat_template.jinja beside "
+            "the weights"
         )
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
     _Chat(llm, params, system, show_stream).hold()
@@ -93,10 +94,10 @@ class _Chat:
         self.numbers = count()
 
     def hold(self) -> None:
-        """Answer what is typed, to the end of the input.
+        """Answer every line to the end of the input.
 
         Raises:
-            RequestError: an answer failed, and nobody is at the terminal to say something else.
+            RequestError: an answer failed, and the input is no terminal.
         """
         interactive = sys.stdin.isatty()
         if interactive:
@@ -112,23 +113,24 @@ class _Chat:
                 try:
                     self.answer(line)
                 except RequestError as error:
+                    # A person at a terminal can ask something else.
                     if not interactive:
                         raise
                     click.echo(f"error: {error} (/clear begins a new chat)", err=True)
 
     def answer(self, text: str) -> None:
-        """Answer a message, and keep both; one that fails leaves the chat as it was.
+        """Answer a message, and keep message and answer. A failure leaves the chat unchanged.
 
         Raises:
-            RequestError: the chat has become too long, the template refuses it, or the answer failed.
+            RequestError: the chat has become too long, the template refuses the chat, or the answer
+                failed.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         inputs = self.llm.engine.inputs
         prompt = inputs.chat_template.render(messages)
-        request = inputs.prepare(
-            str(next(self.numbers)), prompt, self.params, add_special_tokens=False
-        )
-        (answer,) = self.show(self.llm, request).outputs
+        number = str(next(self.numbers))
+        request = inputs.prepare(number, prompt, self.params, add_special_tokens=False)
+        [answer] = self.show(self.llm, request).outputs
         if answer.error is not None:
             raise RequestError(f"the answer failed: {answer.error}")
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
@@ -138,7 +140,7 @@ def _lines() -> Iterator[str]:
     """Yield the lines of stdin.
 
     Raises:
-        RequestError: one has no end.
+        RequestError: a line is too long.
     """
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
@@ -151,8 +153,9 @@ def _lines() -> Iterator[str]:
 
 
 def _typed() -> Iterator[str]:
-    """Yield what is typed in the terminal; Ctrl-C takes a line back, Ctrl-D ends."""
-    importlib.import_module("readline")  # which gives input() a history
+    """Yield the lines of the terminal. Ctrl-C takes a line back, Ctrl-D ends the input."""
+    # Gives input() a history.
+    importlib.import_module("readline")
     while True:
         try:
             with stdout_for_answers():

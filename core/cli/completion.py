@@ -1,4 +1,4 @@
-"""Completion of names that only this installation knows. Nothing here raises or prints."""
+"""Completion of the names of this installation. Nothing here raises or prints."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ Completion = Callable[[click.Context, click.Parameter, str], list[str]]
 
 
 def _quietly(names: Callable[[], Iterable[str]]) -> Completion:
-    """Make a completion from names; none where they cannot be told, as a shell has no place for an error."""
+    """Make a completion from a function for names. After an error there are no names.
+
+    A shell has no place for an error.
+    """
 
     def complete(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[Any]:
         logging.disable()
         try:
             return sorted({name for name in names() if name.startswith(incomplete)})
-        except Exception:  # whatever metadata or a broken installation makes of it
+        # Damaged metadata and broken installations raise errors of any class.
+        except Exception:
             return []
         finally:
             logging.disable(logging.NOTSET)
@@ -33,7 +37,8 @@ def _of_group(*groups: str) -> list[str]:
 
 
 def _ops() -> list[str]:
-    from opgraft.testing import inventory  # imports torch, which no other completion needs
+    # Imports torch. No other completion needs torch.
+    from opgraft.testing import inventory
 
     return list(inventory.known_names())
 
@@ -60,4 +65,4 @@ COMPLETIONS = {
     "plugins": plugin_names,
     "plugins_disable": plugin_names,
 }
-"""By setting, what completes its value."""
+"""Completions of values, by setting."""

@@ -53,11 +53,12 @@ def command(
     baseline: Path | None,
     resume: bool,
 ) -> None:
-    """Put PLUGIN before every check of the kit: its entry point's name, or its distribution's, or a built-in platform.
+    """Run every check of the kit on PLUGIN.
 
-    Exit codes: 1 a check failed, or with --baseline one that passed before, 2 usage, 4 the plugin took its process down
-    where it was loaded. The answers are kept, 'opgraft plugins show' sums them up, and where a run is interrupted
-    --resume goes on from there.
+    PLUGIN is the name of an entry point, a distribution or a built-in platform. Exit codes: 1 a
+    check failed, or with --baseline a check that passed before, 2 usage, 4 the plugin ended its
+    process while it was loaded. The answers are kept, and 'opgraft plugins show' sums them up.
+    After an interrupted run, --resume goes on from there.
     """
     before = evidence.read(baseline) if baseline else None
     if docs is not None and not docs.startswith(("http://", "https://", "file://")):
@@ -65,9 +66,9 @@ def command(
             f"--docs is {docs!r}: name an address that begins with https://, http:// or file://"
         )
     earlier = json_file or evidence.kept_file(subject_of(plugin))
-    found = (
-        evidence.read(earlier) if resume and earlier and earlier.exists() else ConformanceEvidence()
-    )
+    found = ConformanceEvidence()
+    if resume and earlier and earlier.exists():
+        found = evidence.read(earlier)
     run = Run(plugin, found, json_file, brief=False)
     run.judge()
     regressions = found.regressions(before) if before else None
@@ -75,7 +76,8 @@ def command(
     if page_file is not None:
         evidence.write_text(page_file, page(found.to_dict(regressions), docs))
     report(found, regressions)
-    sys.exit(1 if (found.failed() if regressions is None else regressions) else 0)
+    counted = found.failed() if regressions is None else regressions
+    sys.exit(1 if counted else 0)
 
 
 def report(found: ConformanceEvidence, regressions: list[dict[str, Any]] | None) -> None:
@@ -85,10 +87,10 @@ def report(found: ConformanceEvidence, regressions: list[dict[str, Any]] | None)
         if evidence.key_of(outcome) not in new:
             print_wrapped(f"failed: {_name(outcome)}: {outcome['reason']}")
     for outcome in regressions or ():
-        print_wrapped(
-            f"regression: {_name(outcome)} passed before, now {outcome['status']}: {outcome['reason']}"
-        )
-    about, counts = found.about, found.counted()
+        now = f"now {outcome['status']}: {outcome['reason']}"
+        print_wrapped(f"regression: {_name(outcome)} passed before, {now}")
+    about = found.about
+    counts = found.counted()
     plugin = f"{about['plugin']} {about['provider']['version']}"
     where = f"{plugin} on {about['platform']} ({about['device']})"
     told = [f"{count} {status}" for status, count in counts.items()]
@@ -135,7 +137,7 @@ class Run:
 
         Raises:
             PluginError: loading the plugin ends the process.
-            Abort: it was interrupted; what there is has been written.
+            Abort: after an interrupt, and after the answers so far are written.
         """
         while True:
             self.asked = {}
@@ -155,18 +157,17 @@ class Run:
                 return
             if not self.asked:
                 raise PluginError(str(ended.crash))
-            self.hear(
-                {"outcome": {**self.asked, **_CRASHED, "reason": printable(str(ended.crash))}}
-            )
+            reason = printable(str(ended.crash))
+            self.hear({"outcome": {**self.asked, **_CRASHED, "reason": reason}})
 
     def hear(self, told: dict[str, Any]) -> None:
         """Take note of a message of the child."""
         if "about" in told:
             if self.found.about:
-                self.found.expect_same(
-                    told["about"], self.file or evidence.kept_file(self._subject)
-                )
-            self.found.about, self.found.cases = told["about"], told["cases"]
+                file = self.file or evidence.kept_file(self._subject)
+                self.found.expect_same(told["about"], file)
+            self.found.about = told["about"]
+            self.found.cases = told["cases"]
         elif "asked" in told:
             self.asked = told["asked"]
             self._progress()

@@ -1,4 +1,4 @@
-"""``opgraft detect``: which platform this machine gets, and why. Imports no torch and no plugin."""
+"""``opgraft detect``: the platform of this machine, with reasons. Imports no torch, no plugin."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from opgraft.plugins.selection import decide_without_torch
 from opgraft.registry.decision import NOT_PROBED, Candidate, Decision
 from opgraft.registry.state import host_state
 
-_FOLDER = GivenPath(file_okay=False)  # which shells complete
+_FOLDER = GivenPath(file_okay=False)
 
 
 @click.command("detect", cls=SettingsCommand)
@@ -42,21 +42,21 @@ _FOLDER = GivenPath(file_okay=False)  # which shells complete
 def command(show_all: bool, root: str | None, record: str | None, as_json: bool) -> None:
     """Show which platform this machine gets, and why.
 
-    Tells also what to install for other hardware.
+    Also names what to install for other hardware.
     """
     machine = Machine.recorded(Path(root)) if root else Machine()
     finish = None
     if record:
-        from opgraft.machine.recording import (
-            RecordingMachine,  # costs start-up time that plain detection should not pay
-        )
+        # Imported here, because a plain detection should start fast.
+        from opgraft.machine.recording import RecordingMachine
 
         machine = recording = RecordingMachine(machine)
         finish = partial(recording.write, Path(record))
     try:
         decision, unknown = decide_without_torch(host_state().settings(), machine)
         others = unclaimed_hardware(machine, decision)
-    finally:  # a bug report needs the recording most where there is no decision
+    finally:
+        # Also after an error: a bug report then needs the recording most.
         if finish:
             finish()
     if as_json:
@@ -85,7 +85,7 @@ def command(show_all: bool, root: str | None, record: str | None, as_json: bool)
 
 
 def _short(decision: Decision) -> list[str]:
-    """Return the decision, the chosen devices, and what was found elsewhere but is not used."""
+    """Return lines with the decision, the chosen devices, and unused hardware."""
     lines = [decision.summary()]
     for candidate in decision.candidates:
         if candidate.accepted and candidate.evidence:
@@ -98,7 +98,7 @@ def _short(decision: Decision) -> list[str]:
 
 
 def _worth_saying(candidate: Candidate) -> bool:
-    """Tell whether a rejected candidate has hardware that could be used, or was asked and did not answer at all."""
+    """Return True for a rejected candidate with usable hardware, or without any answer."""
     evidence = candidate.evidence
     if evidence is None:
         return not candidate.reason.startswith(NOT_PROBED)

@@ -1,4 +1,4 @@
-"""The end of the command line, which no thread of a plugin holds up."""
+"""The end of the command line. No thread of a plugin can hold up the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def end_in_time(code: int) -> None:
     A line on stderr names each thread with its plugin. Call it when the answer was given.
     """
     thread = threading.Thread(target=_end, args=(code,), name="opgraft-ending", daemon=True)
-    with contextlib.suppress(RuntimeError):  # this process may start no thread
+    # Some processes may start no thread.
+    with contextlib.suppress(RuntimeError):
         thread.start()
 
 
@@ -38,7 +39,8 @@ def _end(code: int) -> None:
     if not lines:
         return
     for line in lines:
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it
+        # Nobody may read stderr any more.
+        with contextlib.suppress(OSError, ValueError):
             click.echo(printable(line), err=True)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -47,12 +49,10 @@ def _end(code: int) -> None:
 
 
 def awaited_threads() -> list[threading.Thread]:
-    """Return the threads for whose end Python waits."""
-    return [
-        thread
-        for thread in threading.enumerate()
-        if not thread.daemon and thread is not threading.main_thread()
-    ]
+    """Return the threads that Python waits for at the end of the process."""
+    main = threading.main_thread()
+    threads = threading.enumerate()
+    return [thread for thread in threads if not thread.daemon and thread is not main]
 
 
 def _lines_of_threads() -> Iterator[str]:
@@ -70,7 +70,8 @@ def _lines_of_threads() -> Iterator[str]:
 
 def _line_of_exit() -> list[str]:
     """Return a line about a plugin's function that runs at exit and does not return."""
-    provider = _provider_of(sys._current_frames().get(threading.main_thread().ident or 0))
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    provider = _provider_of(frame)
     if provider is None:
         return []
     return [

@@ -1,4 +1,4 @@
-"""``opgraft env``: what a bug report needs, as Markdown to paste. Imports no torch and no plugin."""
+"""``opgraft env``: facts for a bug report, as Markdown. Imports no torch and no plugin."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _FURTHER_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_DEVICE_BACKEN
 def command(as_json: bool) -> None:
     """Print versions, hardware, plugins and settings for a bug report.
 
-    The settings are those in effect before the platform and plugins add their defaults, as none is imported. Only
-    variables that concern opgraft are shown; ids of devices, the host's name and the home folder are replaced as in a
-    recording.
+    Nothing is imported, so the settings are without the defaults of the platform and of plugins.
+    Only variables for opgraft are shown. Ids of devices, the name of the host and the home folder
+    are replaced, as in a recording.
     """
     report = _report()
     if as_json:
@@ -70,35 +70,33 @@ def _report() -> dict[str, dict[str, str]]:
 
 
 def _plugins() -> dict[str, str]:
-    """List platforms and plugins with their status before any is imported, and metadata that cannot be used."""
+    """Return platforms and plugins with their status before an import, and useless metadata."""
     try:
         settings = host_state().settings()
-    except ConfigError:  # which the settings tell
+    # The section of the settings shows the error.
+    except ConfigError:
         settings = resolve([])
     rows = {}
     for offer in shown_offers():
         status, reason = admission(offer, settings)
         verdict = f"{status}: {reason}" if reason else status
         rows[f"{KINDS[offer.group]} {offer.name}"] = f"{offer.provider} ({offer.value}): {verdict}"
-    return {
-        **rows,
-        **{f"ignored {problem.provider}": problem.reason for problem in discover().problems},
-    }
+    for problem in discover().problems:
+        rows[f"ignored {problem.provider}"] = problem.reason
+    return rows
 
 
 def _settings_in_force() -> dict[str, str]:
-    """List every setting with its value and where that comes from."""
+    """Return every setting with its value and the origin of the value."""
     try:
-        return {
-            name: f"{value or '(not set)'} ({origin})"
-            for name, value, origin in host_state().settings().rows()
-        }
+        rows = host_state().settings().rows()
     except ConfigError as error:
         return {"error": str(error)}
+    return {name: f"{value or '(not set)'} ({origin})" for name, value, origin in rows}
 
 
 def _cell(text: str) -> str:
-    """Write a text as one cell of a Markdown table."""
+    """Return a text as one cell of a Markdown table."""
     return printable(text).replace("\\", "\\\\").replace("|", "\\|")
 
 
@@ -111,14 +109,10 @@ def _platform(scrubber: Scrubber) -> dict[str, str]:
     if unknown:
         rows["not verified"] = scrubber.value(unknown)
     for candidate in decision.candidates:
-        evidence = (
-            "; ".join(map(scrubber.sentence, candidate.evidence.lines()))
-            if candidate.evidence
-            else ""
-        )
-        rows[candidate.name] = (
-            f"{scrubber.value(candidate.reason)}{f' ({evidence})' if evidence else ''}"
-        )
+        told = scrubber.value(candidate.reason)
+        lines = candidate.evidence.lines() if candidate.evidence else ()
+        evidence = "; ".join(map(scrubber.sentence, lines))
+        rows[candidate.name] = f"{told} ({evidence})" if evidence else told
     return rows
 
 

@@ -109,14 +109,14 @@ class ConformanceEvidence:
             InputError: the subject is another one.
         """
         changed = [name for name in _SUBJECT if self.about.get(name) != about.get(name)]
-        if changed:
-            told = "; ".join(
-                f"{name} was {self.about.get(name)!r} and is {about.get(name)!r}"
-                for name in changed
-            )
-            raise InputError(
-                f"{path} cannot be gone on with: {told}. Run without --resume to begin anew."
-            )
+        if not changed:
+            return
+        told = "; ".join(
+            f"{name} was {self.about.get(name)!r} and is {about.get(name)!r}" for name in changed
+        )
+        raise InputError(
+            f"{path} cannot be gone on with: {told}. Run without --resume to begin anew."
+        )
 
 
 def key_of(outcome: Mapping[str, Any]) -> Key:
@@ -139,7 +139,8 @@ def write_text(path: Path, text: str) -> None:
         replace_file(path, text, 0o644)
     except OSError as error:
         raise InputError(
-            f"{path} cannot be written: {error.strerror}. Name another file, in a folder that is there."
+            f"{path} cannot be written: {error.strerror}. Name another file, in a folder that is "
+            "there."
         ) from error
 
 
@@ -150,38 +151,48 @@ def read(path: Path) -> ConformanceEvidence:
         InputError: there is no file, or the schema is another one.
     """
     try:
-        data = json.loads(read_regular(path, LARGEST))
-        if data["schema"] != SCHEMA:
-            raise ValueError(f"its schema is {data['schema']!r}, expected {SCHEMA!r}")
-        outcomes: Iterable[Mapping[str, Any]] = data["outcomes"]
-        about = {name: data[name] for name in _SUBJECT} | {
-            name: data[name] for name in _FURTHER if name in data
-        }
-        found = ConformanceEvidence(about, int(data["cases"]))
-        if any(
-            not isinstance(found.about.get(name, kind()), kind) for name, kind in _ABOUT.items()
-        ):
-            raise ValueError("what it is about has a value of another type")
-        if not {"name", "version"} <= found.about["provider"].keys():
-            raise ValueError("its provider has no name or no version")
-        for outcome in outcomes:
-            if any(not isinstance(outcome[name], kind) for name, kind in _OUTCOME.items()):
-                raise ValueError("an outcome has a value of another type")
-            found.add(outcome)
+        return _evidence_of(json.loads(read_regular(path, LARGEST)))
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        ArithmeticError,
-        RecursionError,
-    ) as error:
+    except _OF_OTHER_DATA as error:
         why = f"{type(error).__name__}: {error}"
         raise InputError(
             f"{path} holds no evidence that 'opgraft conformance --json' writes: {why}"
         ) from error
+
+
+_OF_OTHER_DATA = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+"""Errors of reading a file with other data."""
+
+
+def _evidence_of(data: Any) -> ConformanceEvidence:
+    """Return the evidence in plain data.
+
+    Raises:
+        ValueError: the data are of another schema, or have wrong values.
+    """
+    if data["schema"] != SCHEMA:
+        raise ValueError(f"its schema is {data['schema']!r}, expected {SCHEMA!r}")
+    about = {name: data[name] for name in _SUBJECT}
+    about |= {name: data[name] for name in _FURTHER if name in data}
+    for name, kind in _ABOUT.items():
+        if not isinstance(about.get(name, kind()), kind):
+            raise ValueError("what it is about has a value of another type")
+    if not {"name", "version"} <= about["provider"].keys():
+        raise ValueError("its provider has no name or no version")
+    found = ConformanceEvidence(about, int(data["cases"]))
+    outcomes: Iterable[Mapping[str, Any]] = data["outcomes"]
+    for outcome in outcomes:
+        if any(not isinstance(outcome[name], kind) for name, kind in _OUTCOME.items()):
+            raise ValueError("an outcome has a value of another type")
+        found.add(outcome)
     return found
 
 
@@ -221,10 +232,9 @@ def kept(name: str, installed: Provider) -> dict[str, Any] | None:
 
 def kept_file(name: str) -> Path | None:
     """Return the file of kept evidence about a name; ``None`` if the user has no home folder."""
+    file = f"{urllib.parse.quote(name, safe='')}.json"
     with suppress(RuntimeError):
-        return (
-            state_home() / "opgraft" / "conformance" / f"{urllib.parse.quote(name, safe='')}.json"
-        )
+        return state_home() / "opgraft" / "conformance" / file
     return None
 
 
@@ -234,18 +244,13 @@ def _summary(file: Path, installed: Provider) -> dict[str, Any]:
     except InputError as error:
         return {"file": str(file), "problem": str(error)}
     judged = evidence.about["provider"]
-    same = (normalized(str(judged["name"])), judged["version"]) == (
-        normalized(installed.name),
-        installed.version,
-    )
+    same_name = normalized(str(judged["name"])) == normalized(installed.name)
+    same = same_name and judged["version"] == installed.version
     told = f"it is about {judged['name']} {judged['version']}, and {installed} is installed"
-    about = {
-        name: evidence.about.get(name)
-        for name in ("provider", "platform", "device", "versions", "date")
-    }
+    shown = ("provider", "platform", "device", "versions", "date")
     return {
         "file": str(file),
-        **about,
+        **{name: evidence.about.get(name) for name in shown},
         "complete": evidence.complete,
         "counts": evidence.counted(),
         "outdated": None if same else told,

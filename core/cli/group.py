@@ -1,4 +1,4 @@
-"""Groups of commands that live in modules of their own, each imported when it is called."""
+"""Groups of commands. Each command has a module of its own, imported when it is called."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class LazyGroup(click.Group):
-    """A group that imports a command when it is called; help and completion list commands without importing any.
+    """A group that imports a command when it is called. Help and completion import no command.
 
     Attributes:
-        table: by name of the command, the module whose ``command`` it is, and its summary.
+        table: for each command, the module with the attribute ``command``, and a summary.
     """
 
     def __init__(self, *args: Any, table: Mapping[str, tuple[str, str]], **attributes: Any) -> None:
@@ -49,24 +49,22 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, summary) for name, (_, summary) in self.table.items()])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        # Click itself imports it for completion only.
-        from click.shell_completion import (
-            CompletionItem,
-        )
+        # Click itself imports this module for completion only.
+        from click.shell_completion import CompletionItem
 
-        commands = [
-            (name, summary)
-            for name, (_, summary) in self.table.items()
-            if name.startswith(incomplete)
-        ]
+        items = []
+        for name, (_, summary) in self.table.items():
+            if name.startswith(incomplete):
+                items.append(CompletionItem(name, help=summary))
         options = click.Command.shell_complete(self, ctx, incomplete)
-        return [*(CompletionItem(name, help=summary) for name, summary in commands), *options]
+        return [*items, *options]
 
 
 def _module(name: str) -> ModuleType:
-    """Import a module whose objects the garbage collector need not look at, as they stay to the end of the process.
+    """Import a module with the garbage collector off, and exempt its objects from collection.
 
-    Looking for garbage among them, while it is imported and as the process ends, would be a quarter of a short command.
+    The objects stay to the end of the process. Looking for garbage among them would take a quarter
+    of the time of a short command.
     """
     if name in sys.modules:
         return sys.modules[name]

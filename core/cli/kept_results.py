@@ -1,6 +1,6 @@
-"""Results of the doctor, kept until something changes that they depend on.
+"""Results of the doctor, kept until one of their conditions changes.
 
-The name of each file is a digest of everything that the result depends on.
+The name of each file is a digest of all conditions of the result.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Kept:
 
 
 def key() -> str | None:
-    """Return a digest of all that a result depends on: versions, files, settings, variables, drivers and devices.
+    """Return a digest of the conditions of a result.
 
-    ``None`` if something may change without a trace: the source of an editable install, or metadata that cannot be
-    read.
+    Conditions are versions, files, settings, variables, drivers and devices. Returns ``None`` if
+    one may change without a trace: the source of an editable install, or unreadable metadata.
     """
     try:
-        # Any part may raise. Without one of them, a change of it would go unnoticed.
+        # Any part may raise. Without the part, its changes would go unnoticed.
         settings = host_state().settings()
         lockfile = settings.config.lockfile
         parts = {
@@ -71,7 +71,7 @@ def key() -> str | None:
 
 
 def look_up(key: str) -> Kept | None:
-    """Return the result of a key; one that cannot be used does not count."""
+    """Return the result of a key. An unusable one is reported, and counts as missing."""
     try:
         data = _MEMORY.read(key)
         return Kept(**data) if data is not None else None
@@ -84,7 +84,7 @@ def look_up(key: str) -> Kept | None:
 
 
 def keep(key: str, report: Mapping[str, Any]) -> None:
-    """Keep a result, if that is possible, and the newest of the others."""
+    """Keep a result, if possible. Only the newest results are kept."""
     since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     try:
         _MEMORY.write(key, asdict(Kept(since, report)))
@@ -94,16 +94,20 @@ def keep(key: str, report: Mapping[str, Any]) -> None:
 
 
 def _installed() -> Iterator[str]:
-    """Yield the names of the metadata of everything that is installed, which tell versions."""
+    """Yield the names of the metadata of all distributions. They contain the versions."""
     for folder in sys.path:
         # Not every entry is a folder.
         with suppress(OSError):
-            yield from (name for name in os.listdir(folder) if name.endswith(_OF_DISTRIBUTIONS))
+            for name in os.listdir(folder):
+                if name.endswith(_OF_DISTRIBUTIONS):
+                    yield name
 
 
 def _own_files() -> Iterator[str]:
     for folder, _, names in os.walk(os.path.dirname(version.__file__)):
-        yield from (os.path.join(folder, name) for name in names if name.endswith(".py"))
+        for name in names:
+            if name.endswith(".py"):
+                yield os.path.join(folder, name)
 
 
 def _described(distribution: Distribution) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Loading everything for a command that tells what became of it."""
+"""Loading everything, for a command that reports the outcome."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from opgraft.errors import OpgraftError, PluginError
 
 
 def load_all() -> OpgraftError | None:
-    """Load the plugins with the whole catalogue known, and compare everything that they may change.
+    """Load the catalogue of ops and the plugins, and compare everything that plugins may change.
 
     Returns:
         The error, which is not raised.
     """
-    # Here, so that commands can be described without pluggy.
+    # Imported here, because descriptions of commands need no pluggy.
     from opgraft.plugins.changes import thorough
     from opgraft.plugins.host import load_plugins
 
     try:
         importlib.import_module("opgraft.ops")
-    except Exception as error:  # torch reads the metadata of every distribution when it is imported
+    # torch reads the metadata of every distribution, and imports device backends.
+    except Exception as error:
         return PluginError(
-            f"torch cannot be imported here: {described(error)}. If a device backend or malformed metadata is the "
-            "cause, TORCH_DEVICE_BACKEND_AUTOLOAD=0 goes without backends that load themselves."
+            f"torch cannot be imported here: {described(error)}. If a device backend or malformed "
+            "metadata is the cause, TORCH_DEVICE_BACKEND_AUTOLOAD=0 goes without backends that "
+            "load themselves."
         )
     try:
         with thorough():
@@ -32,6 +34,7 @@ def load_all() -> OpgraftError | None:
         return error
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # of a platform that prepares the process
+    # Raised by a platform that prepares the process.
+    except BaseException as error:
         return PluginError(f"loading the plugins ended with {described(error)}")
     return None

@@ -1,4 +1,4 @@
-"""The answers of ``opgraft run ENCODER TEXT…``: for each text the one that is nearest to it."""
+"""The answers of ``opgraft run ENCODER TEXT…``: for each text, the nearest other text."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn import functional
 
 _SHOWN = 6
-"""Texts with their nearest, of all that there are."""
+"""Texts to show with their nearest ones, at most."""
 _MOST_SIMILARITIES = 1 << 24
-"""Similarities held at a time, 64 MiB of them; those of 40,000 texts would be 6 GiB."""
+"""Similarities in memory at a time: 64 MiB. All similarities of 40,000 texts would take 6 GiB."""
 
 
 def measure_vectors(llm: LLM, texts: Sequence[str]) -> Measurement:
-    """Embed texts and take the time; what is prepared at the first call is not in it.
+    """Embed texts and measure the time, without the preparations of the first call.
 
     Raises:
         RequestError: the model computes no numbers for a text.
@@ -37,7 +37,7 @@ def measure_vectors(llm: LLM, texts: Sequence[str]) -> Measurement:
 def show_neighbours(
     llm: LLM, model: str, texts: Sequence[str], as_json: bool, comparison: Comparison | None = None
 ) -> None:
-    """Embed texts, print for each the nearest other one by cosine similarity, and the table of kernels.
+    """Embed texts. Print the nearest other text of each by cosine similarity, and the kernels.
 
     Raises:
         RequestError: the model computes no numbers for a text.
@@ -76,7 +76,7 @@ def show_neighbours(
 
 
 def nearest(embeddings: Tensor) -> list[int]:
-    """Find, for each row of ``[n, d]``, the other row nearest by cosine; its own index where n is 1."""
+    """Return the nearest other row by cosine for each row of ``[n, d]``; for n = 1, row 0."""
     units = functional.normalize(embeddings, dim=-1)
     found: list[int] = []
     rows = max(1, _MOST_SIMILARITIES // max(1, len(units)))

@@ -20,7 +20,7 @@ from opgraft.plugins.admission import objection
 from opgraft.plugins.discovery import PORTERS, discover
 from opgraft.registry.state import host_state
 
-# Links, as of editable installs, copier refuses.
+# Resolved, because copier refuses links, such as those of editable installs.
 _TEMPLATE = Path(__file__).resolve().parents[1] / "template"
 _URL = re.compile(r"(opgraft\s*@\s*)?[a-z][a-z0-9+.-]*://\S+$")
 _ARCHIVES = (".whl", ".gz", ".zip")
@@ -61,8 +61,9 @@ def command(
 ) -> None:
     """Make the folder opgraft-NAME with a plugin: a platform, two kernels, tests, CI.
 
-    NAME is that of a device or a collection of kernels, such as acme-x1. The plugin works before a line is changed, on
-    a simulated device. A plugin of vLLM that is ported has the name of its entry point, unless another is given.
+    NAME is the name of a device or of a collection of kernels, such as acme-x1. The plugin works
+    before a line is changed, on a simulated device. By default, a port of a vLLM plugin has the
+    name of the plugin's entry point.
     """
     if from_vllm is not None:
         if source is not None:
@@ -89,7 +90,7 @@ def command(
 
 
 def _checked(source: str) -> str:
-    """Return what pip installs opgraft from: a URL as it is, or the whole path of a folder or an archive.
+    """Return a source for pip: the given URL, or the whole path of a folder or an archive.
 
     Raises:
         InputError: the path has no distribution.
@@ -115,7 +116,7 @@ def _folder(output: Path, name: str) -> Path:
 
 
 def _port(path: Path, name: str | None, output: Path, as_json: bool) -> None:
-    """Port a plugin of vLLM, and tell what has no counterpart."""
+    """Port a plugin of vLLM, and list the parts without a counterpart."""
     ported = _porter()(path)
     folder = _folder(output, _spelled(name or ported.name))
     if folder.resolve().is_relative_to(path.resolve()):
@@ -125,11 +126,12 @@ def _port(path: Path, name: str | None, output: Path, as_json: bool) -> None:
     except OSError as error:
         raise InputError(f"{folder} cannot be written: {error.strerror}") from error
     if as_json:
-        uncovered = [vars(one) for one in ported.uncovered]
-        print_json(
-            "opgraft.new/1",
-            {"folder": str(folder), "files": sorted(ported.files), "uncovered": uncovered},
-        )
+        data = {
+            "folder": str(folder),
+            "files": sorted(ported.files),
+            "uncovered": [vars(one) for one in ported.uncovered],
+        }
+        print_json("opgraft.new/1", data)
         return
     print_wrapped(f"written: {folder} ({len(ported.files)} files)")
     if ported.uncovered:
@@ -139,15 +141,16 @@ def _port(path: Path, name: str | None, output: Path, as_json: bool) -> None:
     for one in ported.uncovered:
         print_wrapped(f"  {one}")
     print_wrapped(
-        f"next: read {folder / ported.guide}; cd {folder} && pip install -e . && opgraft plugins doctor"
+        f"next: read {folder / ported.guide}; cd {folder} && pip install -e . && opgraft plugins "
+        "doctor"
     )
 
 
 def _porter() -> Callable[[Path], Ported]:
-    """Return the function that rewrites plugins of vLLM, from the bridge that is installed.
+    """Return the function of the installed bridge that rewrites plugins of vLLM.
 
     Raises:
-        InputError: no bridge is installed, or a setting is against it.
+        InputError: no bridge is installed, or a setting rejects the bridge.
         PluginError: the bridge cannot be imported.
     """
     offer = next((each for each in discover().of_group(PORTERS) if each.name == "vllm"), None)
@@ -161,14 +164,15 @@ def _porter() -> Callable[[Path], Ported]:
         raise InputError(f"{offer.provider}, which ports plugins of vLLM, is not used: {against}")
     try:
         porter: Callable[[Path], Ported] = offer.load()
-    except Exception as error:  # the module of a bridge may raise anything
+    # The module of a bridge may raise any error.
+    except Exception as error:
         reason = f"{offer.value} of {offer.provider} cannot be loaded: {described(error)}"
         raise PluginError(f"{reason}: install it anew") from error
     return porter
 
 
 def _write(files: Mapping[str, bytes], origin: Path, folder: Path) -> None:
-    """Write files, whole or not at all, with the modes of those that they are copies of."""
+    """Write all files or none, with the modes of their originals."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".opgraft-", dir=folder.parent) as beside:
         made = Path(beside, folder.name)
@@ -176,7 +180,8 @@ def _write(files: Mapping[str, bytes], origin: Path, folder: Path) -> None:
             target = made / file
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
-            with suppress(FileNotFoundError):  # a file that the port adds
+            # New files of the port have no original.
+            with suppress(FileNotFoundError):
                 target.chmod((origin / file).stat().st_mode & 0o777)
         made.replace(folder)
 
@@ -185,33 +190,41 @@ def _checked_name(name: str) -> str:
     """Check the name of a plugin.
 
     Raises:
-        InputError: it cannot be the name of a distribution and a platform, or is taken.
+        InputError: the name is in use, or cannot be the name of a distribution and a platform.
     """
     taken = {offer.name for offer in shown_offers()}
-    if _spelled(name).replace("-", "_") in taken:
-        raise InputError(
-            f"an installed platform or plugin is called {name.replace('-', '_')!r}: choose another name"
-        )
+    own = _spelled(name).replace("-", "_")
+    if own in taken:
+        raise InputError(f"an installed platform or plugin is called {own!r}: choose another name")
     return name
 
 
 def _spelled(name: str) -> str:
     if not _NAME.fullmatch(name) or len(name) > 40:
         raise InputError(
-            f"{name!r} cannot be the name of a plugin: use up to 40 lower-case letters and digits, with single hyphens "
-            "between words, such as acme-x1"
+            f"{name!r} cannot be the name of a plugin: use up to 40 lower-case letters and digits, "
+            "with single hyphens between words, such as acme-x1"
         )
     return name
 
 
 def _render(name: str, folder: Path, source: str) -> list[str]:
-    """Write the files of a plugin, which installs opgraft from ``source``; return their paths below the folder.
+    """Write the files of a plugin.
+
+    Args:
+        name: of the plugin.
+        folder: of the plugin.
+        source: where README and CI of the plugin install opgraft from.
+
+    Returns:
+        The paths of the files below the folder.
 
     Raises:
         InputError: copier is not installed, or the folder cannot be written.
     """
     try:
-        import copier  # which takes as long to import as everything else here
+        # The import takes as long as everything else here.
+        import copier
     except ImportError as error:
         raise InputError(
             f"a plugin cannot be made ({error}): pip install 'opgraft[new]'"

@@ -1,4 +1,4 @@
-"""Installed platforms and plugins as the commands show them, without importing any."""
+"""Installed platforms and plugins for the output of commands. None of them is imported."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _OF_VLLM = {"vllm.platform_plugins": PLATFORM_GROUP, "vllm.general_plugins": PLU
 
 
 def shown_offers() -> list[Offer]:
-    """Return the platforms and plugins among the entry points that are installed."""
+    """Return the platforms and plugins among the installed entry points."""
     return [offer for offer in discover().offers if offer.group in KINDS]
 
 
 def as_dict(offer: Offer) -> dict[str, Any]:
-    """Return an offer as plain data, with the names that all JSON of opgraft has for it."""
+    """Return an offer as plain data, with the same keys in all JSON of opgraft."""
     return {
         "kind": KINDS[offer.group],
         "name": offer.name,
@@ -46,30 +46,32 @@ def as_dict(offer: Offer) -> dict[str, Any]:
 
 
 def admission(offer: Offer, settings: Settings) -> tuple[str, str]:
-    """Tell how the settings admit an offer: plugins ``selected``, platforms ``eligible``, or ``rejected`` and why."""
+    """Return the status of an offer under the settings, and the reason of a rejection.
+
+    The status is ``selected`` for plugins, ``eligible`` for platforms, or ``rejected``.
+    """
     try:
         against = objection(offer, settings)
-    except ConfigError as error:  # of the lockfile, without which nothing is admitted
+    # Of the lockfile. Without a valid lockfile, nothing is admitted.
+    except ConfigError as error:
         against = str(error)
-    return (
-        ("rejected", against)
-        if against
-        else ("selected" if offer.group == PLUGIN_GROUP else "eligible", "")
-    )
+    if against:
+        return "rejected", against
+    return ("selected" if offer.group == PLUGIN_GROUP else "eligible"), ""
 
 
 def problems(further: Iterable[Problem] = ()) -> list[dict[str, Any]]:
-    """List plugin metadata that cannot be used."""
+    """Return unusable metadata of plugins as plain data, with ``further`` problems."""
     return as_dicts((*discover().problems, *further))
 
 
 def as_dicts(found: Iterable[Problem]) -> list[dict[str, Any]]:
-    """Return what was found about distributions as plain data."""
+    """Return problems of distributions as plain data."""
     return [{"provider": one.provider.to_dict(), "reason": one.reason} for one in found]
 
 
 def metadata_findings() -> Iterator[Finding]:
-    """Find what is wrong before anything is imported."""
+    """Yield findings about metadata and settings, before any import."""
     for problem in (*discover().problems, *misspelt_groups()):
         message = f"{problem.provider}: {problem.reason}"
         yield Finding(message, problem.provider, problem.location)
@@ -78,66 +80,72 @@ def metadata_findings() -> Iterator[Finding]:
         if not any(offer.answers_to(name) for offer in shown_offers()):
             near = close_matches(name, known)
             yield Finding(f"the deny list names {name!r}, which is not installed: {near}")
-    from opgraft.plugins import quarantine  # of which 'detect' needs nothing
+    # Imported here, because 'detect' needs no quarantine.
+    from opgraft.plugins import quarantine
 
     yield from quarantine.findings()
 
 
 def problem_lines(further: Iterable[Problem] = ()) -> list[str]:
-    """List the same in words."""
+    """Return unusable metadata of plugins as lines, with ``further`` problems."""
     return [f"{problem.provider}: {problem.reason}" for problem in (*discover().problems, *further)]
 
 
 def misspelt_groups() -> Iterator[Problem]:
-    """Find groups of entry points that nothing reads and whose name is nearly that of one that opgraft reads."""
+    """Yield groups of entry points that nobody reads, with a name near one of opgraft's groups."""
     for provider, groups in _groups():
         for group in groups:
             near = _meant(group)
-            if group not in (*KINDS, *FOR_OTHER_HOSTS) and near:
-                meant = " or ".join(map(repr, near))
-                yield Problem(
-                    provider,
-                    f"nothing reads its entry-point group {group!r}: did you mean {meant}?",
-                )
+            if not near or group in (*KINDS, *FOR_OTHER_HOSTS):
+                continue
+            meant = " or ".join(map(repr, near))
+            reason = f"nothing reads its entry-point group {group!r}: did you mean {meant}?"
+            yield Problem(provider, reason)
 
 
 def plugins_of_vllm() -> Iterator[Problem]:
-    """Find distributions with entry points for vLLM and none for opgraft, other than vLLM itself, and say what to do.
+    """Yield plugins of vLLM that opgraft does not load, with the next step.
 
-    Nothing is wrong with them: they are notes, not findings. A bridge loads those that there are then.
+    These are distributions with entry points for vLLM and none for opgraft, other than vLLM itself.
+    They are notes, not findings, because nothing is wrong. Plugins behind a bridge are left out.
     """
     bridged = {offer.provider for offer in discover().offers if offer.bridge}
     for provider, groups in _groups():
         theirs = [f"{group} becomes {ours}" for group, ours in _OF_VLLM.items() if group in groups]
-        if (
-            theirs
-            and not KINDS.keys() & set(groups)
-            and normalized(provider.name) != "vllm"
-            and provider not in bridged
-        ):
-            yield Problem(
-                provider,
-                f"a plugin of vLLM, which opgraft does not load: its entry-point group {' and '.join(theirs)}, and the "
-                "imports of its op classes change, or opgraft-vllm-bridge runs it; see docs/how-to/port-from-vllm.md",
-            )
+        if not theirs or KINDS.keys() & set(groups):
+            continue
+        if normalized(provider.name) == "vllm" or provider in bridged:
+            continue
+        yield Problem(
+            provider,
+            "a plugin of vLLM, which opgraft does not load: its entry-point group "
+            f"{' and '.join(theirs)}, and the imports of its op classes change, or "
+            "opgraft-vllm-bridge runs it; see docs/how-to/port-from-vllm.md",
+        )
 
 
 def _groups() -> Iterator[tuple[Provider, list[str]]]:
-    """Yield the distributions with a group of entry points that may be meant for opgraft, and all their groups.
+    """Yield distributions with a group of entry points that may be meant for opgraft.
 
-    Metadata that cannot be read is left to discovery, which tells of it.
+    Each comes with all groups of the distribution. Discovery reports unreadable metadata.
     """
     known = discover().groups
-    ours = (group for group in known if group in _OF_VLLM or (group not in KINDS and _meant(group)))
-    meant = dict.fromkeys(each for group in ours for each in known[group])
+    # A dictionary, as a set with an order.
+    meant: dict[Any, None] = {}
+    for group, distributions in known.items():
+        if group in _OF_VLLM or (group not in KINDS and _meant(group)):
+            meant.update(dict.fromkeys(distributions))
     for found in meant:
-        with suppress(Exception):  # of metadata that may be anything
+        # Damaged metadata may raise any error.
+        with suppress(Exception):
             fields = fields_of(found)
             groups = [group for group in known if found in known[group]]
             yield Provider(fields["name"][0], fields["version"][0]), groups
 
 
 def _meant(group: str) -> list[str]:
-    """List the groups of opgraft that another one may be a misspelling of; those of other hosts are none."""
+    """Return the groups of opgraft that a misspelt group may stand for; none for other hosts."""
     host = re.split(r"\W|_", group.lower(), maxsplit=1)[0]
-    return near_matches(group.lower(), KINDS) if near_matches(host, [HOST_DISTRIBUTION]) else []
+    if not near_matches(host, [HOST_DISTRIBUTION]):
+        return []
+    return near_matches(group.lower(), KINDS)

@@ -1,4 +1,4 @@
-"""``opgraft ops list``: every op and variant with the kernel that it gets here."""
+"""``opgraft ops list``: every op and variant with its kernel on this machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from opgraft.testing.inventory import DeclaredPlatform, KernelHere
 def command(details: bool, as_json: bool) -> None:
     """List every registered op with the kernel that it gets here.
 
-    Classes that derive from an op and share its name stand below it. Exit code 1: an op has a conflict.
+    Derived classes with the name of an op stand below the op. Exit code 1: an op has a conflict.
     """
     load_plugins()
     ops = dict(sorted(CustomOp.op_registry.items()))
@@ -40,27 +40,31 @@ def command(details: bool, as_json: bool) -> None:
         here[op] = inventory.kernel_here(op)
         for variant in inventory.variants_of(op):
             here[variant] = inventory.kernel_here(variant)
+    errors = [row.error for row in here.values() if row.error]
     if as_json:
         _print_as_json(ops, here)
     else:
-        print_wrapped(f"platform: {current_platform().name}")
-        rows = []
-        for name, op in ops.items():
-            rows.append(_cells(name, op, here))
-            for variant in inventory.variants_of(op):
-                rows.append(_cells(name, variant, here))
-
-        header = ("op", "class", "kernel", "provider", "reason")
-        columns = len(header) if any(row[-1] for row in rows) else len(header) - 1
-        print_table(header[:columns], [row[:columns] for row in rows])
+        _print_as_text(ops, here)
         if details:
             _print_details(ops)
-    errors = [row.error for row in here.values() if row.error]
-    if not as_json:
         for error in dict.fromkeys(errors):
             print_wrapped(f"conflict: {error}")
     if errors:
         sys.exit(1)
+
+
+def _print_as_text(ops: dict[str, type], here: dict[type, KernelHere]) -> None:
+    print_wrapped(f"platform: {current_platform().name}")
+    rows = []
+    for name, op in ops.items():
+        rows.append(_cells(name, op, here))
+        for variant in inventory.variants_of(op):
+            rows.append(_cells(name, variant, here))
+    header = ("op", "class", "kernel", "provider", "reason")
+    # Most machines have nothing to tell in the last column.
+    has_reasons = any(row[-1] for row in rows)
+    columns = len(header) if has_reasons else len(header) - 1
+    print_table(header[:columns], [row[:columns] for row in rows])
 
 
 def _cells(name: str, cls: type, here: dict[type, KernelHere]) -> tuple[str, ...]:
@@ -95,9 +99,8 @@ def _print_as_json(ops: dict[str, type], here: dict[type, KernelHere]) -> None:
     platforms = inventory.declared_platforms()
     unknown = {platform.name: platform.unknown for platform in platforms if platform.unknown}
     rows = [_as_dict(name, cls, here, platforms) for name, cls in ops.items()]
-    print_json(
-        "opgraft.ops.list/2", {"platform": current_platform().name, "ops": rows, "unknown": unknown}
-    )
+    data = {"platform": current_platform().name, "ops": rows, "unknown": unknown}
+    print_json("opgraft.ops.list/2", data)
 
 
 def _as_dict(

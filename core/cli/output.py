@@ -37,9 +37,9 @@ json_option = click.option(
 
 
 class GivenPath(click.Path):
-    """A path on the command line that is not empty.
+    """A path on the command line, not empty.
 
-    A shell makes an empty path of a variable that is not set.
+    A shell makes an empty path of an unset variable.
     """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -56,7 +56,7 @@ class GivenPath(click.Path):
 
 
 COMMAND_LINE = "the command line"
-"""The origin of settings that are given as options."""
+"""The origin of settings from options."""
 
 _EAGER, _COMPILATION = "--enforce-eager", "--compilation-config"
 """Options with vLLM's spelling."""
@@ -65,7 +65,7 @@ _FILE = "config_file"
 """The parameter of the option ``--config``."""
 
 _TEXT_WIDTH = 100
-"""Columns that sentences fill at most, however wide the terminal is."""
+"""Columns of a sentence at most, even on a wider terminal."""
 
 _GROUPS = {
     "server": "Server",
@@ -80,11 +80,11 @@ _GROUPS = {
 """Headings of the help, by section of the settings."""
 
 _OF_MODELS = frozenset(_GROUPS) - {"compilation_config"}
-"""Sections that say nothing to commands which run no model."""
+"""Sections without meaning for commands without a model."""
 
 
 class SettingsCommand(click.Command):
-    """A command of ``with_settings``, whose help has the settings by section."""
+    """A command of ``with_settings``. Its help has the settings by section."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command, with stdout for its answer alone."""
@@ -112,27 +112,28 @@ class SettingsCommand(click.Command):
             raise click.UsageError(f"{name} is an option of vLLM: {advice}", ctx) from error
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options, those of each section under a heading."""
+        """Write the options, with a heading for each section."""
         rows: dict[str, list[tuple[str, str]]] = {
             heading: [] for heading in ("Options", *_GROUPS.values(), "Host")
         }
         settings = {_parameter(name): name for name in FIELDS}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            name = settings.get(str(parameter.name))
-            heading = "Options" if name is None else _GROUPS.get(name.partition(".")[0], "Host")
-            if {_EAGER, _COMPILATION} & {*parameter.opts}:
+        options = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
+        for option in options:
+            record = option.get_help_record(ctx)
+            if record is None:
+                continue
+            name = settings.get(str(option.name))
+            heading = "Options"
+            if name is not None:
+                heading = _GROUPS.get(name.partition(".")[0], "Host")
+            if {_EAGER, _COMPILATION} & {*option.opts}:
                 heading = _GROUPS["compilation_config"]
-            if record is not None and isinstance(parameter, click.Option):
-                rows[heading].append(record)
+            rows[heading].append(record)
         for heading, found in rows.items():
             if found:
                 with formatter.section(heading):
                     formatter.write_dl(found)
-        if any(
-            isinstance(parameter, click.Option) and parameter.hidden
-            for parameter in self.get_params(ctx)
-        ):
+        if any(option.hidden for option in options):
             formatter.write_paragraph()
             formatter.write_text(
                 "All other settings are options, too: 'opgraft serve --help' lists them."
@@ -144,12 +145,14 @@ def with_settings(
     short: Mapping[str, str] = MappingProxyType({}),
     hidden: Collection[str] = _OF_MODELS,
 ) -> Callable[..., Any]:
-    """Give a command ``--config`` and one option per setting, such as ``--parallel.tensor``, and run it under them.
+    """Give a command an option for each setting, such as ``--parallel.tensor``, and ``--config``.
+
+    The command runs under the settings of these options.
 
     Args:
-        command: its function.
+        command: function of the command.
         short: further spellings of options, by the names of their settings.
-        hidden: sections that its help leaves out.
+        hidden: sections to leave out of the help.
     """
 
     @functools.wraps(command)
@@ -240,7 +243,7 @@ with_model_settings = functools.partial(
 
 
 def _help(field: Field) -> str:
-    """Say what a setting does, which values it takes, and its default."""
+    """Return the help of a setting: purpose, values and default."""
     default = field.unset if field.default is None else text_of(field.default)
     bounds = f"; {field.bounds}" if str(field.bounds) else ""
     return f"{field.help}{bounds} [default: {default}]"
@@ -250,17 +253,18 @@ def _complete(
     name: str, context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[Any]:
     """Complete the value of a setting for a shell."""
-    from opgraft.cli.completion import COMPLETIONS  # which nothing else needs
+    # Only completion needs this module.
+    from opgraft.cli.completion import COMPLETIONS
 
     complete = COMPLETIONS.get(name)
     return complete(context, parameter, incomplete) if complete else []
 
 
 def echo(text: str = "") -> None:
-    """Write a line to stdout. Once its reader has gone, as behind ``| head``, the rest is written nowhere.
+    """Write a line to stdout. Without a reader, as after ``| head``, the line is dropped.
 
     Raises:
-        OpgraftError: it cannot be written, as where a disk is full.
+        OpgraftError: the line cannot be written, for example because the disk is full.
     """
     try:
         click.echo(text, file=answers())
@@ -272,24 +276,24 @@ def echo(text: str = "") -> None:
 
 
 def discard_stdout() -> None:
-    """Let what is still written to stdout, at the end of the process too, vanish without an error."""
+    """Drop all further output to stdout without an error, also at the end of the process."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), answers().fileno())
 
 
 def print_traceback(error: BaseException) -> None:
-    """Print the traceback of an error that is not opgraft's on stderr, where no text of it can forge or hide a line."""
+    """Print the traceback of a foreign error on stderr. Its text cannot forge or hide a line."""
     for part in traceback.format_exception(error):
         for line in part.splitlines():
             click.echo(printable(line), err=True)
 
 
 def print_json(schema: str, data: dict[str, Any]) -> None:
-    """Print one JSON object; ``schema`` names its form and version, such as ``opgraft.detect/2``."""
+    """Print a JSON object. ``schema`` names the form and version, such as ``opgraft.detect/2``."""
     echo(json.dumps({"schema": schema, **data}, indent=2))
 
 
 def print_error(error: Exception, told: Any) -> None:
-    """Print an error as JSON, with the ``Provenance`` that is told of it, or ``None``."""
+    """Print an error as JSON, with its ``Provenance`` or ``None``."""
     message = error.format_message() if isinstance(error, click.ClickException) else str(error)
     fault = {
         "type": type(error).__name__,
@@ -301,12 +305,13 @@ def print_error(error: Exception, told: Any) -> None:
 
 
 def print_wrapped(text: str | Iterable[str], indent: str = "") -> None:
-    """Print one line, or several, wrapped to the terminal; whole lines where stdout is none.
+    """Print one line, or several, wrapped to the terminal. Without a terminal, print whole lines.
 
-    A break inside of a line is shown escaped.
+    A line break within a line is escaped.
     """
     columns = width()
-    for line in map(printable, [text] if isinstance(text, str) else text):
+    given = [text] if isinstance(text, str) else text
+    for line in map(printable, given):
         if columns is None:
             echo(f"{indent}{line}" if line.strip() else "")
             continue
@@ -323,15 +328,16 @@ def print_wrapped(text: str | Iterable[str], indent: str = "") -> None:
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print aligned columns that fit the terminal; whole cells where stdout is none."""
+    """Print aligned columns that fit the terminal. Without a terminal, print whole cells."""
     echo("\n".join(table([header, *rows], width())))
 
 
 def width() -> int | None:
-    """Return the columns of the terminal that stdout is, or ``None`` where it is a pipe or a file."""
+    """Return the columns of the terminal; ``None`` for a pipe or a file."""
     if not answers().isatty():
         return None
-    import shutil  # costs 2 ms, which no pipe needs
+    # Costs 2 ms, and no pipe needs this.
+    import shutil
 
     return shutil.get_terminal_size((WIDTH, 24)).columns
 

@@ -1,4 +1,4 @@
-"""``opgraft plan``: how a model may be split over devices."""
+"""``opgraft plan``: the splits of a model over devices."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ _SIZES = ("tensor", "pipeline", "data", "expert")
 
 def _with_figures(command: Any) -> Any:
     for name, (_, text) in reversed(_FIGURES.items()):
-        command = click.option(f"--{name.replace('_', '-')}", name, metavar="QUANTITY", help=text)(
-            command
-        )
+        option = click.option(f"--{name.replace('_', '-')}", name, metavar="QUANTITY", help=text)
+        command = option(command)
     return command
 
 
 def _with_sizes(command: Any) -> Any:
     for name in reversed(_SIZES):
         text = f"Only splits with parallel.{name} of this size."
-        command = click.option(f"--{name}", type=click.IntRange(1), help=text)(command)
+        option = click.option(f"--{name}", type=click.IntRange(1), help=text)
+        command = option(command)
     return command
 
 
@@ -89,14 +89,15 @@ def command(
 ) -> None:
     """Say how MODEL may be split over devices, and how fast it is at best.
 
-    What fits, what each rank holds and sends, and why other splits do not fit. MODEL is as for 'opgraft run'; of a
-    folder config.json is enough. Exit code 1: no split fits.
+    Prints the splits that fit, with the bytes that each rank holds and sends, and the reasons
+    against other splits. MODEL is as for 'opgraft run'. In a folder, config.json is enough. Exit
+    code 1: no split fits.
     """
-    given = {
-        name: parse_quantity(options[name], kind, f"--{name.replace('_', '-')}")
-        for name, (kind, _) in _FIGURES.items()
-        if options[name] is not None
-    }
+    given = {}
+    for name, (kind, _) in _FIGURES.items():
+        if options[name] is not None:
+            option = f"--{name.replace('_', '-')}"
+            given[name] = parse_quantity(options[name], kind, option)
     if options["linked"] is not None:
         given["linked"] = options["linked"]
     figures = device_of(device, given)
@@ -132,24 +133,22 @@ def _print_as_text(
     fitting: Sequence[Fitting],
     refused: Sequence[RefusedSplit],
 ) -> None:
+    bandwidth = f"{figures.bandwidth / 1e12:.4g} TB/s"
     print_wrapped(
-        f"{wanted.devices} devices ({figures.name}: {in_bytes(figures.memory)}, {figures.bandwidth / 1e12:.4g} TB/s), "
+        f"{wanted.devices} devices ({figures.name}: {in_bytes(figures.memory)}, {bandwidth}), "
         f"{wanted.batch} sequences of {wanted.context} tokens"
     )
     if fitting:
-        print_table(
-            ("split", "weights", "cache tokens", "sent per token", "step", "tokens/s"),
-            [_cells(row) for row in fitting],
-        )
+        header = ("split", "weights", "cache tokens", "sent per token", "step", "tokens/s")
+        print_table(header, [_cells(row) for row in fitting])
     if refused:
         echo()
+        # Splits with the same reason share a row.
         reasons: dict[str, list[str]] = {}
         for row in refused:
             reasons.setdefault(row.reason, []).append(row.name)
-        print_table(
-            ("does not fit", "why"),
-            [("; ".join(names), reason) for reason, names in reasons.items()],
-        )
+        rows = [("; ".join(names), reason) for reason, names in reasons.items()]
+        print_table(("does not fit", "why"), rows)
 
 
 def _cells(row: Fitting) -> tuple[str, ...]:
@@ -172,33 +171,30 @@ def _print_as_json(
     refused: Sequence[RefusedSplit],
     least: int | None,
 ) -> None:
-    print_json(
-        "opgraft.plan/1",
-        {
-            "model": model,
-            "device": dataclasses.asdict(figures),
-            "devices": wanted.devices,
-            "batch": wanted.batch,
-            "context": wanted.context,
-            "splits": [
-                {
-                    **_sizes(row),
-                    "weight_bytes": row.weight_bytes,
-                    "cache_tokens": row.cache_tokens,
-                    "sent_bytes_per_step": row.sent,
-                    "sent_bytes_per_token": {
-                        kind: nbytes / row.batch for kind, nbytes in row.sent.items()
-                    },
-                    "stages": [dataclasses.asdict(stage) for stage in row.stages],
-                    "step_seconds": row.step,
-                    "tokens_per_second": row.tokens_per_second,
-                }
-                for row in fitting
-            ],
-            "refused": [{**_sizes(row), "reason": row.reason} for row in refused],
-            "least_devices": least,
-        },
-    )
+    data = {
+        "model": model,
+        "device": dataclasses.asdict(figures),
+        "devices": wanted.devices,
+        "batch": wanted.batch,
+        "context": wanted.context,
+        "splits": [_as_dict(row) for row in fitting],
+        "refused": [{**_sizes(row), "reason": row.reason} for row in refused],
+        "least_devices": least,
+    }
+    print_json("opgraft.plan/1", data)
+
+
+def _as_dict(row: Fitting) -> dict[str, Any]:
+    return {
+        **_sizes(row),
+        "weight_bytes": row.weight_bytes,
+        "cache_tokens": row.cache_tokens,
+        "sent_bytes_per_step": row.sent,
+        "sent_bytes_per_token": {kind: nbytes / row.batch for kind, nbytes in row.sent.items()},
+        "stages": [dataclasses.asdict(stage) for stage in row.stages],
+        "step_seconds": row.step,
+        "tokens_per_second": row.tokens_per_second,
+    }
 
 
 def _sizes(row: Fitting | RefusedSplit) -> dict[str, int]:

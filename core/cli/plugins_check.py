@@ -14,9 +14,10 @@ from opgraft.cli.output import SettingsCommand, with_settings
 @click.argument("name")
 @with_settings
 def command(name: str) -> None:
-    """Put the plugin NAME before the checks that tell most, on small inputs, in less than a minute.
+    """Run the most telling checks on the plugin NAME, on small inputs, in less than a minute.
 
-    These are its registration, values, strides, gradients and compilation, and its platform. Exit code 1: one failed.
+    The checks look at registration, values, strides, gradients, compilation and the platform. Exit
+    code 1: a check failed.
     """
     found = ConformanceEvidence()
     Run(name, found, None, brief=True).judge()

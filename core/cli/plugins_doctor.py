@@ -1,4 +1,4 @@
-"""``opgraft plugins doctor``: load everything, and report what is wrong."""
+"""``opgraft plugins doctor``: load everything, and report faults."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from opgraft.registry.finding import Finding
 from opgraft.registry.state import PluginRecord, PluginStatus, host_state
 
 _FAILED = 4
-"""The exit code of a finding that a plugin failed, for which the machine may be the cause."""
+"""The exit code of a failed plugin. The machine may be the cause, so such a result is not kept."""
 
 
 @click.command("doctor", cls=SettingsCommand)
@@ -54,19 +54,18 @@ _FAILED = 4
 def command(no_cache: bool, time_limit: float, memory_limit: float | None, as_json: bool) -> None:
     """Load everything and report what is wrong.
 
-    Exit codes: 1 findings, 2 a setting that cannot be used, 3 no platform, 4 a plugin failed. Everything is loaded in
-    a child process, so that a plugin that ends or crashes its process is reported, too. Where no plugin failed, and
-    neither plugins nor drivers, devices and settings have changed since, the last result is told again.
+    Exit codes: 1 findings, 2 an unusable setting, 3 no platform, 4 a plugin failed. Everything is
+    loaded in a child process. So a plugin that ends or crashes its process is reported, too. The
+    last result is printed again if no plugin failed, and plugins, drivers, devices and settings are
+    the same.
     """
     if no_cache:
         quarantine.forget_all()
     key = kept_results.key()
     kept = kept_results.look_up(key) if key and not no_cache else None
-    limits = (
-        Limits(time_limit)
-        if memory_limit is None
-        else Limits(time_limit, int(memory_limit * 2**30))
-    )
+    limits = Limits(time_limit)
+    if memory_limit is not None:
+        limits = Limits(time_limit, int(memory_limit * 2**30))
     report = {**kept.report} if kept else _report(limits)
     if key and not kept and _exit_code(report) < _FAILED:
         kept_results.keep(key, report)
@@ -82,7 +81,7 @@ def command(no_cache: bool, time_limit: float, memory_limit: float | None, as_js
 
 
 def _report(limits: Limits) -> dict[str, Any]:
-    """Load everything in a child process; returns the plugins, findings and notes as plain data."""
+    """Load everything in a child process. Return plugins, findings and notes as plain data."""
     outcome = examined(__name__, "examine", limits=limits)
     report: dict[str, Any] = {"plugins": [], "findings": [], "notes": []} | (outcome.result or {})
     lost = list(outcome.left_out)
@@ -94,10 +93,11 @@ def _report(limits: Limits) -> dict[str, Any]:
     for row in report["plugins"]:
         provider = _in_words(row["provider"])
         said = by_provider.get(provider)
-        if said:  # on the deny list of the child, and failed all the same
+        # The last child went without this plugin, because an earlier child had failed by it.
+        if said:
             row["status"] = PluginStatus.FAILED.value
             row["reason"] = said
-    # The plugin of this one works: its row stays as it is.
+    # A plugin with code that fails at exit works. Its row stays the same.
     ended = [outcome.at_exit] if outcome.at_exit else []
     findings = [finding.to_dict() for finding in (*lost, *ended)]
     return report | {"findings": findings + report["findings"]}
@@ -108,35 +108,36 @@ def _exit_code(report: Mapping[str, Any]) -> int:
 
 
 def _print(report: Mapping[str, Any]) -> None:
-    for row in report["plugins"]:
-        reason = (
-            f": {row['reason']}" if row["reason"] and not _told(row, report["findings"]) else ""
-        )
-        print_wrapped(f"{row['name']} ({_in_words(row['provider'])}): {row['status']}{reason}")
+    plugins = report["plugins"]
+    for row in plugins:
+        line = f"{row['name']} ({_in_words(row['provider'])}): {row['status']}"
+        # A finding with the same words follows below.
+        if row["reason"] and not _told(row, report["findings"]):
+            line += f": {row['reason']}"
+        print_wrapped(line)
     for finding in report["findings"]:
         print_wrapped(f"finding: {Finding.from_dict(finding)}")
     for note in report["notes"]:
         print_wrapped(f"seen: {_in_words(note['provider'])}: {note['reason']}")
     if not report["findings"]:
-        active = sum(row["status"] == PluginStatus.ACTIVATED.value for row in report["plugins"])
-        rest = (
-            "; why a platform is not there: opgraft detect --all"
-            if active < len(report["plugins"])
-            else ""
-        )
-        echo(f"{active} of {len(report['plugins'])} plugins active, nothing wrong{rest}")
+        active = sum(row["status"] == PluginStatus.ACTIVATED.value for row in plugins)
+        summary = f"{active} of {len(plugins)} plugins active, nothing wrong"
+        if active < len(plugins):
+            summary += "; why a platform is not there: opgraft detect --all"
+        echo(summary)
     if report["cached"]:
         echo(
-            f"as of {report['cached']}, since when nothing has changed: --no-cache loads everything again"
+            f"as of {report['cached']}, since when nothing has changed: --no-cache loads "
+            "everything again"
         )
 
 
 def _told(row: Mapping[str, Any], findings: Iterable[Mapping[str, Any]]) -> bool:
-    """Tell whether one of the findings is the end of this very plugin."""
-    name, reason = row["name"], row["reason"]
+    """Return True if one of the findings has the reason of a plugin's status."""
+    reason = row["reason"]
     provider = Provider(**row["provider"])
     status = PluginStatus(row["status"])
-    record = PluginRecord(name, "", provider, status, reason)
+    record = PluginRecord(row["name"], "", provider, status, reason)
     messages = {reason}
     end = end_of(record)
     if end is not None:
@@ -149,27 +150,32 @@ def _in_words(provider: Mapping[str, Any]) -> str:
 
 
 def examine() -> dict[str, Any]:
-    """Load everything in this process; returns the plugins and the findings as plain data."""
+    """Load everything in this process. Return plugins, findings and notes as plain data."""
     error = load_all()
-    findings = found(host_state().plugins.values(), loaded=error is None)
-    # In strict mode it is one plugin's, which has a finding.
-    if error is not None and str(error).removeprefix("strict mode: ") not in {
-        f.message for f in findings
-    }:
-        findings.append(Finding(str(error), exit_code=error.exit_code))
     records = host_state().plugins.values()
-    notes = [Problem(r.provider, f"plugin {r.name} {note}") for r in records for note in r.notes]
+    findings = found(records, loaded=error is None)
+    if error is not None:
+        # In strict mode, the error may be about one plugin. Then there is a finding already.
+        told = str(error).removeprefix("strict mode: ")
+        if told not in {finding.message for finding in findings}:
+            findings.append(Finding(str(error), exit_code=error.exit_code))
+    notes = list(starmap(Problem, PLATFORM_NOTES.get()))
+    for record in records:
+        for note in record.notes:
+            notes.append(Problem(record.provider, f"plugin {record.name} {note}"))
     return {
         "plugins": [_as_dict(record) for record in records],
         "findings": [finding.to_dict() for finding in findings],
-        "notes": as_dicts([*starmap(Problem, PLATFORM_NOTES.get()), *notes]),
+        "notes": as_dicts(notes),
     }
 
 
 def found(records: Iterable[PluginRecord], *, loaded: bool) -> list[Finding]:
-    """Find what is wrong after loading: metadata, platforms, the outcomes of the plugins ``records``, the checks.
+    """Return all findings after loading: about metadata, platforms and plugins, and of checks.
 
-    The checks are left out where not everything could be loaded.
+    Args:
+        records: of the plugins.
+        loaded: True if everything was loaded. Otherwise there are no checks.
     """
     all_findings = [*metadata_findings(), *PLATFORM_FINDINGS.get()]
     for record in records:

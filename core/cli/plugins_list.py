@@ -1,4 +1,4 @@
-"""``opgraft plugins list``: what is installed. Imports no torch and no plugin."""
+"""``opgraft plugins list``: installed platforms and plugins. Imports no torch and no plugin."""
 
 from __future__ import annotations
 
@@ -39,16 +39,15 @@ def command(as_json: bool) -> None:
     check_admission(settings)
     rows = [(offer, *admission(offer, settings)) for offer in shown_offers()]
     if as_json:
-        offers = [
-            {**as_dict(offer), "status": status, "reason": reason} for offer, status, reason in rows
-        ]
+        offers = []
+        for offer, status, reason in rows:
+            offers.append({**as_dict(offer), "status": status, "reason": reason})
         found = {"problems": problems(misspelt_groups()), "notes": as_dicts(plugins_of_vllm())}
         print_json("opgraft.plugins.list/2", {"offers": offers, **found})
         return
-    cells = [
-        (KINDS[offer.group], offer.name, _marked(offer), status, reason)
-        for offer, status, reason in rows
-    ]
+    cells = []
+    for offer, status, reason in rows:
+        cells.append((KINDS[offer.group], offer.name, _marked(offer), status, reason))
     print_table(("kind", "name", "provider", "status", "reason"), cells)
     for problem in problem_lines(misspelt_groups()):
         print_wrapped(f"ignored: {problem}")
@@ -58,4 +57,5 @@ def command(as_json: bool) -> None:
 
 
 def _marked(offer: Offer) -> str:
-    return f"{offer.provider}{' (editable)' if as_dict(offer)['editable'] else ''}"
+    mark = " (editable)" if as_dict(offer)["editable"] else ""
+    return f"{offer.provider}{mark}"

@@ -1,4 +1,4 @@
-"""``opgraft plugins lock``: write down what is installed. Imports no torch and no plugin."""
+"""``opgraft plugins lock``: record installed distributions. Imports no torch and no plugin."""
 
 from __future__ import annotations
 
@@ -40,20 +40,21 @@ _FILE = GivenPath(dir_okay=False)
 def command(output: str, allow_editable: bool, as_json: bool) -> None:
     """Write down what is installed, so that nothing else is imported.
 
-    Of every distribution with platforms or plugins that the settings admit, the file has version, entry points and a
-    hash of its RECORD; it counts where the setting lockfile names it. Imports none of them. Exit code 1: one cannot be
-    locked and is left out.
+    The file has the version, the entry points and a hash of the RECORD of every distribution with
+    admitted platforms or plugins. The setting lockfile makes the file count. No distribution is
+    imported. Exit code 1: a distribution cannot be locked, and is left out.
     """
     settings = host_state().settings()
     check_allow_list(settings)
     rows, left_out = lock_installed(settings, allow_editable=allow_editable)
     write_rows(Path(output), rows)
     if as_json:
-        distributions = [row.to_dict() for row in rows]
-        print_json(
-            "opgraft.plugins.lock/1",
-            {"file": output, "distributions": distributions, "left_out": as_dicts(left_out)},
-        )
+        data = {
+            "file": output,
+            "distributions": [row.to_dict() for row in rows],
+            "left_out": as_dicts(left_out),
+        }
+        print_json("opgraft.plugins.lock/1", data)
     else:
         for row in rows:
             mark = " (editable)" if row.editable else ""

@@ -1,4 +1,4 @@
-"""``opgraft plugins show``: one plugin or platform, and by ``--load`` how far it comes."""
+"""``opgraft plugins show``: one plugin or platform, with ``--load`` also the outcome of loading."""
 
 from __future__ import annotations
 
@@ -49,11 +49,12 @@ _EVIDENCE = {"evidence": "evidence", "judged": "judged on this machine"}
 @json_option
 @with_settings
 def command(name: str, load: bool, as_json: bool) -> None:
-    """Show a plugin or a platform, by --load what becomes of it too.
+    """Show a plugin or a platform, with --load also the outcome of loading.
 
-    NAME is that of a plugin, a platform or a distribution. Shown is what its metadata says, whether the settings and
-    the lockfile admit it, and what is wrong with it; nothing of it is imported. With --load the plugins are loaded in a
-    child process, and its status, its registrations and the traceback if it failed are shown.
+    NAME is the name of a plugin, a platform or a distribution. Prints the metadata, the verdict of
+    settings and lockfile, and faults, without an import. With --load, all plugins are loaded in a
+    child process. Then the status, the registrations and the traceback of a failure are printed,
+    too.
     """
     check_admission(host_state().settings())
     offers = _answering(name)
@@ -61,8 +62,9 @@ def command(name: str, load: bool, as_json: bool) -> None:
         known = {offer.name for offer in shown_offers()}
         ignored = "".join(f" {line}" for line in problem_lines(misspelt_groups()))
         raise InputError(
-            f"no installed plugin or platform is called {name!r}: {close_matches(name, known)}{ignored} "
-            "'opgraft plugins doctor' tells what keeps an installed one from being found."
+            f"no installed plugin or platform is called {name!r}: "
+            f"{close_matches(name, known)}{ignored} 'opgraft plugins doctor' tells what keeps an "
+            "installed one from being found."
         )
     report = _loaded(name, offers) if load else _installed(offers)
     exit_code = report.pop("exit_code")
@@ -95,56 +97,53 @@ def _installed(offers: Sequence[Offer]) -> dict[str, Any]:
 
 
 def _refusal(offer: Offer) -> Finding | None:
-    """Return the finding that tells why the settings do not admit a plugin, or ``None`` where that is no fault."""
+    """Return the finding about a plugin that settings reject; ``None`` if this is no fault."""
     status, reason = admission(offer, host_state().settings())
-    if offer.group != PLUGIN_GROUP or status != PluginStatus.REJECTED.value:
+    rejected = PluginStatus.REJECTED
+    if offer.group != PLUGIN_GROUP or status != rejected.value:
         return None
-    return end_of(
-        PluginRecord(offer.name, offer.value, offer.provider, PluginStatus.REJECTED, reason)
-    )
+    return end_of(PluginRecord(offer.name, offer.value, offer.provider, rejected, reason))
 
 
 def _loaded(name: str, offers: Sequence[Offer]) -> dict[str, Any]:
-    """Report what becomes of plugins and platforms in a child process that loads all."""
+    """Report the outcome of plugins and platforms in a child process that loads all."""
     outcome = examined(__name__, "examine", name)
     providers = {offer.provider for offer in offers}
-    lost = [
-        finding
-        for finding in (*outcome.left_out, outcome.crash)
-        if finding and finding.concerns(providers)
-    ]
+    lost = []
+    for finding in (*outcome.left_out, outcome.crash):
+        if finding and finding.concerns(providers):
+            lost.append(finding)
     if outcome.result is None or lost:
-        return _report([_metadata(offer) for offer in offers], [], next(iter(lost), outcome.crash))
+        error = lost[0] if lost else outcome.crash
+        return _report([_metadata(offer) for offer in offers], [], error)
     report: dict[str, Any] = outcome.result
     return report
 
 
 def examine(name: str) -> dict[str, Any]:
-    """Load everything in this process; returns what is installed under a name, and what is wrong, as plain data."""
+    """Load everything in this process. Return a name's offers and findings as plain data."""
     error = load_all()
     offers = _answering(name)
     findings = _findings(offers, loaded=error is None)
     details = [{**_metadata(offer), **_outcome(offer)} for offer in offers]
-    return _report(
-        details, findings, Finding(str(error), exit_code=error.exit_code) if error else None
-    )
+    told = Finding(str(error), exit_code=error.exit_code) if error else None
+    return _report(details, findings, told)
 
 
 def _report(
     offers: list[dict[str, Any]], findings: list[Finding], error: Finding | None
 ) -> dict[str, Any]:
+    exit_codes = [finding.exit_code for finding in (*findings, error) if finding]
     return {
         "offers": offers,
         "findings": [finding.to_dict() for finding in findings],
         "error": error and error.message,
-        "exit_code": max(
-            (finding.exit_code for finding in (*findings, error) if finding), default=0
-        ),
+        "exit_code": max(exit_codes, default=0),
     }
 
 
 def _findings(offers: Sequence[Offer], *, loaded: bool) -> list[Finding]:
-    """List what the doctor finds about these plugins and platforms, and about the distributions that offer them."""
+    """Return the doctor's findings about some plugins and platforms, and their distributions."""
     names = {offer.name for offer in offers if offer.group == PLUGIN_GROUP}
     records = [record for name, record in host_state().plugins.items() if name in names]
     providers = {offer.provider for offer in offers}
@@ -154,7 +153,7 @@ def _findings(offers: Sequence[Offer], *, loaded: bool) -> list[Finding]:
 def _print_details(details: dict[str, Any]) -> None:
     for key, value in details.items():
         if key == "traceback":
-            # Which no line of it can forge.
+            # With an indent on each line, so that no text of a traceback can forge other lines.
             print_wrapped((value or "").splitlines(), indent="  | ")
         elif key in ("evidence", "judged") and value:
             print_wrapped(f"{_EVIDENCE[key]}: {_evidence_in_words(value)}")
@@ -185,11 +184,12 @@ def _evidence_in_words(shown: dict[str, Any]) -> str:
 
 
 def _replacement(row: dict[str, Any]) -> str:
-    return f"{row['target']} -> {row['class']} at {row['location']}{'' if row['active'] else ' (not active)'}"
+    state = "" if row["active"] else " (not active)"
+    return f"{row['target']} -> {row['class']} at {row['location']}{state}"
 
 
 def _metadata(offer: Offer) -> dict[str, Any]:
-    """Return what is known of an offer without importing anything of it."""
+    """Return the facts about an offer that need no import."""
     settings = host_state().settings()
     status, reason = admission(offer, settings)
     kept_as = offer.name if offer.built_in else normalized(offer.provider.name)
@@ -205,7 +205,10 @@ def _metadata(offer: Offer) -> dict[str, Any]:
 
 
 def _lock_state(offer: Offer) -> str | None:
-    """Say how an offer compares with the lockfile, ``None`` where there is none or it is opgraft's own."""
+    """Return words for the offer's change since the lockfile; ``None`` without a lockfile.
+
+    Offers of opgraft itself are not locked.
+    """
     settings = host_state().settings()
     if offer.built_in or settings.config.lockfile is None:
         return None
@@ -213,23 +216,23 @@ def _lock_state(offer: Offer) -> str | None:
 
 
 def _outcome(offer: Offer) -> dict[str, Any]:
-    """Return what became of a plugin that was loaded; of a platform that is no more than its findings."""
+    """Return the outcome of a loaded plugin. For a platform, there are findings only."""
     record = host_state().plugins.get(offer.name) if offer.group == PLUGIN_GROUP else None
     if record is None:
         return {}
-    rows = replacements_of(record)
+    replacements = []
+    for each in replacements_of(record):
+        row = {
+            "target": each.asked_for,
+            "class": each.cls.__qualname__,
+            "location": each.location,
+            "active": each in host_state().active,
+        }
+        replacements.append(row)
     return {
         "status": record.status.value,
         "reason": record.reason,
         "platforms": list(record.platforms),
-        "replacements": [
-            {
-                "target": row.asked_for,
-                "class": row.cls.__qualname__,
-                "location": row.location,
-                "active": row in host_state().active,
-            }
-            for row in rows
-        ],
+        "replacements": replacements,
         "traceback": record.traceback,
     }

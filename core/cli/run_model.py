@@ -1,4 +1,4 @@
-"""The work of ``opgraft run``, with a model that is loaded."""
+"""The work of ``opgraft run``, in a module that imports torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SAMPLE = (
     "The loaf is done when it turns brown.",
 )
 _MEASURED = OpgraftConfig(cache=CacheConfig(prefix_reuse=False))
-"""Rounds of a measurement compute the prompts anew."""
+"""Each round of a measurement computes the prompts anew."""
 
 
 def run_model(
@@ -43,9 +43,9 @@ def run_model(
 
     Args:
         model: a checkpoint or its name.
-        given: the texts; an encoder takes sentences of its own if there is none.
+        given: the texts; without texts, an encoder embeds sample sentences.
         params: of the answers.
-        precision: of products in float32, as ``torch.set_float32_matmul_precision`` takes it.
+        precision: of products in float32, for ``torch.set_float32_matmul_precision``.
         compiled: compile the steps.
         compare: run native definitions too, and report differences and speeds.
         as_json: print JSON.
@@ -74,10 +74,10 @@ def _compiling() -> OpgraftConfig:
 
 
 def _sample(model: str) -> tuple[str, ...]:
-    """Return sentences for an encoder.
+    """Return sample sentences for an encoder.
 
     Raises:
-        InputError: the model is none, and answers prompts.
+        InputError: the model is no encoder, and answers prompts.
     """
     if generates(engine_config(model, None, {}).resolved()):
         raise InputError(
@@ -87,7 +87,7 @@ def _sample(model: str) -> tuple[str, ...]:
 
 
 def _measured_plain(model: str, texts: Sequence[str], params: SamplingParams) -> Measurement:
-    """Measure the model on native definitions, and let go of it before the other is loaded."""
+    """Measure the model on native definitions. Release it before the other one is loaded."""
     with set_config(native_config()):
         llm = open_llm(model)
         try:

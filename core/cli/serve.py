@@ -53,7 +53,8 @@ _SHAPES_KEPT = "64"
 def command(model: str, api_keys: tuple[str, ...]) -> None:
     """Serve MODEL over HTTP, with OpenAI's interface, until a SIGTERM or SIGINT.
 
-    The first signal lets running requests finish, the second ends at once. Exit code 5: the engine has stopped.
+    The first signal lets running requests finish, the second ends at once. Exit code 5: the engine
+    has stopped.
     """
     if host_state().settings().origins["model.name"] == COMMAND_LINE:
         raise click.UsageError("MODEL names the model: leave --model.name out")
@@ -74,10 +75,10 @@ def command(model: str, api_keys: tuple[str, ...]) -> None:
 
 @contextmanager
 def _memory_of_a_server() -> Iterator[None]:
-    """Set what a process that runs for long does with memory, but for what its operator has set.
+    """Choose settings of memory for a long-running process. Settings of the operator stay.
 
-    Freed memory is used again by the next step. oneDNN and torch prepare anew what is asked for rarely: they would keep
-    1,024 shapes, and an encoder meets as many.
+    The next step uses freed memory again. oneDNN and torch keep fewer prepared shapes: by default
+    they would keep 1,024, and an encoder meets so many.
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, _SHAPES_KEPT)
@@ -89,7 +90,7 @@ def _memory_of_a_server() -> Iterator[None]:
 
 
 def _own_process() -> dict[str, str]:
-    """Return that the model has processes of its own, unless the operator has set where it runs."""
+    """Return the setting for workers in processes, unless the operator has chosen an executor."""
     chosen = host_state().settings().origins["parallel.executor"] != "default"
     return {} if chosen else {"parallel.executor": "processes"}
 
@@ -104,8 +105,9 @@ def _server() -> Any:
 
 
 def _show(service: Service, url: str) -> None:
-    """Print what is served, by which kernels, and where."""
-    from opgraft.binding.idle_plugins import idle_plugins  # imports torch
+    """Print the model, the platform, the kernels, the cache and the URL."""
+    # Imports torch.
+    from opgraft.binding.idle_plugins import idle_plugins
 
     echo(f"model     {printable(service.name)}")
     echo(f"platform  {current_platform().name}")

@@ -1,4 +1,4 @@
-"""``opgraft tune``: measure which kernel of each op is fastest on this machine."""
+"""``opgraft tune``: find the fastest kernel of each op on this machine."""
 
 from __future__ import annotations
 
@@ -49,10 +49,11 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in tuning.DTYPES}
 @json_option
 @with_settings
 def command(ops: tuple[str, ...], dtypes: tuple[str, ...], seconds: float, as_json: bool) -> int:
-    """Time the kernels that OPS have here, and write down which is best, for 'auto' in custom_ops.
+    """Time the kernels of OPS on this machine, and record the best, for 'auto' in custom_ops.
 
-    Without OPS all that have more than one kernel. Each is written when it is done, so that an interrupted run keeps
-    what it has. Exit code 1: a kernel raised, or computes something else than its op.
+    Without OPS, every op with more than one kernel is timed. Each result is written at once, so an
+    interrupted run keeps the results so far. Exit code 1: a kernel raised an error, or computes
+    other values than its op.
     """
     load_plugins()
     races, left_out = tuning.races(ops)
@@ -98,19 +99,17 @@ def _show(
     file: ProfileFile,
 ) -> None:
     if measured:
-        print_table(
-            ("op", "best", "why"), [(op, row.chosen, row.verdict) for op, row in measured.items()]
-        )
+        rows = [(op, row.chosen, row.verdict) for op, row in measured.items()]
+        print_table(("op", "best", "why"), rows)
     for op, reasons in failed.items():
         print_wrapped(f"{op}: {choice} was left out: {why}" for choice, why in reasons.items())
     print_wrapped(f"{op} was not measured: {why}" for op, why in left_out.items())
     if not measured:
         echo(
-            "nothing was measured: no op that was asked for has two kernels here of which one runs; "
-            "'opgraft ops list' shows the kernels, and a plugin brings more"
+            "nothing was measured: no op that was asked for has two kernels here of which one "
+            "runs; 'opgraft ops list' shows the kernels, and a plugin brings more"
         )
         return
-    print_wrapped(
-        f"{len(measured)} ops measured on {file.setup.device}, written to {printable(str(file.path))}"
-    )
+    path = printable(str(file.path))
+    print_wrapped(f"{len(measured)} ops measured on {file.setup.device}, written to {path}")
     echo("OPGRAFT_CUSTOM_OPS=auto follows it")

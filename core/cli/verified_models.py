@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ from opgraft.models.extras import import_extra
 from opgraft.models.files import open_weights
 from opgraft.models.model import HasLogits
 from opgraft.ops.attention.batch import AttentionBatch, LayerStates
+from opgraft.ops.attention.cached import CachedAttention
 from opgraft.ops.attention.decoder import attention_layers
-from opgraft.ops.state_space.layer import state_layers
+from opgraft.ops.state_space.layer import StateLayer, state_layers
 from opgraft.plugins.host import load_plugins
 from opgraft.serving.engine_settings import engine_config
 from opgraft.serving.tokenizer import find_tokenizer
@@ -91,7 +92,8 @@ def grafted(name: str, prompt: str | None, tokens: int) -> Pair:
         cls = getattr(transformers, (config.architectures or ["AutoModel"])[0])
         dtype = dtype_of(engine_config(name, None, {}).resolved(), config)
         native = cls.from_pretrained(folder, dtype=dtype, use_safetensors=True, **LOCAL_ONLY).eval()
-    except Exception as error:  # whatever the code of the model raises
+    # The code of the model may raise any error.
+    except Exception as error:
         raise InputError(f"transformers cannot load {folder}: {described(error)}") from error
     ids = _token_ids(name, prompt, tokens)[None]
     return _grafted(native, {"input_ids": ids, "use_cache": False}, [])
@@ -108,7 +110,8 @@ def made_by(name: str) -> Pair:
     sys.path.insert(0, folder)
     try:
         native, given = getattr(importlib.import_module(module), function)()
-    except Exception as error:  # the function's own
+    # Of the function itself, or of its import.
+    except Exception as error:
         raise InputError(
             f"{printable(name)} gives no model: {described(error)}. MODEL is a checkpoint, or "
             "module:function, of a function without arguments that returns a model and a tuple or "
@@ -163,18 +166,10 @@ def _decoder_steps(model: Any, ids: Tensor, config: OpgraftConfig) -> Sequence[S
         return [Step(_called(ids, positions))]
 
     size = config.cache.block_size
-    dtype = cache_dtype(config.cache.dtype, model.dtype)
     blocks = -(-len(ids) // size)
-    caches = {}
-    # Each layer has a cache of its own. Block 0 stays unused.
-    for name, layer in layers.items():
-        cache = CacheLayout.of({name: layer}, size, dtype).allocate(blocks + 1, device)[name]
-        caches[name] = cache.zero_()
-    layout = CacheLayout.of(layers, size, dtype, states)
-    slots = torch.ones(1, dtype=torch.int64, device=device)
-    held = layout.states_of_layers(layout.allocate_states(2, device))
-    kept = {name: LayerStates(tensors, slots) for name, tensors in held.items()}
-
+    caches = _caches_of(model, layers, config, blocks)
+    kept = _states_of(model, layers, states, config)
+    # Block 0 stays unused.
     table = torch.arange(1, blocks + 1)[None]
     steps = []
     last = len(ids) - 1
@@ -191,6 +186,35 @@ def _decoder_steps(model: Any, ids: Tensor, config: OpgraftConfig) -> Sequence[S
         batch = dataclasses.replace(batch, states=kept)
         steps.append(Step(_called(ids[start:end], positions[start:end]), batch))
     return steps
+
+
+def _caches_of(
+    model: Any, layers: Mapping[str, CachedAttention], config: OpgraftConfig, blocks: int
+) -> dict[str, Tensor]:
+    """Return a cache of zeros for each layer."""
+    device = next(model.parameters()).device
+    size = config.cache.block_size
+    dtype = cache_dtype(config.cache.dtype, model.dtype)
+    caches = {}
+    for name, layer in layers.items():
+        layout = CacheLayout.of({name: layer}, size, dtype)
+        caches[name] = layout.allocate(blocks + 1, device)[name].zero_()
+    return caches
+
+
+def _states_of(
+    model: Any,
+    layers: Mapping[str, CachedAttention],
+    states: Mapping[str, StateLayer],
+    config: OpgraftConfig,
+) -> dict[str, LayerStates]:
+    """Return the states of one sequence, in slot 1 of each layer with states."""
+    device = next(model.parameters()).device
+    dtype = cache_dtype(config.cache.dtype, model.dtype)
+    layout = CacheLayout.of(layers, config.cache.block_size, dtype, states)
+    slots = torch.ones(1, dtype=torch.int64, device=device)
+    held = layout.states_of_layers(layout.allocate_states(2, device))
+    return {name: LayerStates(tensors, slots) for name, tensors in held.items()}
 
 
 def _called(ids: Tensor, positions: Tensor) -> Callable[[nn.Module], Any]:

@@ -331,7 +331,9 @@ def _of_tokens(
         return _of_single_tokens(sequences, starts, block_size)
     parts = [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
     ids = [each.tokens[part.start : part.stop] for each, part in zip(sequences, parts, strict=True)]
-    slots = [chain.from_iterable(_slots(sequences, parts, group, block_size)) for group in groups]
+    slots: list[Iterable[int]] = []
+    for group in groups:
+        slots.append(chain.from_iterable(_slots(sequences, parts, group, block_size)))
     return chain.from_iterable(ids), chain.from_iterable(parts), slots
 
 
