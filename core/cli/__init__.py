@@ -26,7 +26,7 @@ _COMMANDS = {
     "chat": ("opgraft.cli.chat", "Chat with MODEL in the terminal, or over the lines of stdin."),
     "conformance": (
         "opgraft.cli.conformance",
-        "Put PLUGIN before every check of the conformance kit.",
+        "Run every check of the conformance kit on PLUGIN.",
     ),
     "detect": ("opgraft.cli.detect", "Show which platform this machine gets, and why."),
     "env": ("opgraft.cli.env", "Print versions, hardware, plugins and settings for a bug report."),
@@ -39,7 +39,7 @@ _COMMANDS = {
     "plugins": ("opgraft.cli.plugins", "Show installed plugins, and check that they work."),
     "run": (
         "opgraft.cli.run",
-        "Answer every PROMPT with MODEL, or embed it where MODEL is an encoder.",
+        "Answer every PROMPT with MODEL, or embed it if MODEL is an encoder.",
     ),
     "serve": ("opgraft.cli.serve", "Serve MODEL over HTTP, with OpenAI's interface."),
     "verify": (

@@ -12,7 +12,7 @@ _COMMANDS = {
     ),
     "show": (
         "opgraft.cli.plugins_show",
-        "Show a plugin or a platform, by --load what becomes of it too.",
+        "Show a plugin or a platform, with --load also the outcome of loading.",
     ),
     "lock": (
         "opgraft.cli.plugins_lock",
@@ -20,7 +20,7 @@ _COMMANDS = {
     ),
     "check": (
         "opgraft.cli.plugins_check",
-        "Put a plugin before the checks that tell most, in less than a minute.",
+        "Run the most telling checks on a plugin, in less than a minute.",
     ),
     "doctor": ("opgraft.cli.plugins_doctor", "Load everything and report what is wrong."),
 }

@@ -141,13 +141,13 @@ def test_a_model_goes_on_after_a_second_interrupt(
 ) -> None:
     """A second Ctrl-C leaves a step in the middle; the next prompts are answered, and nothing is held of the others."""
     former = signal.signal(signal.SIGINT, signal.default_int_handler)
-    compute = llm.engine.core._compute
+    run = llm.engine.core._run
     going = threading.Event()
 
     def slowly() -> Any:
         going.set()
         time.sleep(2)
-        return compute()
+        return run()
 
     def interrupt_twice() -> None:
         going.wait()
@@ -158,7 +158,7 @@ def test_a_model_goes_on_after_a_second_interrupt(
     thread = threading.Thread(target=interrupt_twice)
     try:
         with monkeypatch.context() as patched:
-            patched.setattr(llm.engine.core, "_compute", slowly)
+            patched.setattr(llm.engine.core, "_run", slowly)
             thread.start()
             began = time.monotonic()
             with pytest.raises(KeyboardInterrupt) as caught:
@@ -174,7 +174,7 @@ def test_a_model_goes_on_after_a_second_interrupt(
 def test_an_interrupt_ends_a_with_block(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that hangs keeps the block from ending for two seconds at most."""
     hung = threading.Event()
-    monkeypatch.setattr(EngineCore, "_compute", lambda core: hung.wait() and None)
+    monkeypatch.setattr(EngineCore, "_run", lambda core: hung.wait() and None)
     reader: threading.Thread | None = None
 
     def read(llm: LLM) -> None:
