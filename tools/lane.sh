@@ -21,7 +21,8 @@ if [ "$lane" = torch ]; then
     wanted=$copy/wanted.txt
     pins=$copy/pins.txt
     echo "torch==$version" >"$wanted"
-    sed "s/^torch==.*/torch==$version/" constraints.txt >"$pins"
+    # Some versions of torch take older releases of setuptools alone.
+    sed -e "s/^torch==.*/torch==$version/" -e "/^setuptools==/d" constraints.txt >"$pins"
 else
     wanted=environments/$lane.in
     pins=environments/$lane.txt

@@ -327,6 +327,12 @@ class ServerConfig(Section):
         default=1 << 18,
         minimum=0,
     )
+    unknown_fields: str = setting(
+        "what becomes of a request with fields that this server does not know: ignore names them in the header "
+        "x-ignored-fields of the answer",
+        default="ignore",
+        choices=("ignore", "refuse"),
+    )
     head_seconds: float = setting(
         "seconds in which the head of a request must have come", default=10, above=0
     )

@@ -15,7 +15,7 @@ MOST_COMPLETIONS = 16_384
 """Each completion of a prompt is a request of its own."""
 
 COLDEST = 0.001
-"""The lowest temperature above 0: logits divided by less overflow in half precision."""
+"""Temperatures below are greedy decoding: logits divided by less overflow in half precision."""
 
 
 class _Rule(NamedTuple):
@@ -93,8 +93,8 @@ _RULES: Mapping[str, _Rule] = {
         f"an integer of at least 1 and at most {MOST_COMPLETIONS:,}",
     ),
     "temperature": _Rule(
-        lambda v: _is_number(v) and (v == 0 or v >= COLDEST),
-        f"0 for greedy decoding, or a number of at least {COLDEST}",
+        lambda v: _is_number(v) and v >= 0,
+        "0 for greedy decoding, or a number above",
     ),
     "top_k": _integer(0, ", where 0 keeps every token, or -1 for the same"),
     "top_p": _Rule(
@@ -135,13 +135,29 @@ _RULES: Mapping[str, _Rule] = {
 """Rules by field."""
 
 
+_LOGPROBS = ((-1, sys.maxsize), (True, 1), (False, None))
+_WORDS_OF_VLLM: Mapping[str, Sequence[tuple[Any, Any]]] = {
+    "top_k": ((-1, 0),),
+    "seed": ((-1, None),),
+    "logprobs": _LOGPROBS,
+    "prompt_logprobs": _LOGPROBS,
+    "stop": ((None, ()),),
+    "stop_token_ids": ((None, ()),),
+    "bad_words": ((None, ()),),
+    "logit_bias": ((None, {}),),
+    "logits_processors": ((None, ()),),
+}
+"""By field: values of vLLM, each with its equal here."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Settings of one request, checked when they are made. The names are those of vLLM.
 
     Attributes:
         n: completions of the prompt.
-        temperature: divides the logits; 0 takes the likeliest token (greedy decoding).
+        temperature: divides the logits; 0, or less than 0.001, takes the likeliest token (greedy
+            decoding).
         top_k: number of likeliest tokens to keep, 0 or -1 for all.
         top_p: keep the likeliest tokens, until their probabilities add up to this number.
         min_p: least probability of a kept token, as a share of the likeliest token's.
@@ -149,7 +165,7 @@ class SamplingParams:
             per occurrence.
         repetition_penalty: divides positive logits of tokens in prompt and output, and multiplies
             negative ones.
-        seed: of the request's own random numbers.
+        seed: of the request's own random numbers; -1 stands for None.
         stop: strings that end the output; a single string is a list of one.
         stop_token_ids: tokens that end the output.
         allowed_token_ids: the only tokens that the output may have.
@@ -159,7 +175,7 @@ class SamplingParams:
         max_tokens: tokens of the output, at most; ``None`` for as many as the context holds.
         ignore_eos: go on after the model's end of sequence.
         logprobs, prompt_logprobs: number of likeliest tokens to give log-probabilities of, at each
-            token; -1 for all, kept as ``sys.maxsize``.
+            token; -1 for all, kept as ``sys.maxsize``, and True for 1.
         logits_processors: called with the output so far and the logits; each returns logits.
         structured_output: the form of the output, such as ``{"json": schema}``.
         structured_outputs: vLLM's name for the same, a mapping or an object with such attributes;
@@ -226,10 +242,14 @@ class SamplingParams:
             )
 
     def _take_words_of_vllm(self) -> None:
-        """Replace values of vLLM by their equals here: -1, and ``structured_outputs``."""
-        for name, value in _MEANT_BY_MINUS_ONE:
-            if getattr(self, name) == -1:
-                object.__setattr__(self, name, value)
+        """Replace values of vLLM by their equals here, such as -1 and None."""
+        for name, words in _WORDS_OF_VLLM.items():
+            given = getattr(self, name)
+            for word, kept in words:
+                if type(given) is type(word) and given == word:
+                    object.__setattr__(self, name, kept)
+        if _is_number(self.temperature) and 0 < self.temperature < COLDEST:
+            object.__setattr__(self, "temperature", 0.0)
         if self.structured_outputs is None:
             return
         if self.structured_output is not None:
@@ -249,13 +269,6 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Return True if every token is the likeliest one."""
         return self.temperature == 0
-
-
-_MEANT_BY_MINUS_ONE = (
-    ("top_k", 0),
-    ("logprobs", sys.maxsize),
-    ("prompt_logprobs", sys.maxsize),
-)
 
 
 def _refused(message: str, field: str) -> RequestError:

@@ -160,6 +160,7 @@ class RequestOutput:
         finished: True once all answers are finished.
         prompt_logprobs: at each place, if asked for; None at the first place.
         metrics: times of the request.
+        num_cached_tokens: tokens of the prompt that the cache held.
     """
 
     request_id: str
@@ -169,6 +170,7 @@ class RequestOutput:
     finished: bool = False
     prompt_logprobs: Sequence[Mapping[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = None
+    num_cached_tokens: int = 0
 
     def snapshot(self) -> RequestOutput:
         """Return a copy that does not grow. Constant parts are shared."""
@@ -180,13 +182,14 @@ class RequestOutput:
             self.finished,
             self.prompt_logprobs,
             self.metrics and self.metrics.snapshot(),
+            self.num_cached_tokens,
         )
 
     def deferred_snapshot(self) -> Callable[[], RequestOutput]:
         """Return a function that makes a copy of the present state later, in any thread."""
         answers = [answer.deferred_snapshot() for answer in self.outputs]
         metrics = self.metrics and self.metrics.snapshot()
-        state = self.finished, self.prompt_logprobs, metrics
+        state = self.finished, self.prompt_logprobs, metrics, self.num_cached_tokens
         return lambda: RequestOutput(
             self.request_id,
             self.prompt,

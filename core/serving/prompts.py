@@ -106,9 +106,9 @@ def tokenized(
         excess = len(ids) + room - max_model_len
         plural = "" if excess == 1 else "s"
         raise RequestError(
-            f"{name} has {len(ids)} tokens{also}, and the model takes {max_model_len}: shorten it "
-            f"by {excess} token{plural}, or raise model.max_model_len as far as the model allows"
-            f"{advice}",
+            f"{name} has {len(ids)} tokens{also}, and the model's maximum context length is "
+            f"{max_model_len} tokens: shorten it by {excess} token{plural}, or raise "
+            f"model.max_model_len as far as the model allows{advice}",
             code="context_length_exceeded",
         )
     # Ids of a text are in the vocabulary, unless the tokenizer belongs to another model.

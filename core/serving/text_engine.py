@@ -198,6 +198,7 @@ class TextEngine(RequestEngine):
                 if metrics.first_token is None:
                     metrics.admitted = answer.request.admitted
                     metrics.first_token = now
+                    opened.output.num_cached_tokens = answer.request.num_cached
             output.token_ids.append(token)
             if logprobs is not None:
                 self._take_logprobs(output, logprobs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,16 @@ _LONG = 4096
 For long texts the library's functions for several texts are called, because other threads can run
 beside them.
 """
+
+
+_BROKEN = "\ufffd"
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+_VISIBLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+_HIDDEN = tuple(byte for byte in range(256) if byte not in _VISIBLE)
+_BYTE_LEVEL = {chr(byte): byte for byte in _VISIBLE} | {
+    chr(256 + number): byte for number, byte in enumerate(_HIDDEN)
+}
+"""Bytes by the characters that stand for them in a vocabulary of byte-level BPE, as GPT-2 introduced it."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +123,19 @@ class Tokenizer:
             return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
         (text,) = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
         return str(text)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of a token in UTF-8. A token may be a part of a character."""
+        text = self.decode([token], skip_special_tokens=False)
+        if _BROKEN not in text:
+            return text.encode()
+        written = self.backend.id_to_token(token) or ""
+        fallback = _BYTE_TOKEN.fullmatch(written)
+        if fallback is not None:
+            return bytes([int(fallback[1], 16)])
+        if set(written) <= _BYTE_LEVEL.keys():
+            return bytes(_BYTE_LEVEL[character] for character in written)
+        return text.encode()
 
 
 def open_tokenizer(weights: Weights) -> Tokenizer:

@@ -129,14 +129,16 @@ def test_what_has_not_begun_waits(slow: Server) -> None:
 
 
 def test_log_probabilities_of_a_request_have_a_limit(checkpoint: Path) -> None:
-    """They are counted over all tokens, echoed ones too, before anything is computed; so are answers over tokens."""
+    """They are counted over the tokens that are returned, echoed ones too; answers before any is computed."""
     limits = ("--server.max_total_logprobs", "100", "--server.max_output_tokens", "21")
     with serving(checkpoint, *limits) as server:
         refused = server.complete(n=22, temperature=1)
         assert (refused.status_code, error_of(refused)["param"]) == (400, "n")
         assert server.complete(max_tokens=20, logprobs=4).status_code == 200
+        short = {"max_tokens": 21, "logprobs": 4, "stop": " "}
+        assert len(server.complete(**short).json()["choices"][0]["logprobs"]["tokens"]) < 20
         for asked in (
-            {"max_tokens": 21, "logprobs": 4},
+            {"max_tokens": 21, "logprobs": 4, "ignore_eos": True},
             {"prompt": [5] * 50, "echo": True, "logprobs": 1},
         ):
             refused = server.complete(**asked)

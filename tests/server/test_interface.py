@@ -164,7 +164,7 @@ def test_several_prompts(server: Server) -> None:
 
 
 def test_usage_in_a_stream(server: Server) -> None:
-    """The last event has the usage of all if that is asked for; without a stream it is an error."""
+    """The last event has the usage of all if that is asked for, or each event that of the tokens so far."""
     given: dict[str, Any] = {
         "stream_options": {"include_usage": True},
         "n": 2,
@@ -175,7 +175,11 @@ def test_usage_in_a_stream(server: Server) -> None:
     assert all(chunk["usage"] is None for chunk in chunks)
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == 8
-    assert "needs stream" in refused(server.chat(**given), "stream_options")
+    given["stream_options"]["continuous_usage_stats"] = True
+    usages = [each["usage"] for each in events(server.chat(**given, ignore_eos=True, stream=True))]
+    counts = [usage["completion_tokens"] for usage in usages]
+    assert counts == sorted(counts)
+    assert usages[-1] == last["usage"]
 
 
 def test_the_length_of_an_answer(server: Server) -> None:
@@ -185,7 +189,7 @@ def test_the_length_of_an_answer(server: Server) -> None:
         assert server.chat(**body).json()["usage"]["completion_tokens"] == 7
     assert server.chat(max_tokens=None, ignore_eos=True).json()["usage"]["total_tokens"] == 512
     assert server.complete(ignore_eos=True).json()["usage"]["completion_tokens"] == 16
-    assert "the context has 512" in refused(server.complete(max_tokens=511), "max_tokens")
+    assert "maximum context length is 512" in refused(server.complete(max_tokens=511), "max_tokens")
     assert "512" in refused(server.complete(prompt=[5] * 600), "prompt")
 
 
@@ -256,8 +260,13 @@ def test_a_forced_call(server: Server) -> None:
     streamed = events(server.chat(**given, stream=True))
     deltas = [event["choices"][0]["delta"] for event in streamed]
     assert not any(delta.get("content") for delta in deltas)
-    assert deltas[-1]["tool_calls"][0]["function"] == call["function"]
-    assert streamed[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    first, *further = [piece for delta in deltas for piece in delta.get("tool_calls", ())]
+    assert first["function"]["name"] == "weather"
+    arguments = [piece["function"]["arguments"] for piece in (first, *further)]
+    assert "".join(arguments) == call["function"]["arguments"]
+    assert len([piece for piece in arguments if piece]) > 2  # they come as they are written
+    assert (deltas[-1], streamed[-1]["choices"][0]["finish_reason"]) == ({}, "tool_calls")
+    assert all(deltas[:-1])
     (choice,) = server.chat(tools=[CLOCK, WEATHER], tool_choice="required", max_tokens=200).json()[
         "choices"
     ]
@@ -320,7 +329,7 @@ def test_a_chat_with_calls_and_parts(server: Server) -> None:
     text = server.post("/detokenize", tokens=ids).json()["prompt"]
     assert text == "system: Be brief.\nuser: the\ncat\nassistant: \ntool: sunny\n"
     call["function"] = {"name": "weather", "arguments": "Rome"}
-    refused(server.chat(messages=messages), "messages[2].tool_calls[0].function.arguments")
+    assert server.chat(messages=messages).status_code == 200
     picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     assert "expected 'text'" in refused(
         server.chat(messages=picture), "messages[0].content[0].type"
@@ -335,7 +344,6 @@ def test_a_chat_with_calls_and_parts(server: Server) -> None:
         "suffix",
         "functions",
         "web_search_options",
-        "prediction",
         "truncate_prompt_tokens",
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from opgraft.engine.sampling import Grammar, GrammarTokens
-from opgraft.errors import HTTPError, RequestError
+from opgraft.errors import RequestError
 from opgraft.serving.server.protocol import ChatRequest
 from opgraft.serving.server.tools import Call, Tools
 from opgraft.serving.tokenizer import Tokenizer
@@ -46,9 +46,9 @@ def wrapped(call: dict[str, Any]) -> str:
         ),
         (
             HERMES,
-            '<tool_call>{"name": "weather", "argum',
+            '<tool_call>{"name": "wea',
             [],
-            '<tool_call>{"name": "weather", "argum',
+            '<tool_call>{"name": "wea',
         ),
         (MISTRAL, f"[TOOL_CALLS]{json.dumps([ROME, OSLO])}", ["Rome", "Oslo"], ""),
         (PLAIN, json.dumps({"name": "weather", "parameters": {"city": "Rome"}}), ["Rome"], ""),
@@ -62,6 +62,9 @@ def test_calls_and_text(template: str, text: str, cities: list[str], plain: str)
     found = tools(template)
     assert found.calls(text) == [Call("weather", json.dumps({"city": city})) for city in cities]
     assert found.plain(text, ended=True) == plain
+    for end in range(len(text)):
+        for sofar, whole in zip(found.calls(text[:end]), found.calls(text), strict=False):
+            assert whole.arguments.startswith(sofar.arguments)
     told = ""
     for end in range(1, len(text) + 1):
         told += found.plain(text[:end], ended=False)[len(told) :]
@@ -109,8 +112,9 @@ def test_calls_of_strict_functions_are_held_to_their_schema(
         "function": {"name": "weather", "parameters": CITY, "strict": True},
     }
     clock = {"type": "function", "function": {"name": "clock", "parameters": CITY}}
-    spec = tools(template, tools=[strict, clock]).grammar(Tokenizer(Path(), backend).special_token)
-    grammar = Grammar({"grammar": spec}, GrammarTokens(backend))
+    special_token = Tokenizer(Path(), backend).special_token
+    spec = tools(template, tools=[strict, clock]).structured_output(special_token, form=None)
+    grammar = Grammar(spec, GrammarTokens(backend))
     free = refused.replace("weather", "clock")
     for text in [*taken, free.replace("'", '"')]:
         grammar.start(backend.encode(text, add_special_tokens=False).ids)
@@ -119,14 +123,13 @@ def test_calls_of_strict_functions_are_held_to_their_schema(
 
 
 def test_only_strict_functions_need_a_grammar() -> None:
-    """Without one, and where a call is forced, there is none."""
+    """Without one there is none; a forced call has a schema."""
     strict = {"type": "function", "function": {"name": "weather", "strict": True}}
-    for body in (
-        {},
-        {"tools": [strict], "tool_choice": "required"},
-        {"tools": [strict], "tool_choice": "none"},
-    ):
-        assert tools(HERMES, **body).grammar(lambda text: None) is None
+    for body in ({}, {"tools": [strict], "tool_choice": "none"}):
+        assert tools(HERMES, **body).structured_output(lambda text: None, form=None) is None
+    forced = tools(HERMES, tools=[strict], tool_choice="required")
+    spec = forced.structured_output(lambda text: None, form=None)
+    assert spec == {"json": forced.forced}
 
 
 def test_one_call_at_a_time() -> None:
@@ -135,9 +138,59 @@ def test_one_call_at_a_time() -> None:
     assert len(tools(HERMES, parallel_tool_calls=False).calls(text)) == 1
 
 
-def test_a_template_without_tools_refuses_them() -> None:
-    """A model that was not taught to call functions is not offered any."""
-    with pytest.raises(HTTPError, match="has no place for tools") as raised:
-        tools("{{ messages }}")
-    assert raised.value.field == "tools"
+@pytest.mark.parametrize("template", [HERMES, MISTRAL, PLAIN])
+def test_a_call_or_an_answer_of_a_form(template: str) -> None:
+    """With a form beside the functions, an answer is a call or of the form, and nothing else."""
+    pytest.importorskip("llguidance")
+    backend = trained_tokenizer()
+    special_token = Tokenizer(Path(), backend).special_token
+    form = {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"]}
+    spec = tools(template).structured_output(special_token, form)
+    grammar = Grammar(spec, GrammarTokens(backend))
+    marker = "<tool_call>" if template is HERMES else "[TOOL_CALLS]" if template is MISTRAL else ""
+    for text in ('{"a": "x"}', f"{marker}{json.dumps(ROME)}"):
+        grammar.start(backend.encode(text, add_special_tokens=False).ids)
+    for text in ("Rome is sunny.", '{"b": 1}', f'{marker}{{"name": "fly"'):
+        with pytest.raises(RequestError, match="does not follow"):
+            grammar.start(backend.encode(text, add_special_tokens=False).ids)
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('{"name": "weat', [Call("weather", "")]),
+        ('{"name": "weather", "argu', [Call("weather", "")]),
+        ('{"name": "weather", "arguments": {"city": "Ro', [Call("weather", '{"city": "Ro')]),
+        (json.dumps(ROME), [Call("weather", '{"city": "Rome"}')]),
+    ],
+)
+def test_a_forced_call_that_is_cut_stays_a_call(text: str, calls: list[Call]) -> None:
+    """The arguments are those so far, and no text shows how the model writes a call."""
+    named = {"type": "function", "function": {"name": "weather"}}
+    found = tools(PLAIN, tool_choice=named)
+    assert found.calls(text) == calls
+    assert found.plain(text, ended=True) == ""
+
+
+def test_arguments_keep_the_words_of_the_model() -> None:
+    """They are what the model has written, or JSON within a text; no arguments are an empty object."""
+    found = tools(PLAIN)
+    for written, arguments in (
+        (
+            '{"name": "weather", "arguments": {"city":"Z\\u00fcrich",  "n": 1.0}}',
+            '{"city":"Z\\u00fcrich",  "n": 1.0}',
+        ),
+        ('{"name": "weather", "arguments": "{\\"city\\": 1}"}', '{"city": 1}'),
+        ('{"name": "weather"}', "{}"),
+        ('{"arguments": {"city": 1}, "name": "weather"}', '{"city": 1}'),
+    ):
+        assert found.calls(written) == [Call("weather", arguments)]
+
+
+def test_a_template_without_tools_gets_an_instruction() -> None:
+    """A system message tells the model of the functions, and how to call them."""
+    found = tools("{{ messages }}")
+    assert found.instruction is not None
+    assert '"name": "weather"' in found.instruction
+    assert tools(PLAIN).instruction is None
     assert tools("{{ messages }}", tools=None).functions is None

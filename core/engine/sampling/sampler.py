@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Hashable, Mapping, Set
 from dataclasses import dataclass
 from math import isfinite
+from typing import NamedTuple
 
 import torch
 from opgraft.binding.pluggable_class import PluggableClass
@@ -35,7 +36,7 @@ class Sampled:
         tokens: ``[n]``, int64, on the device of the logits; -1 in a failed row.
         logprobs: by key of the request, if asked for.
         errors: by key, the reason for each failed row.
-        refused: keys of requests that failed by their own grammar or processor.
+        refused: keys of requests that failed by what they ask for, such as a grammar.
     """
 
     tokens: Tensor
@@ -90,7 +91,8 @@ class Sampler(PluggableClass):
                 working = working.clone()
             own = plan.adjustments.apply(working)
         maximum, tokens = self.likeliest(working)
-        errors = _unusable(maximum, logits, working) | own
+        faults = _unusable(maximum, logits, working)
+        errors = {row: fault.message for row, fault in faults.items()} | own
         if plan.drawn:
             if errors:
                 # Zeros in failed rows: NaN would harm the drawing of other rows.
@@ -100,9 +102,10 @@ class Sampler(PluggableClass):
             drawn = _draw(working, maximum, plan, batch)
             tokens = drawn if plan.rows is None else tokens.index_copy_(0, plan.rows, drawn)
         result = _result(tokens, logits, plan, batch, errors)
-        if not own:
+        if not errors:
             return result
-        return dataclasses.replace(result, refused=frozenset(batch.keys[row] for row in own))
+        of_request = own.keys() | {row for row, fault in faults.items() if fault.of_request}
+        return dataclasses.replace(result, refused={batch.keys[row] for row in of_request})
 
     def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the greatest logit of each row, float32, and its first token.
@@ -143,7 +146,14 @@ def _parts(begin: int, end: int, size: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, end)) for start in range(begin, end, size)]
 
 
-def _unusable(maximum: Tensor, logits: Tensor, working: Tensor) -> dict[int, str]:
+class _Fault(NamedTuple):
+    """The reason why nothing can be sampled in a row, which lies in the request or in the model."""
+
+    message: str
+    of_request: bool
+
+
+def _unusable(maximum: Tensor, logits: Tensor, working: Tensor) -> dict[int, _Fault]:
     """Return the reason for each row that cannot be sampled: its greatest logit is not finite."""
     if all(map(isfinite, maximum.tolist())):
         return {}
@@ -151,8 +161,8 @@ def _unusable(maximum: Tensor, logits: Tensor, working: Tensor) -> dict[int, str
     return {row: _reason(logits[row], working[row]) for row in rows}
 
 
-def _reason(logits: Tensor, working: Tensor) -> str:
-    """Return words for the failure of a row.
+def _reason(logits: Tensor, working: Tensor) -> _Fault:
+    """Return the failure of a row.
 
     Args:
         logits: of the row, from the model.
@@ -160,22 +170,25 @@ def _reason(logits: Tensor, working: Tensor) -> str:
     """
     where = f"of {len(logits)} logits"
     if bool(logits.isnan().any()):
-        return f"{int(logits.isnan().sum())} {where} are NaN: {NO_NUMBERS}"
+        return _Fault(f"{int(logits.isnan().sum())} {where} are NaN: {NO_NUMBERS}", False)
     if bool(logits.isposinf().any()):
-        return f"{int(logits.isposinf().sum())} {where} are infinite: {NO_NUMBERS}"
+        return _Fault(f"{int(logits.isposinf().sum())} {where} are infinite: {NO_NUMBERS}", False)
     if bool(logits.isneginf().all()):
-        return f"all {where} are -inf, so that the model allows no token: {NO_NUMBERS}"
+        reason = f"all {where} are -inf, so that the model allows no token: {NO_NUMBERS}"
+        return _Fault(reason, False)
     if not bool(working.isneginf().all()):
         changed = int((~working.isfinite()).sum())
-        return (
+        reason = (
             f"what the request does to its logits made {changed} {where} NaN or infinite: see to "
             "its logits_processors"
         )
-    return (
+        return _Fault(reason, True)
+    reason = (
         "no token is left: together, what the request bans, allows and processes leaves none to "
         "sample. Leave out one of bad_words, logit_bias, min_tokens, logits_processors and the "
         "structured output"
     )
+    return _Fault(reason, True)
 
 
 def _result(

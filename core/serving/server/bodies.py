@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,10 +12,16 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from opgraft.errors import HTTPError
+from opgraft.serving.server.passing import log
+from opgraft.serving.server.protocol import unknown_fields
 
 MOST_CONTAINERS = 1 << 15
 """Lists and objects of a body, at most. Python takes 100 times the memory of such text, and time to collect it."""
 
+IGNORED = "x-ignored-fields"
+"""The header that names the fields of a request that the server does not know."""
+
+_MOST_CHARACTERS = 1 << 10
 _LARGE_BYTES = 1 << 16
 # One alone, as none of them lets go of the interpreter while it parses.
 _PARSING = ThreadPoolExecutor(1, "opgraft-json")
@@ -30,9 +37,21 @@ class BodyRoute(APIRoute):
         async def handle_within_bounds(request: Request) -> Response:
             bounded = _BoundedRequest(request.scope, request.receive)
             await bounded.expect_few_containers()
-            return await handle(bounded)
+            refused = request.app.state.service.settings.unknown_fields == "refuse"
+            with unknown_fields(refused) as unknown:
+                response = await handle(bounded)
+            if unknown.names:
+                ignored = _ascii(", ".join(unknown.names))
+                log.debug("request %s: ignored %s", request.state.passing.id, ignored)
+                response.headers[IGNORED] = ignored
+            return response
 
         return handle_within_bounds
+
+
+def _ascii(names: str) -> str:
+    """Return names as a header can have them."""
+    return re.sub(r"[^A-Za-z0-9_.,\[\] -]", "?", names)[:_MOST_CHARACTERS]
 
 
 class _BoundedRequest(Request):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from opgraft.serving.outputs import CompletionOutput, Logprob, RequestOutput
@@ -27,12 +27,14 @@ class Chat(Generating[ChatRequest]):
     def __init__(self, service: Service, body: ChatRequest, passing: Passing) -> None:
         super().__init__(service, body, passing)
         self.tools = Tools(body, service.llm.engine.inputs.chat_template.source)
-        self._held = self.tools.grammar(service.llm.engine.inputs.expect_tokenizer().special_token)
+        tokenizer = service.llm.engine.inputs.expect_tokenizer()
+        form = sampling.schema_of(body)
+        self._held = self.tools.structured_output(tokenizer.special_token, form)
         if self.tools.forced is not None:
             self.grammar_field = self.tools.forced_field
         elif self._held is not None:
             self.grammar_field = "tools"
-        self._told: dict[int, int] = {}
+        self._told: dict[int, _Told] = {}
 
     async def prompts(self) -> list[list[int]]:
         """Return the token ids of the text that the template makes of the chat."""
@@ -42,8 +44,8 @@ class Chat(Generating[ChatRequest]):
     def _rendered(self) -> list[int]:
         inputs = self.service.llm.engine.inputs
         text = inputs.chat_template.render(
-            for_template(self.body.messages),
-            tools=self.tools.functions,
+            for_template(self.body.messages, self.tools.instruction),
+            tools=None if self.tools.instruction else self.tools.functions,
             values=template_values(self.body.chat_template_kwargs),
         )
         self.service.expect_characters(text, "messages")
@@ -51,30 +53,30 @@ class Chat(Generating[ChatRequest]):
 
     def structured(self) -> dict[str, Any]:
         """Return the sampling of an answer that must be a call, and of one that may be."""
-        if self.tools.forced is not None:
-            return {"structured_output": {"json": self.tools.forced}}
-        held = {} if self._held is None else {"structured_output": {"grammar": self._held}}
+        held = {} if self._held is None else {"structured_output": self._held}
         # Some call by these.
         return held if self.tools.functions is None else {**held, "skip_special_tokens": False}
 
-    def delta(
+    def deltas(
         self, index: int, output: RequestOutput, answer: CompletionOutput, news: News
-    ) -> dict[str, Any]:
-        """Return the choice of a chunk; the first names the role, and the last has the calls."""
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the choices of chunks. The first has the role; the reason of the end has a chunk of its own."""
+        told = self._told.setdefault(index, _Told())
         delta: dict[str, Any] = {"role": "assistant"} if news.first else {}
-        text = self.tools.plain(answer.text, answer.finished)[self._told.get(index, 0) :]
-        self._told[index] = self._told.get(index, 0) + len(text)
+        text = self.tools.plain(answer.text, answer.finished)[told.characters :]
+        told.characters += len(text)
         calls = self._calls(answer)
-        if text or (news.first and not calls):
+        new_calls = told.news_of(calls)
+        if text or (news.first and not new_calls):
             delta["content"] = text
-        if calls:
-            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
-        return {
-            "index": index,
-            "delta": delta,
-            "logprobs": self._logprobs(news.tokens, news.logprobs) if news.logprobs else None,
-            "finish_reason": _finish_reason(answer, calls),
-        }
+        if new_calls:
+            delta["tool_calls"] = new_calls
+        if delta or news.logprobs:
+            logprobs = self._logprobs(news.tokens, news.logprobs) if news.logprobs else None
+            yield {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+        if answer.finished:
+            reason = _finish_reason(answer, calls)
+            yield {"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}
 
     def choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
         """Return a whole choice."""
@@ -91,8 +93,8 @@ class Chat(Generating[ChatRequest]):
         }
 
     def _calls(self, answer: CompletionOutput) -> list[dict[str, Any]]:
-        """Return the calls of an answer that has ended."""
-        found: list[Call] = self.tools.calls(answer.text) if answer.finished else []
+        """Return the calls of an answer so far."""
+        found: list[Call] = self.tools.calls(answer.text)
         return [
             call.as_dict(f"call_{self.id[-24:]}{answer.index}{number}")
             for number, call in enumerate(found)
@@ -103,19 +105,39 @@ class Chat(Generating[ChatRequest]):
     ) -> dict[str, Any]:
         rows = []
         for token, ranked in zip(tokens, logprobs, strict=True):
-            top = [_token(each, ranked) for each in likeliest(ranked, self.params)]
-            rows.append({**_token(token, ranked), "top_logprobs": top})
+            top = [self._token(each, ranked) for each in likeliest(ranked, self.params)]
+            rows.append({**self._token(token, ranked), "top_logprobs": top})
         return {"content": rows, "refusal": None}
+
+    def _token(self, token: int, ranked: Mapping[int, Logprob]) -> dict[str, Any]:
+        return {
+            "token": token_text(token, ranked),
+            "logprob": finite(ranked[token].logprob),
+            "bytes": list(self.service.tokenizer.token_bytes(token)),
+        }
+
+
+class _Told:
+    """What a stream has told of an answer: characters of its text, and those of the arguments of each call."""
+
+    def __init__(self) -> None:
+        self.characters = 0
+        self._arguments: list[int] = []
+
+    def news_of(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the new parts of calls: a new call as it is, and of a former one the further arguments."""
+        news: list[dict[str, Any]] = []
+        for number, call in enumerate(calls):
+            arguments: str = call["function"]["arguments"]
+            if number == len(self._arguments):
+                news.append({"index": number, **call})
+                self._arguments.append(len(arguments))
+            elif len(arguments) > self._arguments[number]:
+                further = arguments[self._arguments[number] :]
+                news.append({"index": number, "function": {"arguments": further}})
+                self._arguments[number] = len(arguments)
+        return news
 
 
 def _finish_reason(answer: CompletionOutput, calls: Sequence[object]) -> str | None:
     return "tool_calls" if calls and answer.finish_reason == "stop" else answer.finish_reason
-
-
-def _token(token: int, ranked: Mapping[int, Logprob]) -> dict[str, Any]:
-    text = token_text(token, ranked)
-    return {
-        "token": text,
-        "logprob": finite(ranked[token].logprob),
-        "bytes": list(text.encode("utf-8", "replace")),
-    }

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from opgraft.serving.detokenizer import Detokenizer
 from opgraft.serving.outputs import CompletionOutput, Logprob, RequestOutput
 from opgraft.serving.prompts import Prompt
 from opgraft.serving.server import sampling
@@ -27,7 +27,7 @@ class Completion(Generating[CompletionRequest]):
 
     def __init__(self, service: Service, body: CompletionRequest, passing: Passing) -> None:
         super().__init__(service, body, passing)
-        self._offsets: dict[int, int] = {}
+        self._written: dict[int, tuple[Detokenizer, int]] = {}
 
     async def prompts(self) -> list[list[int]]:
         """Return the token ids of the prompts, of which a body has one or several."""
@@ -50,12 +50,12 @@ class Completion(Generating[CompletionRequest]):
         """Return the tokens of the answers to a prompt: none where the prompt alone is asked for."""
         return 0 if sampling.scores_only(self.body) else super().counted(output)
 
-    def delta(
+    def deltas(
         self, index: int, output: RequestOutput, answer: CompletionOutput, news: News
-    ) -> dict[str, Any]:
-        """Return the choice of a chunk; an echo comes with the first."""
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the choice of a chunk; an echo comes with the first."""
         echoed = self.body.echo and news.first
-        return self._choice(
+        yield self._choice(
             index, output if echoed else None, answer, news.text, news.tokens, news.logprobs
         )
 
@@ -77,35 +77,54 @@ class Completion(Generating[CompletionRequest]):
     ) -> dict[str, Any]:
         if sampling.scores_only(self.body):
             text, tokens, logprobs = "", (), ()
-        places: list[tuple[int, Mapping[int, Logprob] | None]] = list(
-            zip(tokens, logprobs, strict=False)
-        )
+        prompt = () if echoed is None else echoed.prompt_token_ids
         if echoed is not None:
-            prompt = echoed.prompt_token_ids
             text = self._prompt_text(prompt) + text
-            places = [*zip(prompt, echoed.prompt_logprobs or (), strict=False), *places]
+        found: dict[str, Any] | None = None
+        if self.params.logprobs is not None:
+            prompt_logprobs = () if echoed is None else echoed.prompt_logprobs or ()
+            places = [
+                *zip(prompt, prompt_logprobs, strict=False),
+                *zip(tokens, logprobs, strict=False),
+            ]
+            offsets = self._offsets(index, prompt, tokens)
+            found = {**self._logprobs(places), "text_offset": offsets[: len(places)]}
         return {
             "index": index,
             "text": text,
-            "logprobs": None if self.params.logprobs is None else self._logprobs(index, places),
+            "logprobs": found,
             "finish_reason": answer.finish_reason,
         }
+
+    def _offsets(self, index: int, prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
+        """Return the places of tokens in the text of a choice, in characters.
+
+        A token that is a part of a character has the place of the character.
+        """
+        tokenizer = self.service.llm.engine.inputs.tokenizer
+        if tokenizer is None:
+            return [0] * (len(prompt) + len(tokens))
+        if index not in self._written:
+            context = self.prompt_ids[index // self.params.n]
+            skips = self.params.skip_special_tokens
+            answer = Detokenizer(tokenizer, context, skip_special_tokens=skips)
+            self._written[index] = answer, len(self._prompt_text(prompt))
+        answer, start = self._written[index]
+        echo = Detokenizer(tokenizer, skip_special_tokens=False)
+        return [*_places(echo, prompt), *(start + place for place in _places(answer, tokens))]
 
     def _prompt_text(self, prompt: Sequence[int]) -> str:
         tokenizer = self.service.llm.engine.inputs.tokenizer
         return "" if tokenizer is None else tokenizer.decode(prompt, skip_special_tokens=False)
 
     def _logprobs(
-        self, index: int, places: Sequence[tuple[int, Mapping[int, Logprob] | None]]
+        self, places: Sequence[tuple[int, Mapping[int, Logprob] | None]]
     ) -> dict[str, Any]:
         """Return the log-probabilities at places; the first token of a prompt has none."""
         texts = [
             self._prompt_text([token]) if ranked is None else token_text(token, ranked)
             for token, ranked in places
         ]
-        *offsets, self._offsets[index] = accumulate(
-            map(len, texts), initial=self._offsets.get(index, 0)
-        )
         return {
             "tokens": texts,
             "token_logprobs": [
@@ -113,7 +132,6 @@ class Completion(Generating[CompletionRequest]):
                 for token, ranked in places
             ],
             "top_logprobs": [None if ranked is None else self._top(ranked) for _, ranked in places],
-            "text_offset": offsets,
         }
 
     def _top(self, ranked: Mapping[int, Logprob]) -> dict[str, float]:
@@ -122,3 +140,10 @@ class Completion(Generating[CompletionRequest]):
         for token in likeliest(ranked, self.params):
             found.setdefault(token_text(token, ranked), finite(ranked[token].logprob))
         return found
+
+
+def _places(text: Detokenizer, tokens: Sequence[int]) -> Iterator[int]:
+    """Add tokens to a text, and yield the characters before each."""
+    for token in tokens:
+        yield text.written.tell()
+        text.add(token)

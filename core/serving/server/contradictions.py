@@ -12,16 +12,7 @@ _Rule: TypeAlias = tuple[str, Callable[[Any], bool], str]
 """A field, whether it stands where it means nothing, and what to do about it."""
 
 
-def _has_form(body: Generation) -> bool:
-    return body.response_format is not None and body.response_format.type != "text"
-
-
 _GENERATION: Sequence[_Rule] = (
-    (
-        "stream_options",
-        lambda body: body.stream_options is not None and not body.stream,
-        "needs stream: true",
-    ),
     (
         "response_format.json_schema",
         lambda body: (
@@ -35,29 +26,13 @@ _GENERATION: Sequence[_Rule] = (
 _CHAT: Sequence[_Rule] = (
     (
         "max_tokens",
-        lambda body: body.max_tokens is not None and body.max_completion_tokens is not None,
-        "is the older name of max_completion_tokens: give one of them",
+        lambda body: body.max_tokens not in (None, body.max_completion_tokens or body.max_tokens),
+        "is the older name of max_completion_tokens, and they differ: give one of them",
     ),
     (
         "top_logprobs",
         lambda body: bool(body.top_logprobs) and not body.logprobs,
         "needs logprobs: true",
-    ),
-    (
-        "tool_choice",
-        lambda body: body.tool_choice not in (None, "none") and not body.tools,
-        "needs tools",
-    ),
-    (
-        "parallel_tool_calls",
-        lambda body: body.parallel_tool_calls is not None and not body.tools,
-        "needs tools",
-    ),
-    (
-        "response_format",
-        lambda body: _has_form(body) and bool(body.tools) and body.tool_choice != "none",
-        "holds the whole answer to a form, so that no tool could be called: leave one of them out, or choose no tool "
-        "by tool_choice: none",
     ),
 )
 _TOKENIZE: Sequence[_Rule] = (

@@ -118,6 +118,14 @@ def _of_validation(error: RequestValidationError) -> HTTPError:
         return HTTPError(
             400, f"{field} is not supported: {advice}", field=field, code="unsupported_field"
         )
+    if kind == "not_followed":
+        advice = fault["ctx"]["advice"]
+        return HTTPError(
+            400,
+            f"{field} has a value that is not supported: {advice}",
+            field=field,
+            code="unsupported_value",
+        )
     if kind == "missing":
         return HTTPError(
             400, f"{field or 'a body of JSON'} is missing", field=field, code="missing_field"

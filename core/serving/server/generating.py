@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
@@ -48,6 +48,7 @@ class Generating(ABC, Generic[_B]):
         self.created = int(time.time())
         self.params = SamplingParams()
         self.prompt_ids: Sequence[list[int]] = ()
+        self._cached_tokens: list[int] = []
 
     @abstractmethod
     async def prompts(self) -> list[list[int]]:
@@ -67,10 +68,10 @@ class Generating(ABC, Generic[_B]):
         return sum(len(answer.token_ids) for answer in output.outputs)
 
     @abstractmethod
-    def delta(
+    def deltas(
         self, index: int, output: RequestOutput, answer: CompletionOutput, news: News
-    ) -> dict[str, Any]:
-        """Return the choice of a chunk: what is new in an answer, which is choice number ``index``."""
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the choices of chunks: what is new in an answer, which is choice number ``index``."""
 
     @abstractmethod
     def choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
@@ -117,7 +118,9 @@ class Generating(ABC, Generic[_B]):
         if self.params.structured_output is not None:
             with at(self.grammar_field):
                 await self.service.llm.compile(self.params)
-        self.record |= {"prompt_tokens": sum(map(len, self.prompt_ids)), "completion_tokens": 0}
+        prompt_tokens = sum(map(len, self.prompt_ids))
+        sampling.expect_few_logprobs(self.params, prompt_tokens, 0, self.service)
+        self.record |= {"prompt_tokens": prompt_tokens, "completion_tokens": 0}
         job = Job(
             self.id,
             self.arrival,
@@ -128,10 +131,13 @@ class Generating(ABC, Generic[_B]):
             self.body.cache_salt,
         )
         tokens = [0] * len(self.prompt_ids)
+        self._cached_tokens = [0] * len(self.prompt_ids)
         async with aclosing(self.service.answers(job, self.slot)) as news:
             async for number, output in news:
                 tokens[number] = self.counted(output)
+                self._cached_tokens[number] = output.num_cached_tokens
                 self.record["completion_tokens"] = sum(tokens)
+                sampling.expect_few_logprobs(self.params, prompt_tokens, sum(tokens), self.service)
                 self.record.setdefault(
                     "seconds_to_first_token", round(time.monotonic() - self.arrival, 6)
                 )
@@ -160,23 +166,23 @@ class Generating(ABC, Generic[_B]):
     def _tells_usage(self) -> bool:
         return self.body.stream_options is not None and bool(self.body.stream_options.include_usage)
 
-    def _chunks(self, found: tuple[int, RequestOutput], reader: Reader) -> list[bytes]:
+    def _chunks(self, found: tuple[int, RequestOutput], reader: Reader) -> Iterator[bytes]:
         number, output = found
-        chunks = []
         for answer in output.outputs:
             news = reader.news(number, answer)
-            if news is not None:
-                chunk = {
-                    **self._head(self.chunk_object),
-                    "choices": [self._delta(number, output, answer, news)],
-                }
-                chunks.append(event({**chunk, "usage": None} if self._tells_usage else chunk))
-        return chunks
+            if news is None:
+                continue
+            index = number * self.params.n + answer.index
+            for choice in self.deltas(index, output, answer, news):
+                chunk = {**self._head(self.chunk_object), "choices": [choice]}
+                yield event({**chunk, **self._usage_so_far()})
 
-    def _delta(
-        self, number: int, output: RequestOutput, answer: CompletionOutput, news: News
-    ) -> dict[str, Any]:
-        return self.delta(number * self.params.n + answer.index, output, answer, news)
+    def _usage_so_far(self) -> dict[str, Any]:
+        """Return the usage of a chunk: null until the last one, if the stream has usage, or the tokens so far."""
+        options = self.body.stream_options
+        if options is None or not options.include_usage:
+            return {}
+        return {"usage": self._usage() if options.continuous_usage_stats else None}
 
     def _whole(self, outputs: Sequence[RequestOutput]) -> Response:
         choices = [
@@ -191,5 +197,6 @@ class Generating(ABC, Generic[_B]):
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.service.name}
 
-    def _usage(self) -> dict[str, int]:
-        return usage(self.record["prompt_tokens"], self.record["completion_tokens"])
+    def _usage(self) -> dict[str, Any]:
+        prompts, answers = self.record["prompt_tokens"], self.record["completion_tokens"]
+        return usage(prompts, answers, sum(self._cached_tokens))

@@ -7,9 +7,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opgraft.errors import HTTPError
-from opgraft.serving.server.protocol import ChatMessage
+from opgraft.serving.server.protocol import (
+    AssistantMessage,
+    ChatMessage,
+    RefusalPart,
+    TextPart,
+    ToolCall,
+)
 
 _OWN_FIELDS = ("messages", "tools", "add_generation_prompt")
+
+_TEMPLATE_FIELDS = {"role", "name", "tool_call_id"}
+_ROLES = {"developer": "system", "function": "tool"}
+
+_INVALID = "invalid_json"
+"""The name under which a template finds arguments of a call that are no JSON object."""
 
 
 def template_values(given: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
@@ -30,36 +42,65 @@ def template_values(given: Mapping[str, Any] | None) -> Mapping[str, Any] | None
     return given
 
 
-def for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+def for_template(
+    messages: Sequence[ChatMessage], instruction: str | None = None
+) -> list[dict[str, Any]]:
     """Return messages as templates know them: a text as content, and the arguments of calls as objects.
 
-    Raises:
-        HTTPError: the arguments of a call are no JSON object.
+    Args:
+        messages: of a request.
+        instruction: stands at the beginning of the system message, which is made if there is none.
     """
-    return [
-        _as_plain_message(message, f"messages[{place}]") for place, message in enumerate(messages)
-    ]
+    plain = [_as_plain_message(message) for message in messages]
+    if instruction is None:
+        return plain
+    if plain and plain[0]["role"] == "system":
+        first, *others = plain
+        return [{**first, "content": f"{instruction}\n\n{first['content']}"}, *others]
+    return [{"role": "system", "content": instruction}, *plain]
 
 
-def _as_plain_message(message: ChatMessage, place: str) -> dict[str, Any]:
-    plain = message.model_dump(exclude_none=True)
-    if message.role == "developer":
-        plain["role"] = "system"  # its older name, which templates know
-    if isinstance(message.content, list):
-        plain["content"] = "\n".join(part.text for part in message.content)
-    for number, call in enumerate(plain.get("tool_calls", ())):
-        field = f"{place}.tool_calls[{number}].function.arguments"
-        call["function"]["arguments"] = _arguments(call["function"]["arguments"], field)
-    if "tool_calls" in plain:
-        plain.setdefault("content", "")
+def _as_plain_message(message: ChatMessage) -> dict[str, Any]:
+    plain = message.model_dump(exclude_none=True, include=_TEMPLATE_FIELDS)
+    # Templates know the older name of one role, and the newer one of the other.
+    plain["role"] = _ROLES.get(message.role, message.role)
+    plain["content"] = _text_of(message.content)
+    if isinstance(message, AssistantMessage):
+        plain["content"] = plain["content"] or message.refusal or ""
+        reasoning = message.reasoning_content or message.reasoning
+        calls = [_as_plain_call(call) for call in _calls_of(message)]
+        plain |= {"reasoning_content": reasoning} if reasoning else {}
+        plain |= {"tool_calls": calls} if calls else {}
     return plain
 
 
-def _arguments(text: str, field: str) -> dict[str, Any]:
+def _text_of(content: str | Sequence[TextPart | RefusalPart] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part.text for part in content)
+
+
+def _calls_of(message: AssistantMessage) -> Sequence[ToolCall]:
+    if message.tool_calls or message.function_call is None:
+        return message.tool_calls or ()
+    return (ToolCall(function=message.function_call),)
+
+
+def _as_plain_call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
+    plain = {"type": call.type, "function": function}
+    return plain if call.id is None else {"id": call.id, **plain}
+
+
+def _arguments(given: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return the arguments of a call as an object, which templates go through.
+
+    A model may have written what is no object, and its chat goes on all the same.
+    """
+    if not given or not isinstance(given, str):
+        return given or {}
     try:
-        value = json.loads(text)
+        value = json.loads(given)
     except (ValueError, RecursionError):
         value = None
-    if not isinstance(value, dict):
-        raise HTTPError(400, f"{field} is no JSON object", field=field, code="invalid_value")
-    return value
+    return value if isinstance(value, dict) else {_INVALID: given}

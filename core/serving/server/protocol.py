@@ -1,16 +1,22 @@
-"""Bodies of requests, by the names of OpenAI's interface, and of vLLM's where that has more.
+"""Bodies of requests, by the names of OpenAI's interface, and of vLLM's if that has more.
 
-A field that is not listed, or has a value that is not supported, is an error that names it. ``null`` stands for a field
-that is left out. Of the faults of a body the first is told and the rest is not looked for, so that the time of a check
-does not depend on how wrong a body is.
+Clients send what other servers know, and send back what other servers have answered. So a field
+without an effect here is taken, and an unknown field is ignored and named in a header of the answer,
+unless ``server.unknown_fields`` says ``refuse``. A field that would change the answer, and that this
+server cannot follow, is an error that names the field. ``null`` stands for a field that is left out.
+
+The first fault of a body is told, and the rest is not looked for: the time of a check does not depend
+on how wrong a body is.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -38,31 +44,75 @@ def _told_apart(choose: Callable[[Any], TypeAdapter[Any]]) -> WrapValidator:
     return WrapValidator(lambda value, _: choose(value).validate_python(value, strict=True))
 
 
+class UnknownFields:
+    """The unknown fields of one request.
+
+    Args:
+        refused: raise at the first one, instead of ignoring it.
+
+    Attributes:
+        names: of ignored fields, such as ``messages[].mood``, each once.
+    """
+
+    def __init__(self, refused: bool = False) -> None:
+        self.refused = refused
+        self.names: dict[str, None] = {}
+
+
+_UNKNOWN_FIELDS: ContextVar[UnknownFields | None] = ContextVar("unknown fields", default=None)
+
+
+@contextmanager
+def unknown_fields(refused: bool) -> Iterator[UnknownFields]:
+    """Collect the unknown fields of the bodies that are checked within the block."""
+    found = UnknownFields(refused)
+    token = _UNKNOWN_FIELDS.set(found)
+    try:
+        yield found
+    finally:
+        _UNKNOWN_FIELDS.reset(token)
+
+
+_MOST_NAMES = 32
+"""Ignored fields of a request that are named."""
+
+
 class Body(BaseModel):
-    """Base of the bodies, which take what is declared and nothing else."""
+    """Base of the bodies.
+
+    Attributes:
+        place: of such objects in the body of a request, such as ``messages[].``.
+        without_effect: fields that other servers know, and that change no answer of this one.
+    """
 
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
     )
+    place: ClassVar[str] = ""
+    without_effect: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="wrap")
     @classmethod
-    def _expect_known(cls, given: Any, validated: ModelWrapValidatorHandler[Body]) -> Body:
-        """Leave out fields that there are not, where they are null, and refuse the first of the others."""
+    def _leave_out_others(cls, given: Any, validated: ModelWrapValidatorHandler[Body]) -> Body:
+        """Leave out fields without an effect, unknown fields, and fields that are null."""
         names = _names_of_fields(cls)
         if not isinstance(given, dict) or given.keys() <= names:
             return validated(given)
         body = validated({name: value for name, value in given.items() if name in names})
-        refused = next(
-            (name for name in given if name not in names and given[name] is not None), None
-        )
-        if refused is not None:
-            unknown = PydanticCustomError(
-                "extra_forbidden", "no such field", {"known": sorted(names)}
-            )
-            fault = InitErrorDetails(type=unknown, loc=(_printable(refused),), input=None)
-            raise ValidationError.from_exception_data(cls.__name__, [fault])
+        known = names | cls.without_effect
+        unknown = [name for name, value in given.items() if name not in known and value is not None]
+        fields = _UNKNOWN_FIELDS.get() or UnknownFields()
+        if unknown and fields.refused:
+            raise _unknown_field(cls, unknown[0], names)
+        for name in unknown[: max(0, _MOST_NAMES - len(fields.names))]:
+            fields.names[cls.place + _printable(name)] = None
         return body
+
+
+def _unknown_field(body: type[Body], name: str, known: frozenset[str]) -> ValidationError:
+    told = PydanticCustomError("extra_forbidden", "no such field", {"known": sorted(known)})
+    fault = InitErrorDetails(type=told, loc=(_printable(name),), input=None)
+    return ValidationError.from_exception_data(body.__name__, [fault])
 
 
 def _printable(name: str) -> str:
@@ -75,7 +125,32 @@ def _names_of_fields(body: type[Body]) -> frozenset[str]:
     return frozenset(field.alias or name for name, field in body.model_fields.items())
 
 
-_Token = Annotated[int, Field(ge=0)]
+def _whole(value: Any) -> Any:
+    # JSON of some clients writes 4.0 for 4.
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+Whole: TypeAlias = Annotated[int, BeforeValidator(_whole)]
+"""A whole number, which may be written as ``4.0``."""
+
+
+def _only(*accepted: Any, advice: str = "leave it out") -> BeforeValidator:
+    """Return the validator of a field that this server follows for some values alone.
+
+    Args:
+        *accepted: values under which the answer is as without the field.
+        advice: for other values.
+    """
+
+    def expect_accepted(value: Any) -> Any:
+        if value is None or any(type(value) is type(each) and value == each for each in accepted):
+            return None
+        raise PydanticCustomError("not_followed", "not supported", {"advice": advice})
+
+    return BeforeValidator(expect_accepted)
+
+
+_Token = Annotated[Whole, Field(ge=0)]
 _TEXT: TypeAdapter[Any] = TypeAdapter(str)
 _TEXTS: TypeAdapter[Any] = TypeAdapter(Items[str])
 _TOKENS: TypeAdapter[Any] = TypeAdapter(Items[_Token])
@@ -124,11 +199,17 @@ def _is_number(value: Any) -> bool:
 class StreamOptions(Body):
     """Chunks of a stream besides those of the answers."""
 
+    place = "stream_options."
+    without_effect = frozenset({"include_obfuscation"})
+
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class JSONSchemaFormat(Body):
     """A JSON schema with its name."""
+
+    place = "response_format.json_schema."
 
     name: str
     description: str | None = None
@@ -139,41 +220,73 @@ class JSONSchemaFormat(Body):
 class ResponseFormat(Body):
     """The form that an answer has."""
 
+    place = "response_format."
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchemaFormat | None = None
 
 
+_BY_FORM = "use response_format with the type json_schema"
+
+
 class Generation(Body):
-    """Fields of every request that generates text."""
+    """Fields of every request that generates text.
+
+    Those without an effect are names of routing, storage and billing at OpenAI, hints for a faster
+    answer, and names of vLLM that have to do with how it computes.
+    """
+
+    without_effect = frozenset(
+        {
+            *("reasoning_effort", "verbosity", "prediction", "store", "service_tier"),
+            *("prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
+            *("request_id", "include_reasoning", "skip_reading_prefix_cache"),
+        }
+    )
 
     model: str
-    n: int | None = None
+    n: Whole | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Whole | None = None
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    seed: int | None = None
+    seed: Whole | None = None
     stop: Texts | None = None
-    stop_token_ids: Items[int] | None = None
+    stop_token_ids: Items[Whole] | None = None
     bad_words: Items[str] | None = None
     logit_bias: Annotated[dict[str, float], _up_to_wrong(_is_number)] | None = None
-    min_tokens: int | None = None
-    max_tokens: int | None = None
+    min_tokens: Whole | None = None
+    max_tokens: Whole | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: int | None = None
+    priority: Whole | None = None
     cache_salt: str | None = None
     user: str | None = None
     metadata: (
         Annotated[dict[str, str], _up_to_wrong(lambda value: isinstance(value, str))] | None
     ) = None
+    use_beam_search: Annotated[Any, _only(False)] = None
+    length_penalty: Annotated[Any, _only(1, 1.0)] = None
+    spaces_between_special_tokens: Annotated[Any, _only(True)] = None
+    allowed_token_ids: Annotated[Any, _only()] = None
+    prompt_logprobs: Annotated[Any, _only()] = None
+    truncate_prompt_tokens: Annotated[Any, _only()] = None
+    return_token_ids: Annotated[Any, _only(False)] = None
+    return_tokens_as_token_ids: Annotated[Any, _only(False)] = None
+    logits_processors: Annotated[Any, _only([])] = None
+    prompt_embeds: Annotated[Any, _only()] = None
+    structured_outputs: Annotated[Any, _only(advice=_BY_FORM)] = None
+    guided_json: Annotated[Any, _only(advice=_BY_FORM)] = None
+    guided_regex: Annotated[Any, _only(advice=_BY_FORM)] = None
+    guided_choice: Annotated[Any, _only(advice=_BY_FORM)] = None
+    guided_grammar: Annotated[Any, _only(advice=_BY_FORM)] = None
 
 
 class CompletionRequest(Generation):
@@ -181,87 +294,128 @@ class CompletionRequest(Generation):
 
     prompt: Prompts
     echo: bool | None = None
-    logprobs: int | None = None
-    best_of: Literal[1] | None = None
-    suffix: Literal[""] | None = None
+    logprobs: Whole | None = None
+    best_of: Annotated[Any, _only(1, 1.0, advice="use n")] = None
+    suffix: Annotated[Any, _only("")] = None
+    add_special_tokens: Annotated[Any, _only(True)] = None
 
 
 class TextPart(Body):
-    """A part of a message that is text; there are no others."""
+    """A part of a message that is text."""
+
+    place = "messages[].content[]."
 
     type: Literal["text"]
     text: str
 
 
+class RefusalPart(Body):
+    """A part of an answer that says why a model refuses."""
+
+    place = "messages[].content[]."
+
+    type: Literal["refusal"]
+    text: str = Field(alias="refusal")
+
+
+_PART: TypeAdapter[Any] = TypeAdapter(TextPart)
+_REFUSAL: TypeAdapter[Any] = TypeAdapter(RefusalPart)
+
+
+def _part(given: object) -> TypeAdapter[Any]:
+    """Tell parts apart by their type."""
+    kind = given.get("type") if isinstance(given, dict) else None
+    return _REFUSAL if kind == "refusal" else _PART
+
+
+Part: TypeAlias = Annotated[TextPart | RefusalPart, _told_apart(_part)]
+_PARTS: TypeAdapter[Any] = TypeAdapter(Items[Part])
+Content: TypeAlias = Annotated[
+    str | list[TextPart | RefusalPart],
+    _told_apart(lambda given: _PARTS if isinstance(given, list) else _TEXT),
+]
+"""The text of a message, whole or in parts."""
+
+
 class FunctionCall(Body):
-    """A function with its arguments, which are JSON."""
+    """A function with its arguments: JSON as text, as a rule.
+
+    Clients send back what a model has written: an object in place of text, nothing, or text that was
+    cut off.
+    """
+
+    place = "messages[].tool_calls[].function."
 
     name: str
-    arguments: str
+    arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(Body):
     """A call that a model made."""
 
-    id: str
-    type: Literal["function"]
+    place = "messages[].tool_calls[]."
+    without_effect = frozenset({"index"})  # of the parts of a stream
+
+    id: str | None = None
+    type: Literal["function"] = "function"
     function: FunctionCall
-
-
-_PARTS: TypeAdapter[Any] = TypeAdapter(Items[TextPart])
-Content: TypeAlias = Annotated[
-    str | list[TextPart], _told_apart(lambda given: _PARTS if isinstance(given, list) else _TEXT)
-]
-"""The text of a message, whole or in parts."""
 
 
 class SystemMessage(Body):
     """A message of the operator to the model."""
 
+    place = "messages[]."
+
     role: Literal["system", "developer"]
-    content: Content
+    content: Content | None = None
     name: str | None = None
 
 
 class UserMessage(Body):
     """A message of a user."""
 
+    place = "messages[]."
+
     role: Literal["user"]
-    content: Content
+    content: Content | None = None
     name: str | None = None
 
 
 class AssistantMessage(Body):
-    """An answer of the model, or its calls."""
+    """An answer of the model, or its calls.
+
+    An answer without content and calls is one of no text. ``reasoning`` is another name of
+    ``reasoning_content``, and ``function_call`` an older form of a single call.
+    """
+
+    place = "messages[]."
+    without_effect = frozenset({"annotations", "audio"})
 
     role: Literal["assistant"]
     content: Content | None = None
     name: str | None = None
     tool_calls: Items[ToolCall] | None = None
+    function_call: FunctionCall | None = None
+    refusal: str | None = None
     reasoning_content: str | None = None
-    annotations: list[Any] | None = Field(default=None, max_length=0)
-
-    @model_validator(mode="after")
-    def _expect_something(self) -> AssistantMessage:
-        if self.content is None and self.reasoning_content is None and not self.tool_calls:
-            fault = InitErrorDetails(type="missing", loc=("content",), input=None)
-            raise ValidationError.from_exception_data("AssistantMessage", [fault])
-        return self
+    reasoning: str | None = None
 
 
 class ToolMessage(Body):
     """A result of a call."""
 
-    role: Literal["tool"]
-    content: Content
-    tool_call_id: str
+    place = "messages[]."
+
+    role: Literal["tool", "function"]
+    content: Content | None = None
+    tool_call_id: str | None = None
     name: str | None = None
 
 
 class _AnyMessage(BaseModel):
     """A message of a role that there is not, or of none, which is what is told of it."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
 
 
 _MESSAGES: dict[object, TypeAdapter[Any]] = {
@@ -270,6 +424,7 @@ _MESSAGES: dict[object, TypeAdapter[Any]] = {
     "user": TypeAdapter(UserMessage),
     "assistant": TypeAdapter(AssistantMessage),
     "tool": TypeAdapter(ToolMessage),
+    "function": TypeAdapter(ToolMessage),
 }
 _ANY_MESSAGE: TypeAdapter[Any] = TypeAdapter(_AnyMessage)
 
@@ -288,6 +443,8 @@ ChatMessage: TypeAlias = Annotated[
 class Function(Body):
     """A function that a model may call."""
 
+    place = "tools[].function."
+
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -295,7 +452,9 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A tool, of which functions are the only kind."""
+    """A tool. Functions are the only kind."""
+
+    place = "tools[]."
 
     type: Literal["function"]
     function: Function
@@ -304,11 +463,15 @@ class Tool(Body):
 class FunctionName(Body):
     """The name of a function."""
 
+    place = "tool_choice.function."
+
     name: str
 
 
 class NamedToolChoice(Body):
     """The choice of one function."""
+
+    place = "tool_choice."
 
     type: Literal["function"]
     function: FunctionName
@@ -330,13 +493,24 @@ class ChatRequest(Generation):
     tools: Items[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Whole | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Whole | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     modalities: Items[Literal["text"]] | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    audio: Annotated[Any, _only()] = None
+    web_search_options: Annotated[Any, _only()] = None
+    functions: Annotated[Any, _only([], advice="use tools")] = None
+    function_call: Annotated[Any, _only("none", "auto", advice="use tool_choice")] = None
+    documents: Annotated[Any, _only([])] = None
+    chat_template: Annotated[
+        Any, _only(advice="the operator of the server chooses the template")
+    ] = None
+    add_generation_prompt: Annotated[Any, _only(True)] = None
+    continue_final_message: Annotated[Any, _only(False)] = None
+    add_special_tokens: Annotated[Any, _only(False)] = None
+    echo: Annotated[Any, _only(False)] = None
+    mm_processor_kwargs: Annotated[Any, _only({})] = None
 
 
 class EmbeddingRequest(Body):
@@ -346,6 +520,9 @@ class EmbeddingRequest(Body):
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     user: str | None = None
+    dimensions: Annotated[Any, _only()] = None
+    truncate_prompt_tokens: Annotated[Any, _only()] = None
+    add_special_tokens: Annotated[Any, _only(True)] = None
 
 
 class TokenizeRequest(Body):

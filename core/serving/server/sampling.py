@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from opgraft.engine.sampling_params import COLDEST, SamplingParams
+from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import HTTPError
 from opgraft.serving.server.protocol import (
     ChatRequest,
     CompletionRequest,
     Generation,
-    ResponseFormat,
 )
 from opgraft.serving.server.service import Service
 
@@ -86,46 +85,40 @@ def params_of(
         _expect_few(getattr(body, field) or (), service.settings.max_stops, field)
     _expect_few(list(body.logit_bias or ()), service.settings.max_logit_bias, "logit_bias")
     given = body.model_dump(include=set(_AS_THEY_ARE), exclude_none=True)
-    given |= _usual(body) | {
+    schema = schema_of(body)
+    if body.seed is not None and body.seed < 0:
+        given["seed"] = body.seed % (1 << 64)  # of clients that draw from all whole numbers
+    given |= {
         "max_tokens": _max_tokens(body, prompts, service),
         "logit_bias": _logit_bias(body.logit_bias or {}, service.vocab_size),
-        "structured_output": _structured(body.response_format),
+        "structured_output": None if schema is None else {"json": schema},
         **_logprobs(body, service.settings.max_logprobs),
         **settled,
     }
-    _expect_few_logprobs(given, prompts, service.settings.max_total_logprobs)
     return SamplingParams(**given)
 
 
-def _usual(body: Generation) -> dict[str, Any]:
-    """Return values as the engine takes them, of those that only clients of OpenAI's interface send."""
-    found: dict[str, Any] = {}
-    if body.temperature is not None and 0 < body.temperature < COLDEST:
-        found["temperature"] = (
-            0.0  # from clients that write it so, as the likeliest token is all that it leaves
-        )
-    if body.seed is not None and body.seed < 0:
-        found["seed"] = body.seed % (1 << 64)
-    return found
-
-
-def _expect_few_logprobs(
-    given: Mapping[str, Any], prompts: Sequence[Sequence[int]], limit: int
+def expect_few_logprobs(
+    params: SamplingParams, prompt_tokens: int, answer_tokens: int, service: Service
 ) -> None:
-    """Refuse so many log-probabilities that to write them would take the memory and the time of others."""
-    each = given.get("logprobs")
-    if each is not None:
-        tokens = len(prompts) * given["max_tokens"]
-        if given.get("prompt_logprobs") is not None:
-            tokens += sum(map(len, prompts))
-        total = given.get("n", 1) * tokens * (each + 1)
-        if total > limit:
-            raise _too_many(
-                "log-probabilities in all, for as many tokens as it may have",
-                total,
-                limit,
-                "logprobs",
-            )
+    """Refuse so many log-probabilities that to write them would take the memory and the time of others.
+
+    Args:
+        params: of the request.
+        prompt_tokens: of all prompts of the request.
+        answer_tokens: of all answers so far.
+        service: has the limit.
+
+    Raises:
+        HTTPError: with the limit.
+    """
+    if params.logprobs is None:
+        return
+    limit = service.settings.max_total_logprobs
+    echoed = 0 if params.prompt_logprobs is None else prompt_tokens
+    total = (echoed + answer_tokens) * (params.logprobs + 1)
+    if total > limit:
+        raise _too_many("log-probabilities in all", total, limit, "logprobs")
 
 
 def _expect_few(listed: str | Sequence[object], limit: int, field: str) -> None:
@@ -158,8 +151,8 @@ def _max_tokens(body: Generation, prompts: Sequence[Sequence[int]], service: Ser
     if wanted > room:
         raise HTTPError(
             400,
-            f"{field} is {wanted} after a prompt of {longest} tokens, and the context has {room + longest}: ask for at "
-            f"most {room}, or shorten the prompt",
+            f"{field} is {wanted} after a prompt of {longest} tokens, and the model's maximum context length is "
+            f"{room + longest} tokens: ask for at most {room}, or shorten the prompt",
             field=field,
             code="context_length_exceeded",
         )
@@ -184,15 +177,21 @@ def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
     return bias
 
 
-def _structured(form: ResponseFormat | None) -> Any:
+def schema_of(body: Generation) -> dict[str, Any] | None:
+    """Return the JSON schema that an answer is held to, or None.
+
+    Raises:
+        HTTPError: the schema is missing.
+    """
+    form = body.response_format
     if form is None or form.type == "text":
         return None
     if form.type == "json_object":
-        return {"json": {"type": "object"}}
+        return {"type": "object"}
     if form.json_schema is None or form.json_schema.schema_ is None:
         field = "response_format.json_schema" + (".schema" if form.json_schema else "")
         raise HTTPError(400, f"{field} is missing", field=field, code="missing_field")
-    return {"json": form.json_schema.schema_}
+    return form.json_schema.schema_
 
 
 def _logprobs(body: Generation, limit: int) -> dict[str, Any]:

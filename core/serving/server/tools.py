@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,23 +13,47 @@ from opgraft.errors import HTTPError
 from opgraft.serving.server.protocol import ChatRequest, NamedToolChoice
 
 _HERMES, _MISTRAL = "<tool_call>", "[TOOL_CALLS]"
-"""By what a call begins in the text of models of these two schools; others write plain JSON."""
+"""Beginnings of a call in the text of models of these two schools; others write plain JSON."""
+
+_INSTRUCTION = """You can call these functions, each described by a JSON schema:
+{functions}
+To call one, answer with {{"name": its name, "arguments": an object with its arguments}} and nothing else."""
+"""What a system message says of functions if the template of the chat has no place for them."""
 
 _MARKED = r"""%llguidance {{}}
 start: call* TEXT
-call: head SPACE %json {form}
+call: head SPACE %json {call}
 head{lazy}: TEXT {trigger}
 SPACE: /[ \n\t]{{0,16}}/
 TEXT: /(.|\n)*/
 """
 """Grammar of text in which a call follows each marker."""
 
+_MARKED_OR_FORM = r"""%llguidance {{}}
+start: SPACE (first call* TEXT | %json {form} SPACE)
+first: {trigger} SPACE %json {call}
+call: head SPACE %json {call}
+head{lazy}: TEXT {trigger}
+SPACE: /[ \n\t]{{0,16}}/
+TEXT: /(.|\n)*/
+"""
+"""Grammar of calls, each behind a marker, or else of an answer of a form."""
+
 _PLAIN = r"""%llguidance {{}}
-start: SPACE (%json {form} SPACE | TEXT)?
+start: SPACE (%json {call} SPACE | TEXT)?
 SPACE: /[ \n\t]{{0,16}}/
 TEXT: /[^{{\[ \n\t](.|\n)*/
 """
 """Grammar of a call, or several, or else of text that does not begin as one."""
+
+_HEAD = re.compile(
+    r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")'
+    r'(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*(?P<arguments>.*))?',
+    re.DOTALL,
+)
+"""Beginning of a call as models write one: a name, and arguments, which some models name parameters."""
+
+_DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True)
@@ -55,48 +80,68 @@ class Tools:
         template: of the model's chats, as source.
 
     Attributes:
-        functions: as the template gets them; None where the model is not to know of any.
-        forced: the JSON schema of an answer that must be a call; None where it need not be one.
+        functions: as the template gets them; None if the model is not to know of any.
+        instruction: tells the model of the functions if the template has no place for them.
+        forced: the JSON schema of an answer that must be a call; None if it need not be one.
         forced_field: where that schema comes from.
 
     Raises:
-        HTTPError: the template has no place for functions, or one is chosen that is not there.
+        HTTPError: a function is chosen that is not there.
     """
 
     def __init__(self, body: ChatRequest, template: str) -> None:
-        offered = (
-            []
-            if body.tool_choice == "none"
-            else [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-        )
-        if offered and "tools" not in template:
-            raise HTTPError(
-                400,
-                "the chat template of this model has no place for tools, so it was not taught to call any: leave them "
-                "out, or serve a model that was",
-                field="tools",
-                code="unsupported_value",
-            )
+        tools = () if body.tool_choice == "none" else body.tools or ()
+        offered = [tool.model_dump(exclude_none=True) for tool in tools]
         self.functions = offered or None
+        self._offered = [tool["function"] for tool in offered]
+        self._known = {function["name"] for function in self._offered}
+        self.instruction = None
+        if offered and "tools" not in template:
+            described = "\n".join(map(json.dumps, self._offered))
+            self.instruction = _INSTRUCTION.format(functions=described)
         chosen = _chosen(body, offered)
-        self.forced = _forced([offered[place]["function"] for place in chosen])
+        self.forced = _forced([self._offered[place] for place in chosen])
+        self._only = self._offered[chosen[0]]["name"] if len(chosen) == 1 else None
         self.forced_field = (
             f"tools[{chosen[0]}].function.parameters" if len(chosen) == 1 else "tools"
         )
         marker = _HERMES if _HERMES in template else _MISTRAL if _MISTRAL in template else "{"
         self._marker = "" if self.forced is not None else marker
         self._most = 1 if body.parallel_tool_calls is False else None
-        self._known = {tool["function"]["name"] for tool in offered}
-        self._offered = [tool["function"] for tool in offered]
 
-    def grammar(self, special: Callable[[str], int | None]) -> str | None:
-        """Return the grammar of an answer of which any call is held to its schema; None where no function is strict.
+    def structured_output(
+        self, special: Callable[[str], int | None], form: Mapping[str, Any] | None
+    ) -> dict[str, Any] | None:
+        """Return the structured output of an answer that must be a call, or may be one.
+
+        Calls of strict functions are held to their schemas. With a form, an answer that is no call
+        is of the form.
 
         Args:
             special: the id of a special token by its text, None for a text that is none.
+            form: the JSON schema of an answer that is no call.
+
+        Returns:
+            None if any text is an answer.
         """
-        if self.forced is not None or not any(function.get("strict") for function in self._offered):
+        if self.forced is not None:
+            return {"json": self.forced}
+        strict = any(function.get("strict") for function in self._offered)
+        if not self._offered or not (strict or form is not None):
             return None
+        if self._marker == "{" and form is not None:
+            return {"json": self._schema_of_calls({"$id": "urn:opgraft:form", **form})}
+        parts = {"call": json.dumps(self._schema_of_calls()), "form": json.dumps(form)}
+        if self._marker == "{":
+            return {"grammar": _PLAIN.format(**parts)}
+        token = special(self._marker)
+        trigger = json.dumps(self._marker) if token is None else f"<[{token}]>"
+        lazy = "[lazy]" if token is None else ""
+        grammar = _MARKED if form is None else _MARKED_OR_FORM
+        return {"grammar": grammar.format(**parts, lazy=lazy, trigger=trigger)}
+
+    def _schema_of_calls(self, *others: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the schema of one call, or of a list of calls, or of what has another schema."""
         schemas = [
             _schema_of(
                 function if function.get("strict") else {"name": function["name"]},
@@ -105,43 +150,59 @@ class Tools:
             for place, function in enumerate(self._offered)
         ]
         call = {"$ref": "#/$defs/call"}
-        form = {
-            "anyOf": [call, {"type": "array", "items": call, "minItems": 1}],
+        return {
+            "anyOf": [call, {"type": "array", "items": call, "minItems": 1}, *others],
             "$defs": {"call": {"anyOf": schemas}},
             "x-guidance": {"whitespace_pattern": WHITESPACE},
         }
-        if self._marker == "{":
-            return _PLAIN.format(form=json.dumps(form))
-        token = special(self._marker)
-        trigger = json.dumps(self._marker) if token is None else f"<[{token}]>"
-        return _MARKED.format(
-            form=json.dumps(form), lazy="[lazy]" if token is None else "", trigger=trigger
-        )
 
     def plain(self, text: str, ended: bool) -> str:
         """Return the part of a text that is surely no call: up to the first marker, or what may become one."""
         if self.functions is None:
             return text
-        if self._marker in ("", "{"):
-            return text if self._marker and not _may_begin(text) else self._rest(text, ended)
+        if self.forced is not None:
+            return ""
+        if self._marker == "{":
+            return text if not _may_begin(text) or (ended and not self.calls(text)) else ""
         at = text.find(self._marker)
         if at >= 0:
-            return text[:at].rstrip() if not ended or self.calls(text) else text
+            return text if ended and not self.calls(text) else text[:at].rstrip()
         held = 0 if ended else _overlap(text, self._marker)
         return text[: len(text) - held]
 
-    def _rest(self, text: str, ended: bool) -> str:
-        return text if ended and not self.calls(text) else ""
-
     def calls(self, text: str) -> list[Call]:
-        """Return the calls in the whole text of an answer, none where it is not of the form."""
+        """Return the calls in an answer so far, the last one perhaps cut.
+
+        What does not have the form of a call, or calls no known function, ends the list.
+        """
         if self.functions is None:
             return []
-        found = list(_objects(text, self._marker))
-        calls = [_call(each) for each in found]
-        if any(call is None or call.name not in self._known for call in calls):
-            return []
-        return [call for call in calls if call is not None][: self._most]
+        pieces = text.split(self._marker)[1:] if self._marker in (_HERMES, _MISTRAL) else [text]
+        found: list[Call] = []
+        for piece in pieces:
+            calls, whole = self._calls_in(piece)
+            found += calls
+            if not whole:
+                break
+        if not found and self._only is not None:
+            found = [Call(self._only, "")]  # cut within the name
+        return found[: self._most]
+
+    def _calls_in(self, text: str) -> tuple[list[Call], bool]:
+        """Return the calls at the beginning of a text, one or a list, and whether nothing was amiss."""
+        text = text.lstrip()
+        several = text.startswith("[")
+        rest = text[1:] if several else text
+        found: list[Call] = []
+        while True:
+            call, rest = _first_call(rest)
+            if call is None or call.name not in self._known:
+                return found, False
+            found.append(call)
+            rest = rest.lstrip()
+            if not several or not rest.startswith(","):
+                return found, True
+            rest = rest[1:]
 
 
 def _chosen(body: ChatRequest, offered: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -198,27 +259,35 @@ def _overlap(text: str, marker: str) -> int:
     return next((size for size in range(len(marker) - 1, 0, -1) if text.endswith(marker[:size])), 0)
 
 
-def _objects(text: str, marker: str) -> Iterator[Any]:
-    """Yield the JSON values after each marker; of a list, its items."""
-    parts = text.split(marker)[1:] if marker in (_HERMES, _MISTRAL) else [text]
-    for part in parts:
-        try:
-            value, _ = json.JSONDecoder().raw_decode(part.lstrip())
-        except (ValueError, RecursionError):
-            yield None
-            continue
-        yield from value if isinstance(value, list) else [value]
-
-
-def _call(value: Any) -> Call | None:
-    """Return a JSON value as a call, whose arguments some models name parameters."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
+def _first_call(text: str) -> tuple[Call | None, str]:
+    """Return the call that a text begins with, perhaps cut, and the text behind the call."""
+    try:
+        value, end = _DECODER.raw_decode(text.lstrip())
+    except (ValueError, RecursionError):
+        return _cut_call(text), ""
+    rest = text.lstrip()[end:]
+    name = value.get("name") if isinstance(value, dict) else None
+    arguments = value.get("arguments", value.get("parameters", {})) if name else None
+    if not isinstance(name, str) or not isinstance(arguments, str | dict):
+        return None, rest
     if isinstance(arguments, str):
-        return Call(value["name"], arguments)
-    return (
-        Call(value["name"], json.dumps(arguments, ensure_ascii=False))
-        if isinstance(arguments, dict)
-        else None
-    )
+        return Call(name, arguments), rest
+    cut = _cut_call(text)
+    # As the model has written them, so that a stream has brought the same.
+    written = json.dumps(arguments, ensure_ascii=False) if cut is None else cut.arguments
+    return Call(name, written if arguments else "{}"), rest
+
+
+def _cut_call(text: str) -> Call | None:
+    """Return a call that begins with a name, with the arguments so far."""
+    head = _HEAD.match(text)
+    if head is None:
+        return None
+    arguments = head["arguments"] or ""
+    if not arguments.startswith("{"):  # JSON within a text is told once it is whole
+        arguments = ""
+    try:
+        _, end = _DECODER.raw_decode(arguments)
+    except (ValueError, RecursionError):
+        end = len(arguments)
+    return Call(json.loads(head["name"]), arguments[:end])

@@ -1,0 +1,173 @@
+"""What other servers take, this one takes: fields, values, and the history that clients send back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server.processes import Server, error_of, serving
+
+USER = {"role": "user", "content": "the cat"}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+RESULT = {"role": "tool", "tool_call_id": "c1", "content": "1"}
+
+WITHOUT_EFFECT = {
+    "reasoning_effort": "low",
+    "verbosity": "low",
+    "store": True,
+    "service_tier": "flex",
+    "prompt_cache_key": "k",
+    "safety_identifier": "u",
+    "metadata": {"a": "b"},
+    "user": "u",
+    "prediction": {"type": "content", "content": "a"},
+    "stream_options": {"include_obfuscation": False},
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "spaces_between_special_tokens": True,
+    "logits_processors": [],
+    "return_token_ids": False,
+    "request_id": "r",
+}
+
+
+def test_fields_without_an_effect(server: Server) -> None:
+    """They are known, so that no header names them; a field of vLLM's has its default value."""
+    response = server.chat(**WITHOUT_EFFECT)
+    assert response.json()["choices"] == server.chat().json()["choices"]
+    assert "x-ignored-fields" not in response.headers
+
+
+def test_unknown_fields_are_ignored_and_named(server: Server) -> None:
+    """The header of the answer names each, wherever it stands, in characters that a header may have."""
+    names = {
+        "temprature": 1,
+        "x" * 5000: 1,
+        "__proto__": {},
+        "\u00fc\r\nset-cookie: a": 1,
+        "n": None,
+    }
+    message = {**USER, "mood": 1, "content": [{"type": "text", "text": "the cat", "lang": "en"}]}
+    response = server.chat(messages=[message], **names)
+    assert response.json()["choices"] == server.chat(messages=[USER]).json()["choices"]
+    named = response.headers["x-ignored-fields"]
+    assert named.startswith("messages[].content[].lang, messages[].mood, temprature, xxx")
+    assert "set-cookie" not in response.headers
+    assert len(named) <= 1024
+    streamed = server.chat(messages=[message], stream=True)
+    assert "messages[].mood" in streamed.headers["x-ignored-fields"]
+
+
+@pytest.fixture(scope="module")
+def strict(checkpoint: Path) -> Iterator[Server]:
+    with serving(checkpoint, "--server.unknown_fields", "refuse") as running:
+        yield running
+
+
+def test_a_server_that_refuses_unknown_fields(strict: Server) -> None:
+    """It names the first with a near one, and takes those without an effect."""
+    error = error_of(strict.chat(temprature=1))
+    assert (error["param"], error["code"]) == ("temprature", "unsupported_field")
+    assert error["message"] == "temprature is not supported: did you mean 'temperature'?"
+    error = error_of(strict.chat(messages=[{**USER, "mood": 1}]))
+    assert error["param"] == "messages[0].mood"
+    assert strict.chat(**WITHOUT_EFFECT).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("message", "like"),
+    [
+        ({"content": "hello", "provider_specific_fields": {"refusal": None}}, None),
+        ({"content": "hello", "reasoning": "hm"}, {"content": "hello", "reasoning_content": "hm"}),
+        ({"content": "hello", "id": "msg_1", "annotations": [1], "audio": None}, None),
+        ({"content": None, "refusal": "I cannot"}, {"content": "I cannot"}),
+        ({"content": [{"type": "refusal", "refusal": "I cannot"}]}, {"content": "I cannot"}),
+        ({"content": None, "tool_calls": []}, {"content": ""}),
+        ({}, {"content": ""}),
+        ({"tool_calls": [{**CALL, "index": 0}]}, {"tool_calls": [CALL]}),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": {}}}]}, {"tool_calls": [CALL]}),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": ""}}]}, {"tool_calls": [CALL]}),
+        ({"tool_calls": [{"function": {"name": "f"}}]}, {"tool_calls": [CALL]}),
+        ({"function_call": {"name": "f", "arguments": "{}"}}, {"tool_calls": [CALL]}),
+        (
+            {"tool_calls": [{"function": {"name": "f", "arguments": '{"a": '}}]},
+            {"tool_calls": [{"function": {"name": "f", "arguments": {"invalid_json": '{"a": '}}}]},
+        ),
+    ],
+    ids=range(13),
+)
+def test_history_that_clients_send_back(
+    server: Server, message: dict[str, Any], like: dict[str, Any] | None
+) -> None:
+    """Whatever an answer has become on its way through a client, the chat goes on, with the expected prompt."""
+
+    def tokens(answer: dict[str, Any]) -> Any:
+        chat = [USER, {"role": "assistant", **answer}]
+        chat += [RESULT] if answer.get("tool_calls") or answer.get("function_call") else []
+        response = server.post("/tokenize", messages=[*chat, USER])
+        assert response.status_code == 200, response.text
+        return response.json()["tokens"]
+
+    content = {"content": message.get("content")}
+    assert tokens(message) == tokens(content if like is None else like)
+
+
+def test_results_of_calls(server: Server) -> None:
+    """A result may lack its call, or its content, or have the older role."""
+    for result in ({"role": "tool"}, {"role": "function", "name": "f", "content": "1"}):
+        assert server.chat(messages=[USER, result, USER]).status_code == 200
+
+
+def test_whole_numbers_may_have_a_point(server: Server) -> None:
+    """JSON of some clients writes 4.0 for 4."""
+    given = {"max_tokens": 4, "seed": 3, "n": 1, "top_k": 5, "temperature": 1}
+    floats = {name: float(value) for name, value in given.items()}
+    assert server.chat(**floats).json()["choices"] == server.chat(**given).json()["choices"]
+    assert server.complete(prompt=[5.0, 6.0], max_tokens=2).status_code == 200
+
+
+def test_a_minimum_that_a_form_cannot_reach(server: Server) -> None:
+    """The request is at fault, and not the server."""
+    schema = {"type": "object", "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    response = server.chat(response_format=form, min_tokens=150, max_tokens=200)
+    assert response.status_code == 400, response.text
+    assert "no token is left" in error_of(response)["message"]
+
+
+def test_cached_tokens(server: Server) -> None:
+    """The usage has how many tokens of the prompt the cache held."""
+    prompt = [7, 8, 9, 10] * 30
+    server.complete(prompt=prompt, max_tokens=2)
+    usage = server.complete(prompt=prompt, max_tokens=2).json()["usage"]
+    assert 0 < usage["prompt_tokens_details"]["cached_tokens"] < len(prompt)
+
+
+def test_parts_of_characters_in_log_probabilities(server: Server) -> None:
+    """Each token has its own bytes, and its place in the text is that of the character that it is a part of."""
+    text = "the \U0001f98a \u8a9e cat sat"
+    asked = {"prompt": text, "echo": True, "max_tokens": 0, "logprobs": 0}
+    found = server.complete(**asked).json()["choices"][0]
+    offsets = found["logprobs"]["text_offset"]
+    for token, offset in zip(found["logprobs"]["tokens"], offsets, strict=True):
+        assert "\ufffd" in token or found["text"][offset:].startswith(token)
+    assert len({*offsets}) < len(offsets)
+    row = server.chat(logprobs=True, top_logprobs=20, max_tokens=8).json()["choices"][0]
+    for each in row["logprobs"]["content"]:
+        for token in each["top_logprobs"]:
+            assert "\ufffd" in token["token"] or bytes(token["bytes"]).decode() == token["token"]
+            assert bytes(token["bytes"]) != "\ufffd".encode()
+
+
+def test_a_form_beside_functions(server: Server) -> None:
+    """The answer is a call, or of the form."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    response = server.chat(tools=[tool], response_format=form, max_tokens=200)
+    assert response.status_code == 200, response.text
+    message = response.json()["choices"][0]["message"]
+    assert message.get("tool_calls") or json.loads(message["content"])["a"] == 1
