@@ -78,7 +78,7 @@ def test_a_prompt_that_fits_nowhere_is_an_error(cli, causal_folder: Path) -> Non
     result = cli("run", str(causal_folder), "the cat " * 40, *SMALL, "--model.max_model_len", "64")
     assert result.returncode == 2
     assert "80 tokens" in result.stderr
-    assert "the model takes 64" in result.stderr
+    assert "maximum context length is 64 tokens" in result.stderr
     result = cli("run", str(causal_folder), "the cat", "--cache.num_blocks", "3")
     assert result.returncode == 2
     assert "the cache has room for 3 blocks" in result.stderr

@@ -104,7 +104,10 @@ def test_what_cannot_be_embedded(tmp_path: Path) -> None:
     """Long texts are refused or cut, a decoder has no embeddings, and an encoder no answers."""
     llm = LLM("minilm", **QUIET)
     long = "cat " * 300
-    with pytest.raises(RequestError, match="text 2 of 2 has 302 tokens, and the model takes 256"):
+    with pytest.raises(
+        RequestError,
+        match="text 2 of 2 has 302 tokens, and the model's maximum context length is 256 tokens",
+    ):
         llm.embed(["a", long])
     (cut,) = llm.embed(long, truncate=True)
     assert len(cut.prompt_token_ids) == 256
@@ -178,11 +181,13 @@ def test_lost_workers_are_started_again_before_a_batch(monkeypatch: pytest.Monke
 def test_the_longest_text_is_as_set_up_to_the_positions_of_the_model() -> None:
     """``max_model_len`` goes before what the checkpoint says of its sentences, and cannot exceed its positions."""
     words = [101, *[3899] * 400, 102]
-    with pytest.raises(RequestError, match=r"the model takes 256: .* or raise model.max_model_len"):
+    with pytest.raises(
+        RequestError, match=r"context length is 256 tokens: .* or raise model.max_model_len"
+    ):
         LLM("minilm", **QUIET).embed([words])
     (output,) = LLM("minilm", max_model_len=512, **QUIET).embed([words])
     assert len(output.prompt_token_ids) == 402
-    with pytest.raises(RequestError, match=r"the model takes 8: "):
+    with pytest.raises(RequestError, match=r"context length is 8 tokens: "):
         LLM("minilm", max_model_len=8, **QUIET).embed([words])
     with pytest.raises(
         ConfigError, match=r"max_model_len is 513, and the encoder .* set it to at most 512"
