@@ -328,8 +328,8 @@ class ServerConfig(Section):
         minimum=0,
     )
     unknown_fields: str = setting(
-        "what becomes of a request with fields that this server does not know: ignore names them in the header "
-        "x-ignored-fields of the answer",
+        "what becomes of a request with fields that this server does not know: ignore names them "
+        "in the header x-ignored-fields of the answer",
         default="ignore",
         choices=("ignore", "refuse"),
     )

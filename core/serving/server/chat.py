@@ -118,7 +118,7 @@ class Chat(Generating[ChatRequest]):
 
 
 class _Told:
-    """What a stream has told of an answer: characters of its text, and those of the arguments of each call."""
+    """Counts the characters of an answer that a stream has told: of the text, and of the arguments of calls."""
 
     def __init__(self) -> None:
         self.characters = 0

@@ -18,7 +18,7 @@ _HERMES, _MISTRAL = "<tool_call>", "[TOOL_CALLS]"
 _INSTRUCTION = """You can call these functions, each described by a JSON schema:
 {functions}
 To call one, answer with {{"name": its name, "arguments": an object with its arguments}} and nothing else."""
-"""What a system message says of functions if the template of the chat has no place for them."""
+"""Text of a system message about the functions, if the template of the chat has no place for them."""
 
 _MARKED = r"""%llguidance {{}}
 start: call* TEXT
