@@ -104,24 +104,33 @@ class Generating(ABC, Generic[_B]):
         return await self.service.prepare(whole)  # which may take seconds
 
     async def _answers(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        logged = self.service.settings.log_prompts
-        if logged:
-            self.record["prompt"] = self.body.model_dump(include={self.prompt_field})[
-                self.prompt_field
-            ]
+        job = await self._prepared()
+        tokens = [0] * len(self.prompt_ids)
+        self._cached_tokens = [0] * len(self.prompt_ids)
+        async with aclosing(self.service.answers(job, self.slot)) as news:
+            async for number, output in news:
+                tokens[number] = self.counted(output)
+                self._cached_tokens[number] = output.num_cached_tokens
+                self._note(number, output, sum(tokens))
+                yield number, output
+
+    async def _prepared(self) -> Job:
+        """Read the prompts and the sampling of the request, and refuse what the server does not take."""
+        if self.service.settings.log_prompts:
+            logged = self.body.model_dump(include={self.prompt_field})
+            self.record["prompt"] = logged[self.prompt_field]
         with at(self.prompt_field):
             self.prompt_ids = await self.prompts()
         sampling.expect_prompts(self.body, self.prompt_ids, self.service)
-        self.params = sampling.params_of(
-            self.body, self.prompt_ids, self.service, self.structured()
-        )
+        settled = self.structured()
+        self.params = sampling.params_of(self.body, self.prompt_ids, self.service, settled)
         if self.params.structured_output is not None:
             with at(self.grammar_field):
                 await self.service.llm.compile(self.params)
         prompt_tokens = sum(map(len, self.prompt_ids))
         sampling.expect_few_logprobs(self.params, prompt_tokens, 0, self.service)
         self.record |= {"prompt_tokens": prompt_tokens, "completion_tokens": 0}
-        job = Job(
+        return Job(
             self.id,
             self.arrival,
             self.prompt_ids,
@@ -130,21 +139,17 @@ class Generating(ABC, Generic[_B]):
             self.body.priority or 0,
             self.body.cache_salt,
         )
-        tokens = [0] * len(self.prompt_ids)
-        self._cached_tokens = [0] * len(self.prompt_ids)
-        async with aclosing(self.service.answers(job, self.slot)) as news:
-            async for number, output in news:
-                tokens[number] = self.counted(output)
-                self._cached_tokens[number] = output.num_cached_tokens
-                self.record["completion_tokens"] = sum(tokens)
-                sampling.expect_few_logprobs(self.params, prompt_tokens, sum(tokens), self.service)
-                self.record.setdefault(
-                    "seconds_to_first_token", round(time.monotonic() - self.arrival, 6)
-                )
-                if logged:
-                    answers = {f"{number}/{answer.index}": answer.text for answer in output.outputs}
-                    self.record.setdefault("answers", {}).update(answers)
-                yield number, output
+
+    def _note(self, number: int, output: RequestOutput, answer_tokens: int) -> None:
+        """Take down for the log how far the answers are, and refuse too many log-probabilities."""
+        self.record["completion_tokens"] = answer_tokens
+        seconds = round(time.monotonic() - self.arrival, 6)
+        self.record.setdefault("seconds_to_first_token", seconds)
+        prompt_tokens = self.record["prompt_tokens"]
+        sampling.expect_few_logprobs(self.params, prompt_tokens, answer_tokens, self.service)
+        if self.service.settings.log_prompts:
+            answers = {f"{number}/{answer.index}": answer.text for answer in output.outputs}
+            self.record.setdefault("answers", {}).update(answers)
 
     async def _events(
         self,

@@ -95,19 +95,20 @@ class Tools:
         self.functions = offered or None
         self._offered = [tool["function"] for tool in offered]
         self._known = {function["name"] for function in self._offered}
+        self._most = 1 if body.parallel_tool_calls is False else None
         self.instruction = None
         if offered and "tools" not in template:
             described = "\n".join(map(json.dumps, self._offered))
             self.instruction = _INSTRUCTION.format(functions=described)
+
         chosen = _chosen(body, offered)
         self.forced = _forced([self._offered[place] for place in chosen])
-        self._only = self._offered[chosen[0]]["name"] if len(chosen) == 1 else None
-        self.forced_field = (
-            f"tools[{chosen[0]}].function.parameters" if len(chosen) == 1 else "tools"
-        )
-        marker = _HERMES if _HERMES in template else _MISTRAL if _MISTRAL in template else "{"
-        self._marker = "" if self.forced is not None else marker
-        self._most = 1 if body.parallel_tool_calls is False else None
+        self.forced_field = "tools"
+        self._only: str | None = None
+        if len(chosen) == 1:
+            self.forced_field = f"tools[{chosen[0]}].function.parameters"
+            self._only = self._offered[chosen[0]]["name"]
+        self._marker = "" if self.forced is not None else _marker_of(template)
 
     def structured_output(
         self, special: Callable[[str], int | None], form: Mapping[str, Any] | None
@@ -203,6 +204,13 @@ class Tools:
             if not several or not rest.startswith(","):
                 return found, True
             rest = rest[1:]
+
+
+def _marker_of(template: str) -> str:
+    """Return the beginning of a call as models of a chat template write calls."""
+    if _HERMES in template:
+        return _HERMES
+    return _MISTRAL if _MISTRAL in template else "{"
 
 
 def _chosen(body: ChatRequest, offered: Sequence[Mapping[str, Any]]) -> list[int]:
